@@ -821,7 +821,7 @@ FAULTS = (
     Fault(
         "run-ambiguous",
         "a name that several runs have is not one of them",
-        "len(found) > 1",
+        "len(runs) > 1",
         "False",
         ("tests/test_manage.py::test_an_unknown_and_an_ambiguous_run_are_errors_with_the_way_out",),
         where="api.stored.choose",

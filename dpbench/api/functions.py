@@ -1,5 +1,4 @@
-"""Functions: measure cases, and read stored or exported runs: `dpbench.run`, `load` and
-`open_trials`.
+"""Functions: measure cases, and read stored or exported runs.
 
 The functions raise ValueError for a wrong argument, LookupError for an unknown name, and StoreError
 for a results file that cannot be used. The messages are those of the command line, and name its
@@ -68,31 +67,31 @@ def run(
     The arguments are the options of `dpbench run`, with the same defaults; `dpbench run --help`
     explains them. An empty value means the default on this machine. Without arguments that select
     cases, dpbench selects cases that fit this machine. Times are in seconds and sizes in bytes.
-    `model` and `strategy` take the names of your own objects, such as "package.module:name", and
-    not the objects: the measuring processes import them by name. `tag` takes texts such as
-    "driver=550". Progress is printed to stderr unless `quiet` is True. After a KeyboardInterrupt,
-    the finished trials are stored, and the same call resumes the run.
+    `model` and `strategy` take the names of your own objects, such as "package.module:name",
+    because the measuring processes import them by name. `tag` takes texts such as "driver=550".
+    Progress is printed to stderr unless `quiet` is True. After a KeyboardInterrupt, the finished
+    trials are stored, and the same call resumes the run.
 
     Raises ValueError for a wrong argument, LookupError for an unknown name, and RuntimeError under
     torchrun or srun, where only the command `dpbench run` can measure.
     """
-    given = dict(locals())
-    del given["store"], given["quiet"], given["verbose"]
+    arguments = dict(locals())
+    del arguments["store"], arguments["quiet"], arguments["verbose"]
     detail = Detail.of(quiet=quiet, verbose=verbose)
-    asked = Options.of(**{name: value for name, value in given.items() if value != ()})
+    options = Options.of(**{name: value for name, value in arguments.items() if value != ()})
     if launch.of_environment():
         raise RuntimeError(
             "dpbench.run measures on one machine: under torchrun or srun, use the command `dpbench"
             " run` instead"
         )
-    cases, budget_s = selection.cases_of(asked)
+    cases, budget_s = selection.cases_of(options)
     path = Path(store)
-    elsewhere = [] if path == STORE else ["--store", str(path)]
-    naming = selection.naming(asked, asked.command(*elsewhere, config=False))
+    store_option = [] if path == STORE else ["--store", str(path)]
+    naming = selection.naming(options, options.command(*store_option, config=False))
     with Store.create(path, naming) as opened, Progress(detail) as progress:
         try:
             outcome = selection.measure(
-                asked, cases, opened, budget_s=budget_s, listen=progress.listen
+                options, cases, opened, budget_s=budget_s, listen=progress.listen
             )
         except KeyboardInterrupt:
             raise KeyboardInterrupt(
@@ -105,9 +104,8 @@ def run(
 def load(store: str | Path = STORE, run: str | None = None) -> Run:
     """Return a run of a results file.
 
-    `run` is @NAME or the beginning of an id; @last and None mean the newest run.
-
-    Raises StoreError if the file is not a results file, and ValueError if it has no such run.
+    `run` is @NAME or the beginning of an id; @last and None mean the newest run. Raises StoreError
+    if the file is not a results file, and ValueError if it has no such run.
     """
     path = Path(store)
     chosen, trials, unreadable = stored.read(path, run)
@@ -115,9 +113,7 @@ def load(store: str | Path = STORE, run: str | None = None) -> Run:
 
 
 def open_trials(path: str | Path, run: str = "") -> Run:
-    """Return a run from a file that `dpbench export jsonl` wrote.
-
-    A file whose name ends in .gz is decompressed.
+    """Return a run from a file that `dpbench export jsonl` wrote, also if it is compressed (.gz).
 
     `run` is the beginning of the run's id, and may be empty if the file has one run. The file has
     the seconds of each step by phase, but no spans, no samples, no start time of the run and no

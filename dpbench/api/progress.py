@@ -35,30 +35,21 @@ class Detail(Enum):
 
     @classmethod
     def of(cls, *, quiet: bool, verbose: bool) -> Self:
-        """Return the amount that these options select.
-
-        Raises ValueError if they contradict each other.
-        """
+        """Return the amount of these options; raise ValueError if they contradict each other."""
         if quiet and verbose:
             raise ValueError("--quiet and --verbose contradict each other: leave out one of them")
         return cls.QUIET if quiet else cls.VERBOSE if verbose else cls.USUAL
 
 
 class _Console(Console):
-    """A console that raises BrokenPipeError if the reader has closed the output.
-
-    Rich's own console would exit.
-    """
+    """A console that raises BrokenPipeError if the output is closed; Rich's own would exit."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError("the output was closed")
 
 
 class _Live(RichProgress):
-    """A progress bar.
-
-    Below it a table of the running speed-ups, and a bar for each device of the newest trial.
-    """
+    """A progress bar, with the running speed-ups and the devices of the newest trial below it."""
 
     speedups: RunningSpeedups | None = None
     devices: Table | None = None
@@ -72,10 +63,7 @@ class _Live(RichProgress):
 
 
 class RunningSpeedups:
-    """The speed-ups computed from the trials so far.
-
-    The table shows the cases with the newest trial's model.
-    """
+    """The speed-ups computed from the trials so far, of the cases with the newest trial's model."""
 
     MOST = 15
     """The largest number of cases that the table shows."""
@@ -83,7 +71,7 @@ class RunningSpeedups:
     def __init__(self) -> None:
         self._series: dict[Case, stats.Timed] = {}
         self._labels: dict[Case, tuple[str, ...]] = {}
-        self._found: dict[Case, Estimate] = {}
+        self._speedups: dict[Case, Estimate] = {}
         self._model = ""
 
     def add(self, trial: Trial) -> None:
@@ -93,17 +81,14 @@ class RunningSpeedups:
         noisy = [foreign_load.NOISY] * bool(self._series[trial.case].noisy)
         self._labels[trial.case] = tuple(dict.fromkeys([*summary.labels(trial), *noisy]))
         alike = {case: series for case, series in self._series.items() if case.model == self._model}
-        self._found = summary.speedups(alike)
+        self._speedups = summary.speedups(alike)
 
     def table(self) -> Table | None:
-        """Return the speed-ups with their 95 % intervals and labels as a table.
-
-        None if there are none.
-        """
-        if not self._found:
+        """Return a table of the speed-ups with 95 % intervals and labels; None without any."""
+        if not self._speedups:
             return None
         shown = Table("case", "speed-up so far", "labels", box=None, padding=(0, 2, 0, 0))
-        for case, estimate in [*self._found.items()][: self.MOST]:
+        for case, estimate in [*self._speedups.items()][: self.MOST]:
             shown.add_row(
                 escape(ladder.label(case)), words.times(estimate), " ".join(self._labels[case])
             )
@@ -116,8 +101,8 @@ def device_bars(trial: Trial, most: int = 8) -> Table | None:
     A bar shows the share of the trial's median step in which a phase was open on the device. Return
     None if the trial is not trusted, or has no timed step with phases on devices.
     """
-    found = lanes.of_trial(trial) if trial.trusted else None
-    used = [lane for lane in found.lanes if lane.device >= 0] if found else []
+    timeline = lanes.of_trial(trial) if trial.trusted else None
+    used = [lane for lane in timeline.lanes if lane.device >= 0] if timeline else []
     if not used:
         return None
     what = f"{escape(ladder.label(trial.case))}: share of the median step with an open phase"
@@ -139,14 +124,15 @@ def device_bars(trial: Trial, most: int = 8) -> Table | None:
 class Progress:
     """A context manager that prints one line per trial.
 
-    On a terminal it also shows a progress bar, speed-ups, and a bar for each device. `plan` is a
-    text that is printed when the run starts.
+    On a terminal it also shows a progress bar, speed-ups, and a bar for each device. `plan` is
+    printed when the run starts.
     """
 
     def __init__(
         self, detail: Detail = Detail.USUAL, console: Console | None = None, *, plan: str = ""
     ) -> None:
-        self._detail, self._plan = detail, plan
+        self._detail = detail
+        self._plan = plan
         self._console = console or _Console(stderr=True, highlight=False, soft_wrap=True)
         live = self._console.is_terminal and detail is not Detail.QUIET
         self._bar = _Live(
@@ -170,9 +156,7 @@ class Progress:
         self._bar.stop()
 
     def listen(self, event: Started | Ended | Note) -> None:
-        """Show an event of a run: a message, the start of the run, or the start or the end of a
-        trial.
-        """
+        """Show a message, or the start of the run, or the start or end of a trial."""
         from dpbench.measure.run import Ended, Note
 
         if self._detail is Detail.QUIET:
@@ -197,7 +181,6 @@ class Progress:
             self._bar.update(self._task, description=escape(what))
 
     def _ended(self, event: Ended) -> None:
-        """Print a line on an ended trial, and bring the bar and the speed-ups up to date."""
         trial = event.trial
         if trial.status is not Status.SKIPPED:
             self._seconds.append(event.seconds)
@@ -206,11 +189,11 @@ class Progress:
             result = f"ok, {words.time(statistics.median(trial.timed))}" if trial.timed else "ok"
         else:
             result = f"{trial.status}: {brief(trial)}"
-        said = (
+        line = (
             f"[{event.done}/{event.total}] {ladder.label(trial.case)} round {trial.round + 1}:"
             f" {result}"
         )
-        self._console.print(escape(f"{said}; {left}" if left else said))
+        self._console.print(escape(f"{line}; {left}" if left else line))
         if self._detail is Detail.VERBOSE:
             self._console.print(escape(f"    {details(trial)}"))
         if self._bar.speedups:
@@ -220,20 +203,19 @@ class Progress:
 
 
 def brief(trial: Trial) -> str:
-    """Return one line of a trial's reason.
+    """Return the last line of a trial's reason, because a traceback ends with the error.
 
-    It is the last line, because a traceback ends with the error. For a timeout, it is the first
-    line, because stacks of the processes follow.
+    For a timeout, return the first line, because stacks of the processes follow.
     """
     lines = [line for line in trial.reason.splitlines() if line.strip()] or [""]
     return lines[0 if trial.status is Status.TIMEOUT else -1].strip()
 
 
 def left_text(seconds: Sequence[float], trials: int) -> str:
-    """Return the expected duration of the next `trials` trials as text, such as "about 2 min left".
+    """Return the expected duration of the next `trials` trials, such as "about 2 min left".
 
-    `seconds` are the durations of earlier trials. Return "" without earlier trials, and if no trial
-    is left.
+    `seconds` are the durations of earlier trials. Return "" if there are none, or if no trial is
+    left.
     """
     return (
         f"about {words.long_time(statistics.mean(seconds) * trials)} left"
@@ -243,14 +225,12 @@ def left_text(seconds: Sequence[float], trials: int) -> str:
 
 
 def details(trial: Trial) -> str:
-    """Return the durations of a trial's stages, its number of steps, its memory peaks and its
-    verification as text.
-    """
+    """Return the times of a trial's stages, its steps, memory peaks and verification as text."""
     warmup = sum(step.warmup for step in trial.steps)
-    peaks = [one for one in trial.memory if not one.phase and one.kind == "allocated"]
+    peaks = [peak for peak in trial.memory if not peak.phase and peak.kind == "allocated"]
     named = [
-        ("host" if one.device < 0 else f"device {one.device}", words.size(one.peak_bytes))
-        for one in peaks
+        ("host" if peak.device < 0 else f"device {peak.device}", words.size(peak.peak_bytes))
+        for peak in peaks
     ]
     parts = [
         ", ".join(

@@ -24,13 +24,7 @@ def report_of(
     store: Path | None = None,
     unreadable: Sequence[UnreadableRow] = (),
 ) -> Report:
-    """Return the report of a run: the analysis of its trials for the HTML page, for Markdown and
-    for the terminal.
-
-    If `store`, the file of the run, is given, the report also has the earlier runs and the
-    predictions of the same cases. The report lists the rows of the file that could not be read:
-    those in `unreadable`, and those of earlier runs.
-    """
+    """Return the report of a run, which is the analysis for HTML, Markdown and the terminal."""
     from dpbench.analysis.report import Report
 
     rows = [*unreadable]
@@ -56,11 +50,7 @@ def _past(
 
 
 def _alternatives(chosen: StoredRun, trials: Sequence[Trial]) -> Alternatives:
-    """Return, for each observed loop with several GPUs in one process, its prediction with one
-    process per GPU.
-
-    The mapping is empty if the run has no such loop.
-    """
+    """Return the prediction of each observed loop on several GPUs for one process per GPU."""
     if not any(trial.case.traits.observed and trial.case.devices > 1 for trial in trials):
         return {}
     from dpbench.predict.alternatives import alternatives
@@ -71,9 +61,8 @@ def _alternatives(chosen: StoredRun, trials: Sequence[Trial]) -> Alternatives:
 def write_report(path: Path | None, report: Report) -> Path:
     """Write a report as an HTML page, and return the page's file.
 
-    The page is written to the file `path`, whose parent folders are created. If `path` is None, the
-    page is kept in the archive `REPORTS`. In this case, the function returns `LATEST` if `LATEST`
-    shows this run, and otherwise the run's page in the archive.
+    If `path` is None, the page is kept in the archive `REPORTS`; the file returned is then `LATEST`
+    if `LATEST` shows this run, and otherwise the run's page in the archive.
     """
     from dpbench.report import page
 
@@ -92,8 +81,4 @@ def write_report(path: Path | None, report: Report) -> Path:
 
 
 def _owner(run_id: str) -> str:
-    """Return "the page of run ..." for the run that the latest page shows.
-
-    "unchanged" if `run_id` is empty.
-    """
     return f"the page of run {run_id[:8]}" if run_id else "unchanged"

@@ -27,12 +27,11 @@ if TYPE_CHECKING:
 class Run:
     """A run: its measurements and its results.
 
-    A notebook shows its answers and the table of its cases.
-
-    The tables are tidy: `frame` has one row per case, `steps` per step, `phases` per phase of a
-    step, and `samples` per sample. Times are seconds and sizes bytes. Each estimate has the columns
-    value, low and high for its 95 % interval (80 % for predictions), and `withheld`, the reason why
-    reports do not show the estimate. Whoever shows a number must also show its `labels`.
+    A notebook shows its answers and the table of its cases. The tables are tidy: `frame` has one
+    row per case, `steps` per step, `phases` per phase of a step, and `samples` per sample. Times
+    are seconds and sizes bytes. Each estimate has the columns value, low and high for its 95 %
+    interval (80 % for predictions), and `withheld`, the reason why reports do not show the
+    estimate. Whoever shows a number must also show its `labels`.
     """
 
     def __init__(
@@ -47,35 +46,24 @@ class Run:
         `store` is the file that has the spans, None for exported trials. `unreadable` has the rows
         of this file that could not be read.
         """
-        self._stored, self._trials, self._store, self._unreadable = (
-            stored,
-            trials,
-            store,
-            unreadable,
-        )
+        self._stored = stored
+        self._trials = trials
+        self._store = store
+        self._unreadable = unreadable
 
     @property
     def id(self) -> str:
-        """Return the id of the run.
-
-        In `load` and on the command line, the first characters of the id name the run.
-        """
+        """Return the id of the run; `load` and the command line accept its first characters."""
         return self._stored.id
 
     @property
     def status(self) -> str:
-        """Return "finished", "interrupted" or "running".
-
-        "exported" for exported trials, whose status is unknown.
-        """
+        """Return "finished", "interrupted" or "running"; "exported" for exported trials."""
         return self._stored.status if self._store else "exported"
 
     @property
     def started(self) -> datetime | None:
-        """Return the time at which the run began, in UTC.
-
-        None for exported trials, whose time is unknown.
-        """
+        """Return the time at which the run began, in UTC; None for exported trials."""
         return datetime.fromtimestamp(self._stored.started, UTC) if self._stored.started else None
 
     @property
@@ -88,10 +76,7 @@ class Run:
 
     @cached_property
     def trials(self) -> Sequence[Trial]:
-        """Return the trials of the run, with the spans of all steps.
-
-        Exported trials have no spans.
-        """
+        """Return the trials with the spans of all steps; exported trials have no spans."""
         if self._store is None:
             return self._trials
         with Store.read(self._store, list_unreadable) as opened:
@@ -104,24 +89,21 @@ class Run:
 
     @property
     def answers(self) -> Sequence[Answer]:
-        """Return the answers to the question whether to use several devices, one per model and
-        setting.
-        """
+        """Return whether to use several devices: one answer per model and setting."""
         return self.analysis.answers
 
     @property
     def verdict(self) -> str:
         """Return the answers as text, one paragraph per answer, each with its labels."""
-        said = [
-            " ".join([one.text, *(f"[{label}]" for label in one.labels)]) for one in self.answers
+        paragraphs = [
+            " ".join([answer.text, *(f"[{label}]" for label in answer.labels)])
+            for answer in self.answers
         ]
-        return "\n\n".join(said) or "Nothing was measured."
+        return "\n\n".join(paragraphs) or "Nothing was measured."
 
     @property
     def warnings(self) -> Sequence[str]:
-        """Return the warnings about the run and its results, which `dpbench run` prints to
-        stderr.
-        """
+        """Return the warnings on the run and its results, which `dpbench run` prints to stderr."""
         return [str(one) for one in self.analysis.warnings]
 
     @property
@@ -136,10 +118,7 @@ class Run:
 
     @property
     def phases(self) -> DataFrame:
-        """Return a new table with one row per phase of a step.
-
-        The phases of a step sum to its duration.
-        """
+        """Return a new table with one row per phase of a step; phases sum to the step's time."""
         return frames.phases(self.id, self._trials)
 
     @property
@@ -148,16 +127,15 @@ class Run:
         return frames.samples(self.id, self._trials)
 
     def explain(self, *, all: bool = False, samples: int = 0) -> str:
-        """Return a text that explains, for each model, whether to use several devices, why, and
-        which change helps.
+        """Return, for each model, whether to use several devices, why, and which change helps.
 
         With `all`, the findings with their evidence and remedies follow. `samples` is the number of
         samples of an epoch, whose time the text then states; 0 if unknown. `dpbench explain` prints
         the same text.
         """
-        found = self.analysis
-        brief = text.explain(found.answers, found.diagnoses, () if all else found.rows, samples)
-        return f"{brief}\n\n{text.render(found.diagnoses, found.rows)}" if all else brief
+        report = self.analysis
+        brief = text.explain(report.answers, report.diagnoses, () if all else report.rows, samples)
+        return f"{brief}\n\n{text.render(report.diagnoses, report.rows)}" if all else brief
 
     def report(self, path: str | Path) -> Path:
         """Write the report of the run as one HTML file, and return its path."""
@@ -169,16 +147,18 @@ class Run:
     ) -> Compared:
         """Return the comparison of this run with the run `after`, as `dpbench compare` makes it.
 
-        `after` is a run, or a text that names a run; `dpbench compare --help` explains the names.
-        Names and ids are looked up in the results file of this run. Relative differences below
-        `margin` count as equal. Raises ValueError if the name is unknown, or if the runs have no
-        measured case in common. Unless `unlike` is True, also raises ValueError if the machines,
-        the kinds of devices or the versions of torch differ.
+        `after` is a run, or a text that names one in the results file of this run; `dpbench compare
+        --help` explains the names. Relative differences below `margin` count as equal. Raises
+        ValueError if the name is unknown, or if the runs have no measured case in common. Unless
+        `unlike` is True, also raises ValueError if the machines, the kinds of devices or the
+        versions of torch differ.
         """
         if not isinstance(after, Run):
             after = Run(*side(self._store or STORE, str(after)), None)
-        found = comparison.between(self.analysis, after.analysis, margin=margin, unlike=unlike)
-        return Compared(self.analysis, after.analysis, found)
+        comparisons = comparison.between(
+            self.analysis, after.analysis, margin=margin, unlike=unlike
+        )
+        return Compared(self.analysis, after.analysis, comparisons)
 
     def __repr__(self) -> str:
         rows = self.analysis.rows
@@ -189,55 +169,50 @@ class Run:
         )
 
     def _repr_html_(self) -> str:
-        """Return the answers and the table of cases as HTML, which notebooks show."""
         from dpbench.report import notebook
 
         return notebook.render(self.analysis)
 
 
 class Compared:
-    """The comparison of two runs case by case.
+    """The comparison of two runs, with one line per case as text and as HTML in a notebook."""
 
-    Its text, and its HTML in a notebook, have one line per case.
-    """
-
-    def __init__(self, before: Report, after: Report, found: Comparisons) -> None:
-        self._before, self._after, self._found = before, after, found
+    def __init__(self, before: Report, after: Report, comparisons: Comparisons) -> None:
+        self._before = before
+        self._after = after
+        self._comparisons = comparisons
 
     @property
     def cases(self) -> Sequence[Comparison]:
         """Return the comparison of each case that has a result in both runs."""
-        return self._found.lines
+        return self._comparisons.lines
 
     @property
     def unlike(self) -> Sequence[Unlike]:
         """Return the facts in which the machines or the software of the runs differ."""
-        return self._found.unlike
+        return self._comparisons.unlike
 
     def page(self, path: str | Path) -> Path:
-        """Write one HTML file with the comparison and with the answers and phases of both runs, and
-        return its path.
-        """
+        """Write the comparison, with both runs' answers and phases, as HTML; return the path."""
         from dpbench.report import comparing as drawing
 
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(
-            drawing.page(self._before, self._after, self._found), encoding="utf-8"
+            drawing.page(self._before, self._after, self._comparisons), encoding="utf-8"
         )
         return Path(path)
 
     def __repr__(self) -> str:
         from dpbench.report import comparing as drawing
 
-        return f"<dpbench.Compared: {drawing.summary(self._found)}>"
+        return f"<dpbench.Compared: {drawing.summary(self._comparisons)}>"
 
     def __str__(self) -> str:
         from dpbench.report import comparing as drawing
 
-        return drawing.text(self._before, self._after, self._found)
+        return drawing.text(self._before, self._after, self._comparisons)
 
     def _repr_html_(self) -> str:
-        """Return the runs and the table of cases as HTML, which notebooks show."""
         from dpbench.report import notebook
 
-        return notebook.compared(self._before, self._after, self._found)
+        return notebook.compared(self._before, self._after, self._comparisons)

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 
 def read(store: Path, run_id: str | None) -> tuple[StoredRun, list[Trial], list[UnreadableRow]]:
-    """Return a run in a store file, the run's trials without their spans, and the rows that could
-    not be read.
+    """Return a run in a store file, its trials without spans, and the rows that could not be read.
 
     `choose` explains `run_id`.
     """
@@ -31,11 +30,11 @@ def read(store: Path, run_id: str | None) -> tuple[StoredRun, list[Trial], list[
 def listing(found: list[UnreadableRow]) -> Callable[[UnreadableRow], None]:
     """Return a function that prints that a row cannot be read, and appends the row to `found`."""
 
-    def one(row: UnreadableRow) -> None:
+    def list_row(row: UnreadableRow) -> None:
         list_unreadable(row)
         found.append(row)
 
-    return one
+    return list_row
 
 
 def list_unreadable(row: UnreadableRow) -> None:
@@ -47,38 +46,36 @@ NAMED = 20
 """The largest number of runs that an error names."""
 
 
-def choose(opened: Store, asked: str | None) -> StoredRun:
-    """Return the run that `asked` names by @NAME or by the beginning of its id; @last and None mean
-    the newest run.
+def choose(opened: Store, name: str | None) -> StoredRun:
+    """Return the run that `name` names by @NAME or by the beginning of its id.
 
-    Raises ValueError if `asked` matches no run of the store, or several.
+    @last and None mean the newest run. Raises ValueError if no run matches, or several.
     """
     from dpbench.store import LATEST
 
-    found = opened.matching(asked)
-    if not found:
-        if asked is None or asked == f"@{LATEST}":
+    runs = opened.matching(name)
+    if not runs:
+        if name is None or name == f"@{LATEST}":
             sought = "run"
-        elif asked.startswith("@"):
-            sought = f"run with the name {asked[1:]!r}"
+        elif name.startswith("@"):
+            sought = f"run with the name {name[1:]!r}"
         else:
-            sought = f"run whose id begins with {asked!r}"
-        known = [*map(_called, islice(opened.newest(), NAMED + 1))]
-        shown = ", ".join(known[:NAMED]) or "none"
-        more = ", and older ones, which `dpbench list runs` lists" if len(known) > NAMED else ""
+            sought = f"run whose id begins with {name!r}"
+        named = [*map(_called, islice(opened.newest(), NAMED + 1))]
+        shown = ", ".join(named[:NAMED]) or "none"
+        more = ", and older ones, which `dpbench list runs` lists" if len(named) > NAMED else ""
         raise ValueError(f"the store has no {sought}; its runs are: {shown}{more}")
-    if len(found) > 1:
-        matches = ", ".join(f"{run.id[:12]} ({_date(run)})" for run in found[:NAMED])
-        more = f", and {len(found) - NAMED} older ones" if len(found) > NAMED else ""
+    if len(runs) > 1:
+        matches = ", ".join(f"{run.id[:12]} ({_date(run)})" for run in runs[:NAMED])
+        more = f", and {len(runs) - NAMED} older ones" if len(runs) > NAMED else ""
         raise ValueError(
-            f"{asked} matches {len(found)} runs: {matches}{more}; give more characters of the id of"
+            f"{name} matches {len(runs)} runs: {matches}{more}; give more characters of the id of"
             " one run"
         )
-    return found[0]
+    return runs[0]
 
 
 def _called(run: StoredRun) -> str:
-    """Return the beginning of a run's id, with the run's name if it has one."""
     return f"{run.id[:8]} @{run.naming.name}" if run.naming.name else run.id[:8]
 
 
@@ -86,28 +83,25 @@ def _date(run: StoredRun) -> str:
     return datetime.fromtimestamp(run.started, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
-def side(store: Path, asked: str) -> tuple[StoredRun, list[Trial]]:
-    """Return the run that `asked` names, and its trials without their spans.
+def side(store: Path, name: str) -> tuple[StoredRun, list[Trial]]:
+    """Return the run that `name` names, and its trials without their spans.
 
-    The help of `dpbench compare` explains the names. Raises ValueError if `asked` matches no run,
-    or several.
+    The help of `dpbench compare` explains the names. Raises ValueError if no run matches, or
+    several.
     """
-    path, colon, run = asked.rpartition(":")
-    whole = Path(asked).is_file()
+    path, colon, run = name.rpartition(":")
+    whole = Path(name).is_file()
     if whole or (colon and Path(path).is_file()):
-        return _in_file(Path(asked if whole else path), "" if whole else run)
+        return _in_file(Path(name if whole else path), "" if whole else run)
     from dpbench.store import Store
 
     with Store.read(store, list_unreadable) as opened:
-        chosen = _of_commit(opened, asked) or choose(opened, asked)
+        chosen = _of_commit(opened, name) or choose(opened, name)
         return chosen, opened.summaries(chosen.id)
 
 
 def _in_file(path: Path, run: str) -> tuple[StoredRun, list[Trial]]:
-    """Return the run `run` of a store or of an exported file, and its trials.
-
-    An empty `run` means the newest run of a store, or the only run of an exported file.
-    """
+    """Return a run and its trials; "" means a store's newest run, or an export's only one."""
     if path.suffix in (".jsonl", ".gz"):
         from dpbench.store import export
 
@@ -115,27 +109,25 @@ def _in_file(path: Path, run: str) -> tuple[StoredRun, list[Trial]]:
     return read(path, run or None)[:2]
 
 
-def _of_commit(opened: Store, asked: str) -> StoredRun | None:
-    """Return the newest run of a store whose commit begins with `asked`.
+def _of_commit(opened: Store, prefix: str) -> StoredRun | None:
+    """Return the newest run of a store whose commit begins with `prefix`, if any.
 
-    None if no run has such a commit.
-
-    Raises ValueError if `asked` matches several commits, or a commit and the id of a run.
+    Raises ValueError if `prefix` matches several commits, or a commit and the id of a run.
     """
-    if asked.startswith("@"):
+    if prefix.startswith("@"):
         return None
-    found: dict[str, StoredRun] = {}
-    for run in opened.of_commit(asked):
+    commits: dict[str, StoredRun] = {}
+    for run in opened.of_commit(prefix):
         for code in ("dpbench", "project"):
             commit = str((run.provenance.get(code) or {}).get("commit") or "")
-            if commit.startswith(asked):
-                found.setdefault(commit, run)
-    also = [run.id for run in opened.matching(asked)] if found else []
-    if len(found) + len(also) > 1:
+            if commit.startswith(prefix):
+                commits.setdefault(commit, run)
+    ids = [run.id for run in opened.matching(prefix)] if commits else []
+    if len(commits) + len(ids) > 1:
         matches = ", ".join(
-            [*(f"commit {commit[:12]}" for commit in found), *(f"run {run[:12]}" for run in also)]
+            [*(f"commit {commit[:12]}" for commit in commits), *(f"run {run[:12]}" for run in ids)]
         )
         raise ValueError(
-            f"{asked} is the beginning of several commits or ids: {matches}; give more characters"
+            f"{prefix} is the beginning of several commits or ids: {matches}; give more characters"
         )
-    return next(iter(found.values()), None)
+    return next(iter(commits.values()), None)

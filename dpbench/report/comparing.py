@@ -1,6 +1,4 @@
-"""Comparing: the comparison of two runs, before and after a change, as text, as Markdown, and as an
-HTML page.
-"""
+"""Comparing: the comparison of two runs as text, as Markdown, and as an HTML page."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ PANELS = 40
 
 
 def heading(report: Report) -> str:
-    """Return one line on a run: its id and name, time, the commits of dpbench and of the project,
-    and its machine.
-    """
+    """Return a line on a run: its id, name, time, commits of dpbench and project, and machine."""
     facts = dict(naming.facts(report))
     name = report.provenance.get("name", "")
     code = [
@@ -53,13 +49,12 @@ def heading(report: Report) -> str:
     )
 
 
-def cells(found: Comparisons) -> list[tuple[str, ...]]:
-    """Return the cells of one line per case, in the order of `COLUMNS`.
-
-    Cases without a result come last.
-    """
-    lost = [("undecided", case.label, *[""] * 5, reason) for case, reason in found.lost.items()]
-    return [*map(_cells, found.lines), *lost]
+def cells(comparisons: Comparisons) -> list[tuple[str, ...]]:
+    """Return the cells of each case in the order of `COLUMNS`; cases without a result are last."""
+    lost = [
+        ("undecided", case.label, *[""] * 5, reason) for case, reason in comparisons.lost.items()
+    ]
+    return [*map(_cells, comparisons.lines), *lost]
 
 
 def _cells(line: Comparison) -> tuple[str, ...]:
@@ -81,9 +76,7 @@ def _cells(line: Comparison) -> tuple[str, ...]:
 
 
 def _number(value: float) -> str:
-    """Return a ratio as text with four digits, because two runs are compared with a margin of about
-    1 %.
-    """
+    """Return a ratio with four digits, because two runs are compared with a margin of about 1 %."""
     return words.number(value, 4)
 
 
@@ -92,10 +85,7 @@ def _ms(step: Estimate) -> str:
 
 
 def why(line: Comparison) -> str:
-    """Return the reason for a verdict.
-
-    If the case changed, the phase that changed most and its share come first.
-    """
+    """Return the reason for a verdict; if the case changed, after the phase that changed most."""
     phase = (
         f"{line.phase} {words.signed_time(line.phase_s)} ({words.percent(line.share)} of the"
         " changes of all phases)"
@@ -103,17 +93,16 @@ def why(line: Comparison) -> str:
     return "; ".join([*([phase] if line.decided else []), line.reason])
 
 
-def summary(found: Comparisons) -> str:
+def summary(comparisons: Comparisons) -> str:
     """Return the number of cases by verdict as text, such as "1 case slower, 2 cases undecided"."""
-    counts = found.verdicts
+    counts = comparisons.verdicts
     return ", ".join(
         f"{words.count(counts[verdict], 'case')} {verdict}" for verdict in ORDER if counts[verdict]
     )
 
 
 def facts(before: Report, after: Report, comparisons: Comparisons) -> list[tuple[str, str]]:
-    """Return a line on each run, and a line on each fact in which their machines differ, as pairs
-    of a name and a text.
+    """Return lines on both runs and on each fact in which their machines differ, with their names.
 
     The names are "before" and "after" for the runs, and "UNLIKE" for each fact.
     """
@@ -124,30 +113,31 @@ def facts(before: Report, after: Report, comparisons: Comparisons) -> list[tuple
     ]
 
 
-def note(found: Comparisons) -> str:
-    """Return the note below a comparison: how to read a ratio, and what the intervals of observed
-    loops leave out.
-    """
-    observed = any(one.case.traits.observed for one in found.lines)
+def note(comparisons: Comparisons) -> str:
+    """Return the note on how to read a ratio, and on what intervals of observed loops leave out."""
+    observed = any(line.case.traits.observed for line in comparisons.lines)
     return f"{NOTE} {caveats.PARTS[0].upper()}{caveats.PARTS[1:]}." if observed else NOTE
 
 
-def text(before: Report, after: Report, found: Comparisons) -> str:
-    """Return the comparison as plain text: a line on each run, and a table with one line per
-    case.
-    """
+def text(before: Report, after: Report, comparisons: Comparisons) -> str:
+    """Return the comparison as plain text: a line on each run, and a table with a line per case."""
     aligned = words.aligned(
-        [COLUMNS, *cells(found)], left=[COLUMNS.index(name) for name in TEXT_COLUMNS]
+        [COLUMNS, *cells(comparisons)], left=[COLUMNS.index(name) for name in TEXT_COLUMNS]
     )
-    head = [f"{name:<7} {said}" for name, said in facts(before, after, found)]
-    return "\n".join([*head, "", *aligned, "", f"{summary(found)}. {note(found)}"])
+    head = [f"{name:<7} {value}" for name, value in facts(before, after, comparisons)]
+    return "\n".join([*head, "", *aligned, "", f"{summary(comparisons)}. {note(comparisons)}"])
 
 
-def as_markdown(before: Report, after: Report, found: Comparisons) -> str:
+def as_markdown(before: Report, after: Report, comparisons: Comparisons) -> str:
     """Return the comparison in GitHub's Markdown, for a pull request."""
-    head = facts(before, after, found)
+    head = facts(before, after, comparisons)
     return markdown.compared(
-        f"dpbench: {summary(found)}", head, COLUMNS, cells(found), TEXT_COLUMNS, note(found)
+        f"dpbench: {summary(comparisons)}",
+        head,
+        COLUMNS,
+        cells(comparisons),
+        TEXT_COLUMNS,
+        note(comparisons),
     )
 
 
@@ -155,10 +145,8 @@ def as_markdown(before: Report, after: Report, found: Comparisons) -> str:
 class SideAnswer:
     """The headline and the labels of an answer.
 
-    `side` names the run, or both runs if they give the same answer.
-
-    `cases` has the ids of the compared cases to which the answer applies; if empty, the page always
-    shows the answer.
+    `side` names the run, or both runs if they give the same answer. `cases` has the ids of the
+    compared cases to which the answer applies; if empty, the page always shows the answer.
     """
 
     subject: str
@@ -169,24 +157,22 @@ class SideAnswer:
 
 
 def page(before: Report, after: Report, comparisons: Comparisons) -> str:
-    """Return the comparison as one HTML page: the answers of both runs, the table, and the steps of
-    both runs.
+    """Return the comparison as an HTML page: both runs' answers, the table, and both runs' steps.
 
-    The page has the style sheet and the script of the page of a run, so that filters, tooltips and
-    themes are the same.
+    The page has the style sheet and the script of the page of a run.
     """
     from dpbench.report import page as report_page
 
     styles = report_page.Styles()
-    drawn = [
-        part
-        for part in (
+    sections = [
+        section
+        for section in (
             _lanes(before, after, comparisons, styles),
             _phases(before, after, comparisons, styles),
         )
-        if part
+        if section
     ]
-    shown = answers(before, after, comparisons)
+    side_answers = answers(before, after, comparisons)
     style = f"{report_page.text_of('page.css')}{report_page.text_of('compare.css')}{styles}"
     script = report_page.text_of("page.js")
     allow = report_page.allowed
@@ -205,16 +191,16 @@ def page(before: Report, after: Report, comparisons: Comparisons) -> str:
         runs=f"{before.run_id[:8]}-{after.run_id[:8]}",
         facts=facts(before, after, comparisons),
         contents=[
-            *([("answers", "Answers")] if shown else []),
+            *([("answers", "Answers")] if side_answers else []),
             ("cases", "Cases"),
-            *((part.id, part.title) for part in drawn),
+            *((section.id, section.title) for section in sections),
         ],
         axes=axes,
-        answers=shown,
+        answers=side_answers,
         columns=COLUMNS,
         text_columns=TEXT_COLUMNS,
         lines=list(zip(map(naming.case_id, cases), cells(comparisons), strict=True)),
-        parts=drawn,
+        parts=sections,
         legend=note(comparisons),
         intervals=words.INTERVALS,
     )
@@ -223,8 +209,7 @@ def page(before: Report, after: Report, comparisons: Comparisons) -> str:
 
 
 def numbers(comparisons: Comparisons) -> list[dict[str, object]]:
-    """Return one record per case, in the order of the table, with the case's settings, verdict and
-    numbers.
+    """Return the settings, verdict and numbers of each case, in the order of the table.
 
     Times are in seconds. As in `frames.frame`, a key that ends in `_withheld` has the reason why
     reports do not show a number, or None.
@@ -249,29 +234,32 @@ def _work(case: Case, verdict: str, reason: str) -> dict[str, object]:
     return {"id": naming.case_id(case), **settings, "verdict": verdict, "reason": reason}
 
 
-def answers(before: Report, after: Report, found: Comparisons) -> list[SideAnswer]:
-    """Return the answers of both runs, grouped by subject.
-
-    An answer that is the same in both runs is returned once.
-    """
+def answers(before: Report, after: Report, comparisons: Comparisons) -> list[SideAnswer]:
+    """Return the answers of both runs by subject; an answer of both is returned once."""
     # the page identifies a case by its id in the first run, even if the second run has other
     # devices
-    known = {naming.case_id(line.other): naming.case_id(line.case) for line in found.lines}
+    ids_after = {
+        naming.case_id(line.other): naming.case_id(line.case) for line in comparisons.lines
+    }
     sides = []
-    for report, ids in ((before, {one: one for one in known.values()}), (after, known)):
+    for report, ids in ((before, {one: one for one in ids_after.values()}), (after, ids_after)):
         side = {}
-        for one in report.answers:
-            cases = [ids[case] for case in naming.alike(one, report.rows).split() if case in ids]
-            side[one.subject] = (one.headline, one.labels, " ".join(cases))
+        for answer in report.answers:
+            alike = naming.alike(answer, report.rows).split()
+            cases = " ".join(ids[case] for case in alike if case in ids)
+            side[answer.subject] = (answer.headline, answer.labels, cases)
         sides.append(side)
-    shown = []
+    grouped = []
     for subject in dict.fromkeys(subject for side in sides for subject in side):
         first, second = (side.get(subject, ()) for side in sides)
         if first == second:
-            shown.append(SideAnswer(subject, "before and after", *first))
+            grouped.append(SideAnswer(subject, "before and after", *first))
         else:
-            shown += [SideAnswer(subject, "before", *first), SideAnswer(subject, "after", *second)]
-    return shown
+            grouped += [
+                SideAnswer(subject, "before", *first),
+                SideAnswer(subject, "after", *second),
+            ]
+    return grouped
 
 
 def _lanes(
@@ -281,8 +269,8 @@ def _lanes(
 
     sides = [
         {
-            case: one
-            for (case, source), one in report.lanes.items()
+            case: timeline
+            for (case, source), timeline in report.lanes.items()
             if source is not Source.PREDICTED
         }
         for report in (before, after)
@@ -292,9 +280,9 @@ def _lanes(
     ]
     panels = []
     for i, line in enumerate(drawable[:PANELS]):
-        both = sides[0][line.case], sides[1][line.other]
+        timelines = sides[0][line.case], sides[1][line.other]
         panels.append(
-            (line.case, swim_lanes.compared(_title(line), *both, line.labels, f"lanes{i}"))
+            (line.case, swim_lanes.compared(_title(line), *timelines, line.labels, f"lanes{i}"))
         )
     lead = (
         "One median step of each run, one above the other on the same time axis. A bar is a phase"
@@ -331,23 +319,19 @@ def _part(
     drawable: int,
     styles: Styles,
 ) -> PageSection | None:
-    """Return a section of the page with the given panels, each of which comes with its case.
-
-    None without panels.
-
-    `drawable` is the number of cases that could be drawn. If it exceeds the number of panels, a
-    note says by how much.
-    """
+    """Return a section with the panels, or None without any; a note counts the cases left out."""
     from dpbench.report import page as report_page
 
     if not panels:
         return None
     # the page filters a drawing of two runs as a whole, by the case of the first run
-    drawn = [report_page.figure(replace(panel, cases=[case]), (), styles) for case, panel in panels]
+    drawings = [
+        report_page.figure(replace(panel, cases=[case]), (), styles) for case, panel in panels
+    ]
     left_out = drawable - len(panels)
     note = (
         f"{words.count(left_out, 'more case')} {words.verb(left_out, 'is', 'are')} not drawn."
         if left_out
         else ""
     )
-    return report_page.PageSection(name, title, lead, (), drawn, note=note)
+    return report_page.PageSection(name, title, lead, (), drawings, note=note)

@@ -1,8 +1,4 @@
-"""Devices: the tables below the drawings of a report.
-
-They show the latency of the forward alone, the imbalance of the devices, memory by phase, bytes
-over links, and predictions next to measurements.
-"""
+"""Devices: the tables below the drawings of a report."""
 
 from __future__ import annotations
 
@@ -31,7 +27,7 @@ SAID: Mapping[str, Callable[[float], str]] = {
 
 
 class TableSection(NamedTuple):
-    """A section of a report: a table with the text before it (`lead`) and the labels of its cases.
+    """A table of a report, with the text before it (`lead`) and the labels of its cases.
 
     `open` is whether the table is expanded when the page opens. `cases` has the case of each line.
     """
@@ -46,9 +42,7 @@ class TableSection(NamedTuple):
 
 
 def parts(report: Report) -> list[TableSection]:
-    """Return the sections on latency, imbalance, memory, transfers and predictions, except for
-    empty tables.
-    """
+    """Return the sections on latency, imbalance, memory, transfers and predictions that exist."""
     ordered = replace(report, trials=sorted(report.trials, key=lambda trial: _place(trial.case)))
     labels = report.labels
     tables = [
@@ -130,7 +124,7 @@ def _case(case: Case) -> Cell:
 
 
 def _latency(rows: Sequence[Row]) -> tuple[Table, list[Case]]:
-    shown = [
+    measured = [
         row
         for row in small_multiples.order(rows)
         if row.step and row.percentiles and not row.case.trains
@@ -150,17 +144,17 @@ def _latency(rows: Sequence[Row]) -> tuple[Table, list[Case]]:
             *(_percentile(one) for one in row.percentiles.values()),
             estimate(row.throughput),
         )
-        for row in shown
+        for row in measured
     )
-    return Table("Latency", columns, lines), [row.case for row in shown]
+    return Table("Latency", columns, lines), [row.case for row in measured]
 
 
-def _percentile(found: Percentile) -> Cell:
-    if found.low is None or found.high is None:
-        return Cell(words.NOT_ENOUGH_STEPS, words.count(found.steps, "step"))
+def _percentile(percentile: Percentile) -> Cell:
+    if percentile.low is None or percentile.high is None:
+        return Cell(words.NOT_ENOUGH_STEPS, words.count(percentile.steps, "step"))
     return Cell(
-        words.number(found.value * 1e3),
-        f"{words.number(found.low * 1e3)}–{words.number(found.high * 1e3)}",
+        words.number(percentile.value * 1e3),
+        f"{words.number(percentile.low * 1e3)}–{words.number(percentile.high * 1e3)}",
     )
 
 
@@ -202,15 +196,15 @@ def _estimate(estimate: Estimate) -> Cell:
     return Cell(words.number(estimate.value) + "×", words.interval(estimate))
 
 
-def _memory(found: Sequence[Footprint]) -> tuple[Table, list[Case]]:
-    several = [one for one in found if one.excess_bytes is not None]
-    lines = tuple(_footprint(one) for one in several)
+def _memory(footprints: Sequence[Footprint]) -> tuple[Table, list[Case]]:
+    several = [footprint for footprint in footprints if footprint.excess_bytes is not None]
+    lines = tuple(_footprint(footprint) for footprint in several)
     return Table(
         "Memory by phase",
         ("case", "source", "excess of device 0", *PHASES, "in use, NVML"),
         lines,
         text=2,
-    ), [one.case for one in several]
+    ), [footprint.case for footprint in several]
 
 
 def _footprint(footprint: Footprint) -> tuple[Cell, ...]:
@@ -259,10 +253,8 @@ def _forecast_section(forecasts: Sequence[Forecast]) -> list[TableSection]:
         lines,
         text=2,
     )
-    labels, cases = (
-        _union(forecast.labels for forecast in forecasts),
-        [forecast.case for forecast in forecasts],
-    )
+    labels = _union(forecast.labels for forecast in forecasts)
+    cases = [forecast.case for forecast in forecasts]
     opened = len(lines) <= OPEN
     return [
         TableSection(
@@ -271,10 +263,10 @@ def _forecast_section(forecasts: Sequence[Forecast]) -> list[TableSection]:
     ]
 
 
-def _links(found: Sequence[PhaseTraffic]) -> tuple[Table, list[Case]]:
+def _links(flows: Sequence[PhaseTraffic]) -> tuple[Table, list[Case]]:
     columns = ("case", "phase", "direction", "bytes per step", "ms", "GB/s")
-    lines = tuple(_flow(flow) for flow in found)
-    return Table("Bytes over links", columns, lines, text=3), [flow.case for flow in found]
+    lines = tuple(_flow(flow) for flow in flows)
+    return Table("Bytes over links", columns, lines, text=3), [flow.case for flow in flows]
 
 
 def _flow(flow: PhaseTraffic) -> tuple[Cell, ...]:
@@ -296,10 +288,8 @@ def _flow(flow: PhaseTraffic) -> tuple[Cell, ...]:
 
 
 def _ways(flow: PhaseTraffic) -> str:
-    """Return the direction in which bytes move in a phase, such as "host → each", "0 → each" or "a
-    ring".
-    """
-    sources, targets = {move.source for move in flow.moves}, {move.target for move in flow.moves}
+    sources = {move.source for move in flow.moves}
+    targets = {move.target for move in flow.moves}
     if all(source < 0 for source in sources):
         return "host → each" if len(targets) > 1 else "host → 0"
     if sources == {0}:

@@ -1,6 +1,4 @@
-"""Figures: the sections on throughput, phases, the ladder and commits, and the list of all sections
-with drawings.
-"""
+"""Figures: the sections on throughput, phases, ladders and commits, and the list of sections."""
 
 from __future__ import annotations
 
@@ -34,18 +32,14 @@ from dpbench.report.svg import Panel, Section
 from dpbench.store import PAST
 
 NAMED = 4
-"""The largest number of commits that a panel names on its axis.
-
-With more, it names only the first and the last.
-"""
+"""Above this number of commits, a panel names only the first and the last on its axis."""
 COLOURS = {"faster": svg.GAIN, "slower": svg.LOSS}
 """The colour of a bar by the verdict on its change; bars with other verdicts are grey."""
 BEYOND = 1.5
-"""The line of `ddp` or of the limit is drawn only up to this multiple of the slowest rung's step
-time.
+"""The lines of `ddp` and of the limit are drawn up to this multiple of the slowest rung's time.
 
-A line farther to the right would make all bars short. If `ddp` has no line, the caption states the
-step time of `ddp`.
+A line farther to the right would make all bars short. If `ddp` has no line, the caption states its
+step time.
 """
 ENDS = (
     "Of each ladder, only the rung `reference`, the best rung and the schedule that TrainStep"
@@ -54,18 +48,15 @@ ENDS = (
 
 
 def over_commits(report: Report) -> Section | None:
-    """Return the section on the history of the report's cases.
-
-    None if no case has enough commits.
-    """
-    by_case = {one.case: one for one in report.histories}
+    """Return the section on the history of the cases; None if no case has enough commits."""
+    by_case = {history.case: history for history in report.histories}
     if not by_case:
         return None
     rows = [row for row in small_multiples.order(report.rows) if row.case in by_case]
     cases = list(dict.fromkeys(row.case for row in rows))
-    drawn = [by_case[case] for case in cases[: small_multiples.PANELS]]
+    histories = [by_case[case] for case in cases[: small_multiples.PANELS]]
     with svg.theme():
-        panels = [_commits_panel(one, f"history{i}") for i, one in enumerate(drawn)]
+        panels = [_commits_panel(history, f"history{i}") for i, history in enumerate(histories)]
     left_out = len(cases) - len(panels)
     more = (
         f"{words.count(left_out, 'more case')} {words.verb(left_out, 'is', 'are')} not drawn."
@@ -73,7 +64,9 @@ def over_commits(report: Report) -> Section | None:
         else ""
     )
     blind = (
-        "Changes are not detected, because asv is not installed." if drawn[0].levels is None else ""
+        "Changes are not detected, because asv is not installed."
+        if histories[0].levels is None
+        else ""
     )
     return Section(
         "history",
@@ -131,8 +124,8 @@ def _commits_panel(history: History, key: str) -> Panel:
     svg.amounts(axes.yaxis)
     axes.grid(axis="y")
     name = naming.clip(history.case.label, 90)
-    said = "; ".join(f"{point.commit}: {words.ms(point.step)}" for point in points)
-    drawing = svg.render(figure, key=key, title=f"History: {name}", description=said)
+    description = "; ".join(f"{point.commit}: {words.ms(point.step)}" for point in points)
+    drawing = svg.render(figure, key=key, title=f"History: {name}", description=description)
     return Panel(name, drawing, _commits_caption(history), history.labels, cases=[history.case])
 
 
@@ -177,10 +170,10 @@ def _panel(ladder: Ladder, key: str) -> Panel:
     drawn_rungs = [
         (rung, top) for rung, top in zip(ladder.rungs, tops, strict=True) if _drawable(rung, steps)
     ]
-    drawn = _rivals(ladder)
-    longest = max([0.0, *steps.values(), *(milliseconds for _, milliseconds, _ in drawn)])
+    rivals = _rivals(ladder)
+    longest = max([0.0, *steps.values(), *(milliseconds for _, milliseconds, _ in rivals)])
     ends = [_bar(axes, rung, steps, top + 25, svg.FARTHEST * longest) for rung, top in drawn_rungs]
-    for _, milliseconds, look in drawn:
+    for _, milliseconds, look in rivals:
         # leave gaps for the text above the bars
         axes.vlines(
             [milliseconds] * len(tops),
@@ -192,9 +185,9 @@ def _panel(ladder: Ladder, key: str) -> Panel:
     axes.set(xlim=(0, most * 1.04 or 1), xlabel="milliseconds of one step")
     svg.amounts(axes.xaxis)
     svg.legend(figure, handles, 2)
-    said = "; ".join(f"{name}: {value}" for name, value in zip(names, values, strict=True))
+    description = "; ".join(f"{name}: {value}" for name, value in zip(names, values, strict=True))
     drawing = svg.render(
-        figure, key=key, title=f"The ladder: {table.title(ladder)}", description=said
+        figure, key=key, title=f"The ladder: {table.title(ladder)}", description=description
     )
     return Panel(
         table.title(ladder),
@@ -207,21 +200,16 @@ def _panel(ladder: Ladder, key: str) -> Panel:
 
 
 def _drawable(rung: Rung, steps: dict[str, float]) -> bool:
-    """Return whether the bar of a rung can be drawn, because none of the estimates that it shows is
-    in doubt.
+    """Return whether none of the estimates that a rung's bar shows is in doubt.
 
-    It shows the rung's step time and, except for the lowest rung, its change and the step time of
-    the rung below it. `steps` has the step times in milliseconds by rung; step times that are in
-    doubt are not in it.
+    `steps` has the step times by rung in milliseconds, except for those in doubt.
     """
     over = rung.change is None or (rung.change.over in steps and not rung.change.ratio.doubt)
     return rung.name in steps and over
 
 
 def _name(rung: Rung) -> str:
-    """Return a rung's name with the change of its step time and the verdict, which the colours
-    alone would not tell.
-    """
+    """Return a rung's name with its change and verdict, which the colours alone would not tell."""
     if not rung.change or rung.change.ratio.doubt or rung.change.gain_s.doubt:
         return rung.name
     return (
@@ -231,10 +219,9 @@ def _name(rung: Rung) -> str:
 
 
 def _bar(axes: Axes, rung: Rung, steps: dict[str, float], y: float, farthest: float) -> float:
-    """Draw the bar of a rung at height `y`, and return the upper end of its whisker, at most
-    `farthest`, in ms.
+    """Draw a rung's bar at height `y`, and return its whisker's end, at most `farthest`, in ms.
 
-    The bar of the lowest rung is its step time. The bar of another rung is the difference from the
+    The bar of the lowest rung is its step time, and that of another rung the difference from the
     rung below it. `steps` has the step times of rungs in milliseconds.
     """
     if rung.change is None:
@@ -250,10 +237,8 @@ def _bar(axes: Axes, rung: Rung, steps: dict[str, float], y: float, farthest: fl
         colour = _colour(rung.change)
         alpha = 0.9 if rung.change.verdict in COLOURS else 0.55
         end = start - gain.value * 1e3
-        low, high = (
-            max(0.0, start - gain.high * 1e3),
-            start - gain.low * 1e3,
-        )  # a step time is not negative
+        low = max(0.0, start - gain.high * 1e3)  # a step time is not negative
+        high = start - gain.low * 1e3
         (bar,) = axes.barh(
             y, end - start, left=start, height=13, facecolor=colour, edgecolor=colour, alpha=alpha
         )
@@ -272,12 +257,9 @@ def _colour(change: RungGain) -> str:
 
 
 def _rivals(ladder: Ladder) -> list[tuple[str, float, dict[str, Any]]]:
-    """Return the vertical lines at the step times of `ddp` and of the limit, as (name,
-    milliseconds, style).
+    """Return the lines of `ddp` and of the limit up to `BEYOND`, as (name, milliseconds, style).
 
     The limit is the step time of `single` with one device's share of the batch.
-
-    A line is left out if its step time is far longer than that of the slowest rung; see `BEYOND`.
     """
     slowest = max((rung.step.value for rung in ladder.rungs if not rung.step.doubt), default=0.0)
     looks = (
@@ -309,8 +291,8 @@ def _caption(ladder: Ladder) -> str:
         sentences.append(
             f"The limit is the step time of one device's share of the batch, measured as {share}."
         )
-    drawn = {name for name, _, _ in _rivals(ladder)}
-    if ladder.ddp and ladder.ddp.step and "ddp" not in drawn:
+    rival_names = {name for name, _, _ in _rivals(ladder)}
+    if ladder.ddp and ladder.ddp.step and "ddp" not in rival_names:
         sentences.append(
             f"A step of ddp takes {words.ms(ladder.ddp.step)}, which is beyond the end of the axis."
         )
@@ -322,18 +304,18 @@ def _caption(ladder: Ladder) -> str:
 def sections(report: Report) -> list[Section]:
     """Return every section with drawings, in the order of the page.
 
-    The sections on the ladder and on phases show all rungs of each ladder. The other sections show
-    only the lowest rung, the best rung, and the schedule that TrainStep selected.
+    The sections on the ladder and on phases show all rungs of each ladder, the others only the
+    lowest rung, the best rung, and the schedule that TrainStep selected.
     """
     ladders = report.ladders
     drawable = notable(report.rows, report.ladders)
     climbed = {
-        row.case for row in (*drawable, *(rung.row for found in ladders for rung in found.rungs))
+        row.case for row in (*drawable, *(rung.row for ladder in ladders for rung in ladder.rungs))
     }
     with svg.theme():
         if report.loading:
             return [loaders.section(report.loading, report.trials)]
-        drawn = [
+        all_sections = [
             swim_lanes.section(drawable, report.lanes),
             speedup.section(drawable),
             throughput(drawable),
@@ -344,20 +326,20 @@ def sections(report: Report) -> list[Section]:
             *filter(None, [over_commits(report)]),
         ]
         if report.observed:  # an observed loop has no baseline, and perhaps no batch size
-            return [one for one in drawn if one.panels]
+            return [section for section in all_sections if section.panels]
         if not ladders:
-            return drawn
-        said = [
-            one if one.id == "phases" else replace(one, note=f"{one.note} {ENDS}".strip())
-            for one in drawn
+            return all_sections
+        with_notes = [
+            section
+            if section.id == "phases"
+            else replace(section, note=f"{section.note} {ENDS}".strip())
+            for section in all_sections
         ]
-        return [*said[:5], ladder_section(ladders), *said[5:]]
+        return [*with_notes[:5], ladder_section(ladders), *with_notes[5:]]
 
 
 def throughput(rows: Sequence[Row]) -> Section:
-    """Return the section on throughput, which shows the samples per second of each case as a
-    bar.
-    """
+    """Return the section on throughput, with a bar for the samples per second of each case."""
     panels, left_out = small_multiples.split(
         [row for row in rows if naming.drawable(row.throughput)], per=12
     )
@@ -372,12 +354,12 @@ def throughput(rows: Sequence[Row]) -> Section:
 
 
 def _throughput(facet: small_multiples.Facet, key: str) -> Panel:
-    found = [row.throughput for row in facet.rows if row.throughput]
-    values = [f"{words.number(e.value)}/s ({words.interval(e)})" for e in found]
+    estimates = [row.throughput for row in facet.rows if row.throughput]
+    values = [f"{words.number(e.value)}/s ({words.interval(e)})" for e in estimates]
     figure, axes, tops = svg.lanes(facet.names, values, [38] * len(values), cases=facet.cases)
-    end = svg.extent(found)
+    end = svg.extent(estimates)
     for row, name, e, y in zip(
-        facet.rows, facet.names, found, (top + 24 for top in tops), strict=True
+        facet.rows, facet.names, estimates, (top + 24 for top in tops), strict=True
     ):
         colour = svg.colour(row.case)
         face = "none" if "PREDICTED" in row.labels else colour
@@ -392,15 +374,17 @@ def _throughput(facet: small_multiples.Facet, key: str) -> Panel:
         svg.whisker(axes, y, e.value, (e.low, e.high), end)
     axes.set(xlim=(0, end * 1.03), xlabel="samples per second")
     svg.amounts(axes.xaxis)
-    said = "; ".join(f"{name}: {value}" for name, value in zip(facet.names, values, strict=True))
-    drawing = svg.render(figure, key=key, title=f"Throughput: {facet.title}", description=said)
+    description = "; ".join(
+        f"{name}: {value}" for name, value in zip(facet.names, values, strict=True)
+    )
+    drawing = svg.render(
+        figure, key=key, title=f"Throughput: {facet.title}", description=description
+    )
     return Panel(facet.title, drawing, naming.rounds(facet.rows), facet.labels, cases=facet.cases)
 
 
 def phases(rows: Sequence[Row]) -> Section:
-    """Return the section on phases, which shows a bar for the step of each case, with the phases as
-    its parts.
-    """
+    """Return the section on phases, with a bar for the step of each case, made of its phases."""
     drawn = [row for row in rows if row.phases and row.step and naming.drawable(row.step)]
     panels, left_out = small_multiples.split(drawn, per=16)  # enough for a whole ladder
     left_out = " ".join(
@@ -428,7 +412,7 @@ def _phases(facet: small_multiples.Facet, key: str) -> Panel:
     axes.set(xlim=(0, widest * 1.02), xlabel="milliseconds of one step")
     svg.amounts(axes.xaxis)
     svg.legend(figure, svg.phase_keys(present), 3)
-    said = "; ".join(
+    description = "; ".join(
         f"{name}: "
         + ", ".join(
             f"{phase} {words.number(seconds * 1e3)} ms" for phase, seconds in row.phases.items()
@@ -436,7 +420,7 @@ def _phases(facet: small_multiples.Facet, key: str) -> Panel:
         for name, row in zip(facet.names, facet.rows, strict=True)
     )
     drawing = svg.render(
-        figure, key=key, title=f"Step time by phase: {facet.title}", description=said
+        figure, key=key, title=f"Step time by phase: {facet.title}", description=description
     )
     caption = "Each bar is the median step time, and its parts add up to it."
     return Panel(facet.title, drawing, caption, facet.labels, cases=facet.cases)
@@ -445,11 +429,9 @@ def _phases(facet: small_multiples.Facet, key: str) -> Panel:
 def _stack(
     axes: Axes, row: Row, case: str, present: Sequence[str], y: float, widest: float
 ) -> None:
-    """Draw the phases of one case as the parts of a bar at height `y`, with the names of phases
-    that fit.
+    """Draw the phases `present` of a case as parts of a bar at height `y`, with the names that fit.
 
-    `present` has the names of the phases to draw, and `widest` is the longest bar of the panel in
-    milliseconds.
+    `widest` is the longest bar of the panel in milliseconds.
     """
     left = 0.0
     for name in present:

@@ -29,36 +29,34 @@ COLUMNS = (
 )
 
 
-def section(found: LoaderCurve, trials: Sequence[Trial]) -> Section:
-    """Return the section with a plot of the rate over the number of workers, and a table of its
-    numbers.
-    """
-    note = "" if found.points else "No measurement succeeded."
+def section(curve: LoaderCurve, trials: Sequence[Trial]) -> Section:
+    """Return the section with a plot of the rate over the number of workers, and its table."""
+    note = "" if curve.points else "No measurement succeeded."
     return Section(
         "loaders",
         "DataLoader",
         "Samples per second that a DataLoader yields to a loop that only waits for batches, without"
         " the start of its workers. Whiskers are 95% intervals.",
-        [_panel(found, trials)] if found.points else [],
+        [_panel(curve, trials)] if curve.points else [],
         note,
     )
 
 
-def _panel(found: LoaderCurve, trials: Sequence[Trial]) -> Panel:
-    rows = [point.row for point in found.points]
+def _panel(curve: LoaderCurve, trials: Sequence[Trial]) -> Panel:
+    rows = [point.row for point in curve.points]
     return Panel(
         naming.clip(rows[0].case.model, 90),
-        _drawing(found),
-        " ".join([naming.rounds(rows), *loaders.said(found)]),
+        _drawing(curve),
+        " ".join([naming.rounds(rows), *loaders.said(curve)]),
         naming.labels(rows),
-        [_table(found, trials)],
+        [_table(curve, trials)],
         [row.case for row in rows],
     )
 
 
-def _table(found: LoaderCurve, trials: Sequence[Trial]) -> Table:
+def _table(curve: LoaderCurve, trials: Sequence[Trial]) -> Table:
     lines = []
-    for point in found.points:
+    for point in curve.points:
         setups = [
             trial.setup
             for trial in trials
@@ -80,37 +78,37 @@ def _table(found: LoaderCurve, trials: Sequence[Trial]) -> Table:
     return Table("Each number of workers", COLUMNS, tuple(lines), text=0)
 
 
-def _drawing(found: LoaderCurve) -> str:
-    drawn = [point for point in found.points if naming.drawable(point.row.throughput)]
-    rates = [point.row.throughput for point in drawn if point.row.throughput]
-    batch_size = found.points[0].row.case.batch_size
-    needed = batch_size / found.step.value if found.step else 0.0
+def _drawing(curve: LoaderCurve) -> str:
+    points = [point for point in curve.points if naming.drawable(point.row.throughput)]
+    rates = [point.row.throughput for point in points if point.row.throughput]
+    batch_size = curve.points[0].row.case.batch_size
+    needed = batch_size / curve.step.value if curve.step else 0.0
     end = max(svg.extent(rates) if rates else 1.0, needed)
-    bottom = svg.below((found.shape is Shape.KNEE) + (found.step is not None))
+    bottom = svg.below((curve.shape is Shape.KNEE) + (curve.step is not None))
     figure, axes = svg.canvas(234 + bottom, left=44, bottom=bottom, top=26)
     axes.text(0, 1.035, "samples per second", transform=axes.transAxes, fontsize=svg.SMALL)
     axes.set(xlabel="workers")
     axes.grid()
     colour = svg.ROLES[Role.ENGINE]
     axes.plot(
-        [point.workers for point in drawn],
+        [point.workers for point in points],
         [rate.value for rate in rates],
         color=colour,
         linewidth=1.8,
     )
-    for point, rate in zip(drawn, rates, strict=True):
+    for point, rate in zip(points, rates, strict=True):
         (dot,) = axes.plot([point.workers], [rate.value], "o", color=colour, markersize=6)
         svg.whisker(
             axes, point.workers, rate.value, (rate.low, rate.high), end, upright=True, colour=colour
         )
-        said = (
+        explanation = (
             f"{loaders.workers_said([point.workers])}: {words.number(rate.value)} samples/s"
             f" ({words.interval(rate)})"
         )
-        marks.explain(dot, said, [point.row.case])
-    keys = [*_knee(axes, found), *([_demand(axes, batch_size, found.step)] if found.step else [])]
+        marks.explain(dot, explanation, [point.row.case])
+    keys = [*_knee(axes, curve), *([_demand(axes, batch_size, curve.step)] if curve.step else [])]
     axes.set_ylim(0, end * 1.06)
-    axes.set_xticks(found.counts)
+    axes.set_xticks(curve.counts)
     svg.amounts(axes.yaxis, 6)
     if keys:
         svg.legend(figure, keys, 1)
@@ -118,29 +116,24 @@ def _drawing(found: LoaderCurve) -> str:
         figure,
         key="loaders",
         title="Rate of a DataLoader",
-        description=" ".join(loaders.said(found)),
+        description=" ".join(loaders.said(curve)),
     )
 
 
-def _knee(axes: Axes, found: LoaderCurve) -> list[Line2D]:
-    """Draw the knee, if there is one, as a vertical line with its interval as a band.
-
-    Return the line.
-    """
-    if found.shape is not Shape.KNEE or found.knee is None:
+def _knee(axes: Axes, curve: LoaderCurve) -> list[Line2D]:
+    """Draw the knee, if there is one, as a vertical line with its interval as a band."""
+    if curve.shape is not Shape.KNEE or curve.knee is None:
         return []
     colour = svg.ROLES[Role.ENGINE]
-    axes.axvspan(found.possible[0], found.possible[-1], color=colour, alpha=0.15, linewidth=0)
-    label = f"knee: {found.knee} (95 %: {loaders.among(found.possible)})"
-    return [axes.axvline(found.knee, color=colour, linewidth=1.6, dashes=(4, 3), label=label)]
+    axes.axvspan(curve.possible[0], curve.possible[-1], color=colour, alpha=0.15, linewidth=0)
+    label = f"knee: {curve.knee} (95 %: {loaders.among(curve.possible)})"
+    return [axes.axvline(curve.knee, color=colour, linewidth=1.6, dashes=(4, 3), label=label)]
 
 
 def _demand(axes: Axes, batch_size: int, step: Estimate) -> Line2D:
-    """Draw the rate that the step needs as a horizontal line, with its interval as a band.
-
-    Return the line.
-    """
-    colour, rate = svg.ROLES[Role.BASELINE], batch_size / step.value
+    """Draw the rate that the step needs as a horizontal line, with its interval as a band."""
+    colour = svg.ROLES[Role.BASELINE]
+    rate = batch_size / step.value
     axes.axhspan(
         batch_size / step.high, batch_size / step.low, color=colour, alpha=0.15, linewidth=0
     )

@@ -1,6 +1,4 @@
-"""Markdown: a run's report as a comment for a pull request, without drawings and without
-matplotlib.
-"""
+"""Markdown: a run's report for a pull request, without drawings and without matplotlib."""
 
 from __future__ import annotations
 
@@ -16,14 +14,11 @@ from dpbench.records import words
 from dpbench.report import devices, naming, table
 
 REASON = 160
-"""The number of columns after which the reason of a problem is cut off.
-
-The HTML page shows reasons in full.
-"""
+"""The number of columns of a problem's reason; the HTML page shows it in full."""
 
 
 def render(report: Report) -> str:
-    """Return the report as a text in GitHub's Markdown."""
+    """Return the report in GitHub's Markdown."""
     rows = report.rows
     columns, lines = table.all_cases(report)
     parts = [
@@ -60,27 +55,22 @@ def render(report: Report) -> str:
 
 
 def _said(text: str, columns: int = 1000) -> str:
-    """Return the text as one line of at most `columns` columns, with Markdown markup, mentions and
-    links escaped.
-    """
+    """Return the text as one line of at most `columns`, with markup, mentions and links escaped."""
     escaped = re.sub(r"([\\`*_\[\]#|~])", r"\\\1", naming.clip(text, columns))
     escaped = escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return escaped.replace("@", "@\u200b").replace("://", ":\u200b//")
 
 
-def _answer(one: Answer) -> str:
-    """Return the Markdown of an answer: its headline, its clauses as sentences, and the command to
-    run next.
-    """
+def _answer(answer: Answer) -> str:
     clauses = [
         _said(f"{part[0].upper()}{part[1:]}.")
-        for part in (one.reason, one.certainty, one.memory)
+        for part in (answer.reason, answer.certainty, answer.memory)
         if part
     ]
-    command = [f"Next: {_code(one.command)}"] if one.command else []
+    command = [f"Next: {_code(answer.command)}"] if answer.command else []
     return " ".join(
         [
-            f"**{_said(one.subject)}: {_said(one.headline)}**{_labels(one.labels)}",
+            f"**{_said(answer.subject)}: {_said(answer.headline)}**{_labels(answer.labels)}",
             *clauses,
             *command,
         ]
@@ -88,9 +78,7 @@ def _answer(one: Answer) -> str:
 
 
 def _code(text: str) -> str:
-    """Return the text as code in Markdown, enclosed by one backtick more than its longest series of
-    backticks.
-    """
+    """Return the text as code, enclosed by one backtick more than its longest run of them."""
     fence = "`" * (max((len(run) for run in re.findall("`+", text)), default=0) + 1)
     space = " " * text.startswith("`") or " " * text.endswith("`")
     return f"{fence}{space}{naming.plain(text)}{space}{fence}"
@@ -101,9 +89,9 @@ def _remarks(report: Report) -> str:
 
 
 def _machines(report: Report) -> str:
-    found = table.machines(report)
-    cells = [[_cell(cell) for cell in line] for line in found.lines] if found else []
-    return _details("Hosts", _table(found.columns, cells, found.columns)) if found else ""
+    machines = table.machines(report)
+    cells = [[_cell(cell) for cell in line] for line in machines.lines] if machines else []
+    return _details("Hosts", _table(machines.columns, cells, machines.columns)) if machines else ""
 
 
 def _labels(labels: Iterable[str]) -> str:
@@ -115,33 +103,29 @@ def _cell(cell: table.Cell) -> str:
     return f"{_said(cell.text)}{small}"
 
 
-def _diagnosis(one: Diagnosis) -> Iterator[str]:
-    """Yield the Markdown of a diagnosis: its answer, then a list of its findings."""
-    yield f"**Explained**{_labels(one.labels)} {_said(one.text, 2000)}"
+def _diagnosis(diagnosis: Diagnosis) -> Iterator[str]:
+    yield f"**Explained**{_labels(diagnosis.labels)} {_said(diagnosis.text, 2000)}"
     lines = []
-    for finding in one.findings:
-        detail = "; ".join(f"{name}: {said}" for name, said in text.parts(finding))
+    for finding in diagnosis.findings:
+        detail = "; ".join(f"{name}: {value}" for name, value in text.parts(finding))
         lines.append(f"1. **{_said(text.headline(finding))}**<br><sub>{_said(detail)}</sub>")
     yield _details(
-        f"{words.count(len(lines), 'finding')} on {_said(one.row.case.model)}, the most costly"
-        " first",
+        f"{words.count(len(lines), 'finding')} on {_said(diagnosis.row.case.model)}, the most"
+        " costly first",
         "\n".join(lines),
     )
 
 
 def _ladder(ladder: Ladder) -> Iterator[str]:
-    """Yield the Markdown of a ladder: a heading with the labels of its rows, then its tables with
-    their notes.
-    """
     yield f"### {table.TITLE}: {_said(table.title(ladder))}{_labels(naming.labels(ladder.rows))}"
-    for found in reversed(table.tables(ladder)):
-        yield f"**{_said(found.title)}**"
+    for ladder_table in reversed(table.tables(ladder)):
+        yield f"**{_said(ladder_table.title)}**"
         yield _table(
-            found.columns,
-            ([_cell(cell) for cell in line] for line in found.lines),
-            found.columns[: found.text],
+            ladder_table.columns,
+            ([_cell(cell) for cell in line] for line in ladder_table.lines),
+            ladder_table.columns[: ladder_table.text],
         )
-        yield _said(found.note)
+        yield _said(ladder_table.note)
 
 
 def _table(
@@ -152,9 +136,6 @@ def _table(
 
 
 def _notes(lines: Iterable[table.TableLine]) -> Iterator[str]:
-    """Yield one list item for each problem of each case, with the name of the case and the
-    reason.
-    """
     for line in lines:
         model, strategy, devices, batch = (cell for cell in line.cells[:4])
         for what, reason in line.notes:
@@ -166,18 +147,15 @@ def _notes(lines: Iterable[table.TableLine]) -> Iterator[str]:
 
 
 def _phases(rows: Sequence[Row]) -> str:
-    found, _ = table.phases(rows)
-    lines = ([_cell(cell) for cell in line] for line in found.lines)
-    return _table(found.columns, lines, found.columns[: found.text]) if found.lines else ""
+    phases, _ = table.phases(rows)
+    lines = ([_cell(cell) for cell in line] for line in phases.lines)
+    return _table(phases.columns, lines, phases.columns[: phases.text]) if phases.lines else ""
 
 
-def _part(part: devices.TableSection) -> str:
-    """Return the Markdown of a section: its title, and folded below it the text, the labels and the
-    table.
-    """
-    cells = [[_cell(cell) for cell in line] for line in part.table.lines]
-    body = _table(part.table.columns, cells, part.table.columns[: part.table.text])
-    return _details(part.title, f"{_said(part.lead)}{_labels(part.labels)}\n\n{body}")
+def _part(section: devices.TableSection) -> str:
+    cells = [[_cell(cell) for cell in line] for line in section.table.lines]
+    body = _table(section.table.columns, cells, section.table.columns[: section.table.text])
+    return _details(section.title, f"{_said(section.lead)}{_labels(section.labels)}\n\n{body}")
 
 
 def _details(summary: str, body: str) -> str:
@@ -198,7 +176,7 @@ def compared(
 ) -> str:
     """Return a comparison of two runs as Markdown: its facts as a list, its table, and a note.
 
-    `text` has the columns of the table that contain text, and not numbers.
+    `text` has the columns that contain text, not numbers.
     """
     listed = "\n".join(f"- {name}: {_said(value)}" for name, value in facts)
     body = _table(columns, ([_said(cell) for cell in line] for line in cells), text)

@@ -1,5 +1,4 @@
-"""Marks: the texts and the cases of a drawing's artists, which the page uses to explain and filter
-the drawing.
+"""Marks: the texts and the cases of a drawing's artists, by which the page explains and filters it.
 
 Matplotlib writes the `gid` of an artist as the id of its SVG group. The functions here choose the
 `gid`, and turn it into attributes of the group.
@@ -29,10 +28,9 @@ from dpbench.report import naming
 class Drawing(Figure):
     """A figure that knows what its artists show.
 
-    `hooks` maps the `gid` of an artist to the text that explains the artist. `owners` maps the
-    `gid` to the cases that the artist shows. `bands` has the case, the top edge and the bottom edge
-    of each lane, measured from the top of the axes; it is empty without lanes. `size` is in SVG
-    units (1/72 inch).
+    `hooks` maps the `gid` of an artist to the text that explains it, `owners` to the cases that it
+    shows. `bands` has the case, the top edge and the bottom edge of each lane, measured from the
+    top of the axes; it is empty without lanes. `size` is in SVG units (1/72 inch).
     """
 
     def __init__(self, size: tuple[float, float]) -> None:
@@ -43,10 +41,9 @@ class Drawing(Figure):
 
 
 def explain(artist: Artist, text: str, cases: Sequence[Case] = ()) -> None:
-    """Give an artist of a drawing a text, which the page shows while the pointer or the focus is on
-    the artist.
+    """Give an artist a text, which the page shows while the pointer or the focus is on it.
 
-    `cases` are the cases that the artist shows; if empty, the artist shows the case of its lane.
+    `cases` are the cases that the artist shows; if empty, it shows the case of its lane.
     """
     figure = artist.figure
     assert isinstance(figure, Drawing)
@@ -70,10 +67,7 @@ def owned(axes: Axes, cases: Sequence[Case]) -> Iterator[None]:
 
 
 def own(artist: Artist, cases: Sequence[Case]) -> None:
-    """Give an artist the cases that it shows.
-
-    The page hides the artist if its filter hides all of these cases.
-    """
+    """Give an artist the cases that it shows; the page hides it if it hides all of them."""
     figure = artist.figure
     assert isinstance(figure, Drawing)
     gid = f"of-{len(figure.owners)}"
@@ -82,9 +76,7 @@ def own(artist: Artist, cases: Sequence[Case]) -> None:
 
 
 def give_bands(figure: Drawing) -> None:
-    """For each artist inside one band (lane) of the drawing, put the number of the band into the
-    artist's `gid`.
-    """
+    """Put the number of the band (lane) that contains an artist into the artist's `gid`."""
     for axes in figure.axes[:1] if figure.bands else ():
         for artist in axes.get_children():
             band = _band(figure.bands, axes, artist)
@@ -93,16 +85,13 @@ def give_bands(figure: Drawing) -> None:
 
 
 def _band(bands: Sequence[tuple[Case, float, float]], axes: Axes, artist: Artist) -> int | None:
-    """Return the number of the band in which an artist lies.
-
-    None for one that no band contains, such as an axis.
-    """
+    """Return the number of the band of an artist; None if no band contains it, as for an axis."""
     if isinstance(artist, Axis | Spine) or artist is axes.patch or not artist.get_visible():
         return None
     low, high = _edges(axes, artist)
     middle = (low + high) / 2
-    found = (number for number, (_, top, bottom) in enumerate(bands) if top <= middle < bottom)
-    number = next(found, None)
+    containing = (number for number, (_, top, bottom) in enumerate(bands) if top <= middle < bottom)
+    number = next(containing, None)
     # an artist that is higher than a band, such as a line across several bands, belongs to none
     return (
         number if number is not None and high - low <= bands[number][2] - bands[number][1] else None
@@ -110,9 +99,7 @@ def _band(bands: Sequence[tuple[Case, float, float]], axes: Axes, artist: Artist
 
 
 def _edges(axes: Axes, artist: Artist) -> tuple[float, float]:
-    """Return the top and the bottom edge of an artist in the units of the axes; -1 if it draws
-    nothing.
-    """
+    """Return an artist's top and bottom edge in units of the axes; -1 if it draws nothing."""
     if isinstance(artist, Text):
         ends = [artist.get_position()[1]] if artist.get_text() else []
     elif isinstance(artist, LineCollection):  # whose extent in the window matplotlib does not know
@@ -128,10 +115,9 @@ def _edges(axes: Axes, artist: Artist) -> tuple[float, float]:
 def hook(target: ElementTree.Element, gid: str, figure: Drawing) -> None:
     """Give an SVG element the attributes that follow from the `gid` of its artist.
 
-    The group of an artist with a text gets the attribute `data-bar`, and the text as its title,
-    which browsers show while the pointer is on the group. The group of an artist with cases gets
-    their ids as `data-cases`. The group of an artist in a band gets the number of the band as
-    `data-lane`.
+    An artist with a text gives `data-bar` and a title, which browsers show while the pointer is on
+    the group; one with cases gives their ids as `data-cases`; one in a band gives the band's number
+    as `data-lane`.
     """
     if band := re.match(r"band-(\d+):", gid):
         target.set("data-lane", band[1])

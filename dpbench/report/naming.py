@@ -1,6 +1,4 @@
-"""Naming: texts that the HTML page and the Markdown report share, such as names of cases, labels
-and facts on a run.
-"""
+"""Naming: texts that the HTML page and the Markdown report share."""
 
 from __future__ import annotations
 
@@ -21,48 +19,38 @@ from dpbench.records import Case, Trial, words
 from dpbench.records.trial import Estimate
 
 OF_A_TRIAL = ("validity", "foreign_load", "neighbour_steps")
-"""The facts of a trial that `environment` leaves out, because they differ between trials: checks
-and counts.
-"""
+"""The facts that `environment` leaves out because they differ between trials."""
 _PLAIN = Case(model="", strategy="", batch_size=0)
 
 
 def drawable(estimate: Estimate | None) -> bool:
-    """Return whether an estimate may be drawn: it is not None, is not in doubt, and has only finite
-    numbers.
-    """
+    """Return whether an estimate is neither None nor in doubt, and has only finite numbers."""
     finite = estimate and all(map(math.isfinite, (estimate.value, estimate.low, estimate.high)))
     return bool(estimate and finite and not estimate.doubt)
 
 
 def withheld(estimates: Iterable[Estimate | None]) -> str:
-    """Return a sentence with the number of cases that are not drawn because their estimates are in
-    doubt.
-
-    Return an empty text if no estimate is in doubt.
-    """
+    """Return a sentence with the number of estimates that are in doubt and not drawn; "" for 0."""
     number = sum(1 for estimate in estimates if estimate and estimate.doubt)
     verb = "is" if number == 1 else "are"
     return f"{words.count(number, 'case')} {verb} not drawn: {words.NOT_ENOUGH}." if number else ""
 
 
 def model(case: Case) -> str:
-    """Return the name of a case's model, followed by its settings in parentheses if it has any."""
+    """Return the name of a case's model, with its settings in parentheses if it has any."""
     settings = ", ".join(setting(case))
     return f"{case.model} ({settings})" if settings else case.model
 
 
 def strategy(case: Case) -> str:
-    """Return the name of a case's strategy, followed by its schedule in brackets if it has one."""
+    """Return the name of a case's strategy, with its schedule in brackets if it has one."""
     if case.traits.all_cores:
         return "single, all cores"
     return f"{case.strategy}[{short(case.schedule)}]" if case.schedule else case.strategy
 
 
 def case_id(case: Case) -> str:
-    """Return the id of a case on the page: the first characters of its fingerprint, which are the
-    same in every run.
-    """
+    """Return the id of a case on the page, which is the same in every run."""
     return case.fingerprint[:10]
 
 
@@ -72,9 +60,7 @@ def case_ids(cases: Iterable[Case]) -> str:
 
 
 def alike(answer: Answer, rows: Sequence[Row]) -> str:
-    """Return the ids of the cases to which an answer applies: those with its model and one of its
-    batch sizes.
-    """
+    """Return the ids of the cases with an answer's model and one of its batch sizes."""
     batches = {answer.home.batch_size, *([answer.row.case.batch_size] if answer.row else [])}
     cases = (row.case for row in rows)
     return case_ids(
@@ -83,11 +69,7 @@ def alike(answer: Answer, rows: Sequence[Row]) -> str:
 
 
 def setting(case: Case) -> list[str]:
-    """Return the settings of a case as texts: the model's size, and every other setting that is not
-    the default.
-
-    An observed loop has no size.
-    """
+    """Return a case's settings that are not the default, and the model's size if it has one."""
     extra = [getattr(case, name) for name in ("precision", "optimizer")]
     usual = [getattr(_PLAIN, name) for name in ("precision", "optimizer")]
     bound = [f"within {words.size(case.device_memory_bytes)}"] if case.device_memory_bytes else []
@@ -105,8 +87,7 @@ def labels(rows: Iterable[Row]) -> tuple[str, ...]:
 
 
 def axes(cases: Sequence[Case]) -> list[tuple[str, str, list[str]]]:
-    """Return the axes by which the page filters its cases, each with its column, its title and the
-    cases' values.
+    """Return the axes by which the page filters its cases, as (column, title, values).
 
     An axis on which all cases have the same value is left out.
     """
@@ -116,27 +97,24 @@ def axes(cases: Sequence[Case]) -> list[tuple[str, str, list[str]]]:
         ("devices", "Devices"),
         ("batch_size", "Batch"),
     )
-    found = [
+    candidates = [
         (name, title, sorted({getattr(case, name) for case in cases})) for name, title in names
     ]
     return [
-        (name, title, list(map(str, values))) for name, title, values in found if len(values) > 1
+        (name, title, list(map(str, values)))
+        for name, title, values in candidates
+        if len(values) > 1
     ]
 
 
 def common(groups: Iterable[Sequence[str]]) -> tuple[str, ...]:
-    """Return the labels that all groups have, in the order of the first group.
-
-    Empty if `groups` is empty.
-    """
+    """Return the labels that all groups have, in the first group's order; empty without groups."""
     first, *rest = [*groups] or [()]
     return tuple(label for label in first if all(label in group for group in rest))
 
 
 def rounds(rows: Sequence[Row]) -> str:
-    """Return a sentence that gives the number of rounds behind the rows, or says that their numbers
-    are predicted.
-    """
+    """Return a sentence on the number of rounds behind the rows, or on predicted numbers."""
     counts = sorted({row.rounds for row in rows if row.source.timed})
     if not counts:
         return "The numbers are predicted, not measured; intervals are 80% intervals."
@@ -148,9 +126,7 @@ def rounds(rows: Sequence[Row]) -> str:
 
 
 def unit(case: Case) -> str:
-    """Return the noun for a series of steps of a case: an observed loop has parts, and other cases
-    have rounds.
-    """
+    """Return the noun for a series of steps: "part" for an observed loop, otherwise "round"."""
     return "part" if case.traits.observed else "round"
 
 
@@ -169,9 +145,7 @@ def basis(row: Row) -> str:
 
 
 def plain(text: str) -> str:
-    """Return the text as one line without the characters that SVG does not allow, such as control
-    characters.
-    """
+    """Return the text as one line without the characters that SVG does not allow."""
     spaced = " ".join(text.split())
     return "".join(c for c in spaced if unicodedata.category(c) not in ("Cc", "Cs", "Cn", "Co"))
 
@@ -224,23 +198,17 @@ def _date(seconds: float) -> str:
 
 
 def _other_load(provenance: Mapping[str, Any]) -> str:
-    """Return a text on the load of other processes on the cores.
-
-    "" for a run that did not measure it.
-    """
+    """Return a text on the load of other processes; "" for a run that did not measure it."""
     if provenance.get("noisy"):
         return foreign_load.NOISY
-    known = "foreign" in (provenance.get(foreign_load.FACT) or {})
-    return f"below {foreign_load.LIMIT:.0%} of the cores" if known else ""
+    measured = "foreign" in (provenance.get(foreign_load.FACT) or {})
+    return f"below {foreign_load.LIMIT:.0%} of the cores" if measured else ""
 
 
-def gpus(found: Mapping[str, Any]) -> str:
-    """Return a text with the number of GPUs of each model and the driver's version.
-
-    "none" without GPUs.
-    """
-    models = Counter(str(gpu.get("name", "unknown")) for gpu in found.get("gpus") or ())
-    driver = f", driver {found['driver']}" if "driver" in found else ""
+def gpus(inventory: Mapping[str, Any]) -> str:
+    """Return the number of GPUs by model and the driver's version as text; "none" without GPUs."""
+    models = Counter(str(gpu.get("name", "unknown")) for gpu in inventory.get("gpus") or ())
+    driver = f", driver {inventory['driver']}" if "driver" in inventory else ""
     return (
         ", ".join(f"{count} × {name}" for name, count in models.items()) + driver
         if models
@@ -255,10 +223,7 @@ def _code(code: Mapping[str, Any]) -> str:
 
 
 def badges(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Return each label with a text such as "2 of 8 cases".
-
-    The text is empty if all cases have the label.
-    """
+    """Return each label with a text such as "2 of 8 cases", which is empty if all cases have it."""
     counts = Counter(label for row in rows for label in row.labels)
     return [
         (label, "" if n == len(rows) else f"{n} of {len(rows)} cases")
@@ -267,10 +232,9 @@ def badges(rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 
 def environment(provenance: Mapping[str, Any], trials: Sequence[Trial]) -> list[tuple[str, str]]:
-    """Return facts on the environment of the run and of its workers, as pairs of a name and a
-    value.
+    """Return facts on the environment of the run and its workers, as pairs of a name and a value.
 
-    If workers have different values, commas separate the values.
+    Commas separate the values of workers that differ.
     """
     # earlier versions stored long series of numbers under this name
     entries = list(

@@ -1,6 +1,4 @@
-"""Notebook: the answers of a run and the table of its cases, as HTML for the output of a notebook's
-cell.
-"""
+"""Notebook: a run, or a comparison of two, as HTML for the output of a notebook's cell."""
 
 from __future__ import annotations
 
@@ -52,10 +50,10 @@ def render(report: Report) -> str:
 
 
 def compared(before: Report, after: Report, comparisons: Comparisons) -> str:
-    """Return the HTML of two runs that are compared: a line on each run, and the table of their
-    common cases.
-    """
-    head = [_line(f"{name}: {said}") for name, said in comparing.facts(before, after, comparisons)]
+    """Return the HTML of a comparison: a line on each run, and the table of their common cases."""
+    head = [
+        _line(f"{name}: {value}") for name, value in comparing.facts(before, after, comparisons)
+    ]
     cells = [
         Markup("").join(
             _cell("td", *pair, text=comparing.TEXT_COLUMNS)
@@ -78,12 +76,12 @@ def compared(before: Report, after: Report, comparisons: Comparisons) -> str:
 
 def _card(answer: Answer) -> Markup:
     clauses = [clause for clause in (answer.reason, answer.certainty, answer.memory) if clause]
-    said = Markup("").join(map(_line, clauses))
+    paragraphs = Markup("").join(map(_line, clauses))
     following = (
         Markup("<p>Next: <code>{}</code></p>").format(answer.command) if answer.command else ""
     )
     return Markup('<div class="card">{}<b>{}</b>{}{}{}</div>').format(
-        answer.subject, answer.headline, said, following, _badges(answer.labels)
+        answer.subject, answer.headline, paragraphs, following, _badges(answer.labels)
     )
 
 
@@ -104,10 +102,10 @@ def _badges(labels: Iterable[str]) -> Markup:
 
 
 def _table(report: Report) -> Markup:
-    columns, found = table.all_cases(report)
+    columns, case_lines = table.all_cases(report)
     head = Markup("").join(_cell("th", name, name) for name in columns)
     lines = []
-    for line in found:
+    for line in case_lines:
         cells = zip(columns, line.cells, strict=True)
         lines.append(
             Markup("").join(_cell("td", name, cell.text, cell.small) for name, cell in cells)
@@ -128,8 +126,8 @@ def _rows(head: Markup, lines: Iterable[Markup]) -> Markup:
 
 
 def _cell(
-    tag: str, column: str, said: str, small: str = "", text: Collection[str] = table.TEXT_COLUMNS
+    tag: str, column: str, content: str, small: str = "", text: Collection[str] = table.TEXT_COLUMNS
 ) -> Markup:
     align = Markup(' class="text"') if column in text else ""
     under = Markup("<small>{}</small>").format(small) if small else ""
-    return Markup("<{0}{1}>{2}{3}</{0}>").format(Markup(tag), align, said, under)
+    return Markup("<{0}{1}>{2}{3}</{0}>").format(Markup(tag), align, content, under)

@@ -1,9 +1,9 @@
 """Page: the report of a run as one HTML file, and the archive with the pages of all runs.
 
 A page can be read without a network and without scripts. Its script filters the cases, shows the
-value of a mark, and saves a section's numbers as a file. The browser runs no other script, and uses
-only the page's own style sheet, because the page's Content-Security-Policy has the hashes of these
-two. The archive has these files:
+value of a mark, and saves a section's numbers as a file. The page's Content-Security-Policy has the
+hashes of this script and of the page's style sheet, so the browser uses no other. The archive has
+these files:
 
 reports/runs/RUN/index.html   the page of a run; run.json beside it has the facts for the list
 reports/runs/index.html       the list of the runs
@@ -51,10 +51,7 @@ ORDER = (
     "history",
     "hosts",
 )
-"""The ids of the sections with drawings or tables, in the order of the page.
-
-Other sections come after these.
-"""
+"""The ids of the sections with drawings or tables, in the order of the page; others come last."""
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "speedup": ("speedup", "scaling", "efficiency"),
     "throughput": ("throughput",),
@@ -63,10 +60,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "ladder": ("step", "speedup", "phase"),
     "steps": ("step",),
 }
-"""For each section, the prefixes of the names of the numbers that the page's script saves.
-
-See `frames.frame`.
-"""
+"""For each section, the prefixes of the numbers in `frames.frame` that the page's script saves."""
 FACTS = "run.json"
 
 
@@ -74,9 +68,8 @@ FACTS = "run.json"
 class Drawing:
     """A drawing of a section.
 
-    `labels` has the labels that are not in the section's heading already.
-
-    `cases` has the ids of the cases in the drawing, separated by spaces.
+    `labels` has the labels that are not in the section's heading already, and `cases` the ids of
+    the cases in the drawing, separated by spaces.
     """
 
     title: str
@@ -89,10 +82,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Numbers:
-    """A table that can be folded, below the drawings of a section.
-
-    `cases` has the id of each line's case, if any.
-    """
+    """A table that can be folded, below the drawings; `cases` has the id of each line's case."""
 
     content: table.Table
     cases: Sequence[str]
@@ -101,7 +91,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class PageSection:
-    """A section of the page. `labels` has the labels that all of its drawings share.
+    """A section of the page; `labels` has the labels that all of its drawings share.
 
     `columns` tells the page's script which numbers to save: the section's prefixes in `COLUMNS`,
     separated by spaces.
@@ -120,8 +110,7 @@ class PageSection:
 class Styles:
     """The style sheet of the drawings: each distinct style of their elements becomes a class.
 
-    The page's Content-Security-Policy allows no other styles; a style in an attribute would have no
-    effect.
+    The page's Content-Security-Policy allows no style in an attribute.
     """
 
     def __init__(self) -> None:
@@ -130,8 +119,8 @@ class Styles:
     def without(self, drawing: str) -> Markup:
         """Return a drawing whose elements have classes in place of styles.
 
-        Text and attributes of a drawing contain no `<` and no `>`, so that the pattern matches only
-        in tags.
+        Text and attributes of a drawing contain no `<` and no `>`, so the pattern matches only in
+        tags.
         """
         return Markup(
             re.sub(r'(<\w[^<>]*?) style="([^"]*)"', self._named, drawing)
@@ -151,7 +140,8 @@ def render(report: Report) -> str:
     styles = Styles()
     sections = _parts(report, styles)
     columns, lines = table.all_cases(report)
-    style, script = f"{text_of('page.css')}{styles}", text_of("page.js")
+    style = f"{text_of('page.css')}{styles}"
+    script = text_of("page.js")
     command = str(report.provenance.get("command", ""))
     rendered = template("page.html").render(
         report=report,
@@ -187,14 +177,14 @@ def render(report: Report) -> str:
 
 def template(name: str) -> Template:
     """Return a template of the folder; it escapes all text that is not markup."""
-    found = Environment(
+    environment = Environment(
         loader=FileSystemLoader(FOLDER),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return found.get_template(name)
+    return environment.get_template(name)
 
 
 def text_of(name: str) -> str:
@@ -203,15 +193,13 @@ def text_of(name: str) -> str:
 
 
 def allowed(content: str) -> str:
-    """Return the expression by which a Content-Security-Policy allows the script or style sheet
-    with this content.
-    """
+    """Return the expression that allows this script or style sheet in a Content-Security-Policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
 def _parts(report: Report, styles: Styles) -> list[PageSection]:
-    drawn = (_drawn(section, report, styles) for section in figures.sections(report))
-    parts = [*drawn, *(_tabled(section) for section in devices.parts(report))]
+    with_drawings = (_drawn(section, report, styles) for section in figures.sections(report))
+    parts = [*with_drawings, *(_tabled(section) for section in devices.parts(report))]
     if machines := table.machines(report):
         lead = "The machines of the launch. A slow machine delays every rank at each collective."
         parts.append(
@@ -257,11 +245,6 @@ def _tabled(section: devices.TableSection) -> PageSection:
 def _contents(
     sections: Sequence[PageSection], *, findings: bool, command: bool
 ) -> list[tuple[str, str]]:
-    """Return the id and the title of each section of the page, in order.
-
-    `findings` and `command` are True if the page has the section on causes and remedies, and the
-    one on the command.
-    """
     return [
         ("answers", "Answers"),
         *((part.id, part.title) for part in sections),
@@ -274,11 +257,7 @@ def _contents(
 
 
 class Kept(NamedTuple):
-    """The result of `keep`: `page` is the file of the run's page in the archive.
-
-    `latest_run` is the id of the newest run in which a case has a result; it is "" if there is no
-    such run.
-    """
+    """The file of a run's page, and the id of the newest run that has a result, or ""."""
 
     page: Path
     latest_run: str
@@ -287,8 +266,7 @@ class Kept(NamedTuple):
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the list of runs, stored with the run's page.
 
-    `started_s` is in seconds since the epoch. `results` is how many of the run's `cases` cases have
-    a result.
+    `started_s` is in seconds since the epoch. `results` is how many of the `cases` have a result.
     """
 
     run_id: str
@@ -311,16 +289,16 @@ def keep(report: Report, folder: Path) -> Kept:
     The page also becomes the latest page if the run is the newest one that has a result.
     """
     name = report.run_id[:12]
-    own = folder / "runs" / name
+    run_folder = folder / "runs" / name
     text = render(report)
-    _write(own / "index.html", text)
-    _write(own / FACTS, msgspec.json.encode(_entry(report)).decode())
+    _write(run_folder / "index.html", text)
+    _write(run_folder / FACTS, msgspec.json.encode(_entry(report)).decode())
     entries, unreadable = _entries(folder / "runs")
     _write(folder / "runs" / "index.html", _list(entries, unreadable))
     newest = next((one.run_id for one in entries if one.results), "")
     if newest == report.run_id:
         _write(folder / "latest" / "index.html", text)
-    return Kept(own / "index.html", newest)
+    return Kept(run_folder / "index.html", newest)
 
 
 def _write(path: Path, text: str) -> None:
@@ -341,10 +319,9 @@ def _entry(report: Report) -> Entry:
 
 
 def _entries(folder: Path) -> tuple[list[Entry], list[str]]:
-    """Return the entries of the runs in a folder, the newest first, and the folders whose facts
-    cannot be read.
-    """
-    entries, unreadable = [], []
+    """Return the entries of runs, the newest first, and the folders that cannot be read."""
+    entries = []
+    unreadable = []
     for path in folder.glob(f"*/{FACTS}"):
         try:
             entries.append(msgspec.json.decode(path.read_bytes(), type=Entry))

@@ -1,6 +1,4 @@
-"""Small multiples: the distribution of cases to panels, and the order and the names of the cases in
-each panel.
-"""
+"""Small multiples: the distribution of cases to panels, and their order and names in each panel."""
 
 from __future__ import annotations
 
@@ -14,10 +12,7 @@ from dpbench.records.registry import Role
 from dpbench.report import naming
 
 PANELS = 6
-"""The largest number of panels in a section.
-
-Cases in further panels are shown only in the table.
-"""
+"""The largest number of panels in a section; cases in further panels are only in the table."""
 _SETTING = ("model", "size", "precision", "optimizer", "device_kind", *HABITS)
 
 
@@ -41,9 +36,7 @@ class Facet:
 
 
 def order(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows sorted by setting, batch size and number of devices, then as `rank` sorts
-    their cases.
-    """
+    """Return the rows sorted by setting, batch size, devices, and `rank` of their cases."""
     return sorted(
         rows,
         key=lambda row: (setting(row.case), row.case.batch_size, row.case.devices, *rank(row.case)),
@@ -51,9 +44,7 @@ def order(rows: Iterable[Row]) -> list[Row]:
 
 
 def rank(case: Case) -> tuple[Hashable, ...]:
-    """Return a sort key for cases of equal work: first the baselines, then DataParallel, the
-    engine, DDP, others.
-    """
+    """Return a sort key for equal work: baselines, DataParallel, the engine, DDP, others."""
     role = [*Role].index(case.traits.role)
     return (role, case.strategy, plan.place(case.schedule), case.placement, case.options, case.seed)
 
@@ -70,8 +61,7 @@ def split(
     key: Callable[[Row], Hashable] = lambda row: None,
     unit: Callable[[Row], Hashable] = lambda row: row.case,
 ) -> tuple[list[Facet], str]:
-    """Return the panels of a section, and a sentence with the number of cases left out, or an empty
-    text.
+    """Return the panels of a section, and a sentence on the cases left out, or "".
 
     The cases of a panel have equal settings and equal results of `key`. A panel has at most `per`
     units: rows for which `unit` returns the same value are one unit and stay together.
@@ -88,37 +78,33 @@ def panels(
     per: int,
     unit: Callable[[Row], Hashable] = lambda row: row.case,
 ) -> tuple[list[Facet], str]:
-    """Return the panels of these groups, at most `PANELS`, and a sentence with the number of cases
-    left out, or "".
+    """Return the panels of groups, at most `PANELS`, and a sentence on the cases left out, or "".
 
     `per` and `unit` are those of `split`.
     """
-    every = list(groups)
-    found = list(islice((facet for group in every for facet in _parts(group, per, unit)), PANELS))
-    left_out = sum(map(len, every)) - sum(len(facet.rows) for facet in found)
+    all_groups = list(groups)
+    facets = list(
+        islice((facet for group in all_groups for facet in _parts(group, per, unit)), PANELS)
+    )
+    left_out = sum(map(len, all_groups)) - sum(len(facet.rows) for facet in facets)
     cases = f"{words.count(left_out, 'more case')} {words.verb(left_out, 'is', 'are')}"
-    return found, f"{cases} not drawn; the table shows all cases." if left_out else ""
+    return facets, f"{cases} not drawn; the table shows all cases." if left_out else ""
 
 
 def _parts(group: Sequence[Row], per: int, unit: Callable[[Row], Hashable]) -> Iterator[Facet]:
-    """Yield the panels of a group of cases, with nearly equal numbers of units, at most `per` each.
-
-    See `split`.
-    """
-    both = list(zip(group, named(group), strict=True))
+    """Yield the panels of a group, with nearly equal numbers of units; see `split`."""
+    pairs = list(zip(group, named(group), strict=True))
     units = list(dict.fromkeys(unit(row) for row in group))
     count = -(-len(units) // per)
     edges = [len(units) * part // count for part in range(count + 1)]
     for number, (start, end) in enumerate(pairwise(edges), start=1):
         title = heading(group) + (f" ({number} of {count})" if count > 1 else "")
-        mine = [(row, name) for row, name in both if unit(row) in units[start:end]]
-        yield Facet(title, tuple(row for row, _ in mine), tuple(name for _, name in mine))
+        members = [(row, name) for row, name in pairs if unit(row) in units[start:end]]
+        yield Facet(title, tuple(row for row, _ in members), tuple(name for _, name in members))
 
 
 def heading(group: Sequence[Row]) -> str:
-    """Return the title of a panel: the model, settings and batch size that all cases of the group
-    have in common.
-    """
+    """Return the title of a panel: the model, settings and batch size that its cases share."""
     case = group[0].case
     batches = {row.case.batch_size for row in group}
     batch = [f"batch {case.batch}"] if len(batches) == 1 else []
@@ -127,9 +113,7 @@ def heading(group: Sequence[Row]) -> str:
 
 
 def named(group: Sequence[Row]) -> tuple[str, ...]:
-    """Return a name for each case of a group: its strategy, its devices, and the settings in which
-    the cases differ.
-    """
+    """Return a name for each case: its strategy, devices, and the settings that differ."""
     differ = {
         name
         for name in ("batch_size", "seed", "options", "habits")

@@ -1,6 +1,4 @@
-"""Speed-up: panels with the speed-up over the number of devices, one line per strategy and
-schedule, and the ideal.
-"""
+"""Speed-up: panels with the speed-up over the number of devices, per strategy and schedule."""
 
 from __future__ import annotations
 
@@ -30,12 +28,10 @@ Points = Sequence[tuple[Row, Estimate]]
 
 
 def section(rows: Sequence[Row]) -> Section:
-    """Return the section on speed-up over the number of devices, with one panel per model and
-    amount of work.
-    """
-    drawn = _both_ways([row for row in rows if naming.drawable(row.speedup)])
-    levels = [row for row in drawn if row.case.traits.all_cores]
-    lines = [row for row in drawn if not row.case.traits.all_cores] or levels
+    """Return the section on speed-up, with one panel per model and amount of work."""
+    drawable = _both_ways([row for row in rows if naming.drawable(row.speedup)])
+    levels = [row for row in drawable if row.case.traits.all_cores]
+    lines = [row for row in drawable if not row.case.traits.all_cores] or levels
     panels, left_out = small_multiples.split(lines, per=LINES, key=_work, unit=_identity)
     left_out = " ".join(filter(None, (left_out, naming.withheld(row.speedup for row in rows))))
     missing = (
@@ -80,27 +76,18 @@ def _place(row: Row) -> tuple[object, ...]:
 
 
 def _work(row: Row) -> tuple[str, int]:
-    """Return the kind of scaling and the constant batch size: per device if scaling is weak, global
-    if it is strong.
-    """
+    """Return the kind of scaling and the batch size: per device if weak, global if strong."""
     weak = row.scaling == "weak"
     return row.scaling, row.case.batch_size // row.case.devices if weak else row.case.batch_size
 
 
 def _beside(facet: small_multiples.Facet, levels: Iterable[Row]) -> list[Row]:
-    """Return the rows of `levels` that have the setting and work of a panel but are not among its
-    rows.
-
-    `levels` are the rows of cases on one device with all cores.
-    """
+    """Return those of `levels` with the panel's setting and work that it does not have already."""
     return [row for row in levels if _place(row) == _place(facet.rows[0]) and row not in facet.rows]
 
 
 def _panel(facet: small_multiples.Facet, levels: Sequence[Row], key: str) -> Panel:
-    """Return a panel of speed-ups.
-
-    The values are in the legend, so that they cannot overlap in the plot.
-    """
+    """Return a panel of speed-ups; its values are in the legend, where they cannot overlap."""
     rows = [*levels, *facet.rows]
     lines: dict[tuple[object, ...], list[tuple[Row, Estimate]]] = {}
     for row in rows:
@@ -129,9 +116,9 @@ def _panel(facet: small_multiples.Facet, levels: Sequence[Row], key: str) -> Pan
         else f"Strong scaling: global batch {batch}"
     )
     title = f"{facet.title}, weak scaling" if scaling == "weak" else facet.title
-    said = f"{work}. {'; '.join(str(one.get_label()) for one in keys)}."
+    description = f"{work}. {'; '.join(str(one.get_label()) for one in keys)}."
     drawing = svg.render(
-        figure, key=key, title=f"Speed-up against ideal: {title}", description=said
+        figure, key=key, title=f"Speed-up against ideal: {title}", description=description
     )
     return Panel(
         title,
@@ -154,8 +141,7 @@ def _said(row: Row, speedup: Estimate) -> str:
 
 
 def _frame(most: int, top: float, lines: int) -> tuple[Drawing, Axes, list[Line2D]]:
-    """Return a figure and axes with only the ideal line and the baseline, and the legend's handles
-    for these two.
+    """Return a figure and axes with the ideal line and the baseline, and the handles of both.
 
     `most` is the largest number of devices, `top` the largest speed-up, and `lines` the number of
     lines to be drawn.
@@ -189,11 +175,7 @@ def _name(case: Case, labels: Iterable[str], value: str) -> str:
 
 
 def _level(axes: Axes, line: Points, end: float) -> Line2D:
-    """Draw the speed-up of one device with all cores as a horizontal line in a band for its
-    interval.
-
-    The band is cut at the `end` of the axis. Return the handle of the legend.
-    """
+    """Draw the speed-up of one device with all cores as a line, and its interval as a band."""
     row, last = line[-1]
     colour = svg.ROLES[Role.ALL_CORES]
     axes.axhspan(last.low, min(last.high, end), color=colour, alpha=0.15, linewidth=0)
@@ -204,10 +186,9 @@ def _level(axes: Axes, line: Points, end: float) -> Line2D:
 
 
 def _line(axes: Axes, line: Points, nth: int, shift: float, end: float) -> Line2D:
-    """Draw the `nth` line of a strategy, shifted to the right by `shift` devices so that intervals
-    do not overlap.
+    """Draw the `nth` line of a strategy, and return the handle of the legend.
 
-    Intervals are cut at the `end` of the axis. Return the handle of the legend.
+    The line is shifted to the right by `shift` devices so that intervals do not overlap.
     """
     row, last = line[-1]
     first = MARKERS.get(row.case.traits.role, "P")
@@ -220,13 +201,13 @@ def _line(axes: Axes, line: Points, nth: int, shift: float, end: float) -> Line2
     }
     if "PREDICTED" in row.labels:
         look["markerfacecolor"] = svg.BACKGROUND
-    places = [one.case.devices + shift for one, _ in line]
+    places = [point_row.case.devices + shift for point_row, _ in line]
     axes.plot(places, [e.value for _, e in line], **{**look, "marker": ""})  # type: ignore[arg-type]
     colour = svg.colour(row.case)
-    for place, (one, e) in zip(places, line, strict=True):
-        with marks.owned(axes, [one.case]):
+    for place, (point_row, e) in zip(places, line, strict=True):
+        with marks.owned(axes, [point_row.case]):
             svg.whisker(axes, place, e.value, (e.low, e.high), end, upright=True, colour=colour)
             (point,) = axes.plot([place], [e.value], **{**look, "linestyle": ""})  # type: ignore[arg-type]
-            marks.explain(point, _said(one, e), [one.case])
+            marks.explain(point, _said(point_row, e), [point_row.case])
     value = f"{words.times(last)} on {row.case.devices}"
     return Line2D([], [], label=_name(row.case, row.labels, value), **look)  # type: ignore[arg-type]

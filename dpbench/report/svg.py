@@ -1,7 +1,7 @@
 """SVG: matplotlib figures as small inline drawings that follow the page's theme.
 
 Placeholder colours are replaced by CSS variables, and text uses the page's font. Equal figures give
-drawings with equal bytes. A drawing does not refer to external resources.
+equal bytes. A drawing refers to no external resources.
 """
 
 from __future__ import annotations
@@ -33,17 +33,12 @@ from dpbench.report.marks import Drawing, give_bands, hook
 from dpbench.report.table import Table
 
 WIDTH = 420
-"""The width of every panel in SVG units (1/72 inch).
-
-Text of size `SMALL` is then still legible on a phone.
-"""
+"""The width of every panel in SVG units (1/72 inch); text of size `SMALL` is legible on a phone."""
 MARGIN, RIGHT = 12.0, 18.0
 """The usual margins at the left and at the right of the axes, in SVG units."""
 TEXT, SMALL = 12.5, 11.0
 COLUMNS = 54
-"""The number of letters that fit on one line across a panel, in the widest common sans-serif
-font.
-"""
+"""The number of letters on a line across a panel, in the widest common sans-serif font."""
 FOREGROUND, GRID, MUTED, BACKGROUND = "#010203", "#010204", "#010205", "#010206"
 ROLES = {
     Role.BASELINE: "#020301",
@@ -72,9 +67,7 @@ VARIABLES = {
 
 
 class Look(NamedTuple):
-    """The fill colour of a phase, the colour of text on this fill, and a short name for bars that
-    are narrow.
-    """
+    """The fill of a phase, the colour of text on it, and a short name for narrow bars."""
 
     fill: str
     ink: str
@@ -101,7 +94,7 @@ Every two colours differ by at least 10 in CIEDE2000, also for readers with prot
 or tritanopia. Each colour has a contrast of at least 3 to the background of every theme.
 """
 ODD = ("PREDICTED", "COLOCATED", "EMULATED")
-"""The labels that are shown with the name of a line in the legend of a speed-up panel."""
+"""The labels that the legend of a speed-up panel shows with the name of a line."""
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "dpbench",
@@ -137,10 +130,8 @@ _XLINK = "{http://www.w3.org/1999/xlink}href"
 class Panel:
     """One drawing with its title, its caption and the labels of its cases.
 
-    `tables` have the numbers in more detail.
-
-    `cases` are the cases in the drawing, by which the page filters it; without any, the page always
-    shows it.
+    `tables` have the numbers in more detail. `cases` are the cases by which the page filters the
+    drawing; without any, the page always shows it.
     """
 
     title: str
@@ -153,8 +144,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the page: panels on one question, a text before them (`lead`), and a text after
-    them (`note`).
+    """A section of the page: panels on one question, a text before them (`lead`), and a `note`.
 
     The note gives the number of cases that are not drawn, and the reason.
     """
@@ -173,9 +163,7 @@ def colour(case: Case) -> str:
 
 @contextmanager
 def theme() -> Iterator[None]:
-    """Return a context in which matplotlib uses the style of the report and ignores the user's
-    settings.
-    """
+    """Return a context in which matplotlib has the report's style, not the user's settings."""
     with mpl.rc_context(), warnings.catch_warnings():
         mpl.rcdefaults()
         mpl.rcParams.update(_STYLE)
@@ -187,10 +175,7 @@ def theme() -> Iterator[None]:
 def canvas(
     height: float, *, left: float = MARGIN, right: float = RIGHT, top: float = 4, bottom: float = 42
 ) -> tuple[Drawing, Axes]:
-    """Return a figure that is `WIDTH` wide, and its axes.
-
-    The height and the margins are in SVG units (1/72 inch).
-    """
+    """Return a figure that is `WIDTH` wide, and its axes; lengths are in SVG units (1/72 inch)."""
     figure = Drawing((WIDTH, height))
     box = (
         left / WIDTH,
@@ -211,13 +196,12 @@ def lanes(
     left: float = MARGIN,
     cases: Sequence[Case] = (),
 ) -> tuple[Drawing, Axes, list[float]]:
-    """Return a figure with one horizontal lane per case, its axes, and the position of each lane's
-    top edge.
+    """Return a figure with a horizontal lane per case, its axes, and the top edge of each lane.
 
-    Heights and positions are in SVG units; positions are measured from the top of the axes. The
-    first 16 units of a lane show the name of the case and its value as text. `keys` is the number
-    of rows of the legend, and `left` the margin at the left of the axes. `cases` has the case of
-    each lane, by which the page filters the lanes.
+    Heights and edges are in SVG units; edges are measured from the top of the axes. The first 16
+    units of a lane show the name of the case and its value as text. `keys` is the number of rows of
+    the legend, and `left` the margin at the left of the axes. `cases` has the case of each lane, by
+    which the page filters the lanes.
     """
     tops = [0, *accumulate(heights)]
     figure, axes = canvas(tops[-1] + below(keys) + 4, left=left, bottom=below(keys))
@@ -229,32 +213,35 @@ def lanes(
     for name, value, top in zip(names, values, tops, strict=False):
         # if the text is too long, drop the interval, which is drawn and in the table too, and keep
         # the name
-        said = value if len(name) + len(value) <= COLUMNS else value.partition(" (")[0]
-        write_beside(axes, top + 12, naming.clip(name, COLUMNS - len(said)), left)
+        shown_value = value if len(name) + len(value) <= COLUMNS else value.partition(" (")[0]
+        write_beside(axes, top + 12, naming.clip(name, COLUMNS - len(shown_value)), left)
         write_beside(
-            axes, top + 12, said, left, WIDTH - RIGHT, ha="right", fontweight="bold", fontsize=SMALL
+            axes,
+            top + 12,
+            shown_value,
+            left,
+            WIDTH - RIGHT,
+            ha="right",
+            fontweight="bold",
+            fontsize=SMALL,
         )
     return figure, axes, tops[:-1]
 
 
 def write_beside(
-    axes: Axes, y: float, text: str, left: float, at: float = MARGIN, **look: Any
+    axes: Axes, y: float, text: str, left: float, x: float = MARGIN, **look: Any
 ) -> None:
-    """Write a text with its baseline at the height `y` of the axes, `at` units from the left edge
-    of the figure.
+    """Write a text at the height `y` of the axes, `x` units from the left edge of the figure.
 
     `left` is the margin at the left of the axes.
     """
     axes.text(
-        (at - left) / (WIDTH - left - RIGHT), y, text, transform=axes.get_yaxis_transform(), **look
+        (x - left) / (WIDTH - left - RIGHT), y, text, transform=axes.get_yaxis_transform(), **look
     )
 
 
 def amounts(axis: Axis, ticks: int = 5) -> None:
-    """Label an axis at up to `ticks` round values.
-
-    Thousands, millions and billions are abbreviated as k, M and G.
-    """
+    """Label an axis at up to `ticks` round values, abbreviated with k, M and G."""
 
     def said(value: float, _: int) -> str:
         for scale, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -274,8 +261,7 @@ def extent(estimates: Iterable[Estimate]) -> float:
     """Return the end of an axis for these estimates: the highest end of their intervals.
 
     The end is at most `FARTHEST` times the largest value, because a single wide interval would
-    otherwise make all other marks small. Where an interval goes beyond the end, `whisker` draws an
-    arrow.
+    otherwise make all other marks small. `whisker` draws an arrow where an interval goes beyond it.
     """
     found = list(estimates)
     return min(max(one.high for one in found), FARTHEST * max(one.value for one in found))
@@ -291,18 +277,17 @@ def whisker(
     upright: bool = False,
     colour: str = FOREGROUND,
 ) -> None:
-    """Draw the interval of a value as a whisker with caps, cut at the `end` of the axis, where an
-    arrow replaces a cap.
+    """Draw the interval of a value as a whisker with caps, or an arrow at the `end` of the axis.
 
     `place` is the position on the other axis. With `upright`, values are on the vertical axis.
     """
     low, high = interval
     along = [min(low, value), max(value, min(high, end))]
     # Axes.errorbar takes three times as long, and its drawing has twice the size
-    drawn = [(along, "-"), (along if high <= end else along[:1], "_" if upright else "|")]
+    pieces = [(along, "-"), (along if high <= end else along[:1], "_" if upright else "|")]
     if high > end:
-        drawn.append(([end], "^" if upright else ">"))
-    for values, look in drawn:
+        pieces.append(([end], "^" if upright else ">"))
+    for values, look in pieces:
         across = [place] * len(values)
         x, y = (across, values) if upright else (values, across)
         axes.plot(x, y, look, color=colour, linewidth=1.2, markersize=6)
@@ -311,15 +296,13 @@ def whisker(
 def bar(
     axes: Axes, across: tuple[float, float], down: tuple[float, float], **look: Any
 ) -> Rectangle:
-    """Draw and return a bar.
+    """Draw and return a bar: `across` has its left edge and its width, `down` its top and height.
 
-    `across` has its left edge and its width, `down` its top edge and its height.
-
-    Axes.barh does the same in five times the time, because it also adapts the limits of the axes.
+    Axes.barh takes five times as long, because it also adapts the limits of the axes.
     """
-    drawn = Rectangle((across[0], down[0]), across[1], down[1], **look)
-    axes.add_artist(drawn)
-    return drawn
+    rectangle = Rectangle((across[0], down[0]), across[1], down[1], **look)
+    axes.add_artist(rectangle)
+    return rectangle
 
 
 def room(width: float, whole: float, left: float = MARGIN) -> float:
@@ -349,14 +332,12 @@ def edge(name: str) -> dict[str, Any]:
 
 
 def below(keys: int) -> float:
-    """Return the margin in SVG units that the label of the axis and `keys` rows of the legend need
-    below the axes.
-    """
+    """Return the margin for the axis label and `keys` rows of the legend, in SVG units."""
     return 42 + 14.5 * keys
 
 
 def legend(figure: Figure, handles: Sequence[Any], columns: int) -> Legend:
-    """Draw and return a legend with `columns` columns below the plot, and fill it row by row."""
+    """Draw and return a legend with `columns` columns below the plot, filled row by row."""
     rows = -(-len(handles) // columns)
     by_column = [
         handles[r * columns + c]
@@ -379,12 +360,10 @@ def legend(figure: Figure, handles: Sequence[Any], columns: int) -> Legend:
 
 
 def render(figure: Drawing, *, key: str, title: str, description: str) -> str:
-    """Return the figure as the text of an SVG element.
+    """Return the figure as the text of an SVG element; `key` makes its ids unique on the page.
 
-    `key` makes the ids in it unique on the page.
-
-    The attribute `data-lanes` of the element has, for each lane, the id of the lane's case and the
-    lane's height. `marks.hook` explains the attributes of the groups in the element.
+    The attribute `data-lanes` of the element has the id of each lane's case and the lane's height.
+    `marks.hook` explains the attributes of the groups.
     """
     buffer = io.StringIO()
     for artist in figure.findobj():
@@ -418,8 +397,7 @@ def render(figure: Drawing, *, key: str, title: str, description: str) -> str:
 def _cleaned(
     source: ElementTree.Element, referred: set[str], key: str, figure: Drawing
 ) -> ElementTree.Element:
-    """Return a copy of an SVG element without namespaces, metadata, style sheets and superfluous
-    digits.
+    """Return a copy of an SVG element without namespaces, metadata, style sheets and excess digits.
 
     Only the ids in `referred` are kept, with `key` as a prefix.
     """
@@ -442,16 +420,14 @@ def _cleaned(
             target.set(name, _shortened(value))
     for child in source:
         if child.tag.rpartition("}")[2] not in ("metadata", "style"):
-            found = _cleaned(child, referred, key, figure)
+            cleaned = _cleaned(child, referred, key, figure)
             # a group without attributes has no effect
-            target.extend(found if found.tag == "g" and not found.attrib else [found])
+            target.extend(cleaned if cleaned.tag == "g" and not cleaned.attrib else [cleaned])
     return target
 
 
 def _shortened(value: str) -> str:
-    """Return the value of an attribute with coordinates rounded to two decimals, and paths in their
-    shortest form.
-    """
+    """Return an attribute with coordinates of two decimals, and paths in their shortest form."""
     value = re.sub(r"-?\d+\.\d{3,}", lambda match: f"{float(match[0]):.2f}", value)
     if not re.fullmatch(r"(\s*([ML] \S+ \S+|z))+\s*", value):
         return value

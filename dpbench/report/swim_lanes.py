@@ -1,6 +1,4 @@
-"""Swim lanes: the section that draws one median step of each strategy on a common time axis, with a
-lane per device.
-"""
+"""Swim lanes: one median step of each strategy on a common time axis, with a lane per device."""
 
 from __future__ import annotations
 
@@ -38,8 +36,8 @@ def section(rows: Sequence[Row], lanes_of: Drawn) -> Section:
     """Return the section of swim lanes: a panel for each setting and batch size; see `_groups`."""
     # a timed step is drawn even if its rounds are too few for an estimate; the caption then names
     # the case
-    shown = [row for row in rows if (row.case, row.source) in lanes_of]
-    facets, left_out = small_multiples.panels(_groups(shown), per=BLOCKS)
+    with_lanes = [row for row in rows if (row.case, row.source) in lanes_of]
+    facets, left_out = small_multiples.panels(_groups(with_lanes), per=BLOCKS)
     return Section(
         "lanes",
         "One median step, device by device",
@@ -54,12 +52,10 @@ def section(rows: Sequence[Row], lanes_of: Drawn) -> Section:
 
 
 def _groups(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    """Yield one group of rows per setting and batch size, for one panel or, if the group is large,
-    for several.
+    """Yield one group of rows per setting and batch size, for one or several panels.
 
     A group has the cases on the largest number of devices, and the one-device cases with the same
-    batch size. If no one-device case has this batch size, the group has the one-device cases whose
-    batch size is one device's share.
+    batch size or, if there are none, with one device's share of it.
     """
     settings: dict[tuple[str, ...], list[Row]] = {}
     for row in small_multiples.order(rows):
@@ -80,53 +76,63 @@ def _groups(rows: Sequence[Row]) -> Iterator[list[Row]]:
             ]
 
 
-def _panel(facet: small_multiples.Facet, found: Drawn, key: str) -> Panel:
-    shown = [found[row.case, row.source] for row in facet.rows]
-    drawing = _drawing(facet.title, facet.names, shown, key, facet.cases)
-    return Panel(facet.title, drawing, _caption(facet, shown), facet.labels, cases=facet.cases)
+def _panel(facet: small_multiples.Facet, lanes_of: Drawn, key: str) -> Panel:
+    timelines = [lanes_of[row.case, row.source] for row in facet.rows]
+    drawing = _drawing(facet.title, facet.names, timelines, key, facet.cases)
+    return Panel(facet.title, drawing, _caption(facet, timelines), facet.labels, cases=facet.cases)
 
 
 def compared(title: str, before: Lanes, after: Lanes, labels: tuple[str, ...], key: str) -> Panel:
-    """Return the panel with one median step of a case in two runs, one above the other, on the same
-    time axis.
+    """Return the panel with one median step of a case in two runs, one above the other.
 
     `labels` has the labels of both runs, and `key` makes the ids of the drawing unique. The page
     filters the panel by the case of the first run.
     """
-    names, shown = ("before", "after"), (before, after)
+    names = ("before", "after")
+    timelines = (before, after)
     with svg.theme():
-        drawing = _drawing(title, names, shown, key)
-    caption = " ".join(_sentences(names, shown))
+        drawing = _drawing(title, names, timelines, key)
+    caption = " ".join(_sentences(names, timelines))
     return Panel(title, drawing, caption, labels, cases=[before.case])
 
 
 def _drawing(
-    title: str, names: Sequence[str], shown: Sequence[Lanes], key: str, cases: Sequence[Case] = ()
+    title: str,
+    names: Sequence[str],
+    timelines: Sequence[Lanes],
+    key: str,
+    cases: Sequence[Case] = (),
 ) -> str:
-    """Return the timelines as one drawing with a common time axis.
-
-    `cases`, if given, has the case of each timeline.
-    """
-    captions = [_said(one) for one in shown]
-    heights = [HEAD + sum(lane.rows * ROW + GAP for lane in _shown(one)) + GAP for one in shown]
-    phases = {bar.phase.value for one in shown for lane in _shown(one) for bar in lane.bars}
-    phases |= {UNATTRIBUTED for one in shown for stretch in one.path if stretch.bar is None}
-    idle = any(lane.idle for one in shown for lane in one.lanes)
+    captions = [_said(timeline) for timeline in timelines]
+    heights = [
+        HEAD + sum(lane.rows * ROW + GAP for lane in _shown(timeline)) + GAP
+        for timeline in timelines
+    ]
+    phases = {
+        bar.phase.value for timeline in timelines for lane in _shown(timeline) for bar in lane.bars
+    }
+    phases |= {
+        UNATTRIBUTED for timeline in timelines for stretch in timeline.path if stretch.bar is None
+    }
+    idle = any(lane.idle for timeline in timelines for lane in timeline.lanes)
     keys = [*svg.phase_keys(phases), *[Patch(**IDLE, label="idle")] * idle, _path_key()]
     figure, axes, tops = svg.lanes(
         names, captions, heights, keys=-(-len(keys) // 3), left=LEFT, cases=cases
     )
-    begin_s = min(lane.begin_s for one in shown for lane in one.lanes)
+    begin_s = min(lane.begin_s for timeline in timelines for lane in timeline.lanes)
     end_s = max(
-        [*(one.seconds for one in shown), *(bar.end_s for one in shown for bar in _own(one))]
+        [
+            *(timeline.seconds for timeline in timelines),
+            *(bar.end_s for timeline in timelines for bar in _bars_of_step(timeline)),
+        ]
     )
     width = (end_s - begin_s) * 1e3 * 1.01
     axes.set(
         xlim=(begin_s * 1e3, begin_s * 1e3 + width),
         xlabel="milliseconds after the start of the step",
     )
-    for one, top in zip(shown, tops, strict=True):
-        _timeline(axes, one, top + HEAD, width)
+    for timeline, top in zip(timelines, tops, strict=True):
+        _timeline(axes, timeline, top + HEAD, width)
     svg.amounts(axes.xaxis)
     svg.legend(figure, keys, 3)
     return svg.render(
@@ -134,22 +140,23 @@ def _drawing(
         key=key,
         title=f"One median step: {title}",
         description=" ".join(
-            f"{name}: {_description(one)}" for name, one in zip(names, shown, strict=True)
+            f"{name}: {_description(timeline)}"
+            for name, timeline in zip(names, timelines, strict=True)
         ),
     )
 
 
-def _own(one: Lanes) -> Iterator[Bar]:
-    return (bar for lane in one.lanes for bar in lane.bars if not bar.step)
+def _bars_of_step(timeline: Lanes) -> Iterator[Bar]:
+    return (bar for lane in timeline.lanes for bar in lane.bars if not bar.step)
 
 
 def _path_key() -> Patch:
     return Patch(facecolor="none", edgecolor=svg.FOREGROUND, linewidth=1.3, label="critical path")
 
 
-def _said(one: Lanes) -> str:
-    took = f"{words.number(one.seconds * 1e3)} ms"
-    shares = [lane.idle_share for lane in one.lanes if lane.device >= 0]
+def _said(timeline: Lanes) -> str:
+    took = f"{words.number(timeline.seconds * 1e3)} ms"
+    shares = [lane.idle_share for lane in timeline.lanes if lane.device >= 0]
     return f"{took} (devices idle {_range(shares)})" if len(shares) > 1 else took
 
 
@@ -160,8 +167,8 @@ def _range(shares: Sequence[float]) -> str:
 def _timeline(axes: Axes, lanes: Lanes, top: float, width: float) -> None:
     critical: dict[tuple[int | None, Bar | None], float] = {}
     for part in lanes.path:
-        at = (part.device, part.bar)
-        critical[at] = critical.get(at, 0.0) + part.end_s - part.start_s
+        key = (part.device, part.bar)
+        critical[key] = critical.get(key, 0.0) + part.end_s - part.start_s
     edges: dict[int | None, float] = {}
     start = top
     for lane in _shown(lanes):
@@ -201,9 +208,6 @@ def _short(device: int) -> str:
 
 
 def _place(device: int) -> str:
-    """Return "device i" for the index of a device, "host" for the host, and "host i" for a further
-    machine of a run.
-    """
     if device >= 0:
         return f"device {device}"
     return "host" if device == HOST else f"host {HOST - device + 1}"
@@ -232,7 +236,7 @@ def _write(
     width: float,
     ink: str,
 ) -> None:
-    start, end = (at * 1e3 for at in interval)
+    start, end = (seconds * 1e3 for seconds in interval)
     room = svg.room(end - start, width, LEFT)
     if text := next((text for text in texts if len(text) <= room), ""):
         axes.text((start + end) / 2, y + 11, text, ha="center", color=ink, fontsize=svg.SMALL)
@@ -244,19 +248,18 @@ def _outline(
     edges: Mapping[int | None, float],
     whole: tuple[float, float],
 ) -> None:
-    """Draw the critical path: an outline around each of its stretches, and lines where it changes
-    lanes.
+    """Draw the critical path: an outline around each stretch, and lines where it changes lanes.
 
     `edges` has the top edge of each lane that is drawn, by device; `whole` are the top and the
     bottom of all lanes. A stretch without an open phase is a dashed box across all lanes.
     """
     boxes = [(part, *_edges(part, edges)) for part in path if part.device in edges and part.bar]
     outline = [corner for part, top, bottom in boxes for corner in _corners(part, top, bottom)]
-    for (one, top, bottom), (after, next_top, next_bottom) in pairwise(boxes):
-        if one.end_s == after.start_s and (bottom < next_top or next_bottom < top):
-            at = after.start_s * 1e3
+    for (before, top, bottom), (after, next_top, next_bottom) in pairwise(boxes):
+        if before.end_s == after.start_s and (bottom < next_top or next_bottom < top):
+            x = after.start_s * 1e3
             ends = (bottom, next_top) if bottom < next_top else (top, next_bottom)
-            outline += [(Path.MOVETO, (at, ends[0])), (Path.LINETO, (at, ends[1]))]
+            outline += [(Path.MOVETO, (x, ends[0])), (Path.LINETO, (x, ends[1]))]
     gaps = [corner for part in path if part.bar is None for corner in _corners(part, *whole)]
     for pieces, dashes, width in ((outline, "-", 1.3), (gaps, (0, (2, 1.5)), 0.7)):
         if pieces:
@@ -286,8 +289,8 @@ def _corners(part: PathSegment, top: float, bottom: float) -> list[tuple[Any, tu
     return list(zip([Path.MOVETO, *[Path.LINETO] * 3, Path.CLOSEPOLY], corners, strict=True))
 
 
-def _caption(facet: small_multiples.Facet, shown: Sequence[Lanes]) -> str:
-    sentences = _sentences(facet.names, shown)
+def _caption(facet: small_multiples.Facet, timelines: Sequence[Lanes]) -> str:
+    sentences = _sentences(facet.names, timelines)
     doubtful = [name for row, name in zip(facet.rows, facet.names, strict=True) if row.doubt]
     if doubtful:
         these = words.verb(len(doubtful), "this case", "these cases")
@@ -297,9 +300,9 @@ def _caption(facet: small_multiples.Facet, shown: Sequence[Lanes]) -> str:
     return " ".join(sentences)
 
 
-def _sentences(names: Sequence[str], shown: Sequence[Lanes]) -> list[str]:
+def _sentences(names: Sequence[str], timelines: Sequence[Lanes]) -> list[str]:
     sentences = []
-    for name, lanes in zip(names, shown, strict=True):
+    for name, lanes in zip(names, timelines, strict=True):
         took = words.time(lanes.seconds)
         place = f"step {lanes.step} of {naming.unit(lanes.case)} {lanes.round + 1}"
         measured = (
@@ -312,7 +315,7 @@ def _sentences(names: Sequence[str], shown: Sequence[Lanes]) -> list[str]:
             sentences.append(
                 f"Of its devices, {left_out} {words.verb(left_out, 'is', 'are')} not drawn."
             )
-        if joint := sorted({bar.phase for bar in _own(lanes) if bar.joint}):
+        if joint := sorted({bar.phase for bar in _bars_of_step(lanes) if bar.joint}):
             sentences.append(
                 f"{words.verb(len(joint), 'Its joint phase', 'Its joint phases')}"
                 f" ({', '.join(joint)}) {words.verb(len(joint), 'is', 'are')} one operation for all"
@@ -321,22 +324,22 @@ def _sentences(names: Sequence[str], shown: Sequence[Lanes]) -> list[str]:
     return sentences
 
 
-def _shown(one: Lanes) -> Sequence[Lane]:
-    return [lane for lane in one.lanes if lane.device < DEVICES]
+def _shown(timeline: Lanes) -> Sequence[Lane]:
+    return [lane for lane in timeline.lanes if lane.device < DEVICES]
 
 
-def _idle(one: Lanes) -> str:
-    first = [lane.idle_share for lane in one.lanes if lane.device == 0]
-    rest = [lane.idle_share for lane in one.lanes if lane.device > 0]
+def _idle(timeline: Lanes) -> str:
+    first = [lane.idle_share for lane in timeline.lanes if lane.device == 0]
+    rest = [lane.idle_share for lane in timeline.lanes if lane.device > 0]
     if not first or not rest:
         return ""
     others = "device 1" if len(rest) == 1 else "the others"
     return f"; idle: device 0 {words.percent(first[0])}, {others} {_range(rest)}"
 
 
-def _description(drawn: Lanes) -> str:
+def _description(timeline: Lanes) -> str:
     lanes = []
-    for lane in _shown(drawn):
+    for lane in _shown(timeline):
         total: dict[str, float] = {}
         for bar in lane.bars:
             total[_named(bar)] = total.get(_named(bar), 0.0) + bar.end_s - bar.start_s
@@ -345,7 +348,7 @@ def _description(drawn: Lanes) -> str:
             f"{_place(lane.device)}: {', '.join([*parts, f'idle {words.time(lane.idle_s)}'])}"
         )
     path: dict[str, float] = {}
-    for part in drawn.path:
+    for part in timeline.path:
         name = (
             f"{_named(part.bar)} on {_place(part.device)}"
             if part.bar and part.device is not None
@@ -353,4 +356,6 @@ def _description(drawn: Lanes) -> str:
         )
         path[name] = path.get(name, 0.0) + part.end_s - part.start_s
     critical = ", ".join(f"{name} {words.time(seconds)}" for name, seconds in path.items())
-    return f"a step of {words.time(drawn.seconds)}. {'. '.join(lanes)}. Critical path: {critical}."
+    return (
+        f"a step of {words.time(timeline.seconds)}. {'. '.join(lanes)}. Critical path: {critical}."
+    )

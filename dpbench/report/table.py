@@ -1,6 +1,4 @@
-"""Tables: the text of each table cell, the same for the page and for Markdown, and the values of
-all cases as JSON.
-"""
+"""Tables: the text of each cell for the page and for Markdown, and all cases as JSON."""
 
 from __future__ import annotations
 
@@ -34,18 +32,14 @@ COLUMNS = (
     "status",
 )
 COMPARED = ("speed-up", "efficiency", "verified")
-"""The columns that a table of observed loops lacks, because these loops have no baseline and no
-reference.
-"""
+"""The columns that observed loops lack, because they have no baseline and no reference."""
 TEXT_COLUMNS = ("model", "strategy", "verified", "labels", "status")
 PHASE_COLUMNS = (*(phase.value for phase in Phase), "unattributed")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a table: its text, a second text in small type, and the value by which the page
-    sorts the column.
-    """
+    """A cell: its text, a text in small type, and the value by which the page sorts it."""
 
     text: str
     small: str = ""
@@ -54,10 +48,9 @@ class Cell:
 
 @dataclass(frozen=True)
 class TableLine:
-    """The line of one case: its cells, its status, and its problems (`notes`) as pairs of a
-    headline and a text.
+    """The line of one case: its id on the page, its cells, its status and its problems.
 
-    `id` is the case's id on the page.
+    `notes` has the problems as pairs of a headline and a text.
     """
 
     id: str
@@ -68,10 +61,7 @@ class TableLine:
 
 @dataclass(frozen=True)
 class Table:
-    """A small table with a title and a note.
-
-    Its first `text` columns contain text, the other columns numbers.
-    """
+    """A small table; its first `text` columns contain text, the other columns numbers."""
 
     title: str
     columns: tuple[str, ...]
@@ -81,11 +71,7 @@ class Table:
 
 
 def lines(rows: Iterable[Row], trials: Sequence[Trial]) -> list[TableLine]:
-    """Return the lines of the table of all cases, one per row, including the cases without a
-    result.
-
-    `trials` are the trials of all cases; the problems in the lines come from them.
-    """
+    """Return the lines of the table of all cases, one per row, with the problems from `trials`."""
     groups: dict[tuple[Case, Source], list[Trial]] = {}
     for trial in trials:
         groups.setdefault((trial.case, trial.source), []).append(trial)
@@ -95,20 +81,20 @@ def lines(rows: Iterable[Row], trials: Sequence[Trial]) -> list[TableLine]:
 
 
 def all_cases(report: Report) -> tuple[Sequence[str], list[TableLine]]:
-    """Return the columns of the table of all cases, and its lines; see `lines`."""
-    found = lines(report.rows, report.trials)
+    """Return the columns and the lines of the table of all cases; see `lines`."""
+    every_line = lines(report.rows, report.trials)
     if not report.observed:
-        return COLUMNS, found
+        return COLUMNS, every_line
     kept = [i for i, name in enumerate(COLUMNS) if name not in COMPARED]
     return [COLUMNS[i] for i in kept], [
-        replace(one, cells=tuple(one.cells[i] for i in kept)) for one in found
+        replace(line, cells=tuple(line.cells[i] for i in kept)) for line in every_line
     ]
 
 
 def _line(row: Row, trials: Sequence[Trial]) -> TableLine:
     case = row.case
     measured = row.step is not None
-    about = [
+    details = [
         *naming.strategy(case).partition("[")[1:],
         *(f" {name}={value}" for name, value in case.options),
     ]
@@ -117,7 +103,7 @@ def _line(row: Row, trials: Sequence[Trial]) -> TableLine:
         Cell(naming.plain(case.model), ", ".join(naming.setting(case))),
         Cell(
             naming.plain(naming.strategy(case).partition("[")[0]),
-            naming.plain("".join(about) + placed),
+            naming.plain("".join(details) + placed),
         ),
         Cell(case.extent, case.device_kind, str(case.devices)),
         Cell(case.batch, sort=str(case.batch_size)),
@@ -145,7 +131,7 @@ def _line(row: Row, trials: Sequence[Trial]) -> TableLine:
 
 
 def estimate(estimated: Estimate | None, scale: float = 1.0, unit: str = "") -> Cell:
-    """Return the cell of an estimate, multiplied by `scale`, with its interval; empty for None."""
+    """Return the cell of an estimate times `scale`, with its interval; empty for None."""
     if estimated is None:
         return Cell("")
     if estimated.doubt:
@@ -164,10 +150,6 @@ def _efficiency(estimate: Estimate | None) -> Cell:
 
 
 def _speedup(row: Row) -> Cell:
-    """Return the cell with the speed-up and the kind of scaling.
-
-    "1×" for the baseline, and empty if it is unknown.
-    """
     if row.case.options == plan.LIMIT:
         return Cell("", "limit")
     if row.speedup is None:
@@ -194,9 +176,6 @@ def _memory(row: Row) -> Cell:
 
 
 def _notes(row: Row, trials: Sequence[Trial]) -> tuple[tuple[str, str], ...]:
-    """Return each distinct problem of a case as a pair: a headline that names the rounds with it,
-    and the reason.
-    """
     rounds_of: dict[tuple[str, str], list[int]] = {}
     for trial in trials:
         if trial.refusal:
@@ -215,9 +194,7 @@ def _notes(row: Row, trials: Sequence[Trial]) -> tuple[tuple[str, str], ...]:
 
 
 def phases(rows: Iterable[Row]) -> tuple[Table, list[Case]]:
-    """Return a table with the milliseconds of each phase and of the step, one line per measured
-    case; and the cases.
-    """
+    """Return a table of the milliseconds of each phase and of the step, and its measured cases."""
     measured = [
         row for row in small_multiples.order(rows) if row.step and row.phases and not row.doubt
     ]
@@ -246,7 +223,7 @@ def embedded(records: Sequence[Mapping[Any, object]]) -> str:
     """Return records as JSON text that is safe inside an HTML script element.
 
     The text is an object: `columns` has the keys of all records, and `rows` the values of each
-    record in the order of the columns. A record that lacks a key has null in its column.
+    record in the order of the columns, null for a missing key.
     """
     columns = list(dict.fromkeys(key for record in records for key in record))
     rows = [[record.get(key) for key in columns] for record in records]
@@ -255,10 +232,7 @@ def embedded(records: Sequence[Mapping[Any, object]]) -> str:
 
 
 def machines(report: Report) -> Table | None:
-    """Return the table of a launch's machines, with the step time of `single` on each.
-
-    None for a single machine.
-    """
+    """Return the table of a launch's machines and their steps of `single`; None for one machine."""
     listed = report.provenance.get(HOSTS, {}).get("machines", ())
     paces: dict[str, list[str]] = {}
     for pace in hosts.paces(report.trials):
@@ -315,9 +289,7 @@ def title(ladder: Ladder) -> str:
 
 
 def climb(ladder: Ladder) -> Table:
-    """Return the table of a ladder's rungs, with one line per rung and a note on the rungs without
-    a result.
-    """
+    """Return the table of a ladder's rungs, with a note on the rungs without a result."""
     columns = (
         "rung",
         "verdict",
@@ -356,10 +328,10 @@ def _rung(rung: Rung, best: bool) -> tuple[Cell, ...]:
 
 
 def ablation(ladder: Ladder) -> Table | None:
-    """Return the table of what a schedule gains by each of its switches.
+    """Return the table of what a schedule gains by each of its switches; None without ablations.
 
-    The schedule is compared with the same schedule in which this switch has the value that it has
-    in `reference`. Return None if the ladder has no ablations.
+    The schedule is compared with the same schedule in which this switch has its value in
+    `reference`.
     """
     if not ladder.ablations:
         return None
@@ -391,9 +363,7 @@ def _switch(change: RungGain) -> tuple[Cell, ...]:
 
 
 def tables(ladder: Ladder) -> Sequence[Table]:
-    """Return the tables of a ladder: that of the ablations, if there are any, and then that of the
-    rungs.
-    """
+    """Return the tables of a ladder: the ablations, if there are any, and then the rungs."""
     return [table for table in (ablation(ladder), climb(ladder)) if table]
 
 

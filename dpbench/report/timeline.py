@@ -1,6 +1,4 @@
-"""Timeline: report sections on the distribution of steps, utilisation over time, and device 0
-against the others.
-"""
+"""Timeline: the sections on step distribution, utilisation, and device 0 against the others."""
 
 from __future__ import annotations
 
@@ -37,21 +35,17 @@ _CORE = re.compile(r"core(\d+)_utilization_ratio")
 Place = tuple[str, int]
 """The kind of a device, which is "GPU" or "core", and the index of the device."""
 Series = dict[Place, list[tuple[float, float]]]
-"""The readings of the utilisation of each GPU or core, as pairs of a time in seconds and a ratio
-from 0 to 1.
-"""
+"""The utilisation of each GPU or core, as pairs of a time in seconds and a ratio from 0 to 1."""
 
 
 def utilisation(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
-    """Return the section on utilisation over time: of GPUs if GPUs were sampled, else of CPU
-    cores.
-    """
+    """Return the section on utilisation over time, of GPUs if sampled, else of CPU cores."""
     by_case: dict[Case, list[Series]] = {}
     for trial in trials:
         if trial.source.timed and (series := _series(trial)):
             by_case.setdefault(trial.case, []).append(series)
-    drawn = [row for row in rows if row.source.timed and row.case in by_case]
-    panels, left_out = small_multiples.split(drawn, per=12)
+    sampled = [row for row in rows if row.source.timed and row.case in by_case]
+    panels, left_out = small_multiples.split(sampled, per=12)
     return Section(
         "utilisation",
         "Utilisation over time",
@@ -100,8 +94,10 @@ def _strips(facet: small_multiples.Facet, by_case: dict[Case, list[Series]], key
     axes.grid(False)
     _colour_scale(figure)
     kind = " or ".join(sorted({kind for rows in devices for kind, _ in rows}))
-    said = f"Utilisation of each {kind} over time for " + ", ".join(facet.names)
-    drawing = svg.render(figure, key=key, title=f"Utilisation: {facet.title}", description=said)
+    description = f"Utilisation of each {kind} over time for " + ", ".join(facet.names)
+    drawing = svg.render(
+        figure, key=key, title=f"Utilisation: {facet.title}", description=description
+    )
     more = any(len({d for series in group for d in series}) > DEVICES for group in groups)
     caption = f"One row per {kind}, with number 0 on top." + (
         f" Only the first {DEVICES} are drawn." if more else ""
@@ -123,12 +119,9 @@ def _case(
     thick: float,
     pause: float,
 ) -> float:
-    """Draw the utilisation in the rounds of one case, one after another.
+    """Draw the utilisation in the rounds of a case, and return the last one's end in seconds.
 
-    Return the end of the last round in seconds.
-
-    `y` is the top edge of the drawing, `thick` the height of one device's row, and `pause` the gap
-    between two rounds.
+    `y` is the top edge of the drawing, `thick` the height of a device's row.
     """
     left = 0.0
     for number, series in enumerate(group, start=1):
@@ -142,11 +135,10 @@ def _case(
 
 
 def _image(series: Series, devices: Sequence[Place]) -> tuple[NDArray[np.uint8], float]:
-    """Return the image of the utilisation in one round, transparent without readings, and the
-    seconds of its width.
+    """Return the image of the utilisation in one round, and its width in seconds.
 
-    A reading covers the time since the previous reading, but no more than three typical sampling
-    intervals.
+    A reading covers the time since the previous one, but no more than three typical sampling
+    intervals. The image is transparent where there are no readings.
     """
     begin = min(readings[0][0] for readings in series.values())
     apart = np.diff([time for readings in series.values() for time, _ in readings])
@@ -175,15 +167,14 @@ def _colour_scale(figure: Figure) -> None:
 
 
 def imbalance(rows: Sequence[Row]) -> Section:
-    """Return the section that compares device 0 with the other devices in busy time, and in memory
-    if it is known.
-    """
-    panels, notes = [], []
+    """Return the section that compares device 0 with the others in busy time and known memory."""
+    panels = []
+    notes = []
     for kind, draw in (("busy", _busy), ("memory", _memory)):
         drawn = [row for row in rows if len(getattr(row, kind)) > 1]
-        found, left_out = small_multiples.split(drawn, per=12)
-        panels += [draw(facet, f"{kind}{i}") for i, facet in enumerate(found)]
-        if not found and kind == "memory" and panels:
+        facets, left_out = small_multiples.split(drawn, per=12)
+        panels += [draw(facet, f"{kind}{i}") for i, facet in enumerate(facets)]
+        if not facets and kind == "memory" and panels:
             notes.append("Memory is not compared, because it is not known per device.")
         notes.append(left_out)
     if not panels:
@@ -219,11 +210,7 @@ def _busy(facet: small_multiples.Facet, key: str) -> Panel:
 
 
 def _sentence(facet: small_multiples.Facet) -> str:
-    """Return a sentence on the case with the highest ratio of device 0's busy time to the other
-    devices'.
-
-    Return an empty text if the ratio is not known for any case.
-    """
+    """Return a sentence on the case with the highest ratio of busy times; "" if none is known."""
     known_ratios = [
         (row.imbalance, row.memory_imbalance, name)
         for row, name in zip(facet.rows, facet.names, strict=True)
@@ -273,8 +260,7 @@ def _pairs(
     key: str,
     title: str,
 ) -> str:
-    """Return the drawing of a pair of bars per case: the amount of device 0, and the mean of the
-    other devices.
+    """Draw a pair of bars per case: the amount of device 0, and the mean of the other devices.
 
     `amounts` has the amount of each device in `unit`, by case, and `values` has the texts next to
     the cases' names.
@@ -283,9 +269,9 @@ def _pairs(
     figure, axes, tops = svg.lanes(
         facet.names, values, [47] * len(values), keys=2 if several else 1, cases=facet.cases
     )
-    for row, name, found, top in zip(facet.rows, facet.names, amounts, tops, strict=True):
-        rest = [amount for device, amount in found.items() if device]
-        means = [("device 0", found.get(0, 0.0), top + 24, colour)]
+    for row, name, by_device, top in zip(facet.rows, facet.names, amounts, tops, strict=True):
+        rest = [amount for device, amount in by_device.items() if device]
+        means = [("device 0", by_device.get(0, 0.0), top + 24, colour)]
         if rest:
             means.append(("mean of the others", sum(rest) / len(rest), top + 36, svg.BACKGROUND))
         for device, amount, y, face in means:
@@ -304,7 +290,7 @@ def _pairs(
                 linewidth=1.2,
                 markersize=6,
             )
-    most = max(amount for found in amounts for amount in found.values())
+    most = max(amount for by_device in amounts for amount in by_device.values())
     axes.set(xlim=(0, most * 1.04 or 1), xlabel=unit)
     svg.amounts(axes.xaxis)
     keys: list[Patch | Line2D] = [
@@ -319,11 +305,13 @@ def _pairs(
         )
     svg.legend(figure, keys, 2)
     each = [
-        ", ".join(f"device {device} {words.number(amount)}" for device, amount in found.items())
-        for found in amounts
+        ", ".join(f"device {device} {words.number(amount)}" for device, amount in by_device.items())
+        for by_device in amounts
     ]
-    said = "; ".join(f"{name}: {text} {unit}" for name, text in zip(facet.names, each, strict=True))
-    return svg.render(figure, key=key, title=title, description=said)
+    description = "; ".join(
+        f"{name}: {text} {unit}" for name, text in zip(facet.names, each, strict=True)
+    )
+    return svg.render(figure, key=key, title=title, description=description)
 
 
 ROUNDS = 5
@@ -331,22 +319,15 @@ ROUNDS = 5
 DASHES = ("-", (0, (6, 2)), (0, (3, 1.5)), (0, (1.2, 1.2)), (0, (6, 2, 1.2, 2)))
 """The line style of each round."""
 CURVE = 50
-"""The height of a curve in SVG units.
-
-A curve is drawn from at most this number of timed steps of a round.
-"""
+"""The height of a curve in SVG units, and the largest number of steps from which it is drawn."""
 LEFT = 46.0
 """The margin for the labels of the curves' axes, in SVG units."""
 OUTLIER = 3.0
-"""A timed step is an outlier if it is farther than this multiple of the interquartile range from
-the quartiles.
-"""
+"""An outlier is farther than this multiple of the interquartile range from the quartiles."""
 
 
 def steps(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
-    """Return the section on the distribution of step times, with a curve per round, warm-up steps
-    and outliers.
-    """
+    """Return the section on the distribution of step times, with a curve per round."""
     series: dict[Case, list[Trial]] = {}
     for trial in trials:
         if trial.trusted and trial.source.timed and trial.timed:
@@ -402,11 +383,11 @@ def _steps(facet: small_multiples.Facet, series: Mapping[Case, Sequence[Trial]],
         _warm_up(axes, group, bottom + 8, (low, high))
     axes.set_xlabel("milliseconds of one step")
     svg.legend(figure, _step_keys(max(map(len, groups))), 3)
-    said = "; ".join(
+    description = "; ".join(
         f"{name}: median {value}" for name, value in zip(facet.names, values, strict=True)
     )
     drawing = svg.render(
-        figure, key=key, title=f"Distribution of step times: {facet.title}", description=said
+        figure, key=key, title=f"Distribution of step times: {facet.title}", description=description
     )
     return Panel(
         facet.title, drawing, _left_out(facet, series, high), facet.labels, cases=facet.cases
@@ -424,9 +405,7 @@ def _interval(axes: Axes, step: Estimate, top: float, bottom: float) -> None:
 
 
 def _scale(axes: Axes, low: float, high: float) -> tuple[float, float]:
-    """Set the time axis to the range from `low` to `high`, with a margin at both ends.
-
-    Return the ends of the axis.
+    """Set the time axis to a range with a margin, and return its ends.
 
     The axis has a log scale if the range spans more than a factor of 6.
     """
@@ -450,8 +429,6 @@ def _curve(
     axes: Axes, trial: Trial, bottom: float, ends: tuple[float, float], look: Mapping[str, Any]
 ) -> Line2D:
     """Draw the distribution of a round's timed steps above the height `bottom`, outliers as dots.
-
-    Return its curve.
 
     `ends` are the ends of the axis in milliseconds. Where steps are beyond the end, an arrow ends
     the curve.
@@ -519,9 +496,7 @@ def _step_keys(rounds: int) -> list[Line2D | Patch]:
 def _left_out(
     facet: small_multiples.Facet, series: Mapping[Case, Sequence[Trial]], end: float
 ) -> str:
-    """Return a caption with the timed steps beyond the `end` of the axis (in ms), and the rounds
-    that are not drawn.
-    """
+    """Return a caption on the timed steps beyond `end` (in ms) and the rounds not drawn."""
     sentences = []
     for row, name in zip(facet.rows, facet.names, strict=True):
         times = [seconds * 1e3 for trial in series[row.case][:ROUNDS] for seconds in trial.timed]
