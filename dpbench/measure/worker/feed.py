@@ -1,8 +1,8 @@
 """Feed: take the batches of a training loop from a DataLoader.
 
-The DataLoader yields the same batches in the same order as are used without a DataLoader. A rank
-loads its own rows only, as with torch's DistributedSampler. The wait for a batch is the phase
-`data` of the host. If the DataLoader has no workers, this wait includes the loading itself.
+It yields the same batches in the same order as are used without a DataLoader. A rank loads its own
+rows only, as with torch's DistributedSampler. The wait for a batch is the phase `data` of the host;
+without workers, it includes the loading itself.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ class Examples(Dataset[list[torch.Tensor]]):
 
 
 class _InOrder:
-    """An endless batch sampler that yields the indices of each batch's examples, batch by batch,
-    over and over again.
+    """An endless batch sampler that yields the indices of each batch's examples over and over.
 
     `batches` is the number of batches, each of `rows` examples.
     """
@@ -68,11 +67,10 @@ class _InOrder:
 def fed(
     case: Case, step: StepOfBatch, batches: Sequence[Batch], mark: Mark
 ) -> Iterator[StepOfBatch]:
-    """Yield a step that takes its batch from a DataLoader and ignores its arguments.
+    """Yield a step that ignores its arguments and takes its batch from the case's DataLoader.
 
-    Without a loader, yield `step`.
-
-    `batches` have the rows of this process, on the host. On exit, the workers of the loader end.
+    Without a loader, yield `step`. `batches` have the rows of this process, on the host. On exit,
+    the workers of the loader end.
     """
     if case.loader < 0:
         yield step
@@ -108,10 +106,6 @@ class _Feed:
             self._loaded: Iterator[Any] | None = iter(loader)
 
     def __call__(self, inputs: Any, target: Any) -> Any:
-        """Wait for the next batch, and take a step with it.
-
-        The arguments have no effect. Return the step's result.
-        """
         assert self._loaded is not None
         with self._mark(Phase.DATA, HOST):
             loaded = iter(next(self._loaded))
@@ -122,15 +116,13 @@ class _Feed:
         return self._step(*batch)
 
     def close(self) -> None:
-        """End the workers of the DataLoader."""
         self._loaded = None
 
 
 def _unbind(cores: Sequence[int], worker: int) -> None:
-    """Let a worker of the DataLoader use all of `cores`, because the thread that started it may be
-    bound to one core.
+    """Let a DataLoader's worker use all of `cores`: its starting thread may be bound to one core.
 
-    If `cores` is empty, nothing changes. The argument `worker`, the worker's number, has no effect.
+    If `cores` is empty, nothing changes.
     """
     if cores:
         with suppress(OSError):
