@@ -101,11 +101,11 @@ def run(
     try:
         with folder() as scratch, Server(scratch) as server:
             tries = _Tries(server, store, run_id, limit_s, listen)
-            found = tuple(_search(case, tries, most) for case in cases)
+            results = tuple(_search(case, tries, most) for case in cases)
         finished = not tries.killed
     finally:
         store.end_run(run_id, "finished" if finished else "interrupted")
-    return SearchOutcome(run_id, resumed, found)
+    return SearchOutcome(run_id, resumed, results)
 
 
 def axes(options: Options) -> Options:
@@ -136,13 +136,11 @@ class _Tries:
         limit_s: float,
         listen: Callable[[Trial], None],
     ) -> None:
-        self._server, self._store, self._run_id, self._limit_s, self._listen = (
-            server,
-            store,
-            run_id,
-            limit_s,
-            listen,
-        )
+        self._server = server
+        self._store = store
+        self._run_id = run_id
+        self._limit_s = limit_s
+        self._listen = listen
         self._known = {trial.case: trial for trial in store.trials(run_id) if trial.status in FINAL}
 
     @property
@@ -202,13 +200,16 @@ def bracket(
     fragmented, a batch size can fail although a larger one fits; the first value is then not always
     the largest that fits.
     """
-    good, bad, at = 0, None, -(-start // unit)
-    last = max(at, most // unit)
+    good = 0
+    bad = None
+    tried = -(-start // unit)
+    last = max(tried, most // unit)
     while bad is None and good < last:
-        if fits(at * unit):
-            good, at = at, min(2 * at, last)
+        if fits(tried * unit):
+            good = tried
+            tried = min(2 * tried, last)
         else:
-            bad = at
+            bad = tried
     while bad is not None and bad - good > 1:
         middle = (good + bad) // 2
         if fits(middle * unit):
@@ -230,15 +231,15 @@ COLUMNS = (
 )
 
 
-def table(found: Sequence[Found]) -> str:
+def table(results: Sequence[Found]) -> str:
     """Return a plain text table with one line per result.
 
     The line of a search that did not find the limit ends with the reason.
     """
-    head, rule, *lines = aligned([COLUMNS, *map(_cells, found)], left=(0, 1))
+    head, rule, *lines = aligned([COLUMNS, *map(_cells, results)], left=(0, 1))
     rows = [
         f"{line}  {one.reason}" if one.reason else line
-        for line, one in zip(lines, found, strict=True)
+        for line, one in zip(lines, results, strict=True)
     ]
     return "\n".join([head, rule, *rows])
 

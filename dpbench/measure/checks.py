@@ -33,16 +33,16 @@ class Models:
         for model, group in models.items():
             if model not in self._verdicts:
                 largest = max(case.batch_size for case in group)
-                found = server.check(replace(model, batch_size=largest), self._limit_s)
-                if found.status is Status.KILLED:
+                verdict = server.check(replace(model, batch_size=largest), self._limit_s)
+                if verdict.status is Status.KILLED:
                     yield (
                         f"{_named(model)} is measured without its check, which had no result"
-                        f" ({_why(found)})"
+                        f" ({_why(verdict)})"
                     )
                     continue
-                self._verdicts[model] = found
-                if found.status is not Status.OK:
-                    yield _refusal(found, len(group))
+                self._verdicts[model] = verdict
+                if verdict.status is not Status.OK:
+                    yield _refusal(verdict, len(group))
 
     def failed(self, case: Case, number: int) -> Trial | None:
         """Return a case's failed trial in round `number` if its model failed, otherwise None."""
@@ -75,21 +75,21 @@ def _first_line(text: str) -> str:
     return text.strip().partition("\n")[0]
 
 
-def model_words(found: Trial) -> list[str]:
+def model_words(trial: Trial) -> list[str]:
     """Return the lines of a model's check: the verdict, the observed facts, then each note.
 
     If the check failed, return one line with the status and the reason.
     """
-    if found.status is not Status.OK:
-        return [f"{found.case.model}: {_why(found)}"]
-    facts = found.provenance.get("model_check", {"seen": {}, "notes": []})
+    if trial.status is not Status.OK:
+        return [f"{trial.case.model}: {_why(trial)}"]
+    facts = trial.provenance.get("model_check", {"seen": {}, "notes": []})
     seen = {
         name: f"{value:.2f} s" if name == "check_s" else value
         for name, value in facts["seen"].items()
     }
     width = max(map(len, seen), default=0)
     lines = [f"{name.removesuffix('_s'):<{width}}  {value}" for name, value in seen.items()]
-    verdict = f"{_named(found.case)} can be measured"
+    verdict = f"{_named(trial.case)} can be measured"
     return [verdict, *lines, *(f"note: {note}" for note in facts["notes"])]
 
 

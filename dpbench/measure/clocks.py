@@ -83,16 +83,16 @@ def _joint(marks: Sequence[Opened]) -> set[int]:
     for index, (step, phase, device, thread, begin, end) in enumerate(marks):
         if thread and device != HOST:
             groups.setdefault((step, phase, thread), []).append((begin, end, device, index))
-    found: set[int] = set()
+    joint: set[int] = set()
     for group in groups.values():
         still_open: list[tuple[float, float, int, int]] = []
-        for one in sorted(group):
-            begin, _, device, index = one
+        for opened in sorted(group):
+            begin, _, device, index = opened
             still_open = [other for other in still_open if other[1] > begin]
             if beside := [other[3] for other in still_open if other[2] != device]:
-                found.update((index, *beside))
-            still_open.append(one)
-    return found
+                joint.update((index, *beside))
+            still_open.append(opened)
+    return joint
 
 
 class HostClock:
@@ -113,11 +113,14 @@ class HostClock:
         cpu: Callable[[], float] = time.thread_time,
         read_each_s: float = READ_EACH_S,
     ) -> None:
-        self._now, self._cpu, self.read_each_s = now, cpu, read_each_s
+        self._now = now
+        self._cpu = cpu
+        self.read_each_s = read_each_s
         self._steps: list[tuple[float, bool, float]] = []
         self._spans: list[Opened] = []
         self._turns: list[tuple[int, int, int, bool, float]] = []
-        self._reads, self._apart = True, 1
+        self._reads = True
+        self._apart = 1
 
     def mark(self, phase: Phase, device: int) -> AbstractContextManager[None]:
         """Return a context manager that records a span and, in some steps, the CPU time."""
@@ -180,7 +183,8 @@ class _HostStep:
     __slots__ = ("_clock", "_start", "_warmup")
 
     def __init__(self, clock: HostClock, warmup: bool) -> None:
-        self._clock, self._warmup = clock, warmup
+        self._clock = clock
+        self._warmup = warmup
 
     def __enter__(self) -> None:
         self._start = self._clock._now()
@@ -210,12 +214,15 @@ class _HostMark:
     __slots__ = ("_clock", "_device", "_phase", "_reads", "_start", "_step", "_thread")
 
     def __init__(self, clock: HostClock, phase: Phase, device: int) -> None:
-        self._clock, self._phase, self._device = clock, phase, device
+        self._clock = clock
+        self._phase = phase
+        self._device = device
 
     def __enter__(self) -> None:
         clock = self._clock
         self._step = len(clock._steps)
-        self._thread, self._reads = threading.get_ident(), clock._reads
+        self._thread = threading.get_ident()
+        self._reads = clock._reads
         if self._reads:
             clock._turns.append((self._step, self._thread, self._device, True, clock._cpu()))
         self._start = clock._now()
@@ -244,12 +251,16 @@ class _CudaMark:
     )
 
     def __init__(self, clock: CudaClock, phase: Phase, index: int) -> None:
-        self._clock, self._phase, self._index = clock, phase, index
+        self._clock = clock
+        self._phase = phase
+        self._index = index
         self._at, self._unused = clock._own[index]
 
     def __enter__(self) -> None:
-        self._thread, self._began = threading.get_ident(), next(self._clock._order)
-        self._step, self._start = self._clock._count, self._event()
+        self._thread = threading.get_ident()
+        self._began = next(self._clock._order)
+        self._step = self._clock._count
+        self._start = self._event()
 
     def __exit__(self, *error: object) -> None:
         order = self._thread, self._began, next(self._clock._order)
@@ -292,7 +303,8 @@ class CudaClock:
     def __init__(
         self, devices: Sequence[Device], now: Callable[[], float] = time.perf_counter
     ) -> None:
-        self._devices, self._now = list(devices), now
+        self._devices = list(devices)
+        self._now = now
         self._position = {device.index: position for position, device in enumerate(devices)}
         self._added: list[Span] = []
         self._blocks: list[_Block] = []
@@ -302,8 +314,11 @@ class CudaClock:
         self._order = itertools.count()
         self._marks: list[tuple[Opened, Any, Any]] = []
         self._read: list[tuple[Opened, float, float]] = []
-        self._first, self._last = list[tuple[Any, float]](), list[tuple[Any, float]]()
-        self._count, self._idle_s, self.drift = 0, 0.0, tuple[float, ...]()
+        self._first = list[tuple[Any, float]]()
+        self._last = list[tuple[Any, float]]()
+        self._count = 0
+        self._idle_s = 0.0
+        self.drift = tuple[float, ...]()
 
     def mark(self, phase: Phase, device: int) -> AbstractContextManager[None]:
         """Return a context manager that records a span, with CUDA events unless it is `HOST`'s."""
@@ -311,7 +326,8 @@ class CudaClock:
 
     @contextmanager
     def _host_mark(self, phase: Phase) -> Iterator[None]:
-        step, began = self._count, self._now()
+        step = self._count
+        began = self._now()
         try:
             yield
         finally:
@@ -358,10 +374,9 @@ class CudaClock:
 
     def _anchors(self) -> list[tuple[Any, float]]:
         """Return one anchor per idle device: an event and its host time in seconds."""
-        anchors, created = (
-            [],
-            [device.event() for device in self._devices],
-        )  # creating takes longer than recording
+        anchors = []
+        # creating takes longer than recording
+        created = [device.event() for device in self._devices]
         for device in self._devices:
             device.synchronize()
         self._idle_s = self._now()
@@ -376,14 +391,14 @@ class CudaClock:
 
     def steps(self) -> tuple[Step, ...]:
         """Return the steps in order; each begins when the previous one ends, or with its block."""
-        found = list[Step]()
+        steps = list[Step]()
         for block, (begin, ends) in zip(self._blocks, self._ends(), strict=True):
             times = pairwise([max(begin), *map(max, ends)])
-            found += [
+            steps += [
                 Step(end - start, warm, end)
                 for warm, (start, end) in zip(block.warmup, times, strict=True)
             ]
-        return tuple(found)
+        return tuple(steps)
 
     def _ends(self) -> list[tuple[list[float], list[list[float]]]]:
         """Return each block's host times by device: of its beginning, and of its steps' ends."""
@@ -444,17 +459,18 @@ class CudaClock:
         begins = self._begins()
 
         def place(step: int, device: int, event: Any) -> float:
-            (events, seconds), i = begins[step], self._position[device]
+            events, seconds = begins[step]
+            i = self._position[device]
             return float(seconds[i] + events[i].elapsed_time(event) / 1e3 * (1 + self.drift[i]))
 
         return place
 
     def _begins(self) -> list[tuple[list[Any], list[float]]]:
         """Return each step's begin events and their host times in seconds, both by device."""
-        found: list[tuple[list[Any], list[float]]] = []
+        begins: list[tuple[list[Any], list[float]]] = []
         for block, (begin, ends) in zip(self._blocks, self._ends(), strict=True):
-            found.extend([(block.begin, begin), *zip(block.ends, ends, strict=True)][:-1])
-        return found
+            begins.extend([(block.begin, begin), *zip(block.ends, ends, strict=True)][:-1])
+        return begins
 
     def samples(self) -> tuple[Sample, ...]:
         """Return one sample of `OUTLASTING` per block, stored for the clock's first device.
@@ -463,12 +479,12 @@ class CudaClock:
         less the duration of that step, as a fraction of the block's duration. It is above 0 if the
         devices have work for which the steps do not wait.
         """
-        found = list[Sample]()
+        samples = list[Sample]()
         for block, (begin, ends) in zip(self._blocks, self._ends(), strict=True):
             times = [max(begin), *map(max, ends)]
             if len(times) > 1 and times[-1] > times[0]:
                 over_s = max(0.0, block.idle_s - times[-1] - (times[-1] - times[-2]))
-                found.append(
+                samples.append(
                     Sample(
                         block.idle_s,
                         self._devices[0].index,
@@ -476,7 +492,7 @@ class CudaClock:
                         over_s / (times[-1] - times[0]),
                     )
                 )
-        return tuple(found)
+        return tuple(samples)
 
 
 def choose(devices: Sequence[Device]) -> Clock:

@@ -44,11 +44,11 @@ class Offset:
         It is the difference at the barrier with the smallest spread: two ranks leave a barrier at
         most as far apart as the longer of their waits.
         """
-        found = [
+        offsets = [
             cls(there.left_s - here.left_s, max(here.waited_s, there.waited_s))
             for here, there in zip(own, other, strict=True)
         ]
-        return min(found, key=lambda one: one.error_s)
+        return min(offsets, key=lambda one: one.error_s)
 
     def between(self, later: Offset) -> Offset:
         """Return the mean of two offsets; half of their difference adds to the error."""
@@ -71,16 +71,19 @@ class Cluster:
         """Return the machines of the first `count` ranks (None: of all), ordered by first rank."""
         members = self._members[:count]
         called = names(members)
-        found = []
+        hosts = []
         for node in dict.fromkeys(member.node for member in members):
-            own = [member for member in members if member.node == node]
-            cores = {core for member in own for core in member.cores}
-            found.append(
+            on_node = [member for member in members if member.node == node]
+            cores = {core for member in on_node for core in member.cores}
+            hosts.append(
                 TrialHost(
-                    called[node], own[0].machine, tuple(member.rank for member in own), len(cores)
+                    called[node],
+                    on_node[0].machine,
+                    tuple(member.rank for member in on_node),
+                    len(cores),
                 )
             )
-        return found
+        return hosts
 
     def facts(self) -> dict[str, Any]:
         """Return the machines, with the facts of each, as plain data for the run's provenance."""
@@ -173,8 +176,8 @@ class Cluster:
         steps = [
             Sample(step.end_s, host_device(number), ALONE, step.seconds)
             for number, host in enumerate(hosts)
-            for one in answers[host.ranks[0]].trials
-            for step in one.steps
+            for part in answers[host.ranks[0]].trials
+            for step in part.steps
             if not step.warmup
         ]
         failed = {
@@ -239,13 +242,13 @@ class Cluster:
         It has the devices of all ranks that see the same cores and GPUs as `rank`.
         """
         each = case.traits.devices_per_replica
-        found = {}
+        indices = {}
         for place, peer in enumerate(self._peers(rank)):
             for position in range(place * each, (place + 1) * each):
                 if peer < len(case.rows) and position < len(case.device_ids or range(position + 1)):
                     ordinal = case.device_ids[position] if case.device_ids else position
-                    found[ordinal] = peer * each + position - place * each
-        return found
+                    indices[ordinal] = peer * each + position - place * each
+        return indices
 
     def _sampled(
         self, host: int, rank: int, answer: Answer, part: Trial, offset: Offset
@@ -292,16 +295,16 @@ def names(members: Sequence[Member]) -> dict[int, str]:
 
 def _offsets(hosts: Sequence[TrialHost], answers: Mapping[int, Answer]) -> dict[int, Offset]:
     """Return, by rank, the clock's offset from rank 0's; it is 0 on rank 0's machine."""
-    own = answers[0]
-    found: dict[int, Offset] = {}
+    answer_0 = answers[0]
+    offsets: dict[int, Offset] = {}
     for host in hosts:
         offset = Offset()
         if host.machine != hosts[0].machine:
-            other = answers[host.ranks[0]]
-            before = Offset.of(own.before, other.before)
-            offset = before.between(Offset.of(own.after, other.after))
-        found |= dict.fromkeys(host.ranks, offset)
-    return found
+            answer = answers[host.ranks[0]]
+            before = Offset.of(answer_0.before, answer.before)
+            offset = before.between(Offset.of(answer_0.after, answer.after))
+        offsets |= dict.fromkeys(host.ranks, offset)
+    return offsets
 
 
 def _described(

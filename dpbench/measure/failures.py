@@ -39,7 +39,8 @@ def of_error(error: BaseException, *, device_ids: Sequence[int] = ()) -> Failure
     message and, unless memory ran out, the innermost calls. `device_ids` are the ordinals of the
     case's devices in order (empty: 0, 1 and so on).
     """
-    replica, notes = replica_of(error), getattr(error, "__notes__", [])
+    replica = replica_of(error)
+    notes = getattr(error, "__notes__", [])
     raised = error.__cause__ if replica is not None and error.__cause__ else error
     text = "; ".join([f"{type(raised).__name__}: {said(raised)}", *map(str, notes)])
     no_memory = out_of_memory(raised)

@@ -303,10 +303,10 @@ class Group:
             self._series = self._stack.enter_context(samplers.sampling(part.gpus, output))
         began_s = time.perf_counter()
         before = foreign_load.snapshot(part.roots)
-        found = self._server.answer(part.request, limit_s)
+        result = self._server.answer(part.request, limit_s)
         load = foreign_load.since(before, part.roots)
         answer = (
-            Answer(failure=found) if isinstance(found, Failure) else Answer(trials=tuple(found))
+            Answer(failure=result) if isinstance(result, Failure) else Answer(trials=tuple(result))
         )
         if not part.roots or self._series is None:
             return answer
@@ -326,21 +326,21 @@ class Group:
             dist.monitored_barrier(self._group, timedelta(seconds=limit_s), wait_all_ranks=True)
 
     def _crossings(self) -> list[Crossing]:
-        found = []
+        crossings = []
         with self._connected():
             for _ in range(BARRIERS):
                 entered_s = time.perf_counter()
                 dist.barrier(self._group)
                 left_s = time.perf_counter()
-                found.append(Crossing(left_s, left_s - entered_s))
-        return found
+                crossings.append(Crossing(left_s, left_s - entered_s))
+        return crossings
 
     def _gathered(self, message: Message) -> Sequence[Message]:
         """Return the messages of all ranks on rank 0, and none on the others."""
-        found: list[Any] = [None] * self.launch.size
+        messages: list[Any] = [None] * self.launch.size
         with self._connected():
-            dist.gather_object(message, None if self.launch.rank else found, group=self._group)
-        return () if self.launch.rank else found
+            dist.gather_object(message, None if self.launch.rank else messages, group=self._group)
+        return () if self.launch.rank else messages
 
     @contextmanager
     def _connected(self) -> Iterator[None]:
@@ -367,13 +367,13 @@ class Group:
 
     def _ended(self) -> list[int]:
         """Return the ranks whose connection is closed; the group cannot be used afterwards."""
-        found = []
+        ended = []
         for rank in range(1, self.launch.size):
             try:
                 dist.irecv(torch.empty(1), rank, group=self._group)
             except RuntimeError:
-                found.append(rank)
-        return found
+                ended.append(rank)
+        return ended
 
 
 def _unanswered(rank: int, lost: RanksLost) -> Answer:

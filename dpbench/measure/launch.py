@@ -39,18 +39,18 @@ def of_environment(environ: Mapping[str, str] = os.environ) -> Launch | None:
     """
     try:
         if "TORCHELASTIC_RUN_ID" in environ:
-            found = _torchrun(environ)
+            launch = _torchrun(environ)
         elif (
             "SLURM_STEP_NUM_TASKS" in environ
         ):  # not set in an interactive allocation or in a batch script
-            found = _slurm(environ)
+            launch = _slurm(environ)
         else:
             return None
     except (KeyError, ValueError) as error:
         raise ValueError(
             f"an environment variable of torchrun or srun is missing or wrong: {error}"
         ) from None
-    return found if found.size > 1 else None
+    return launch if launch.size > 1 else None
 
 
 def _torchrun(environ: Mapping[str, str]) -> Launch:

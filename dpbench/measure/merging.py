@@ -149,11 +149,11 @@ def reductions(
             )
     return [
         replace(
-            one,
+            backward,
             phase=Phase.REDUCE,
             clock=PROFILED,
-            start_s=max(one.start_s, one.end_s - exposed[one.device]),
+            start_s=max(backward.start_s, backward.end_s - exposed[backward.device]),
         )
-        for one in last.values()
-        if exposed.get(one.device)
+        for backward in last.values()
+        if exposed.get(backward.device)
     ]

@@ -162,7 +162,8 @@ class _RankProcess:
     """
 
     def __init__(self, number: int, be: Callable[[Connection], NoReturn]) -> None:
-        self.number, self._killed_before = number, processes.killed_for_memory()
+        self.number = number
+        self._killed_before = processes.killed_for_memory()
         self.result: str | None = None
         self.failure: Failure | None = None
         self.pipe, theirs = _FORK.Pipe(duplex=False)

@@ -62,10 +62,10 @@ def tensors_by_name(value: Any, name: str = "output") -> dict[str, torch.Tensor]
     """Return the tensors of a structure by their place in it, such as `output['logits']`."""
     if isinstance(value, torch.Tensor):
         return {name: value}
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for key, part in _parts(value):
-        found |= tensors_by_name(part, f"{name}[{key!r}]")
-    return found
+        tensors |= tensors_by_name(part, f"{name}[{key!r}]")
+    return tensors
 
 
 def all_tensors(value: Any) -> list[torch.Tensor]:

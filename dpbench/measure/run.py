@@ -133,7 +133,8 @@ def run(
     cannot be written; the trials that have ended stay stored.
     """
     facts = collect(cluster)
-    again, patience_s = statuses(retry), foreign_load.patience(patience_s)
+    again = statuses(retry)
+    patience_s = foreign_load.patience(patience_s)
     rule = Fixed(rounds) if isinstance(rounds, int) else rounds
     run_id, resumed = store.begin_run(
         rounds=rounds if isinstance(rounds, int) else 0,
@@ -191,8 +192,8 @@ def _noise(load: foreign_load.Measured, trials: Collection[Slot]) -> dict[str, s
 
     `trials` are those measured under too much load.
     """
-    found = {"before": str(load)} if foreign_load.busy(load) else {}
-    return found | (
+    reasons = {"before": str(load)} if foreign_load.busy(load) else {}
+    return reasons | (
         {"during": f"{count(len(trials), 'trial')} ran under too much foreign load"}
         if trials
         else {}
@@ -201,13 +202,13 @@ def _noise(load: foreign_load.Measured, trials: Collection[Slot]) -> dict[str, s
 
 def statuses(names: Iterable[str]) -> tuple[str, ...]:
     """Return the names of statuses; raise ValueError for one that is not a final status."""
-    given = tuple(names)
-    for name in given:
+    wanted = tuple(names)
+    for name in wanted:
         if name not in FINAL:
             raise ValueError(
                 registry.unknown("status to retry", name, sorted(status.value for status in FINAL))
             )
-    return given
+    return wanted
 
 
 def _groups(cases: Sequence[Case], *, paired: bool) -> list[tuple[Case, ...]]:
@@ -242,19 +243,15 @@ class _Session:
         cluster: Cluster | None,
         visible: Sequence[Mapping[str, Any]],
     ) -> None:
-        self._traces, self._patience_s, self._cluster, self._visible = (
-            traces,
-            patience_s,
-            cluster,
-            visible,
-        )
-        self._store, self._run_id, self._rule, self._effort, self._limit_s = (
-            store,
-            run_id,
-            rule,
-            effort,
-            limit_s,
-        )
+        self._traces = traces
+        self._patience_s = patience_s
+        self._cluster = cluster
+        self._visible = visible
+        self._store = store
+        self._run_id = run_id
+        self._rule = rule
+        self._effort = effort
+        self._limit_s = limit_s
         self._listen = listen
         self._deadline = None if budget_s is None else time.perf_counter() + budget_s
         self._overhead_s = OVERHEAD_S
@@ -293,11 +290,11 @@ class _Session:
                     with nullcontext(lasting) if lasting else self._workers(scratch) as server:
                         refused = self._refuse(pending, number, server)
                         cases = [case for case in cases if case not in refused]
-                        left = {
+                        remaining = {
                             (case.fingerprint, n) for case in cases for n in range(number, fixed)
                         } - done
                         pending = [case for case in pending if case not in refused]
-                        self._total = self._done + max(len(left), len(pending))
+                        self._total = self._done + max(len(remaining), len(pending))
                         self._round(pending, number, server, watched, paired=paired)
                         short = shortage(self._left_s, self._total - self._done, self._overhead_s)
                         if short and number == 0:
@@ -396,7 +393,8 @@ class _Session:
         signals.check()
         self._listen(Started(self._run_id, self._total, self._done, group[0], number))
         ids = [self._store.begin_trial(self._run_id, case, number) for case in group]
-        began, load = time.perf_counter(), None
+        began = time.perf_counter()
+        load = None
         effort = self._affordable()
         if effort is None:
             reason = (
@@ -418,16 +416,18 @@ class _Session:
         ended = time.perf_counter()
         for trial_id, trial in zip(ids, trials, strict=True):
             samples = (*trial.samples, *_watched(watched, began, ended, trial, self._visible))
-            own = {foreign_load.FACT: asdict(load)} if isinstance(load, foreign_load.Load) else {}
+            load_facts = (
+                {foreign_load.FACT: asdict(load)} if isinstance(load, foreign_load.Load) else {}
+            )
             facts = {
-                **own,
+                **load_facts,
                 **trial.provenance,
             }  # the load that the ranks of a cluster measured takes precedence
-            seen = _checked(replace(trial, samples=samples, provenance=facts))
-            self._store.end_trial(trial_id, seen)
-            self._take(seen)
+            checked = _checked(replace(trial, samples=samples, provenance=facts))
+            self._store.end_trial(trial_id, checked)
+            self._take(checked)
             self._done += 1
-            self._listen(Ended(seen, self._done, self._total, (ended - began) / len(group)))
+            self._listen(Ended(checked, self._done, self._total, (ended - began) / len(group)))
         if all(trial.status is Status.OK for trial in trials):
             timed = sum(step.seconds for trial in trials for step in trial.steps)
             self._overhead_s += 0.3 * ((ended - began - timed) / len(group) - self._overhead_s)
@@ -489,7 +489,7 @@ def _watched(
         HOST: HOST,
         **replicas_of(trial.case.device_ids, trial.provenance.get("gpu_uuids", ()), visible),
     }
-    found = series.cut(began, ended)
+    samples = series.cut(began, ended)
     return tuple(
-        replace(sample, device=place[sample.device]) for sample in found if sample.device in place
+        replace(sample, device=place[sample.device]) for sample in samples if sample.device in place
     )

@@ -30,19 +30,19 @@ def folder() -> Iterator[Path]:
     """
     with explained():
         sweep()
-        found = Path(tempfile.mkdtemp(prefix=PREFIX))
+        created = Path(tempfile.mkdtemp(prefix=PREFIX))
     lock = -1
     try:
         with explained():
             # lock the file before it gets its final name, so that no other process finds it
             # unlocked
-            lock = os.open(found / f"{LOCK}.new", os.O_RDWR | os.O_CREAT, 0o600)
+            lock = os.open(created / f"{LOCK}.new", os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX)
             os.write(lock, _CONTENT)
-            (found / f"{LOCK}.new").rename(found / LOCK)
-        yield found
+            (created / f"{LOCK}.new").rename(created / LOCK)
+        yield created
     finally:
-        shutil.rmtree(found, ignore_errors=True)
+        shutil.rmtree(created, ignore_errors=True)
         if lock >= 0:
             os.close(lock)
 

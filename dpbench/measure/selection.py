@@ -97,7 +97,8 @@ def cases_of(options: Options, cluster: Cluster | None = None) -> tuple[list[Cas
         cases = plan.sweep(strategies=strategies, schedules=schedules or ("reference",), **swept)
     if cluster:
         cases = list(dict.fromkeys(cluster.placed(case) for case in cases))
-    optimizer, unverified = options.optimizer, options.unverified
+    optimizer = options.optimizer
+    unverified = options.unverified
     cases = list(
         dict.fromkeys(replace(case, optimizer=optimizer, unverified=unverified) for case in cases)
     )
@@ -264,10 +265,12 @@ class RunForecast:
     @property
     def basis(self) -> str:
         """Return a text on the origin of `seconds` and on the work that it leaves out."""
-        known = sum(one.trial_s is not None for one in self.cases)
-        new = len(self.cases) - known
+        measured = sum(one.trial_s is not None for one in self.cases)
+        new = len(self.cases) - measured
         parts = (
-            [f"{words.count(known, 'case')} with earlier trials on this machine"] if known else []
+            [f"{words.count(measured, 'case')} with earlier trials on this machine"]
+            if measured
+            else []
         )
         if new:
             assumed = f"the planner assumes {words.time(ASSUMED_S)} per trial"
@@ -311,10 +314,10 @@ class Known:
         keys = run.identity(cases, rule, facts, paired=options.paired)
         keys["plan"] = naming.identified(keys["plan"])
         with Store.read(path) as store:
-            found = store.unfinished(**keys, reopen=bool(options.retry))
-            done = store.done(found, retry=options.retry) if found else ()
+            run_id = store.unfinished(**keys, reopen=bool(options.retry))
+            done = store.done(run_id, retry=options.retry) if run_id else ()
             durations = store.durations(keys["host"], {case.fingerprint for case in cases})
-            return cls(durations=durations, resumes=found or "", done=frozenset(done))
+            return cls(durations=durations, resumes=run_id or "", done=frozenset(done))
 
 
 def forecast(
@@ -326,14 +329,12 @@ def forecast(
     budget_s: float | None,
 ) -> RunForecast:
     """Return the plan of a run whose store is at `path`, for the results of `cases_of`."""
-    known = Known.of(path, options, cases, naming, cluster)
+    stored = Known.of(path, options, cases, naming, cluster)
     rounds = options.rounds if isinstance(options.rounds, int) else LEAST
-    done, planned = (
-        Counter(fingerprint for fingerprint, number in known.done if number < rounds),
-        [],
-    )
+    done = Counter(fingerprint for fingerprint, number in stored.done if number < rounds)
+    planned = []
     for case in cases:
-        earlier = known.durations.get(case.fingerprint, ())
+        earlier = stored.durations.get(case.fingerprint, ())
         typical = statistics.median(earlier) if earlier else None
         left = rounds - done[case.fingerprint]
         planned.append(PlannedCase(case=case, left=left, trial_s=typical, earlier=len(earlier)))
@@ -341,6 +342,6 @@ def forecast(
         cases=planned,
         rounds=rounds,
         auto=options.rounds == AUTO,
-        resumes=known.resumes,
+        resumes=stored.resumes,
         budget_s=budget_s,
     )

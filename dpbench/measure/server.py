@@ -249,7 +249,8 @@ class Server:
         """
         assert self._process is not None
         assert self._process.stdout is not None
-        descriptor, deadline = self._process.stdout.fileno(), time.monotonic() + limit_s
+        descriptor = self._process.stdout.fileno()
+        deadline = time.monotonic() + limit_s
         while b"\n" not in self._buffer:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
@@ -269,7 +270,8 @@ class Server:
         assert self._process is not None
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=10)
-        status, last = self._process.returncode, _tail(self._scratch / "server.log")
+        status = self._process.returncode
+        last = _tail(self._scratch / "server.log")
         text = (
             f"the worker server ended ({processes.ending(status)}); its last output:"
             f" {last or 'none'}"
@@ -311,7 +313,8 @@ def as_trials(answer: list[Trial] | Failure, request: Request) -> list[Trial]:
     """Return the trials of an answer; for a failure, one failed trial per case of the request."""
     if not isinstance(answer, Failure):
         return answer
-    now, reason = time.time(), visible(answer.reason, lines=True)
+    now = time.time()
+    reason = visible(answer.reason, lines=True)
     return [
         Trial(case=case, status=answer.status, reason=reason, round=request.round, started_s=now)
         for case in request.cases
@@ -355,12 +358,12 @@ class WorkerEnd:
         if self.exit_status == UNWRITTEN and not self.server:
             with explained():
                 (folder / "probe").write_bytes(bytes(PROBE_BYTES))
-        known = self.exit_status, self.killed_before, self.peak_bytes
-        killed = self.exit_status == UNWRITTEN or processes.killed_from_outside(*known)
+        end_facts = self.exit_status, self.killed_before, self.peak_bytes
+        killed = self.exit_status == UNWRITTEN or processes.killed_from_outside(*end_facts)
         end = processes.ending(self.exit_status)
         if self.exit_status == UNWRITTEN:
             end = f"{end}, which means that it could not write its files"
-        how = f"the worker ended without a result ({end}){processes.advice(*known)}"
+        how = f"the worker ended without a result ({end}){processes.advice(*end_facts)}"
         return Failure(
             status=Status.KILLED if killed else Status.FAILED,
             exit_status=self.exit_status,
@@ -370,11 +373,11 @@ class WorkerEnd:
 
 def _stacks(folder: Path) -> str:
     """Return the stacks of the worker and its ranks in `folder`, cut to the innermost calls."""
-    found = [
+    files = [
         (file.name, file.read_text(errors="replace", encoding="utf-8").strip())
         for file in sorted(folder.glob("stacks*"))
     ]
-    written = [(name, text) for name, text in found if text]
+    written = [(name, text) for name, text in files if text]
     return "\n".join(f"[{name}]\n{text[: TAIL // len(written)]}" for name, text in written)
 
 

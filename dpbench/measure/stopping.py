@@ -131,7 +131,8 @@ def half_width(series: Sequence[float]) -> float:
     The interval is from order statistics. Infinity for fewer than six values, because even their
     whole range then contains the true median with a probability below 95 %.
     """
-    ordered, n = sorted(series), len(series)
+    ordered = sorted(series)
+    n = len(series)
     if n < 6:
         return math.inf
     low = math.floor(n / 2 - 0.98 * math.sqrt(n))
@@ -174,8 +175,8 @@ class UntilPrecise:
             return []
         open_ = {
             case: base
-            for case, base, found in self._judged(cases)
-            if interval_half_width(found) > self.precision
+            for case, base, estimate in self._judged(cases)
+            if interval_half_width(estimate) > self.precision
         }
         needed = {*open_, *filter(None, open_.values())}
         return [case for case in cases if case in needed]
@@ -187,9 +188,10 @@ class UntilPrecise:
         text begins with the reason, which is `precise`, `rounds` (the case had the maximum number
         of rounds) or `budget`. The precision that was reached follows.
         """
-        found = {}
+        reasons = {}
         for case, base, estimate in self._judged(cases):
-            width, quantity = interval_half_width(estimate), "speed-up" if base else "step time"
+            width = interval_half_width(estimate)
+            quantity = "speed-up" if base else "step time"
             ended = (
                 "precise"
                 if width <= self.precision
@@ -197,12 +199,12 @@ class UntilPrecise:
                 if estimate.n >= self.most
                 else "budget"
             )
-            found[case.label] = (
+            reasons[case.label] = (
                 f"{ended}: {quantity} known to within {width:.1%} after"
                 f" {count(estimate.n, 'round')}"
                 + _outlook(estimate if base and ended != "precise" else None)
             )
-        return found
+        return reasons
 
     def _judged(self, cases: Sequence[Case]) -> Iterator[tuple[Case, Case | None, Estimate]]:
         """Yield (case, baseline, speed-up) for each measured case that has a measured baseline.
@@ -211,11 +213,11 @@ class UntilPrecise:
         """
         series = {case: self._series[case] for case in cases if self._series.get(case)}
         speedups = summary.speedups(series)
-        for case, found in speedups.items():
-            yield case, summary.baseline_in(case, series), found
+        for case, speedup in speedups.items():
+            yield case, summary.baseline_in(case, series), speedup
         if not speedups:
-            for case, mine in series.items():
-                yield case, None, stats.median(mine)
+            for case, times in series.items():
+                yield case, None, stats.median(times)
 
 
 def _outlook(ratio: Estimate | None) -> str:
@@ -226,9 +228,9 @@ def _outlook(ratio: Estimate | None) -> str:
     """
     if ratio is None:
         return ""
-    said = stats.verdict(ratio)
-    if said != "undecided":
-        return f", {said}"
+    verdict = stats.verdict(ratio)
+    if verdict != "undecided":
+        return f", {verdict}"
     more = stats.rounds_to_decide(ratio) - ratio.n
     needed = (
         f": about {count(more, 'more round')} would show whether it is faster, slower or the same"

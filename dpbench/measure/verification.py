@@ -156,24 +156,22 @@ def check(
     trained, steps, steps_s = _trained(start, small, model, devices, (inputs, target))
 
     def reference(compute: Compute = chunked) -> nn.Module:
-        given = replace(model, module=pristine)
+        untrained = replace(model, module=pristine)
         return _reference(
-            given, small, inputs, target, parts, devices[0], precision, steps, compute
+            untrained, small, inputs, target, parts, devices[0], precision, steps, compute
         )
 
-    first, tolerance = (
-        reference(),
-        TOLERANCE["bf16" if case.traits.rounds_gradients else case.precision],
-    )
+    first = reference()
+    tolerance = TOLERANCE["bf16" if case.traits.rounds_gradients else case.precision]
     _check_gradients(first)
     verdict = replace(compare(trained, first, tolerance, buffers=buffers), steps_s=steps_s)
     if verdict.verified is Verified.NO and case.traits.ranks and not model.owns_loss:
         mean = reference(averaged)
         _check_own_losses(mean, parts.rows)
-        own = compare(trained, mean, tolerance, buffers=buffers)
-        if own.verified is not Verified.NO:
+        own_losses = compare(trained, mean, tolerance, buffers=buffers)
+        if own_losses.verified is not Verified.NO:
             return replace(
-                own, steps_s=steps_s, averaging=_averaging(trained, first, small.batch_size)
+                own_losses, steps_s=steps_s, averaging=_averaging(trained, first, small.batch_size)
             )
     if verdict.verified is Verified.NO:
         itself = compare(reference(), first, tolerance, buffers=buffers)
@@ -234,14 +232,14 @@ def _averaging(module: nn.Module, whole: nn.Module, rows: int) -> Averaging:
 
 def _check_gradients(module: nn.Module) -> None:
     """Raise ValueError if the chunked reference has no gradient, or one that is not finite."""
-    found = {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
-    if not found:
+    gradients = {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
+    if not gradients:
         raise ValueError(
             "no parameter has a gradient after backward in the first step, so nothing is trained:"
             " the loss must depend on the parameters, without detach(), torch.no_grad() or a"
             " conversion to numbers in between"
         )
-    for name, gradient in found.items():
+    for name, gradient in gradients.items():
         if kind := _not_finite(gradient):
             raise ValueError(
                 f"the gradient of {name} contains {kind} in the first step, also without data"
@@ -265,10 +263,10 @@ def check_results(results: Sequence[Any], last: int, *, trains: bool) -> None:
     number of the last of these steps, counted from 1; the error names it if a strategy writes all
     losses to the same memory.
     """
-    found: dict[int, tuple[int, torch.Tensor]] = {}
+    tensors: dict[int, tuple[int, torch.Tensor]] = {}
     for step, result in enumerate(results, start=last - len(results) + 1):
-        found |= {tensor.data_ptr(): (step, tensor) for tensor in all_tensors(result)}
-    for step, tensor in sorted(found.values(), key=lambda one: one[0]):
+        tensors |= {tensor.data_ptr(): (step, tensor) for tensor in all_tensors(result)}
+    for step, tensor in sorted(tensors.values(), key=lambda one: one[0]):
         if (has := _not_finite(tensor)) == "NaN" or (has and trains):
             raise ValueError(
                 f"the {'loss' if trains else 'output'} of step {step} contains {has}; {DIVERGES}"
@@ -300,14 +298,16 @@ def dependence(
     result is 0, up to rounding, if the loss is a mean over samples that do not depend on each
     other. Dropout is off.
     """
-    found = []
+    gradients = []
     for rows in (case.rows, (case.batch_size,)):
         model = load(case.model, case.size, case.seed)
         _without_dropout(model.module)
         inputs, target = model.batch(case.batch_size, case.seed + 1)
         module = _reference(model, case, inputs, target, Split(rows), device, precision, 1)
-        found.append(torch.cat([_gradient(one).double().flatten() for one in module.parameters()]))
-    return float((found[0] - found[1]).norm() / found[1].norm().clamp(min=1e-30))
+        gradients.append(
+            torch.cat([_gradient(one).double().flatten() for one in module.parameters()])
+        )
+    return float((gradients[0] - gradients[1]).norm() / gradients[1].norm().clamp(min=1e-30))
 
 
 def check_outputs(
@@ -333,10 +333,10 @@ def check_outputs(
     pristine = copy.deepcopy(model.module).eval()
     if case.compile:
         compile_forward(model.module)
-    at = time.perf_counter()
+    began_s = time.perf_counter()
     with start(small, model, devices, no_mark) as forward:
         output = forward(inputs, target)
-        steps_s = time.perf_counter() - at
+        steps_s = time.perf_counter() - began_s
     device = devices[0].torch_device
 
     def reference() -> Any:
@@ -346,7 +346,8 @@ def check_outputs(
             outputs = [module(*arguments) for arguments in columns]
         return joined(outputs) if rank is None else outputs[rank]
 
-    expected, tolerance = reference(), TOLERANCE[case.precision]
+    expected = reference()
+    tolerance = TOLERANCE[case.precision]
     given, wanted = tensors_by_name(output), tensors_by_name(expected)
     shapes, right = ([(name, tuple(t.shape)) for name, t in one.items()] for one in (given, wanted))
     if shapes != right:
@@ -381,17 +382,18 @@ def _trained(
     overflow, another attempt follows, which starts from a fresh copy of the model and takes one
     step more.
     """
-    pristine, steps_s = copy.deepcopy(model.module), 0.0
+    pristine = copy.deepcopy(model.module)
+    steps_s = 0.0
     for steps in range(1, len(SCALES) + 1):
         if steps > 1:
             model = replace(model, module=copy.deepcopy(pristine))
         if case.compile:
             compile_forward(model.module)
         with start(case, model, devices, no_mark) as step:
-            at = time.perf_counter()
+            began_s = time.perf_counter()
             for _ in range(steps):
                 step(*batch)
-            steps_s += time.perf_counter() - at
+            steps_s += time.perf_counter() - began_s
         if case.precision != "fp16" or _finite(model.module):
             break
     return model.module, steps, steps_s
@@ -542,8 +544,8 @@ def _errors(results: Pairs, kept: Pairs) -> dict[str, float]:
     """Return the error of each tensor by its name (see `compare`)."""
     # the reference is on one device, and the module's layers may be on several
     results, kept = (
-        [(name, ours.to(theirs.device), theirs) for name, ours, theirs in one]
-        for one in (results, kept)
+        [(name, ours.to(theirs.device), theirs) for name, ours, theirs in pairs]
+        for pairs in (results, kept)
     )
     largest = max((theirs.double().norm().item() for _, _, theirs in results), default=0.0)
     floors = [1e-4 * largest] * len(results) + [

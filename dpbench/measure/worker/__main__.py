@@ -127,14 +127,14 @@ def _work(request: Request, server: int) -> None:
         start_s = born_s - request.requested_s
         done = [
             replace(
-                one,
+                trial,
                 round=request.round,
                 started_s=started_s,
-                setup={"start_s": start_s, **one.setup},
+                setup={"start_s": start_s, **trial.setup},
             )
-            for one in done
+            for trial in done
         ]
-        write_whole(folder / "trials.json", json.dumps([one.to_dict() for one in done]))
+        write_whole(folder / "trials.json", json.dumps([trial.to_dict() for trial in done]))
         os._exit(0)
     except OSError:  # the errors of a case are part of its trial
         _leave(UNWRITTEN)

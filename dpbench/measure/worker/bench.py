@@ -315,32 +315,32 @@ class CaseTimer:
 
         On GPUs, additional steps are profiled; their seconds are `profile_s` in the trial's setup.
         """
-        of = self._prepared
+        prepared = self._prepared
         warm = self._stopping.warmup
         steps = tuple(
             replace(step, warmup=i < warm) for i, step in enumerate(self._listener.steps())
         )
         spans = self._listener.spans()
-        at = time.perf_counter()
+        began_s = time.perf_counter()
         profile = _profiled(
-            self._step, of.batches[0], of.devices, self._listener, self._profiled_steps
+            self._step, prepared.batches[0], prepared.devices, self._listener, self._profiled_steps
         )
-        cost = {"profile_s": time.perf_counter() - at} if profile else {}
+        cost = {"profile_s": time.perf_counter() - began_s} if profile else {}
         samples = [*self._listener.samples(), *_busy_samples(profile)]
-        for device, each in exposed_reductions(of.case, profile).items():
+        for device, each in exposed_reductions(prepared.case, profile).items():
             samples += [Sample(0.0, device, EXPOSED_REDUCTION, seconds) for seconds in each]
         return Trial(
-            case=of.case,
+            case=prepared.case,
             status=Status.OK,
             reason=self._stopping.reason
             or "stopped with the other ranks, because one of them had enough steps",
-            verified=of.verified,
+            verified=prepared.verified,
             steps=steps,
-            spans=(*spans, *reductions(of.case, spans, profile)),
+            spans=(*spans, *reductions(prepared.case, spans, profile)),
             samples=tuple(samples),
             memory=memory,
-            setup={**of.setup, "steps_s": self._steps_s, **cost},
-            provenance=of.facts,
+            setup={**prepared.setup, "steps_s": self._steps_s, **cost},
+            provenance=prepared.facts,
         )
 
     def trace(self, path: str) -> None:
@@ -418,13 +418,13 @@ def _busy_samples(profile: Iterable[Iterable[Activity]]) -> Iterator[Sample]:
     the metric has no samples. The time of each sample is 0, because profiled steps are not part of
     the timed series.
     """
-    each = [
+    step_seconds = [
         {(d, metric): s for d, times in busy(step).items() for metric, s in times.metrics.items()}
         for step in profile
     ]
-    for device, metric in dict.fromkeys(key for found in each for key in found):
-        for found in each:
-            yield Sample(0.0, device, metric, found.get((device, metric), 0.0))
+    for device, metric in dict.fromkeys(key for seconds in step_seconds for key in seconds):
+        for seconds in step_seconds:
+            yield Sample(0.0, device, metric, seconds.get((device, metric), 0.0))
 
 
 def _trace(

@@ -91,8 +91,8 @@ def gpu_uuids(ordinals: Sequence[int]) -> list[str]:
     """
     if any(one >= torch.cuda.device_count() for one in ordinals):
         return []
-    found = [str(getattr(torch.cuda.get_device_properties(one), "uuid", "")) for one in ordinals]
-    return found if all(found) else []
+    uuids = [str(getattr(torch.cuda.get_device_properties(one), "uuid", "")) for one in ordinals]
+    return uuids if all(uuids) else []
 
 
 def _ordinals(case: Case) -> tuple[int, ...]:

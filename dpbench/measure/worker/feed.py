@@ -55,7 +55,8 @@ class _InOrder:
     """
 
     def __init__(self, batches: int, rows: int) -> None:
-        self._batches, self._rows = batches, rows
+        self._batches = batches
+        self._rows = rows
 
     def __iter__(self) -> Iterator[list[int]]:
         for number in count():
@@ -86,12 +87,12 @@ class _Feed:
     """A step that takes its batch from a DataLoader."""
 
     def __init__(self, case: Case, step: StepOfBatch, batches: Sequence[Batch], mark: Mark) -> None:
-        self._step, self._mark, self._taken = step, mark, 0
+        self._step = step
+        self._mark = mark
+        self._taken = 0
         self._flat = [tree_flatten(batch) for batch in batches]
-        self.observe, self.settled = (
-            getattr(step, "observe", list),
-            getattr(step, "settled", lambda: True),
-        )
+        self.observe = getattr(step, "observe", list)
+        self.settled = getattr(step, "settled", lambda: True)
         with warnings.catch_warnings():
             # torch warns if workers outnumber this thread's cores; the thread may be bound to one,
             # the workers are not

@@ -51,13 +51,13 @@ def measure(case: Case, round_number: int, folder: Path) -> Trial:
 
     Raises Unfit for a dataset that cannot be measured, and BatchFailed if the dataset raises.
     """
-    workers, batch_size, loading = case.loader, case.batch_size, Loading.of(case)
+    workers = case.loader
+    batch_size = case.batch_size
+    loading = Loading.of(case)
     dataset = opened(case.model, pin_memory=loading.pin_memory)
-    fill, steady, ahead = (
-        loading.fill(workers),
-        loading.steady(workers, batch_size),
-        loading.ahead(workers),
-    )
+    fill = loading.fill(workers)
+    steady = loading.steady(workers, batch_size)
+    ahead = loading.ahead(workers)
     wanted = (fill + steady + ahead) * batch_size
     drawn = random.Random(round_number).sample(range(len(dataset)), min(wanted, len(dataset)))
     indices = list(islice(cycle(drawn), wanted))

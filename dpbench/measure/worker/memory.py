@@ -65,8 +65,8 @@ def by_phase(
         try:
             with numbers:
                 # a failed attempt leaves the model on its devices: load it again
-                mine = models.load(case.model, case.size, case.seed) if number else model
-                _watch(case, strategy, mine, devices, batch, peaks)
+                used_model = models.load(case.model, case.size, case.seed) if number else model
+                _watch(case, strategy, used_model, devices, batch, peaks)
         # the trial is valid without these peaks; if an op fails on tensors without values, retry
         # with values
         except Exception as error:
@@ -177,7 +177,7 @@ class Peaks:
         count of emulated devices).
         """
         order = [WHOLE, *(phase.value for phase in Phase), UNATTRIBUTED]
-        found = sorted(self._most, key=lambda key: (key[0], order.index(key[1]), key[2]))
+        keys = sorted(self._most, key=lambda key: (key[0], order.index(key[1]), key[2]))
         return tuple(
-            Memory(d, self._most[d, name, kind], source, name, kind) for d, name, kind in found
+            Memory(d, self._most[d, name, kind], source, name, kind) for d, name, kind in keys
         )

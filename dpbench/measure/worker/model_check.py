@@ -70,9 +70,9 @@ def check(case: Case) -> Trial:
     facts.batch(model.batch(case.batch_size, case.seed))
     facts.forward()
     facts.loop()
-    again = models.load(case.model, case.size, case.seed)
-    facts.built_again(again.module)
-    _step(case, again)
+    rebuilt = models.load(case.model, case.size, case.seed)
+    facts.built_again(rebuilt.module)
+    _step(case, rebuilt)
     if case.devices > 1:
         facts.two_devices()
     facts.seen["memory"] = (
@@ -138,12 +138,12 @@ class _Facts:
                 "strategy moves the module itself",
             )
         needed = COPIES * sum(parameter.nbytes for parameter in parameters)
-        there = _available_bytes()
-        if there and needed > there and self._case.device_kind == "cpu":
+        free = _available_bytes()
+        if free and needed > free and self._case.device_kind == "cpu":
             raise self._fault(
                 "build",
                 f"returned a module that needs at least {in_bytes(needed)} for weights, gradients"
-                f" and momentum, and this machine has {in_bytes(there)} free: build a smaller model"
+                f" and momentum, and this machine has {in_bytes(free)} free: build a smaller model"
                 " for this size",
             )
         if any(parameter.is_meta for parameter in parameters):
@@ -331,11 +331,11 @@ class _Facts:
         registered = {id(one) for one in module.parameters()}
         unregistered = dict[int, torch.Tensor]()
         nodes = [loss.grad_fn]
-        seen = set[Any]()
+        visited = set[Any]()
         while nodes:
             node = nodes.pop()
-            if node is not None and node not in seen:
-                seen.add(node)
+            if node is not None and node not in visited:
+                visited.add(node)
                 nodes += [one for one, _ in node.next_functions]
                 leaf = getattr(node, "variable", None)
                 if isinstance(leaf, torch.Tensor) and id(leaf) not in registered:

@@ -102,15 +102,15 @@ def _run(case: Case, draw: Draw, pipe: Connection, parent: int) -> None:
     """
     processes.die_with_parent(parent)
     try:
-        other = replace(case, model=case.neighbour, neighbour="")
+        neighbour = replace(case, model=case.neighbour, neighbour="")
         torch.set_num_threads(1)
         devices = devices_of(case)
         devices[0].settle()
-        model = models.load(other.model, other.size, other.seed)
-        batches = draw(other, model, devices[0])
+        model = models.load(neighbour.model, neighbour.size, neighbour.seed)
+        batches = draw(neighbour, model, devices[0])
         steps = 0
         with strategies.begin(
-            strategies.load(other.strategy), other, model, devices, no_mark
+            strategies.load(neighbour.strategy), neighbour, model, devices, no_mark
         ) as step:
             while not pipe.poll():
                 step(*batches[steps % len(batches)])

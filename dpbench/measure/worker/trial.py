@@ -312,10 +312,10 @@ def _placed(batch: tuple[Any, Any], case: Case, device: Device) -> tuple[Any, An
 
 def _rows_of(batch: tuple[Any, Any], case: Case, rank: int) -> tuple[Any, Any]:
     """Return the part of a batch that the DataLoader of this rank loads."""
-    found: tuple[Any, Any] = tree_map_only(
+    rows: tuple[Any, Any] = tree_map_only(
         torch.Tensor, lambda value: value.split(case.rows)[rank], batch
     )
-    return found
+    return rows
 
 
 def work(request: Request) -> list[Trial] | Failure:
@@ -326,7 +326,8 @@ def work(request: Request) -> list[Trial] | Failure:
     """
     if request.seat:
         return _take(request.seat, request.cases[0], request.effort)
-    case, loads = request.cases[0], request.cases[0].traits.loads
+    case = request.cases[0]
+    loads = case.traits.loads
     if request.job is WorkKind.CHECK_MODEL:
         return [_caught(case, lambda: loaders.check(case) if loads else model_check.check(case))]
     if loads:
