@@ -1086,8 +1086,8 @@ FAULTS = (
     Fault(
         "averaging-tolerance",
         "a wrong gradient of ranks is refused also if their losses are no means over samples",
-        "own.verified is not Verified.NO",
-        "own.verified",
+        "own_losses.verified is not Verified.NO",
+        "own_losses.verified",
         (
             "tests/test_verify.py::test_a_wrong_gradient_of_ranks_is_refused_also_if_the_loss_is_no_mean",
         ),
@@ -1613,7 +1613,7 @@ FAULTS = (
     Fault(
         "killed-check",
         "a check that was killed refuses no case",
-        "found.status is Status.KILLED",
+        "verdict.status is Status.KILLED",
         "False",
         (
             "tests/test_run.py::test_a_model_whose_check_was_killed_is_measured_and_checked_again_in_the_next_round",

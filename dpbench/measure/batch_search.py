@@ -1,5 +1,4 @@
-"""Batch search: find the largest batch size that fits into the devices' memory, by doubling and
-then bisection.
+"""Batch search: find the largest batch size that fits into memory, by doubling and then bisection.
 
 Every try runs one case with one batch size in a fresh worker process. Running out of memory is an
 expected result of a try; it does not end the search or the run. Every try is stored as an ordinary
@@ -22,9 +21,7 @@ from dpbench.records.words import aligned
 from dpbench.store import FINAL, Store
 
 EFFORT = Effort(budget_s=0.0, warmup_steps=1, min_steps=2, max_steps=2, block_steps=1)
-"""The effort of each try: one warm-up step, which creates the optimizer's state, then two steps
-with that state.
-"""
+"""Each try has one warm-up step, which creates the optimizer's state, and two more steps."""
 MOST = 2**20
 """The default for the largest batch size that a search tries."""
 
@@ -33,12 +30,12 @@ MOST = 2**20
 class Found:
     """The result of the search for one case.
 
-    `largest` is the largest batch size that fitted, and `failed` is the smallest batch size that
-    ran out of memory; each is None if no try had this result. `device` is the index of the device
-    that ran out of memory first at the batch size `failed`, or None if it is not known. `tries` is
-    the number of batch sizes that were tried. `reason` says why the search ended without finding
-    the limit; it is empty if the search found the limit. `case` is the searched case with the batch
-    size `largest`, or with its initial batch size if no batch size fitted.
+    `largest` is the largest batch size that fitted, and `failed` the smallest that ran out of
+    memory; each is None if there is none. `device` is the index of the device that ran out of
+    memory first at the batch size `failed`, or None if unknown. `tries` is the number of batch
+    sizes tried. `reason` says why the search ended without finding the limit (otherwise empty).
+    `case` is the searched case with the batch size `largest`, or its initial batch size if none
+    fitted.
     """
 
     case: Case
@@ -51,10 +48,9 @@ class Found:
 
 @dataclass(frozen=True)
 class SearchOutcome:
-    """The results of the batch searches of one run.
+    """The results of the batch searches of one run, one per case.
 
-    `found` has one result per case. `resumed` is True if the searches continued an earlier run that
-    was interrupted.
+    `resumed` is True if the searches continued an interrupted run.
     """
 
     run_id: str
@@ -63,15 +59,11 @@ class SearchOutcome:
 
 
 class _Ended(Exception):
-    """A try neither fitted nor ran out of memory (for example, it timed out), so the search cannot
-    continue.
-    """
+    """A try neither fitted nor ran out of memory (for example, it timed out)."""
 
 
 def check(cases: Iterable[Case]) -> None:
-    """Raise ValueError if the devices of a case do not have separate memory of a known size, which
-    a search needs.
-    """
+    """Raise ValueError if a case's devices lack separate memory of a known size."""
     for case in cases:
         if case.device_kind == "cpu":
             raise ValueError(
@@ -94,12 +86,11 @@ def run(
     most: int = MOST,
     listen: Callable[[Trial], None] = lambda trial: None,
 ) -> SearchOutcome:
-    """Search for the largest batch size of every case, store each try when it ends, and return the
-    results.
+    """Search for the largest batch size of every case, and store each try when it ends.
 
     Each search starts at the batch size of its case. `limit_s` is the time limit of one try in
-    seconds, and `most` is the largest batch size to try. `listen` is called with the trial of every
-    new try, but not with tries that were stored before this call.
+    seconds, and `most` the largest batch size to try. `listen` is called with the trial of every
+    new try, but not with tries stored before this call.
     """
     check(cases)
     facts = provenance.collect(describe())
@@ -110,16 +101,15 @@ def run(
     try:
         with folder() as scratch, Server(scratch) as server:
             tries = _Tries(server, store, run_id, limit_s, listen)
-            found = tuple(_search(case, tries, most) for case in cases)
+            results = tuple(_search(case, tries, most) for case in cases)
         finished = not tries.killed
     finally:
         store.end_run(run_id, "finished" if finished else "interrupted")
-    return SearchOutcome(run_id, resumed, found)
+    return SearchOutcome(run_id, resumed, results)
 
 
 def axes(options: Options) -> Options:
-    """Return `options` with one value in `batch_sizes`, the batch size at which the search starts
-    (default 1).
+    """Return `options` with one initial batch size (default 1) in `batch_sizes`.
 
     Raises ValueError for an option that a search does not support, and for several batch sizes.
     """
@@ -136,7 +126,7 @@ def axes(options: Options) -> Options:
 
 
 class _Tries:
-    """The tries of one run, including the tries that earlier sessions of the run have stored."""
+    """The tries of one run, including those that earlier sessions have stored."""
 
     def __init__(
         self,
@@ -146,28 +136,20 @@ class _Tries:
         limit_s: float,
         listen: Callable[[Trial], None],
     ) -> None:
-        self._server, self._store, self._run_id, self._limit_s, self._listen = (
-            server,
-            store,
-            run_id,
-            limit_s,
-            listen,
-        )
+        self._server = server
+        self._store = store
+        self._run_id = run_id
+        self._limit_s = limit_s
+        self._listen = listen
         self._known = {trial.case: trial for trial in store.trials(run_id) if trial.status in FINAL}
 
     @property
     def killed(self) -> bool:
-        """Return whether a signal from outside has ended a try, which the same search must then
-        repeat.
-        """
+        """Return whether a signal from outside has ended a try, which must then be repeated."""
         return any(trial.status is Status.KILLED for trial in self._known.values())
 
     def of(self, case: Case) -> Trial:
-        """Return the run's trial of a case.
-
-        If no trial of the case with a final status is stored, run one in a fresh worker and store
-        it.
-        """
+        """Return the case's stored trial with a final status, or else run and store a new one."""
         if case not in self._known:
             trial_id = self._store.begin_trial(self._run_id, case, 0)
             trial = self._server.run(case, EFFORT, 0, self._limit_s)
@@ -178,9 +160,6 @@ class _Tries:
 
 
 def _search(case: Case, tries: _Tries, most: int) -> Found:
-    """Search for the largest batch size of one case, up to the batch size `most`, and return the
-    result.
-    """
     made: dict[int, Trial] = {}
 
     def fits(batch: int) -> bool:
@@ -214,21 +193,23 @@ def _search(case: Case, tries: _Tries, most: int) -> Found:
 def bracket(
     fits: Callable[[int], bool], *, start: int, unit: int, most: int
 ) -> tuple[int, int | None]:
-    """Return two neighbouring multiples of `unit`: a batch size that fits (0 if none fits), and the
-    next, which fails.
+    """Return neighbouring multiples of `unit`: a batch size that fits (or 0), and one that fails.
 
-    `fits` returns whether a batch size fits. The second value is None if every tried batch size
-    fits. The search starts at `start`, rounded up to a multiple of `unit`. Only the batch size that
-    is tried first can be above `most`. If memory is fragmented, a batch size can fail although a
-    larger one fits; the first value is then not always the largest that fits.
+    The second value is None if every tried batch size fits. The search starts at `start`, rounded
+    up to a multiple of `unit`; only this first batch size can be above `most`. If memory is
+    fragmented, a batch size can fail although a larger one fits; the first value is then not always
+    the largest that fits.
     """
-    good, bad, at = 0, None, -(-start // unit)
-    last = max(at, most // unit)
+    good = 0
+    bad = None
+    tried = -(-start // unit)
+    last = max(tried, most // unit)
     while bad is None and good < last:
-        if fits(at * unit):
-            good, at = at, min(2 * at, last)
+        if fits(tried * unit):
+            good = tried
+            tried = min(2 * tried, last)
         else:
-            bad = at
+            bad = tried
     while bad is not None and bad - good > 1:
         middle = (good + bad) // 2
         if fits(middle * unit):
@@ -250,15 +231,15 @@ COLUMNS = (
 )
 
 
-def table(found: Sequence[Found]) -> str:
+def table(results: Sequence[Found]) -> str:
     """Return a plain text table with one line per result.
 
-    If a search did not find the limit, its line ends with the reason.
+    The line of a search that did not find the limit ends with the reason.
     """
-    head, rule, *lines = aligned([COLUMNS, *map(_cells, found)], left=(0, 1))
+    head, rule, *lines = aligned([COLUMNS, *map(_cells, results)], left=(0, 1))
     rows = [
         f"{line}  {one.reason}" if one.reason else line
-        for line, one in zip(lines, found, strict=True)
+        for line, one in zip(lines, results, strict=True)
     ]
     return "\n".join([head, rule, *rows])
 

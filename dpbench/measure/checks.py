@@ -1,8 +1,7 @@
 """Checks before the first trial: whether each model can take a step.
 
-A model that cannot be imported, built or run would fail in every trial, and each failure would cost
-the time of a trial. Each model is therefore checked once, in a worker that does not measure. This
-module does not import torch.
+A model that cannot be imported, built or run would fail in every trial. Each model is therefore
+checked once, in a worker that does not measure. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -16,21 +15,17 @@ from dpbench.records.words import count
 
 
 class Models:
-    """The models that have been checked in this session of a run, with the results of the
-    checks.
-    """
+    """The models checked in this session of a run, with the results."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._verdicts: dict[Case, Trial] = {}
 
     def check(self, cases: Sequence[Case], server: TrialRunner) -> Iterator[str]:
-        """Check each model of the cases that has not been checked yet, and yield one line of text
-        per model that fails.
+        """Check each unchecked model of the cases, and yield one line of text per model that fails.
 
         Each model is checked with the largest batch size of its cases. A check that exceeds the
-        time limit fails. A check that a signal from outside has ended says nothing about the model:
-        the model's cases are measured.
+        time limit fails. If a signal from outside ends a check, the model's cases are measured.
         """
         models: dict[Case, list[Case]] = {}
         for case in cases:
@@ -38,21 +33,19 @@ class Models:
         for model, group in models.items():
             if model not in self._verdicts:
                 largest = max(case.batch_size for case in group)
-                found = server.check(replace(model, batch_size=largest), self._limit_s)
-                if found.status is Status.KILLED:
+                verdict = server.check(replace(model, batch_size=largest), self._limit_s)
+                if verdict.status is Status.KILLED:
                     yield (
                         f"{_named(model)} is measured without its check, which had no result"
-                        f" ({_why(found)})"
+                        f" ({_why(verdict)})"
                     )
                     continue
-                self._verdicts[model] = found
-                if found.status is not Status.OK:
-                    yield _refusal(found, len(group))
+                self._verdicts[model] = verdict
+                if verdict.status is not Status.OK:
+                    yield _refusal(verdict, len(group))
 
     def failed(self, case: Case, number: int) -> Trial | None:
-        """Return a failed trial of a case in round `number` if the check of its model failed,
-        otherwise None.
-        """
+        """Return a case's failed trial in round `number` if its model failed, otherwise None."""
         verdict = self._verdicts.get(plan.model_check(case))
         if verdict is None or verdict.status is Status.OK:
             return None
@@ -66,11 +59,7 @@ class Models:
 
 
 def _refusal(verdict: Trial, cases: int) -> str:
-    """Return one line of text which says that a model failed its check, why, and how many cases
-    will not be measured.
-
-    `verdict` is the failed trial of the check. `cases` is the number of cases that use the model.
-    """
+    """`cases` is the number of cases that use the model and will not be measured."""
     failed = f"{_named(verdict.case)} failed its check ({verdict.status})"
     return (
         f"{failed}, so its {count(cases, 'case')} will not be measured; reason:"
@@ -86,22 +75,21 @@ def _first_line(text: str) -> str:
     return text.strip().partition("\n")[0]
 
 
-def model_words(found: Trial) -> list[str]:
-    """Return the result of a model's check as lines of text: the verdict, the observed facts, then
-    each note.
+def model_words(trial: Trial) -> list[str]:
+    """Return the lines of a model's check: the verdict, the observed facts, then each note.
 
     If the check failed, return one line with the status and the reason.
     """
-    if found.status is not Status.OK:
-        return [f"{found.case.model}: {_why(found)}"]
-    facts = found.provenance.get("model_check", {"seen": {}, "notes": []})
+    if trial.status is not Status.OK:
+        return [f"{trial.case.model}: {_why(trial)}"]
+    facts = trial.provenance.get("model_check", {"seen": {}, "notes": []})
     seen = {
         name: f"{value:.2f} s" if name == "check_s" else value
         for name, value in facts["seen"].items()
     }
     width = max(map(len, seen), default=0)
     lines = [f"{name.removesuffix('_s'):<{width}}  {value}" for name, value in seen.items()]
-    verdict = f"{_named(found.case)} can be measured"
+    verdict = f"{_named(trial.case)} can be measured"
     return [verdict, *lines, *(f"note: {note}" for note in facts["notes"])]
 
 

@@ -29,24 +29,17 @@ from dpbench.records import HOST, Phase, Sample, Span, Step
 from dpbench.records.series import JOINT
 
 BUSY, OUTLASTING = "busy_s", "outlasting_ratio"
-"""The names of the metrics for a device's busy seconds in one step, and for work that outlasts the
-steps.
-"""
+"""Metrics: a device's busy seconds in one step, and work that outlasts the steps."""
 
 READ_EACH_S, READ_EACH = 0.1, 32
-"""The longest interval between two readings of CPU time, in seconds and in steps.
-
-The shorter of the two applies.
-"""
+"""The longest interval between readings of CPU time, in seconds and steps; the shorter applies."""
 
 
 class Clock(Protocol):
-    """The interface of a clock, which the measuring loop uses to time steps and phases."""
+    """The interface of a clock, with which the measuring loop times steps and phases."""
 
     def mark(self, phase: Phase, device: int) -> AbstractContextManager[Any]:
-        """Return a context manager that times a phase on the device with the index `device` within
-        the current step.
-        """
+        """Return a context manager that times a phase on a device within the current step."""
 
     def add(self, phase: Phase, device: int, start_s: float, end_s: float) -> None:
         """Add a span to the last step, for a phase that only a library's internal timer records.
@@ -55,7 +48,7 @@ class Clock(Protocol):
         """
 
     def block(self) -> AbstractContextManager[None]:
-        """Return a context manager for a block of back-to-back steps.
+        """Return a context manager for back-to-back steps.
 
         Between blocks, the host may do other work.
         """
@@ -64,20 +57,17 @@ class Clock(Protocol):
         """Return a context manager that times one step; `warmup` is stored with the step."""
 
     def steps(self) -> tuple[Step, ...]:
-        """Return the steps that have been timed so far, in order."""
+        """Return the steps timed so far, in order."""
 
     def spans(self) -> tuple[Span, ...]:
-        """Return the spans that have been recorded so far."""
+        """Return the spans recorded so far."""
 
     def samples(self) -> tuple[Sample, ...]:
-        """Return this clock's samples: each device's busy seconds by step, or work that outlasts a
-        block's steps.
-        """
+        """Return each device's busy seconds by step, or work that outlasts a block's steps."""
 
 
 Opened = tuple[int, Phase, int, int, float, float]
-"""The step, the phase and the device of a mark, the id of its thread, and when the mark began and
-ended.
+"""The step, phase, device, thread id, begin and end of a mark.
 
 Begin and end are times, or numbers in the order in which marks began and ended.
 """
@@ -86,36 +76,35 @@ Begin and end are times, or numbers in the order in which marks began and ended.
 def _joint(marks: Sequence[Opened]) -> set[int]:
     """Return the indices of the marks that belong to a joint phase.
 
-    A thread has opened the phase on one device while it had opened it on another one. Marks without
-    a thread (0) and marks of the host are never joint.
+    In a joint phase, a thread has opened the phase on several devices at the same time. Marks
+    without a thread (0) and marks of the host are never joint.
     """
     groups: dict[tuple[int, Phase, int], list[tuple[float, float, int, int]]] = {}
     for index, (step, phase, device, thread, begin, end) in enumerate(marks):
         if thread and device != HOST:
             groups.setdefault((step, phase, thread), []).append((begin, end, device, index))
-    found: set[int] = set()
+    joint: set[int] = set()
     for group in groups.values():
         still_open: list[tuple[float, float, int, int]] = []
-        for one in sorted(group):
-            begin, _, device, index = one
+        for opened in sorted(group):
+            begin, _, device, index = opened
             still_open = [other for other in still_open if other[1] > begin]
             if beside := [other[3] for other in still_open if other[2] != device]:
-                found.update((index, *beside))
-            still_open.append(one)
-    return found
+                joint.update((index, *beside))
+            still_open.append(opened)
+    return joint
 
 
 class HostClock:
-    """A clock that reads the host's time, for devices whose work is complete when the call of an
-    operator returns.
+    """A clock that reads the host's time, for devices whose operators return when complete.
 
-    The clock also measures the CPU time of the thread during each span; the sum over a device's
-    spans is the device's busy time. If a thread has several open spans (as in a joint backward,
-    which computes for all replicas), the thread's CPU time is divided equally among these spans,
-    and they are stored as joint. Reading CPU time is a system call, which raises the cost of a mark
-    from 0.3 µs to 2.1 µs. CPU time is therefore read in only about one step per `read_each_s`
-    seconds. The number of steps from one reading to the next is a power of two, so that ranks with
-    similar step times read CPU time in the same steps.
+    It also measures the CPU time of the thread during each span; the sum over a device's spans is
+    the device's busy time. If a thread has several open spans (as in a joint backward, which
+    computes for all replicas), its CPU time is divided equally among them, and they are stored as
+    joint. Reading CPU time is a system call, which raises the cost of a mark from 0.3 µs to 2.1 µs.
+    CPU time is therefore read in only about one step per `read_each_s` seconds. The number of steps
+    from one reading to the next is a power of two, so that ranks with similar step times read CPU
+    time in the same steps.
     """
 
     def __init__(
@@ -124,17 +113,17 @@ class HostClock:
         cpu: Callable[[], float] = time.thread_time,
         read_each_s: float = READ_EACH_S,
     ) -> None:
-        self._now, self._cpu, self.read_each_s = now, cpu, read_each_s
+        self._now = now
+        self._cpu = cpu
+        self.read_each_s = read_each_s
         self._steps: list[tuple[float, bool, float]] = []
         self._spans: list[Opened] = []
         self._turns: list[tuple[int, int, int, bool, float]] = []
-        self._reads, self._apart = True, 1
+        self._reads = True
+        self._apart = 1
 
     def mark(self, phase: Phase, device: int) -> AbstractContextManager[None]:
-        """Return a context manager that records a span.
-
-        In some steps, it also records the thread's CPU time.
-        """
+        """Return a context manager that records a span and, in some steps, the CPU time."""
         return _HostMark(self, phase, device)
 
     def add(self, phase: Phase, device: int, start_s: float, end_s: float) -> None:
@@ -143,24 +132,19 @@ class HostClock:
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        """Return a context manager without effect, because this clock times each step
-        separately.
-        """
+        """Return a context manager without effect: this clock times each step separately."""
         yield
 
     def step(self, *, warmup: bool) -> AbstractContextManager[None]:
-        """Return a context manager that times one step from entry to exit.
-
-        `warmup` is stored with the step.
-        """
+        """Return a context manager that times one step from entry to exit."""
         return _HostStep(self, warmup)
 
     def steps(self) -> tuple[Step, ...]:
-        """Return the steps that have been timed so far, in order."""
+        """Return the steps timed so far, in order."""
         return tuple(Step(*step) for step in self._steps)
 
     def spans(self) -> tuple[Span, ...]:
-        """Return the spans that have been recorded so far."""
+        """Return the spans recorded so far."""
         joint = _joint(self._spans)
         return tuple(
             Span(step, phase, device, f"host{JOINT}" if index in joint else "host", start, end)
@@ -168,12 +152,10 @@ class HostClock:
         )
 
     def samples(self) -> tuple[Sample, ...]:
-        """Return the busy CPU seconds of each device in each step in which CPU time was read, as
-        samples.
+        """Return the busy CPU seconds of each device in each step in which CPU time was read.
 
-        CPU time is read at the beginning and the end of each span. The CPU time of a thread between
-        two readings is divided equally among the spans of the thread that were open between these
-        readings.
+        The CPU time of a thread between two readings is divided equally among its spans that were
+        open between them.
         """
         total: dict[tuple[int, int], float] = {}
         threads: dict[int, tuple[tuple[int, ...], float]] = {}
@@ -190,24 +172,19 @@ class HostClock:
 
 
 def _without(spans: tuple[int, ...], device: int) -> tuple[int, ...]:
-    """Return a copy of `spans` without one occurrence of `device`.
-
-    `spans` has the device index of each open span.
-    """
+    """Return the devices of the open spans without one occurrence of `device`."""
     at = spans.index(device)
     return spans[:at] + spans[at + 1 :]
 
 
 class _HostStep:
-    """The context manager that times one step.
-
-    It is a class, because a generator-based context manager is slower.
-    """
+    """A class, because a generator-based context manager is slower."""
 
     __slots__ = ("_clock", "_start", "_warmup")
 
     def __init__(self, clock: HostClock, warmup: bool) -> None:
-        self._clock, self._warmup = clock, warmup
+        self._clock = clock
+        self._warmup = warmup
 
     def __enter__(self) -> None:
         self._start = self._clock._now()
@@ -223,34 +200,29 @@ class _HostStep:
 
 
 def _apart(each_s: float, step_s: float) -> int:
-    """Return the number of steps from one reading of CPU time to the next: a power of two, at most
-    `READ_EACH`.
-
-    `each_s` is the wanted time between two readings, and `step_s` is the duration of a step, both
-    in seconds.
-    """
+    """Return the number of steps between readings: a power of two, at most `READ_EACH`."""
     steps = int(each_s / step_s) if step_s > 0 else READ_EACH
     return min(READ_EACH, 1 << max(0, steps.bit_length() - 1))
 
 
 class _HostMark:
-    """The context manager that records one span.
+    """A class, because a generator-based context manager costs 1.5 times as much.
 
-    It is a class, because a generator-based one costs 1.5 times as much.
-
-    It records each span as a plain tuple. The clock converts the tuples to `Span` objects later,
-    outside the timed steps.
+    It records plain tuples, which the clock converts to `Span` objects outside the timed steps.
     """
 
     __slots__ = ("_clock", "_device", "_phase", "_reads", "_start", "_step", "_thread")
 
     def __init__(self, clock: HostClock, phase: Phase, device: int) -> None:
-        self._clock, self._phase, self._device = clock, phase, device
+        self._clock = clock
+        self._phase = phase
+        self._device = device
 
     def __enter__(self) -> None:
         clock = self._clock
         self._step = len(clock._steps)
-        self._thread, self._reads = threading.get_ident(), clock._reads
+        self._thread = threading.get_ident()
+        self._reads = clock._reads
         if self._reads:
             clock._turns.append((self._step, self._thread, self._device, True, clock._cpu()))
         self._start = clock._now()
@@ -264,10 +236,7 @@ class _HostMark:
 
 
 class _CudaMark:
-    """The context manager that records one span with two CUDA events.
-
-    It reuses unused events of the clock.
-    """
+    """Records one span with two CUDA events, reusing the clock's unused ones."""
 
     __slots__ = (
         "_at",
@@ -282,12 +251,16 @@ class _CudaMark:
     )
 
     def __init__(self, clock: CudaClock, phase: Phase, index: int) -> None:
-        self._clock, self._phase, self._index = clock, phase, index
+        self._clock = clock
+        self._phase = phase
+        self._index = index
         self._at, self._unused = clock._own[index]
 
     def __enter__(self) -> None:
-        self._thread, self._began = threading.get_ident(), next(self._clock._order)
-        self._step, self._start = self._clock._count, self._event()
+        self._thread = threading.get_ident()
+        self._began = next(self._clock._order)
+        self._step = self._clock._count
+        self._start = self._event()
 
     def __exit__(self, *error: object) -> None:
         order = self._thread, self._began, next(self._clock._order)
@@ -305,9 +278,7 @@ class _CudaMark:
 
 @dataclass
 class _Block:
-    """The events of one block of steps, in lists with one event per device, and one warm-up flag
-    per step.
-    """
+    """The events of one block of steps, in lists by device, and one warm-up flag per step."""
 
     begin: list[Any]
     idle_s: float = 0.0  # the host's time at which all devices were idle after the block
@@ -321,18 +292,19 @@ class CudaClock:
     A step begins at the end of the previous step; the first step of a block begins at the beginning
     of the block. The end of a step is the latest of its end events on all devices. An anchor is an
     event together with the host's time at the same moment, taken while the device is idle. Two
-    anchors per device, one before the first block and one after the last block, map the device's
-    events to the host's time base. Long times are sums of the differences between neighbouring
-    events, because `elapsed_time` returns milliseconds as float32, which is inexact for long times.
+    anchors per device, before the first block and after the last, map the device's events to the
+    host's time base. Long times are sums of the differences between neighbouring events, because
+    `elapsed_time` returns milliseconds as float32, which is inexact for long times.
 
-    The events of marks are read at the end of their block, and later marks reuse them. A later
-    block with as many marks on each device therefore usually creates no events for its marks.
+    The events of marks are read at the end of their block and reused. A later block with as many
+    marks on each device therefore usually creates no events for its marks.
     """
 
     def __init__(
         self, devices: Sequence[Device], now: Callable[[], float] = time.perf_counter
     ) -> None:
-        self._devices, self._now = list(devices), now
+        self._devices = list(devices)
+        self._now = now
         self._position = {device.index: position for position, device in enumerate(devices)}
         self._added: list[Span] = []
         self._blocks: list[_Block] = []
@@ -342,18 +314,20 @@ class CudaClock:
         self._order = itertools.count()
         self._marks: list[tuple[Opened, Any, Any]] = []
         self._read: list[tuple[Opened, float, float]] = []
-        self._first, self._last = list[tuple[Any, float]](), list[tuple[Any, float]]()
-        self._count, self._idle_s, self.drift = 0, 0.0, tuple[float, ...]()
+        self._first = list[tuple[Any, float]]()
+        self._last = list[tuple[Any, float]]()
+        self._count = 0
+        self._idle_s = 0.0
+        self.drift = tuple[float, ...]()
 
     def mark(self, phase: Phase, device: int) -> AbstractContextManager[None]:
-        """Return a context manager that records a span: with CUDA events or, for `HOST`, with the
-        host's clock.
-        """
+        """Return a context manager that records a span, with CUDA events unless it is `HOST`'s."""
         return self._host_mark(phase) if device == HOST else _CudaMark(self, phase, device)
 
     @contextmanager
     def _host_mark(self, phase: Phase) -> Iterator[None]:
-        step, began = self._count, self._now()
+        step = self._count
+        began = self._now()
         try:
             yield
         finally:
@@ -365,10 +339,7 @@ class CudaClock:
 
     @contextmanager
     def block(self) -> Iterator[None]:
-        """Take anchors before and after the block of steps.
-
-        They relate the devices' clocks to the host's clock.
-        """
+        """Take anchors before and after the steps, to relate device clocks to the host's."""
         anchors = self._anchors()
         self._first = self._first or anchors
         self._blocks.append(_Block([device.event() for device in self._devices]))
@@ -380,8 +351,8 @@ class CudaClock:
     def _read_marks(self) -> None:
         """Read the marks of all steps that have ended, and keep their events for later marks.
 
-        For each mark, store the milliseconds from the step's beginning to the mark's start, and
-        from its start to its end. The devices must have finished the steps.
+        Store the milliseconds from the step's beginning to the mark's start, and from its start to
+        its end. The devices must have finished the steps.
         """
         begins = [events for block in self._blocks for events in (block.begin, *block.ends)[:-1]]
         ended = [one for one in self._marks if one[0][0] < len(begins)]
@@ -394,10 +365,7 @@ class CudaClock:
 
     @contextmanager
     def step(self, *, warmup: bool) -> Iterator[None]:
-        """Record an event on every device at the end of the step.
-
-        `warmup` is stored with the step.
-        """
+        """Record an event on every device at the end of the step."""
         block = self._blocks[-1]
         yield
         block.ends.append([device.event() for device in self._devices])
@@ -405,13 +373,10 @@ class CudaClock:
         self._count += 1
 
     def _anchors(self) -> list[tuple[Any, float]]:
-        """Return one anchor per device: an event and the host's time in seconds when the idle
-        device recorded it.
-        """
-        anchors, created = (
-            [],
-            [device.event() for device in self._devices],
-        )  # creating takes longer than recording
+        """Return one anchor per idle device: an event and its host time in seconds."""
+        anchors = []
+        # creating takes longer than recording
+        created = [device.event() for device in self._devices]
         for device in self._devices:
             device.synchronize()
         self._idle_s = self._now()
@@ -425,35 +390,28 @@ class CudaClock:
         return anchors
 
     def steps(self) -> tuple[Step, ...]:
-        """Return the steps in order.
-
-        A step begins at the end of the previous one, or with its block of steps.
-        """
-        found = list[Step]()
+        """Return the steps in order; each begins when the previous one ends, or with its block."""
+        steps = list[Step]()
         for block, (begin, ends) in zip(self._blocks, self._ends(), strict=True):
             times = pairwise([max(begin), *map(max, ends)])
-            found += [
+            steps += [
                 Step(end - start, warm, end)
                 for warm, (start, end) in zip(block.warmup, times, strict=True)
             ]
-        return tuple(found)
+        return tuple(steps)
 
     def _ends(self) -> list[tuple[list[float], list[list[float]]]]:
-        """Return, for each block, the host times of its beginning, and those of the end of each
-        step, by device.
-        """
+        """Return each block's host times by device: of its beginning, and of its steps' ends."""
         if not self._blocks:
             return []
         rows = map(list, zip(*(self._chain(i) for i in range(len(self._devices))), strict=True))
         return [(next(rows), [next(rows) for _ in block.ends]) for block in self._blocks]
 
     def _chain(self, i: int) -> list[float]:
-        """Return, in order, the host times in seconds at which blocks began and steps ended on one
-        device.
+        """Return the host times in seconds of block begins and step ends on the `i`-th device.
 
-        `i` is the position of the device. CUDA events mark these moments. The times between the
-        events are scaled so that the first and the last anchor, which are events whose host time
-        was measured, get their measured times.
+        The times between the events are scaled so that the first and the last anchor get their
+        measured host times.
         """
         events = [
             event
@@ -473,8 +431,8 @@ class CudaClock:
     def spans(self) -> tuple[Span, ...]:
         """Return the spans, converted to the host's time base.
 
-        On each device, the start of a span is measured from the end of the previous step, or from
-        the beginning of the block.
+        On each device, a span's start is measured from the end of the previous step, or from the
+        beginning of the block.
         """
         begins = [seconds for _, seconds in self._begins()]
         host_s_per_ms = [(1 + drift) / 1e3 for drift in self.drift]
@@ -489,49 +447,44 @@ class CudaClock:
         return tuple(spans)
 
     def events(self) -> dict[int, Any]:
-        """Queue a timing event on every device, and return the events by the index of the
-        device.
-        """
+        """Queue a timing event on every device, and return the events by device index."""
         return {device.index: device.event() for device in self._devices}
 
     def placing(self) -> Callable[[int, int, Any], float]:
-        """Return a function that converts a CUDA event to the host's time in seconds at which the
-        device reached it.
+        """Return a function that converts a CUDA event to the host's time of it in seconds.
 
-        Its arguments are the index of the step in which the event was recorded, the index of the
-        device, and the event.
+        Its arguments are the index of the step in which the event was recorded, the device index,
+        and the event.
         """
         begins = self._begins()
 
         def place(step: int, device: int, event: Any) -> float:
-            (events, seconds), i = begins[step], self._position[device]
+            events, seconds = begins[step]
+            i = self._position[device]
             return float(seconds[i] + events[i].elapsed_time(event) / 1e3 * (1 + self.drift[i]))
 
         return place
 
     def _begins(self) -> list[tuple[list[Any], list[float]]]:
-        """Return, for each step, two lists by device: the events at its beginning, and their host
-        times in seconds.
-        """
-        found: list[tuple[list[Any], list[float]]] = []
+        """Return each step's begin events and their host times in seconds, both by device."""
+        begins: list[tuple[list[Any], list[float]]] = []
         for block, (begin, ends) in zip(self._blocks, self._ends(), strict=True):
-            found.extend([(block.begin, begin), *zip(block.ends, ends, strict=True)][:-1])
-        return found
+            begins.extend([(block.begin, begin), *zip(block.ends, ends, strict=True)][:-1])
+        return begins
 
     def samples(self) -> tuple[Sample, ...]:
         """Return one sample of `OUTLASTING` per block, stored for the clock's first device.
 
-        To get its value, the duration of the block's last step is subtracted from the time between
-        the end of this step and the moment when all devices were idle; the rest is divided by the
-        block's duration. The value is above 0 if the devices have work for which the steps do not
-        wait.
+        Its value is the time from the end of the block's last step until all devices were idle,
+        less the duration of that step, as a fraction of the block's duration. It is above 0 if the
+        devices have work for which the steps do not wait.
         """
-        found = list[Sample]()
+        samples = list[Sample]()
         for block, (begin, ends) in zip(self._blocks, self._ends(), strict=True):
             times = [max(begin), *map(max, ends)]
             if len(times) > 1 and times[-1] > times[0]:
                 over_s = max(0.0, block.idle_s - times[-1] - (times[-1] - times[-2]))
-                found.append(
+                samples.append(
                     Sample(
                         block.idle_s,
                         self._devices[0].index,
@@ -539,11 +492,9 @@ class CudaClock:
                         over_s / (times[-1] - times[0]),
                     )
                 )
-        return tuple(found)
+        return tuple(samples)
 
 
 def choose(devices: Sequence[Device]) -> Clock:
-    """Return the clock for these devices: a `CudaClock` if the devices have timing events,
-    otherwise a `HostClock`.
-    """
+    """Return a `CudaClock` if the devices have timing events, otherwise a `HostClock`."""
     return HostClock() if devices[0].event() is None else CudaClock(devices)

@@ -1,5 +1,4 @@
-"""Cluster: rank 0's side of a launch by torchrun or srun: it describes the machines and runs trials
-over their ranks.
+"""Cluster: rank 0 of a launch describes the machines and runs trials over their ranks.
 
 Rank 0 plans, stores and reports. It gives each rank its part of a trial, and merges the answers. If
 the worker of a rank fails, the trial fails, and the run goes on. If the process of a rank ends, the
@@ -28,40 +27,31 @@ from dpbench.records.registry import Role
 from dpbench.records.trial import ALONE, FAILED_HOSTS, HOSTS, Failure, TrialHost, cause_of, in_order
 
 TIMEOUT_S = 60.0
-"""The longest time in seconds that a rank waits for its peers.
-
-A third of the trial's time limit if that is shorter.
-"""
+"""The longest wait of a rank for its peers in seconds, at most a third of the trial's limit."""
 
 
 @dataclass(frozen=True)
 class Offset:
-    """The offset of a machine's clock from the clock of rank 0's machine, and its largest error,
-    both in seconds.
-    """
+    """The offset of a machine's clock from rank 0's, and its largest error, in seconds."""
 
     seconds: float = 0.0
     error_s: float = 0.0
 
     @classmethod
     def of(cls, own: Sequence[Crossing], other: Sequence[Crossing]) -> Offset:
-        """Return the offset of the clock with which a rank passed the same barriers as rank 0,
-        whose are `own`.
+        """Return the offset of a rank's clock from barriers that it and rank 0 (`own`) passed.
 
         It is the difference at the barrier with the smallest spread: two ranks leave a barrier at
         most as far apart as the longer of their waits.
         """
-        found = [
+        offsets = [
             cls(there.left_s - here.left_s, max(here.waited_s, there.waited_s))
             for here, there in zip(own, other, strict=True)
         ]
-        return min(found, key=lambda one: one.error_s)
+        return min(offsets, key=lambda one: one.error_s)
 
     def between(self, later: Offset) -> Offset:
-        """Return the mean of this offset and a later one.
-
-        Half of their difference adds to the error.
-        """
+        """Return the mean of two offsets; half of their difference adds to the error."""
         mean = statistics.mean([self.seconds, later.seconds])
         return Offset(
             mean, max(self.error_s, later.error_s) + abs(later.seconds - self.seconds) / 2
@@ -69,10 +59,7 @@ class Offset:
 
 
 class Cluster:
-    """The ranks of a launch, to which rank 0 gives tasks.
-
-    `group` is their group, which they have joined.
-    """
+    """The ranks of a launch, to which rank 0 gives tasks; they have joined `group`."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -81,21 +68,22 @@ class Cluster:
     # -- the machines and the ranks
 
     def hosts(self, count: int | None = None) -> list[TrialHost]:
-        """Return the machines of the first `count` ranks (None: of all), in the order of their
-        first ranks.
-        """
+        """Return the machines of the first `count` ranks (None: of all), ordered by first rank."""
         members = self._members[:count]
         called = names(members)
-        found = []
+        hosts = []
         for node in dict.fromkeys(member.node for member in members):
-            own = [member for member in members if member.node == node]
-            cores = {core for member in own for core in member.cores}
-            found.append(
+            on_node = [member for member in members if member.node == node]
+            cores = {core for member in on_node for core in member.cores}
+            hosts.append(
                 TrialHost(
-                    called[node], own[0].machine, tuple(member.rank for member in own), len(cores)
+                    called[node],
+                    on_node[0].machine,
+                    tuple(member.rank for member in on_node),
+                    len(cores),
                 )
             )
-        return found
+        return hosts
 
     def facts(self) -> dict[str, Any]:
         """Return the machines, with the facts of each, as plain data for the run's provenance."""
@@ -105,16 +93,12 @@ class Cluster:
         return {"machines": described}
 
     def placed(self, case: Case) -> Case:
-        """Return the case with its field `hosts` set to the number of machines that its ranks
-        use.
-        """
+        """Return the case with the number of machines that its ranks use in `hosts`."""
         hosts = len(self.hosts(len(case.rows))) if case.traits.ranks else 1
         return replace(case, hosts=max(1, hosts))
 
     def counts(self) -> tuple[int, ...]:
-        """Return default device counts: 1, and the total of ranks on the first 1, 2, 4, ...
-        machines and on all.
-        """
+        """Return default device counts: 1, and the ranks on 1, 2, 4, ... and all machines."""
         sizes = [len(host.ranks) for host in self.hosts()]
         machines = [number for number in (1, 2, 4, 8, 16, 32, 64) if number < len(sizes)]
         return tuple(dict.fromkeys([1, *(sum(sizes[:number]) for number in machines), sum(sizes)]))
@@ -123,9 +107,7 @@ class Cluster:
 
     @contextmanager
     def workers(self) -> Iterator[Self]:
-        """Start a new server process at every rank, and yield this object, which runs trials
-        through these servers.
-        """
+        """Start a new server at every rank, and yield this object, which uses the servers."""
         self._group.ask(Task(renew=True))
         yield self
 
@@ -177,18 +159,16 @@ class Cluster:
         return {rank: answers[rank] for rank in requests}
 
     def _peers(self, rank: int) -> list[int]:
-        """Return the ranks, in order, that see the same cores and GPUs as a rank."""
+        """Return the ranks, in order, that see the same cores and GPUs as `rank`."""
         own = self._members[rank]
         return [
             one.rank for one in self._members if (one.machine, one.sees) == (own.machine, own.sees)
         ]
 
     def _everywhere(self, request: Request, limit_s: float) -> Trial:
-        """Run a case on each machine at the same time.
+        """Run a case on each machine at the same time, each in a worker of its first rank.
 
         Return rank 0's trial with all machines' step times as samples.
-
-        Each machine runs the whole case by itself, in a worker of the first of its ranks.
         """
         hosts = [replace(host, ranks=host.ranks[:1]) for host in self.hosts()]
         answers = self._ask(dict.fromkeys([host.ranks[0] for host in hosts], request), limit_s)
@@ -196,8 +176,8 @@ class Cluster:
         steps = [
             Sample(step.end_s, host_device(number), ALONE, step.seconds)
             for number, host in enumerate(hosts)
-            for one in answers[host.ranks[0]].trials
-            for step in one.steps
+            for part in answers[host.ranks[0]].trials
+            for step in part.steps
             if not step.warmup
         ]
         failed = {
@@ -213,9 +193,6 @@ class Cluster:
         return _described(trial, hosts, answers, Offset())
 
     def _over_ranks(self, request: Request, limit_s: float) -> Trial:
-        """Run a case over its ranks, and return one trial that is merged from the trials of the
-        ranks.
-        """
         (case,) = request.cases
         size = len(case.rows)
         if size > len(self._members):
@@ -260,19 +237,18 @@ class Cluster:
         )
 
     def _devices_of(self, case: Case, rank: int) -> dict[int, int]:
-        """Return a dictionary from the CUDA ordinal of each device to the index of this device in
-        the case.
+        """Return the case's device indices by CUDA ordinal.
 
         It has the devices of all ranks that see the same cores and GPUs as `rank`.
         """
         each = case.traits.devices_per_replica
-        found = {}
+        indices = {}
         for place, peer in enumerate(self._peers(rank)):
             for position in range(place * each, (place + 1) * each):
                 if peer < len(case.rows) and position < len(case.device_ids or range(position + 1)):
                     ordinal = case.device_ids[position] if case.device_ids else position
-                    found[ordinal] = peer * each + position - place * each
-        return found
+                    indices[ordinal] = peer * each + position - place * each
+        return indices
 
     def _sampled(
         self, host: int, rank: int, answer: Answer, part: Trial, offset: Offset
@@ -280,9 +256,8 @@ class Cluster:
         """Yield the samples that a rank has taken of its machine during its timed steps.
 
         `host` is the index of the rank's machine. Times are converted to rank 0's clock, and GPUs
-        to the case's device indices. Samples of the host's counters on rank 0's machine are left
-        out, because the run itself takes them. Samples of GPUs that the case does not use are left
-        out too.
+        to the case's device indices. Left out are the host's counters on rank 0's machine, which
+        the run itself samples, and GPUs that the case does not use.
         """
         timed = [step for step in part.steps if not step.warmup]
         devices = {HOST: host_device(host)} if host else {}
@@ -293,10 +268,6 @@ class Cluster:
                 yield replace(sample, time_s=at_s, device=devices[sample.device])
 
     def _failed(self, request: Request, failures: Sequence[Failure]) -> Trial:
-        """Return the trial of a case in which ranks failed.
-
-        Its reason begins with the likely cause.
-        """
         (case,) = request.cases
         cause = cause_of(failures, case)
         return Trial(
@@ -323,30 +294,23 @@ def names(members: Sequence[Member]) -> dict[int, str]:
 
 
 def _offsets(hosts: Sequence[TrialHost], answers: Mapping[int, Answer]) -> dict[int, Offset]:
-    """Return, by rank, the offset of the rank's clock from rank 0's clock.
-
-    It is 0 on rank 0's machine.
-    """
-    own = answers[0]
-    found: dict[int, Offset] = {}
+    """Return, by rank, the clock's offset from rank 0's; it is 0 on rank 0's machine."""
+    answer_0 = answers[0]
+    offsets: dict[int, Offset] = {}
     for host in hosts:
         offset = Offset()
         if host.machine != hosts[0].machine:
-            other = answers[host.ranks[0]]
-            before = Offset.of(own.before, other.before)
-            offset = before.between(Offset.of(own.after, other.after))
-        found |= dict.fromkeys(host.ranks, offset)
-    return found
+            answer = answers[host.ranks[0]]
+            before = Offset.of(answer_0.before, answer.before)
+            offset = before.between(Offset.of(answer_0.after, answer.after))
+        offsets |= dict.fromkeys(host.ranks, offset)
+    return offsets
 
 
 def _described(
     trial: Trial, hosts: Sequence[TrialHost], answers: Mapping[int, Answer], worst: Offset
 ) -> Trial:
-    """Add three facts to the trial's provenance, and return the trial.
-
-    They are its machines, the largest error of the offsets between their clocks, and the highest
-    foreign load.
-    """
+    """Add the machines, the largest clock error and the highest foreign load to the provenance."""
     loads = [answer.load for answer in answers.values() if answer.load]
     load = max(loads, key=lambda one: one.taken, default=None)
     facts: dict[str, Any] = {

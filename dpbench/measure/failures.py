@@ -1,6 +1,4 @@
-"""Failures: convert an exception, or the end of a process without a result, to the record of a
-failure.
-"""
+"""Failures: make failure records of exceptions, and of processes that end without a result."""
 
 from __future__ import annotations
 
@@ -23,19 +21,15 @@ NO_MEMORY = (
 )
 """Texts which show that an error other than an OutOfMemoryError means lack of memory.
 
-Such errors come from the host's allocator, from CUDA contexts and from libraries; torch has no
-exception type for them.
+Such errors come from the host's allocator, CUDA contexts and libraries; torch has no exception type
+for them.
 """
 _TORCH_NAMES_THE_GPU = re.compile(r"GPU (\d+) has a total capacity")
-"""The pattern that finds a GPU's ordinal in the message of an OutOfMemoryError, which has no
-attribute for it.
-"""
+"""An OutOfMemoryError has the GPU's ordinal only in its message."""
 
 
 class Unverified(RuntimeError):
-    """The gradients or outputs of a strategy differ from those of the reference, so its steps must
-    not be timed.
-    """
+    """A strategy's gradients or outputs differ from the reference's, so it must not be timed."""
 
 
 def of_error(error: BaseException, *, device_ids: Sequence[int] = ()) -> Failure:
@@ -43,10 +37,10 @@ def of_error(error: BaseException, *, device_ids: Sequence[int] = ()) -> Failure
 
     The status is `oom` if memory ran out, otherwise `failed`. The reason has the exception's
     message and, unless memory ran out, the innermost calls. `device_ids` are the ordinals of the
-    case's devices in order; if it is empty, the case uses the devices with the ordinals 0, 1 and so
-    on.
+    case's devices in order (empty: 0, 1 and so on).
     """
-    replica, notes = replica_of(error), getattr(error, "__notes__", [])
+    replica = replica_of(error)
+    notes = getattr(error, "__notes__", [])
     raised = error.__cause__ if replica is not None and error.__cause__ else error
     text = "; ".join([f"{type(raised).__name__}: {said(raised)}", *map(str, notes)])
     no_memory = out_of_memory(raised)
@@ -73,11 +67,10 @@ def of_error(error: BaseException, *, device_ids: Sequence[int] = ()) -> Failure
 
 
 def of_rank(error: BaseException, rank: int, at_s: float) -> Failure:
-    """Return the failure record of an exception that a rank raised at the time `at_s`, in
-    `time.perf_counter` seconds.
+    """Return the failure record of an exception that a rank raised at `at_s` (`time.perf_counter`).
 
     If memory ran out, the device in the record is `rank`, because each rank uses the device with
-    the index of the rank.
+    its own index.
     """
     found = of_error(error)
     return replace(found, rank=rank, at_s=at_s, device=rank if found.status is Status.OOM else None)
@@ -93,11 +86,10 @@ def of_end(
     """Return the failure record of a rank whose process ended without a result.
 
     The status is `killed` if a signal from outside ended it (see `processes.killed_from_outside`),
-    otherwise `failed`. `exit_status` is negative for a signal and None if it is not known. `at_s`
-    is the time, in `time.perf_counter` seconds, at which the parent detected the end.
-    `killed_before` is the number of processes that the kernel had killed for lack of memory before
-    this process started, and `peak_bytes` is the peak of the process's resident set; both are None
-    if not known.
+    otherwise `failed`. `exit_status` is negative for a signal. `at_s` is the time, in
+    `time.perf_counter` seconds, at which the parent detected the end. `killed_before` is the number
+    of processes that the kernel had killed for lack of memory before this process started, and
+    `peak_bytes` the peak of the process's resident set. None means unknown.
     """
     advice = processes.advice(exit_status, killed_before, peak_bytes)
     reason = f"ended without a result ({processes.ending(exit_status)}){advice}"
@@ -107,12 +99,11 @@ def of_end(
 
 
 def together(failures: Sequence[Failure], name: Callable[[int], str] = "rank {}".format) -> str:
-    """Return the reason of a case whose ranks failed: the reason of the first of `failures`, the
-    likely cause.
+    """Return the reason of a case whose ranks failed: that of the first failure, the likely cause.
 
-    If the first rank ended without a result, the text also lists the other ranks that ended without
-    a result. Ranks that raised an error are left out, because the end of a peer may have caused it.
-    `name` returns the name of a rank.
+    If the first rank ended without a result, the text also lists the other ranks that did. Ranks
+    that raised an error are left out, because the end of a peer may have caused it. `name` returns
+    the name of a rank.
     """
     first, *others = failures
     ends = [
@@ -129,10 +120,7 @@ def together(failures: Sequence[Failure], name: Callable[[int], str] = "rank {}"
 
 
 def said(error: BaseException) -> str:
-    """Return the message of an exception.
-
-    If its `__str__` raises, return a text with the type of the second error.
-    """
+    """Return an exception's message or, if `__str__` raises, a text with that error's type."""
     try:
         return str(error)
     except Exception as other:
@@ -149,9 +137,6 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def _ordinal(error: BaseException) -> int | None:
-    """Return the ordinal of the device that ran out of memory, or None if the exception does not
-    contain it.
-    """
     known: int | None = getattr(error, "ordinal", None)
     if known is not None:
         return known
@@ -160,10 +145,7 @@ def _ordinal(error: BaseException) -> int | None:
 
 
 def _memory_of(error: BaseException, ordinal: int | None) -> str:
-    """Return the name of the device whose memory ran out, such as "device cuda:0".
-
-    Without `ordinal`, the text is "device cuda" or "device cpu".
-    """
+    """Return the device whose memory ran out, such as "device cuda:0", or "device cpu"."""
     if ordinal is not None:
         return f"device {'emulated' if hasattr(error, 'ordinal') else 'cuda'}:{ordinal}"
     return "device cuda" if "CU" in said(error) else "device cpu"

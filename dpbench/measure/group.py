@@ -31,10 +31,7 @@ from dpbench.records import Sample, Status, Trial
 from dpbench.records.trial import Failure
 
 LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
-"""The environment variable with the severity from which on torch logs.
-
-Torch reads it when it is imported.
-"""
+"""The environment variable with torch's log level, which torch reads when it is imported."""
 if LOG_LEVEL in os.environ:
     import torch
 else:
@@ -49,17 +46,14 @@ dist = torch.distributed
 JOIN = timedelta(seconds=60)
 """The longest time that the ranks of a launch may take to join the process group."""
 PATIENCE = timedelta(days=365)
-"""The longest time that a rank waits for a task or for the end of a task.
+"""The longest time that a rank waits for a task or its end.
 
 It is no limit in practice, because a connection to a process that has ended closes at once.
 """
 LATE_S = 30.0
 """The seconds by which a rank may exceed the time limit of a task before it counts as lost."""
 BARRIERS = 20
-"""The number of barriers before and after a task.
-
-The one with the smallest spread relates the clocks.
-"""
+"""The number of barriers before and after a task; the smallest spread relates the clocks."""
 _MISSING = re.compile(r"Ranks ([\d, ]+) failed to pass monitoredBarrier")
 
 
@@ -80,7 +74,7 @@ class Member:
 
     `node` is the index of the rank's machine. `machine` identifies the running system: equal values
     mean one machine. `sees` lists the cores and GPUs that the process may use, as JSON text.
-    `version` is the version of dpbench. `facts` describe the machine and its software.
+    `version` is that of dpbench. `facts` describe the machine and its software.
     """
 
     rank: int
@@ -115,10 +109,7 @@ class Member:
 
 
 def _machine() -> str:
-    """Return the machine's boot id, which is equal in all of its containers.
-
-    Without one, the host name.
-    """
+    """Return the machine's boot id, equal in all its containers, or else the host name."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return socket.gethostname()
@@ -128,9 +119,9 @@ def _machine() -> str:
 class Part:
     """The part of one rank in a task: a request for a fresh worker.
 
-    `roots` has the process ids of all ranks that see the same cores and GPUs as this rank, if this
-    rank observes them during the task: it then measures the load of all processes outside the
-    process trees of `roots`, and samples the host and the GPUs with the ordinals `gpus`.
+    If this rank observes its cores and GPUs during the task, `roots` has the process ids of all
+    ranks that see the same ones: it then measures the load of all processes outside the process
+    trees of `roots`, and samples the host and the GPUs with the ordinals `gpus`.
     """
 
     request: Request
@@ -142,7 +133,7 @@ class Part:
 class Task:
     """The parts of the ranks, by rank; a rank without a part only waits.
 
-    Each part has a time limit of `limit_s` seconds. With `renew`, every rank starts a new server of
+    `limit_s` is the time limit of each part. With `renew`, every rank starts a new server of
     workers instead.
     """
 
@@ -153,11 +144,9 @@ class Task:
 
 @dataclass(frozen=True)
 class Crossing:
-    """A rank's passage through a barrier, which it left at `left_s` after it had waited for
-    `waited_s` seconds.
+    """A rank's passage through a barrier, left at `left_s` after a wait of `waited_s` seconds.
 
-    Every rank leaves a barrier after the last rank has entered it. A rank thus leaves at most
-    `waited_s` seconds after this moment.
+    Every rank leaves a barrier at most `waited_s` seconds after the last rank has entered it.
     """
 
     left_s: float
@@ -190,9 +179,8 @@ class Group:
 
     On entry, the context manager waits until all ranks have joined the group. It raises
     ConnectionError if a rank is missing, and ValueError if a rank has another version of dpbench.
-    `members` are then the facts about all ranks on rank 0, and empty on the others. On exit, rank
-    0 ends the run of all ranks. `lost` is the reason why the group can no longer be used, or
-    None.
+    `members` are then the facts about all ranks on rank 0, and empty on the others. On exit, rank 0
+    ends the run of all ranks. `lost` is the reason why the group can no longer be used, or None.
     """
 
     def __init__(self, launch: Launch) -> None:
@@ -246,15 +234,13 @@ class Group:
     def serve(self) -> None:
         """Carry out the tasks of rank 0 until it ends the run.
 
-        Raises RanksLost if rank 0 has ended before.
+        Raises RanksLost if rank 0's process has ended without that.
         """
         while (task := self._received(None)) is not None:
             self._carried_out(task)
 
     def ask(self, task: Task) -> dict[int, Answer]:
-        """Let all ranks carry out a task, and return the answers by rank.
-
-        Only rank 0 calls this function.
+        """Let all ranks carry out a task, and return the answers by rank; for rank 0 only.
 
         If a rank has ended or does not answer, the answers of all ranks but rank 0 are failures
         that say so, and further calls raise RanksLost.
@@ -268,10 +254,7 @@ class Group:
         return dict(enumerate(answers))
 
     def _received(self, task: Task | None) -> Task | None:
-        """Return on every rank the task that rank 0 gives to this function.
-
-        None at the end of the run.
-        """
+        """Return rank 0's task on every rank, or None at the end of the run."""
         self._meet(JOIN.total_seconds())
         box = [task]
         with self._connected():
@@ -279,10 +262,7 @@ class Group:
         return box[0]
 
     def _carried_out(self, task: Task) -> Sequence[Answer]:
-        """Carry out this rank's part of a task.
-
-        Return the answers of all ranks on rank 0, and none on the others.
-        """
+        """Carry out this rank's part; return all answers on rank 0, and none on other ranks."""
         before = self._crossings()
         answer = replace(self._answer(task), before=before)
         try:
@@ -294,10 +274,7 @@ class Group:
             return [answer, *(_unanswered(rank, lost) for rank in range(1, self.launch.size))]
 
     def _answer(self, task: Task) -> Answer:
-        """Carry out this rank's part of a task, and return its answer.
-
-        An error of this process is a failure.
-        """
+        """Carry out this rank's part of a task; an error of this process is a failure."""
         began_s = time.perf_counter()
         try:
             if task.renew:
@@ -321,18 +298,15 @@ class Group:
         return replace(answer, failure=replace(answer.failure, rank=self.launch.rank, at_s=at_s))
 
     def _worked(self, part: Part, limit_s: float) -> Answer:
-        """Run the request of a part in a fresh worker, and observe this machine if the part says
-        so.
-        """
         if part.roots and self._series is None:
             output = self._scratch / "samples.jsonl"
             self._series = self._stack.enter_context(samplers.sampling(part.gpus, output))
         began_s = time.perf_counter()
         before = foreign_load.snapshot(part.roots)
-        found = self._server.answer(part.request, limit_s)
+        result = self._server.answer(part.request, limit_s)
         load = foreign_load.since(before, part.roots)
         answer = (
-            Answer(failure=found) if isinstance(found, Failure) else Answer(trials=tuple(found))
+            Answer(failure=result) if isinstance(result, Failure) else Answer(trials=tuple(result))
         )
         if not part.roots or self._series is None:
             return answer
@@ -345,29 +319,28 @@ class Group:
     def _meet(self, limit_s: float) -> None:
         """Wait until all ranks have called this function.
 
-        Raises RanksLost, on rank 0 with the ranks that have ended or that have not called it within
-        `limit_s` seconds, and on the other ranks if rank 0 has ended.
+        Raises RanksLost, on rank 0 with the ranks that have ended or are later than `limit_s`
+        seconds, and on the other ranks if rank 0 has ended.
         """
         with self._connected():
             dist.monitored_barrier(self._group, timedelta(seconds=limit_s), wait_all_ranks=True)
 
     def _crossings(self) -> list[Crossing]:
-        """Return this rank's passages through `BARRIERS` barriers."""
-        found = []
+        crossings = []
         with self._connected():
             for _ in range(BARRIERS):
                 entered_s = time.perf_counter()
                 dist.barrier(self._group)
                 left_s = time.perf_counter()
-                found.append(Crossing(left_s, left_s - entered_s))
-        return found
+                crossings.append(Crossing(left_s, left_s - entered_s))
+        return crossings
 
     def _gathered(self, message: Message) -> Sequence[Message]:
-        """Return the messages of all ranks on rank 0, and none on the other ranks."""
-        found: list[Any] = [None] * self.launch.size
+        """Return the messages of all ranks on rank 0, and none on the others."""
+        messages: list[Any] = [None] * self.launch.size
         with self._connected():
-            dist.gather_object(message, None if self.launch.rank else found, group=self._group)
-        return () if self.launch.rank else found
+            dist.gather_object(message, None if self.launch.rank else messages, group=self._group)
+        return () if self.launch.rank else messages
 
     @contextmanager
     def _connected(self) -> Iterator[None]:
@@ -393,23 +366,18 @@ class Group:
             raise self.lost from error
 
     def _ended(self) -> list[int]:
-        """Return the ranks to which the connection is closed.
-
-        The group cannot be used afterwards.
-        """
-        found = []
+        """Return the ranks whose connection is closed; the group cannot be used afterwards."""
+        ended = []
         for rank in range(1, self.launch.size):
             try:
                 dist.irecv(torch.empty(1), rank, group=self._group)
             except RuntimeError:
-                found.append(rank)
-        return found
+                ended.append(rank)
+        return ended
 
 
 def _unanswered(rank: int, lost: RanksLost) -> Answer:
-    """Return the answer of a rank after ranks were lost: a failure that another rank has caused,
-    unless it is one.
-    """
+    """Return a failure: of the rank itself if it was lost, otherwise caused by another rank."""
     if rank in lost.ranks:
         failure = Failure(
             status=Status.FAILED, reason="its process has ended or does not answer", rank=rank

@@ -1,6 +1,4 @@
-"""Launch: the place of this process among those that torchrun or srun started, from environment
-variables.
-"""
+"""Launch: this process's place among those that torchrun or srun started."""
 
 from __future__ import annotations
 
@@ -12,16 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 FIRST_PORT, PORTS = 20_000, 10_000
-"""The range of the ports for launches by srun; the id of the job step selects one of them."""
+"""The range of ports for launches by srun; the id of the job step selects one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """The place of this process in a launch: `rank` of `size` processes, on the machine with the
-    index `node`.
+    """The place of this process in a launch: `rank` of `size`, on the machine with index `node`.
 
-    `host` is the host name of this machine. `variables` are torch's environment variables that the
-    program that started the processes has not set.
+    `host` is this machine's host name. `variables` are torch's environment variables that the
+    launching program has not set.
     """
 
     rank: int
@@ -37,23 +34,23 @@ class Launch:
 def of_environment(environ: Mapping[str, str] = os.environ) -> Launch | None:
     """Return the launch that the environment variables of torchrun or srun describe.
 
-    Return None if neither of them started this process, or if it is the only process. Raises
-    ValueError if a variable is missing or wrong.
+    None if neither of them started this process, or if it is the only process. Raises ValueError if
+    a variable is missing or wrong.
     """
     try:
         if "TORCHELASTIC_RUN_ID" in environ:
-            found = _torchrun(environ)
+            launch = _torchrun(environ)
         elif (
             "SLURM_STEP_NUM_TASKS" in environ
         ):  # not set in an interactive allocation or in a batch script
-            found = _slurm(environ)
+            launch = _slurm(environ)
         else:
             return None
     except (KeyError, ValueError) as error:
         raise ValueError(
             f"an environment variable of torchrun or srun is missing or wrong: {error}"
         ) from None
-    return found if found.size > 1 else None
+    return launch if launch.size > 1 else None
 
 
 def _torchrun(environ: Mapping[str, str]) -> Launch:
@@ -66,10 +63,7 @@ def _torchrun(environ: Mapping[str, str]) -> Launch:
 
 
 def _slurm(environ: Mapping[str, str]) -> Launch:
-    """Return the launch of a job step.
-
-    Its ranks meet on the step's first node unless MASTER_ADDR is set.
-    """
+    """The ranks of a job step meet on its first node unless MASTER_ADDR is set."""
     rank, size = environ["SLURM_PROCID"], environ["SLURM_STEP_NUM_TASKS"]
     step = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
     # a list of nodes such as gpu[01-04,07],login becomes gpu01,login

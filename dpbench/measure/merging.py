@@ -20,19 +20,16 @@ from dpbench.records.registry import Reduction
 from dpbench.records.trial import TrialHost, joined
 
 PROFILED = "profiled_step"
-"""The name of the clock of spans whose durations come from profiled steps.
-
-These steps have it as their annotation.
-"""
+"""The clock name that annotates spans whose durations come from profiled steps."""
 
 
 def merge(parts: Sequence[Trial], hosts: Sequence[TrialHost] = ()) -> Trial:
-    """Merge the trials of all ranks of a case into one trial and return it.
+    """Merge the trials of all ranks of a case into one trial.
 
     `joined` merges the steps and the spans; all samples are kept. `hosts` are the machines of the
-    ranks; it is empty if they share one. The memory of a machine is the sum of its ranks' resident
-    sets. The duration of each setup stage is that of the slowest rank, and the verification result
-    is the worst.
+    ranks; it is empty if they share one. A machine's memory is the sum of its ranks' resident sets.
+    The duration of each setup stage is that of the slowest rank, and the verification result is the
+    worst.
     """
     if len(parts) == 1:
         return parts[0]
@@ -55,13 +52,11 @@ def merge(parts: Sequence[Trial], hosts: Sequence[TrialHost] = ()) -> Trial:
 
 
 def _without_waits(parts: Sequence[Trial]) -> list[Trial]:
-    """Return the parts without the time that their profiled reductions spend waiting for other
-    ranks.
+    """Shorten the parts' profiled reductions by the waits for other ranks.
 
     In each profiled step, the rank that arrives last has the shortest reduction, because it does
-    not wait. The median of these shortest durations over all profiled steps serves as the duration
-    of a reduction without waiting. Each longer reduction is shortened to this duration by a later
-    start.
+    not wait. The median of these shortest durations over all steps serves as the duration without
+    waiting. Each longer reduction is shortened to it by a later start.
     """
     each = [
         values
@@ -84,16 +79,14 @@ def _without_waits(parts: Sequence[Trial]) -> list[Trial]:
 
 
 def _resident(parts: Sequence[Trial], hosts: Sequence[TrialHost]) -> Iterator[Memory]:
-    """Yield one memory record per machine: the sum of the peak resident sets of its ranks."""
+    """Yield one memory record per machine: the sum of its ranks' peak resident sets."""
     for number, ranks in enumerate([host.ranks for host in hosts] or [range(len(parts))]):
         found = [m.peak_bytes for rank in ranks for m in parts[rank].memory if m.device == HOST]
         yield Memory(host_device(number), sum(found), "rss")
 
 
 def shifted(part: Trial, seconds: float) -> Trial:
-    """Return a part with `seconds` added to all times, which converts them to the clock of another
-    machine.
-    """
+    """Return a part with `seconds` added to all times, to convert to another machine's clock."""
     if not seconds:
         return part
     return replace(
@@ -111,8 +104,7 @@ def shifted(part: Trial, seconds: float) -> Trial:
 
 
 def exposed_reductions(case: Case, profile: Sequence[Sequence[Activity]]) -> dict[int, list[float]]:
-    """Return, by device, the seconds per profiled step during which the device only reduces
-    gradients.
+    """Return, by device, the seconds per profiled step during which it only reduces gradients.
 
     It runs no compute kernel at that time. `profile` has the activities of each profiled step. The
     result is empty for strategies that do not reduce gradients during backward.
@@ -137,12 +129,11 @@ def exposed_reductions(case: Case, profile: Sequence[Sequence[Activity]]) -> dic
 def reductions(
     case: Case, spans: Sequence[Span], profile: Sequence[Sequence[Activity]]
 ) -> list[Span]:
-    """Return a span of the phase `reduce` for each timed step and device, calculated from the
-    profiled steps of ranks.
+    """Return a span of the phase `reduce` per timed step and device, from profiled steps.
 
-    Its length is the median of the device's `exposed_reductions`. It ends with the last backward of
-    the timed step. The list is empty if `spans` already has the phase, and for strategies that do
-    not reduce gradients during backward.
+    Its length is the median of the device's `exposed_reductions`, and it ends with the last
+    backward of the step. The list is empty if `spans` already has the phase, and for strategies
+    that do not reduce gradients during backward.
     """
     last = dict[tuple[int, int], Span]()
     exposed = {
@@ -158,11 +149,11 @@ def reductions(
             )
     return [
         replace(
-            one,
+            backward,
             phase=Phase.REDUCE,
             clock=PROFILED,
-            start_s=max(one.start_s, one.end_s - exposed[one.device]),
+            start_s=max(backward.start_s, backward.end_s - exposed[backward.device]),
         )
-        for one in last.values()
-        if exposed.get(one.device)
+        for backward in last.values()
+        if exposed.get(backward.device)
     ]

@@ -1,10 +1,9 @@
-"""Ranks: run one forked process per rank, in a process group that uses only the loopback network
-interface.
+"""Ranks: run one forked process per rank, in a process group on the loopback interface.
 
 The ranks find each other through a `FileStore` in a folder that only this user can enter. torch's
 rendezvous over TCP is not used, because it listens on every network interface without
 authentication and unpickles the data that it receives. Collectives also connect over the loopback
-interface, even if the user's environment variables name another interface.
+interface, even if the user's environment variables name another.
 
 The ranks of a launch by torchrun or srun, on one or several machines, meet through the store of the
 launch, at the address in torch's environment variables. The user's variables then choose the
@@ -39,35 +38,27 @@ from dpbench.measure.failures import of_end, of_rank, together
 from dpbench.records.trial import Failure, in_order
 
 TIMEOUT = timedelta(seconds=60)
-"""The longest time that a rank waits for its peers, when it joins the group and in each
-collective.
-"""
+"""The longest time that a rank waits for its peers, in joining and in each collective."""
 POLL_S = 0.1
-"""The seconds between two checks of whether the process of a rank has ended.
+"""The seconds between two checks of whether a rank's process has ended.
 
-The closing of the rank's pipe is not a reliable sign of the rank's end, because child processes of
-the rank may keep the pipe open.
+The closing of its pipe is no reliable sign, because child processes of the rank may keep it open.
 """
 SETTLE_S = 0.5
 """The seconds for which the parent waits to detect the deaths of other ranks.
 
-It waits after a failure that the death of another rank may have caused, and after a death, because
-other ranks may end at the same time.
+It waits after a failure that another rank's death may have caused, and after a death, because other
+ranks may end at the same time.
 """
 GRACE_S = 1.0
-"""The seconds that a rank has to end after SIGTERM, before it is sent SIGKILL."""
+"""The seconds that a rank has to end between SIGTERM and SIGKILL."""
 _FORK = get_context("fork")
 _OVER_TCP = ("MASTER_ADDR", "MASTER_PORT", "NCCL_COMM_ID", "NCCL_RAS_ADDR")
-"""Environment variables with addresses for connections over TCP, which ranks of one parent
-remove.
-"""
+"""Variables with TCP addresses, which ranks of one parent remove."""
 
 
 class RanksFailed(RuntimeError):
-    """At least one rank failed.
-
-    `failures` has the record of each failed rank, with the likely cause first.
-    """
+    """At least one rank failed; `failures` has the failure records, the likely cause first."""
 
     def __init__(self, failures: Sequence[Failure]) -> None:
         super().__init__(together(failures))
@@ -89,9 +80,7 @@ def loopback() -> str:
 
 
 def _stay_on(interface: str, size: int) -> None:
-    """Let this process connect to the `size` ranks of its parent over one network interface
-    only.
-    """
+    """Let this process connect to its parent's `size` ranks over one network interface only."""
     for name in _OVER_TCP:
         os.environ.pop(name, None)
     os.environ |= {
@@ -105,17 +94,14 @@ def _stay_on(interface: str, size: int) -> None:
 
 
 def _store_in(path: Path, size: int) -> Any:
-    """Return torch's key-value store in a file, through which `size` ranks of one parent find each
-    other.
-    """
+    """Return torch's key-value store in a file, through which ranks of one parent meet."""
     from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch's stubs leave it out
 
     return FileStore(str(path), size)
 
 
 def store_of_launch(key: str) -> Any:
-    """Return the part of a launch's key-value store through which the ranks of one trial find each
-    other.
+    """Return the part of a launch's key-value store through which one trial's ranks meet.
 
     `key` is different in each trial.
     """
@@ -130,9 +116,8 @@ def join(
 ) -> None:
     """Join the group of `size` ranks as `rank`, and wait for all others.
 
-    The ranks find each other through `store`, and `backend` is torch's name of the backend.
-    `timeout` is the longest time that this rank waits for its peers, now and in each collective;
-    after it, torch.distributed raises its error.
+    The ranks find each other through `store`. `timeout` is the longest time that this rank waits
+    for its peers, now and in each collective; after it, torch.distributed raises its error.
     """
     import torch.distributed as dist
 
@@ -141,15 +126,12 @@ def join(
 
 
 def run(entry: Callable[[int], Any], count: int, folder: Path, backend: str) -> list[Any]:
-    """Call `entry(rank)` in one forked process per rank, within one process group.
+    """Call `entry(rank)` in `count` forked processes, one per rank of a process group.
 
-    Return the results in rank order.
-
-    `count` is the number of ranks, and `backend` is torch's name of the backend. Results must be
-    JSON-serializable. `folder` must exist; the ranks use a temporary folder in it. If a rank fails,
-    the other ranks are terminated. All ranks have ended when this function returns or raises. The
-    calling process must not have run a multi-threaded tensor operation, and must not have
-    initialised CUDA.
+    Return the results in rank order; they must be JSON-serializable. `folder` must exist; the ranks
+    use a temporary folder in it. If a rank fails, the others are terminated. All ranks have ended
+    when this function returns or raises. The calling process must not have run a multi-threaded
+    tensor operation, nor initialised CUDA.
 
     Raises RanksFailed if a rank raises or ends without a result, and OSError if the loopback
     interface is missing.
@@ -173,14 +155,15 @@ def run(entry: Callable[[int], Any], count: int, folder: Path, backend: str) -> 
 
 
 class _RankProcess:
-    """The parent's view of the process of one rank.
+    """The parent's view of one rank's process.
 
-    `result` is the JSON text that the rank reported, and `failure` is the record of its failure.
-    While the rank runs, both are None.
+    `result` is the JSON text that the rank reported, and `failure` the record of its failure. While
+    the rank runs, both are None.
     """
 
     def __init__(self, number: int, be: Callable[[Connection], NoReturn]) -> None:
-        self.number, self._killed_before = number, processes.killed_for_memory()
+        self.number = number
+        self._killed_before = processes.killed_for_memory()
         self.result: str | None = None
         self.failure: Failure | None = None
         self.pipe, theirs = _FORK.Pipe(duplex=False)
@@ -190,14 +173,10 @@ class _RankProcess:
 
     @property
     def pending(self) -> bool:
-        """Return whether the rank is still running: it has neither reported a result nor failed."""
         return self.result is None and self.failure is None
 
     def look(self) -> None:
-        """Receive the rank's report if it has arrived.
-
-        If the rank has ended without a report, record a failure.
-        """
+        """Receive the report if it has arrived, or record that the rank ended without one."""
         ended = (
             self.process.exitcode is not None
         )  # read before polling, because the last message precedes the end
@@ -227,10 +206,7 @@ class _RankProcess:
 
 
 def _results(ranks: Sequence[_RankProcess]) -> list[Any]:
-    """Wait for the results of all ranks.
-
-    Return them in rank order. Raises RanksFailed soon after the first failure.
-    """
+    """Return all ranks' results in rank order; raise RanksFailed soon after the first failure."""
     deadline_s = float("inf")
     while (
         pending := [rank for rank in ranks if rank.pending]
@@ -250,9 +226,7 @@ def _results(ranks: Sequence[_RankProcess]) -> list[Any]:
 
 
 def _end(ranks: Sequence[_RankProcess]) -> None:
-    """Terminate every rank that is still running, with SIGTERM and then SIGKILL, and wait until all
-    have ended.
-    """
+    """Terminate the running ranks, with SIGTERM and then SIGKILL, and wait for their ends."""
     for send in ("terminate", "kill"):
         for rank in ranks:
             getattr(rank.process, send)()
@@ -270,8 +244,7 @@ def _be_rank(
     parent: int,
     pipe: Connection,
 ) -> NoReturn:
-    """Run rank `rank` in this process: join the group, call `entry`, send its result or failure to
-    `pipe`, and exit.
+    """Run one rank in this process: send its result or failure to `pipe`, and exit.
 
     `parent` is the parent's process id. After a failure, the rank waits until the parent ends it,
     because its exit could cause failures in other ranks. The process exits without Python's

@@ -1,10 +1,9 @@
-"""Reference: the chunked reference, which computes the gradients and the buffers of a correct step
-without the engine.
+"""Reference: the gradients and buffers of a correct step, computed without the engine.
 
-It runs one deep copy of the module per chunk of the batch, one after the other on one device, and
-adds the gradients of the copies in the order of the chunks. Its functions that take outputs apart
-and join them share no code with the engine's gather, because verification compares the results of
-both.
+The chunked reference runs one deep copy of the module per chunk of the batch, one after the other
+on one device, and adds the gradients of the copies in the order of the chunks. Its functions that
+take outputs apart and join them share no code with the engine's gather, because verification
+compares the results of both.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ from dpbench.strategies import Split
 
 
 def _parts(value: Any) -> list[tuple[Any, Any]]:
-    """Return the parts of a container as pairs (name, part).
-
-    An empty list for a value without parts.
-    """
+    """Return the (name, part) pairs of a container; none for a value without parts."""
     if isinstance(value, Mapping):
         return list(value.items())
     if is_dataclass(value) and not isinstance(value, type):
@@ -40,9 +36,7 @@ def _parts(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _made(value: Any, parts: Sequence[Any]) -> Any:
-    """Return a container of the same type as `value`, with `parts` in place of the parts that
-    `_parts` returns.
-    """
+    """Return a container of the type of `value` with other `parts` (see `_parts`)."""
     names = [name for name, _ in _parts(value)]
     if isinstance(value, MutableMapping):
         made = copy.copy(value)  # a subclass of dict may have another constructor
@@ -65,15 +59,13 @@ def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def tensors_by_name(value: Any, name: str = "output") -> dict[str, torch.Tensor]:
-    """Return the tensors of a structure by their place in it, such as `output['logits']` for the
-    structure `output`.
-    """
+    """Return the tensors of a structure by their place in it, such as `output['logits']`."""
     if isinstance(value, torch.Tensor):
         return {name: value}
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for key, part in _parts(value):
-        found |= tensors_by_name(part, f"{name}[{key!r}]")
-    return found
+        tensors |= tensors_by_name(part, f"{name}[{key!r}]")
+    return tensors
 
 
 def all_tensors(value: Any) -> list[torch.Tensor]:
@@ -82,11 +74,10 @@ def all_tensors(value: Any) -> list[torch.Tensor]:
 
 
 def joined(values: Sequence[Any]) -> Any:
-    """Return one structure in which each tensor has the rows of all `values`; 0-dim tensors become
-    a vector.
+    """Return one structure in which each tensor has the rows of all `values`.
 
-    `values` have equal structures. A single value is returned unchanged. Parts that are not tensors
-    come from the first of `values`.
+    0-dim tensors become a vector. `values` have equal structures; a single value is returned
+    unchanged. Parts that are not tensors come from the first of `values`.
     """
     first = values[0]
     if len(values) == 1:
@@ -108,8 +99,7 @@ def chunked(
     *,
     scale: float = 1.0,
 ) -> nn.Module:
-    """Compute the chunked reference: return `module` with the gradients and buffers that a correct
-    step produces.
+    """Return `module` with the gradients and buffers of a correct step: the chunked reference.
 
     `module` is moved to `device`. `inputs` and `target` are one batch, which is split into one
     chunk for each number of samples in `split.rows`. The loss is multiplied by `scale` for
@@ -145,8 +135,7 @@ def averaged(
     *,
     scale: float = 1.0,
 ) -> nn.Module:
-    """Return `module` with the mean of the gradients of each chunk's own loss, weighted by the
-    chunks' rows.
+    """Return `module` with the mean of the gradients of the chunks' own losses, weighted by rows.
 
     This is what DistributedDataParallel computes, whose ranks each have a loss. It differs from the
     gradient of the whole batch if the loss is not a mean over samples, for example if it averages
@@ -169,9 +158,7 @@ def averaged(
 
 
 def _collect(module: nn.Module, copies: Sequence[nn.Module], scale: float = 1.0) -> None:
-    """Give `module` the sums of the copies' gradients, divided by `scale`, and the buffers of the
-    first copy.
-    """
+    """Give `module` the copies' summed gradients over `scale`, and the first copy's buffers."""
     for name, parameter in module.named_parameters():
         parts = [one.get_parameter(name).grad for one in copies]
         total = _ordered_sum([p for p in parts if p is not None])
@@ -181,8 +168,7 @@ def _collect(module: nn.Module, copies: Sequence[nn.Module], scale: float = 1.0)
 
 
 def in_chunks(value: Any, rows: Sequence[int], device: torch.device) -> list[Any]:
-    """Split the tensors of the structure `value` into consecutive chunks, and return one structure
-    for each chunk.
+    """Split a structure's tensors into consecutive chunks; return one structure per chunk.
 
     `rows` has the number of rows of each chunk. The tensors of the result are copies on `device`.
     """
@@ -197,8 +183,8 @@ def _piece(tensor: torch.Tensor, rows: slice, device: torch.device) -> torch.Ten
 def _cut(tensor: torch.Tensor, into: list[torch.Tensor]) -> torch.Tensor:
     """Return the tensor without its autograd history, and append the returned tensor to `into`.
 
-    The returned tensor requires gradients if `tensor` does. The caller reads it from `into`,
-    because the container into which it is put, such as a cache, may store a copy of it.
+    The caller reads it from `into`, because the container into which it is put, such as a cache,
+    may store a copy of it.
     """
     end = tensor.detach().requires_grad_(tensor.requires_grad)
     into.append(end)
@@ -206,7 +192,7 @@ def _cut(tensor: torch.Tensor, into: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _ordered_sum(parts: list[torch.Tensor]) -> torch.Tensor | None:
-    """Return the sum of the gradients in `parts`, added in this order; None if `parts` is empty."""
+    """Return the sum of `parts`, added in this order; None if there are none."""
     if not parts:
         return None
     total = parts[0].clone()

@@ -1,6 +1,4 @@
-"""Requests: the messages with which the parent process assigns work to workers, each one line of
-JSON.
-"""
+"""Requests: the messages that assign work to workers, each one line of JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ class WorkKind(StrEnum):
 
     MEASURE = "measure"
     CHECK_MODEL = "check the model"
-    """Check that the case's model can be built and take one step; the step is not timed."""
+    """Check that the case's model can be built and take one step, which is not timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +27,8 @@ class RemoteRank:
     """One rank of a trial whose ranks have different parents, on one or several machines.
 
     `key` identifies the trial in the store of the launch, in which the ranks meet. `place` is the
-    position of the rank among the ranks that see the same cores and GPUs: it selects the rank's
-    core or GPU. `timeout_s` is the longest time in seconds that the rank waits for its peers.
+    rank's position among the ranks that see the same cores and GPUs: it selects the rank's core or
+    GPU. `timeout_s` is the longest time in seconds that the rank waits for its peers.
     """
 
     rank: int
@@ -42,10 +40,10 @@ class RemoteRank:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The work for one worker process, which is one rank of a trial if the request has a `seat`.
+    """The work for one worker process, which is one rank of a trial if there is a `seat`.
 
-    The worker writes its trials, log and stacks to `folder`; the server fills in this field.
-    `requested_s` is the time of the request in seconds on the clock of `time.perf_counter`.
+    The worker writes its trials, log and stacks to `folder`, which the server fills in.
+    `requested_s` is the time of the request in `time.perf_counter` seconds.
     """
 
     cases: tuple[Case, ...]
@@ -68,7 +66,7 @@ class Request:
 
     @classmethod
     def from_json(cls, line: str) -> Self:
-        """Return the request that is encoded in a line of JSON from `to_json`."""
+        """Return the request in a line of JSON from `to_json`."""
         data = json.loads(line)
         seat = data["seat"]
         return cls(

@@ -36,23 +36,16 @@ if TYPE_CHECKING:
 Slot = tuple[Case, int]
 """A case and the number of the round in which it is measured."""
 SHARED = 0.9
-"""The share of the remaining budget that is divided among the trials.
-
-The rest is for trials that take longer.
-"""
+"""The share of the remaining budget that is divided among the trials; the rest is a reserve."""
 OVERHEAD_S = 1.0
-"""The first estimate of a trial's duration in seconds without its timed steps.
-
-Each successful trial updates it.
-"""
+"""The first estimate of a trial's seconds without timed steps; successful trials update it."""
 
 
 @dataclass(frozen=True)
 class Started:
-    """The event that a run or one of its trials has started; for a run, `case` is None.
+    """A run (`case` is None) or one of its trials has started.
 
-    `done` is the number of trials that have ended, and `total` is the number of all trials that are
-    planned so far.
+    `done` is the number of trials that have ended, and `total` that of all trials planned so far.
     """
 
     run_id: str
@@ -64,12 +57,9 @@ class Started:
 
 @dataclass(frozen=True)
 class Ended:
-    """The event that a trial has ended and is stored.
+    """A trial has ended and is stored; `done` of the run's `total` trials have ended.
 
-    `done` of the run's `total` trials have ended.
-
-    `seconds` is the trial's duration, or its equal share of the duration if one worker measured
-    several cases.
+    `seconds` is the trial's duration, or its equal share if one worker measured several cases.
     """
 
     trial: Trial
@@ -92,10 +82,8 @@ Listener = Callable[[Started | Ended | Note], None]
 class Outcome:
     """The result of a run.
 
-    `resumed` is True if trials were added to an earlier run of the same plan.
-
-    `counts` has the number of trials by status, including those of earlier sessions; repeated
-    trials count once.
+    `resumed` is True if trials were added to an earlier run of the same plan. `counts` has the
+    number of trials by status, including those of earlier sessions; repeated trials count once.
     """
 
     run_id: str
@@ -121,10 +109,10 @@ def run(
     """Measure every case, store each trial as soon as it ends, and return the result of the run.
 
     `rounds` is the number of rounds, or the rule that selects the cases of each round. Without
-    `paired`, each round has a separate server process, from which the workers of the round are
-    forked. With `paired`, all rounds use one server process, and cases that can share a worker are
-    measured in one worker, which runs their blocks of steps in turn. `effort` limits the steps and
-    the time of each trial (None: the defaults).
+    `paired`, each round has a separate server process, from which its workers are forked. With
+    `paired`, all rounds use one server process, and cases that can share a worker are measured in
+    one worker, which runs their blocks of steps in turn. `effort` limits the steps and the time of
+    each trial (None: the defaults).
 
     `budget_s` limits the total duration of the trials in seconds (None: no limit). The timed part
     of each trial is shortened to fit this budget. Trials that have not started when the budget is
@@ -136,16 +124,17 @@ def run(
     `patience_s` is 0, they are only labelled as noisy.
 
     `limit_s` limits the duration of one trial in seconds. `retry` has names of statuses: trials
-    that ended with one of these statuses are measured again, even if the latest run of this plan
-    has finished. `traces` is a folder for profiles (None: no profiles). After the timed steps of
-    each trial, one more step is profiled and written to traces/<run>/<case>-r<round>.json, with one
-    file per rank. `cluster` has the ranks of a launch by torchrun or srun, which then measure the
-    cases. `listen` is called with every event. After a KeyboardInterrupt, or if signals from
-    outside have ended both attempts at a trial, the same call resumes the run. Raises OSError if
-    temporary files cannot be written; the trials that have ended stay stored.
+    that ended with one of them are measured again, even if the latest run of this plan has
+    finished. `traces` is a folder for profiles (None: no profiles): after the timed steps of each
+    trial, one more step is profiled and written to traces/<run>/<case>-r<round>.json, with one file
+    per rank. `cluster` has the ranks of a launch by torchrun or srun, which then measure the cases.
+    `listen` is called with every event. After a KeyboardInterrupt, or if signals from outside have
+    ended both attempts at a trial, the same call resumes the run. Raises OSError if temporary files
+    cannot be written; the trials that have ended stay stored.
     """
     facts = collect(cluster)
-    again, patience_s = statuses(retry), foreign_load.patience(patience_s)
+    again = statuses(retry)
+    patience_s = foreign_load.patience(patience_s)
     rule = Fixed(rounds) if isinstance(rounds, int) else rounds
     run_id, resumed = store.begin_run(
         rounds=rounds if isinstance(rounds, int) else 0,
@@ -182,18 +171,14 @@ def run(
 
 
 def collect(cluster: Cluster | None) -> dict[str, Any]:
-    """Return the facts about this machine, its software and the ranks of a launch, to store with a
-    run.
-    """
+    """Return the facts about this machine, its software and a launch's ranks."""
     return provenance.collect(describe()) | ({HOSTS: cluster.facts()} if cluster else {})
 
 
 def identity(
     cases: Sequence[Case], rule: RoundsRule, facts: dict[str, Any], *, paired: bool
 ) -> dict[str, str]:
-    """Return the hashes of a run's plan, host and code, by which an unfinished run is found and
-    resumed.
-    """
+    """Return the hashes of a run's plan, host and code, by which an unfinished run is found."""
     how = ["paired"] * paired
     return {
         "plan": plan.plan_hash(cases, rule.name, *how),
@@ -203,15 +188,12 @@ def identity(
 
 
 def _noise(load: foreign_load.Measured, trials: Collection[Slot]) -> dict[str, str]:
-    """Return the reasons for labelling a run NOISY.
+    """Return the reasons for labelling a run NOISY: `before` (the load before it) and `during`.
 
-    The keys are `before` and `during`, for the time of the load.
-
-    `load` is the foreign load before the run. `trials` has the pairs (case, round) measured under
-    too much load.
+    `trials` are those measured under too much load.
     """
-    found = {"before": str(load)} if foreign_load.busy(load) else {}
-    return found | (
+    reasons = {"before": str(load)} if foreign_load.busy(load) else {}
+    return reasons | (
         {"during": f"{count(len(trials), 'trial')} ran under too much foreign load"}
         if trials
         else {}
@@ -219,17 +201,14 @@ def _noise(load: foreign_load.Measured, trials: Collection[Slot]) -> dict[str, s
 
 
 def statuses(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of statuses as a tuple.
-
-    Raises ValueError for a name that is not a final status.
-    """
-    given = tuple(names)
-    for name in given:
+    """Return the names of statuses; raise ValueError for one that is not a final status."""
+    wanted = tuple(names)
+    for name in wanted:
         if name not in FINAL:
             raise ValueError(
                 registry.unknown("status to retry", name, sorted(status.value for status in FINAL))
             )
-    return given
+    return wanted
 
 
 def _groups(cases: Sequence[Case], *, paired: bool) -> list[tuple[Case, ...]]:
@@ -238,10 +217,7 @@ def _groups(cases: Sequence[Case], *, paired: bool) -> list[tuple[Case, ...]]:
 
 
 def ordinals(cases: Sequence[Case]) -> list[int]:
-    """Return the sorted ordinals of all GPUs that the cases use.
-
-    An empty list if they use no GPU.
-    """
+    """Return the sorted ordinals of all GPUs that the cases use."""
     used: set[int] = set()
     for case in cases:
         if case.device_kind == "cuda":
@@ -251,10 +227,7 @@ def ordinals(cases: Sequence[Case]) -> list[int]:
 
 
 class _Session:
-    """The state of one call of `run`: its budget, and the trials so far.
-
-    Groups of cases run one after the other.
-    """
+    """The state of one call of `run`: its budget, and the trials so far."""
 
     def __init__(
         self,
@@ -270,19 +243,15 @@ class _Session:
         cluster: Cluster | None,
         visible: Sequence[Mapping[str, Any]],
     ) -> None:
-        self._traces, self._patience_s, self._cluster, self._visible = (
-            traces,
-            patience_s,
-            cluster,
-            visible,
-        )
-        self._store, self._run_id, self._rule, self._effort, self._limit_s = (
-            store,
-            run_id,
-            rule,
-            effort,
-            limit_s,
-        )
+        self._traces = traces
+        self._patience_s = patience_s
+        self._cluster = cluster
+        self._visible = visible
+        self._store = store
+        self._run_id = run_id
+        self._rule = rule
+        self._effort = effort
+        self._limit_s = limit_s
         self._listen = listen
         self._deadline = None if budget_s is None else time.perf_counter() + budget_s
         self._overhead_s = OVERHEAD_S
@@ -290,18 +259,12 @@ class _Session:
         self._models = checks.Models(limit_s)
         self._times: Counter[Slot] = Counter()
         self.noisy: set[Slot] = set()
-        """The pairs (case, round) whose last trusted trial (see `Trial.trusted`) ran under too much
-        foreign load.
-        """
+        """The slots whose last trusted trial (`Trial.trusted`) ran under too much load."""
         self.killed: set[tuple[str, int]] = set()
-        """The pairs (case fingerprint, round) of the trials that a signal from outside has
-        ended.
-        """
+        """The pairs (case fingerprint, round) of trials that a signal from outside has ended."""
 
     def measure(self, cases: Sequence[Case], done: set[tuple[str, int]], *, paired: bool) -> None:
-        """Measure the rounds that the rule selects, except the pairs (case fingerprint, round) in
-        `done`.
-        """
+        """Measure the rule's rounds, except the pairs (case fingerprint, round) in `done`."""
         fixed = self._rule.name if isinstance(self._rule.name, int) else 0
         self._total = max(len(done), len(cases) * fixed)
         self._done = len(done)
@@ -327,11 +290,11 @@ class _Session:
                     with nullcontext(lasting) if lasting else self._workers(scratch) as server:
                         refused = self._refuse(pending, number, server)
                         cases = [case for case in cases if case not in refused]
-                        left = {
+                        remaining = {
                             (case.fingerprint, n) for case in cases for n in range(number, fixed)
                         } - done
                         pending = [case for case in pending if case not in refused]
-                        self._total = self._done + max(len(left), len(pending))
+                        self._total = self._done + max(len(remaining), len(pending))
                         self._round(pending, number, server, watched, paired=paired)
                         short = shortage(self._left_s, self._total - self._done, self._overhead_s)
                         if short and number == 0:
@@ -344,10 +307,7 @@ class _Session:
 
     @contextmanager
     def _workers(self, scratch: Path) -> Iterator[TrialRunner]:
-        """Yield an object that runs trials in new processes.
-
-        A cluster's start does not count against the budget.
-        """
+        """Yield a runner of trials; a cluster's start does not count for the budget."""
         entered = time.perf_counter()
         with self._cluster.workers() if self._cluster else Server(scratch) as found:
             if self._deadline is not None:
@@ -355,11 +315,10 @@ class _Session:
             yield found
 
     def _refuse(self, cases: Sequence[Case], number: int, server: TrialRunner) -> set[Case]:
-        """Check the models of the cases, store a failed trial for each case whose model fails, and
-        return these cases.
+        """Check the models; store a failed trial for each case whose model fails, and return these.
 
-        The duration of the checks, which includes the start of the server, does not count against
-        the budget.
+        The duration of the checks, which includes the start of the server, does not count for the
+        budget.
         """
         began = time.perf_counter()
         for line in () if self._spent() else self._models.check(cases, server):
@@ -372,9 +331,7 @@ class _Session:
         return {*failed}
 
     def _take(self, trial: Trial) -> None:
-        """Pass an ended trial to the rule, and record whether it was killed or ran under too much
-        foreign load.
-        """
+        """Pass a trial to the rule; record if it was killed or ran under too much load."""
         self._rule.add(trial)
         slot = trial.case, trial.round
         self._times[slot] += trial.trusted
@@ -384,16 +341,11 @@ class _Session:
             self.killed.add((trial.case.fingerprint, trial.round))
 
     def _repeatable(self) -> list[Slot]:
-        """Return the pairs (case, round) in `noisy` that were not repeated yet.
-
-        Empty if the budget is spent.
-        """
+        """Return the slots in `noisy` that were not repeated yet; none if the budget is spent."""
         return [] if self._spent() else [slot for slot in self.noisy if self._times[slot] == 1]
 
     def _wait(self) -> None:
-        """Wait until the foreign load is low, but not longer than the run's patience and the
-        remaining budget.
-        """
+        """Wait for a low foreign load, limited by the run's patience and the remaining budget."""
         foreign_load.wait(
             min(self._patience_s, self._left_s), lambda words: self._listen(Note(words))
         )
@@ -406,7 +358,7 @@ class _Session:
         *,
         paired: bool,
     ) -> None:
-        """Repeat the trials that ran under too much foreign load, as long as budget is left.
+        """Repeat trials that ran under too much foreign load, as long as budget is left.
 
         Trials that shared a worker with one of them are repeated too. Results use the new trials;
         the old ones stay stored.
@@ -428,9 +380,7 @@ class _Session:
         *,
         paired: bool,
     ) -> None:
-        """Measure each case once in round `number`, in a random order that depends only on the run
-        and the round.
-        """
+        """Measure each case once, in a random order that depends only on the run and the round."""
         generator = random.Random(f"{self._run_id} {number}")
         shuffled = generator.sample(sorted(cases, key=lambda case: case.fingerprint), len(cases))
         for group in _groups(shuffled, paired=paired):
@@ -439,14 +389,12 @@ class _Session:
     def _group(
         self, server: TrialRunner, group: Sequence[Case], number: int, watched: samplers.SampleFile
     ) -> None:
-        """Measure the cases of `group` in one worker and store their trials.
-
-        If the budget is spent, store skipped trials instead.
-        """
+        """Measure the cases in one worker, or store skipped trials if the budget is spent."""
         signals.check()
         self._listen(Started(self._run_id, self._total, self._done, group[0], number))
         ids = [self._store.begin_trial(self._run_id, case, number) for case in group]
-        began, load = time.perf_counter(), None
+        began = time.perf_counter()
+        load = None
         effort = self._affordable()
         if effort is None:
             reason = (
@@ -468,37 +416,32 @@ class _Session:
         ended = time.perf_counter()
         for trial_id, trial in zip(ids, trials, strict=True):
             samples = (*trial.samples, *_watched(watched, began, ended, trial, self._visible))
-            own = {foreign_load.FACT: asdict(load)} if isinstance(load, foreign_load.Load) else {}
+            load_facts = (
+                {foreign_load.FACT: asdict(load)} if isinstance(load, foreign_load.Load) else {}
+            )
             facts = {
-                **own,
+                **load_facts,
                 **trial.provenance,
             }  # the load that the ranks of a cluster measured takes precedence
-            seen = _checked(replace(trial, samples=samples, provenance=facts))
-            self._store.end_trial(trial_id, seen)
-            self._take(seen)
+            checked = _checked(replace(trial, samples=samples, provenance=facts))
+            self._store.end_trial(trial_id, checked)
+            self._take(checked)
             self._done += 1
-            self._listen(Ended(seen, self._done, self._total, (ended - began) / len(group)))
+            self._listen(Ended(checked, self._done, self._total, (ended - began) / len(group)))
         if all(trial.status is Status.OK for trial in trials):
             timed = sum(step.seconds for trial in trials for step in trial.steps)
             self._overhead_s += 0.3 * ((ended - began - timed) / len(group) - self._overhead_s)
 
     @property
     def _left_s(self) -> float:
-        """Return the rest of the run's time budget in seconds.
-
-        Infinity if the run has no budget.
-        """
+        """Return the rest of the time budget in seconds; infinity without a budget."""
         return float("inf") if self._deadline is None else self._deadline - time.perf_counter()
 
     def _spent(self) -> bool:
-        """Return whether the time budget of the run is spent."""
         return self._left_s <= 0
 
     def _trace(self, case: Case, number: int) -> str:
-        """Return the path for the profile of a case in round `number`.
-
-        An empty string if no profiles are requested.
-        """
+        """Return the path for a profile; empty if no profiles are requested."""
         if self._traces is None:
             return ""
         words = re.sub(r"[^\w.,=]+", "-", case.label).strip("-")
@@ -509,10 +452,9 @@ class _Session:
         )
 
     def _affordable(self) -> Effort | None:
-        """Return the effort for the next trial, whose timed steps get at most an equal share of the
-        remaining budget.
+        """Return the effort for the next trial, at most an equal share of the remaining budget.
 
-        Return None if the budget is spent.
+        None if the budget is spent.
         """
         if self._deadline is None:
             return self._effort
@@ -523,10 +465,7 @@ class _Session:
 
 
 def _checked(trial: Trial) -> Trial:
-    """Return the trial with the results of its validity checks in its provenance.
-
-    Unchanged if no check has results.
-    """
+    """Return the trial with the results of its validity checks in its provenance."""
     found = validity.facts(trial, provenance.usable_cores())
     return replace(trial, provenance={**trial.provenance, "validity": found}) if found else trial
 
@@ -538,8 +477,7 @@ def _watched(
     trial: Trial,
     visible: Sequence[Mapping[str, Any]],
 ) -> tuple[Sample, ...]:
-    """Return the samplers' readings during the trial's timed steps, or from `began` to `ended` if
-    no step is timed.
+    """Return the samplers' readings during the timed steps, or from `began` to `ended` without any.
 
     `visible` are NVML's facts about the GPUs that CUDA shows.
     """
@@ -551,7 +489,7 @@ def _watched(
         HOST: HOST,
         **replicas_of(trial.case.device_ids, trial.provenance.get("gpu_uuids", ()), visible),
     }
-    found = series.cut(began, ended)
+    samples = series.cut(began, ended)
     return tuple(
-        replace(sample, device=place[sample.device]) for sample in found if sample.device in place
+        replace(sample, device=place[sample.device]) for sample in samples if sample.device in place
     )

@@ -1,9 +1,7 @@
 """Scratch: a folder for temporary files.
 
-If this process is killed, the next start of dpbench removes the folder.
-
 The folder has a file that its process keeps locked. The system releases the lock when the process
-ends, so a folder with an unlocked lock file belongs to an ended process. A folder without a lock
+ends, so the next start of dpbench removes the folders of killed processes. A folder without a lock
 file is never touched, whatever its name.
 """
 
@@ -26,35 +24,32 @@ _NO_FAULT_OF_THE_FOLDER = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 @contextmanager
 def folder() -> Iterator[Path]:
-    """Yield a new temporary folder, and remove it at the end.
-
-    First remove the folders of killed processes.
+    """Yield a new temporary folder, after removing those of killed processes; remove it at the end.
 
     Raises OSError, with the remedy, if temporary files cannot be written.
     """
     with explained():
         sweep()
-        found = Path(tempfile.mkdtemp(prefix=PREFIX))
+        created = Path(tempfile.mkdtemp(prefix=PREFIX))
     lock = -1
     try:
         with explained():
             # lock the file before it gets its final name, so that no other process finds it
             # unlocked
-            lock = os.open(found / f"{LOCK}.new", os.O_RDWR | os.O_CREAT, 0o600)
+            lock = os.open(created / f"{LOCK}.new", os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX)
             os.write(lock, _CONTENT)
-            (found / f"{LOCK}.new").rename(found / LOCK)
-        yield found
+            (created / f"{LOCK}.new").rename(created / LOCK)
+        yield created
     finally:
-        shutil.rmtree(found, ignore_errors=True)
+        shutil.rmtree(created, ignore_errors=True)
         if lock >= 0:
             os.close(lock)
 
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Add the folder of temporary files and the remedy to the message of an OSError that this
-    context raises.
+    """Add the folder of temporary files and the remedy to an OSError raised in this context.
 
     The context must only read and write temporary files. Errors that another folder would not avoid
     stay as they are.
@@ -72,10 +67,9 @@ def explained() -> Iterator[None]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file such that no reader finds a part of it, even if this process is killed or
-    the disk is full.
+    """Write a text file such that no reader finds a part of it, even if this process is killed.
 
-    Raises OSError if the file cannot be written.
+    Raises OSError if the file cannot be written, for example on a full disk.
     """
     part = path.with_name(f"{path.name}.part")
     part.write_text(text, encoding="utf-8")

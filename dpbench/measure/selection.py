@@ -1,6 +1,4 @@
-"""Selection: select the cases of a run from its options, forecast how long the run takes, and
-measure the cases.
-"""
+"""Selection: select a run's cases from its options, forecast its duration, and measure them."""
 
 from __future__ import annotations
 
@@ -28,15 +26,12 @@ if TYPE_CHECKING:
 QUICK_BUDGET_S = {"cpu": 80.0, "cuda": 180.0, "emulated": 80.0}
 """The budget in seconds of a run without options that select cases, by device kind.
 
-On two cores it ends within 120 s.
-
-The budget for GPUs is larger, because each trial creates a CUDA context and loads libraries.
+On two cores, such a run ends within 120 s. The budget for GPUs is larger, because each trial
+creates a CUDA context and loads libraries.
 """
 AUTO_BUDGET_S = 300.0
 ASSUMED_S = OVERHEAD_S + Effort().budget_s
-"""The assumed seconds of a trial of a case without earlier trials: the overhead plus the default
-budget for steps.
-"""
+"""The assumed seconds of a case's first trial: the overhead plus the default budget for steps."""
 LEFT_OUT = (
     "the check of each model, the start of the workers' server in each round, and the wait for idle"
     " cores"
@@ -45,8 +40,7 @@ LEFT_OUT = (
 
 
 def cases_of(options: Options, cluster: Cluster | None = None) -> tuple[list[Case], float | None]:
-    """Return the cases that the options select, and the time budget of the run in seconds, or None
-    for no budget.
+    """Return the cases that the options select, and the run's time budget in seconds or None.
 
     Options that are not given have defaults for this machine. `cluster` has the ranks of a launch
     by torchrun or srun, and its `counts` are then the default numbers of devices. Raises ValueError
@@ -103,7 +97,8 @@ def cases_of(options: Options, cluster: Cluster | None = None) -> tuple[list[Cas
         cases = plan.sweep(strategies=strategies, schedules=schedules or ("reference",), **swept)
     if cluster:
         cases = list(dict.fromkeys(cluster.placed(case) for case in cases))
-    optimizer, unverified = options.optimizer, options.unverified
+    optimizer = options.optimizer
+    unverified = options.unverified
     cases = list(
         dict.fromkeys(replace(case, optimizer=optimizer, unverified=unverified) for case in cases)
     )
@@ -112,9 +107,7 @@ def cases_of(options: Options, cluster: Cluster | None = None) -> tuple[list[Cas
 
 
 def _check_together(options: Options, cluster: Cluster | None) -> None:
-    """Raise ValueError for options that exclude each other, or that a launch by torchrun or srun
-    does not support.
-    """
+    """Raise ValueError for options that exclude each other, or that a launch does not support."""
     from dpbench.measure.run import statuses
 
     statuses(options.retry)
@@ -162,10 +155,7 @@ def _check_together(options: Options, cluster: Cluster | None) -> None:
 
 
 def _two_models(options: Options, swept: dict[str, Any]) -> list[Case]:
-    """Return the cases for --together, which measure two models at the same time.
-
-    `swept` has the axes by name.
-    """
+    """Return the cases for --together, which measure two models at the same time."""
     devices = options.devices or (1,)
     several = [
         name
@@ -188,8 +178,8 @@ def _two_models(options: Options, swept: dict[str, Any]) -> list[Case]:
 def naming(options: Options, command: str = "") -> Naming:
     """Return the name and the tags that the options give to the run.
 
-    `command` is the command that repeats the run; if it is empty, the arguments of this process are
-    used. Raises ValueError for a wrong name or tag.
+    `command` is the command that repeats the run (empty: this process's arguments). Raises
+    ValueError for a wrong name or tag.
     """
     from dpbench.store import Naming
 
@@ -212,12 +202,7 @@ def measure(
     listen: Listener,
     cluster: Cluster | None = None,
 ) -> Outcome:
-    """Measure the cases in processes of this machine, or by the ranks of `cluster`.
-
-    Return the result.
-
-    `cases` and `budget_s` are the results of `cases_of`.
-    """
+    """Measure the cases of `cases_of` in processes of this machine, or by ranks of `cluster`."""
     from dpbench.measure import run as runner
     from dpbench.measure.stopping import UntilPrecise
 
@@ -240,7 +225,7 @@ def measure(
 class PlannedCase:
     """A case of the plan, of which `left` trials are to be measured.
 
-    `earlier` is the number of the case's earlier trials, and `trial_s` is their median duration in
+    `earlier` is the number of the case's earlier trials, and `trial_s` their median duration in
     seconds (None without earlier trials).
     """
 
@@ -254,9 +239,9 @@ class PlannedCase:
 class RunForecast:
     """The plan of a run: its cases, their rounds and their expected duration.
 
-    `rounds` is the number of rounds; if `auto` is True, a rule adds rounds, and `rounds` is the
-    least number. `resumes` is the id of the run to which the trials would be added; it is empty for
-    a new run. `budget_s` is the time budget of the run in seconds (None: no budget).
+    If `auto` is True, a rule adds rounds, and `rounds` is the least number. `resumes` is the id of
+    the run to which the trials would be added; it is empty for a new run. `budget_s` is the time
+    budget of the run in seconds (None: no budget).
     """
 
     cases: Sequence[PlannedCase]
@@ -267,15 +252,12 @@ class RunForecast:
 
     @property
     def trials(self) -> int:
-        """Return the number of trials that are to be measured."""
+        """Return the number of trials to be measured."""
         return sum(one.left for one in self.cases)
 
     @property
     def seconds(self) -> float:
-        """Return the expected duration of all trials in seconds.
-
-        A case without earlier trials counts with `ASSUMED_S` per trial.
-        """
+        """Return the expected seconds of all trials, with `ASSUMED_S` for unknown ones."""
         return sum(
             one.left * (ASSUMED_S if one.trial_s is None else one.trial_s) for one in self.cases
         )
@@ -283,10 +265,12 @@ class RunForecast:
     @property
     def basis(self) -> str:
         """Return a text on the origin of `seconds` and on the work that it leaves out."""
-        known = sum(one.trial_s is not None for one in self.cases)
-        new = len(self.cases) - known
+        measured = sum(one.trial_s is not None for one in self.cases)
+        new = len(self.cases) - measured
         parts = (
-            [f"{words.count(known, 'case')} with earlier trials on this machine"] if known else []
+            [f"{words.count(measured, 'case')} with earlier trials on this machine"]
+            if measured
+            else []
         )
         if new:
             assumed = f"the planner assumes {words.time(ASSUMED_S)} per trial"
@@ -300,9 +284,9 @@ class RunForecast:
 class Known:
     """The facts that a store already has about a plan.
 
-    `durations` has the durations in seconds of earlier trials on this machine, by fingerprint of
-    the case. `resumes` is the id of the run that the plan would resume (empty if there is none),
-    and `done` has the (fingerprint, round) pairs of its final trials.
+    `durations` has the seconds of earlier trials on this machine, by case fingerprint. `resumes` is
+    the id of the run that the plan would resume (otherwise empty), and `done` has the (fingerprint,
+    round) pairs of its final trials.
     """
 
     durations: Mapping[str, Sequence[float]] = field(default_factory=dict)
@@ -318,10 +302,7 @@ class Known:
         naming: Naming,
         cluster: Cluster | None,
     ) -> Known:
-        """Return the facts about the plan that the store at `path` has.
-
-        They are empty if the file does not exist.
-        """
+        """Return the facts about the plan in the store at `path`; none if there is no file."""
         if not path.exists():
             return cls()
         facts = run.collect(cluster)
@@ -333,10 +314,10 @@ class Known:
         keys = run.identity(cases, rule, facts, paired=options.paired)
         keys["plan"] = naming.identified(keys["plan"])
         with Store.read(path) as store:
-            found = store.unfinished(**keys, reopen=bool(options.retry))
-            done = store.done(found, retry=options.retry) if found else ()
+            run_id = store.unfinished(**keys, reopen=bool(options.retry))
+            done = store.done(run_id, retry=options.retry) if run_id else ()
             durations = store.durations(keys["host"], {case.fingerprint for case in cases})
-            return cls(durations=durations, resumes=found or "", done=frozenset(done))
+            return cls(durations=durations, resumes=run_id or "", done=frozenset(done))
 
 
 def forecast(
@@ -347,18 +328,13 @@ def forecast(
     cluster: Cluster | None,
     budget_s: float | None,
 ) -> RunForecast:
-    """Return the plan of a run whose store is at `path`.
-
-    `cases` and `budget_s` are the results of `selection.cases_of`.
-    """
-    known = Known.of(path, options, cases, naming, cluster)
+    """Return the plan of a run whose store is at `path`, for the results of `cases_of`."""
+    stored = Known.of(path, options, cases, naming, cluster)
     rounds = options.rounds if isinstance(options.rounds, int) else LEAST
-    done, planned = (
-        Counter(fingerprint for fingerprint, number in known.done if number < rounds),
-        [],
-    )
+    done = Counter(fingerprint for fingerprint, number in stored.done if number < rounds)
+    planned = []
     for case in cases:
-        earlier = known.durations.get(case.fingerprint, ())
+        earlier = stored.durations.get(case.fingerprint, ())
         typical = statistics.median(earlier) if earlier else None
         left = rounds - done[case.fingerprint]
         planned.append(PlannedCase(case=case, left=left, trial_s=typical, earlier=len(earlier)))
@@ -366,6 +342,6 @@ def forecast(
         cases=planned,
         rounds=rounds,
         auto=options.rounds == AUTO,
-        resumes=known.resumes,
+        resumes=stored.resumes,
         budget_s=budget_s,
     )

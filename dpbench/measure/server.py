@@ -49,10 +49,7 @@ class TrialRunner(Protocol):
     """An object that runs trials: a `Server` on this machine, or a `Cluster` of ranks."""
 
     def check(self, case: Case, limit_s: float) -> Trial:
-        """Check the model of a case.
-
-        Return a trial without steps, whose status and reason are the result.
-        """
+        """Check the model of a case; return a trial without steps with the status and reason."""
 
     def run_together(
         self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float
@@ -64,9 +61,7 @@ class TrialRunner(Protocol):
 
 
 def again_if_killed(attempt: Callable[[], list[Trial]]) -> list[Trial]:
-    """Return the results of `attempt()`.
-
-    If a signal from outside ended it, log a warning and attempt it once more.
+    """Return the results of `attempt()`, which is repeated once if a signal from outside ends it.
 
     The status of results that such a signal ended is `killed`.
     """
@@ -79,10 +74,9 @@ def again_if_killed(attempt: Callable[[], list[Trial]]) -> list[Trial]:
 
 
 class Server:
-    """The parent's view of the server process, which has loaded torch and forks a fresh worker for
-    each request.
+    """The parent's view of the server process, which forks a fresh worker for each request.
 
-    The first request starts the process. When this context manager exits, it kills the process.
+    The first request starts the process. On exit, this context manager kills it.
     """
 
     def __init__(self, scratch: Path) -> None:
@@ -96,8 +90,7 @@ class Server:
         self.stop()
 
     def run(self, case: Case, effort: Effort, number: int, limit_s: float) -> Trial:
-        """Run one trial of a case in round `number` in a fresh worker, and return the trial, even
-        if the worker fails.
+        """Run one trial in round `number` in a fresh worker, and return it even if it fails.
 
         A worker that exceeds `limit_s` seconds is killed.
         """
@@ -116,10 +109,9 @@ class Server:
     ) -> list[Trial]:
         """Run blocks of all cases in turn in one fresh worker.
 
-        Return one trial per case, even if the worker fails.
-
-        If the worker exceeds `limit_s` seconds per case, it is killed together with its ranks, and
-        the reason of each trial has the Python stacks of the worker and its ranks.
+        Return one trial per case, even if the worker fails. If the worker exceeds `limit_s` seconds
+        per case, it is killed together with its ranks, and the reason of each trial has their
+        Python stacks.
         """
         return self._ask(cases, effort, number, limit_s * len(cases))
 
@@ -134,16 +126,14 @@ class Server:
     ) -> list[Trial]:
         """Run a job in a fresh worker and return one trial per case, even if the worker fails.
 
-        If a signal from outside ends the worker or the server, the job is tried once more. `number`
-        is the round and `limit_s` the time limit of the whole job in seconds.
+        If a signal from outside ends the worker or the server, the job is tried once more.
+        `limit_s` is the time limit of the whole job.
         """
         request = Request(cases=tuple(cases), effort=effort, round=number, job=job)
         return again_if_killed(lambda: as_trials(self.answer(request, limit_s), request))
 
     def answer(self, request: Request, limit_s: float) -> list[Trial] | Failure:
-        """Run a request in a fresh worker.
-
-        Return its trials, or the record of how the worker or a rank failed.
+        """Run a request in a fresh worker; return its trials, or the failure of the worker.
 
         Raises OSError if temporary files cannot be written.
         """
@@ -198,10 +188,7 @@ class Server:
         )
 
     def _attempt(self, request: Request, limit_s: float) -> dict[str, Any] | None:
-        """Run a request in a fresh worker.
-
-        Return the server's answer about its end, or None if it was too late.
-        """
+        """Return the server's answer about the worker's end, or None if it was too late."""
         process = self._started()
         request = replace(request, requested_s=time.perf_counter())
         assert process.stdin is not None
@@ -227,10 +214,7 @@ class Server:
             raise
 
     def _started(self) -> subprocess.Popen[bytes]:
-        """Return the server process.
-
-        Start it first if it is not running. Raises _ServerDied if it does not start.
-        """
+        """Return the server process, started if necessary; _ServerDied if it does not start."""
         if self._process is None or self._process.poll() is not None:
             self.stop()
             with explained():
@@ -249,10 +233,7 @@ class Server:
         return self._process
 
     def _soon(self) -> dict[str, Any]:
-        """Return the server's next answer, for which it needs no worker.
-
-        Raises _ServerDied if there is none.
-        """
+        """Return the server's next answer, for which it needs no worker, or raise _ServerDied."""
         try:
             return self._answer(START_LIMIT_S)
         except TimeoutError as error:
@@ -268,7 +249,8 @@ class Server:
         """
         assert self._process is not None
         assert self._process.stdout is not None
-        descriptor, deadline = self._process.stdout.fileno(), time.monotonic() + limit_s
+        descriptor = self._process.stdout.fileno()
+        deadline = time.monotonic() + limit_s
         while b"\n" not in self._buffer:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
@@ -284,13 +266,12 @@ class Server:
         return answer
 
     def _died(self) -> _ServerDied:
-        """Return an exception that says how the server process ended, and quotes the end of its
-        log.
-        """
+        """Return an exception that says how the server ended, and quotes the end of its log."""
         assert self._process is not None
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=10)
-        status, last = self._process.returncode, _tail(self._scratch / "server.log")
+        status = self._process.returncode
+        last = _tail(self._scratch / "server.log")
         text = (
             f"the worker server ended ({processes.ending(status)}); its last output:"
             f" {last or 'none'}"
@@ -298,10 +279,7 @@ class Server:
         return _ServerDied(text, status)
 
     def stop(self) -> None:
-        """Kill the server process if it was started, and wait until it has ended.
-
-        The next request starts a new one.
-        """
+        """Kill the server process, if any, and wait for its end; a request starts a new one."""
         if self._process is not None:
             processes.end_tree(self._process.pid)
             self._process.wait()
@@ -324,9 +302,7 @@ def environment() -> dict[str, str]:
 
 
 class _ServerDied(RuntimeError):
-    """The server process has ended unexpectedly, with `exit_status`, or (None) did not answer in
-    time.
-    """
+    """The server process has ended, or (`exit_status` is None) did not answer in time."""
 
     def __init__(self, reason: str, exit_status: int | None) -> None:
         super().__init__(reason)
@@ -334,13 +310,11 @@ class _ServerDied(RuntimeError):
 
 
 def as_trials(answer: list[Trial] | Failure, request: Request) -> list[Trial]:
-    """Return the trials of an answer.
-
-    A failure becomes one failed trial for each case of the request.
-    """
+    """Return the trials of an answer; for a failure, one failed trial per case of the request."""
     if not isinstance(answer, Failure):
         return answer
-    now, reason = time.time(), visible(answer.reason, lines=True)
+    now = time.time()
+    reason = visible(answer.reason, lines=True)
     return [
         Trial(case=case, status=answer.status, reason=reason, round=request.round, started_s=now)
         for case in request.cases
@@ -352,10 +326,10 @@ class WorkerEnd:
     """The end of a worker.
 
     `late` is True if the worker was killed because it exceeded its time limit. Otherwise,
-    `exit_status` is the exit status of the worker or, if `server` says how the server process has
-    ended, of the server; it is negative for a signal, and None if it is unknown. `peak_bytes` is
-    the peak of the worker's resident set, and `killed_before` is the number of processes that the
-    kernel had killed for lack of memory before the worker started; None if unknown.
+    `exit_status` is that of the worker or, if `server` says how the server process has ended, of
+    the server; it is negative for a signal. `peak_bytes` is the peak of the worker's resident set,
+    and `killed_before` the number of processes that the kernel had killed for lack of memory before
+    the worker started. None means unknown.
     """
 
     late: bool = False
@@ -371,7 +345,7 @@ class WorkerEnd:
         then has the Python stacks. The status is `killed` if a signal from outside ended the worker
         or the server, or if the worker could for a time not write its files; otherwise it is
         `failed`. `folder` has the files that the worker wrote. Raises OSError if no files can be
-        written to this folder.
+        written to it.
         """
         stacks, output = _stacks(folder), _tail(folder / "log")
         if self.late:
@@ -384,12 +358,12 @@ class WorkerEnd:
         if self.exit_status == UNWRITTEN and not self.server:
             with explained():
                 (folder / "probe").write_bytes(bytes(PROBE_BYTES))
-        known = self.exit_status, self.killed_before, self.peak_bytes
-        killed = self.exit_status == UNWRITTEN or processes.killed_from_outside(*known)
+        end_facts = self.exit_status, self.killed_before, self.peak_bytes
+        killed = self.exit_status == UNWRITTEN or processes.killed_from_outside(*end_facts)
         end = processes.ending(self.exit_status)
         if self.exit_status == UNWRITTEN:
             end = f"{end}, which means that it could not write its files"
-        how = f"the worker ended without a result ({end}){processes.advice(*known)}"
+        how = f"the worker ended without a result ({end}){processes.advice(*end_facts)}"
         return Failure(
             status=Status.KILLED if killed else Status.FAILED,
             exit_status=self.exit_status,
@@ -398,14 +372,12 @@ class WorkerEnd:
 
 
 def _stacks(folder: Path) -> str:
-    """Return the Python stacks that the worker and its ranks wrote to `folder`, each cut to the
-    innermost calls.
-    """
-    found = [
+    """Return the stacks of the worker and its ranks in `folder`, cut to the innermost calls."""
+    files = [
         (file.name, file.read_text(errors="replace", encoding="utf-8").strip())
         for file in sorted(folder.glob("stacks*"))
     ]
-    written = [(name, text) for name, text in found if text]
+    written = [(name, text) for name, text in files if text]
     return "\n".join(f"[{name}]\n{text[: TAIL // len(written)]}" for name, text in written)
 
 

@@ -1,6 +1,4 @@
-"""Stopping: decide when a series of steps has warmed up and is long enough, and which cases get
-another round.
-"""
+"""Stopping: decide when a series of steps is long enough, and which cases get more rounds."""
 
 from __future__ import annotations
 
@@ -18,33 +16,25 @@ from dpbench.records.trial import Estimate
 from dpbench.records.words import count
 
 WINDOW = 64
-"""The number of steps over which the noise of a series must stay nearly constant before the noise
-counts as known.
-"""
+"""The noise of a series counts as known if it stays nearly constant over this number of steps."""
 STABLE = 0.05
-"""The noise counts as constant if it deviates from its median over the window by at most this
-fraction.
-"""
+"""The largest deviation of constant noise from its median over the window, as a fraction."""
 AUTO = "auto"
 LEAST, MOST = 3, 200
 PRECISION = 0.01
 LEAST_S = 0.05
-"""The least duration in seconds of the timed steps of each trial, as long as the budget is not
-spent.
-"""
+"""The least seconds of timed steps of each trial, as long as the budget is not spent."""
 
 
 def warmup(series: Sequence[float], *, least: int = 0) -> int:
-    """Return the number of steps at the beginning of a series of step times that belong to its
-    warm-up.
+    """Return the number of steps at the beginning of a series of step times that are its warm-up.
 
     The usual range of step times extends from the 10th to the 90th percentile of the second half of
     the series. Groups of three to five steps are dropped from the beginning until the median of the
     next group is in the usual range; a median is not affected by a single slow step. If all groups
     of the first half are dropped, the series is too short to show where its warm-up ends, and the
     result is about half of its length. The result is at least `least`, but never more than the
-    length of the series. For a series of fewer than 12 steps, the result is `least` or the length
-    of the series, whichever is smaller.
+    length of the series. For a series of fewer than 12 steps, it is the smaller of the two.
     """
     n = len(series)
     few = max(3, min(5, n // 8))
@@ -82,13 +72,11 @@ class Stopping:
 
     @property
     def warmup(self) -> int:
-        """Return the number of steps at the beginning of the series that belong to its warm-up, as
-        far as is known.
-        """
+        """Return the number of steps known so far to be the warm-up of the series."""
         return warmup(self._series, least=self.least_warmup)
 
     def add(self, seconds: float) -> None:
-        """Add the duration of one step, in seconds, to the series."""
+        """Add the duration of one step in seconds."""
         self._series.append(seconds)
 
     def finished(self) -> bool:
@@ -117,11 +105,9 @@ class Stopping:
         return bool(self.reason)
 
     def _is_known(self, steps: int) -> bool:
-        """Return whether the noise of the series is known: it was nearly constant over the last
-        `WINDOW` timed steps.
+        """Return whether the noise was nearly constant over the last `WINDOW` timed steps.
 
-        `steps` is the number of timed steps so far. The noise is computed after each block of
-        steps.
+        It is computed after each block of steps.
         """
         recent = [noise for count, noise in self._noise if count > steps - WINDOW]
         whole = any(count <= steps - WINDOW for count, _ in self._noise)
@@ -134,19 +120,19 @@ class Stopping:
 
 
 def _noise(series: Sequence[float]) -> float:
-    """Return the noise of a series: its interquartile range as a fraction of its median."""
+    """Return the interquartile range as a fraction of the median."""
     low, middle, high = np.percentile(series, [25, 50, 75])
     return float((high - low) / middle)
 
 
 def half_width(series: Sequence[float]) -> float:
-    """Return half the width of the median's 95 % interval, from order statistics, as a fraction of
-    the median.
+    """Return half the width of the median's 95 % interval as a fraction of the median.
 
-    Return infinity for fewer than six values, because then even the range from the smallest to the
-    largest value contains the true median with a probability below 95 %.
+    The interval is from order statistics. Infinity for fewer than six values, because even their
+    whole range then contains the true median with a probability below 95 %.
     """
-    ordered, n = sorted(series), len(series)
+    ordered = sorted(series)
+    n = len(series)
     if n < 6:
         return math.inf
     low = math.floor(n / 2 - 0.98 * math.sqrt(n))
@@ -169,9 +155,7 @@ class UntilPrecise:
     _series: dict[Case, stats.Timed] = field(default_factory=dict)
 
     def add(self, trial: Trial) -> None:
-        """Add the step times of a trial to those of its case, unless the trial is not trusted (see
-        `Trial.trusted`).
-        """
+        """Add a trial's step times to its case, if the trial is trusted (`Trial.trusted`)."""
         summary.add(self._series, trial)
 
     @property
@@ -191,23 +175,23 @@ class UntilPrecise:
             return []
         open_ = {
             case: base
-            for case, base, found in self._judged(cases)
-            if interval_half_width(found) > self.precision
+            for case, base, estimate in self._judged(cases)
+            if interval_half_width(estimate) > self.precision
         }
         needed = {*open_, *filter(None, open_.values())}
         return [case for case in cases if case in needed]
 
     def reasons(self, cases: Sequence[Case]) -> dict[str, str]:
-        """Return a dictionary from the label of each judged case to a text that says why the case
-        got no more rounds.
+        """Return, by label of each judged case, a text that says why it got no more rounds.
 
-        The judged cases are those with a baseline or, if no case has a baseline, all measured
-        cases. The text begins with the reason, which is `precise`, `rounds` (the case had the
-        maximum number of rounds) or `budget`. The precision that was reached follows.
+        The judged cases are those with a baseline or, if no case has one, all measured cases. The
+        text begins with the reason, which is `precise`, `rounds` (the case had the maximum number
+        of rounds) or `budget`. The precision that was reached follows.
         """
-        found = {}
+        reasons = {}
         for case, base, estimate in self._judged(cases):
-            width, quantity = interval_half_width(estimate), "speed-up" if base else "step time"
+            width = interval_half_width(estimate)
+            quantity = "speed-up" if base else "step time"
             ended = (
                 "precise"
                 if width <= self.precision
@@ -215,39 +199,38 @@ class UntilPrecise:
                 if estimate.n >= self.most
                 else "budget"
             )
-            found[case.label] = (
+            reasons[case.label] = (
                 f"{ended}: {quantity} known to within {width:.1%} after"
                 f" {count(estimate.n, 'round')}"
                 + _outlook(estimate if base and ended != "precise" else None)
             )
-        return found
+        return reasons
 
     def _judged(self, cases: Sequence[Case]) -> Iterator[tuple[Case, Case | None, Estimate]]:
         """Yield (case, baseline, speed-up) for each measured case that has a measured baseline.
 
-        If no case has a baseline, yield (case, None, step time in seconds) for each measured case.
+        If no case has one, yield (case, None, step time in seconds) for each measured case.
         """
         series = {case: self._series[case] for case in cases if self._series.get(case)}
         speedups = summary.speedups(series)
-        for case, found in speedups.items():
-            yield case, summary.baseline_in(case, series), found
+        for case, speedup in speedups.items():
+            yield case, summary.baseline_in(case, series), speedup
         if not speedups:
-            for case, mine in series.items():
-                yield case, None, stats.median(mine)
+            for case, times in series.items():
+                yield case, None, stats.median(times)
 
 
 def _outlook(ratio: Estimate | None) -> str:
-    """Return the verdict on a speed-up (such as "faster" or "undecided") as text to append to a
-    reason.
+    """Return the verdict on a speed-up (such as "faster") as text to append to a reason.
 
-    For "undecided", the text also has the number of further rounds that would decide the verdict,
-    unless it is too large. Return an empty string if `ratio` is None.
+    For "undecided", it has the number of further rounds that would decide the verdict, unless it is
+    too large. Empty if `ratio` is None.
     """
     if ratio is None:
         return ""
-    said = stats.verdict(ratio)
-    if said != "undecided":
-        return f", {said}"
+    verdict = stats.verdict(ratio)
+    if verdict != "undecided":
+        return f", {verdict}"
     more = stats.rounds_to_decide(ratio) - ratio.n
     needed = (
         f": about {count(more, 'more round')} would show whether it is faster, slower or the same"
@@ -256,10 +239,7 @@ def _outlook(ratio: Estimate | None) -> str:
 
 
 def interval_half_width(estimate: Estimate) -> float:
-    """Return half the width of an estimate's interval as a fraction of its value.
-
-    Infinity for a single round.
-    """
+    """Return half the width of an interval as a fraction of the value; infinity for one round."""
     return (estimate.high - estimate.low) / 2 / estimate.value if estimate.n > 1 else float("inf")
 
 
@@ -271,54 +251,40 @@ class RoundsRule(Protocol):
 
     @property
     def name(self) -> int | str:
-        """Return the number of rounds if it is fixed, otherwise the rule's name.
-
-        The plan's hash contains `name`.
-        """
+        """Return the fixed number of rounds, or the rule's name; the plan's hash contains it."""
 
     def add(self, trial: Trial) -> None:
-        """Add an ended trial, so that later decisions of the rule can depend on it."""
+        """Add an ended trial, on which later decisions can depend."""
 
     def wanted(self, cases: Sequence[Case], number: int) -> list[Case]:
-        """Return the cases to measure in round `number`, which counts from 0.
-
-        An empty list ends the run.
-        """
+        """Return the cases to measure in round `number`, which counts from 0; none ends the run."""
 
     def reasons(self, cases: Sequence[Case]) -> dict[str, str]:
-        """Return a dictionary from each case's label to the reason why the case got no more
-        rounds.
-        """
+        """Return, by each case's label, the reason why the case got no more rounds."""
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """The rule that measures every case in the same number of rounds; `name` is this number."""
+    """The rule that measures every case in `name` rounds."""
 
     name: int
 
     def add(self, trial: Trial) -> None:
-        """Do nothing, because a fixed number of rounds does not depend on the trials."""
+        """Do nothing: a fixed number of rounds does not depend on the trials."""
 
     def wanted(self, cases: Sequence[Case], number: int) -> list[Case]:
-        """Return all cases if `number`, which counts from 0, is below the number of rounds.
-
-        Otherwise an empty list.
-        """
+        """Return all cases if `number`, which counts from 0, is below the number of rounds."""
         return list(cases) if number < self.name else []
 
     def reasons(self, cases: Sequence[Case]) -> dict[str, str]:
-        """Return an empty dictionary, because the plan itself fixes the number of rounds."""
+        """Return an empty dictionary: the plan itself fixes the number of rounds."""
         return {}
 
 
 def shortage(left_s: float, trials: int, overhead_s: float) -> str:
-    """Return a warning that the rest of a budget is too short for `trials` trials.
+    """Return a warning that `left_s` seconds of budget are too short for `trials` trials, or "".
 
-    "" if it is long enough.
-
-    `left_s` is the rest of the budget, and `overhead_s` is the measured time of a trial without its
-    steps, in seconds.
+    `overhead_s` is the measured time in seconds of a trial without its steps.
     """
     needed_s = trials * (overhead_s + LEAST_S)
     if needed_s <= left_s:

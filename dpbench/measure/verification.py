@@ -1,5 +1,4 @@
-"""Verification: compare a strategy's gradients with those of a reference before the strategy may be
-timed.
+"""Verification: compare a strategy's gradients with a reference before the strategy may be timed.
 
 The ranks of DistributedDataParallel have a loss each, and DDP averages their gradients. If the loss
 averages over the valid items of a batch only, this mean is not the gradient of the whole batch.
@@ -15,10 +14,10 @@ the other on the first device. It computes the loss of the concatenated outputs,
 gradients of the copies in the order of the chunks.
 
 Replicas of one process draw random numbers from one generator, in an order that depends on the
-threads. Verification therefore seeds the generator before each forward with a number that it
-computes from the inputs of the forward. The strategy and the reference then draw the same numbers
-for the same chunk: in modules such as nn.Dropout, in functions, and in scaled dot-product
-attention. Where this is not possible, the dropout of torch's own modules is off.
+threads. Verification therefore seeds the generator before each forward with a number computed from
+the forward's inputs. The strategy and the reference then draw the same numbers for the same chunk:
+in modules such as nn.Dropout, in functions, and in scaled dot-product attention. Where this is not
+possible, the dropout of torch's own modules is off.
 """
 
 from __future__ import annotations
@@ -63,20 +62,14 @@ In fp32, another order of additions causes much smaller errors. tf32 and fp16 ro
 significant bits, bf16 to 8.
 """
 _ALONE = threading.RLock()
-"""The lock that a thread holds during a replayed forward, because the replicas' threads share the
-host's generator.
-"""
+"""Held during a replayed forward, because the replicas' threads share the host's generator."""
 SCALES = tuple(2.0**power for power in range(16, -1, -1))
-"""The factors by which a torch.amp.GradScaler multiplies the loss, in order.
-
-Each overflow leads to the next factor.
-"""
+"""The GradScaler's factors of the loss, in order; each overflow leads to the next."""
 
 
 @dataclass(frozen=True)
 class Averaging:
-    """How much the mean of the gradients of the chunks' own losses differs from the gradient of the
-    whole batch.
+    """How the mean of the chunks' own gradients differs from the gradient of the whole batch.
 
     The chunks are the rows of the ranks, or of micro-batches. `low` and `high` are the smallest and
     the largest difference of a parameter's gradient, divided by the norm of its gradient of the
@@ -90,15 +83,14 @@ class Averaging:
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of comparing a strategy's gradients or outputs with those of the chunked
-    reference.
+    """The comparison of a strategy's gradients or outputs with those of the chunked reference.
 
-    `worst` is the name of the parameter, buffer or output with the largest relative error, and
-    `error` is this error. `worst` is empty if all tensors are equal. `random` is True if two runs
-    of the reference differ. `steps_s` is the time of the strategy's steps in seconds; the first
-    step of a compiled module contains compilation. `averaging` is None unless the gradients are the
-    mean of the gradients of the ranks' own losses, and not those of the whole batch; `verified`,
-    `worst` and `error` then compare the gradients with this mean.
+    `worst` is the name of the parameter, buffer or output with the largest relative error, which is
+    `error`; it is empty if all tensors are equal. `random` is True if two runs of the reference
+    differ. `steps_s` is the time of the strategy's steps in seconds; the first step of a compiled
+    module contains compilation. `averaging` is None unless the gradients are the mean of the
+    gradients of the ranks' own losses, and not those of the whole batch; `verified`, `worst` and
+    `error` then compare the gradients with this mean.
     """
 
     verified: Verified
@@ -138,8 +130,7 @@ def check(
     split: Splits = lambda case, module: Split(case.rows),
     buffers: bool = True,
 ) -> Verification:
-    """Take one step with a small batch, and return the comparison of its gradients with those of
-    the reference.
+    """Take one step with a small batch, and compare its gradients with those of the reference.
 
     `start` and `split` are the strategy's methods, and `precision` returns the context manager for
     the forward of a case. With `buffers`, the module's buffers are compared too. The step updates
@@ -165,24 +156,22 @@ def check(
     trained, steps, steps_s = _trained(start, small, model, devices, (inputs, target))
 
     def reference(compute: Compute = chunked) -> nn.Module:
-        given = replace(model, module=pristine)
+        untrained = replace(model, module=pristine)
         return _reference(
-            given, small, inputs, target, parts, devices[0], precision, steps, compute
+            untrained, small, inputs, target, parts, devices[0], precision, steps, compute
         )
 
-    first, tolerance = (
-        reference(),
-        TOLERANCE["bf16" if case.traits.rounds_gradients else case.precision],
-    )
+    first = reference()
+    tolerance = TOLERANCE["bf16" if case.traits.rounds_gradients else case.precision]
     _check_gradients(first)
     verdict = replace(compare(trained, first, tolerance, buffers=buffers), steps_s=steps_s)
     if verdict.verified is Verified.NO and case.traits.ranks and not model.owns_loss:
         mean = reference(averaged)
         _check_own_losses(mean, parts.rows)
-        own = compare(trained, mean, tolerance, buffers=buffers)
-        if own.verified is not Verified.NO:
+        own_losses = compare(trained, mean, tolerance, buffers=buffers)
+        if own_losses.verified is not Verified.NO:
             return replace(
-                own, steps_s=steps_s, averaging=_averaging(trained, first, small.batch_size)
+                own_losses, steps_s=steps_s, averaging=_averaging(trained, first, small.batch_size)
             )
     if verdict.verified is Verified.NO:
         itself = compare(reference(), first, tolerance, buffers=buffers)
@@ -193,13 +182,12 @@ def check(
 def averaging(
     case: Case, device: Device, precision: Callable[[Case], AbstractContextManager[Any]]
 ) -> Averaging | None:
-    """Return how the gradient that ranks would compute for a batch of the case differs from that of
-    the whole batch.
+    """Return how the gradient of ranks would differ from that of the whole batch of the case.
 
     No rank and no strategy is started: both gradients are computed on `device`, with the chunks of
-    the case's rows. Return None if they agree within the tolerance of the case's precision, if the
-    model returns its own loss, or if the model draws random numbers that dpbench cannot repeat.
-    Raises ValueError if the loss of one rank's rows is not finite.
+    the case's rows. None if they agree within the tolerance of the case's precision, if the model
+    returns its own loss, or if the model draws random numbers that dpbench cannot repeat. Raises
+    ValueError if the loss of one rank's rows is not finite.
     """
     model = load(case.model, case.size, case.seed)
     parts = Split(case.rows)
@@ -222,10 +210,7 @@ def averaging(
 
 
 def _check_own_losses(mean: nn.Module, rows: Sequence[int]) -> None:
-    """Raise ValueError if the mean of the gradients of the chunks' own losses is not finite.
-
-    `rows` are the chunks'.
-    """
+    """Raise ValueError if the mean of the gradients of the chunks' own losses is not finite."""
     for name, parameter in mean.named_parameters():
         if kind := _not_finite(_gradient(parameter)):
             raise ValueError(
@@ -246,17 +231,15 @@ def _averaging(module: nn.Module, whole: nn.Module, rows: int) -> Averaging:
 
 
 def _check_gradients(module: nn.Module) -> None:
-    """Raise ValueError if the chunked reference has no gradient at all, or one with an element that
-    is not finite.
-    """
-    found = {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
-    if not found:
+    """Raise ValueError if the chunked reference has no gradient, or one that is not finite."""
+    gradients = {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
+    if not gradients:
         raise ValueError(
             "no parameter has a gradient after backward in the first step, so nothing is trained:"
             " the loss must depend on the parameters, without detach(), torch.no_grad() or a"
             " conversion to numbers in between"
         )
-    for name, gradient in found.items():
+    for name, gradient in gradients.items():
         if kind := _not_finite(gradient):
             raise ValueError(
                 f"the gradient of {name} contains {kind} in the first step, also without data"
@@ -274,18 +257,16 @@ DIVERGES = (
 
 
 def check_results(results: Sequence[Any], last: int, *, trains: bool) -> None:
-    """Raise ValueError if a result contains NaN.
-
-    If the steps train (`trains`), also if it contains infinity.
+    """Raise ValueError if a result contains NaN or, if the steps train, infinity.
 
     `results` has the losses (without training, the outputs) of consecutive steps. `last` is the
-    number of the last of these steps, counted from 1. If a strategy writes all losses to the same
-    memory, the error names that last step.
+    number of the last of these steps, counted from 1; the error names it if a strategy writes all
+    losses to the same memory.
     """
-    found: dict[int, tuple[int, torch.Tensor]] = {}
+    tensors: dict[int, tuple[int, torch.Tensor]] = {}
     for step, result in enumerate(results, start=last - len(results) + 1):
-        found |= {tensor.data_ptr(): (step, tensor) for tensor in all_tensors(result)}
-    for step, tensor in sorted(found.values(), key=lambda one: one[0]):
+        tensors |= {tensor.data_ptr(): (step, tensor) for tensor in all_tensors(result)}
+    for step, tensor in sorted(tensors.values(), key=lambda one: one[0]):
         if (has := _not_finite(tensor)) == "NaN" or (has and trains):
             raise ValueError(
                 f"the {'loss' if trains else 'output'} of step {step} contains {has}; {DIVERGES}"
@@ -293,10 +274,7 @@ def check_results(results: Sequence[Any], last: int, *, trains: bool) -> None:
 
 
 def check_weights(module: nn.Module) -> None:
-    """Raise ValueError if a trained weight contains NaN or infinity.
-
-    No loss shows the effect of the last update.
-    """
+    """Raise ValueError if a trained weight is NaN or infinity: no loss shows the last update."""
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and (
             has := _not_finite(parameter.detach().cpu())
@@ -314,21 +292,22 @@ def _not_finite(tensor: torch.Tensor) -> str:
 def dependence(
     case: Case, device: Device, precision: Callable[[Case], AbstractContextManager[Any]]
 ) -> float:
-    """Return the relative difference between the gradients of a step in chunks and of a step on the
-    whole batch.
+    """Return the relative difference between the gradients in chunks and on the whole batch.
 
     The norm of the difference is divided by the norm of the gradients on the whole batch. The
     result is 0, up to rounding, if the loss is a mean over samples that do not depend on each
     other. Dropout is off.
     """
-    found = []
+    gradients = []
     for rows in (case.rows, (case.batch_size,)):
         model = load(case.model, case.size, case.seed)
         _without_dropout(model.module)
         inputs, target = model.batch(case.batch_size, case.seed + 1)
         module = _reference(model, case, inputs, target, Split(rows), device, precision, 1)
-        found.append(torch.cat([_gradient(one).double().flatten() for one in module.parameters()]))
-    return float((found[0] - found[1]).norm() / found[1].norm().clamp(min=1e-30))
+        gradients.append(
+            torch.cat([_gradient(one).double().flatten() for one in module.parameters()])
+        )
+    return float((gradients[0] - gradients[1]).norm() / gradients[1].norm().clamp(min=1e-30))
 
 
 def check_outputs(
@@ -341,8 +320,7 @@ def check_outputs(
     split: Splits,
     rank: int | None = None,
 ) -> Verification:
-    """Run the forward on a small batch, and return the comparison of its output with that of the
-    chunked reference.
+    """Run the forward on a small batch, and compare its output with the chunked reference's.
 
     The reference runs in eval mode, under no_grad. `start` returns a context manager that yields
     the forward in the mode of the case; the other arguments are those of `check`. `rank` is the
@@ -355,10 +333,10 @@ def check_outputs(
     pristine = copy.deepcopy(model.module).eval()
     if case.compile:
         compile_forward(model.module)
-    at = time.perf_counter()
+    began_s = time.perf_counter()
     with start(small, model, devices, no_mark) as forward:
         output = forward(inputs, target)
-        steps_s = time.perf_counter() - at
+        steps_s = time.perf_counter() - began_s
     device = devices[0].torch_device
 
     def reference() -> Any:
@@ -368,7 +346,8 @@ def check_outputs(
             outputs = [module(*arguments) for arguments in columns]
         return joined(outputs) if rank is None else outputs[rank]
 
-    expected, tolerance = reference(), TOLERANCE[case.precision]
+    expected = reference()
+    tolerance = TOLERANCE[case.precision]
     given, wanted = tensors_by_name(output), tensors_by_name(expected)
     shapes, right = ([(name, tuple(t.shape)) for name, t in one.items()] for one in (given, wanted))
     if shapes != right:
@@ -397,24 +376,24 @@ def check_outputs(
 def _trained(
     start: Start, case: Case, model: Model, devices: Sequence[Device], batch: tuple[Any, Any]
 ) -> tuple[nn.Module, int, float]:
-    """Train; return the trained module, the number of steps of the last attempt, and the seconds of
-    all attempts.
+    """Return the trained module, the steps of the last attempt, and the seconds of all attempts.
 
     The first attempt takes one step of `model`. In fp16, as long as the gradients of the last step
     overflow, another attempt follows, which starts from a fresh copy of the model and takes one
     step more.
     """
-    pristine, steps_s = copy.deepcopy(model.module), 0.0
+    pristine = copy.deepcopy(model.module)
+    steps_s = 0.0
     for steps in range(1, len(SCALES) + 1):
         if steps > 1:
             model = replace(model, module=copy.deepcopy(pristine))
         if case.compile:
             compile_forward(model.module)
         with start(case, model, devices, no_mark) as step:
-            at = time.perf_counter()
+            began_s = time.perf_counter()
             for _ in range(steps):
                 step(*batch)
-            steps_s += time.perf_counter() - at
+            steps_s += time.perf_counter() - began_s
         if case.precision != "fp16" or _finite(model.module):
             break
     return model.module, steps, steps_s
@@ -431,12 +410,11 @@ def _reference(
     steps: int,
     compute: Compute = chunked,
 ) -> nn.Module:
-    """Return a copy of the model's module with the gradients of the chunked reference after `steps`
-    steps.
+    """Return a copy of the module with the chunked reference's gradients after `steps` steps.
 
-    With `compute=averaged`, the gradients are the mean of those of the chunks' own losses. The
-    steps do not change the weights, but every forward changes buffers. Raises ValueError if the
-    gradients overflow fp16 at every scale of the loss.
+    With `compute=averaged`, they are the mean of those of the chunks' own losses. The steps do not
+    change the weights, but every forward changes buffers. Raises ValueError if the gradients
+    overflow fp16 at every scale of the loss.
     """
     # begin with the scale that the strategy had in its last step
     for scale in SCALES[steps - 1 :] if case.precision == "fp16" else SCALES[-1:]:
@@ -455,14 +433,11 @@ def _reference(
 
 
 def _finite(module: nn.Module) -> bool:
-    """Return whether all elements of the gradients of the module are finite."""
     return all(bool(_gradient(parameter).isfinite().all()) for parameter in module.parameters())
 
 
 def _small(case: Case, split: Callable[[Case], Split]) -> Case:
-    """Return the case with a smaller batch (if possible in unequal chunks), but with all its
-    replicas and passes.
-    """
+    """Return the case with a smaller batch, if possible in unequal chunks."""
 
     def counts(one: Case) -> tuple[int, int]:
         return len(one.rows), len(split(one).rows)
@@ -477,17 +452,15 @@ def _small(case: Case, split: Callable[[Case], Split]) -> Case:
 
 
 def _replays(case: Case, parts: Split) -> bool:
-    """Return whether each forward pass of a step can draw random numbers from a seed that is
-    computed from its inputs.
+    """Return whether each forward pass can draw random numbers from a seed of its inputs.
 
-    This is impossible in compiled code, which draws its own numbers.
+    Compiled code cannot, because it draws its own numbers.
     """
     return parts.replays and not case.compile
 
 
 def replay(module: nn.Module) -> bool:
-    """Let each forward of `module` seed the random generators from its inputs, and restore the
-    generators at its end.
+    """Let each forward of `module` seed the random generators from its inputs, then restore them.
 
     Only one thread at a time runs a forward, because all threads share the generator of the host.
     The copies and replicas of the module replay too. Return whether the module can replay; see
@@ -512,7 +485,6 @@ def replay(module: nn.Module) -> bool:
 
 
 def _seed(tensors: list[torch.Tensor]) -> int:
-    """Return a number that the values of the tensors determine."""
     seed = 0
     for tensor in tensors:
         values = tensor.detach().cpu().contiguous().reshape(-1)
@@ -521,7 +493,6 @@ def _seed(tensors: list[torch.Tensor]) -> int:
 
 
 def _without_dropout(module: nn.Module) -> None:
-    """Set the dropout probability of all of torch's own modules in `module` to 0."""
     for part in module.modules():
         if isinstance(part, nn.modules.dropout._DropoutNd):
             part.p = 0.0
@@ -534,7 +505,11 @@ def compare(
 ) -> Verification:
     """Compare a module's gradients, and with `buffers` its buffers, with those of `reference`.
 
-    See `_verdict`.
+    The error of a tensor is the norm of its difference from the reference's tensor, divided by the
+    norm of the latter. To ignore rounding errors of tiny tensors, the divisor has a lower limit:
+    for a gradient, 1e-4 of the largest norm of all gradients; for a buffer, the norm of a tensor of
+    its shape with all elements 1e-4. The verdict is BITWISE if all tensors are equal,
+    WITHIN_TOLERANCE if no error exceeds `tolerance`, and NO otherwise.
     """
     gradients = _gradients(module, reference)
     kept = [(n, b, reference.get_buffer(n)) for n, b in module.named_buffers()] if buffers else []
@@ -553,15 +528,7 @@ Pairs = Sequence[tuple[str, torch.Tensor, torch.Tensor]]
 
 
 def _verdict(results: Pairs, kept: Pairs, tolerance: float) -> Verification:
-    """Return the verdict on `results`, which are gradients or outputs, and on `kept`, which are
-    buffers or weights.
-
-    The error of a tensor is the norm of its difference from the reference's tensor, divided by the
-    norm of the reference's tensor. To ignore rounding errors of tiny tensors, the divisor has a
-    lower limit: for a result, 1e-4 of the largest norm of all results; for a kept tensor, the norm
-    of a tensor of its shape with all elements 1e-4. The verdict is BITWISE if all tensors are
-    equal, WITHIN_TOLERANCE if no error exceeds `tolerance`, and NO otherwise.
-    """
+    """Return the verdict (see `compare`) on gradients or outputs, and on what is `kept`."""
     if all(torch.equal(ours.to(theirs.device), theirs) for _, ours, theirs in (*results, *kept)):
         return Verification(Verified.BITWISE)
     errors = _errors(results, kept)
@@ -574,11 +541,11 @@ def _verdict(results: Pairs, kept: Pairs, tolerance: float) -> Verification:
 
 
 def _errors(results: Pairs, kept: Pairs) -> dict[str, float]:
-    """Return the error of each tensor by its name, as `_verdict` defines it."""
+    """Return the error of each tensor by its name (see `compare`)."""
     # the reference is on one device, and the module's layers may be on several
     results, kept = (
-        [(name, ours.to(theirs.device), theirs) for name, ours, theirs in one]
-        for one in (results, kept)
+        [(name, ours.to(theirs.device), theirs) for name, ours, theirs in pairs]
+        for pairs in (results, kept)
     )
     largest = max((theirs.double().norm().item() for _, _, theirs in results), default=0.0)
     floors = [1e-4 * largest] * len(results) + [
@@ -594,8 +561,5 @@ def _errors(results: Pairs, kept: Pairs) -> dict[str, float]:
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """Return the gradient of a parameter, or zeros if it is None.
-
-    Zeros are needed, because replicas return zeros for a parameter that they do not use.
-    """
+    """Return the gradient, or zeros for None: replicas return zeros for unused parameters."""
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -1,10 +1,10 @@
 """Server: a process that has imported torch and forks one fresh worker per request.
 
 When the server is ready, it writes {"ready": torch's version} to stdout. Requests are lines of JSON
-on stdin; see `measure.request`. The server answers each request on stdout with {"pid": n} and,
-after the worker with this process id has ended, with {"exit": status, "peak_bytes": the peak of the
-worker's resident set}. The worker uses the folder that the request names. It writes its trials to
-the file `trials.json`, its output to `log` and, on SIGUSR1, its Python stacks to `stacks`.
+on stdin; see `measure.request`. The server answers each on stdout with {"pid": n} and, after the
+worker with this process id has ended, with {"exit": status, "peak_bytes": the peak of the worker's
+resident set}. The worker uses the folder that the request names. It writes its trials to the file
+`trials.json`, its output to `log` and, on SIGUSR1, its Python stacks to `stacks`.
 
 The server process runs no tensor operation, because workers that are forked after a multi-threaded
 operation would hang.
@@ -102,12 +102,9 @@ def serve() -> None:
 
 
 def _work(request: Request, server: int) -> None:
-    """Run a request in this process, the forked worker.
+    """Run a request in this forked worker, write the trials to its folder, and exit.
 
-    Write the trials to the request's folder, and exit.
-
-    `server` is the process id of the server. The process exits without Python's cleanup, which
-    could hang.
+    The process exits without Python's cleanup, which could hang.
     """
     born_s = time.perf_counter()
     folder = request.folder
@@ -130,14 +127,14 @@ def _work(request: Request, server: int) -> None:
         start_s = born_s - request.requested_s
         done = [
             replace(
-                one,
+                trial,
                 round=request.round,
                 started_s=started_s,
-                setup={"start_s": start_s, **one.setup},
+                setup={"start_s": start_s, **trial.setup},
             )
-            for one in done
+            for trial in done
         ]
-        write_whole(folder / "trials.json", json.dumps([one.to_dict() for one in done]))
+        write_whole(folder / "trials.json", json.dumps([trial.to_dict() for trial in done]))
         os._exit(0)
     except OSError:  # the errors of a case are part of its trial
         _leave(UNWRITTEN)
@@ -146,7 +143,7 @@ def _work(request: Request, server: int) -> None:
 
 
 def _leave(status: int) -> NoReturn:
-    """Print the traceback of the current exception, and exit, even if the log cannot be written."""
+    """Print the current exception's traceback, and exit, even if the log cannot be written."""
     import traceback
 
     try:
@@ -157,15 +154,11 @@ def _leave(status: int) -> NoReturn:
 
 
 LINGER_S = 1.0
-"""The seconds for which a failed rank keeps its connections open, so that it reports before its
-peers fail.
-"""
+"""The seconds for which a failed rank stays connected, to report before its peers fail."""
 
 
 def _fail(failure: Failure, folder: Path) -> NoReturn:
-    """Write the record of a rank's failure to `failure.json` in `folder`, and exit after `LINGER_S`
-    seconds.
-    """
+    """Write `failure.json` to `folder`, and exit after `LINGER_S` seconds."""
     print(failure.traceback, file=sys.stderr, flush=True)
     write_whole(folder / "failure.json", failure.to_json())
     time.sleep(LINGER_S)

@@ -1,5 +1,4 @@
-"""Case timer: run a prepared case in blocks of steps under a clock until its series of steps is
-long enough.
+"""Case timer: run a prepared case in blocks of steps under a clock until its series is long enough.
 
 After timing, a few steps are profiled to measure the busy time of GPUs: the length of the union of
 the kernels' intervals (`records.activity`). The spans of a clock show how long a phase occupied a
@@ -8,8 +7,8 @@ separately, because a collective kernel that waits for other ranks counts as bus
 
 If ranks add their gradients during backward, no event on a GPU can mark the phase `reduce`. The
 profiled steps show its duration: the seconds of all-reduce in which the GPU runs no compute kernel.
-The median of these seconds is then entered into each timed step, as a span of `reduce` that ends
-with backward. On CPUs, the strategy reports this span itself.
+Their median is then entered into each timed step, as a span of `reduce` that ends with backward. On
+CPUs, the strategy reports this span itself.
 """
 
 from __future__ import annotations
@@ -52,20 +51,16 @@ from dpbench.records.activity import EXPOSED_REDUCTION, Activity, busy
 from dpbench.strategies import Strategy, begin
 
 PROFILED_STEPS = 5
-"""The number of steps that are profiled in a trial.
-
-If the steps are slow (see `SLOW`), only one is.
-"""
+"""The number of steps that are profiled in a trial, unless they are slow (see `SLOW`)."""
 
 
 def profiled(
     step: Callable[[], object], devices: Sequence[Device], count: int
 ) -> list[list[Activity]]:
-    """Run `count` steps under one torch.profiler, and return the activities of the GPUs in each
-    step.
+    """Run `count` steps under one torch.profiler, and return the GPUs' activities in each step.
 
     The devices are idle between two steps. If several replicas share a GPU, its activities have the
-    device index of the first of these replicas.
+    device index of the first of them.
     """
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     for device in devices:
@@ -120,9 +115,7 @@ def activities_of(events: Iterable[Any], first: Mapping[int, int]) -> list[Activ
 
 
 def trace(step: Callable[[], object], devices: Sequence[Device], path: Path) -> None:
-    """Run one step under torch.profiler and write a Chrome trace with the operators of all threads
-    to `path`.
-    """
+    """Profile one step and write a Chrome trace with the operators of all threads to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # replicas run in other threads, which the profiler leaves out by default
     everywhere = _ExperimentalConfig(profile_all_threads=True)
@@ -137,7 +130,7 @@ def trace(step: Callable[[], object], devices: Sequence[Device], path: Path) -> 
 SLOW = 10
 """The largest duration of a block of steps, as a multiple of the budget of a trial.
 
-If the blocks of a case would be longer, each block has one step, and so has the warm-up.
+If a case's blocks would be longer, each block has one step, and so has the warm-up.
 """
 SLOW_STEPS = 3
 COMPILING_PASSES = 10
@@ -146,13 +139,12 @@ COMPILING_PASSES = 10
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedCase:
-    """A case that is ready for timing: its strategy is verified, and its model and batches are
-    built.
+    """A case that is ready for timing: its strategy is verified; model and batches are built.
 
     `batches` are pairs (inputs, target), which the steps use in turn. If the case has a DataLoader,
     it loads `examples` instead: of the same batches, the rows on which this process trains, in the
-    host's memory. `setup` maps each stage of the preparation to its duration in seconds. `facts` is
-    the provenance to store with the trial.
+    host's memory. `setup` maps each stage of the preparation to its seconds. `facts` is the
+    provenance to store with the trial.
     """
 
     case: Case
@@ -168,9 +160,7 @@ class PreparedCase:
 
 @contextmanager
 def start_timer(prepared: PreparedCase, effort: Effort) -> Iterator[CaseTimer]:
-    """Start the strategy of a prepared case with a clock for the case's devices, and yield the
-    case's timer.
-    """
+    """Start a prepared case's strategy with a clock for its devices, and yield the case's timer."""
     listener = clocks.choose(prepared.devices)
     marking = _Marking()
     mark = marking if prepared.case.compile else listener.mark
@@ -183,9 +173,7 @@ def start_timer(prepared: PreparedCase, effort: Effort) -> Iterator[CaseTimer]:
 
 
 class _Marking:
-    """A mark that records nothing while torch.compile compiles the model, and afterwards calls the
-    clock's mark.
-    """
+    """A mark that records nothing while torch.compile compiles, and then calls the clock's."""
 
     def __init__(self) -> None:
         self.mark: Mark = no_mark
@@ -197,13 +185,11 @@ class _Marking:
 def _compiled(prepared: PreparedCase, step: Callable[[Any, Any], Any]) -> PreparedCase:
     """Make passes over the batches until no rank compiles in a pass.
 
-    Return the case with the time of compilation.
-
     The setup of the returned case has `compile_s`: the seconds of all steps that compiled,
-    including the steps of verification. This time is shorter if torch finds graphs in its cache on
-    disk. The facts of the returned case say how many graphs and graph breaks torch.compile made.
-    Raises ValueError if no step of these passes compiled, and RuntimeError if a step compiled in
-    each of `COMPILING_PASSES` passes.
+    including those of verification. They are shorter if torch finds graphs in its cache on disk.
+    Its facts say how many graphs and graph breaks torch.compile made. Raises ValueError if no step
+    of these passes compiled, and RuntimeError if a step compiled in each of `COMPILING_PASSES`
+    passes.
     """
     begun = compilations()
     compile_s = 0.0
@@ -232,9 +218,7 @@ def _compiled(prepared: PreparedCase, step: Callable[[Any, Any], Any]) -> Prepar
 
 
 def _compiling_s(step: Callable[[Any, Any], Any], batch: tuple[Any, Any]) -> float:
-    """Take a step, and return its duration in seconds if torch.compile has made a graph in it,
-    otherwise 0.
-    """
+    """Take a step; return its seconds if torch.compile has made a graph in it, otherwise 0."""
     graphs = compilations()["graphs"]
     at = time.perf_counter()
     step(*batch)
@@ -242,9 +226,7 @@ def _compiling_s(step: Callable[[Any, Any], Any], batch: tuple[Any, Any]) -> flo
 
 
 class CaseTimer:
-    """The timer of one case: its step function, its clock, and the rule that ends its series of
-    steps.
-    """
+    """The timer of one case: its step function, its clock, and the rule that ends its series."""
 
     def __init__(
         self,
@@ -281,15 +263,13 @@ class CaseTimer:
             self._stopping.min_steps = min(self._effort.min_steps, SLOW_STEPS)
 
     def block(self) -> None:
-        """Take one block of steps, which is shortened if it would exceed the maximum number of
-        steps.
-        """
+        """Take one block of steps, shortened if it would exceed the maximum number of steps."""
         left = self._effort.max_steps + self._stopping.least_warmup - len(self._listener.steps())
         self._block(max(1, min(self._block_steps, left)))
 
     @property
     def finished(self) -> bool:
-        """Return whether the series of steps of this rank, or of any other rank, is long enough."""
+        """Return whether the series of this rank, or of any other rank, is long enough."""
         return _agreed(self._stopping.finished())
 
     def _block(self, steps: int) -> float:
@@ -331,52 +311,49 @@ class CaseTimer:
         return self._listener.steps()[-1].seconds
 
     def trial(self, memory: tuple[Memory, ...] = ()) -> Trial:
-        """Return the trial of the case: all recorded measurements, with the steps of the warm-up
-        flagged.
+        """Return the case's trial: all measurements and `memory`, with the warm-up's steps flagged.
 
-        `memory` is added to the trial. On GPUs, additional steps are profiled; their seconds are
-        `profile_s` in the trial's setup.
+        On GPUs, additional steps are profiled; their seconds are `profile_s` in the trial's setup.
         """
-        of = self._prepared
+        prepared = self._prepared
         warm = self._stopping.warmup
         steps = tuple(
             replace(step, warmup=i < warm) for i, step in enumerate(self._listener.steps())
         )
         spans = self._listener.spans()
-        at = time.perf_counter()
+        began_s = time.perf_counter()
         profile = _profiled(
-            self._step, of.batches[0], of.devices, self._listener, self._profiled_steps
+            self._step, prepared.batches[0], prepared.devices, self._listener, self._profiled_steps
         )
-        cost = {"profile_s": time.perf_counter() - at} if profile else {}
+        cost = {"profile_s": time.perf_counter() - began_s} if profile else {}
         samples = [*self._listener.samples(), *_busy_samples(profile)]
-        for device, each in exposed_reductions(of.case, profile).items():
+        for device, each in exposed_reductions(prepared.case, profile).items():
             samples += [Sample(0.0, device, EXPOSED_REDUCTION, seconds) for seconds in each]
         return Trial(
-            case=of.case,
+            case=prepared.case,
             status=Status.OK,
             reason=self._stopping.reason
             or "stopped with the other ranks, because one of them had enough steps",
-            verified=of.verified,
+            verified=prepared.verified,
             steps=steps,
-            spans=(*spans, *reductions(of.case, spans, profile)),
+            spans=(*spans, *reductions(prepared.case, spans, profile)),
             samples=tuple(samples),
             memory=memory,
-            setup={**of.setup, "steps_s": self._steps_s, **cost},
-            provenance=of.facts,
+            setup={**prepared.setup, "steps_s": self._steps_s, **cost},
+            provenance=prepared.facts,
         )
 
     def trace(self, path: str) -> None:
-        """Write a profile of one additional step to the file `path`, as a Chrome trace."""
+        """Write a Chrome trace of one additional step to the file `path`."""
         _trace(self._step, self._prepared.batches[0], self._prepared.devices, path)
 
 
 @cache
 def frozen() -> bool:
-    """Return whether the garbage collector held frozen objects at the first call in this process or
-    in its server.
+    """Return whether the garbage collector held frozen objects at the first call.
 
-    The answer is cached, because counting the objects of torch takes tens of milliseconds in each
-    trial.
+    The first call is in this process or in its server. The answer is cached, because counting the
+    objects of torch takes tens of milliseconds in each trial.
     """
     return gc.get_freeze_count() > 0
 
@@ -407,10 +384,7 @@ def run_timers(timers: Sequence[CaseTimer]) -> None:
 
 
 def _agreed(finished: bool) -> bool:
-    """Return whether `finished` is True in at least one rank; every rank gets the same answer.
-
-    All ranks must call this function. In a process without ranks, it returns `finished`.
-    """
+    """Return whether `finished` is True in at least one rank; all ranks must call this."""
     if not dist.is_initialized():
         return finished
     flag = torch.tensor(int(finished))
@@ -438,29 +412,25 @@ def _profiled(
 
 
 def _busy_samples(profile: Iterable[Iterable[Activity]]) -> Iterator[Sample]:
-    """Yield the busy seconds of the GPUs as samples: for each device and metric, one sample per
-    profiled step.
+    """Yield the GPUs' busy seconds: for each device and metric, one sample per profiled step.
 
-    A metric has a value of 0 in a step without activities of its kind. If no profiled step has such
-    activities, the metric has no samples. The time of each sample is 0, because profiled steps are
-    not part of the timed series.
+    A metric is 0 in a step without activities of its kind. If no profiled step has such activities,
+    the metric has no samples. The time of each sample is 0, because profiled steps are not part of
+    the timed series.
     """
-    each = [
+    step_seconds = [
         {(d, metric): s for d, times in busy(step).items() for metric, s in times.metrics.items()}
         for step in profile
     ]
-    for device, metric in dict.fromkeys(key for found in each for key in found):
-        for found in each:
-            yield Sample(0.0, device, metric, found.get((device, metric), 0.0))
+    for device, metric in dict.fromkeys(key for seconds in step_seconds for key in seconds):
+        for seconds in step_seconds:
+            yield Sample(0.0, device, metric, seconds.get((device, metric), 0.0))
 
 
 def _trace(
     step: Callable[[Any, Any], Any], batch: tuple[Any, Any], devices: Sequence[Device], path: str
 ) -> None:
-    """Write a profile of one additional step to the file `path`.
-
-    Errors are only logged, because the trial is valid without a profile.
-    """
+    """Errors are only logged, because the trial is valid without a profile."""
     try:
         trace(lambda: step(*batch), devices, Path(path))
     except (

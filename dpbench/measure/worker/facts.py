@@ -1,6 +1,4 @@
-"""Facts: the provenance that a worker adds to its trial, about the model, torch, the GPUs and their
-links.
-"""
+"""Facts: the provenance that a worker adds to its trial, about the model, torch and the GPUs."""
 
 from __future__ import annotations
 
@@ -22,15 +20,11 @@ from dpbench.records import HOST, Case, Trial
 from dpbench.records.work import LINKS, CopyTimes
 
 LINK_BYTES, LINK_COPIES = 8 * 2**20, 3
-"""The size in bytes of each copy that times a link, and the number of timed copies, which follow
-two untimed ones.
-"""
+"""The size in bytes of each copy that times a link, and the number of timed copies."""
 
 
 def sizes(module: nn.Module) -> dict[str, float]:
-    """Return how many modules, parameters and buffers a module has, and the bytes of its parameters
-    and buffers.
-    """
+    """Return the numbers of modules, parameters and buffers, and the bytes of the latter two."""
     parameters, buffers = list(module.parameters()), list(module.buffers())
     return {
         "modules": sum(1 for _ in module.modules()),
@@ -43,12 +37,10 @@ def sizes(module: nn.Module) -> dict[str, float]:
 
 
 def of_model(model: Model, batch: tuple[Any, Any]) -> dict[str, float]:
-    """Return the `sizes` of a model's module, and the bytes of inputs, target and output per
-    sample.
+    """Return the `sizes` of a module, and the bytes of inputs, target and output per sample.
 
     A tensor that several modules share is counted once, because replication copies it once. The
-    output's bytes come from a forward pass of at most two samples, and are left out if this pass
-    fails.
+    output's bytes come from a forward pass of at most two samples, and are left out if it fails.
     """
     inputs, target = positional(batch[0]), batch[1]
     samples = rows_in(batch)
@@ -74,10 +66,7 @@ def of_model(model: Model, batch: tuple[Any, Any]) -> dict[str, float]:
 
 
 def torch_facts(case: Case, device: Device) -> dict[str, Any]:
-    """Return the version and settings of torch.
-
-    For cases on GPUs, also facts about CUDA, cuDNN and the GPUs.
-    """
+    """Return the version and settings of torch and, for GPUs, of CUDA, cuDNN and the GPUs."""
     facts: dict[str, Any] = {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
@@ -96,17 +85,14 @@ def torch_facts(case: Case, device: Device) -> dict[str, Any]:
 
 
 def gpu_uuids(ordinals: Sequence[int]) -> list[str]:
-    """Return the UUIDs of the GPUs with these CUDA ordinals.
+    """Return the UUIDs of the GPUs with these CUDA ordinals; none if a UUID is unknown.
 
-    The list is empty if a UUID is unknown.
-
-    A UUID is unknown if this process does not see the GPU, or if the version of torch is older than
-    2.5.
+    A UUID is unknown if this process does not see the GPU, or if torch is older than 2.5.
     """
     if any(one >= torch.cuda.device_count() for one in ordinals):
         return []
-    found = [str(getattr(torch.cuda.get_device_properties(one), "uuid", "")) for one in ordinals]
-    return found if all(found) else []
+    uuids = [str(getattr(torch.cuda.get_device_properties(one), "uuid", "")) for one in ordinals]
+    return uuids if all(uuids) else []
 
 
 def _ordinals(case: Case) -> tuple[int, ...]:
@@ -117,7 +103,7 @@ def _ordinals(case: Case) -> tuple[int, ...]:
 def blocked_pairs(case: Case) -> list[list[int]] | None:
     """Return the pairs of the case's GPUs without peer access, as CUDA ordinals.
 
-    Return None for fewer than two GPUs, and if this process does not see all of them.
+    None for fewer than two GPUs, and if this process does not see all of them.
     """
     if case.device_kind != "cuda" or case.placement != "spread" or case.devices == 1:
         return None
@@ -138,10 +124,9 @@ def blocked_pairs(case: Case) -> list[list[int]] | None:
 def with_links(trial: Trial, devices: Sequence[Device]) -> Trial:
     """Time copies over the links of the devices, and return the trial with these times.
 
-    The setup of the returned trial has `links_s`, the seconds that the timing took. Copies are
-    timed only if this process drives two or more distinct GPUs; otherwise, the trial is returned
-    unchanged. It is also returned unchanged if a GPU has too little free memory for the copies,
-    because the trial is valid without them.
+    The setup of the returned trial has `links_s`, the seconds that the timing took. The trial is
+    returned unchanged if this process does not drive two or more distinct GPUs, or if a GPU has too
+    little free memory for the copies, because the trial is valid without them.
     """
     case = trial.case
     if (
@@ -164,8 +149,7 @@ def with_links(trial: Trial, devices: Sequence[Device]) -> Trial:
 
 
 def links(devices: Sequence[Device]) -> Iterator[CopyTimes]:
-    """Time copies from the host's pinned memory to each device, and from each device to every other
-    one.
+    """Time copies from the host's pinned memory to each device, and from each device to the others.
 
     Yield each link as soon as its copies are done, so that a caller can read counters between two
     links.
@@ -188,13 +172,12 @@ def links(devices: Sequence[Device]) -> Iterator[CopyTimes]:
 def _copy_times(
     target: Device, place: torch.Tensor, tensor: torch.Tensor, buffer: torch.Tensor
 ) -> tuple[float, ...]:
-    """Return the durations in seconds of copies of a tensor to `place`, which is on the device
-    `target`.
+    """Return the seconds of each copy of `tensor` to `place`, which is on the device `target`.
 
     The copies run one after the other, and allocate no memory. Two untimed copies precede them. The
     first sets up the access to the other device. The second is a slow copy of `buffer` from the
-    host, and while it runs, the host queues all timed copies. Without this slow copy, timed copies
-    over a fast link would wait for the host to queue them.
+    host; while it runs, the host queues all timed copies. Without it, timed copies over a fast link
+    would wait for the host to queue them.
     """
     target.synchronize()
     with target.guard():

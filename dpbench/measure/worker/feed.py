@@ -1,8 +1,8 @@
 """Feed: take the batches of a training loop from a DataLoader.
 
-The DataLoader yields the same batches in the same order as are used without a DataLoader. A rank
-loads its own rows only, as with torch's DistributedSampler. The wait for a batch is the phase
-`data` of the host. If the DataLoader has no workers, this wait includes the loading itself.
+It yields the same batches in the same order as are used without a DataLoader. A rank loads its own
+rows only, as with torch's DistributedSampler. The wait for a batch is the phase `data` of the host;
+without workers, it includes the loading itself.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class Examples(Dataset[list[torch.Tensor]]):
 
 
 class _InOrder:
-    """An endless batch sampler that yields the indices of each batch's examples, batch by batch,
-    over and over again.
+    """An endless batch sampler that yields the indices of each batch's examples over and over.
 
     `batches` is the number of batches, each of `rows` examples.
     """
 
     def __init__(self, batches: int, rows: int) -> None:
-        self._batches, self._rows = batches, rows
+        self._batches = batches
+        self._rows = rows
 
     def __iter__(self) -> Iterator[list[int]]:
         for number in count():
@@ -68,11 +68,10 @@ class _InOrder:
 def fed(
     case: Case, step: StepOfBatch, batches: Sequence[Batch], mark: Mark
 ) -> Iterator[StepOfBatch]:
-    """Yield a step that takes its batch from a DataLoader and ignores its arguments.
+    """Yield a step that ignores its arguments and takes its batch from the case's DataLoader.
 
-    Without a loader, yield `step`.
-
-    `batches` have the rows of this process, on the host. On exit, the workers of the loader end.
+    Without a loader, yield `step`. `batches` have the rows of this process, on the host. On exit,
+    the workers of the loader end.
     """
     if case.loader < 0:
         yield step
@@ -88,12 +87,12 @@ class _Feed:
     """A step that takes its batch from a DataLoader."""
 
     def __init__(self, case: Case, step: StepOfBatch, batches: Sequence[Batch], mark: Mark) -> None:
-        self._step, self._mark, self._taken = step, mark, 0
+        self._step = step
+        self._mark = mark
+        self._taken = 0
         self._flat = [tree_flatten(batch) for batch in batches]
-        self.observe, self.settled = (
-            getattr(step, "observe", list),
-            getattr(step, "settled", lambda: True),
-        )
+        self.observe = getattr(step, "observe", list)
+        self.settled = getattr(step, "settled", lambda: True)
         with warnings.catch_warnings():
             # torch warns if workers outnumber this thread's cores; the thread may be bound to one,
             # the workers are not
@@ -108,10 +107,6 @@ class _Feed:
             self._loaded: Iterator[Any] | None = iter(loader)
 
     def __call__(self, inputs: Any, target: Any) -> Any:
-        """Wait for the next batch, and take a step with it.
-
-        The arguments have no effect. Return the step's result.
-        """
         assert self._loaded is not None
         with self._mark(Phase.DATA, HOST):
             loaded = iter(next(self._loaded))
@@ -122,15 +117,13 @@ class _Feed:
         return self._step(*batch)
 
     def close(self) -> None:
-        """End the workers of the DataLoader."""
         self._loaded = None
 
 
 def _unbind(cores: Sequence[int], worker: int) -> None:
-    """Let a worker of the DataLoader use all of `cores`, because the thread that started it may be
-    bound to one core.
+    """Let a DataLoader's worker use all of `cores`: its starting thread may be bound to one core.
 
-    If `cores` is empty, nothing changes. The argument `worker`, the worker's number, has no effect.
+    If `cores` is empty, nothing changes.
     """
     if cores:
         with suppress(OSError):

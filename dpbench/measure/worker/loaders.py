@@ -1,5 +1,4 @@
-"""Loaders, worker side: time the batches of a DataLoader for a consumer that only waits for
-batches.
+"""Loaders, worker side: time the batches of a DataLoader for a consumer that only waits.
 
     0  1  2  3  4  5     6  7  8  9  10 11     12 13 14 15       next epoch: 0
     fill                 steady part           surplus           first batch only
@@ -36,10 +35,7 @@ class Unfit(ValueError):
 
 
 class BatchFailed(RuntimeError):
-    """A batch could not be loaded.
-
-    The message names its examples and its worker, and the cause is the error.
-    """
+    """A batch could not be loaded; the message names its examples and its worker."""
 
 
 def check(case: Case) -> Trial:
@@ -55,13 +51,13 @@ def measure(case: Case, round_number: int, folder: Path) -> Trial:
 
     Raises Unfit for a dataset that cannot be measured, and BatchFailed if the dataset raises.
     """
-    workers, batch_size, loading = case.loader, case.batch_size, Loading.of(case)
+    workers = case.loader
+    batch_size = case.batch_size
+    loading = Loading.of(case)
     dataset = opened(case.model, pin_memory=loading.pin_memory)
-    fill, steady, ahead = (
-        loading.fill(workers),
-        loading.steady(workers, batch_size),
-        loading.ahead(workers),
-    )
+    fill = loading.fill(workers)
+    steady = loading.steady(workers, batch_size)
+    ahead = loading.ahead(workers)
     wanted = (fill + steady + ahead) * batch_size
     drawn = random.Random(round_number).sample(range(len(dataset)), min(wanted, len(dataset)))
     indices = list(islice(cycle(drawn), wanted))
@@ -106,9 +102,7 @@ def measure(case: Case, round_number: int, folder: Path) -> Trial:
 def _batches(
     case: Case, loader: DataLoader[Any], indices: Sequence[int], count: int
 ) -> list[float]:
-    """Return the time before the start of an epoch and the times at which its first `count` batches
-    arrived.
-    """
+    """Return the times of an epoch's start and of the arrivals of its first `count` batches."""
     ends = [time.perf_counter()]
     try:
         for _ in islice(loader, count):
@@ -131,17 +125,15 @@ def _named(case: Case, error: Exception, batch: int, indices: Sequence[int]) -> 
 
 
 def _dump_stacks(folder: Path, worker: int) -> None:
-    """Make a worker of the DataLoader write its Python stacks to a separate file in `folder` on
-    SIGUSR1.
-    """
+    """Make a worker write its Python stacks to a separate file in `folder` on SIGUSR1."""
     stacks = (folder / f"stacks-worker-{worker}").open("w", encoding="utf-8")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
 
 
 def opened(name: str, *, pin_memory: bool = False) -> Any:
-    """Return the dataset `name`; if the user's object is a function, call it and return its result.
+    """Return the dataset `name`; if the user's object is a function, call it.
 
-    Raises Unfit if the object is not a map-style dataset with examples, or if `pin_memory` would
+    Raises Unfit if the result is not a map-style dataset with examples, or if `pin_memory` would
     have no effect.
     """
     dataset = registry.outside("dataset", name)

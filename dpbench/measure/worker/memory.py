@@ -1,6 +1,4 @@
-"""Memory by phase: run two additional steps after timing, and record the second step's memory peaks
-by phase.
-"""
+"""Memory by phase: take two more steps after timing, and record the second's peaks by phase."""
 
 from __future__ import annotations
 
@@ -23,13 +21,11 @@ from dpbench.strategies import Strategy, begin, refusal
 def by_phase(
     case: Case, strategy: Strategy, model: Model, devices: Sequence[Device], batch: tuple[Any, Any]
 ) -> tuple[tuple[Memory, ...], str]:
-    """Return a pair: each device's memory peaks by phase, and the reason if the peaks are missing
-    (otherwise "").
+    """Return each device's memory peaks by phase, and the reason if there are none (else "").
 
     `model` is modified. Logical CPU devices share the host's memory. Their steps are therefore
-    repeated on emulated devices, which count the bytes of tensors. The first attempt uses tensors
-    without values, which need no memory. If this fails, the second attempt uses tensors with
-    values.
+    repeated on emulated devices, which count the bytes of tensors: first with tensors without
+    values, which need no memory, and if this fails, with values.
     """
     on_host = case.device_kind == "cpu"
     if on_host:
@@ -69,8 +65,8 @@ def by_phase(
         try:
             with numbers:
                 # a failed attempt leaves the model on its devices: load it again
-                mine = models.load(case.model, case.size, case.seed) if number else model
-                _watch(case, strategy, mine, devices, batch, peaks)
+                used_model = models.load(case.model, case.size, case.seed) if number else model
+                _watch(case, strategy, used_model, devices, batch, peaks)
         # the trial is valid without these peaks; if an op fails on tensors without values, retry
         # with values
         except Exception as error:
@@ -93,9 +89,7 @@ def _watch(
     batch: tuple[Any, Any],
     peaks: Peaks,
 ) -> None:
-    """Take two steps: the first creates the optimizer's state, and `peaks` records the memory peaks
-    of the second.
-    """
+    """Take two steps: the first creates the optimizer's state, `peaks` records the second."""
     for parameter in model.module.parameters():
         parameter.grad = None
     gc.collect()
@@ -110,9 +104,7 @@ def _watch(
 
 @contextmanager
 def bound(case: Case) -> Iterator[None]:
-    """Inside this context, limit the memory of emulated devices to the limit of the case, if the
-    case has one.
-    """
+    """Limit the memory of emulated devices to the case's limit (if any) inside this context."""
     if case.device_kind != "emulated" or not case.device_memory_bytes:
         yield
         return
@@ -121,9 +113,7 @@ def bound(case: Case) -> Iterator[None]:
 
 
 WHOLE = ""
-"""The name under which the peaks of the whole step are recorded, in place of the name of a
-phase.
-"""
+"""The name, in place of a phase, of the peaks of the whole step."""
 
 
 class Peaks:
@@ -140,8 +130,6 @@ class Peaks:
     def mark(self, phase: Phase, device: int) -> Iterator[None]:
         """Attribute the memory peaks of all devices inside this context to `phase`.
 
-        `device` has no effect.
-
         If the contexts of several phases overlap, the peaks are attributed to each of these phases.
         """
         with self._lock:
@@ -156,10 +144,7 @@ class Peaks:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Record the memory peaks inside this context, which encloses one step.
-
-        Outside it, no peaks are recorded.
-        """
+        """Record the memory peaks only inside this context, which encloses one step."""
         for device in self._devices:
             device.take_peaks()
         self._listening = True
@@ -169,8 +154,7 @@ class Peaks:
             self._listening = False
 
     def _settle(self) -> None:
-        """Attribute the peaks since the previous call to the whole step, and to every phase that is
-        open now.
+        """Attribute the peaks since the last call to the whole step and every open phase.
 
         If no phase is open, the peaks are attributed to `UNATTRIBUTED`. No phase opens or closes
         between two calls.
@@ -187,15 +171,13 @@ class Peaks:
                     self._most[key] = max(self._most.get(key, 0), peak)
 
     def memory(self, source: str) -> tuple[Memory, ...]:
-        """Return the recorded peaks, sorted by device.
-
-        For each device, the whole step comes first, then each phase.
+        """Return the recorded peaks by device: the whole step first, then each phase.
 
         `source` is stored with each peak: `allocator` (torch's statistics) or `ledger` (the byte
         count of emulated devices).
         """
         order = [WHOLE, *(phase.value for phase in Phase), UNATTRIBUTED]
-        found = sorted(self._most, key=lambda key: (key[0], order.index(key[1]), key[2]))
+        keys = sorted(self._most, key=lambda key: (key[0], order.index(key[1]), key[2]))
         return tuple(
-            Memory(d, self._most[d, name, kind], source, name, kind) for d, name, kind in found
+            Memory(d, self._most[d, name, kind], source, name, kind) for d, name, kind in keys
         )

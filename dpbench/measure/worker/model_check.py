@@ -1,5 +1,4 @@
-"""Model check: take a step with a model on one device, then on two, and report the model's
-properties and faults.
+"""Model check: take a step on one device, then on two, and report a model's properties and faults.
 
 A fault ends the check; its message names the function in the model's file that must be changed. A
 note describes a property with which some strategies do not work, or which makes results differ.
@@ -36,20 +35,13 @@ from dpbench.records.words import size as in_bytes
 from dpbench.strategies import precision_of
 
 ROWS = 2
-"""The batch size of the step in the check of a model.
-
-It is not 1, because BatchNorm refuses a single row.
-"""
+"""The batch size of the check's step; not 1, because BatchNorm refuses a single row."""
 COPIES = 3
-"""The least memory of a training step, as a multiple of the parameters' bytes: weights, gradients,
-momentum of SGD.
-"""
+"""The least memory of a step per byte of parameters: weights, gradients, SGD's momentum."""
 
 
 OTHER_SOURCES = (("Python's random", random.getstate), ("numpy.random", np.random.get_state))
-"""Sources of random numbers that verification does not replay, each with the function that returns
-its state.
-"""
+"""Random sources that verification does not replay, with the functions that return their states."""
 
 
 WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, DataParallel)
@@ -60,13 +52,13 @@ class ModelFault(ValueError):
 
 
 def check(case: Case) -> Trial:
-    """Check that the model of a case works: build it, make the case's batch, and take one step with
-    `ROWS` samples.
+    """Check that a case's model works: build it, make the case's batch, and take one step.
 
-    The step runs on one device. If the case has several devices, a step on two devices is verified
-    too. Return a trial without steps, whose provenance has the facts about the model; it has none
-    for one of dpbench's own models on one device. An error of the model's code is raised with a
-    note that names the function. Raises ModelFault for a fault that raises no error itself.
+    The step has `ROWS` samples and runs on one device. If the case has several devices, a step on
+    two devices is verified too. Return a trial without steps, whose provenance has the facts about
+    the model; it has none for one of dpbench's own models on one device. An error of the model's
+    code is raised with a note that names the function. Raises ModelFault for a fault that raises no
+    error itself.
     """
     torch.set_num_threads(1)
     began_s = time.perf_counter()
@@ -78,9 +70,9 @@ def check(case: Case) -> Trial:
     facts.batch(model.batch(case.batch_size, case.seed))
     facts.forward()
     facts.loop()
-    again = models.load(case.model, case.size, case.seed)
-    facts.built_again(again.module)
-    _step(case, again)
+    rebuilt = models.load(case.model, case.size, case.seed)
+    facts.built_again(rebuilt.module)
+    _step(case, rebuilt)
     if case.devices > 1:
         facts.two_devices()
     facts.seen["memory"] = (
@@ -92,9 +84,6 @@ def check(case: Case) -> Trial:
 
 
 def _step(case: Case, model: Model) -> Trial:
-    """Draw the case's batch, take one step of `ROWS` samples on one device, and return a trial
-    without steps.
-    """
     model.batch(case.batch_size, case.seed)
     devices = open_devices(case.device_kind, 1, ids=case.device_ids)
     alone = replace(case, devices=1)
@@ -104,10 +93,7 @@ def _step(case: Case, model: Model) -> Trial:
 
 
 class _Facts:
-    """The results of the check of a model: `seen` has its properties by name, mostly as text.
-
-    `notes` has the notes.
-    """
+    """The results of a model's check: `seen` has its properties by name."""
 
     def __init__(self, case: Case, model: Model) -> None:
         self._case = case
@@ -117,10 +103,7 @@ class _Facts:
         self._draws = False
 
     def parameters(self) -> None:
-        """Record the module's parameters.
-
-        Raises ModelFault if they cannot be trained or exceed the free memory.
-        """
+        """Raises ModelFault if the parameters cannot be trained or exceed the free memory."""
         module = self._model.module
         if isinstance(module, WRAPPERS):
             raise self._fault(
@@ -155,12 +138,12 @@ class _Facts:
                 "strategy moves the module itself",
             )
         needed = COPIES * sum(parameter.nbytes for parameter in parameters)
-        there = _available_bytes()
-        if there and needed > there and self._case.device_kind == "cpu":
+        free = _available_bytes()
+        if free and needed > free and self._case.device_kind == "cpu":
             raise self._fault(
                 "build",
                 f"returned a module that needs at least {in_bytes(needed)} for weights, gradients"
-                f" and momentum, and this machine has {in_bytes(there)} free: build a smaller model"
+                f" and momentum, and this machine has {in_bytes(free)} free: build a smaller model"
                 " for this size",
             )
         if any(parameter.is_meta for parameter in parameters):
@@ -184,8 +167,7 @@ class _Facts:
         self.seen["dtypes"] = ", ".join(sorted({str(parameter.dtype) for parameter in parameters}))
 
     def batch(self, batch: tuple[Any, Any]) -> None:
-        """Record the tensors of a batch, and note if the same seed gives other values in a second
-        call.
+        """Record the tensors of a batch, and note if a second call with the same seed differs.
 
         Raises ModelFault if a tensor is not on the CPU or requires gradients.
         """
@@ -349,11 +331,11 @@ class _Facts:
         registered = {id(one) for one in module.parameters()}
         unregistered = dict[int, torch.Tensor]()
         nodes = [loss.grad_fn]
-        seen = set[Any]()
+        visited = set[Any]()
         while nodes:
             node = nodes.pop()
-            if node is not None and node not in seen:
-                seen.add(node)
+            if node is not None and node not in visited:
+                visited.add(node)
                 nodes += [one for one, _ in node.next_functions]
                 leaf = getattr(node, "variable", None)
                 if isinstance(leaf, torch.Tensor) and id(leaf) not in registered:
@@ -368,8 +350,7 @@ class _Facts:
             )
 
     def loop(self) -> None:
-        """Create the model's own optimizer and then its scheduler, if the model has its own
-        optimizer.
+        """Create the model's own optimizer and scheduler, if any.
 
         Raises ModelFault if either has a wrong type, or if the optimizer has parameters that it was
         not given.
@@ -402,7 +383,7 @@ class _Facts:
             )
 
     def built_again(self, module: nn.Module) -> None:
-        """Add a note if `module`, which build() returned for the same seed, has other weights."""
+        """Note if `module`, which build() returned for the same seed, has other weights."""
         if not _equal(
             list(self._model.module.state_dict().values()), list(module.state_dict().values())
         ):
@@ -413,10 +394,7 @@ class _Facts:
             )
 
     def two_devices(self) -> None:
-        """Verify a step of the engine on two devices, and record the result.
-
-        A failure becomes a note.
-        """
+        """Verify a step of the engine on two devices; a failure becomes a note."""
         two = replace(
             self._case,
             strategy=registry.of_role(Role.ENGINE),
@@ -454,9 +432,7 @@ class _Facts:
             )
 
     def _averaged(self, case: Case, device: Device) -> None:
-        """Add a note if the mean of the gradients of ranks is not the gradient of the whole batch
-        of a case.
-        """
+        """Note if the mean of the ranks' gradients is not the gradient of the whole batch."""
         averaging = "ddp and other strategies that average the gradients of ranks or micro-batches"
         try:
             averaged = verification.averaging(case, device, precision_of)
@@ -478,9 +454,7 @@ class _Facts:
 
     @contextmanager
     def _inside(self, part: str, given: Any) -> Iterator[None]:
-        """Add a note to an error raised inside this context: `part`, and the types and shapes of
-        tensors in `given`.
-        """
+        """Add to errors of this context a note with `part`, and the tensors' types and shapes."""
         try:
             yield
         except Exception as error:
@@ -501,7 +475,7 @@ def _told(tensor: torch.Tensor) -> str:
 
 
 def _available_bytes() -> int:
-    """Return the bytes of memory that this machine can give to a process; 0 if they are unknown."""
+    """Return the memory that this machine can give to a process; 0 if unknown."""
     with suppress(OSError):
         for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("MemAvailable:"):
@@ -510,10 +484,7 @@ def _available_bytes() -> int:
 
 
 def _equal(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
-    """Return whether both sequences have equal tensors in the same order.
-
-    NaN counts as equal to NaN.
-    """
+    """Return whether both have equal tensors in the same order; NaN equals NaN."""
     return len(ours) == len(theirs) and all(
         a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
         for a, b in zip(ours, theirs, strict=True)

@@ -1,9 +1,9 @@
-"""Neighbour: another model that takes steps on other devices, in another process, while a case is
-timed.
+"""Neighbour: another model that takes steps on other devices while a case is timed.
 
-The other model runs under the same strategy, settings and number of devices as the case, on the
-next devices. It starts before the case is verified, and stops after the last step of the case. A
-trial whose neighbour has failed, or has taken no step while the case was measured, fails.
+The other model runs in another process under the same strategy, settings and number of devices as
+the case, on the next devices. It starts before the case is verified, and stops after the last step
+of the case. A trial whose neighbour has failed, or has taken no step while the case was measured,
+fails.
 """
 
 from __future__ import annotations
@@ -29,15 +29,12 @@ from dpbench.records import Case, no_mark
 
 _FORK = get_context("fork")
 Draw = Callable[[Case, Model, Device], Sequence[tuple[Any, Any]]]
-"""A function (case, model, first device) that returns the batches of the steps in the memory that
-`case.inputs` names.
+"""A function (case, model, first device) that sets the precision and returns the steps' batches.
 
-It also sets the process to the case's precision.
+The batches are in the memory that `case.inputs` names.
 """
 WAIT_S = 60.0
-"""The longest wait in seconds for the neighbour: until its first steps are done, and later until it
-has stopped.
-"""
+"""The longest wait in seconds for the neighbour's first steps, and later for its end."""
 FIRST = 3
 """The number of steps that the neighbour takes before it reports that it is running."""
 
@@ -48,8 +45,7 @@ class NeighbourFailed(RuntimeError):
 
 @contextmanager
 def running(case: Case, draw: Draw) -> Iterator[dict[str, Any]]:
-    """Run the case's neighbour inside this context, and yield a dictionary, which is filled on
-    exit.
+    """Run the case's neighbour inside this context, and yield a dictionary, filled on exit.
 
     It then has `neighbour_steps`, the number of steps that the neighbour took inside the context;
     without a neighbour it stays empty. The calling process must not have used CUDA or several
@@ -85,7 +81,7 @@ def _reply(case: Case, pipe: Connection, process: ForkProcess, killed_before: in
     """Return the number of steps that the neighbour reports next.
 
     Raises NeighbourFailed if the neighbour reports an error, ends, or does not answer within
-    `WAIT_S` seconds. `killed_before` is passed on to `processes.advice`.
+    `WAIT_S` seconds.
     """
     try:
         reply = pipe.recv() if pipe.poll(WAIT_S) else f"no answer within {WAIT_S:g} s"
@@ -102,22 +98,19 @@ def _reply(case: Case, pipe: Connection, process: ForkProcess, killed_before: in
 def _run(case: Case, draw: Draw, pipe: Connection, parent: int) -> None:
     """Take steps of the other model until the parent asks to stop.
 
-    Tell the parent how many steps were taken.
-
-    The count is sent after `FIRST` steps and again at the end. If the model fails, the reason is
-    sent instead.
+    The number of steps is sent after `FIRST` steps and at the end; if the model fails, the reason.
     """
     processes.die_with_parent(parent)
     try:
-        other = replace(case, model=case.neighbour, neighbour="")
+        neighbour = replace(case, model=case.neighbour, neighbour="")
         torch.set_num_threads(1)
         devices = devices_of(case)
         devices[0].settle()
-        model = models.load(other.model, other.size, other.seed)
-        batches = draw(other, model, devices[0])
+        model = models.load(neighbour.model, neighbour.size, neighbour.seed)
+        batches = draw(neighbour, model, devices[0])
         steps = 0
         with strategies.begin(
-            strategies.load(other.strategy), other, model, devices, no_mark
+            strategies.load(neighbour.strategy), neighbour, model, devices, no_mark
         ) as step:
             while not pipe.poll():
                 step(*batches[steps % len(batches)])
@@ -133,9 +126,7 @@ def _run(case: Case, draw: Draw, pipe: Connection, parent: int) -> None:
 
 
 def devices_of(case: Case) -> list[Device]:
-    """Return the devices of a case's neighbour: those after the devices of the case, with indices
-    from 0.
-    """
+    """Return the devices after those of the case, with indices from 0, for its neighbour."""
     devices = open_devices(case.device_kind, 2 * case.devices, ids=case.device_ids)[case.devices :]
     for number, device in enumerate(devices):
         device.index = number

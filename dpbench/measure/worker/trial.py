@@ -1,5 +1,4 @@
-"""Trial: measure one case in one process, or in one process per rank, and merge the ranks' results
-into one trial.
+"""Trial: measure one case in one process, or in one per rank with the results merged.
 
 Each process verifies a step, builds the model and its batches, and takes blocks of steps until it
 has enough timed steps after the warm-up. The ranks of a case stop together.
@@ -43,9 +42,7 @@ from dpbench.records.trial import AVERAGING, Failure, cause_of
 from dpbench.strategies import Strategy, precision_of
 
 BATCHES = 4
-"""The number of distinct batches that the steps use in turn, so that results do not depend on a
-single batch.
-"""
+"""The number of distinct batches in turn, so that results do not depend on a single one."""
 
 
 TF32_SINCE = 8
@@ -63,8 +60,8 @@ class RankPlace:
 def measure(case: Case, effort: Effort, strategy: Strategy, rank: RankPlace | None = None) -> Trial:
     """Verify and time one case in this process, and return its trial.
 
-    `rank` is the rank of this process; None for strategies without ranks. With a rank, the trial
-    has only the measurements of this rank.
+    `rank` is the rank of this process, whose measurements alone the trial has; None for strategies
+    without ranks.
     """
     prepared = prepare(case, strategy, rank)
     with memory.bound(case):
@@ -83,14 +80,12 @@ def measure(case: Case, effort: Effort, strategy: Strategy, rank: RankPlace | No
 
 
 def measure_together(prepared_cases: Sequence[PreparedCase], effort: Effort) -> list[Trial]:
-    """Time prepared cases in this process, alternating between their blocks of steps.
-
-    Return their trials in order.
+    """Time prepared cases in this process in alternating blocks of steps; return trials in order.
 
     An error in any case ends the timing of all cases. All cases share the memory layout of the
     process, its cores and the load from other processes. Ratios between the cases therefore vary
-    much less than if each case had a separate process. Memory is not measured, because the memory
-    of one case cannot be separated from that of the other cases.
+    much less than if each case had a separate process. Memory is not measured, because the cases'
+    memory cannot be told apart.
     """
     with ExitStack() as stack:
         timers = [stack.enter_context(start_timer(prepared, effort)) for prepared in prepared_cases]
@@ -109,10 +104,7 @@ def _check_weights(prepared: PreparedCase) -> None:
 
 
 def _with_memory(timed: Trial, prepared: PreparedCase) -> Trial:
-    """Take two additional steps.
-
-    Return the trial with memory peaks by phase, or with the reason for their absence.
-    """
+    """Return the trial with memory peaks by phase from two more steps, or why they are absent."""
     began_s = time.perf_counter()
     by_phase, absent = memory.by_phase(
         prepared.case, prepared.strategy, prepared.model, prepared.devices, prepared.batches[0]
@@ -126,8 +118,7 @@ def _with_memory(timed: Trial, prepared: PreparedCase) -> Trial:
 
 
 def prepare(case: Case, strategy: Strategy, rank: RankPlace | None = None) -> PreparedCase:
-    """Verify the strategy of a case, build the case's model and batches, and return everything that
-    timing needs.
+    """Verify the strategy of a case, and build all that timing needs.
 
     `rank` is the rank of this process; None for strategies without ranks. Raises Unverified if the
     gradients or buffers are wrong, or the outputs of a case that does not train.
@@ -176,16 +167,12 @@ def prepare(case: Case, strategy: Strategy, rank: RankPlace | None = None) -> Pr
 
 
 def threads_of(strategy: Strategy) -> int:
-    """Return the number of threads of a torch operator: one per core with the trait `all_cores`,
-    otherwise one.
-    """
+    """Return an operator's threads: one per core with the trait `all_cores`, otherwise one."""
     return usable_cores() if strategy.traits.all_cores else 1
 
 
 def check_threads(strategy: Strategy) -> None:
-    """Raise RuntimeError if the user's code has changed the number of torch's threads, which
-    changes all times.
-    """
+    """Raise RuntimeError if the user's code has changed torch's threads: it changes all times."""
     if (found := torch.get_num_threads()) != (meant := threads_of(strategy)):
         raise RuntimeError(
             f"the model has changed the number of torch's threads from {meant} to {found}, so its"
@@ -194,8 +181,7 @@ def check_threads(strategy: Strategy) -> None:
 
 
 def _allow_tf32(case: Case, device: Device) -> None:
-    """Let the GPU round the inputs of matrix products and convolutions to TF32 if this is the
-    case's precision.
+    """Let the GPU round matrix products' and convolutions' inputs to TF32 if the case asks for it.
 
     Raises ValueError if the GPU has no TF32, which would leave the products in fp32.
     """
@@ -234,12 +220,9 @@ def _devices(case: Case, strategy: Strategy, rank: RankPlace | None) -> list[Dev
 def _verify(
     case: Case, strategy: Strategy, devices: Sequence[Device], rank: RankPlace | None
 ) -> Verification:
-    """Compare the gradients and buffers with the reference.
+    """Compare gradients and buffers (without training, outputs) with the reference.
 
-    If the case does not train, compare the outputs.
-
-    Return the verdict. Raises Unverified if a compared value is wrong. If the case is unverified,
-    compare nothing.
+    Raises Unverified if a compared value is wrong. An unverified case compares nothing.
     """
     if case.unverified:
         return Verification(Verified.NOT_APPLICABLE)
@@ -305,17 +288,13 @@ def _placed_batches(case: Case, model: Model, device: Device) -> list[tuple[Any,
 
 
 def _neighbour_batches(case: Case, model: Model, device: Device) -> list[tuple[Any, Any]]:
-    """Allow TF32 in this process if the neighbour's case `case` has this precision.
-
-    Return its placed batches.
-    """
+    """Return the placed batches, after allowing TF32 in this process if it is the precision."""
     _allow_tf32(case, device)
     return _placed_batches(case, model, device)
 
 
 def _placed(batch: tuple[Any, Any], case: Case, device: Device) -> tuple[Any, Any]:
-    """Return the batch in the memory that `case.inputs` names: pageable or pinned host memory, or
-    that of `device`.
+    """Return the batch in the memory that `case.inputs` names: pageable, pinned, or `device`'s.
 
     For logical CPU devices, the batch stays in pageable memory.
     """
@@ -332,24 +311,23 @@ def _placed(batch: tuple[Any, Any], case: Case, device: Device) -> tuple[Any, An
 
 
 def _rows_of(batch: tuple[Any, Any], case: Case, rank: int) -> tuple[Any, Any]:
-    """Return the part of a batch that the DataLoader of the rank with number `rank` loads."""
-    found: tuple[Any, Any] = tree_map_only(
+    """Return the part of a batch that the DataLoader of this rank loads."""
+    rows: tuple[Any, Any] = tree_map_only(
         torch.Tensor, lambda value: value.split(case.rows)[rank], batch
     )
-    return found
+    return rows
 
 
 def work(request: Request) -> list[Trial] | Failure:
-    """Carry out a request and return one trial per case.
-
-    A failed trial has the reason of its failure.
+    """Carry out a request and return one trial per case, also for cases that fail.
 
     If the request is for one rank (it has a `seat`), return this rank's part of the trial, or the
     record of the rank's failure.
     """
     if request.seat:
         return _take(request.seat, request.cases[0], request.effort)
-    case, loads = request.cases[0], request.cases[0].traits.loads
+    case = request.cases[0]
+    loads = case.traits.loads
     if request.job is WorkKind.CHECK_MODEL:
         return [_caught(case, lambda: loaders.check(case) if loads else model_check.check(case))]
     if loads:
@@ -397,10 +375,7 @@ def _run(case: Case, effort: Effort, folder: Path) -> Trial:
 
 
 def _take(seat: RemoteRank, case: Case, effort: Effort) -> list[Trial] | Failure:
-    """Act as one rank of a trial in this process.
-
-    Return its part of the trial, or the record of its failure.
-    """
+    """Act as one rank of a trial; return its part of the trial, or its failure."""
     strategy = strategies.load(case.strategy)
     if reason := strategies.refusal(strategy, case):
         return [Trial(case=case, status=Status.SKIPPED, reason=reason)]
@@ -421,8 +396,7 @@ def _take(seat: RemoteRank, case: Case, effort: Effort) -> list[Trial] | Failure
 
 
 def run_together(cases: Sequence[Case], effort: Effort, folder: Path) -> list[Trial]:
-    """Run cases in this process, alternating between their blocks of steps, and return their trials
-    in order.
+    """Run cases in this process in alternating blocks of steps, and return their trials in order.
 
     If a case cannot be prepared, only its trial fails. If a step of one case raises an error, the
     trials of all prepared cases fail. `folder` is a temporary folder for the trials.
