@@ -1,6 +1,4 @@
-"""Alternatives: predictions of observed loops, in which one process runs several GPUs, with one
-process per GPU.
-"""
+"""Alternatives: one process per GPU, predicted for observed loops that run several in one."""
 
 from __future__ import annotations
 
@@ -19,8 +17,7 @@ from dpbench.records.trial import Estimate
 def alternatives(
     trials: Sequence[Trial], facts: Mapping[str, Any]
 ) -> dict[Case, Alternative | str]:
-    """Return, for each observed loop in which one process runs several GPUs, the prediction with
-    one process per GPU.
+    """Predict one process per GPU for each loop in which one process runs several GPUs.
 
     The links of the loop's machine are unknown. Therefore, all described machines with enough GPUs
     of the same model are predicted, and the slowest prediction is returned. Without such a machine,

@@ -1,9 +1,4 @@
-"""Cases: predict cases on a described machine, with 80 % intervals, and store the predictions as
-trials of a run.
-
-A `Need` has the memory that a case needs on each device, whether the case fits, and the largest
-batch that fits.
-"""
+"""Cases: time and memory of cases on a described machine, with 80 % intervals, stored as trials."""
 
 from __future__ import annotations
 
@@ -58,10 +53,10 @@ class Need:
     """The memory that a case needs on each device.
 
     `memory` contains the peaks of the allocator, and `process_bytes` the totals per device that the
-    driver would show; both are empty if the memory is not known, and `reason` then explains why.
-    `fits` is None if the memory of the case or of the GPU is not known. `failed_device` is the
-    first device whose memory is too small. `largest` is the largest batch size that fits: 0 if no
-    batch fits, None if there was no search.
+    driver would show; if both are unknown and empty, `reason` explains why. `fits` is None if the
+    memory of the case or of the GPU is unknown. `failed_device` is the first device whose memory is
+    too small. `largest` is the largest batch size that fits: 0 if none does, None if there was no
+    search.
     """
 
     case: Case
@@ -74,25 +69,18 @@ class Need:
 
     @property
     def status(self) -> Status:
-        """Return the status of a trial of the case: OOM if the case is known not to fit, else
-        OK.
-        """
+        """Return OOM if the case is known not to fit, else OK."""
         return Status.OOM if self.fits is False else Status.OK
 
     def peaks(self, kind: str) -> list[int]:
-        """Return the peak memory of each device in bytes.
-
-        `kind` is the kind of memory, "allocated" or "reserved".
-        """
+        """Return the "allocated" or "reserved" peak of each device in bytes."""
         return [one.peak_bytes for one in self.memory if one.kind == kind]
 
 
 def needs(cases: Sequence[Case], machine: Machine, *, largest: bool = False) -> Iterator[Need]:
-    """Yield the memory that each case needs.
+    """Yield the memory that each case needs; with `largest`, also the largest batch that fits.
 
-    With `largest`, also search for the largest batch that fits.
-
-    The models are traced, which takes a second or more for each distinct number of rows per device.
+    Tracing takes a second or more for each distinct number of rows per device.
     """
     from dpbench.predict.memory import traces_of
 
@@ -113,11 +101,7 @@ def needs(cases: Sequence[Case], machine: Machine, *, largest: bool = False) -> 
 
 
 def _need(case: Case, traces: Traces, capacity_bytes: int, largest: bool) -> Need:
-    """Return the memory that one case needs, from a replay of the allocations on its devices.
-
-    `traces` are the traces of the case's model. `capacity_bytes` is the memory of a GPU, 0 if
-    unknown. `largest` requests the search for the largest batch that fits.
-    """
+    """`capacity_bytes` is the memory of a GPU, 0 if unknown."""
     from dpbench.predict import memory
     from dpbench.predict.allocator import OutOfDeviceMemory
 
@@ -150,19 +134,15 @@ def _need(case: Case, traces: Traces, capacity_bytes: int, largest: bool) -> Nee
 
 PRICED = ("traced", "counted")
 LAUNCHES = (HOST_FACTOR, "launch_s")
-"""The names of the priors on which traced and counted profiles depend: no phase is shorter than its
-launches.
-"""
+"""The priors on which traced and counted profiles depend: no phase is shorter than its launches."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction of one case: the duration of a step in seconds, its 80 % interval, and the
-    spans of the step.
+    """The predicted seconds of a case's step with their 80 % interval, and the step's spans.
 
-    `profile` is the source of the profile ("measured", "given", "traced" or "counted"), `machine`
-    the machine's name, and `need` the memory that the case needs, None if the memory was not
-    predicted.
+    `profile` is the source of the profile ("measured", "given", "traced" or "counted"). `need` is
+    None if the memory was not predicted.
     """
 
     case: Case
@@ -174,17 +154,10 @@ class Prediction:
     machine: str = ""
     need: Need | None = None
     draws: tuple[float, ...] = ()
-    """log(duration / seconds) in each random draw.
-
-    Draw i uses the same random numbers in all predictions.
-    """
+    """log(duration / seconds) in each random draw; draw i is the same in all predictions."""
 
     def trial(self) -> Trial:
-        """Return the prediction as a trial, for reports and results files.
-
-        If the case does not fit the memory of the devices, the trial has the status OOM and no
-        steps.
-        """
+        """Return the prediction as a trial: OOM without steps if the case does not fit."""
         facts = {
             "machine": self.machine,
             "profile": self.profile,
@@ -220,9 +193,7 @@ class Prediction:
 
 
 def _span(one: Prediction) -> float:
-    """Return the length of a prediction's interval, divided by the predicted duration of the
-    step.
-    """
+    """Return the relative length of the interval."""
     return (one.high_s - one.low_s) / one.seconds
 
 
@@ -230,7 +201,7 @@ def _span(one: Prediction) -> float:
 class Predictor:
     """The inputs of predictions on one machine.
 
-    `given` is a known step on one device as (seconds, samples), or None.
+    `given` is a known step on one device as (seconds, samples).
     """
 
     machine: Machine
@@ -271,12 +242,11 @@ class Predictor:
         )
 
     def unmeasured_bus(self, found: Sequence[Prediction]) -> str:
-        """Return sentences that tell how much shorter an interval would be if the bus bandwidth
-        were measured.
+        """Tell how much shorter an interval would be if the bus bandwidth were measured.
 
-        They name the case whose interval, relative to its step, would shrink most. Only cases with
-        several ranks are considered. Return "" if there is no such case, if the bandwidth is
-        already measured, or if its measurement would shorten that interval by less than a tenth.
+        The case with several ranks whose relative interval would shrink most is named. Return "" if
+        there is none, if the bandwidth is already measured, or if that interval would shrink by
+        less than a tenth.
         """
         several = [one for one in found if one.case.traits.ranks and one.case.devices > 1]
         if self.machine.collective or not several:
@@ -297,9 +267,7 @@ class Predictor:
         )
 
     def _with_described_bus(self, case: Case) -> Prediction:
-        """Return the prediction of a case as if the described bandwidth of the bus had been
-        measured.
-        """
+        """Predict as if the described bandwidth of the bus had been measured."""
         rate = network.bus(self.machine, case.devices, self.constants).bytes_per_s
         known = Collective(
             bytes_per_s=rate, start_s=self.constants.start_s, root_s=self.constants.root_s
@@ -307,11 +275,9 @@ class Predictor:
         return replace(self, machine=replace(self.machine, collective=known)).predict(case)
 
     def profile(self, case: Case) -> Profile:
-        """Return the profile of a case's model.
+        """Return the measured profile of a case's model.
 
-        If there is no measured profile for this model, its timings are calculated from the
-        attribute `given`, a known step on one device. If `given` is None, they are calculated from
-        FLOP and bytes.
+        Without one, the timings come from the known step `given`, or else from FLOP and bytes.
         """
         if measured := self.measured.get(counts.key(case)):
             return measured
@@ -335,10 +301,9 @@ STRATEGIES = tuple(
 
 
 def sweep(models: Sequence[str], **axes: object) -> list[Case]:
-    """Return a case for each combination of a model and values of the axes.
+    """Return a case for each combination of a model and values of the axes of `plan.sweep`.
 
-    `axes` are further arguments of `plan.sweep`, such as strategies and batch sizes. `models` may
-    include models that are known by name only, which `plan.sweep` rejects.
+    Unlike `plan.sweep`, `models` may include models that are known by name only.
     """
     found: list[Case] = []
     for model in models:
@@ -349,13 +314,11 @@ def sweep(models: Sequence[str], **axes: object) -> list[Case]:
 
 
 def speedup(one: Prediction, others: Sequence[Prediction]) -> tuple[Estimate | None, str]:
-    """Return the throughput of the prediction `one` relative to a single device, and the kind of
-    scaling.
+    """Return the throughput relative to a single device in `others`, and the kind of scaling.
 
-    The prediction for a single device is looked up in `others`. The scaling is "strong" if the
-    single device has the total batch of `one`, and "weak" if the single device has the batch per
-    device of `one`. Without a prediction for either batch, return None and "". The 80 % interval
-    leaves out errors that both steps share.
+    The scaling is "strong" if the single device has the same total batch, and "weak" if it has the
+    same batch per device. Without such a prediction, return None and "". The 80 % interval leaves
+    out errors that both steps share.
     """
     case = one.case
     for scaling, batch in (("strong", case.batch_size), ("weak", case.batch_size / case.devices)):
@@ -371,8 +334,7 @@ def speedup(one: Prediction, others: Sequence[Prediction]) -> tuple[Estimate | N
 
 
 def gain(one: Prediction, base: Prediction) -> Estimate:
-    """Return the throughput of the prediction `one` in samples per second, divided by that of the
-    prediction `base`.
+    """Return the throughput in samples per second, divided by that of the prediction `base`.
 
     The 80 % interval leaves out errors that both steps share.
     """
@@ -382,10 +344,7 @@ def gain(one: Prediction, base: Prediction) -> Estimate:
 
 
 def keep(path: Path, predictions: Sequence[Prediction], machine: Machine) -> str:
-    """Store predictions in a results file, as a run on the described machine.
-
-    Return the id of the run.
-    """
+    """Store predictions as a run on the described machine, and return the run's id."""
     from dpbench.store import Store
 
     found = [one.case for one in predictions]

@@ -1,13 +1,8 @@
-"""Strategy memory: the allocations of each strategy on several devices, assembled from traces of
-one device.
+"""Strategy memory: each strategy's allocations on several devices, from traces of one device.
 
-A tape is the list of all allocations and releases, in order. Each allocation has a number, which
-identifies the allocation in its later release.
-
-This module follows the allocations and releases of the strategies and the engine line by line: a
-tensor stays allocated for as long as a variable or an autograd graph keeps it alive in that code.
-The allocations of forward and backward come from traces with the rows of each device. The
-allocations of the loss of a gathered output come from a trace with the whole batch.
+A tensor stays allocated for as long as a variable or an autograd graph keeps it alive in the code
+of the strategies and the engine. Forward and backward come from traces with the rows of each
+device. The loss of a gathered output comes from a trace with the whole batch.
 """
 
 from __future__ import annotations
@@ -43,17 +38,12 @@ from dpbench.records.work import (
 
 @dataclass(frozen=True)
 class Shards:
-    """The traces from which a step on several devices is assembled.
-
-    `whole` is the trace of the whole batch, and `parts` are the traces of the rows of each replica.
-    """
+    """The traces of the whole batch and of each replica's rows."""
 
     whole: Trace
     parts: tuple[Trace, ...]
     optimizer: Callable[[tuple[int, ...]], tuple[Sequence[Op], Sequence[Op]]]
-    """A function that takes the sizes of tensors in bytes, and returns the ops of the first and of
-    a later step.
-    """
+    """Returns the ops of the first and of a later step for tensors of these sizes in bytes."""
 
 
 def single(tape: Tape, trace: Trace, steps: int, device: int = 0, *, keeps: bool = False) -> None:
@@ -74,14 +64,9 @@ def single(tape: Tape, trace: Trace, steps: int, device: int = 0, *, keeps: bool
 
 
 def _play_passes(tape: Tape, device: int, trace: Trace, kept: list[int]) -> tuple[Names, list[int]]:
-    """Add forward, loss and backward on one device to the tape.
+    """Return the allocated storages, and the allocations of the gradients.
 
-    Return (names, gradients), which remain allocated.
-
-    `names` maps storages of the trace to the numbers of their allocations, and `gradients` are the
-    numbers of the gradients' allocations. `kept` are those of an earlier backward, or empty. If
-    there are any, backward adds each new gradient to the earlier one and releases the new one, and
-    `gradients` is `kept`.
+    To gradients `kept` from an earlier backward, each new gradient is added and then released.
     """
     names: Names = {}
     play_forward(tape, device, trace, names)
@@ -98,11 +83,10 @@ def _play_passes(tape: Tape, device: int, trace: Trace, kept: list[int]) -> tupl
 
 
 def ddp(tape: Tape, trace: Trace, steps: int, device: int, *, keeps: bool = False) -> None:
-    """Add the setup and `steps` training steps of one rank of DistributedDataParallel, on its
-    device, to the tape.
+    """Add the setup and `steps` training steps of one rank of DistributedDataParallel to the tape.
 
-    `trace` is the trace of the rank's rows. With `keeps`, the loop fills gradients with zeros
-    instead of dropping them.
+    `trace` has the rank's rows. With `keeps`, the loop fills gradients with zeros instead of
+    dropping them.
     """
     settle(tape, device, trace)
     trainable = [
@@ -138,9 +122,8 @@ class EngineMemory:
 
     `collective` is True if the devices are distinct GPUs. Collectives then copy weights and buffers
     and sum gradients, several tensors in one message, except for flat weights and for the gradients
-    of persistent replicas. Each method adds the allocations and releases of one part of a step to
-    the tape. The parameter `names` of a method has one mapping for each device, from the storages
-    of the device's trace to the numbers of their allocations.
+    of persistent replicas. Each method adds one part of a step to the tape. `names` maps, for each
+    device, the storages of its trace to their allocations.
     """
 
     def __init__(
@@ -174,12 +157,7 @@ class EngineMemory:
             self._step(step)
 
     def _setup(self) -> None:
-        """Add the allocations before the first step to the tape.
-
-        These are the parameters and buffers on device 0. If replicas are persistent, these are also
-        the parameters on the other devices, and each parameter's tensor for the summed gradient on
-        every device that updates it.
-        """
+        """Persistent replicas have parameters and summed gradients from the start."""
         tape, whole = self._tape, self._shards.whole
         settle(tape, 0, whole)
         if not self._kept:
@@ -190,16 +168,13 @@ class EngineMemory:
             tape.take_all(i, [self._sizes[n] for n in self._owned(i)], "reduced")
 
     def _owners(self) -> range:
-        """Return the indices of the devices that run an optimizer step: device 0 for `update=root`,
-        otherwise all.
-        """
         return self._devices[:1] if self._schedule.update == "root" else self._devices
 
     def _owned(self, i: int) -> list[int]:
         """Return the indices of the parameters that device i updates.
 
-        For a sharded update, the parameters are assigned in descending order of size, each to the
-        device that has the fewest bytes so far.
+        A sharded update assigns them in descending order of size, each to the device with the
+        fewest bytes.
         """
         if self._schedule.update != "sharded":
             return self._trainable
@@ -207,7 +182,6 @@ class EngineMemory:
         return sorted(n for n, owner in zip(self._trainable, assigned, strict=True) if owner == i)
 
     def _step(self, step: int) -> None:
-        """Add the training step with the index `step` to the tape."""
         tape, parts, schedule = self._tape, self._shards.parts, self._schedule
         tape.stage = "optimizer"
         tape.give(self._gradients)
@@ -257,10 +231,6 @@ class EngineMemory:
         tape.give([*found, *losses])
 
     def _replicate(self) -> None:
-        """Add the copies of the module's buffers on the other devices to the tape.
-
-        Unless replicas are persistent, also add the copies of the module's weights.
-        """
         tape, whole = self._tape, self._shards.whole
         tape.stage = "replicate"
         former, self._copies = self._copies, []
@@ -270,12 +240,10 @@ class EngineMemory:
         tape.give(former)
 
     def _broadcast(self, sizes: Sequence[int], *, flat: bool = False) -> None:
-        """Add to the tape the copies of device 0's tensors on all other devices.
+        """Copy device 0's tensors of these sizes in bytes to all other devices.
 
-        `sizes` are the bytes of the tensors.
-
-        With `flat`, the copies are in one flat buffer per device. Otherwise, a collective copies
-        several tensors in one message; without collectives, the tensors are copied one by one.
+        With `flat`, into one flat buffer per device. Otherwise, a collective copies several tensors
+        in one message; without collectives, they are copied one by one.
         """
         tape, others = self._tape, self._devices[1:]
         if flat:
@@ -292,11 +260,7 @@ class EngineMemory:
                 tape.give(joined)
 
     def _gather(self) -> list[int]:
-        """Add the gather to the tape: the outputs are copied to device 0 and concatenated there.
-
-        Return the numbers of the concatenated outputs' allocations; an empty list for a single
-        device.
-        """
+        """Return the allocations of the concatenated outputs; none for a single device."""
         tape, whole, parts = self._tape, self._shards.whole, self._shards.parts
         tape.stage = "gather"
         if len(parts) == 1:
@@ -313,12 +277,7 @@ class EngineMemory:
         return gathered
 
     def _hand_out(self, whole: Names, names: Sequence[Names]) -> None:
-        """Add the backward of the gathered output's loss to the tape, and then the scatter of the
-        output's gradient.
-
-        `whole` maps the allocated storages of the whole batch's trace to the numbers of their
-        allocations.
-        """
+        """Add the backward of the gathered output's loss, and the scatter of its gradient."""
         tape, parts = self._tape, self._shards.parts
         tape.stage = "backward"
         tape.play(0, self._shards.whole.loss_backward, whole, "loss")
@@ -334,10 +293,9 @@ class EngineMemory:
             tape.give([whole.pop(number, -1)])
 
     def _local_loss(self, names: Sequence[Names], *, first: bool) -> None:
-        """Add the loss of each replica's rows and the backward of these losses to the tape.
+        """Add the replicas' losses and their backward.
 
-        In the first step (`first`), also add the loss of the whole batch, because the engine
-        compares this loss with the sum of the replicas' losses.
+        In the first step, the engine also compares their sum with the loss of the whole batch.
         """
         tape, parts = self._tape, self._shards.parts
         for i, trace in enumerate(parts):
@@ -355,11 +313,7 @@ class EngineMemory:
             tape.play(i, trace.loss_backward, names[i], "loss")
 
     def _backward(self, names: Sequence[Names]) -> None:
-        """Add the backward of all replicas to the tape.
-
-        If the reduction overlaps backward, also add the reduction of each bucket once its gradients
-        are complete.
-        """
+        """Add the backward of all replicas, and the reductions that overlap it."""
         tape, parts = self._tape, self._shards.parts
         self._reduced: set[int] = set()
         at = [0] * len(parts)
@@ -377,10 +331,7 @@ class EngineMemory:
             play_backward(tape, i, trace, names[i], at[i])
 
     def _buckets(self) -> list[list[int]]:
-        """Return the indices of the parameters in each bucket that can be reduced during backward.
-
-        The buckets are in the order in which their gradients are complete.
-        """
+        """Return each bucket's parameters, in the order in which backward completes the buckets."""
         wanted = self._trainable[::-1] if self._kept else self._trainable
         runs = [[wanted[k] for k in run] for run in buckets([self._sizes[n] for n in wanted])]
         ready = {n: k for k, n in enumerate(self._shards.whole.ready)}
@@ -388,10 +339,6 @@ class EngineMemory:
         return sorted(full, key=lambda run: max(ready[n] for n in run))
 
     def _reduce(self, numbers: Sequence[int], names: Sequence[Names]) -> None:
-        """Add the reduction of gradients over the replicas to the tape.
-
-        `numbers` are the indices of the parameters.
-        """
         self._tape.stage = "reduce"
         self._reduced.update(numbers)
         if self._kept:
@@ -400,14 +347,7 @@ class EngineMemory:
             self._sum(numbers, names)
 
     def _sum(self, numbers: Sequence[int], names: Sequence[Names]) -> None:
-        """Add the sums of gradients on device 0, which are new tensors, to the tape.
-
-        Release the replicas' gradients.
-
-        A collective sums several gradients in one message; without collectives, gradients are
-        summed one by one. `numbers` are the indices of the parameters. On a single device, the
-        gradients are not summed.
-        """
+        """Sum gradients into new tensors on device 0, and release those of the replicas."""
         tape, parts, count = self._tape, self._shards.parts, len(self._devices)
         found = [
             h
@@ -440,12 +380,7 @@ class EngineMemory:
         tape.give(found)
 
     def _collect(self, numbers: Sequence[int]) -> None:
-        """Add the reduction of gradients into persistent tensors to the tape.
-
-        For each parameter that it updates, a device allocates copies of the gradients of the other
-        devices, adds the copies to its persistent tensor, and releases them. `numbers` are the
-        indices of the parameters.
-        """
+        """Add other devices' gradients to the persistent sums, one parameter at a time."""
         tape, wanted = self._tape, set(numbers)
         for i in self._owners():
             for n in self._owned(i):
@@ -459,15 +394,11 @@ class EngineMemory:
                     )
 
     def _optimize(self, step: int) -> None:
-        """Add the optimizer step with the index `step` to the tape, on each device that updates
-        parameters.
-        """
         for i in self._owners():
             first, later = self._shards.optimizer(self._units(i))
             play_optimizer(self._tape, i, later if step else first, self._state[i])
 
     def _units(self, i: int) -> tuple[int, ...]:
-        """Return the sizes in bytes of the tensors that the optimizer on device i updates."""
         if self._schedule.optimizer != "flat":
             return tuple(self._sizes[n] for n in self._owned(i))
         size = flat_bytes([self._sizes[n] for n in self._trainable])
