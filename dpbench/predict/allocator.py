@@ -100,7 +100,8 @@ class Allocator:
         rest = block.size - size
         if rest >= self.rounding_bytes if small else rest > SMALL_BYTES:
             self._split(block, size)
-        block.free, block.asked = False, size_bytes
+        block.free = False
+        block.asked = size_bytes
         self.requested_bytes += size_bytes
         self.allocated_bytes += block.size
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
@@ -110,7 +111,8 @@ class Allocator:
         """Free a block and merge it with its free neighbours in the segment."""
         self.requested_bytes -= block.asked
         self.allocated_bytes -= block.size
-        block.free, block.asked = True, 0
+        block.free = True
+        block.asked = 0
         if block.after is not None and block.after.free:
             self._swallow(block, block.after)
         if block.before is not None and block.before.free:
@@ -164,7 +166,8 @@ class Allocator:
         )
         if block.after is not None:
             block.after.before = rest
-        block.after, block.size = rest, size
+        block.after = rest
+        block.size = size
         bisect.insort(self._free[rest.small], (rest.key, rest))
 
     def _swallow(self, block: MemoryBlock, after: MemoryBlock) -> None:
@@ -295,7 +298,9 @@ def replay(
     )
     blocks: dict[int, MemoryBlock] = {}
     now: Counter[str] = Counter()
-    requested, stage, kinds = 0, "", Counter[str]()
+    requested = 0
+    stage = ""
+    kinds = Counter[str]()
     for change in tape.changes:
         if change.device != device:
             continue
@@ -315,7 +320,8 @@ def replay(
         now[change.kind] += change.size_bytes
         requested = max(requested, allocator.requested_bytes)
         if allocator.peak_allocated_bytes > before:
-            stage, kinds = change.stage, now.copy()
+            stage = change.stage
+            kinds = now.copy()
     return Peak(
         requested,
         allocator.peak_allocated_bytes,

@@ -105,25 +105,25 @@ def _need(case: Case, traces: Traces, capacity_bytes: int, largest: bool) -> Nee
     from dpbench.predict import memory
     from dpbench.predict.allocator import OutOfDeviceMemory
 
-    found = memory.needed(case, traces)
-    over = [one.device for one in found if capacity_bytes and one.process_bytes > capacity_bytes]
+    devices = memory.needed(case, traces)
+    over = [one.device for one in devices if capacity_bytes and one.process_bytes > capacity_bytes]
     if over:
-        with suppress(
-            OutOfDeviceMemory
-        ):  # an allocator that reaches the limit frees its unused segments
-            found, over = memory.needed(case, traces, capacity_bytes=capacity_bytes), []
+        # an allocator that reaches the limit frees its unused segments
+        with suppress(OutOfDeviceMemory):
+            devices = memory.needed(case, traces, capacity_bytes=capacity_bytes)
+            over = []
     most = None
     if largest and capacity_bytes:
         most = memory.largest_batch(lambda batch: replace(case, batch_size=batch), capacity_bytes)
     return Need(
         case=case,
-        process_bytes=tuple(one.process_bytes for one in found),
+        process_bytes=tuple(one.process_bytes for one in devices),
         largest=most,
         fits=not over if capacity_bytes else None,
         failed_device=over[0] if over else None,
         memory=tuple(
             Memory(one.device, size, "replay", kind=kind)
-            for one in found
+            for one in devices
             for kind, size in (
                 ("allocated", one.peak.allocated_bytes),
                 ("reserved", one.peak.reserved_bytes),
@@ -166,7 +166,7 @@ class Prediction:
         }
         memory = self.need.memory if self.need else ()
         step = Step(self.seconds, False, self.seconds)
-        found = Trial(
+        trial = Trial(
             case=self.case,
             source=Source.PREDICTED,
             spans=self.spans,
@@ -177,24 +177,24 @@ class Prediction:
             memory=memory,
         )
         if self.need is None or self.need.status is Status.OK:
-            return found
-        lacking = (
+            return trial
+        reason = (
             f"predicted for the machine {self.machine}: out of memory on device"
             f" {self.need.failed_device}"
         )
         return replace(
-            found,
+            trial,
             status=Status.OOM,
-            reason=lacking,
+            reason=reason,
             failed_device=self.need.failed_device,
             steps=(),
             spans=(),
         )
 
 
-def _span(one: Prediction) -> float:
+def _span(prediction: Prediction) -> float:
     """Return the relative length of the interval."""
-    return (one.high_s - one.low_s) / one.seconds
+    return (prediction.high_s - prediction.low_s) / prediction.seconds
 
 
 @dataclass(frozen=True)
@@ -222,13 +222,15 @@ class Predictor:
         def evaluate(name: str, factor: float) -> float:
             if name == HOST_FACTOR:
                 host = replace(self.machine.host, factor=self.machine.host.factor * factor)
-                other = replace(self, machine=replace(self.machine, host=host))
+                varied = replace(self, machine=replace(self.machine, host=host))
             else:
-                other = replace(self, constants=scaled(self.constants, name, factor))
+                varied = replace(self, constants=scaled(self.constants, name, factor))
             # the profile itself depends on these priors
-            again = name == "forward_share" or (profile.source in PRICED and name in LAUNCHES)
-            changed = other.profile(case) if again else profile
-            return simulation.step(case, changed, other.machine, other.constants).seconds
+            profile_varies = name == "forward_share" or (
+                profile.source in PRICED and name in LAUNCHES
+            )
+            varied_profile = varied.profile(case) if profile_varies else profile
+            return simulation.step(case, varied_profile, varied.machine, varied.constants).seconds
 
         priors = priors_of(case, self.machine)
         if not self.given:
@@ -269,10 +271,10 @@ class Predictor:
     def _with_described_bus(self, case: Case) -> Prediction:
         """Predict as if the described bandwidth of the bus had been measured."""
         rate = network.bus(self.machine, case.devices, self.constants).bytes_per_s
-        known = Collective(
+        curve = Collective(
             bytes_per_s=rate, start_s=self.constants.start_s, root_s=self.constants.root_s
         )
-        return replace(self, machine=replace(self.machine, collective=known)).predict(case)
+        return replace(self, machine=replace(self.machine, collective=curve)).predict(case)
 
     def profile(self, case: Case) -> Profile:
         """Return the measured profile of a case's model.
@@ -305,22 +307,22 @@ def sweep(models: Sequence[str], **axes: object) -> list[Case]:
 
     Unlike `plan.sweep`, `models` may include models that are known by name only.
     """
-    found: list[Case] = []
+    swept: list[Case] = []
     for model in models:
         stand_in = registry.names("models")[0] if counts.named(model) else model
         cases = plan.sweep(models=(stand_in,), device_kind="cuda", **axes)  # type: ignore[arg-type]
-        found += [replace(case, model=model) for case in cases]
-    return list(dict.fromkeys(found))
+        swept += [replace(case, model=model) for case in cases]
+    return list(dict.fromkeys(swept))
 
 
-def speedup(one: Prediction, others: Sequence[Prediction]) -> tuple[Estimate | None, str]:
+def speedup(prediction: Prediction, others: Sequence[Prediction]) -> tuple[Estimate | None, str]:
     """Return the throughput relative to a single device in `others`, and the kind of scaling.
 
     The scaling is "strong" if the single device has the same total batch, and "weak" if it has the
     same batch per device. Without such a prediction, return None and "". The 80 % interval leaves
     out errors that both steps share.
     """
-    case = one.case
+    case = prediction.case
     for scaling, batch in (("strong", case.batch_size), ("weak", case.batch_size / case.devices)):
         for other in others:
             base = other.case
@@ -329,17 +331,17 @@ def speedup(one: Prediction, others: Sequence[Prediction]) -> tuple[Estimate | N
                 and base.batch_size == batch
                 and base.model == case.model
             ):
-                return gain(one, other), scaling
+                return gain(prediction, other), scaling
     return None, ""
 
 
-def gain(one: Prediction, base: Prediction) -> Estimate:
+def gain(prediction: Prediction, base: Prediction) -> Estimate:
     """Return the throughput in samples per second, divided by that of the prediction `base`.
 
     The 80 % interval leaves out errors that both steps share.
     """
-    value = base.seconds / one.seconds * (one.case.batch_size / base.case.batch_size)
-    low, high = middle_draws([a - b for a, b in zip(base.draws, one.draws, strict=True)])
+    value = base.seconds / prediction.seconds * (prediction.case.batch_size / base.case.batch_size)
+    low, high = middle_draws([a - b for a, b in zip(base.draws, prediction.draws, strict=True)])
     return Estimate(value, value * math.exp(min(0.0, low)), value * math.exp(max(0.0, high)), 0)
 
 
@@ -347,7 +349,7 @@ def keep(path: Path, predictions: Sequence[Prediction], machine: Machine) -> str
     """Store predictions as a run on the described machine, and return the run's id."""
     from dpbench.store import Store
 
-    found = [one.case for one in predictions]
+    cases = [one.case for one in predictions]
     gpus = [{"name": machine.gpu.name}] * min(machine.devices, 64)
     facts = {
         "host": {"name": f"{machine.name} (described, not measured)", "cpu": machine.description},
@@ -357,7 +359,7 @@ def keep(path: Path, predictions: Sequence[Prediction], machine: Machine) -> str
     with Store.create(path) as store:
         return store.add(
             [one.trial() for one in predictions],
-            plan=plan.plan_hash(found, 1),
+            plan=plan.plan_hash(cases, 1),
             host=f"predicted:{machine.name}",
             code="",
             provenance=facts,

@@ -109,11 +109,11 @@ class Constants:
 
     def changed(self, **values: Any) -> Constants:
         """Return a copy with new `values`; raises ValueError for an unknown name."""
-        known = {f.name for f in fields(self)}
-        if unknown := sorted(set(values) - known):
+        names = {f.name for f in fields(self)}
+        if unknown := sorted(set(values) - names):
             raise ValueError(
                 f"these names of constants are unknown: {', '.join(unknown)}; the known names are "
-                f"{', '.join(sorted(known))}"
+                f"{', '.join(sorted(names))}"
             )
         return replace(self, **values)
 
@@ -235,14 +235,14 @@ def drawn(
         )
         if abs(down) > 1e-9 or abs(up) > 1e-9:
             responses.append((COLUMNS.index(name), down, up))
-    found = []
+    draws = []
     for draw in _normal(len(COLUMNS)):
         moved = draw[0] * residual
         for column, down, up in responses:
             z = draw[column]
             moved += z * up if z > 0 else -z * down
-        found.append(moved)
-    return tuple(found)
+        draws.append(moved)
+    return tuple(draws)
 
 
 def interval(step_s: float, draws: Sequence[float]) -> tuple[float, float]:
@@ -254,8 +254,8 @@ def interval(step_s: float, draws: Sequence[float]) -> tuple[float, float]:
 def priors_of(case: Case, machine: Machine) -> dict[str, float]:
     """Return the priors of the constants that affect a case's step on a machine, by name."""
     apart = APART[case.traits.parallelism]
-    found = {name: deviation for name, deviation in STATED.items() if name not in apart}
-    return found | ({"bus_scale": MEASURED_BUS} if machine.collective else {})
+    priors = {name: deviation for name, deviation in STATED.items() if name not in apart}
+    return priors | ({"bus_scale": MEASURED_BUS} if machine.collective else {})
 
 
 def scaled(constants: Constants, name: str, factor: float) -> Constants:

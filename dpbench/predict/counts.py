@@ -50,11 +50,11 @@ _CONVOLUTIONAL = re.compile(
 
 @lru_cache(maxsize=1)
 def _table() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for name in ("models.json", "figures.json"):
         for key, row in json.loads((DATA / name).read_text(encoding="utf-8")).items():
-            found[plain(key)] = row
-    return found
+            rows[plain(key)] = row
+    return rows
 
 
 def plain(name: str) -> str:
@@ -126,9 +126,9 @@ def of(case: Case) -> Profile:
     if named(case.model):
         row = row_of(case.model)
         if row is None:
-            known = sorted({*registry.names("models"), *names()})
+            known_names = sorted({*registry.names("models"), *names()})
             raise LookupError(
-                f"{registry.unknown('model', case.model, known)}; to use your own model, give"
+                f"{registry.unknown('model', case.model, known_names)}; to use your own model, give"
                 " --model package.module:name"
             )
         return of_row(case.model, row, 2 if case.precision in ("bf16", "fp16") else 4)

@@ -54,7 +54,8 @@ def simulate(
 
 class _Run:
     def __init__(self, jobs: Sequence[SimulatedJob], capacity: Mapping[object, float]) -> None:
-        self._jobs, self._capacity = jobs, capacity
+        self._jobs = jobs
+        self._capacity = capacity
         self.times = [(math.nan, math.nan)] * len(jobs)
         self._waits = [len(job.after) + len(job.overlap) for job in jobs]
         self._beside = [len(job.overlap) for job in jobs]
@@ -62,10 +63,10 @@ class _Run:
         self._followers: list[list[int]] = [[] for _ in jobs]
         self._companions: list[list[int]] = [[] for _ in jobs]
         for number, job in enumerate(jobs):
-            for before in job.after:
-                self._followers[before].append(number)
-            for before in job.overlap:
-                self._companions[before].append(number)
+            for dependency in job.after:
+                self._followers[dependency].append(number)
+            for dependency in job.overlap:
+                self._companions[dependency].append(number)
         self._now = 0.0
         self._ends: list[tuple[float, int]] = []
         self._busy: set[str] = set()
@@ -175,12 +176,12 @@ def rates(
     for flow, way in flows.items():
         for resource in way:
             crossing.setdefault(resource, set()).add(flow)
-    found: dict[Flow, float] = {}
+    fixed: dict[Flow, float] = {}
     while crossing:
         full = min(crossing, key=lambda resource: left[resource] / len(crossing[resource]))
         share = left[full] / len(crossing[full])
         for flow in tuple(crossing[full]):
-            found[flow] = share
+            fixed[flow] = share
             for resource in flows[flow]:
                 left[resource] = max(0.0, left[resource] - share)
                 users = crossing.get(resource)
@@ -188,4 +189,4 @@ def rates(
                     users.discard(flow)
                     if not users:
                         del crossing[resource]
-    return found
+    return fixed

@@ -49,7 +49,8 @@ class WrapperMemory(EngineMemory):
     """The allocations of training with torch.nn.DataParallel."""
 
     def _step(self, step: int) -> None:
-        tape, parts = self._tape, self._shards.parts
+        tape = self._tape
+        parts = self._shards.parts
         whole_trace = self._shards.whole
         self._gradients = clear(tape, self._gradients, keeps=self._keeps)
         tape.stage = "scatter"
@@ -84,13 +85,13 @@ class WrapperMemory(EngineMemory):
                 tape.give(holdings)
             play_backward(tape, i, part, names[i], done)
         tape.stage = "reduce"
-        found = [
+        replica_gradients = [
             holding
             for part, held in zip(parts, names, strict=True)
             for holding in gradients_of(part, held)
         ]
         new = self._sums()
-        tape.give(found)
+        tape.give(replica_gradients)
         tape.give(new if self._gradients else [])  # added to the gradients of the step before
         self._gradients = self._gradients or new
         tape.give(holding for held in names for holding in held.values())
@@ -106,23 +107,25 @@ class WrapperMemory(EngineMemory):
         Return, for each device, pairs of the indices of tensors that were copied together and the
         allocation of their copies; none for device 0.
         """
-        tape, found = self._tape, []
+        tape = self._tape
+        by_device = []
         runs = chunks(sizes, COALESCED_BYTES) if self._collective else [[size] for size in sizes]
         for i in self._devices:
-            mine, number = [], first
+            pairs = []
+            index = first
             for run in runs:
-                numbers = list(range(number, number + len(run)))
-                number += len(run)
+                indices = list(range(index, index + len(run)))
+                index += len(run)
                 if i:
                     joined = (
                         tape.take(0, sum(run), "replicas")
                         if self._collective and len(run) > 1 and i == 1
                         else []
                     )
-                    mine.append((numbers, tape.take(i, sum(run), "replicas")))
+                    pairs.append((indices, tape.take(i, sum(run), "replicas")))
                     tape.give(joined)
-            found.append(mine)
-        return found
+            by_device.append(pairs)
+        return by_device
 
     def _releases(
         self,
@@ -136,13 +139,13 @@ class WrapperMemory(EngineMemory):
 
         The outputs are removed from `names`.
         """
-        at = part.released_at
-        found = [(max(at[n] for n in numbers), holdings) for numbers, holdings in copies]
+        released_at = part.released_at
+        releases = [(max(released_at[n] for n in joined), copy) for joined, copy in copies]
         begin = len(part.parameters.sizes_bytes) + len(part.buffers.sizes_bytes)
-        found += [(at[begin + k], [holding]) for k, holding in enumerate(inputs)]
+        releases += [(released_at[begin + k], [holding]) for k, holding in enumerate(inputs)]
         begin += len(part.inputs.sizes_bytes)
-        return found + [
-            (at[begin + k], [names.pop(storage)])
+        return releases + [
+            (released_at[begin + k], [names.pop(storage)])
             for k, storage in enumerate(part.outputs)
             if storage in names
         ]
@@ -155,7 +158,8 @@ class WrapperMemory(EngineMemory):
         they are released only after those of the next group are allocated. A group of one gradient
         has no buffers.
         """
-        tape, others = self._tape, list(self._devices[1:])
+        tape = self._tape
+        others = self._devices[1:]
         sums: list[int] = []
         former: list[int] = []
         for run in chunks([self._sizes[n] for n in self._trainable], COALESCED_BYTES):
@@ -275,10 +279,10 @@ def tape_of(case: Case, traces: Traces, steps: int = STEPS) -> Tape:
     Raises ValueError for a strategy whose memory is not known.
     """
     tape = Tape()
-    role, keeps = case.traits.role, case.zero_grad == "zero"
-    if case.traits.one_device or (
-        role is Role.WRAPPER and len(case.rows) == 1
-    ):  # torch then calls the module itself
+    role = case.traits.role
+    keeps = case.zero_grad == "zero"
+    # on one device, torch.nn.DataParallel calls the module itself
+    if case.traits.one_device or (role is Role.WRAPPER and len(case.rows) == 1):
         strategy_memory.single(tape, traces.of(case.batch_size), steps, keeps=keeps)
     elif role in (Role.ENGINE, Role.WRAPPER):
         schedule = schedule_of(case)
@@ -292,11 +296,11 @@ def tape_of(case: Case, traces: Traces, steps: int = STEPS) -> Tape:
         for device, rows in enumerate(case.rows):
             strategy_memory.ddp(tape, traces.of(rows), steps, device, keeps=keeps)
     else:
-        known = ", ".join(
+        supported = ", ".join(
             registry.of_role(one) for one in Role if one not in (Role.OTHER, Role.OBSERVED)
         )
         raise ValueError(
-            f"the memory of the strategy {case.strategy!r} is not known; use one of {known}"
+            f"the memory of the strategy {case.strategy!r} is not known; use one of {supported}"
         )
     return tape
 

@@ -66,13 +66,13 @@ def route(machine: Machine, source: str, target: str) -> tuple[Direction, ...]:
         if not machine.peer_access:
             return (*route(machine, source, "host"), *route(machine, "host", target))
         links = tuple(link for link in links if link.kind != "nvlink")
-    found = _shortest(links, source, target)
-    if not found and source != target:
+    way = _shortest(links, source, target)
+    if not way and source != target:
         raise UnknownMachine(
             f"machine {machine.name}: no route from {source} to {target}; the machine file has the"
             f" links {_listed(machine)}; add the links that are missing"
         )
-    return found
+    return way
 
 
 def _listed(machine: Machine) -> str:
@@ -108,11 +108,11 @@ def _shortest(
 @lru_cache(maxsize=1024)
 def capacities(machine: Machine) -> dict[Direction, float]:
     """Return the bytes per second of each directed link; the rates of parallel links are added."""
-    found: dict[Direction, float] = {}
+    bytes_per_s: dict[Direction, float] = {}
     for link in machine.links:
-        for way in ((link.a, link.b), (link.b, link.a)):
-            found[way] = found.get(way, 0.0) + link.bytes_per_s
-    return found
+        for direction in ((link.a, link.b), (link.b, link.a)):
+            bytes_per_s[direction] = bytes_per_s.get(direction, 0.0) + link.bytes_per_s
+    return bytes_per_s
 
 
 @lru_cache(maxsize=1024)
@@ -139,10 +139,10 @@ def ring(machine: Machine, count: int, *, closed: bool) -> tuple[float, str]:
     hops = [(f"gpu{i}", f"gpu{(i + 1) % count}") for i in range(count if closed else count - 1)]
     ways = {hop: route(machine, *hop) for hop in hops}
     rate = min(rates(ways, capacities(machine)).values())
-    over = [_processors(way) for way in ways.values()]
-    if not machine.peer_access and any(over):
+    processors = [_processors(way) for way in ways.values()]
+    if not machine.peer_access and any(processors):
         return rate, "staged"
-    return rate, "socket" if any(len(found) > 1 for found in over) else "peer"
+    return rate, "socket" if any(len(one) > 1 for one in processors) else "peer"
 
 
 def _processors(way: tuple[Direction, ...]) -> set[str]:
@@ -181,7 +181,8 @@ def _flow(links: list[Link], source: str, target: str) -> float:
                     todo.append(other)
         if target not in came:
             return total
-        way, here = [], target
+        way = []
+        here = target
         while came[here]:
             way.append((came[here], here))
             here = came[here]
@@ -207,8 +208,8 @@ def bus(machine: Machine, devices: int, constants: Constants, *, one_way: bool =
     `one_way` is for a broadcast or a reduction to one device, which use links in one direction
     only.
     """
-    found = _bus(machine, devices, constants, one_way)
-    return Bus(found.bytes_per_s * constants.bus_scale, found.kind)
+    unscaled = _bus(machine, devices, constants, one_way)
+    return Bus(unscaled.bytes_per_s * constants.bus_scale, unscaled.kind)
 
 
 def _bus(machine: Machine, devices: int, constants: Constants, one_way: bool) -> Bus:

@@ -83,9 +83,9 @@ class ObservedLoop:
                 ),
             ),
         ]
-        if found := next((text for is_so, text in problems if is_so), ""):
+        if problem := next((text for is_so, text in problems if is_so), ""):
             raise UnknownMachine(
-                f"the loop {self.case.model} cannot be the basis of a prediction: {found}"
+                f"the loop {self.case.model} cannot be the basis of a prediction: {problem}"
             )
 
     @property
@@ -132,22 +132,23 @@ class ObservedLoop:
                 for span in spans:
                     each[span.phase][span.device] += span.end_s - span.start_s
                 for phase, by_device in each.items():
-                    real = [s for device, s in by_device.items() if device != HOST] or [
-                        *by_device.values()
-                    ]
-                    seconds[phase].append(statistics.median(real))
-                    if len(real) == 1 and not self.case.traits.ranks:
+                    spent = [s for device, s in by_device.items() if device != HOST]
+                    spent = spent or [*by_device.values()]
+                    seconds[phase].append(statistics.median(spent))
+                    if len(spent) == 1 and not self.case.traits.ranks:
                         shared.add(phase)
-        found = {phase: statistics.median(values) for phase, values in seconds.items()}
+        medians = {phase: statistics.median(values) for phase, values in seconds.items()}
         whole = shared & {Phase.FORWARD, Phase.LOSS, Phase.BACKWARD}
-        return {phase: s / self.case.devices if phase in whole else s for phase, s in found.items()}
+        return {
+            phase: s / self.case.devices if phase in whole else s for phase, s in medians.items()
+        }
 
 
 def _timed(trial: Trial) -> Iterator[Sequence[Span]]:
     """Yield the spans of each timed step, or of the median step if only its spans are kept."""
     if not trial.spans:
-        number, found = trial.ledger.median_step or (None, ())
-        yield tuple(span for span in found if span.step == number)
+        number, spans_of_median = trial.ledger.median_step or (None, ())
+        yield tuple(span for span in spans_of_median if span.step == number)
         return
     for step, spans in zip(trial.steps, ledger.by_step(trial.spans, len(trial.steps)), strict=True):
         if not step.warmup:
@@ -156,12 +157,12 @@ def _timed(trial: Trial) -> Iterator[Sequence[Span]]:
 
 def of_run(trials: Sequence[Trial], facts: Mapping[str, Any]) -> ObservedLoop | None:
     """Return the observed loop of a run with the most timed steps, or None if it has none."""
-    mine: dict[Case, list[Trial]] = {}
+    by_case: dict[Case, list[Trial]] = {}
     for trial in trials:
         if trial.case.traits.observed:
-            mine.setdefault(trial.case, []).append(trial)
-    if not mine:
+            by_case.setdefault(trial.case, []).append(trial)
+    if not by_case:
         return None
-    case = max(mine, key=lambda one: sum(len(trial.timed) for trial in mine[one]))
-    good = [trial for trial in mine[case] if trial.trusted and trial.timed]
-    return ObservedLoop(case, tuple(good), facts)
+    case = max(by_case, key=lambda one: sum(len(trial.timed) for trial in by_case[one]))
+    usable = [trial for trial in by_case[case] if trial.trusted and trial.timed]
+    return ObservedLoop(case, tuple(usable), facts)

@@ -110,18 +110,17 @@ def optimizer_s(name: str, sizes_bytes: Sequence[int], speed: Speed) -> tuple[fl
             f"the kernels of the optimizer {name} are not known; use one of these optimizers:"
             f" {', '.join(UPDATES)}"
         )
-    total, blocks = (
-        sum(sizes_bytes),
-        sum(math.ceil(size / 4 / FOREACH_ELEMENTS) for size in sizes_bytes),
-    )
-    seconds, count = 0.0, 0
-    for one in UPDATES[name]:
+    total = sum(sizes_bytes)
+    blocks = sum(math.ceil(size / 4 / FOREACH_ELEMENTS) for size in sizes_bytes)
+    seconds = 0.0
+    count = 0
+    for op in UPDATES[name]:
         launches = max(
-            math.ceil(len(sizes_bytes) / FOREACH_TENSORS[one.lists - 1]),
+            math.ceil(len(sizes_bytes) / FOREACH_TENSORS[op.lists - 1]),
             math.ceil(blocks / FOREACH_BLOCKS),
         )
         count += launches
-        seconds += launches * speed.seconds(0.0, one.passes * total / max(launches, 1))
+        seconds += launches * speed.seconds(0.0, op.passes * total / max(launches, 1))
     return seconds, count
 
 
@@ -171,7 +170,8 @@ def profile(low: Trace, high: Trace, speed: Speed) -> Profile:
         )
 
     def cost(phase: Phase) -> Cost:
-        first, second = phase_s(low, phase, speed), phase_s(high, phase, speed)
+        first = phase_s(low, phase, speed)
+        second = phase_s(high, phase, speed)
         slope = max(0.0, (second - first) / (high.rows - low.rows))
         return Cost(max(0.0, second - slope * high.rows), slope)
 
@@ -247,9 +247,8 @@ def split(
             " given"
         )
     idle = replace(profile, forward=Cost(), backward=Cost(), source="given")
-    if (
-        aside := rest_s(idle)
-    ) > step_s / 2:  # the batch cannot have been copied from pageable memory
+    aside = rest_s(idle)
+    if aside > step_s / 2:  # the batch cannot have been copied from pageable memory
         idle = replace(idle, input_bytes=0.0)
         aside = rest_s(idle)
     if aside > step_s / 2:
@@ -301,13 +300,13 @@ def counted(
         return Cost(launches * KERNEL_S * (1 if flop else 0), sample)
 
     p = profile
-    found = replace(
+    priced = replace(
         profile,
         source="counted",
         forward=cost(p.forward_flop, p.forward_bytes, p.forward_launches),
         backward=cost(p.backward_flop, p.backward_bytes, p.backward_launches),
     )
-    return launched(found, machine, constants)
+    return launched(priced, machine, constants)
 
 
 def launched(profile: Profile, machine: Machine, constants: Constants = DEFAULT) -> Profile:

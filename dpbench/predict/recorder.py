@@ -74,9 +74,8 @@ class OpRecorder(TorchDispatchMode):
         self._parts: dict[str, list[tuple[Any, ...]]] = {}
         self._phase: Phase | None = None
         self._ops: list[tuple[Any, ...]] = []
-        self._events: list[
-            tuple[int, int]
-        ] = []  # events of the latest op; finalizers append at any time
+        # events of the latest op; finalizers append at any time
+        self._events: list[tuple[int, int]] = []
         self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._sizes: dict[int, int] = {}
         self._forgotten: set[int] = set()
@@ -88,7 +87,9 @@ class OpRecorder(TorchDispatchMode):
 
     def enter(self, name: str, phase: Phase | None) -> None:
         """Record all following ops in the part `name`, or ignore them if `phase` is None."""
-        self._phase, self._ops, self._events = phase, self._parts.setdefault(name, []), []
+        self._phase = phase
+        self._ops = self._parts.setdefault(name, [])
+        self._events = []
 
     @property
     def at(self) -> int:
@@ -108,9 +109,9 @@ class OpRecorder(TorchDispatchMode):
             moved = _traffic(func, args, kwargs, result)
             self._events = []
             self._ops.append((self._phase, str(packet), float(flop), float(moved), self._events))
-        given = {id(tensor.untyped_storage()) for tensor in _strided((args, kwargs))}
+        inputs = {id(tensor.untyped_storage()) for tensor in _strided((args, kwargs))}
         for tensor in _strided(result):
-            if tensor.device == self._device and id(tensor.untyped_storage()) not in given:
+            if tensor.device == self._device and id(tensor.untyped_storage()) not in inputs:
                 self.storage(tensor)
         return result
 
@@ -119,8 +120,10 @@ class OpRecorder(TorchDispatchMode):
         storage = dense(tensor)[0].untyped_storage()
         if storage not in self._known:
             self._count += 1
-            number, size = self._count, storage.nbytes()
-            self._known[storage], self._sizes[number] = number, size
+            number = self._count
+            size = storage.nbytes()
+            self._known[storage] = number
+            self._sizes[number] = size
             if size:
                 self._events.append((number, size))
                 weakref.finalize(storage, self._freed, number, size).atexit = False
@@ -248,7 +251,9 @@ class OpPart:
     """The context manager of one part of the step; the recorder ignores ops outside all parts."""
 
     def __init__(self, recorder: OpRecorder, name: str, phase: Phase) -> None:
-        self._recorder, self._name, self._phase = recorder, name, phase
+        self._recorder = recorder
+        self._name = name
+        self._phase = phase
 
     def __enter__(self) -> None:
         self._recorder.enter(self._name, self._phase)
@@ -269,13 +274,13 @@ def _traffic(func: Any, args: Any, kwargs: Any, result: Any) -> int:
         if id(t.untyped_storage()) not in read
     }
     schema = func._schema.arguments
-    given = [
+    arguments = [
         *zip(schema, args, strict=False),
         *((a, kwargs[a.name]) for a in schema if a.name in kwargs),
     ]
     changed = [
         v
-        for argument, v in given
+        for argument, v in arguments
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
     written = {id(t.untyped_storage()): _touched(t) for t in _strided(changed)}

@@ -39,34 +39,34 @@ def jobs_of(
     prices = _Prices(
         case, profile, machine, constants, overlapped=overlapped and len(case.rows) > 1
     )
-    found: list[SimulatedJob] = []
-    number: list[int] = []
+    jobs: list[SimulatedJob] = []
+    job_of_task: list[int] = []
     together: dict[str, int] = {}
     for task in tasks:
-        after = tuple(dict.fromkeys(number[at] for at in task.after))
-        overlap = tuple(
-            at for at in dict.fromkeys(number[at] for at in task.overlap) if at not in after
-        )
+        after = tuple(dict.fromkeys(job_of_task[other] for other in task.after))
+        overlap = dict.fromkeys(job_of_task[other] for other in task.overlap)
+        beside = tuple(other for other in overlap if other not in after)
         kind, _, _ = task.resource.partition(":")
         if task.resource in together:
-            at = together[task.resource]
-            known = found[at]
-            waits = tuple(dict.fromkeys((*known.after, *after)))
-            beside = tuple(x for x in dict.fromkeys((*known.overlap, *overlap)) if x not in waits)
-            found[at] = replace(known, after=waits, overlap=beside)
+            index = together[task.resource]
+            job = jobs[index]
+            waits = tuple(dict.fromkeys((*job.after, *after)))
+            overlap = dict.fromkeys((*job.overlap, *beside))
+            beside = tuple(other for other in overlap if other not in waits)
+            jobs[index] = replace(job, after=waits, overlap=beside)
         else:
-            at = len(found)
+            index = len(jobs)
             if kind in COLLECTIVES:
-                together[task.resource] = at
+                together[task.resource] = index
             work = prices.job(task)
-            found.append(
-                SimulatedJob(work.seconds, work.resource, work.amount, work.way, after, overlap)
+            jobs.append(
+                SimulatedJob(work.seconds, work.resource, work.amount, work.way, after, beside)
             )
-        number.append(at)
+        job_of_task.append(index)
     capacity: dict[object, float] = {GIL: 1.0, LOCAL: prices.memory_bytes_per_s}
     for way, rate in network.capacities(machine).items():
         capacity[way] = rate
-    return found, number, capacity
+    return jobs, job_of_task, capacity
 
 
 COLLECTIVES = tuple(
@@ -87,11 +87,15 @@ class _Prices:
         overlapped: bool,
     ) -> None:
         self._overlapped = overlapped
-        self._case, self._profile, self._machine, self._c = case, profile, machine, constants
+        self._case = case
+        self._profile = profile
+        self._machine = machine
+        self._c = constants
         self._group = DeviceGroup(machine, case.devices, constants)
         self._rows = case.rows
         self.memory_bytes_per_s = machine.gpu.memory_bytes_per_s or constants.memory_bytes_per_s
-        self._host_costs = host = HostCosts.of(machine.host, constants)
+        host = HostCosts.of(machine.host, constants)
+        self._host_costs = host
         self._each_s = {
             "launches": host.launch_s,
             "modules": host.module_s,
@@ -111,7 +115,7 @@ class _Prices:
         return self._units.get(task.unit, self._host)(task)
 
     def _host(self, task: Task) -> SimulatedJob:
-        """For a number of host operations, such as launches, or of seconds."""
+        """The amount is a number of host operations, such as launches, or of seconds."""
         spent = task.amount * self._each_s[task.unit]
         others = len(self._rows) - 1
         if task.unit == "launches":
@@ -130,7 +134,8 @@ class _Prices:
         launches together take at most the share `host_share` of the phase's duration in the
         profile. In backward, the threads of one process slow down each other's launches.
         """
-        profile, rows = self._profile, self._rows[max(0, task.device)]
+        profile = self._profile
+        rows = self._rows[max(0, task.device)]
         if task.phase is Phase.FORWARD:
             return _capped(spent, profile.forward, rows, self._c.host_share)
         if task.phase is Phase.BACKWARD:
@@ -146,7 +151,7 @@ class _Prices:
         return spent
 
     def _flop(self, task: Task) -> SimulatedJob:
-        """For FLOP of forward or backward, with the duration from the profile."""
+        """The amount is FLOP of forward or backward; the duration comes from the profile."""
         profile = self._profile
         cost, flop = (
             (profile.forward, profile.forward_flop)
@@ -167,17 +172,16 @@ class _Prices:
         return SimulatedJob(spent, task.resource)
 
     def _bytes(self, task: Task) -> SimulatedJob:
-        """For bytes over links, in a collective, or within device memory."""
+        """The amount is bytes over links, in a collective, or within device memory."""
         kind, _, rest = task.resource.partition(":")
         if kind == "copy":
             return self._copy(task, *rest.split(":"))
         if kind in COLLECTIVES:
             name = kind.removesuffix("_coalesced")
-            one = self._group.one_s(name, task.amount)
-            return SimulatedJob(
-                one if name == kind else self._group.coalesced_s(name, task.amount), "collectives"
-            )
-        loss, output = self._profile.loss, self._profile.output_bytes
+            seconds = self._group.one_s if name == kind else self._group.coalesced_s
+            return SimulatedJob(seconds(name, task.amount), "collectives")
+        loss = self._profile.loss
+        output = self._profile.output_bytes
         if task.phase is Phase.LOSS and loss is not None and output:
             return SimulatedJob(loss.at(task.amount / output), task.resource)
         scale = self._update if task.phase is Phase.OPTIMIZER else 1.0
@@ -201,8 +205,7 @@ class _Prices:
         node = self._machine.gpu.count
         ends = [end if end == "host" else f"gpu{int(end) % node}" for end in (source, target)]
         if source == "host":
-            # the calling thread waits for a pageable copy, so each process runs one such copy at a
-            # time
+            # the calling thread waits for a pageable copy, so each process runs one at a time
             rate = self._machine.host.pageable_bytes_per_s or self._c.pageable_bytes_per_s
             return SimulatedJob(
                 self._c.copy_s + task.amount / rate,
@@ -213,9 +216,9 @@ class _Prices:
         )
 
 
-def _capped(spent: float, known: Cost | None, rows: int, share: float) -> float:
+def _capped(launches_s: float, cost: Cost | None, rows: int, share: float) -> float:
     """Limit the launches to a share of the duration of their phase, if that is known."""
-    return min(spent, share * known.at(rows)) if known else spent
+    return min(launches_s, share * cost.at(rows)) if cost else launches_s
 
 
 EXCHANGEABLE = 9

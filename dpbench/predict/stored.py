@@ -81,15 +81,15 @@ def fit_cost(rows: Sequence[int], seconds: Sequence[float]) -> Cost:
     import numpy as np
     from scipy.optimize import nnls
 
-    known = [(n, s) for n, s in zip(rows, seconds, strict=True) if s > 0]
-    if not known:
+    points = [(n, s) for n, s in zip(rows, seconds, strict=True) if s > 0]
+    if not points:
         return Cost()
-    if len(known) == 1:
-        ((n, s),) = known
+    if len(points) == 1:
+        ((n, s),) = points
         return Cost(s * FIXED_SHARE, s * (1 - FIXED_SHARE) / n)
-    design = np.array([[1 / s, n / s] for n, s in known])
+    design = np.array([[1 / s, n / s] for n, s in points])
     scale = np.abs(design).max(axis=0)
-    (fixed, sample), _ = nnls(design / scale, np.ones(len(known)))
+    (fixed, sample), _ = nnls(design / scale, np.ones(len(points)))
     return Cost(float(fixed / scale[0]), float(sample / scale[1]))
 
 
@@ -111,12 +111,12 @@ class Stored:
         sizes = (
             f"batch size{'s' if len(self.batches) > 1 else ''} {', '.join(map(str, self.batches))}"
         )
-        said = f"{self.profile.model}: {self.basis} on {self.device} ({sizes})"
-        other = not alike(self.wanted, self.device)
+        origin = f"{self.profile.model}: {self.basis} on {self.device} ({sizes})"
+        another_gpu = not alike(self.wanted, self.device)
         return (
-            f"{said}; the described machine has {self.wanted}, so the prediction may be far off"
-            if other
-            else said
+            f"{origin}; the described machine has {self.wanted}, so the prediction may be far off"
+            if another_gpu
+            else origin
         )
 
 
@@ -138,23 +138,23 @@ def read(path: Path, cases: Sequence[Case], machine: Machine) -> dict[counts.Key
     """
     wanted = {counts.key(case): case for case in reversed(cases)}
     found: dict[counts.Key, Stored] = {}
-    known: set[str] = set()
+    settings: set[str] = set()
     with Store.read(path) as store:
         for run in store.newest():
             trials = [trial for trial in store.trials(run.id) if _usable(trial)]
-            known |= {_setting(trial.case) for trial in trials}
+            settings |= {_setting(trial.case) for trial in trials}
             for key, case in wanted.items():
                 if key not in found and (
-                    mine := [trial for trial in trials if _setting(trial.case) == _setting(case)]
+                    fitting := [trial for trial in trials if _setting(trial.case) == _setting(case)]
                 ):
-                    found[key] = _stored(case, mine, gpu_of(run.provenance), machine)
+                    found[key] = _stored(case, fitting, gpu_of(run.provenance), machine)
             if len(found) == len(wanted):
                 return found
     missing = next(case for key, case in wanted.items() if key not in found)
     raise UnknownMachine(
         f"{path} has no measured step of {_setting(missing)} on one device, which a prediction for"
         f" {machine.name} needs (the file has:"
-        f" {', '.join(sorted(known)) or 'no steps of the strategy single'});"
+        f" {', '.join(sorted(settings)) or 'no steps of the strategy single'});"
         f" {way_out(missing, path)}"
     )
 

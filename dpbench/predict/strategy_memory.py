@@ -99,7 +99,7 @@ def ddp(tape: Tape, trace: Trace, steps: int, device: int, *, keeps: bool = Fals
     ):
         tape.give(tape.take(device, sum(chunk), "replicas"))
     buckets = [sum(bucket) for bucket in bucket_sizes(trainable[::-1])]
-    held = tape.take_all(device, buckets, "buckets")
+    allocated_buckets = tape.take_all(device, buckets, "buckets")
     state: Names = {}
     gradients: list[int] = []
     for step in range(steps):
@@ -108,8 +108,8 @@ def ddp(tape: Tape, trace: Trace, steps: int, device: int, *, keeps: bool = Fals
         batch = take_batch(tape, device, trace)
         tape.stage = "forward"
         if step == 1:  # DDP rebuilds its buckets in the order in which gradients became ready
-            tape.give(held)
-            held = tape.take_all(device, buckets, "buckets")
+            tape.give(allocated_buckets)
+            allocated_buckets = tape.take_all(device, buckets, "buckets")
         for chunk in chunks(trace.buffers.sizes_bytes, DDP_SYNC_BYTES):
             tape.give(tape.take(device, sum(chunk), "replicas"))
         names, gradients = _play_passes(tape, device, trace, gradients)
@@ -135,12 +135,10 @@ class EngineMemory:
         collective: bool,
         keeps: bool = False,
     ) -> None:
-        self._tape, self._shards, self._schedule, self._collective = (
-            tape,
-            shards,
-            schedule,
-            collective,
-        )
+        self._tape = tape
+        self._shards = shards
+        self._schedule = schedule
+        self._collective = collective
         self._keeps = keeps
         self._devices = range(len(shards.parts))
         self._sizes = shards.whole.parameters.sizes_bytes
@@ -158,7 +156,8 @@ class EngineMemory:
 
     def _setup(self) -> None:
         """Persistent replicas have parameters and summed gradients from the start."""
-        tape, whole = self._tape, self._shards.whole
+        tape = self._tape
+        whole = self._shards.whole
         settle(tape, 0, whole)
         if not self._kept:
             return
@@ -182,7 +181,9 @@ class EngineMemory:
         return sorted(n for n, owner in zip(self._trainable, assigned, strict=True) if owner == i)
 
     def _step(self, step: int) -> None:
-        tape, parts, schedule = self._tape, self._shards.parts, self._schedule
+        tape = self._tape
+        parts = self._shards.parts
+        schedule = self._schedule
         tape.stage = "optimizer"
         tape.give(self._gradients)
         tape.stage = "scatter"
@@ -219,7 +220,7 @@ class EngineMemory:
             if schedule.replicas == "rebuilt":
                 tape.give(self._copies)
         losses = [whole.pop(number) for number in self._shards.whole.losses if number in whole]
-        found = [
+        replica_gradients = [
             h for trace, held in zip(parts, names, strict=True) for h in gradients_of(trace, held)
         ]
         tape.give(
@@ -228,12 +229,14 @@ class EngineMemory:
         if self._kept:
             self._reduce([n for n in self._trainable if n not in self._reduced], names)
         self._optimize(step)
-        tape.give([*found, *losses])
+        tape.give([*replica_gradients, *losses])
 
     def _replicate(self) -> None:
-        tape, whole = self._tape, self._shards.whole
+        tape = self._tape
+        whole = self._shards.whole
         tape.stage = "replicate"
-        former, self._copies = self._copies, []
+        former = self._copies
+        self._copies = []
         if not self._kept:
             self._broadcast(self._sizes, flat=self._schedule.storage == "flat")
         self._broadcast(whole.buffers.sizes_bytes)
@@ -245,7 +248,8 @@ class EngineMemory:
         With `flat`, into one flat buffer per device. Otherwise, a collective copies several tensors
         in one message; without collectives, they are copied one by one.
         """
-        tape, others = self._tape, self._devices[1:]
+        tape = self._tape
+        others = self._devices[1:]
         if flat:
             for i in others:
                 self._copies += tape.take(i, flat_bytes(sizes), "replicas")
@@ -261,7 +265,9 @@ class EngineMemory:
 
     def _gather(self) -> list[int]:
         """Return the allocations of the concatenated outputs; none for a single device."""
-        tape, whole, parts = self._tape, self._shards.whole, self._shards.parts
+        tape = self._tape
+        whole = self._shards.whole
+        parts = self._shards.parts
         tape.stage = "gather"
         if len(parts) == 1:
             return []
@@ -278,18 +284,19 @@ class EngineMemory:
 
     def _hand_out(self, whole: Names, names: Sequence[Names]) -> None:
         """Add the backward of the gathered output's loss, and the scatter of its gradient."""
-        tape, parts = self._tape, self._shards.parts
+        tape = self._tape
+        parts = self._shards.parts
         tape.stage = "backward"
         tape.play(0, self._shards.whole.loss_backward, whole, "loss")
         for j, number in enumerate(self._shards.whole.output_gradients):
             if number is None:
                 continue
             for i, trace in enumerate(parts):
-                mine = trace.output_gradients[j]
+                replica_number = trace.output_gradients[j]
                 if len(parts) == 1:
-                    names[i][mine or 0] = whole.pop(number)
+                    names[i][replica_number or 0] = whole.pop(number)
                 elif taken := tape.take(i, trace.output.sizes_bytes[j], "outputs"):
-                    names[i][mine or 0] = taken[0]
+                    names[i][replica_number or 0] = taken[0]
             tape.give([whole.pop(number, -1)])
 
     def _local_loss(self, names: Sequence[Names], *, first: bool) -> None:
@@ -297,7 +304,8 @@ class EngineMemory:
 
         In the first step, the engine also compares their sum with the loss of the whole batch.
         """
-        tape, parts = self._tape, self._shards.parts
+        tape = self._tape
+        parts = self._shards.parts
         for i, trace in enumerate(parts):
             tape.stage = "loss"
             tape.play(i, trace.loss, names[i], "loss")
@@ -314,21 +322,22 @@ class EngineMemory:
 
     def _backward(self, names: Sequence[Names]) -> None:
         """Add the backward of all replicas, and the reductions that overlap it."""
-        tape, parts = self._tape, self._shards.parts
+        tape = self._tape
+        parts = self._shards.parts
         self._reduced: set[int] = set()
-        at = [0] * len(parts)
+        done = [0] * len(parts)
         for bucket in self._buckets() if self._schedule.reduce == "overlap" else []:
             for i, trace in enumerate(parts):
                 end = max(
-                    a for n, a in zip(trace.ready, trace.ready_at, strict=True) if n in bucket
+                    ops for n, ops in zip(trace.ready, trace.ready_at, strict=True) if n in bucket
                 )
                 tape.stage = "backward"
-                play_backward(tape, i, trace, names[i], at[i], max(at[i], end))
-                at[i] = max(at[i], end)
+                play_backward(tape, i, trace, names[i], done[i], max(done[i], end))
+                done[i] = max(done[i], end)
             self._reduce(bucket, names)
         for i, trace in enumerate(parts):
             tape.stage = "backward"
-            play_backward(tape, i, trace, names[i], at[i])
+            play_backward(tape, i, trace, names[i], done[i])
 
     def _buckets(self) -> list[list[int]]:
         """Return each bucket's parameters, in the order in which backward completes the buckets."""
@@ -348,18 +357,21 @@ class EngineMemory:
 
     def _sum(self, numbers: Sequence[int], names: Sequence[Names]) -> None:
         """Sum gradients into new tensors on device 0, and release those of the replicas."""
-        tape, parts, count = self._tape, self._shards.parts, len(self._devices)
-        found = [
+        tape = self._tape
+        parts = self._shards.parts
+        count = len(self._devices)
+        replica_gradients = [
             h
             for trace, held in zip(parts, names, strict=True)
             for h in gradients_of(trace, held, numbers)
         ]
         if count == 1:
-            self._gradients += found
+            self._gradients += replica_gradients
             return
         sizes = [self._sizes[n] for n in numbers]
         unused = [self._sizes[n] for n in numbers if self._shards.whole.gradients[n] is None]
-        found += [h for i in self._devices for h in tape.take_all(i, unused, "gradients")]
+        for i in self._devices:
+            replica_gradients += tape.take_all(i, unused, "gradients")
         if self._collective:
             for chunk in chunks(sizes, COALESCED_BYTES):
                 joined = self._devices if len(chunk) > 1 else ()
@@ -370,18 +382,18 @@ class EngineMemory:
             for size in sizes:
                 here = tape.take(0, size, "reduced")
                 self._gradients += tape.take(0, size, "reduced")
-                for _ in range(
-                    count - 2
-                ):  # the next gradient arrives before the previous one is freed
+                for _ in range(count - 2):
+                    # the next gradient arrives before the previous one is freed
                     there = tape.take(0, size, "reduced")
                     tape.give(here)
                     here = there
                 tape.give(here)
-        tape.give(found)
+        tape.give(replica_gradients)
 
     def _collect(self, numbers: Sequence[int]) -> None:
         """Add other devices' gradients to the persistent sums, one parameter at a time."""
-        tape, wanted = self._tape, set(numbers)
+        tape = self._tape
+        wanted = set(numbers)
         for i in self._owners():
             for n in self._owned(i):
                 if n in wanted:

@@ -155,7 +155,8 @@ def trace_optimizer(
         parameters = [nn.Parameter(torch.empty(size // 4, device=device)) for size in sizes_bytes]
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
-        optimizer, recorder = optimizer_fn(parameters), OpRecorder(torch.device(device))
+        optimizer = optimizer_fn(parameters)
+        recorder = OpRecorder(torch.device(device))
         with recorder:
             for name in ("first", "later"):
                 with recorder.part(name, Phase.OPTIMIZER):
@@ -187,8 +188,12 @@ class _TracedStep:
         *,
         fake: bool,
     ) -> None:
-        self._precision, self._mode = precision, mode
-        self._model, self._module, self._rows, self._fake = model, model.module, rows, fake
+        self._precision = precision
+        self._mode = mode
+        self._model = model
+        self._module = model.module
+        self._rows = rows
+        self._fake = fake
         self._inputs, self._target = batch
         self._optimizer = optimizer_fn(self._module.parameters())
         self._parameters = list(self._module.parameters())
@@ -261,19 +266,20 @@ class _TracedStep:
         with record.part(f"{name}loss_backward", Phase.BACKWARD):
             seed = torch.ones_like(loss)
             loss.backward(seed)
-        given = [x.grad for x in ends]
-        names = tuple(None if g is None else record.storage(g) for g in given)
+        gradients = [x.grad for x in ends]
+        names = tuple(None if g is None else record.storage(g) for g in gradients)
         for x in ends:
             x.grad = None
         begin = record.part(f"{name}backward", Phase.BACKWARD)
-        edge = _Edge.apply(given, begin, *tensors)  # type: ignore[no-untyped-call]
+        edge = _Edge.apply(gradients, begin, *tensors)  # type: ignore[no-untyped-call]
         with self._mode():  # a checkpointed module runs parts of its forward again
             _run_backward(edge)
         del seed  # not earlier: torch keeps the seed until the whole backward has ended
         begin.__exit__(None, None, None)
-        held = [*self._parameters, *self._module.buffers(), *tree_flatten(self._inputs)[0], *leaves]
+        inputs = tree_flatten(self._inputs)[0]
+        tracked = [*self._parameters, *self._module.buffers(), *inputs, *leaves]
         roles = {
-            "released_at": tuple(saved.at(x) for x in held if isinstance(x, torch.Tensor)),
+            "released_at": tuple(saved.at(x) for x in tracked if isinstance(x, torch.Tensor)),
             "output": _sizes(leaves),
             "outputs": tuple(record.storage(x) for x in leaves if isinstance(x, torch.Tensor)),
             "output_gradients": names,
@@ -315,7 +321,8 @@ class _Edge(Function):
     def forward(
         ctx: Any, given: list[Any], begin: AbstractContextManager[None], *outputs: torch.Tensor
     ) -> Any:
-        ctx.given, ctx.begin = given, begin
+        ctx.given = given
+        ctx.begin = begin
         return outputs[0].new_empty(())
 
     @staticmethod
@@ -345,7 +352,7 @@ class _Saved:
         self._at[storage] = self._recorder.at
 
     def at(self, tensor: torch.Tensor) -> int:
-        """Return the backward ops before autograd released its last reference; 0 if there was none."""
+        """Return after how many backward ops the last reference is released; 0 if never saved."""
         return self._at.get(self._recorder.storage(tensor), 0)
 
 
@@ -404,5 +411,7 @@ def _host_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     capturable = any(
         group.get("capturable") or group.get("fused") for group in optimizer.param_groups
     )
-    state = [] if capturable else [v for own in optimizer.state.values() for v in own.values()]
+    if capturable:
+        return []
+    state = [v for values in optimizer.state.values() for v in values.values()]
     return [v for v in state if isinstance(v, torch.Tensor) and v.dim() == 0]

@@ -44,15 +44,18 @@ def what_ifs(predictor: Predictor, cases: Sequence[Case]) -> list[WhatIf]:
     changes (a faster machine, a larger batch) by descending gain; and the unchanged case. For each
     model, the case with the most devices on one node is selected, if there are two or more.
     """
-    found = []
+    ordered = []
     for model in dict.fromkeys(case.model for case in cases):
         node = predictor.machine.gpu.count
-        mine = [case for case in cases if case.model == model and 1 < case.devices <= node]
-        if mine:
-            most = max(mine, key=lambda case: (case.devices, case.traits.threads, case.batch_size))
+        candidates = [case for case in cases if case.model == model and 1 < case.devices <= node]
+        if candidates:
+            most = max(
+                candidates, key=lambda case: (case.devices, case.traits.threads, case.batch_size)
+            )
             unchanged, ddp, *rest = _of(predictor, most)
-            found += [ddp, *sorted(rest, key=lambda one: (not one.schedule, -one.gain)), unchanged]
-    return found
+            rest.sort(key=lambda one: (not one.schedule, -one.gain))
+            ordered += [ddp, *rest, unchanged]
+    return ordered
 
 
 def _of(predictor: Predictor, case: Case) -> Iterator[WhatIf]:
@@ -67,16 +70,16 @@ def _of(predictor: Predictor, case: Case) -> Iterator[WhatIf]:
 
     def what_if(change: str, other: Case, rung: str = "", changed: Predictor = predictor) -> WhatIf:
         after = changed.predict(other)
-        found = gain(after, before)
+        ratio = gain(after, before)
         return WhatIf(
             model=case.model,
             devices=other.devices,
             batch=other.batch_size,
             change=change,
             seconds=after.seconds,
-            gain=found.value,
-            gain_low=found.low,
-            gain_high=found.high,
+            gain=ratio.value,
+            gain_low=ratio.low,
+            gain_high=ratio.high,
             schedule=rung,
         )
 
