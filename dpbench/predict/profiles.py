@@ -133,27 +133,27 @@ def phase_s(trace: Trace, phase: Phase, speed: Speed) -> float:
 
 def of_trace(trace: Trace) -> Profile:
     """Return the counts of a traced model as a profile without timings."""
-    rows, t = trace.rows, trace
+    rows = trace.rows
 
     def moved(phase: Phase) -> float:
-        return sum(op.bytes for op in t.ops if op.phase is phase) / rows
+        return sum(op.bytes for op in trace.ops if op.phase is phase) / rows
 
     return Profile(
-        model=t.model,
-        parameter_tensors=len(t.parameters.sizes_bytes),
-        parameter_bytes=t.parameters.bytes,
-        buffer_bytes=t.buffers.bytes,
-        buffer_tensors=len(t.buffers.sizes_bytes),
-        modules=t.modules,
-        input_bytes=t.inputs.bytes / rows,
-        output_bytes=t.output.bytes / rows,
-        forward_flop=t.flop(Phase.FORWARD) / rows,
-        backward_flop=t.flop(Phase.BACKWARD) / rows,
-        forward_launches=t.launches(Phase.FORWARD),
-        backward_launches=t.launches(Phase.BACKWARD),
+        model=trace.model,
+        parameter_tensors=len(trace.parameters.sizes_bytes),
+        parameter_bytes=trace.parameters.bytes,
+        buffer_bytes=trace.buffers.bytes,
+        buffer_tensors=len(trace.buffers.sizes_bytes),
+        modules=trace.modules,
+        input_bytes=trace.inputs.bytes / rows,
+        output_bytes=trace.output.bytes / rows,
+        forward_flop=trace.flop(Phase.FORWARD) / rows,
+        backward_flop=trace.flop(Phase.BACKWARD) / rows,
+        forward_launches=trace.launches(Phase.FORWARD),
+        backward_launches=trace.launches(Phase.BACKWARD),
         forward_bytes=moved(Phase.FORWARD),
         backward_bytes=moved(Phase.BACKWARD),
-        gradient_bytes=tuple(t.parameters.sizes_bytes[n] for n in t.ready),
+        gradient_bytes=tuple(trace.parameters.sizes_bytes[n] for n in trace.ready),
         source="traced",
     )
 
@@ -299,12 +299,11 @@ def counted(
         sample = max(flop / (COMPUTE_EFFICIENCY * peak), moved / (MEMORY_EFFICIENCY * bytes_per_s))
         return Cost(launches * KERNEL_S * (1 if flop else 0), sample)
 
-    p = profile
     priced = replace(
         profile,
         source="counted",
-        forward=cost(p.forward_flop, p.forward_bytes, p.forward_launches),
-        backward=cost(p.backward_flop, p.backward_bytes, p.backward_launches),
+        forward=cost(profile.forward_flop, profile.forward_bytes, profile.forward_launches),
+        backward=cost(profile.backward_flop, profile.backward_bytes, profile.backward_launches),
     )
     return launched(priced, machine, constants)
 
