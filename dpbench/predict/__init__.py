@@ -1,3 +1,1 @@
-"""Predict: the duration and the memory of a training step on a machine that is described but not
-available.
-"""
+"""Predict: the time and memory of a training step on a described but unavailable machine."""

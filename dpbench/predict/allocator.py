@@ -1,20 +1,17 @@
-"""Allocator: a model of the CUDA caching allocator, which computes the reserved memory from a list
-of allocations.
+"""Allocator: a model of the CUDA caching allocator, which computes the reserved memory.
 
 The rules and constants are those of PyTorch's `c10/cuda/CUDACachingAllocator.cpp` and
 `c10/core/AllocatorConfig.h` with default settings:
 
 - Sizes are rounded up to multiples of 512 bytes.
-- Blocks of up to 1 MiB come from segments of 2 MiB, and blocks below 10 MiB from segments of 20
-  MiB. A larger block has a separate segment, whose size is rounded up to a multiple of 2 MiB.
-- The allocator takes the smallest free block that fits. It splits off the rest of the block, unless
-  the segment is larger than 2 MiB and the rest is at most 1 MiB. It merges a freed block with free
-  neighbours.
-- When the device is full, the allocator releases all segments that are completely free, then tries
-  once more.
+- Blocks of up to 1 MiB come from segments of 2 MiB, blocks below 10 MiB from segments of 20 MiB. A
+  larger block has its own segment, rounded up to a multiple of 2 MiB.
+- The smallest free block that fits is taken. Its rest is split off, unless the segment is larger
+  than 2 MiB and the rest is at most 1 MiB. A freed block is merged with free neighbours.
+- When the device is full, all segments that are completely free are released before a second
+  attempt.
 
-The model has a single stream. It therefore needs no rule for freed blocks that another stream still
-uses.
+The model has a single stream, so it needs no rule for freed blocks that another stream still uses.
 """
 
 from __future__ import annotations
@@ -40,15 +37,15 @@ SEGMENT_ROUNDING_BYTES = 2 * MIB
 
 
 class OutOfDeviceMemory(RuntimeError):
-    """The error of an allocation that does not fit in the memory of a device."""
+    """An allocation does not fit in the memory of a device."""
 
 
 @dataclass(eq=False)
 class MemoryBlock:
     """A part of a segment, in use or free, with links to its two neighbours in the segment.
 
-    `segment` is the number of the segment. `offset`, `size` and `asked` (the size that was
-    requested) are in bytes. `small` is True in a segment for blocks of up to 1 MiB.
+    `offset`, `size` and the requested size `asked` are in bytes. `small` marks blocks of segments
+    for up to 1 MiB.
     """
 
     segment: int
@@ -62,7 +59,7 @@ class MemoryBlock:
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """Return the key that sorts blocks for best fit: by size, then by position."""
+        """Return the sort key for best fit: size, then position."""
         return self.size, self.segment, self.offset
 
 
@@ -70,10 +67,8 @@ class MemoryBlock:
 class Allocator:
     """The allocator of one device.
 
-    `capacity_bytes` limits the memory that the process may reserve; None sets no limit.
-    `requested_bytes` is the sum of the sizes requested, `allocated_bytes` the sum of the blocks in
-    use, and `reserved_bytes` the sum of the segments. `rounding_bytes` is the multiple to which
-    sizes are rounded up; with 1, sizes are exact, as on emulated devices.
+    `capacity_bytes` limits the reserved memory. Sizes are rounded up to multiples of
+    `rounding_bytes`; with 1 they are exact, as on emulated devices.
     """
 
     capacity_bytes: int | None = None
@@ -105,7 +100,8 @@ class Allocator:
         rest = block.size - size
         if rest >= self.rounding_bytes if small else rest > SMALL_BYTES:
             self._split(block, size)
-        block.free, block.asked = False, size_bytes
+        block.free = False
+        block.asked = size_bytes
         self.requested_bytes += size_bytes
         self.allocated_bytes += block.size
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
@@ -115,7 +111,8 @@ class Allocator:
         """Free a block and merge it with its free neighbours in the segment."""
         self.requested_bytes -= block.asked
         self.allocated_bytes -= block.size
-        block.free, block.asked = True, 0
+        block.free = True
+        block.asked = 0
         if block.after is not None and block.after.free:
             self._swallow(block, block.after)
         if block.before is not None and block.before.free:
@@ -126,21 +123,12 @@ class Allocator:
         bisect.insort(self._free[block.small], (block.key, block))
 
     def _fitting(self, size: int, small: bool) -> MemoryBlock | None:
-        """Remove the smallest free block of at least `size` bytes from its pool and return it, or
-        None if none fits.
-
-        `small` selects the pool of small blocks.
-        """
         pool = self._free[small]
         at = bisect.bisect_left(pool, ((size, -1, -1),))
         return pool.pop(at)[1] if at < len(pool) else None
 
     def _segment(self, size: int, small: bool) -> MemoryBlock:
-        """Return a new segment as one block of at least `size` bytes.
-
-        If the device is full, free segments are released first. Raises OutOfDeviceMemory if that is
-        not enough.
-        """
+        """Raises OutOfDeviceMemory if the device is full after all free segments are released."""
         length = SMALL_SEGMENT_BYTES if small else LARGE_SEGMENT_BYTES
         if size >= OWN_SEGMENT_BYTES:
             length = -(-size // SEGMENT_ROUNDING_BYTES) * SEGMENT_ROUNDING_BYTES
@@ -160,7 +148,6 @@ class Allocator:
         return MemoryBlock(self._made, 0, length, small)
 
     def _release(self) -> None:
-        """Return to the device every segment that consists of one free block."""
         for small, pool in self._free.items():
             whole = [block for _, block in pool if block.before is None and block.after is None]
             self._free[small] = [entry for entry in pool if entry[1] not in whole]
@@ -168,7 +155,6 @@ class Allocator:
             self.reserved_bytes -= sum(block.size for block in whole)
 
     def _split(self, block: MemoryBlock, size: int) -> None:
-        """Shrink a block to `size` bytes and turn the remaining bytes into a free block."""
         rest = MemoryBlock(
             block.segment,
             block.offset + size,
@@ -180,7 +166,8 @@ class Allocator:
         )
         if block.after is not None:
             block.after.before = rest
-        block.after, block.size = rest, size
+        block.after = rest
+        block.size = size
         bisect.insort(self._free[rest.small], (rest.key, rest))
 
     def _swallow(self, block: MemoryBlock, after: MemoryBlock) -> None:
@@ -188,30 +175,26 @@ class Allocator:
         self._absorb(block, after)
 
     def _absorb(self, block: MemoryBlock, after: MemoryBlock) -> None:
-        """Extend `block` by the block `after`, its right neighbour."""
         block.size += after.size
         block.after = after.after
         if after.after is not None:
             after.after.before = block
 
     def _remove(self, block: MemoryBlock) -> None:
-        """Remove a block from its pool of free blocks."""
         pool = self._free[block.small]
         pool.pop(bisect.bisect_left(pool, (block.key,)))
 
 
 Names = dict[int, int]
-"""A mapping from the number of a storage in a trace to the number of the storage's allocation on a
-`Tape`.
-"""
+"""The number of each storage's allocation on a `Tape`, by the number of the storage in a trace."""
 
 
 @dataclass(frozen=True)
 class MemoryChange:
     """An allocation on a device, or the release of an allocation if `taken` is False.
 
-    `holding` is the number of the allocation. Its release has the same number. `kind` is the kind
-    of tensor, such as "gradients", and `stage` the part of the step, such as "backward".
+    `holding` is the number of the allocation. `kind` is the kind of tensor, such as "gradients",
+    and `stage` the part of the step, such as "backward".
     """
 
     device: int
@@ -224,11 +207,10 @@ class MemoryChange:
 
 @dataclass(frozen=True)
 class Peak:
-    """The peak memory of one device: requested, allocated in blocks, and reserved in segments, in
-    bytes.
+    """The peak memory of one device in bytes: requested, in blocks, and in segments.
 
-    `stage` is the part of the step in which `allocated_bytes` peaks, and `kinds` are the bytes that
-    are requested at that time, by kind of tensor.
+    `allocated_bytes` peaks in `stage`; `kinds` are the bytes requested at that time, by kind of
+    tensor.
     """
 
     requested_bytes: int
@@ -239,9 +221,9 @@ class Peak:
 
 
 class Tape:
-    """The list of allocations and releases on several devices, in chronological order.
+    """The allocations and releases on several devices, in chronological order.
 
-    Each allocation has a number, which identifies the allocation in its later release.
+    A release has the number of its allocation.
     """
 
     def __init__(self) -> None:
@@ -250,12 +232,7 @@ class Tape:
         self._live: dict[int, MemoryChange] = {}
 
     def take(self, device: int, size_bytes: int, kind: str) -> list[int]:
-        """Add the allocation of one tensor.
-
-        Return a list that contains the number of the allocation.
-
-        For an empty tensor, add no allocation and return an empty list.
-        """
+        """Add the allocation of a tensor, unless it is empty, and return its number in a list."""
         if not size_bytes:
             return []
         change = MemoryChange(device, len(self.changes), size_bytes, kind, self.stage, taken=True)
@@ -264,17 +241,11 @@ class Tape:
         return [change.holding]
 
     def take_all(self, device: int, sizes_bytes: Iterable[int], kind: str) -> list[int]:
-        """Add the allocations of tensors of these sizes.
-
-        Return their numbers. An empty tensor has no allocation.
-        """
+        """Add the allocations of all tensors that are not empty, and return their numbers."""
         return [holding for size in sizes_bytes for holding in self.take(device, size, kind)]
 
     def give(self, holdings: Iterable[int]) -> None:
-        """Add the releases of the allocations with the numbers `holdings`.
-
-        Those already released are ignored.
-        """
+        """Release the allocations with these numbers, except those already released."""
         for holding in holdings:
             if change := self._live.pop(holding, None):
                 self.changes.append(
@@ -296,11 +267,10 @@ class Tape:
         kind: str,
         kinds: Mapping[int | None, str] | None = None,
     ) -> None:
-        """Add the allocations and releases of a trace's ops on a device.
+        """Add the allocations and releases of a trace's ops on a device, and update `names`.
 
-        `kind` is the kind of all tensors, except for the storages that `kinds` maps to other kinds.
-        `names` maps each allocated storage to the number of its allocation on the tape, and is
-        updated. The release of a storage that is not in `names` is ignored.
+        `kinds` gives the kind of single storages, `kind` that of all others. The release of a
+        storage that is not in `names` is ignored.
         """
         kinds = kinds or {}
         for op in ops:
@@ -315,12 +285,11 @@ class Tape:
 def replay(
     tape: Tape, device: int, *, capacity_bytes: int | None = None, rounding_bytes: int | None = None
 ) -> Peak:
-    """Return the memory peaks of one device, from a replay of its allocations and releases.
+    """Return the memory peaks of one device.
 
-    `capacity_bytes` limits the memory that is reserved on the device; None sets no limit. Sizes are
-    rounded up to multiples of `rounding_bytes`; None means `ROUNDING_BYTES`. Raises
-    OutOfDeviceMemory if the limit is exceeded, with a note that names the part of the step and the
-    kind of tensor.
+    Sizes are rounded up to multiples of `rounding_bytes`, by default `ROUNDING_BYTES`. Raises
+    OutOfDeviceMemory if more than `capacity_bytes` would be reserved; a note names the part of the
+    step and the kind of tensor.
     """
     allocator = (
         Allocator(capacity_bytes)
@@ -329,7 +298,9 @@ def replay(
     )
     blocks: dict[int, MemoryBlock] = {}
     now: Counter[str] = Counter()
-    requested, stage, kinds = 0, "", Counter[str]()
+    requested = 0
+    stage = ""
+    kinds = Counter[str]()
     for change in tape.changes:
         if change.device != device:
             continue
@@ -349,7 +320,8 @@ def replay(
         now[change.kind] += change.size_bytes
         requested = max(requested, allocator.requested_bytes)
         if allocator.peak_allocated_bytes > before:
-            stage, kinds = change.stage, now.copy()
+            stage = change.stage
+            kinds = now.copy()
     return Peak(
         requested,
         allocator.peak_allocated_bytes,
@@ -360,36 +332,25 @@ def replay(
 
 
 def settle(tape: Tape, device: int, trace: Trace) -> None:
-    """Add the allocations of the module's parameters and buffers on a device to the tape."""
+    """Add the allocations of the module's parameters and buffers."""
     tape.stage = "setup"
     tape.take_all(device, trace.parameters.sizes_bytes, "parameters")
     tape.take_all(device, trace.buffers.sizes_bytes, "buffers")
 
 
 def take_batch(tape: Tape, device: int, trace: Trace) -> list[int]:
-    """Add the allocations of a batch's inputs and target on a device to the tape.
-
-    Return their numbers.
-    """
+    """Add the allocations of a batch's inputs and target, and return their numbers."""
     return tape.take_all(device, [*trace.inputs.sizes_bytes, *trace.target.sizes_bytes], "inputs")
 
 
 def play_forward(tape: Tape, device: int, trace: Trace, names: Names) -> None:
-    """Add the allocations and releases of a trace's forward on a device to the tape, and update
-    `names`.
-
-    `names` maps each allocated storage to the number of its allocation on the tape.
-    """
+    """Add the ops of forward, and update `names`."""
     tape.stage = "forward"
     tape.play(device, trace.forward, names, "activations", dict.fromkeys(trace.outputs, "outputs"))
 
 
 def play_loss(tape: Tape, device: int, trace: Trace, names: Names) -> None:
-    """Add the allocations and releases of a trace's loss on a device to the tape, and update
-    `names`.
-
-    `names` maps each allocated storage to the number of its allocation on the tape.
-    """
+    """Add the ops of the loss, and update `names`."""
     tape.stage = "loss"
     tape.play(device, trace.loss, names, "loss")
 
@@ -397,36 +358,24 @@ def play_loss(tape: Tape, device: int, trace: Trace, names: Names) -> None:
 def play_backward(
     tape: Tape, device: int, trace: Trace, names: Names, start: int = 0, stop: int | None = None
 ) -> None:
-    """Add the allocations and releases of some backward ops of a trace to the tape, and update
-    `names`.
-
-    The ops are those from the index `start` up to, but not including, `stop`; None means up to the
-    last op. `names` maps each allocated storage to the number of its allocation on the tape.
-    """
+    """Add the backward ops from `start` up to, but not including, `stop`, and update `names`."""
     kinds = dict.fromkeys(trace.gradients, "gradients")
     tape.play(device, trace.backward[start:stop], names, "backward", kinds)
 
 
 def gradients_of(trace: Trace, names: Names, numbers: Sequence[int] | None = None) -> list[int]:
-    """Remove the gradients of some parameters from `names`.
+    """Remove gradients from `names`, and return the numbers of their allocations.
 
-    Return the numbers of the gradients' allocations.
-
-    `numbers` are the indices of the parameters in the module; None means all parameters. `names`
-    maps each allocated storage to the number of its allocation on the tape.
+    `numbers` are the indices of the parameters in the module; None means all.
     """
     wanted = trace.gradients if numbers is None else [trace.gradients[n] for n in numbers]
     return [names.pop(storage) for storage in wanted if storage is not None and storage in names]
 
 
 def clear(tape: Tape, gradients: list[int], *, keeps: bool) -> list[int]:
-    """Add `zero_grad` at the start of a step to the tape.
+    """Add `zero_grad`, and return the numbers of the gradients that stay allocated.
 
-    Return the numbers of the allocations that still exist.
-
-    `gradients` are the numbers of the allocations of the previous step's gradients. With `keeps`,
-    `zero_grad` fills these gradients with zeros, and all still exist. Otherwise it releases them
-    all.
+    With `keeps`, `zero_grad` fills the gradients with zeros instead of releasing them.
     """
     tape.stage = "optimizer"
     tape.give([] if keeps else gradients)
@@ -434,10 +383,6 @@ def clear(tape: Tape, gradients: list[int], *, keeps: bool) -> list[int]:
 
 
 def play_optimizer(tape: Tape, device: int, ops: Sequence[Op], state: Names) -> None:
-    """Add the allocations and releases of an optimizer step's ops on a device to the tape, and
-    update `state`.
-
-    `state` maps each allocated storage to the number of its allocation on the tape.
-    """
+    """Add the ops of an optimizer step, and update `state`."""
     tape.stage = "optimizer"
     tape.play(device, ops, state, "optimizer")

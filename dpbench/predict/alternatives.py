@@ -1,6 +1,4 @@
-"""Alternatives: predictions of observed loops, in which one process runs several GPUs, with one
-process per GPU.
-"""
+"""Alternatives: one process per GPU, predicted for observed loops that run several in one."""
 
 from __future__ import annotations
 
@@ -19,14 +17,13 @@ from dpbench.records.trial import Estimate
 def alternatives(
     trials: Sequence[Trial], facts: Mapping[str, Any]
 ) -> dict[Case, Alternative | str]:
-    """Return, for each observed loop in which one process runs several GPUs, the prediction with
-    one process per GPU.
+    """Predict one process per GPU for each loop in which one process runs several GPUs.
 
     The links of the loop's machine are unknown. Therefore, all described machines with enough GPUs
     of the same model are predicted, and the slowest prediction is returned. Without such a machine,
     or if the loop cannot be predicted, the value is the reason as text.
     """
-    found: dict[Case, Alternative | str] = {}
+    predictions: dict[Case, Alternative | str] = {}
     for case in dict.fromkeys(trial.case for trial in trials):
         if (
             case.traits.observed
@@ -36,40 +33,40 @@ def alternatives(
         ):
             loop = observed_loop.of_run([trial for trial in trials if trial.case == case], facts)
             if loop and loop.trials:
-                found[case] = _alternative(loop)
-    return found
+                predictions[case] = _alternative(loop)
+    return predictions
 
 
 def _alternative(loop: observed_loop.ObservedLoop) -> Alternative | str:
     device = stored.gpu_of(loop.facts)
-    known = [machine.load(name) for name in machine.names()]
+    described = [machine.load(name) for name in machine.names()]
     fitting = [
-        one
-        for one in known
-        if loop.case.devices <= one.gpu.count and stored.alike(one.gpu.name, device)
+        candidate
+        for candidate in described
+        if loop.case.devices <= candidate.gpu.count and stored.alike(candidate.gpu.name, device)
     ]
     if not fitting:
         return (
             f"no described machine has {loop.case.devices} GPUs of the model {device}; describe"
             " your machine in a file, and run dpbench predict --machine FILE.toml --from RUN"
         )
-    own = loop.case
+    observed = loop.case
     case = Case(
-        model=own.model,
+        model=observed.model,
         strategy=registry.of_role(Role.CONTROL),
-        batch_size=own.batch_size,
-        devices=own.devices,
-        device_kind=own.device_kind,
-        precision=own.precision,
+        batch_size=observed.batch_size,
+        devices=observed.devices,
+        device_kind=observed.device_kind,
+        precision=observed.precision,
     )
     predicted = []
-    for one in fitting:
+    for candidate in fitting:
         try:
-            measured = {counts.key(case): loop.on(one).profile}
-            predicted.append(Predictor(one, measured=measured).predict(case))
+            measured = {counts.key(case): loop.on(candidate).profile}
+            predicted.append(Predictor(candidate, measured=measured).predict(case))
         except UnknownMachine as error:
             return str(error)
-    worst = max(predicted, key=lambda each: each.seconds)
+    worst = max(predicted, key=lambda prediction: prediction.seconds)
     step = Estimate(worst.seconds, worst.low_s, worst.high_s, 0)
     return Alternative(
         step=step, basis=f"on {worst.machine}, the slowest described machine with this GPU"

@@ -1,9 +1,4 @@
-"""Cases: predict cases on a described machine, with 80 % intervals, and store the predictions as
-trials of a run.
-
-A `Need` has the memory that a case needs on each device, whether the case fits, and the largest
-batch that fits.
-"""
+"""Cases: time and memory of cases on a described machine, with 80 % intervals, stored as trials."""
 
 from __future__ import annotations
 
@@ -58,10 +53,10 @@ class Need:
     """The memory that a case needs on each device.
 
     `memory` contains the peaks of the allocator, and `process_bytes` the totals per device that the
-    driver would show; both are empty if the memory is not known, and `reason` then explains why.
-    `fits` is None if the memory of the case or of the GPU is not known. `failed_device` is the
-    first device whose memory is too small. `largest` is the largest batch size that fits: 0 if no
-    batch fits, None if there was no search.
+    driver would show; if both are unknown and empty, `reason` explains why. `fits` is None if the
+    memory of the case or of the GPU is unknown. `failed_device` is the first device whose memory is
+    too small. `largest` is the largest batch size that fits: 0 if none does, None if there was no
+    search.
     """
 
     case: Case
@@ -74,25 +69,18 @@ class Need:
 
     @property
     def status(self) -> Status:
-        """Return the status of a trial of the case: OOM if the case is known not to fit, else
-        OK.
-        """
+        """Return OOM if the case is known not to fit, else OK."""
         return Status.OOM if self.fits is False else Status.OK
 
     def peaks(self, kind: str) -> list[int]:
-        """Return the peak memory of each device in bytes.
-
-        `kind` is the kind of memory, "allocated" or "reserved".
-        """
+        """Return the "allocated" or "reserved" peak of each device in bytes."""
         return [one.peak_bytes for one in self.memory if one.kind == kind]
 
 
 def needs(cases: Sequence[Case], machine: Machine, *, largest: bool = False) -> Iterator[Need]:
-    """Yield the memory that each case needs.
+    """Yield the memory that each case needs; with `largest`, also the largest batch that fits.
 
-    With `largest`, also search for the largest batch that fits.
-
-    The models are traced, which takes a second or more for each distinct number of rows per device.
+    Tracing takes a second or more for each distinct number of rows per device.
     """
     from dpbench.predict.memory import traces_of
 
@@ -113,33 +101,29 @@ def needs(cases: Sequence[Case], machine: Machine, *, largest: bool = False) -> 
 
 
 def _need(case: Case, traces: Traces, capacity_bytes: int, largest: bool) -> Need:
-    """Return the memory that one case needs, from a replay of the allocations on its devices.
-
-    `traces` are the traces of the case's model. `capacity_bytes` is the memory of a GPU, 0 if
-    unknown. `largest` requests the search for the largest batch that fits.
-    """
+    """`capacity_bytes` is the memory of a GPU, 0 if unknown."""
     from dpbench.predict import memory
     from dpbench.predict.allocator import OutOfDeviceMemory
 
-    found = memory.needed(case, traces)
-    over = [one.device for one in found if capacity_bytes and one.process_bytes > capacity_bytes]
+    devices = memory.needed(case, traces)
+    over = [one.device for one in devices if capacity_bytes and one.process_bytes > capacity_bytes]
     if over:
-        with suppress(
-            OutOfDeviceMemory
-        ):  # an allocator that reaches the limit frees its unused segments
-            found, over = memory.needed(case, traces, capacity_bytes=capacity_bytes), []
+        # an allocator that reaches the limit frees its unused segments
+        with suppress(OutOfDeviceMemory):
+            devices = memory.needed(case, traces, capacity_bytes=capacity_bytes)
+            over = []
     most = None
     if largest and capacity_bytes:
         most = memory.largest_batch(lambda batch: replace(case, batch_size=batch), capacity_bytes)
     return Need(
         case=case,
-        process_bytes=tuple(one.process_bytes for one in found),
+        process_bytes=tuple(one.process_bytes for one in devices),
         largest=most,
         fits=not over if capacity_bytes else None,
         failed_device=over[0] if over else None,
         memory=tuple(
             Memory(one.device, size, "replay", kind=kind)
-            for one in found
+            for one in devices
             for kind, size in (
                 ("allocated", one.peak.allocated_bytes),
                 ("reserved", one.peak.reserved_bytes),
@@ -150,19 +134,15 @@ def _need(case: Case, traces: Traces, capacity_bytes: int, largest: bool) -> Nee
 
 PRICED = ("traced", "counted")
 LAUNCHES = (HOST_FACTOR, "launch_s")
-"""The names of the priors on which traced and counted profiles depend: no phase is shorter than its
-launches.
-"""
+"""The priors on which traced and counted profiles depend: no phase is shorter than its launches."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction of one case: the duration of a step in seconds, its 80 % interval, and the
-    spans of the step.
+    """The predicted seconds of a case's step with their 80 % interval, and the step's spans.
 
-    `profile` is the source of the profile ("measured", "given", "traced" or "counted"), `machine`
-    the machine's name, and `need` the memory that the case needs, None if the memory was not
-    predicted.
+    `profile` is the source of the profile ("measured", "given", "traced" or "counted"). `need` is
+    None if the memory was not predicted.
     """
 
     case: Case
@@ -174,17 +154,10 @@ class Prediction:
     machine: str = ""
     need: Need | None = None
     draws: tuple[float, ...] = ()
-    """log(duration / seconds) in each random draw.
-
-    Draw i uses the same random numbers in all predictions.
-    """
+    """log(duration / seconds) in each random draw; draw i is the same in all predictions."""
 
     def trial(self) -> Trial:
-        """Return the prediction as a trial, for reports and results files.
-
-        If the case does not fit the memory of the devices, the trial has the status OOM and no
-        steps.
-        """
+        """Return the prediction as a trial: OOM without steps if the case does not fit."""
         facts = {
             "machine": self.machine,
             "profile": self.profile,
@@ -193,7 +166,7 @@ class Prediction:
         }
         memory = self.need.memory if self.need else ()
         step = Step(self.seconds, False, self.seconds)
-        found = Trial(
+        trial = Trial(
             case=self.case,
             source=Source.PREDICTED,
             spans=self.spans,
@@ -204,33 +177,31 @@ class Prediction:
             memory=memory,
         )
         if self.need is None or self.need.status is Status.OK:
-            return found
-        lacking = (
+            return trial
+        reason = (
             f"predicted for the machine {self.machine}: out of memory on device"
             f" {self.need.failed_device}"
         )
         return replace(
-            found,
+            trial,
             status=Status.OOM,
-            reason=lacking,
+            reason=reason,
             failed_device=self.need.failed_device,
             steps=(),
             spans=(),
         )
 
 
-def _span(one: Prediction) -> float:
-    """Return the length of a prediction's interval, divided by the predicted duration of the
-    step.
-    """
-    return (one.high_s - one.low_s) / one.seconds
+def _span(prediction: Prediction) -> float:
+    """Return the relative length of the interval."""
+    return (prediction.high_s - prediction.low_s) / prediction.seconds
 
 
 @dataclass(frozen=True)
 class Predictor:
     """The inputs of predictions on one machine.
 
-    `given` is a known step on one device as (seconds, samples), or None.
+    `given` is a known step on one device as (seconds, samples).
     """
 
     machine: Machine
@@ -251,13 +222,15 @@ class Predictor:
         def evaluate(name: str, factor: float) -> float:
             if name == HOST_FACTOR:
                 host = replace(self.machine.host, factor=self.machine.host.factor * factor)
-                other = replace(self, machine=replace(self.machine, host=host))
+                varied = replace(self, machine=replace(self.machine, host=host))
             else:
-                other = replace(self, constants=scaled(self.constants, name, factor))
+                varied = replace(self, constants=scaled(self.constants, name, factor))
             # the profile itself depends on these priors
-            again = name == "forward_share" or (profile.source in PRICED and name in LAUNCHES)
-            changed = other.profile(case) if again else profile
-            return simulation.step(case, changed, other.machine, other.constants).seconds
+            profile_varies = name == "forward_share" or (
+                profile.source in PRICED and name in LAUNCHES
+            )
+            varied_profile = varied.profile(case) if profile_varies else profile
+            return simulation.step(case, varied_profile, varied.machine, varied.constants).seconds
 
         priors = priors_of(case, self.machine)
         if not self.given:
@@ -271,12 +244,11 @@ class Predictor:
         )
 
     def unmeasured_bus(self, found: Sequence[Prediction]) -> str:
-        """Return sentences that tell how much shorter an interval would be if the bus bandwidth
-        were measured.
+        """Tell how much shorter an interval would be if the bus bandwidth were measured.
 
-        They name the case whose interval, relative to its step, would shrink most. Only cases with
-        several ranks are considered. Return "" if there is no such case, if the bandwidth is
-        already measured, or if its measurement would shorten that interval by less than a tenth.
+        The case with several ranks whose relative interval would shrink most is named. Return "" if
+        there is none, if the bandwidth is already measured, or if that interval would shrink by
+        less than a tenth.
         """
         several = [one for one in found if one.case.traits.ranks and one.case.devices > 1]
         if self.machine.collective or not several:
@@ -297,21 +269,17 @@ class Predictor:
         )
 
     def _with_described_bus(self, case: Case) -> Prediction:
-        """Return the prediction of a case as if the described bandwidth of the bus had been
-        measured.
-        """
+        """Predict as if the described bandwidth of the bus had been measured."""
         rate = network.bus(self.machine, case.devices, self.constants).bytes_per_s
-        known = Collective(
+        curve = Collective(
             bytes_per_s=rate, start_s=self.constants.start_s, root_s=self.constants.root_s
         )
-        return replace(self, machine=replace(self.machine, collective=known)).predict(case)
+        return replace(self, machine=replace(self.machine, collective=curve)).predict(case)
 
     def profile(self, case: Case) -> Profile:
-        """Return the profile of a case's model.
+        """Return the measured profile of a case's model.
 
-        If there is no measured profile for this model, its timings are calculated from the
-        attribute `given`, a known step on one device. If `given` is None, they are calculated from
-        FLOP and bytes.
+        Without one, the timings come from the known step `given`, or else from FLOP and bytes.
         """
         if measured := self.measured.get(counts.key(case)):
             return measured
@@ -335,29 +303,26 @@ STRATEGIES = tuple(
 
 
 def sweep(models: Sequence[str], **axes: object) -> list[Case]:
-    """Return a case for each combination of a model and values of the axes.
+    """Return a case for each combination of a model and values of the axes of `plan.sweep`.
 
-    `axes` are further arguments of `plan.sweep`, such as strategies and batch sizes. `models` may
-    include models that are known by name only, which `plan.sweep` rejects.
+    Unlike `plan.sweep`, `models` may include models that are known by name only.
     """
-    found: list[Case] = []
+    swept: list[Case] = []
     for model in models:
         stand_in = registry.names("models")[0] if counts.named(model) else model
         cases = plan.sweep(models=(stand_in,), device_kind="cuda", **axes)  # type: ignore[arg-type]
-        found += [replace(case, model=model) for case in cases]
-    return list(dict.fromkeys(found))
+        swept += [replace(case, model=model) for case in cases]
+    return list(dict.fromkeys(swept))
 
 
-def speedup(one: Prediction, others: Sequence[Prediction]) -> tuple[Estimate | None, str]:
-    """Return the throughput of the prediction `one` relative to a single device, and the kind of
-    scaling.
+def speedup(prediction: Prediction, others: Sequence[Prediction]) -> tuple[Estimate | None, str]:
+    """Return the throughput relative to a single device in `others`, and the kind of scaling.
 
-    The prediction for a single device is looked up in `others`. The scaling is "strong" if the
-    single device has the total batch of `one`, and "weak" if the single device has the batch per
-    device of `one`. Without a prediction for either batch, return None and "". The 80 % interval
-    leaves out errors that both steps share.
+    The scaling is "strong" if the single device has the same total batch, and "weak" if it has the
+    same batch per device. Without such a prediction, return None and "". The 80 % interval leaves
+    out errors that both steps share.
     """
-    case = one.case
+    case = prediction.case
     for scaling, batch in (("strong", case.batch_size), ("weak", case.batch_size / case.devices)):
         for other in others:
             base = other.case
@@ -366,29 +331,25 @@ def speedup(one: Prediction, others: Sequence[Prediction]) -> tuple[Estimate | N
                 and base.batch_size == batch
                 and base.model == case.model
             ):
-                return gain(one, other), scaling
+                return gain(prediction, other), scaling
     return None, ""
 
 
-def gain(one: Prediction, base: Prediction) -> Estimate:
-    """Return the throughput of the prediction `one` in samples per second, divided by that of the
-    prediction `base`.
+def gain(prediction: Prediction, base: Prediction) -> Estimate:
+    """Return the throughput in samples per second, divided by that of the prediction `base`.
 
     The 80 % interval leaves out errors that both steps share.
     """
-    value = base.seconds / one.seconds * (one.case.batch_size / base.case.batch_size)
-    low, high = middle_draws([a - b for a, b in zip(base.draws, one.draws, strict=True)])
+    value = base.seconds / prediction.seconds * (prediction.case.batch_size / base.case.batch_size)
+    low, high = middle_draws([a - b for a, b in zip(base.draws, prediction.draws, strict=True)])
     return Estimate(value, value * math.exp(min(0.0, low)), value * math.exp(max(0.0, high)), 0)
 
 
 def keep(path: Path, predictions: Sequence[Prediction], machine: Machine) -> str:
-    """Store predictions in a results file, as a run on the described machine.
-
-    Return the id of the run.
-    """
+    """Store predictions as a run on the described machine, and return the run's id."""
     from dpbench.store import Store
 
-    found = [one.case for one in predictions]
+    cases = [one.case for one in predictions]
     gpus = [{"name": machine.gpu.name}] * min(machine.devices, 64)
     facts = {
         "host": {"name": f"{machine.name} (described, not measured)", "cpu": machine.description},
@@ -398,7 +359,7 @@ def keep(path: Path, predictions: Sequence[Prediction], machine: Machine) -> str
     with Store.create(path) as store:
         return store.add(
             [one.trial() for one in predictions],
-            plan=plan.plan_hash(found, 1),
+            plan=plan.plan_hash(cases, 1),
             host=f"predicted:{machine.name}",
             code="",
             provenance=facts,

@@ -1,13 +1,11 @@
-"""Counts: the parameters, modules, FLOP and bytes of a model, and the durations of its ops on a
-described GPU.
+"""Counts: parameters, modules, FLOP and bytes of a model, and the durations of its ops on a GPU.
 
-dpbench's models and those of users are traced op by op, which loads torch. If a model cannot be
-traced, for example because shapes depend on values, only the totals of each phase are counted, in a
-real step of two samples.
+dpbench's models and those of users are traced op by op, which loads torch. If tracing fails, for
+example because shapes depend on values, only the totals of each phase are counted, in a real step
+of two samples.
 
 The counts of well-known models are stored by name. Those of torchvision's and Hugging Face's models
-were traced without weights (tests/data/trace_models.py); those of the remaining models come from
-public figures.
+were traced without weights (tests/data/trace_models.py); the others come from public figures.
 """
 
 from __future__ import annotations
@@ -33,14 +31,13 @@ log = logging.getLogger(__name__)
 
 DATA = Path(__file__).parent / "data"
 TENSORS, MODULES, LAUNCHES, BACKWARD = 160, 1.2, 1.5, 1.0
-"""Medians over the traced models: parameter tensors, modules per tensor, forward kernels per
-tensor, and backward kernels per forward kernel.
+"""Medians over the traced models.
+
+In this order: parameter tensors, modules and forward kernels per tensor, and backward kernels per
+forward kernel.
 """
 ROWS = (8, 64)
-"""The two batch sizes to trace.
-
-Durations at other sizes are interpolated or extrapolated linearly from these two.
-"""
+"""The two batch sizes to trace; durations at other sizes are linear in the batch size."""
 Key = tuple[str, str, str]
 """The key of a profile: model, size and precision."""
 
@@ -48,16 +45,16 @@ _CONVOLUTIONAL = re.compile(
     "alexnet|vgg|resnet|resnext|densenet|mnasnet|mobilenet|shufflenet|squeezenet|googlenet|inception|efficientnet|"
     "regnet|nasnet|ssd300|maskrcnn|fasterrcnn|unet"
 )
-"""Matches the names, as `plain` returns them, of nets whose FLOP are almost all in convolutions."""
+"""Matches the `plain` names of nets whose FLOP are almost all in convolutions."""
 
 
 @lru_cache(maxsize=1)
 def _table() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for name in ("models.json", "figures.json"):
         for key, row in json.loads((DATA / name).read_text(encoding="utf-8")).items():
-            found[plain(key)] = row
-    return found
+            rows[plain(key)] = row
+    return rows
 
 
 def plain(name: str) -> str:
@@ -75,19 +72,15 @@ def names() -> list[str]:
 
 
 def row_of(name: str) -> dict[str, Any] | None:
-    """Return the stored counts under this name, regardless of case and punctuation.
-
-    None if there are none.
-    """
+    """Return the stored counts under this name, regardless of case and punctuation, or None."""
     return _table().get(plain(name))
 
 
 def of_row(name: str, row: Mapping[str, Any], size: int) -> Profile:
     """Return stored counts of a model as a profile without timings.
 
-    `size` is the number of bytes per value.
-
-    `row` has at least the key `parameters`; counts that it lacks are estimated.
+    `size` is the number of bytes per value. Counts other than `parameters` that `row` lacks are
+    estimated.
     """
     count = int(row["parameters"])
     tensors = int(row.get("parameter_tensors") or TENSORS)
@@ -113,14 +106,14 @@ def of_row(name: str, row: Mapping[str, Any], size: int) -> Profile:
 
 
 def key(case: Case) -> Key:
-    """Return the key of a case's profile: model, size and precision."""
+    """Return the key of a case's profile."""
     return case.model, case.size, case.precision
 
 
 def named(model: str) -> bool:
-    """Return whether only the name of a model is known. dpbench cannot build and run such a model.
+    """Return whether dpbench knows only the model's name and can neither build nor run it.
 
-    dpbench can build and run its own models, and models that are given as package.module:name.
+    It can build and run its own models and those given as package.module:name.
     """
     return ":" not in model and model not in registry.names("models")
 
@@ -133,9 +126,9 @@ def of(case: Case) -> Profile:
     if named(case.model):
         row = row_of(case.model)
         if row is None:
-            known = sorted({*registry.names("models"), *names()})
+            known_names = sorted({*registry.names("models"), *names()})
             raise LookupError(
-                f"{registry.unknown('model', case.model, known)}; to use your own model, give"
+                f"{registry.unknown('model', case.model, known_names)}; to use your own model, give"
                 " --model package.module:name"
             )
         return of_row(case.model, row, 2 if case.precision in ("bf16", "fp16") else 4)
@@ -146,9 +139,8 @@ def of(case: Case) -> Profile:
 def priced(case: Case, machine: Machine, constants: Constants = DEFAULT) -> Profile:
     """Return the profile of a case's model with timings on a machine's GPU.
 
-    If the model can be traced, the timings are calculated for each op, otherwise for each phase as
-    a whole. Raises UnknownMachine if the machine file lacks the peak FLOP/s or the memory
-    bandwidth.
+    The timings are calculated op by op, or phase by phase if the model cannot be traced. Raises
+    UnknownMachine if the machine file lacks the peak FLOP/s or the memory bandwidth.
     """
     traces = (
         None
@@ -170,10 +162,7 @@ def priced(case: Case, machine: Machine, constants: Constants = DEFAULT) -> Prof
 
 @lru_cache(maxsize=64)
 def _traces(model: str, size: str, precision: str, optimizer: str) -> tuple[Trace, Trace] | None:
-    """Return the traces of a model on fake tensors at both batch sizes of `ROWS`.
-
-    Return None if the tracing fails, for example because shapes depend on values.
-    """
+    """Return None if the tracing fails, for example because shapes depend on values."""
     from dpbench.predict.memory import traces_of
 
     case = plan.baseline(
@@ -200,10 +189,7 @@ def _traces(model: str, size: str, precision: str, optimizer: str) -> tuple[Trac
 
 @lru_cache(maxsize=64)
 def _counted(model: str, size: str) -> Profile:
-    """Return the counts of a model from a real step, as a profile without timings.
-
-    Two kernels per layer are assumed in forward, and two in backward.
-    """
+    """Count in a real step, with two kernels per layer assumed in forward, and two in backward."""
     from dpbench import models
 
     loaded = models.load(model, size, 0)

@@ -1,10 +1,10 @@
-"""Events: a simulation of jobs on resources, which calculates when each job begins and ends.
+"""Events: when jobs on resources begin and end.
 
-A job waits for the end of the jobs in `after` and for the start of the jobs in `overlap`, and never
-ends before the jobs in `overlap`. From its start to its end, a job occupies a resource that serves
-one job at a time (a stream, a thread). The job first works for its `seconds`. The job then moves
-its `amount` as a flow over resources that all flows share fairly (links, the interpreter lock). The
-simulation recalculates all flow rates when a flow begins or ends.
+A job waits for the end of the jobs in `after` and for the start of those in `overlap`, and never
+ends before the latter. From start to end, it occupies a resource that serves one job at a time (a
+stream, a thread). It first works for its `seconds`, and then moves its `amount` as a flow over
+resources that all flows share fairly (links, the interpreter lock). All flow rates are recalculated
+when a flow begins or ends.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ from typing import TypeVar
 class SimulatedJob:
     """A job that works for `seconds` and then moves `amount` over the shared resources in `way`.
 
-    From its start to its end, the job occupies `resource`, which serves one job at a time; if it is
-    "", the job occupies none. The unit of `amount` depends on the shared resources: bytes on links,
-    seconds on the interpreter lock. `after` and `overlap` are indices into the list of jobs: the
-    job waits for the end of those in `after` and for the start of those in `overlap`, and does not
-    end before those in `overlap`.
+    `resource` serves one job at a time; "" means none. `amount` is in bytes on links and in seconds
+    on the interpreter lock. `after` and `overlap` are indices into the list of jobs; see the
+    module.
     """
 
     seconds: float
@@ -41,8 +39,8 @@ def simulate(
 ) -> list[tuple[float, float]]:
     """Return (start, end) of each job, in seconds from the start of the simulation.
 
-    `capacity` maps each shared resource to the amount that it can move per second. Raises
-    ValueError if jobs wait for each other in a cycle.
+    `capacity` maps each shared resource to its amount per second. Raises ValueError if jobs wait
+    for each other in a cycle.
     """
     run = _Run(jobs, capacity)
     run.go()
@@ -55,10 +53,9 @@ def simulate(
 
 
 class _Run:
-    """The state of one simulation."""
-
     def __init__(self, jobs: Sequence[SimulatedJob], capacity: Mapping[object, float]) -> None:
-        self._jobs, self._capacity = jobs, capacity
+        self._jobs = jobs
+        self._capacity = capacity
         self.times = [(math.nan, math.nan)] * len(jobs)
         self._waits = [len(job.after) + len(job.overlap) for job in jobs]
         self._beside = [len(job.overlap) for job in jobs]
@@ -66,10 +63,10 @@ class _Run:
         self._followers: list[list[int]] = [[] for _ in jobs]
         self._companions: list[list[int]] = [[] for _ in jobs]
         for number, job in enumerate(jobs):
-            for before in job.after:
-                self._followers[before].append(number)
-            for before in job.overlap:
-                self._companions[before].append(number)
+            for dependency in job.after:
+                self._followers[dependency].append(number)
+            for dependency in job.overlap:
+                self._companions[dependency].append(number)
         self._now = 0.0
         self._ends: list[tuple[float, int]] = []
         self._busy: set[str] = set()
@@ -78,7 +75,6 @@ class _Run:
         self._rates: dict[int, float] = {}
 
     def go(self) -> None:
-        """Process events in chronological order until no job or flow is active."""
         for number in [number for number, waits in enumerate(self._waits) if not waits]:
             self._ready(number)  # may release other jobs
         while self._ends or self._left:
@@ -93,10 +89,7 @@ class _Run:
                 self._done(flow)
 
     def _next_flow(self) -> tuple[int, float]:
-        """Return the index of the job whose flow ends next, and the time of this end in seconds.
-
-        Return (-1, inf) if there are no flows.
-        """
+        """Return the job whose flow ends next, and that time; (-1, inf) without flows."""
         if not self._left:
             return -1, math.inf
         if not self._rates:
@@ -107,9 +100,6 @@ class _Run:
         return flow, self._now + self._left[flow] / self._rates[flow]
 
     def _advance(self, now: float) -> None:
-        """Set the time to `now`, in seconds, and subtract from each flow the amount that was moved
-        until then.
-        """
         for number in self._left:
             self._left[number] = max(
                 0.0, self._left[number] - self._rates[number] * (now - self._now)
@@ -117,7 +107,7 @@ class _Run:
         self._now = now
 
     def _ready(self, number: int) -> None:
-        """Start the job with this index, or queue it if its resource is busy."""
+        """Start a job, or queue it if its resource is busy."""
         resource = self._jobs[number].resource
         if resource in self._busy:
             self._queues.setdefault(resource, deque()).append(number)
@@ -134,19 +124,12 @@ class _Run:
             self._release(other)
 
     def _release(self, number: int) -> None:
-        """Remove one dependency of the job with this index.
-
-        Start or queue the job if no dependency is left.
-        """
         self._waits[number] -= 1
         if not self._waits[number]:
             self._ready(number)
 
     def _served(self, number: int) -> None:
-        """Start the flow of the job with this index, whose `seconds` have passed.
-
-        A job without a flow has then done its work.
-        """
+        """Start the flow of a job whose `seconds` have passed."""
         job = self._jobs[number]
         if job.amount > 0 and job.way:
             self._left[number] = job.amount
@@ -155,10 +138,7 @@ class _Run:
             self._done(number)
 
     def _done(self, number: int) -> None:
-        """Record that the job with this index has done its work.
-
-        End it once all jobs in its `overlap` have ended.
-        """
+        """End a job whose work is done, once all jobs in its `overlap` have ended."""
         self._worked[number] = True
         if not self._beside[number]:
             self._end(number)
@@ -185,25 +165,23 @@ Resource = TypeVar("Resource", bound=Hashable)
 def rates(
     flows: Mapping[Flow, Sequence[Resource]], capacity: Mapping[Resource, float]
 ) -> dict[Flow, float]:
-    """Return the max-min fair rate of each flow: a rate can rise only if an equal or smaller rate
-    falls.
+    """Return the max-min fair rate of each flow: a rate can rise only if one no larger falls.
 
-    `flows` maps each flow to the resources that it uses, and `capacity` maps each resource to its
-    total rate. The method is progressive filling: all rates grow together until a resource is full.
-    The rates of the flows over that resource are then fixed, and the rates of the remaining flows
-    continue to grow.
+    `flows` maps each flow to its resources, and `capacity` each resource to its total rate. By
+    progressive filling, all rates grow together until a resource is full, which fixes the rates of
+    its flows; the others continue to grow.
     """
     left = dict(capacity)
     crossing: dict[Resource, set[Flow]] = {}
     for flow, way in flows.items():
         for resource in way:
             crossing.setdefault(resource, set()).add(flow)
-    found: dict[Flow, float] = {}
+    fixed: dict[Flow, float] = {}
     while crossing:
         full = min(crossing, key=lambda resource: left[resource] / len(crossing[resource]))
         share = left[full] / len(crossing[full])
         for flow in tuple(crossing[full]):
-            found[flow] = share
+            fixed[flow] = share
             for resource in flows[flow]:
                 left[resource] = max(0.0, left[resource] - share)
                 users = crossing.get(resource)
@@ -211,4 +189,4 @@ def rates(
                     users.discard(flow)
                     if not users:
                         del crossing[resource]
-    return found
+    return fixed

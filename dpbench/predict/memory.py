@@ -1,8 +1,4 @@
-"""Memory: the memory that each device needs for a case, whether it fits, and the largest batch that
-fits.
-
-A tape is the list of all allocations and releases of a case, in order. Each allocation has a
-number, which identifies the allocation in its later release.
+"""Memory: what each device needs for a case, whether it fits, and the largest batch that fits.
 
 torch.nn.DataParallel needs the same memory as the engine's schedule `reference`, with two
 differences. First, torch releases its references to the replicas and outputs at the end of forward.
@@ -46,16 +42,15 @@ from dpbench.strategies import OWN, optimizer_of, precision_of
 from dpbench.strategies.dp import schedule_of
 
 Release = tuple[int, list[int]]
-"""A pair (n, numbers): the numbers of the allocations that are released after the first n backward
-ops.
-"""
+"""A pair (n, numbers): the allocations that are released after the first n backward ops."""
 
 
 class WrapperMemory(EngineMemory):
     """The allocations of training with torch.nn.DataParallel."""
 
     def _step(self, step: int) -> None:
-        tape, parts = self._tape, self._shards.parts
+        tape = self._tape
+        parts = self._shards.parts
         whole_trace = self._shards.whole
         self._gradients = clear(tape, self._gradients, keeps=self._keeps)
         tape.stage = "scatter"
@@ -90,13 +85,13 @@ class WrapperMemory(EngineMemory):
                 tape.give(holdings)
             play_backward(tape, i, part, names[i], done)
         tape.stage = "reduce"
-        found = [
+        replica_gradients = [
             holding
             for part, held in zip(parts, names, strict=True)
             for holding in gradients_of(part, held)
         ]
         new = self._sums()
-        tape.give(found)
+        tape.give(replica_gradients)
         tape.give(new if self._gradients else [])  # added to the gradients of the step before
         self._gradients = self._gradients or new
         tape.give(holding for held in names for holding in held.values())
@@ -107,31 +102,30 @@ class WrapperMemory(EngineMemory):
         tape.give([*losses, *target, *gathered])
 
     def _copied(self, sizes: Sequence[int], first: int) -> list[list[tuple[list[int], list[int]]]]:
-        """Add the copies of device 0's tensors of these sizes to the tape.
+        """Copy device 0's tensors of these sizes, of which the first has the index `first`.
 
-        Return, for each device, a list of pairs.
-
-        A pair contains the indices of the tensors that were copied together, and the number of the
-        allocation that contains their copies. `first` is the index of the first tensor. Device 0
-        has no copies; its list is empty.
+        Return, for each device, pairs of the indices of tensors that were copied together and the
+        allocation of their copies; none for device 0.
         """
-        tape, found = self._tape, []
+        tape = self._tape
+        by_device = []
         runs = chunks(sizes, COALESCED_BYTES) if self._collective else [[size] for size in sizes]
         for i in self._devices:
-            mine, number = [], first
+            pairs = []
+            index = first
             for run in runs:
-                numbers = list(range(number, number + len(run)))
-                number += len(run)
+                indices = list(range(index, index + len(run)))
+                index += len(run)
                 if i:
                     joined = (
                         tape.take(0, sum(run), "replicas")
                         if self._collective and len(run) > 1 and i == 1
                         else []
                     )
-                    mine.append((numbers, tape.take(i, sum(run), "replicas")))
+                    pairs.append((indices, tape.take(i, sum(run), "replicas")))
                     tape.give(joined)
-            found.append(mine)
-        return found
+            by_device.append(pairs)
+        return by_device
 
     def _releases(
         self,
@@ -141,33 +135,31 @@ class WrapperMemory(EngineMemory):
         inputs: Sequence[int],
         names: Names,
     ) -> list[Release]:
-        """Return the releases of the copies, inputs and outputs of device i during backward.
+        """Return the releases of copies, inputs and outputs of device i during backward.
 
-        `copies` is the device's list from `_copied`, and `inputs` are the numbers of the inputs'
-        allocations. `names` maps each allocated storage to the number of its allocation; the
-        outputs are removed from `names`.
+        The outputs are removed from `names`.
         """
-        at = part.released_at
-        found = [(max(at[n] for n in numbers), holdings) for numbers, holdings in copies]
+        released_at = part.released_at
+        releases = [(max(released_at[n] for n in joined), copy) for joined, copy in copies]
         begin = len(part.parameters.sizes_bytes) + len(part.buffers.sizes_bytes)
-        found += [(at[begin + k], [holding]) for k, holding in enumerate(inputs)]
+        releases += [(released_at[begin + k], [holding]) for k, holding in enumerate(inputs)]
         begin += len(part.inputs.sizes_bytes)
-        return found + [
-            (at[begin + k], [names.pop(storage)])
+        return releases + [
+            (released_at[begin + k], [names.pop(storage)])
             for k, storage in enumerate(part.outputs)
             if storage in names
         ]
 
     def _sums(self) -> list[int]:
-        """Add the reduction to the tape and return the numbers of the summed gradients'
-        allocations.
+        """Return the allocations of the summed gradients.
 
-        torch forms groups of gradients. On every device, it joins the gradients of a group into a
-        buffer; then device 0 sums the buffers. A variable of torch's loop over the groups refers to
-        the buffers of a group, so they are released only after the buffers of the next group have
-        been allocated. A group of one gradient has no buffers.
+        On every device, torch joins the gradients of a group into a buffer; then device 0 sums the
+        buffers. A variable of torch's loop over the groups refers to the buffers of a group, so
+        they are released only after those of the next group are allocated. A group of one gradient
+        has no buffers.
         """
-        tape, others = self._tape, list(self._devices[1:])
+        tape = self._tape
+        others = self._devices[1:]
         sums: list[int] = []
         former: list[int] = []
         for run in chunks([self._sizes[n] for n in self._trainable], COALESCED_BYTES):
@@ -188,35 +180,32 @@ class WrapperMemory(EngineMemory):
 
 
 STEPS = 3
-"""The number of training steps that a replay contains.
+"""The training steps of a replay.
 
-The first step creates the optimizer's state, the second starts with that state, and the third
-repeats the second.
+The first creates the optimizer's state, the second starts with it, and the third repeats the
+second.
 """
 
 CONTEXT_BYTES = 500 * 2**20
-"""The assumed memory of a CUDA context outside the allocator, in bytes.
+"""The assumed bytes of a CUDA context outside the allocator; a prior, not a measurement.
 
 A context takes 0.47 to 0.55 GB at its start with lazily loaded kernels, and up to 0.92 GB in use.
-Source: S. Bekman, "Machine Learning Engineering Open Book", training/performance. The value is a
-prior, not a measurement.
+Source: S. Bekman, "Machine Learning Engineering Open Book", training/performance.
 """
 NCCL_BYTES = 400 * 2**20
-"""The assumed memory of NCCL's buffers on every GPU after the first collective, in bytes.
+"""The assumed bytes of NCCL's buffers on every GPU after the first collective; a prior.
 
-The value is a prior. Published totals of memory contain 184 pairs of runs with the same batch on
-GPUs of 2018: one run on a single GPU, the other on 2, 4 or 8 GPUs. With several GPUs, GPU 0 uses 30
-MiB more in the median, and at most 374 MiB more in nine of ten pairs. The runs are the group LPT of
-tests/data/published.csv, which leaves out their memory. The source of `CONTEXT_BYTES` has an
-example of 1.45 GB on nodes of eight H100.
+Published totals of memory contain 184 pairs of runs with the same batch on GPUs of 2018, on a
+single GPU and on 2, 4 or 8. With several GPUs, GPU 0 uses 30 MiB more in the median, and at most
+374 MiB more in nine of ten pairs. The runs are the group LPT of tests/data/published.csv, which
+leaves out their memory. The source of `CONTEXT_BYTES` has an example of 1.45 GB on nodes of eight
+H100.
 """
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The memory of one device: the allocator's peaks, and the assumed bytes of the CUDA context
-    and of NCCL.
-    """
+    """The allocator's peaks on one device, and the assumed bytes of the CUDA context and NCCL."""
 
     device: int
     peak: Peak
@@ -225,9 +214,7 @@ class DeviceMemory:
 
     @property
     def process_bytes(self) -> int:
-        """Return the total bytes that the driver would show: reserved segments, CUDA context and
-        NCCL.
-        """
+        """Return the bytes that the driver would show."""
         return self.peak.reserved_bytes + self.context_bytes + self.nccl_bytes
 
 
@@ -241,10 +228,7 @@ class Traces:
     def __init__(
         self, build: Build, optimizer_fn: OptimizerFactory, *, device: str = "cpu", **how: Any
     ) -> None:
-        """Prepare the traces.
-
-        The arguments are those of the function `trace`, and `how` contains its other options.
-        """
+        """Take the arguments of the function `trace`, with its other options as `how`."""
         self.of = lru_cache(maxsize=64)(
             lambda rows: trace(build, rows, optimizer_fn, device=device, **how)
         )
@@ -256,9 +240,8 @@ class Traces:
 def traces_of(case: Case, *, fake_only: bool = False) -> Traces:
     """Return the traces of a case's model.
 
-    For a case on GPUs, the optimizer uses its multi-tensor (foreach) implementation, which is
-    torch's default on GPUs. With `fake_only`, tracing raises an error for a model that fails on
-    fake tensors, instead of running the model on real tensors.
+    On GPUs, the optimizer is multi-tensor (foreach), as is torch's default. With `fake_only`, a
+    model that fails on fake tensors raises an error instead of running on real tensors.
     """
 
     def build() -> models.Model:
@@ -286,22 +269,20 @@ def traces_of(case: Case, *, fake_only: bool = False) -> Traces:
 
 
 def fake_device(case: Case) -> str:
-    """Return the device of a case's fake tensors: "lazy:0" (unfused attention) for emulated
-    devices, else "cpu".
-    """
+    """Return "lazy:0" (unfused attention) for emulated devices, else "cpu"."""
     return "lazy:0" if case.device_kind == "emulated" else "cpu"
 
 
 def tape_of(case: Case, traces: Traces, steps: int = STEPS) -> Tape:
-    """Return the allocations and releases of all devices of a case in `steps` steps.
+    """Return the allocations and releases of all devices of a case.
 
     Raises ValueError for a strategy whose memory is not known.
     """
     tape = Tape()
-    role, keeps = case.traits.role, case.zero_grad == "zero"
-    if case.traits.one_device or (
-        role is Role.WRAPPER and len(case.rows) == 1
-    ):  # torch then calls the module itself
+    role = case.traits.role
+    keeps = case.zero_grad == "zero"
+    # on one device, torch.nn.DataParallel calls the module itself
+    if case.traits.one_device or (role is Role.WRAPPER and len(case.rows) == 1):
         strategy_memory.single(tape, traces.of(case.batch_size), steps, keeps=keeps)
     elif role in (Role.ENGINE, Role.WRAPPER):
         schedule = schedule_of(case)
@@ -321,7 +302,7 @@ def tape_of(case: Case, traces: Traces, steps: int = STEPS) -> Tape:
             if role not in (Role.OTHER, Role.OBSERVED, Role.LOADER)
         )
         raise ValueError(
-            f"the memory of the strategy {case.strategy!r} is not known; use one of {known}"
+            f"the memory of the strategy {case.strategy!r} is not known; use one of {supported}"
         )
     return tape
 
@@ -331,9 +312,8 @@ def needed(
 ) -> list[DeviceMemory]:
     """Return the memory that a case needs on each device, from a replay of its allocations.
 
-    `traces` are the traces of the case's model; None means that this function makes them.
-    `capacity_bytes` is the total memory of a device, None for no limit; the CUDA context and NCCL
-    take an assumed part of this memory. Raises OutOfDeviceMemory if a device needs more.
+    `traces` are made if None. `capacity_bytes` is the total memory of a device, of which the CUDA
+    context and NCCL take an assumed part. Raises OutOfDeviceMemory if a device needs more.
     """
     tape = tape_of(case, traces or traces_of(case))
     on_gpu = case.device_kind == "cuda"
@@ -357,12 +337,10 @@ def needed(
 def largest_batch(
     case_of: Callable[[int], Case], capacity_bytes: int, *, limit: int = 2**20
 ) -> int:
-    """Return the largest batch size whose case fits on every device; 0 if a batch of 1 does not
-    fit.
+    """Return the largest batch size that fits on every device; 0 if a batch of 1 does not.
 
-    `case_of(batch_size)` returns the case to check, and `capacity_bytes` is the memory of each
-    device. The search doubles the batch size up to `limit` and then bisects. Each batch size is
-    checked by a replay.
+    `case_of(batch_size)` returns the case to replay, and `capacity_bytes` is the memory of each
+    device. The batch size is doubled up to `limit`, and then bisected.
     """
     traces = traces_of(case_of(1))
 

@@ -1,8 +1,6 @@
-"""Network: the links of a machine as a graph, the routes between GPUs and processors, and the speed
-of collectives.
+"""Network: a machine's links as a graph, routes between its nodes, and the speed of collectives.
 
-The speed of collectives comes from the links, or from a measured bus bandwidth, which is given as a
-number or as a file with the output of nccl-tests.
+The speed of collectives comes from the links or from a measured bus bandwidth.
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ TRAFFIC: dict[str, Callable[[int], float]] = {
     "reduce_scatter": lambda n: (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
 }
-"""For each collective: a function that takes the number of devices, and returns the bytes that each
-link of a ring carries per byte of the message.
+"""The bytes per link of a ring for each byte of the message, by collective and number of devices.
 """
 ONE_WAY = ("broadcast", "reduce")
 GB = 1e9
@@ -38,31 +35,28 @@ _LINE = re.compile(
     r"^\s*(?P<size>\d+)\s+\d+\s+\w+\s+(?!none)\w+\s+-?\d+\s+(?P<time_us>[\d.]+)\s+[\d.]+\s+(?P<busbw>[\d.]+)\s",
     re.M,
 )
-"""Matches a line of all_reduce_perf's output: size in bytes, count, type, operation, root, and for
-the out-of-place all-reduce its time (µs), algbw and busbw (GB/s).
+"""Matches a line of all_reduce_perf's output.
+
+The columns are size in bytes, count, type, operation, root, and time (µs), algbw and busbw (GB/s)
+of the out-of-place all-reduce.
 """
 FEWEST = 3
 """The minimum number of different sizes to which a curve is fitted."""
 MOST = 1.25
 """The maximum bandwidth of a fitted curve, divided by the best measured bandwidth."""
 LIMITS = (0.01, 10_000.0)
-"""The minimum and the maximum bus bandwidth in GB/s that is accepted.
-
-Real networks and NVLinks lie well between.
-"""
+"""The accepted bus bandwidths in GB/s, far beyond those of real networks and NVLinks."""
 _OTHER = re.compile(r"\b(?!all_reduce)(\w+)_perf\b")
 """Matches the name of another program of nccl-tests, whose `busbw` has another meaning."""
 
 
 @lru_cache(maxsize=4096)
 def route(machine: Machine, source: str, target: str) -> tuple[Direction, ...]:
-    """Return the directed links of the route with the fewest hops.
+    """Return the directed links of the route with the fewest hops, over NVLink alone if possible.
 
-    A route over NVLink is preferred to any other.
-
-    `source` and `target` are names such as "gpu0"; "host" is the memory of the processor that is
-    nearest to the other end of the route. Two GPUs without NVLink between them and without peer
-    access communicate through host memory. Raises UnknownMachine if no route exists.
+    `source` and `target` are names such as "gpu0"; "host" is the memory of the processor nearest to
+    the other end. Without NVLink and peer access, two GPUs communicate through host memory. Raises
+    UnknownMachine if no route exists.
     """
     links = machine.links
     if "host" not in (source, target):
@@ -72,13 +66,13 @@ def route(machine: Machine, source: str, target: str) -> tuple[Direction, ...]:
         if not machine.peer_access:
             return (*route(machine, source, "host"), *route(machine, "host", target))
         links = tuple(link for link in links if link.kind != "nvlink")
-    found = _shortest(links, source, target)
-    if not found and source != target:
+    way = _shortest(links, source, target)
+    if not way and source != target:
         raise UnknownMachine(
             f"machine {machine.name}: no route from {source} to {target}; the machine file has the"
             f" links {_listed(machine)}; add the links that are missing"
         )
-    return found
+    return way
 
 
 def _listed(machine: Machine) -> str:
@@ -88,10 +82,6 @@ def _listed(machine: Machine) -> str:
 def _shortest(
     links: tuple[Link, ...] | list[Link], source: str, target: str
 ) -> tuple[Direction, ...]:
-    """Return the directed links of the route with the fewest hops over `links`.
-
-    () if no route exists.
-    """
     beside: dict[str, list[str]] = {}
     for link in links:
         beside.setdefault(link.a, []).append(link.b)
@@ -118,20 +108,19 @@ def _shortest(
 @lru_cache(maxsize=1024)
 def capacities(machine: Machine) -> dict[Direction, float]:
     """Return the bytes per second of each directed link; the rates of parallel links are added."""
-    found: dict[Direction, float] = {}
+    bytes_per_s: dict[Direction, float] = {}
     for link in machine.links:
-        for way in ((link.a, link.b), (link.b, link.a)):
-            found[way] = found.get(way, 0.0) + link.bytes_per_s
-    return found
+        for direction in ((link.a, link.b), (link.b, link.a)):
+            bytes_per_s[direction] = bytes_per_s.get(direction, 0.0) + link.bytes_per_s
+    return bytes_per_s
 
 
 @lru_cache(maxsize=1024)
 def nvlink_cut(machine: Machine, count: int) -> float:
-    """Return the minimum cut between the first `count` GPUs over NVLink only; 0 if NVLink does not
-    connect all of them.
+    """Return the minimum NVLink cut between the first `count` GPUs; 0 if some are not connected.
 
-    The unit is bytes per second in each direction. The rings of a collective cross every cut, so
-    the minimum cut limits the bandwidth of the rings.
+    The unit is bytes per second in each direction. A collective's rings cross every cut, so the
+    minimum cut limits their bandwidth.
     """
     gpus = [f"gpu{i}" for i in range(count)]
     return _tightest(
@@ -141,51 +130,41 @@ def nvlink_cut(machine: Machine, count: int) -> float:
 
 @lru_cache(maxsize=1024)
 def ring(machine: Machine, count: int, *, closed: bool) -> tuple[float, str]:
-    """Return the bandwidth in bytes per second of a ring over the first `count` GPUs, and its
-    slowest kind of hop.
+    """Return a ring's bytes per second over the first `count` GPUs, and its slowest kind of hop.
 
-    The bandwidth of the ring is that of its slowest hop while all hops are busy and share links
-    fairly. The kind is "staged" if GPUs without peer access communicate through host memory,
-    "socket" if a hop leads from one processor to another, else "peer". If `closed` is False, the
-    last hop back to the first GPU is left out, as in the chain of a broadcast.
+    All hops are busy and share links fairly. The kind is "staged" if GPUs without peer access
+    communicate through host memory, "socket" if a hop leads from one processor to another, else
+    "peer". A ring that is not `closed`, as in a broadcast, has no last hop back to the first GPU.
     """
     hops = [(f"gpu{i}", f"gpu{(i + 1) % count}") for i in range(count if closed else count - 1)]
     ways = {hop: route(machine, *hop) for hop in hops}
     rate = min(rates(ways, capacities(machine)).values())
-    over = [_processors(way) for way in ways.values()]
-    if not machine.peer_access and any(over):
+    processors = [_processors(way) for way in ways.values()]
+    if not machine.peer_access and any(processors):
         return rate, "staged"
-    return rate, "socket" if any(len(found) > 1 for found in over) else "peer"
+    return rate, "socket" if any(len(one) > 1 for one in processors) else "peer"
 
 
 def _processors(way: tuple[Direction, ...]) -> set[str]:
-    """Return the names of the processors on a route."""
     return {end for direction in way for end in direction if end.startswith(HOST_NODE)}
 
 
 def _inside(link: Link, gpus: list[str]) -> bool:
-    """Return whether each end of a link is one of these GPUs, or a switch or processor of the same
-    node.
-    """
+    """Whether each end is one of these GPUs, or a switch or processor of the same node."""
     return link.kind != "network" and all(
         not end.startswith("gpu") or end in gpus for end in (link.a, link.b)
     )
 
 
 def _tightest(links: list[Link], gpus: list[str]) -> float:
-    """Return the smallest minimum cut between any two of the GPUs, in bytes per second.
-
-    For a single GPU, return the total bytes per second of the links of this GPU.
-    """
+    """Return the minimum cut between any two GPUs, or the total of a single GPU's links."""
     if len(gpus) < 2:
         return sum(link.bytes_per_s for link in links if gpus[0] in (link.a, link.b))
     return min(_flow(links, gpus[0], other) for other in gpus[1:])
 
 
 def _flow(links: list[Link], source: str, target: str) -> float:
-    """Return the maximum flow from `source` to `target` in bytes per second (Edmonds-Karp
-    algorithm).
-    """
+    """Return the maximum flow in bytes per second (Edmonds-Karp algorithm)."""
     room: dict[str, dict[str, float]] = {}
     for link in links:
         for a, b in ((link.a, link.b), (link.b, link.a)):
@@ -202,7 +181,8 @@ def _flow(links: list[Link], source: str, target: str) -> float:
                     todo.append(other)
         if target not in came:
             return total
-        way, here = [], target
+        way = []
+        here = target
         while came[here]:
             way.append((came[here], here))
             here = came[here]
@@ -215,9 +195,7 @@ def _flow(links: list[Link], source: str, target: str) -> float:
 
 @dataclass(frozen=True)
 class Bus:
-    """The bus bandwidth between devices for large messages, and the kind of link that limits the
-    bandwidth.
-    """
+    """The bus bandwidth between devices for large messages, and the kind of link that limits it."""
 
     bytes_per_s: float
     kind: str  # "nvlink" | "peer" | "staged" | "socket" | "network" | "measured" | "alone"
@@ -225,14 +203,13 @@ class Bus:
 
 @lru_cache(maxsize=4096)
 def bus(machine: Machine, devices: int, constants: Constants, *, one_way: bool = False) -> Bus:
-    """Return the bus bandwidth between `devices` GPUs, which occupy all GPUs of one node before the
-    next node.
+    """Return the bus bandwidth between `devices` GPUs, which fill one node before the next.
 
-    With `one_way`, return the bandwidth of a broadcast or a reduction to one device, which use
-    links in one direction only.
+    `one_way` is for a broadcast or a reduction to one device, which use links in one direction
+    only.
     """
-    found = _bus(machine, devices, constants, one_way)
-    return Bus(found.bytes_per_s * constants.bus_scale, found.kind)
+    unscaled = _bus(machine, devices, constants, one_way)
+    return Bus(unscaled.bytes_per_s * constants.bus_scale, unscaled.kind)
 
 
 def _bus(machine: Machine, devices: int, constants: Constants, one_way: bool) -> Bus:
@@ -249,10 +226,6 @@ def _bus(machine: Machine, devices: int, constants: Constants, one_way: bool) ->
 
 
 def _within_node(machine: Machine, count: int, c: Constants, one_way: bool) -> Bus:
-    """Return the bus bandwidth between `count` GPUs of one node.
-
-    `one_way` has the same meaning as in `bus`.
-    """
     if count < 2:
         return Bus(math.inf, "alone")
     if cut := nvlink_cut(machine, count):
@@ -272,10 +245,7 @@ def _within_node(machine: Machine, count: int, c: Constants, one_way: bool) -> B
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """The devices of a case, which exchange messages in collectives.
-
-    The methods return durations of collectives.
-    """
+    """The devices of a case, with the durations of collectives among them."""
 
     machine: Machine
     devices: int
@@ -287,11 +257,10 @@ class DeviceGroup:
         return -(-self.devices // self.machine.gpu.count)
 
     def coalesced_s(self, kind: str, size: float) -> float:
-        """Return the duration in seconds of a collective over many tensors, joined into messages of
-        at most 10 MiB.
+        """Return the seconds of a collective over tensors, joined into messages of at most 10 MiB.
 
-        `kind` is the name of the collective, such as "broadcast", and `size` the total size of the
-        tensors in bytes. One process drives all devices.
+        `kind` is a collective such as "broadcast", and `size` the total in bytes. One process
+        drives all devices.
         """
         if self.devices < 2 or size <= 0:
             return 0.0
@@ -300,9 +269,7 @@ class DeviceGroup:
         )
 
     def one_s(self, kind: str, size: float) -> float:
-        """Return the duration in seconds of one collective, such as "all_reduce", of `size` bytes
-        between processes.
-        """
+        """Return the seconds of one collective of `size` bytes between processes."""
         if self.devices < 2 or size <= 0:
             return 0.0
         measured = self.machine.collective
@@ -310,10 +277,9 @@ class DeviceGroup:
         return start + 2 * self.constants.hop_s * math.log2(self.nodes) + self._wire(kind, size)
 
     def beside_s(self, seconds: float, size: float) -> float:
-        """Return the duration in seconds of kernels that run concurrently with an all-reduce of
-        `size` bytes.
+        """Return the seconds of kernels that run concurrently with an all-reduce of `size` bytes.
 
-        `seconds` is the duration of these kernels without the all-reduce.
+        `seconds` is their duration without the all-reduce.
         """
         slower = seconds * (1 + self.constants.slowdown)
         if bus(self.machine, self.devices, self.constants).kind == "staged":
@@ -328,13 +294,11 @@ class DeviceGroup:
 
 
 def collective(given: str) -> Collective:
-    """Return the durations of all-reduces as a curve, from a bus bandwidth in GB/s or a file with
-    nccl-tests' output.
+    """Return a curve of all-reduces from a bus bandwidth in GB/s or a file with nccl-tests' output.
 
-    `given` is the bandwidth as text or the path of the file. A bandwidth is the `busbw` that
-    all_reduce_perf prints for its largest sizes; the curve then has `start_s` and `root_s` of
-    `constants.DEFAULT`. Raises ValueError for a number outside `LIMITS`, and for a file from which
-    no curve can be fitted.
+    `given` is the `busbw` that all_reduce_perf prints for its largest sizes, or the path of the
+    file. A bandwidth alone is completed by `start_s` and `root_s` of `constants.DEFAULT`. Raises
+    ValueError for a number outside `LIMITS` and for a file from which no curve can be fitted.
     """
     try:
         rate = float(given)
@@ -377,13 +341,11 @@ def _from_file(path: Path) -> Collective:
 
 
 def fitted(points: Sequence[tuple[int, float, float]]) -> Collective:
-    """Return the curve fitted to measured all-reduces, each given as (bytes, seconds, bus bandwidth
-    in bytes/s).
+    """Return the curve fitted to all-reduces, each as (bytes, seconds, bus bandwidth in bytes/s).
 
-    The curve is the sum of the start-up time, a term in proportion to the bytes, and a term in
-    proportion to the square root of the bytes; none of the three is negative. The fit minimises the
-    sum of the squared relative errors of the seconds. The bandwidth of the curve is at most `MOST`
-    times the best measured bandwidth.
+    The curve is the sum of a constant, a term in proportion to the bytes, and one in proportion to
+    their square root; none is negative. The sum of the squared relative errors of the seconds is
+    minimal. The bandwidth of the curve is at most `MOST` times the best measured one.
     """
     import numpy as np
     from scipy.optimize import nnls

@@ -1,8 +1,8 @@
-"""Observed loop: the profile of one device, from the trials of a watched or imported training loop.
+"""Observed loop: the profile of one device, from the trials of a watched or imported loop.
 
 dpbench cannot build and trace the script of an observed loop. The sizes of its model and the
-seconds of its phases come from the trials, and the number of kernels that the host launches is
-estimated from the number of parameter tensors, as for a model that is known by name only.
+seconds of its phases come from the trials, and the number of kernels is estimated from that of the
+parameter tensors, as for a model that is known by name only.
 """
 
 from __future__ import annotations
@@ -19,18 +19,14 @@ from dpbench.records import HOST, Case, Phase, Profile, Source, Span, Trial, led
 from dpbench.records.machine import Machine, UnknownMachine
 
 NEEDED = ("parameter_tensors", "parameter_bytes", "buffer_bytes", "input_bytes", "output_bytes")
-"""The facts about the model without which a prediction is not possible, by their names in a trial's
-provenance.
-"""
+"""The facts in a trial's provenance without which a model cannot be predicted."""
 PRECISIONS = ("fp32", "bf16")
 """The precisions of observed loops that can be predicted."""
 
 
 @dataclass(frozen=True)
 class ObservedLoop:
-    """An observed loop: its case, its trusted trials with their spans, and the facts stored with
-    its run.
-    """
+    """An observed loop: its case, trusted trials with spans, and the facts stored with its run."""
 
     case: Case
     trials: tuple[Trial, ...]
@@ -44,8 +40,8 @@ class ObservedLoop:
     def on(self, target: Machine) -> Stored:
         """Return the loop's profile of one device, for predictions on the machine `target`.
 
-        Raises UnknownMachine if a needed fact is missing, if the loop's precision cannot be
-        predicted, or if the loop did not run on GPUs.
+        Raises UnknownMachine if the loop cannot be predicted, for example because it did not run on
+        GPUs.
         """
         self._check()
         device = gpu_of(self.facts)
@@ -87,9 +83,9 @@ class ObservedLoop:
                 ),
             ),
         ]
-        if found := next((text for is_so, text in problems if is_so), ""):
+        if problem := next((text for is_so, text in problems if is_so), ""):
             raise UnknownMachine(
-                f"the loop {self.case.model} cannot be the basis of a prediction: {found}"
+                f"the loop {self.case.model} cannot be the basis of a prediction: {problem}"
             )
 
     @property
@@ -99,11 +95,7 @@ class ObservedLoop:
         )
 
     def _profile(self) -> Profile:
-        """Return the profile of one device, which processes its share of the batch.
-
-        The seconds of each phase are known, but not its FLOP. The FLOP are assumed; they only
-        divide the seconds of a phase among the parts of the phase.
-        """
+        """The FLOP are assumed; they only divide the known seconds of a phase among its parts."""
         model = self._model
         tensors = int(model["parameter_tensors"])
         forward = int(counts.LAUNCHES * tensors)
@@ -126,11 +118,11 @@ class ObservedLoop:
         return fit_profile(counted, {self.rows: self._phases()})
 
     def _phases(self) -> dict[Phase, float]:
-        """Return the seconds of one device in each phase of a step, for a loop on several devices.
+        """Return the seconds of one device in each phase, for a loop on several devices.
 
         A forward, loss or backward on a single device, such as the loss of DataParallel, processes
-        the samples of all devices. Its seconds are therefore divided by the number of devices.
-        Ranks process their own samples only.
+        the samples of all devices, so its seconds are divided by their number. Ranks process their
+        own samples only.
         """
         seconds: dict[Phase, list[float]] = defaultdict(list)
         shared: set[Phase] = set()
@@ -140,24 +132,23 @@ class ObservedLoop:
                 for span in spans:
                     each[span.phase][span.device] += span.end_s - span.start_s
                 for phase, by_device in each.items():
-                    real = [s for device, s in by_device.items() if device != HOST] or [
-                        *by_device.values()
-                    ]
-                    seconds[phase].append(statistics.median(real))
-                    if len(real) == 1 and not self.case.traits.ranks:
+                    spent = [s for device, s in by_device.items() if device != HOST]
+                    spent = spent or [*by_device.values()]
+                    seconds[phase].append(statistics.median(spent))
+                    if len(spent) == 1 and not self.case.traits.ranks:
                         shared.add(phase)
-        found = {phase: statistics.median(values) for phase, values in seconds.items()}
+        medians = {phase: statistics.median(values) for phase, values in seconds.items()}
         whole = shared & {Phase.FORWARD, Phase.LOSS, Phase.BACKWARD}
-        return {phase: s / self.case.devices if phase in whole else s for phase, s in found.items()}
+        return {
+            phase: s / self.case.devices if phase in whole else s for phase, s in medians.items()
+        }
 
 
 def _timed(trial: Trial) -> Iterator[Sequence[Span]]:
-    """Yield the spans of each timed step, or of the median step alone if the trial keeps no other
-    spans.
-    """
+    """Yield the spans of each timed step, or of the median step if only its spans are kept."""
     if not trial.spans:
-        number, found = trial.ledger.median_step or (None, ())
-        yield tuple(span for span in found if span.step == number)
+        number, spans_of_median = trial.ledger.median_step or (None, ())
+        yield tuple(span for span in spans_of_median if span.step == number)
         return
     for step, spans in zip(trial.steps, ledger.by_step(trial.spans, len(trial.steps)), strict=True):
         if not step.warmup:
@@ -165,18 +156,13 @@ def _timed(trial: Trial) -> Iterator[Sequence[Span]]:
 
 
 def of_run(trials: Sequence[Trial], facts: Mapping[str, Any]) -> ObservedLoop | None:
-    """Return the observed loop of a run with these trials and facts.
-
-    None for a run without an observed loop.
-
-    If the run has several observed loops, return the one with the most timed steps.
-    """
-    mine: dict[Case, list[Trial]] = {}
+    """Return the observed loop of a run with the most timed steps, or None if it has none."""
+    by_case: dict[Case, list[Trial]] = {}
     for trial in trials:
         if trial.case.traits.observed:
-            mine.setdefault(trial.case, []).append(trial)
-    if not mine:
+            by_case.setdefault(trial.case, []).append(trial)
+    if not by_case:
         return None
-    case = max(mine, key=lambda one: sum(len(trial.timed) for trial in mine[one]))
-    good = [trial for trial in mine[case] if trial.trusted and trial.timed]
-    return ObservedLoop(case, tuple(good), facts)
+    case = max(by_case, key=lambda one: sum(len(trial.timed) for trial in by_case[one]))
+    usable = [trial for trial in by_case[case] if trial.trusted and trial.timed]
+    return ObservedLoop(case, tuple(usable), facts)

@@ -1,15 +1,13 @@
-"""Profiles: the durations of a model's phases on one device, from a known step or from FLOP and
-bytes.
+"""Profiles: the durations of a model's phases on one device.
 
 `given` and `split` divide a known step on one device into phases. `counted` derives the durations
 of whole phases from their FLOP and bytes on a described GPU; `profile` does the same op by op for a
 traced model.
 
-The duration of an op is the longest of three durations: that of its computation, that of its memory
-traffic, and the minimum duration of a kernel. Small ops do not reach the best rates: an op with
-`half_flop` FLOP computes at half of the best FLOP rate, and an op with `half_bytes` bytes reads and
-writes at half of the best memory rate. The model therefore adds `half_flop` and `half_bytes` to the
-work of every op, and divides by the best rates.
+An op takes as long as its computation, its memory traffic, or the shortest kernel, whichever is
+longest. An op with `half_flop` FLOP computes at half of the best rate, and one with `half_bytes`
+bytes moves them at half of the best rate. The model therefore adds both to the work of every op and
+divides by the best rates.
 """
 
 from __future__ import annotations
@@ -31,26 +29,24 @@ if TYPE_CHECKING:
 FOREACH_TENSORS = (770, 448, 336, 252, 210)
 """The maximum number of tensors in one multi-tensor launch, for one to five tensor lists.
 
-These are `depth_to_max_tensors` in torch 2.13's `ATen/native/cuda/MultiTensorApply.cuh` for CUDA
-13. The same file gives `FOREACH_BLOCKS`, the maximum number of blocks in a launch, and
-`FOREACH_ELEMENTS`, the elements of a block. With CUDA 12, the limits are a seventh of these.
+`depth_to_max_tensors` in torch 2.13's `ATen/native/cuda/MultiTensorApply.cuh` for CUDA 13, which
+also gives the maximum number of blocks in a launch, `FOREACH_BLOCKS`, and the elements of a block,
+`FOREACH_ELEMENTS`. With CUDA 12, the limits are a seventh of these.
 """
 FOREACH_BLOCKS, FOREACH_ELEMENTS = 2240, 65_536
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """The speed of a GPU: peaks from its data sheet, attainable shares of the peaks, and the
-    minimum kernel duration.
+    """A GPU's peaks from its data sheet, attainable shares, and minimum kernel duration.
 
     `flop_share` is the share of the dense peak that the best bf16 matrix product reaches: A100 SXM
     0.87, A100 PCIe 0.81, H100 0.80, B200 0.78, MI300X 0.51 (S. Bekman, "Machine Learning
-    Engineering Open Book", MAMF table). `bytes_share` is the attainable share of the memory
-    bandwidth. An op with `half_flop` FLOP or `half_bytes` bytes reaches half of the attainable
-    rate. These two values are fitted to the efficiency tables of Calculon: 60 % at 1 GFLOP, 75 % at
-    10 MB and 90 % at 100 MB. dpbench measured none of the shares. `least_s` is the minimum duration
-    of a kernel. `convolution_flop_per_s` is the peak for convolutions, which cuDNN runs in TF32 by
-    default on GPUs with TF32; 0 means that convolutions have no separate peak.
+    Engineering Open Book", MAMF table). An op with `half_flop` FLOP or `half_bytes` bytes reaches
+    half of the attainable rate; both are fitted to the efficiency tables of Calculon: 60 % at 1
+    GFLOP, 75 % at 10 MB and 90 % at 100 MB. dpbench measured none of these.
+    `convolution_flop_per_s` is the peak for convolutions, which cuDNN runs in TF32 by default where
+    available; 0 means no separate peak.
     """
 
     flop_per_s: float
@@ -63,15 +59,14 @@ class Speed:
     convolution_flop_per_s: float = 0.0
 
     def op_s(self, op: Op) -> float:
-        """Return the duration in seconds of one op; 0 for an op without a kernel."""
+        """Return the duration of one op in seconds; 0 for an op without a kernel."""
         faster = self.convolution_flop_per_s if "convolution" in op.name else 0.0
         return self.seconds(op.flop, op.bytes, max(faster, self.flop_per_s))
 
     def seconds(self, flop: float, size_bytes: float, flop_per_s: float | None = None) -> float:
-        """Return the duration in seconds of one kernel with this FLOP and traffic; 0 if
-        `size_bytes` is 0.
+        """Return the duration of one kernel in seconds; 0 without traffic.
 
-        `flop_per_s` is the peak to use; None selects the peak of this object.
+        `flop_per_s` replaces the peak of this object.
         """
         if not size_bytes:
             return 0.0
@@ -86,9 +81,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Pass:
-    """One multi-tensor op of an optimizer: `lists` of tensors, and `passes`, the reads and writes
-    for each element.
-    """
+    """One multi-tensor op of an optimizer on `lists` of tensors, with `passes` accesses each."""
 
     lists: int
     passes: int
@@ -101,44 +94,38 @@ UPDATES: dict[str, tuple[Pass, ...]] = {
     "Adam": (Pass(2, 3), Pass(1, 2), Pass(2, 3), Pass(2, 2), Pass(1, 2), Pass(1, 2), Pass(3, 4)),
 }
 UPDATES["AdamW"] = (Pass(1, 2), *UPDATES["Adam"])  # p *= 1 - lr * decay
-"""The multi-tensor ops of one step of each optimizer in `torch.optim` (2.13, foreach).
-
-SGD is used with momentum.
+"""The multi-tensor ops of a step of optimizers in `torch.optim` (2.13, foreach); SGD has momentum.
 """
 
 
 def optimizer_s(name: str, sizes_bytes: Sequence[int], speed: Speed) -> tuple[float, int]:
-    """Return the duration in seconds and the number of launches of an optimizer step for parameters
-    of these sizes.
+    """Return the duration in seconds and the number of launches of an optimizer step.
 
-    The results are calculated from `UPDATES` and not from a trace, because traces are made on the
-    host, where torch splits multi-tensor ops into single-tensor ops. Raises LookupError for an
-    optimizer that is not in `UPDATES`.
+    Both come from `UPDATES` instead of a trace, because traces are made on the host, where torch
+    splits multi-tensor ops into single-tensor ops. Raises LookupError for an optimizer that is not
+    in `UPDATES`.
     """
     if name not in UPDATES:
         raise LookupError(
             f"the kernels of the optimizer {name} are not known; use one of these optimizers:"
             f" {', '.join(UPDATES)}"
         )
-    total, blocks = (
-        sum(sizes_bytes),
-        sum(math.ceil(size / 4 / FOREACH_ELEMENTS) for size in sizes_bytes),
-    )
-    seconds, count = 0.0, 0
-    for one in UPDATES[name]:
+    total = sum(sizes_bytes)
+    blocks = sum(math.ceil(size / 4 / FOREACH_ELEMENTS) for size in sizes_bytes)
+    seconds = 0.0
+    count = 0
+    for op in UPDATES[name]:
         launches = max(
-            math.ceil(len(sizes_bytes) / FOREACH_TENSORS[one.lists - 1]),
+            math.ceil(len(sizes_bytes) / FOREACH_TENSORS[op.lists - 1]),
             math.ceil(blocks / FOREACH_BLOCKS),
         )
         count += launches
-        seconds += launches * speed.seconds(0.0, one.passes * total / max(launches, 1))
+        seconds += launches * speed.seconds(0.0, op.passes * total / max(launches, 1))
     return seconds, count
 
 
 def phase_s(trace: Trace, phase: Phase, speed: Speed) -> float:
-    """Return the total duration in seconds of the kernels in a phase of a trace, which run one
-    after the other.
-    """
+    """Return the total duration in seconds of a phase's kernels, which run one after the other."""
     if phase is Phase.OPTIMIZER:
         return optimizer_s(trace.optimizer_name, trace.parameters.sizes_bytes, speed)[0]
     return sum(speed.op_s(op) for op in trace.ops if op.phase is phase)
@@ -146,34 +133,33 @@ def phase_s(trace: Trace, phase: Phase, speed: Speed) -> float:
 
 def of_trace(trace: Trace) -> Profile:
     """Return the counts of a traced model as a profile without timings."""
-    rows, t = trace.rows, trace
+    rows = trace.rows
 
     def moved(phase: Phase) -> float:
-        return sum(op.bytes for op in t.ops if op.phase is phase) / rows
+        return sum(op.bytes for op in trace.ops if op.phase is phase) / rows
 
     return Profile(
-        model=t.model,
-        parameter_tensors=len(t.parameters.sizes_bytes),
-        parameter_bytes=t.parameters.bytes,
-        buffer_bytes=t.buffers.bytes,
-        buffer_tensors=len(t.buffers.sizes_bytes),
-        modules=t.modules,
-        input_bytes=t.inputs.bytes / rows,
-        output_bytes=t.output.bytes / rows,
-        forward_flop=t.flop(Phase.FORWARD) / rows,
-        backward_flop=t.flop(Phase.BACKWARD) / rows,
-        forward_launches=t.launches(Phase.FORWARD),
-        backward_launches=t.launches(Phase.BACKWARD),
+        model=trace.model,
+        parameter_tensors=len(trace.parameters.sizes_bytes),
+        parameter_bytes=trace.parameters.bytes,
+        buffer_bytes=trace.buffers.bytes,
+        buffer_tensors=len(trace.buffers.sizes_bytes),
+        modules=trace.modules,
+        input_bytes=trace.inputs.bytes / rows,
+        output_bytes=trace.output.bytes / rows,
+        forward_flop=trace.flop(Phase.FORWARD) / rows,
+        backward_flop=trace.flop(Phase.BACKWARD) / rows,
+        forward_launches=trace.launches(Phase.FORWARD),
+        backward_launches=trace.launches(Phase.BACKWARD),
         forward_bytes=moved(Phase.FORWARD),
         backward_bytes=moved(Phase.BACKWARD),
-        gradient_bytes=tuple(t.parameters.sizes_bytes[n] for n in t.ready),
+        gradient_bytes=tuple(trace.parameters.sizes_bytes[n] for n in trace.ready),
         source="traced",
     )
 
 
 def profile(low: Trace, high: Trace, speed: Speed) -> Profile:
-    """Return a model's profile on a described GPU, with durations that are linear in the batch
-    size, from two traces.
+    """Return a profile with durations that are linear in the batch size, from two traces.
 
     Raises ValueError unless `high` has the larger batch.
     """
@@ -184,7 +170,8 @@ def profile(low: Trace, high: Trace, speed: Speed) -> Profile:
         )
 
     def cost(phase: Phase) -> Cost:
-        first, second = phase_s(low, phase, speed), phase_s(high, phase, speed)
+        first = phase_s(low, phase, speed)
+        second = phase_s(high, phase, speed)
         slope = max(0.0, (second - first) / (high.rows - low.rows))
         return Cost(max(0.0, second - slope * high.rows), slope)
 
@@ -203,22 +190,16 @@ DTYPES = {
     "bf16": ("bf16", "fp16", "fp32"),
     "fp16": ("fp16", "fp32"),
 }
-"""For each precision: the names of peaks that can apply.
-
-The first of them that the machine file states is used.
-"""
+"""The peaks that can apply to each precision; the first that the machine file states is used."""
 COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY = 0.55, 0.75
-"""The assumed shares of a GPU's peak FLOP/s and of its peak memory bandwidth that whole networks
-reach.
+"""The assumed shares of a GPU's peak FLOP/s and memory bandwidth that whole networks reach.
 
 Large matrix products reach 0.78-0.87 of the peak FLOP/s (ml-engineering).
 """
 KERNEL_S = 3e-6
-"""The duration in seconds that a profile from counts adds for each kernel."""
+"""The seconds that a profile from counts adds for each kernel."""
 FIXED_SHARE = 0.1
-"""The assumed share of a step's duration that does not depend on the batch size, if only one size
-was measured.
-"""
+"""The assumed share of a step that does not depend on the batch size, if one size was measured."""
 
 
 def given(
@@ -230,11 +211,10 @@ def given(
     *,
     optimizer: str = "sgd",
 ) -> Profile:
-    """Return `profile` with timings such that a step on one device with `samples` samples takes
-    `step_s` seconds.
+    """Return `profile` with timings such that a step of `samples` samples takes `step_s` seconds.
 
-    The rest of the step, besides forward and backward, is simulated; see `split`. Raises ValueError
-    unless `step_s` is positive.
+    The step runs on one device. Besides forward and backward, it is simulated; see `split`. Raises
+    ValueError unless `step_s` is positive.
     """
     alone = plan.baseline(model=profile.model, batch_size=samples, optimizer=optimizer)
 
@@ -253,15 +233,13 @@ def split(
     forward_share: float,
     fixed_share: float = FIXED_SHARE,
 ) -> Profile:
-    """Return `profile` with timings of forward and backward, from the duration of a step on one
-    device.
+    """Return `profile` with timings of forward and backward from a step on one device.
 
     The step has `samples` samples and takes `step_s` seconds. `rest_s(idle)` returns the calculated
-    duration of the rest of the step, which is its copies, loss and optimizer; `idle` is a profile
-    whose forward and backward take 0 s. The rest is subtracted from `step_s`, unless it exceeds
-    half of `step_s`. The difference is split: forward has the share `forward_share`, and of both
-    forward and backward, the share `fixed_share` does not depend on the batch size. Raises
-    ValueError unless `step_s` is positive.
+    duration of its copies, loss and optimizer; forward and backward of `idle` take 0 s. The rest is
+    subtracted from `step_s`, unless it exceeds half of `step_s`. Forward has the share
+    `forward_share` of the difference. The share `fixed_share` of forward and of backward does not
+    depend on the batch size. Raises ValueError unless `step_s` is positive.
     """
     if step_s <= 0:
         raise ValueError(
@@ -269,9 +247,8 @@ def split(
             " given"
         )
     idle = replace(profile, forward=Cost(), backward=Cost(), source="given")
-    if (
-        aside := rest_s(idle)
-    ) > step_s / 2:  # the batch cannot have been copied from pageable memory
+    aside = rest_s(idle)
+    if aside > step_s / 2:  # the batch cannot have been copied from pageable memory
         idle = replace(idle, input_bytes=0.0)
         aside = rest_s(idle)
     if aside > step_s / 2:
@@ -292,7 +269,7 @@ def _cost(seconds: float, samples: int, fixed: float) -> Cost:
 def peaks(machine: Machine, precision: str) -> tuple[float, float]:
     """Return the peak FLOP/s of a GPU in a precision, and the peak bytes/s of its memory.
 
-    Raises UnknownMachine if the machine file lacks one of these two values.
+    Raises UnknownMachine if the machine file lacks one of them.
     """
     gpu = machine.gpu
     peak = next(
@@ -311,12 +288,10 @@ def peaks(machine: Machine, precision: str) -> tuple[float, float]:
 def counted(
     profile: Profile, machine: Machine, precision: str = "fp32", constants: Constants = DEFAULT
 ) -> Profile:
-    """Return `profile` with timings of forward and backward on a machine's GPU, calculated from
-    FLOP and bytes.
+    """Return `profile` with timings of forward and backward, calculated from FLOP and bytes.
 
-    Forward and backward each take the longer of computation and memory traffic, plus `KERNEL_S` for
-    each kernel. Raises UnknownMachine if the machine file lacks the peak FLOP/s or the memory
-    bandwidth.
+    Each takes the longer of computation and memory traffic, plus `KERNEL_S` for each kernel. Raises
+    UnknownMachine if the machine file lacks the peak FLOP/s or the memory bandwidth.
     """
     peak, bytes_per_s = peaks(machine, precision)
 
@@ -324,21 +299,17 @@ def counted(
         sample = max(flop / (COMPUTE_EFFICIENCY * peak), moved / (MEMORY_EFFICIENCY * bytes_per_s))
         return Cost(launches * KERNEL_S * (1 if flop else 0), sample)
 
-    p = profile
-    found = replace(
+    priced = replace(
         profile,
         source="counted",
-        forward=cost(p.forward_flop, p.forward_bytes, p.forward_launches),
-        backward=cost(p.backward_flop, p.backward_bytes, p.backward_launches),
+        forward=cost(profile.forward_flop, profile.forward_bytes, profile.forward_launches),
+        backward=cost(profile.backward_flop, profile.backward_bytes, profile.backward_launches),
     )
-    return launched(found, machine, constants)
+    return launched(priced, machine, constants)
 
 
 def launched(profile: Profile, machine: Machine, constants: Constants = DEFAULT) -> Profile:
-    """Return `profile` with lower bounds on the durations of forward, backward and optimizer.
-
-    The lower bound of a phase is the time that the host needs to launch the phase's kernels.
-    """
+    """Return `profile` where no phase is shorter than the host's launches of its kernels."""
     host = HostCosts.of(machine.host, constants)
 
     def least(cost: Cost | None, launches: int, each_s: float) -> Cost | None:

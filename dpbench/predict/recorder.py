@@ -1,6 +1,4 @@
-"""Recorder: the operator calls of a running model, their work, and the lifetime of every storage on
-one device.
-"""
+"""Recorder: a running model's operator calls, their work, and the lifetimes of its storages."""
 
 from __future__ import annotations
 
@@ -27,11 +25,9 @@ FREE = {
     aten.lift_fresh,
     aten._unsafe_view,
 }
-"""Ops that start no kernel. Views start no kernel either, but are not listed."""
+"""Ops that start no kernel, besides views."""
 SILENT = {torch.ops.prim.device.default, aten.detach.default}
-"""Ops that are not recorded: they do no work, and there are more of them if hooks on saved tensors
-are active.
-"""
+"""Ops that are not recorded: they do no work, and hooks on saved tensors add more of them."""
 PASSES = {
     aten.native_batch_norm: 1,
     aten.cudnn_batch_norm: 1,
@@ -40,18 +36,15 @@ PASSES = {
     aten.cudnn_batch_norm_backward: 2,
     aten.batch_norm_backward: 2,
 }
-"""For each op that reads its first argument more than once: the number of these reads after the
-first read.
+"""The repeated reads of an op's first argument.
 
-For example, BatchNorm reads its input once for the statistics and again for the normalisation.
+For example, BatchNorm reads its input for the statistics and again for the normalisation.
 """
 
 
 @dataclass(frozen=True)
 class Event:
-    """The allocation or release of a storage: the storage's number, and its size in bytes, negative
-    for a release.
-    """
+    """The allocation or release of a storage; the size in bytes is negative for a release."""
 
     storage: int
     size_bytes: int
@@ -59,12 +52,10 @@ class Event:
 
 @dataclass(frozen=True)
 class Op:
-    """One operator call: its phase, its work, and the allocations and releases until the next
-    operator call.
+    """One operator call, with the allocations and releases until the next one, in order.
 
-    `bytes` is the number of bytes that the op's kernel reads and writes in memory if it is not
-    fused with other kernels; 0 for an op without a kernel. `events` are the allocations and
-    releases in chronological order.
+    `bytes` are those that the op's kernel reads and writes if it is not fused with others; 0
+    without a kernel.
     """
 
     phase: Phase
@@ -75,9 +66,7 @@ class Op:
 
 
 class OpRecorder(TorchDispatchMode):
-    """A dispatch mode that records the ops of each part of a step, and the lifetimes of storages on
-    one device.
-    """
+    """A mode that records the ops of a step by part, and the lifetimes of a device's storages."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -85,26 +74,22 @@ class OpRecorder(TorchDispatchMode):
         self._parts: dict[str, list[tuple[Any, ...]]] = {}
         self._phase: Phase | None = None
         self._ops: list[tuple[Any, ...]] = []
-        self._events: list[
-            tuple[int, int]
-        ] = []  # events of the latest op; finalizers append at any time
+        # events of the latest op; finalizers append at any time
+        self._events: list[tuple[int, int]] = []
         self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._sizes: dict[int, int] = {}
         self._forgotten: set[int] = set()
         self._count = 0
 
     def part(self, name: str, phase: Phase) -> OpPart:
-        """Return a context manager under which ops are recorded in the part `name` of the step,
-        with this phase.
-        """
+        """Return a context manager under which ops are recorded in the part `name` of the step."""
         return OpPart(self, name, phase)
 
     def enter(self, name: str, phase: Phase | None) -> None:
-        """Record all following ops in the part `name` of the step, with this phase.
-
-        Ignore them if `phase` is None.
-        """
-        self._phase, self._ops, self._events = phase, self._parts.setdefault(name, []), []
+        """Record all following ops in the part `name`, or ignore them if `phase` is None."""
+        self._phase = phase
+        self._ops = self._parts.setdefault(name, [])
+        self._events = []
 
     @property
     def at(self) -> int:
@@ -124,22 +109,21 @@ class OpRecorder(TorchDispatchMode):
             moved = _traffic(func, args, kwargs, result)
             self._events = []
             self._ops.append((self._phase, str(packet), float(flop), float(moved), self._events))
-        given = {id(tensor.untyped_storage()) for tensor in _strided((args, kwargs))}
+        inputs = {id(tensor.untyped_storage()) for tensor in _strided((args, kwargs))}
         for tensor in _strided(result):
-            if tensor.device == self._device and id(tensor.untyped_storage()) not in given:
+            if tensor.device == self._device and id(tensor.untyped_storage()) not in inputs:
                 self.storage(tensor)
         return result
 
     def storage(self, tensor: torch.Tensor) -> int:
-        """Return the number of a tensor's storage.
-
-        If the storage is new, assign a number and record the allocation.
-        """
+        """Return the number of a tensor's storage; if it is new, record the allocation."""
         storage = dense(tensor)[0].untyped_storage()
         if storage not in self._known:
             self._count += 1
-            number, size = self._count, storage.nbytes()
-            self._known[storage], self._sizes[number] = number, size
+            number = self._count
+            size = storage.nbytes()
+            self._known[storage] = number
+            self._sizes[number] = size
             if size:
                 self._events.append((number, size))
                 weakref.finalize(storage, self._freed, number, size).atexit = False
@@ -149,13 +133,11 @@ class OpRecorder(TorchDispatchMode):
         self._events.append((number, -size))
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Remove the storages of these tensors from the record, because the tensors are in host
-        memory.
-        """
+        """Remove the storages of these tensors from the record, because they are in host memory."""
         self._forgotten |= {self.storage(tensor) for tensor in tensors}
 
     def ops(self, *parts: str) -> Mapping[str, tuple[Op, ...]]:
-        """Return the ops of these parts of the step, by the name of the part.
+        """Return the ops of these parts of the step, by part.
 
         Releases of storages that were allocated outside these parts are left out.
         """
@@ -223,8 +205,7 @@ FULL_PRECISION = {
     "sum",
     "triplet_margin_loss",
 }
-"""The names of functions that autocast computes in fp32 on GPUs (torch's documentation of
-`torch.amp`).
+"""The functions that autocast computes in fp32 on GPUs (torch's documentation of `torch.amp`).
 
 Autocast on the CPU computes most of them in 16 bits.
 """
@@ -233,9 +214,9 @@ Autocast on the CPU computes most of them in 16 bits.
 class AsOnGpus(TorchFunctionMode):
     """A mode under which functions on CPU tensors call the operators that GPUs use.
 
-    For backward, these operators save other tensors than the operators of the CPU. Dropout keeps a
-    mask of one byte per element. Fused attention with dropout keeps a seed instead of a mask.
-    Autocast computes the functions of `FULL_PRECISION` in fp32.
+    These save other tensors for backward. Dropout keeps a mask of one byte per element, and fused
+    attention with dropout a seed instead of a mask. Autocast computes the functions of
+    `FULL_PRECISION` in fp32.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -258,9 +239,7 @@ def _dropout(
 
 
 def _causal(args: Sequence[Any]) -> dict[str, Any]:
-    """Return `is_causal` as a keyword argument if the arguments `args` of attention contain it by
-    position, else {}.
-    """
+    """Return `is_causal`, if attention was given it by position, as a keyword argument."""
     return {"is_causal": args[5]} if len(args) > 5 else {}
 
 
@@ -272,7 +251,9 @@ class OpPart:
     """The context manager of one part of the step; the recorder ignores ops outside all parts."""
 
     def __init__(self, recorder: OpRecorder, name: str, phase: Phase) -> None:
-        self._recorder, self._name, self._phase = recorder, name, phase
+        self._recorder = recorder
+        self._name = name
+        self._phase = phase
 
     def __enter__(self) -> None:
         self._recorder.enter(self._name, self._phase)
@@ -282,9 +263,7 @@ class OpPart:
 
 
 def _traffic(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Return the number of bytes that an op's kernel reads and writes; 0 for an op without a
-    kernel.
-    """
+    """Return the bytes that an op's kernel reads and writes; 0 without a kernel."""
     packet = func._overloadpacket
     if func.is_view or packet in FREE:
         return 0
@@ -295,13 +274,13 @@ def _traffic(func: Any, args: Any, kwargs: Any, result: Any) -> int:
         if id(t.untyped_storage()) not in read
     }
     schema = func._schema.arguments
-    given = [
+    arguments = [
         *zip(schema, args, strict=False),
         *((a, kwargs[a.name]) for a in schema if a.name in kwargs),
     ]
     changed = [
         v
-        for argument, v in given
+        for argument, v in arguments
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
     written = {id(t.untyped_storage()): _touched(t) for t in _strided(changed)}
@@ -310,25 +289,16 @@ def _traffic(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def _touched(tensor: torch.Tensor) -> int:
-    """Return the number of bytes of a tensor's elements.
-
-    The repeated elements of an expanded tensor count once.
-    """
+    """The repeated elements of an expanded tensor count once."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 def _strided(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the dense tensors in a nested structure.
-
-    In place of a sparse tensor, yield its values and its indices.
-    """
     for leaf in tree_flatten(value)[0]:
         if isinstance(leaf, torch.Tensor):
             yield from dense(leaf)
 
 
 def dense(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return the dense tensors with a tensor's data: the tensor itself, or a sparse tensor's values
-    and indices.
-    """
+    """Return the tensor itself, or the values and indices of a sparse tensor."""
     return (tensor._values(), tensor._indices()) if tensor.layout == torch.sparse_coo else (tensor,)

@@ -1,8 +1,7 @@
-"""Simulation: the timeline of one step of a case on a described machine, from the costs of its
-tasks.
+"""Simulation: the timeline of one step of a case on a described machine.
 
-A task is a part of a strategy's step. A job is a task with its cost on the described machine. A
-collective is a single job, regardless of the number of devices that take part in the collective.
+A task is a part of a strategy's step. A job is a task with its cost on the machine. A collective is
+a single job, regardless of the number of its devices.
 """
 
 from __future__ import annotations
@@ -23,17 +22,15 @@ from dpbench.strategies._tasks import PASSES
 
 GIL = "gil"
 LOCAL = "local"
-"""The name of the shared resource for copies within one device: the memory of the device."""
+"""The shared resource for copies within one device: its memory."""
 
 
 def jobs_of(
     tasks: Sequence[Task], case: Case, profile: Profile, machine: Machine, constants: Constants
 ) -> tuple[list[SimulatedJob], list[int], dict[object, float]]:
-    """Return the jobs of a step, the index of the job for each task, and the capacity of each
-    shared resource.
+    """Return a step's jobs, each task's index in them, and the capacities of the shared resources.
 
-    The capacity of a link or of device memory is in bytes per second; that of the interpreter lock
-    is 1.
+    Capacities are in bytes per second, but 1 for the interpreter lock.
     """
     overlapped = case.traits.ranks and any(
         (task.phase is Phase.REDUCE and task.overlap) or task.resource.startswith("reduce_scatter:")
@@ -42,34 +39,34 @@ def jobs_of(
     prices = _Prices(
         case, profile, machine, constants, overlapped=overlapped and len(case.rows) > 1
     )
-    found: list[SimulatedJob] = []
-    number: list[int] = []
+    jobs: list[SimulatedJob] = []
+    job_of_task: list[int] = []
     together: dict[str, int] = {}
     for task in tasks:
-        after = tuple(dict.fromkeys(number[at] for at in task.after))
-        overlap = tuple(
-            at for at in dict.fromkeys(number[at] for at in task.overlap) if at not in after
-        )
+        after = tuple(dict.fromkeys(job_of_task[other] for other in task.after))
+        overlap = dict.fromkeys(job_of_task[other] for other in task.overlap)
+        beside = tuple(other for other in overlap if other not in after)
         kind, _, _ = task.resource.partition(":")
         if task.resource in together:
-            at = together[task.resource]
-            known = found[at]
-            waits = tuple(dict.fromkeys((*known.after, *after)))
-            beside = tuple(x for x in dict.fromkeys((*known.overlap, *overlap)) if x not in waits)
-            found[at] = replace(known, after=waits, overlap=beside)
+            index = together[task.resource]
+            job = jobs[index]
+            waits = tuple(dict.fromkeys((*job.after, *after)))
+            overlap = dict.fromkeys((*job.overlap, *beside))
+            beside = tuple(other for other in overlap if other not in waits)
+            jobs[index] = replace(job, after=waits, overlap=beside)
         else:
-            at = len(found)
+            index = len(jobs)
             if kind in COLLECTIVES:
-                together[task.resource] = at
+                together[task.resource] = index
             work = prices.job(task)
-            found.append(
-                SimulatedJob(work.seconds, work.resource, work.amount, work.way, after, overlap)
+            jobs.append(
+                SimulatedJob(work.seconds, work.resource, work.amount, work.way, after, beside)
             )
-        number.append(at)
+        job_of_task.append(index)
     capacity: dict[object, float] = {GIL: 1.0, LOCAL: prices.memory_bytes_per_s}
     for way, rate in network.capacities(machine).items():
         capacity[way] = rate
-    return found, number, capacity
+    return jobs, job_of_task, capacity
 
 
 COLLECTIVES = tuple(
@@ -80,10 +77,6 @@ COLLECTIVES = tuple(
 
 
 class _Prices:
-    """The costs of the tasks of one case on one machine, from a profile, the machine and the
-    constants.
-    """
-
     def __init__(
         self,
         case: Case,
@@ -94,11 +87,15 @@ class _Prices:
         overlapped: bool,
     ) -> None:
         self._overlapped = overlapped
-        self._case, self._profile, self._machine, self._c = case, profile, machine, constants
+        self._case = case
+        self._profile = profile
+        self._machine = machine
+        self._c = constants
         self._group = DeviceGroup(machine, case.devices, constants)
         self._rows = case.rows
         self.memory_bytes_per_s = machine.gpu.memory_bytes_per_s or constants.memory_bytes_per_s
-        self._host_costs = host = HostCosts.of(machine.host, constants)
+        host = HostCosts.of(machine.host, constants)
+        self._host_costs = host
         self._each_s = {
             "launches": host.launch_s,
             "modules": host.module_s,
@@ -118,9 +115,7 @@ class _Prices:
         return self._units.get(task.unit, self._host)(task)
 
     def _host(self, task: Task) -> SimulatedJob:
-        """Return the job of a task whose amount is a number of host operations (such as launches)
-        or of seconds.
-        """
+        """The amount is a number of host operations, such as launches, or of seconds."""
         spent = task.amount * self._each_s[task.unit]
         others = len(self._rows) - 1
         if task.unit == "launches":
@@ -133,14 +128,14 @@ class _Prices:
         return SimulatedJob(spent, task.resource)
 
     def _launches(self, task: Task, spent: float) -> float:
-        """Return the duration in seconds of a task's launches.
+        """`spent` is the duration in seconds of the launches in forward.
 
-        `spent` is the number of launches multiplied by the duration of a launch in forward.
-        Launches in backward and in the optimizer have durations of their own. In forward and in
-        backward, all launches together take at most the share `host_share` of the phase's duration
-        in the profile. In backward, the threads of one process slow down each other's launches.
+        Backward and the optimizer have durations of their own. In forward and in backward, all
+        launches together take at most the share `host_share` of the phase's duration in the
+        profile. In backward, the threads of one process slow down each other's launches.
         """
-        profile, rows = self._profile, self._rows[max(0, task.device)]
+        profile = self._profile
+        rows = self._rows[max(0, task.device)]
         if task.phase is Phase.FORWARD:
             return _capped(spent, profile.forward, rows, self._c.host_share)
         if task.phase is Phase.BACKWARD:
@@ -156,9 +151,7 @@ class _Prices:
         return spent
 
     def _flop(self, task: Task) -> SimulatedJob:
-        """Return the job of a task whose amount is FLOP of forward or backward, with the duration
-        from the profile.
-        """
+        """The amount is FLOP of forward or backward; the duration comes from the profile."""
         profile = self._profile
         cost, flop = (
             (profile.forward, profile.forward_flop)
@@ -179,31 +172,23 @@ class _Prices:
         return SimulatedJob(spent, task.resource)
 
     def _bytes(self, task: Task) -> SimulatedJob:
-        """Return the job of a task whose amount is in bytes.
-
-        The bytes are moved over links, in a collective, or within device memory.
-        """
+        """The amount is bytes over links, in a collective, or within device memory."""
         kind, _, rest = task.resource.partition(":")
         if kind == "copy":
             return self._copy(task, *rest.split(":"))
         if kind in COLLECTIVES:
             name = kind.removesuffix("_coalesced")
-            one = self._group.one_s(name, task.amount)
-            return SimulatedJob(
-                one if name == kind else self._group.coalesced_s(name, task.amount), "collectives"
-            )
-        loss, output = self._profile.loss, self._profile.output_bytes
+            seconds = self._group.one_s if name == kind else self._group.coalesced_s
+            return SimulatedJob(seconds(name, task.amount), "collectives")
+        loss = self._profile.loss
+        output = self._profile.output_bytes
         if task.phase is Phase.LOSS and loss is not None and output:
             return SimulatedJob(loss.at(task.amount / output), task.resource)
         scale = self._update if task.phase is Phase.OPTIMIZER else 1.0
         return SimulatedJob(scale * task.amount / self.memory_bytes_per_s, task.resource)
 
     def _update_scale(self) -> float:
-        """Return the duration of the optimizer step in the profile, divided by the calculated
-        duration.
-
-        Return 1 if the profile has no duration of the optimizer.
-        """
+        """Return the optimizer's duration in the profile / the calculated one; 1 if it has none."""
         profile = self._profile
         if profile.optimizer is None:
             return 1.0
@@ -214,18 +199,13 @@ class _Prices:
         return profile.optimizer.at(self._rows[0]) / max(moved, launches)
 
     def _copy(self, task: Task, source: str, target: str) -> SimulatedJob:
-        """Return the job of a copy between two devices over links, or from the host's pageable
-        memory to a device.
-
-        `source` and `target` are indices of devices as text, or "host".
-        """
+        """`source` and `target` are indices of devices, or "host" for its pageable memory."""
         if task.amount <= 0 or source == target:
             return SimulatedJob(0.0)
         node = self._machine.gpu.count
         ends = [end if end == "host" else f"gpu{int(end) % node}" for end in (source, target)]
         if source == "host":
-            # the calling thread waits for a pageable copy, so each process runs one such copy at a
-            # time
+            # the calling thread waits for a pageable copy, so each process runs one at a time
             rate = self._machine.host.pageable_bytes_per_s or self._c.pageable_bytes_per_s
             return SimulatedJob(
                 self._c.copy_s + task.amount / rate,
@@ -236,20 +216,13 @@ class _Prices:
         )
 
 
-def _capped(spent: float, known: Cost | None, rows: int, share: float) -> float:
-    """Return `spent`, a duration of launches in seconds, limited to a share of the duration of
-    their phase.
-
-    `known` is the cost of the phase in the profile, and `rows` the number of samples. If `known` is
-    None, there is no limit.
-    """
-    return min(spent, share * known.at(rows)) if known else spent
+def _capped(launches_s: float, cost: Cost | None, rows: int, share: float) -> float:
+    """Limit the launches to a share of the duration of their phase, if that is known."""
+    return min(launches_s, share * cost.at(rows)) if cost else launches_s
 
 
 EXCHANGEABLE = 9
-"""The minimum number of ranks for which only one rank is simulated, because all ranks do the same
-work.
-"""
+"""From this number of ranks on, which all do the same work, only one is simulated."""
 
 
 @dataclass(frozen=True)
@@ -267,8 +240,7 @@ class Timeline:
     def spans(self, step: int = 0, start_s: float = 0.0) -> list[Span]:
         """Return a span for each task with a duration above 0.
 
-        `step` is the index of the step in its trial, and `start_s` the time in seconds at which the
-        step starts.
+        `step` is the index of the step in its trial, which starts at `start_s` seconds.
         """
         return [
             Span(step, task.phase, task.device, "predicted", start_s + begin, start_s + end)
@@ -280,7 +252,7 @@ class Timeline:
 def check(case: Case, machine: Machine) -> None:
     """Raise UnknownMachine if a machine has too few devices for a case.
 
-    A strategy that drives all devices from one process needs all of the case's devices on one node.
+    A strategy that drives all devices from one process needs them on one node.
     """
     if case.devices > machine.devices:
         raise UnknownMachine(
@@ -303,8 +275,7 @@ def step(
 ) -> Timeline:
     """Return the simulated timeline of one step of a case.
 
-    Raises UnknownMachine if the machine has fewer devices than the case needs, or no route between
-    two of them.
+    Raises UnknownMachine if the machine has too few devices, or no route between two of them.
     """
     check(case, machine)
     return timeline(tasks_of(case, profile), case, profile, machine, constants)
@@ -322,19 +293,14 @@ def timeline(
 
 @lru_cache(maxsize=64)
 def tasks_of(case: Case, profile: Profile) -> list[Task]:
-    """Return the tasks of the strategy's step.
-
-    With `EXCHANGEABLE` or more ranks, only the tasks of one rank.
-    """
+    """Return the tasks of a step: with `EXCHANGEABLE` or more ranks, of one rank only."""
     strategy = load(case.strategy)
     many = case.traits.ranks and case.devices >= EXCHANGEABLE
     return strategy.one_rank(case, profile) if many else strategy.tasks(case, profile)
 
 
 def _straggling(case: Case, constants: Constants) -> float:
-    """Return the expected duration of the slowest rank's step, divided by the mean of all ranks; 1
-    for one rank.
-    """
+    """Return the expected step of the slowest rank / the mean of all ranks."""
     if not case.traits.ranks or case.devices < 2:
         return 1.0
     return 1 + constants.variation * math.sqrt(2 * math.log(case.devices))

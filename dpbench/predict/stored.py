@@ -1,6 +1,6 @@
-"""Stored: profiles of one device, from measured trials of the strategy `single` in a results file.
+"""Stored: profiles of one device, from measured trials of the strategy `single`.
 
-The duration of each phase is a linear function of the batch size, which is fitted to the trials.
+The duration of each phase is fitted as a linear function of the batch size.
 """
 
 from __future__ import annotations
@@ -31,13 +31,11 @@ from dpbench.store import Store
 
 
 def of_trials(counted: Profile, trials: Sequence[Trial]) -> Profile:
-    """Return `counted`, a profile without timings, with timings from trials of the strategy
-    `single`.
+    """Return `counted` with timings from trials of the strategy `single`.
 
-    The trials have one or more batch sizes. The duration of a phase at one batch size is the median
-    over the trials; each trial contributes the phase's duration in a typical step. Time outside all
-    phases is time in which the GPU waits for launches; it is distributed over the phases in
-    proportion to their durations.
+    The duration of a phase at a batch size is the median over the trials' typical steps. Time
+    outside all phases is time in which the GPU waits for launches; it is distributed over the
+    phases in proportion to their durations.
     """
     steps: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for trial in trials:
@@ -57,9 +55,7 @@ def of_trials(counted: Profile, trials: Sequence[Trial]) -> Profile:
 
 
 def fit_profile(counted: Profile, phases: Mapping[int, Mapping[Phase, float]]) -> Profile:
-    """Return `counted` with timings fitted to `phases`, which maps each measured batch size to the
-    seconds by phase.
-    """
+    """Return `counted` with timings fitted to the seconds by phase for each measured batch size."""
     rows = sorted(phases)
 
     def fit(phase: Phase) -> Cost:
@@ -79,29 +75,27 @@ def fit_cost(rows: Sequence[int], seconds: Sequence[float]) -> Cost:
     """Return the cost of a phase, fitted to its duration in `seconds` at each batch size in `rows`.
 
     The fit is seconds = fixed + sample * rows with the least sum of squared relative errors;
-    neither term is negative. A single batch size cannot separate the two terms: `FIXED_SHARE` of
-    the duration is then assumed to be fixed.
+    neither term is negative. At a single batch size, `FIXED_SHARE` of the duration is assumed to be
+    fixed.
     """
     import numpy as np
     from scipy.optimize import nnls
 
-    known = [(n, s) for n, s in zip(rows, seconds, strict=True) if s > 0]
-    if not known:
+    points = [(n, s) for n, s in zip(rows, seconds, strict=True) if s > 0]
+    if not points:
         return Cost()
-    if len(known) == 1:
-        ((n, s),) = known
+    if len(points) == 1:
+        ((n, s),) = points
         return Cost(s * FIXED_SHARE, s * (1 - FIXED_SHARE) / n)
-    design = np.array([[1 / s, n / s] for n, s in known])
+    design = np.array([[1 / s, n / s] for n, s in points])
     scale = np.abs(design).max(axis=0)
-    (fixed, sample), _ = nnls(design / scale, np.ones(len(known)))
+    (fixed, sample), _ = nnls(design / scale, np.ones(len(points)))
     return Cost(float(fixed / scale[0]), float(sample / scale[1]))
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A measured profile, the name of the GPU on which it was measured, and the measured batch
-    sizes.
-    """
+    """A profile, with the GPU and the batch sizes at which it was measured."""
 
     profile: Profile
     device: str
@@ -113,23 +107,21 @@ class Stored:
 
     @property
     def words(self) -> str:
-        """Return the origin of the profile as text, with a warning if the described machine has
-        another device.
-        """
+        """Return the profile's origin, with a warning if the described machine has another GPU."""
         sizes = (
             f"batch size{'s' if len(self.batches) > 1 else ''} {', '.join(map(str, self.batches))}"
         )
-        said = f"{self.profile.model}: {self.basis} on {self.device} ({sizes})"
-        other = not alike(self.wanted, self.device)
+        origin = f"{self.profile.model}: {self.basis} on {self.device} ({sizes})"
+        another_gpu = not alike(self.wanted, self.device)
         return (
-            f"{said}; the described machine has {self.wanted}, so the prediction may be far off"
-            if other
-            else said
+            f"{origin}; the described machine has {self.wanted}, so the prediction may be far off"
+            if another_gpu
+            else origin
         )
 
 
 def alike(wanted: str, device: str) -> bool:
-    """Return whether the name of a device contains the first word of `wanted` that has a digit.
+    """Return whether `device` contains the first word of `wanted` that has a digit.
 
     Such a word identifies a GPU, for example 3090, A100 or T4.
     """
@@ -138,40 +130,40 @@ def alike(wanted: str, device: str) -> bool:
 
 
 def read(path: Path, cases: Sequence[Case], machine: Machine) -> dict[counts.Key, Stored]:
-    """Return the measured profile for the settings of each case, by the key of the profile.
+    """Return the measured profile for each case, by key.
 
-    The settings are model, size, precision, optimizer and kind of device. The profile comes from
-    the newest run in the results file that measured these settings on one device. Raises
-    UnknownMachine if no run measured them; the message then gives the command that measures them.
+    It comes from the newest run in the results file that measured the case's model, size,
+    precision, optimizer and kind of device on one device. Raises UnknownMachine if there is none,
+    with the command that measures it.
     """
     wanted = {counts.key(case): case for case in reversed(cases)}
     found: dict[counts.Key, Stored] = {}
-    known: set[str] = set()
+    settings: set[str] = set()
     with Store.read(path) as store:
         for run in store.newest():
             trials = [trial for trial in store.trials(run.id) if _usable(trial)]
-            known |= {_setting(trial.case) for trial in trials}
+            settings |= {_setting(trial.case) for trial in trials}
             for key, case in wanted.items():
                 if key not in found and (
-                    mine := [trial for trial in trials if _setting(trial.case) == _setting(case)]
+                    fitting := [trial for trial in trials if _setting(trial.case) == _setting(case)]
                 ):
-                    found[key] = _stored(case, mine, gpu_of(run.provenance), machine)
+                    found[key] = _stored(case, fitting, gpu_of(run.provenance), machine)
             if len(found) == len(wanted):
                 return found
     missing = next(case for key, case in wanted.items() if key not in found)
     raise UnknownMachine(
         f"{path} has no measured step of {_setting(missing)} on one device, which a prediction for"
         f" {machine.name} needs (the file has:"
-        f" {', '.join(sorted(known)) or 'no steps of the strategy single'});"
+        f" {', '.join(sorted(settings)) or 'no steps of the strategy single'});"
         f" {way_out(missing, path)}"
     )
 
 
 def way_out(case: Case, path: Path | str = "FILE") -> str:
-    """Return instructions for measuring the one-device step that the prediction of a case needs.
+    """Tell how to measure the one-device step that the prediction of a case needs.
 
     `path` is the results file to write. A model that is known by name only cannot be measured; the
-    instructions then give alternatives.
+    text then gives alternatives.
     """
     if counts.named(case.model):
         return (
@@ -191,16 +183,14 @@ def way_out(case: Case, path: Path | str = "FILE") -> str:
 
 
 def _usable(trial: Trial) -> bool:
-    """Return whether a trial is a successful and trusted measurement of `single` in a plain
-    training loop.
-    """
+    """Whether a trial is a trusted measurement of `single` in a plain training loop."""
     case = trial.case
     measured = trial.source is Source.MEASURED and trial.status is Status.OK and trial.trusted
     return measured and case.traits.role is Role.BASELINE and not case.options and not case.habits
 
 
 def _setting(case: Case) -> str:
-    """Return the model and the settings of a case on which its profile depends, as text."""
+    """Return the model and settings on which a case's profile depends."""
     return f"{case.model} ({case.size}, {case.precision}, {case.optimizer}, {case.device_kind})"
 
 
@@ -210,7 +200,7 @@ def _stored(case: Case, trials: Sequence[Trial], device: str, machine: Machine) 
 
 
 def gpu_of(facts: Mapping[str, Any]) -> str:
-    """Return the name of the GPU on which a run was measured, from the run's provenance `facts`."""
+    """Return the name of the GPU from a run's provenance `facts`."""
     return str(
         next((gpu.get("name") for gpu in (facts.get("gpus") or {}).get("gpus") or ()), "a GPU")
     )

@@ -1,13 +1,8 @@
-"""Strategy memory: the allocations of each strategy on several devices, assembled from traces of
-one device.
+"""Strategy memory: each strategy's allocations on several devices, from traces of one device.
 
-A tape is the list of all allocations and releases, in order. Each allocation has a number, which
-identifies the allocation in its later release.
-
-This module follows the allocations and releases of the strategies and the engine line by line: a
-tensor stays allocated for as long as a variable or an autograd graph keeps it alive in that code.
-The allocations of forward and backward come from traces with the rows of each device. The
-allocations of the loss of a gathered output come from a trace with the whole batch.
+A tensor stays allocated for as long as a variable or an autograd graph keeps it alive in the code
+of the strategies and the engine. Forward and backward come from traces with the rows of each
+device. The loss of a gathered output comes from a trace with the whole batch.
 """
 
 from __future__ import annotations
@@ -43,17 +38,12 @@ from dpbench.records.work import (
 
 @dataclass(frozen=True)
 class Shards:
-    """The traces from which a step on several devices is assembled.
-
-    `whole` is the trace of the whole batch, and `parts` are the traces of the rows of each replica.
-    """
+    """The traces of the whole batch and of each replica's rows."""
 
     whole: Trace
     parts: tuple[Trace, ...]
     optimizer: Callable[[tuple[int, ...]], tuple[Sequence[Op], Sequence[Op]]]
-    """A function that takes the sizes of tensors in bytes, and returns the ops of the first and of
-    a later step.
-    """
+    """Returns the ops of the first and of a later step for tensors of these sizes in bytes."""
 
 
 def single(tape: Tape, trace: Trace, steps: int, device: int = 0, *, keeps: bool = False) -> None:
@@ -74,14 +64,9 @@ def single(tape: Tape, trace: Trace, steps: int, device: int = 0, *, keeps: bool
 
 
 def _play_passes(tape: Tape, device: int, trace: Trace, kept: list[int]) -> tuple[Names, list[int]]:
-    """Add forward, loss and backward on one device to the tape.
+    """Return the allocated storages, and the allocations of the gradients.
 
-    Return (names, gradients), which remain allocated.
-
-    `names` maps storages of the trace to the numbers of their allocations, and `gradients` are the
-    numbers of the gradients' allocations. `kept` are those of an earlier backward, or empty. If
-    there are any, backward adds each new gradient to the earlier one and releases the new one, and
-    `gradients` is `kept`.
+    To gradients `kept` from an earlier backward, each new gradient is added and then released.
     """
     names: Names = {}
     play_forward(tape, device, trace, names)
@@ -98,11 +83,10 @@ def _play_passes(tape: Tape, device: int, trace: Trace, kept: list[int]) -> tupl
 
 
 def ddp(tape: Tape, trace: Trace, steps: int, device: int, *, keeps: bool = False) -> None:
-    """Add the setup and `steps` training steps of one rank of DistributedDataParallel, on its
-    device, to the tape.
+    """Add the setup and `steps` training steps of one rank of DistributedDataParallel to the tape.
 
-    `trace` is the trace of the rank's rows. With `keeps`, the loop fills gradients with zeros
-    instead of dropping them.
+    `trace` has the rank's rows. With `keeps`, the loop fills gradients with zeros instead of
+    dropping them.
     """
     settle(tape, device, trace)
     trainable = [
@@ -115,7 +99,7 @@ def ddp(tape: Tape, trace: Trace, steps: int, device: int, *, keeps: bool = Fals
     ):
         tape.give(tape.take(device, sum(chunk), "replicas"))
     buckets = [sum(bucket) for bucket in bucket_sizes(trainable[::-1])]
-    held = tape.take_all(device, buckets, "buckets")
+    allocated_buckets = tape.take_all(device, buckets, "buckets")
     state: Names = {}
     gradients: list[int] = []
     for step in range(steps):
@@ -124,8 +108,8 @@ def ddp(tape: Tape, trace: Trace, steps: int, device: int, *, keeps: bool = Fals
         batch = take_batch(tape, device, trace)
         tape.stage = "forward"
         if step == 1:  # DDP rebuilds its buckets in the order in which gradients became ready
-            tape.give(held)
-            held = tape.take_all(device, buckets, "buckets")
+            tape.give(allocated_buckets)
+            allocated_buckets = tape.take_all(device, buckets, "buckets")
         for chunk in chunks(trace.buffers.sizes_bytes, DDP_SYNC_BYTES):
             tape.give(tape.take(device, sum(chunk), "replicas"))
         names, gradients = _play_passes(tape, device, trace, gradients)
@@ -138,9 +122,8 @@ class EngineMemory:
 
     `collective` is True if the devices are distinct GPUs. Collectives then copy weights and buffers
     and sum gradients, several tensors in one message, except for flat weights and for the gradients
-    of persistent replicas. Each method adds the allocations and releases of one part of a step to
-    the tape. The parameter `names` of a method has one mapping for each device, from the storages
-    of the device's trace to the numbers of their allocations.
+    of persistent replicas. Each method adds one part of a step to the tape. `names` maps, for each
+    device, the storages of its trace to their allocations.
     """
 
     def __init__(
@@ -152,12 +135,10 @@ class EngineMemory:
         collective: bool,
         keeps: bool = False,
     ) -> None:
-        self._tape, self._shards, self._schedule, self._collective = (
-            tape,
-            shards,
-            schedule,
-            collective,
-        )
+        self._tape = tape
+        self._shards = shards
+        self._schedule = schedule
+        self._collective = collective
         self._keeps = keeps
         self._devices = range(len(shards.parts))
         self._sizes = shards.whole.parameters.sizes_bytes
@@ -174,13 +155,9 @@ class EngineMemory:
             self._step(step)
 
     def _setup(self) -> None:
-        """Add the allocations before the first step to the tape.
-
-        These are the parameters and buffers on device 0. If replicas are persistent, these are also
-        the parameters on the other devices, and each parameter's tensor for the summed gradient on
-        every device that updates it.
-        """
-        tape, whole = self._tape, self._shards.whole
+        """Persistent replicas have parameters and summed gradients from the start."""
+        tape = self._tape
+        whole = self._shards.whole
         settle(tape, 0, whole)
         if not self._kept:
             return
@@ -190,16 +167,13 @@ class EngineMemory:
             tape.take_all(i, [self._sizes[n] for n in self._owned(i)], "reduced")
 
     def _owners(self) -> range:
-        """Return the indices of the devices that run an optimizer step: device 0 for `update=root`,
-        otherwise all.
-        """
         return self._devices[:1] if self._schedule.update == "root" else self._devices
 
     def _owned(self, i: int) -> list[int]:
         """Return the indices of the parameters that device i updates.
 
-        For a sharded update, the parameters are assigned in descending order of size, each to the
-        device that has the fewest bytes so far.
+        A sharded update assigns them in descending order of size, each to the device with the
+        fewest bytes.
         """
         if self._schedule.update != "sharded":
             return self._trainable
@@ -207,8 +181,9 @@ class EngineMemory:
         return sorted(n for n, owner in zip(self._trainable, assigned, strict=True) if owner == i)
 
     def _step(self, step: int) -> None:
-        """Add the training step with the index `step` to the tape."""
-        tape, parts, schedule = self._tape, self._shards.parts, self._schedule
+        tape = self._tape
+        parts = self._shards.parts
+        schedule = self._schedule
         tape.stage = "optimizer"
         tape.give(self._gradients)
         tape.stage = "scatter"
@@ -245,7 +220,7 @@ class EngineMemory:
             if schedule.replicas == "rebuilt":
                 tape.give(self._copies)
         losses = [whole.pop(number) for number in self._shards.whole.losses if number in whole]
-        found = [
+        replica_gradients = [
             h for trace, held in zip(parts, names, strict=True) for h in gradients_of(trace, held)
         ]
         tape.give(
@@ -254,30 +229,27 @@ class EngineMemory:
         if self._kept:
             self._reduce([n for n in self._trainable if n not in self._reduced], names)
         self._optimize(step)
-        tape.give([*found, *losses])
+        tape.give([*replica_gradients, *losses])
 
     def _replicate(self) -> None:
-        """Add the copies of the module's buffers on the other devices to the tape.
-
-        Unless replicas are persistent, also add the copies of the module's weights.
-        """
-        tape, whole = self._tape, self._shards.whole
+        tape = self._tape
+        whole = self._shards.whole
         tape.stage = "replicate"
-        former, self._copies = self._copies, []
+        former = self._copies
+        self._copies = []
         if not self._kept:
             self._broadcast(self._sizes, flat=self._schedule.storage == "flat")
         self._broadcast(whole.buffers.sizes_bytes)
         tape.give(former)
 
     def _broadcast(self, sizes: Sequence[int], *, flat: bool = False) -> None:
-        """Add to the tape the copies of device 0's tensors on all other devices.
+        """Copy device 0's tensors of these sizes in bytes to all other devices.
 
-        `sizes` are the bytes of the tensors.
-
-        With `flat`, the copies are in one flat buffer per device. Otherwise, a collective copies
-        several tensors in one message; without collectives, the tensors are copied one by one.
+        With `flat`, into one flat buffer per device. Otherwise, a collective copies several tensors
+        in one message; without collectives, they are copied one by one.
         """
-        tape, others = self._tape, self._devices[1:]
+        tape = self._tape
+        others = self._devices[1:]
         if flat:
             for i in others:
                 self._copies += tape.take(i, flat_bytes(sizes), "replicas")
@@ -292,12 +264,10 @@ class EngineMemory:
                 tape.give(joined)
 
     def _gather(self) -> list[int]:
-        """Add the gather to the tape: the outputs are copied to device 0 and concatenated there.
-
-        Return the numbers of the concatenated outputs' allocations; an empty list for a single
-        device.
-        """
-        tape, whole, parts = self._tape, self._shards.whole, self._shards.parts
+        """Return the allocations of the concatenated outputs; none for a single device."""
+        tape = self._tape
+        whole = self._shards.whole
+        parts = self._shards.parts
         tape.stage = "gather"
         if len(parts) == 1:
             return []
@@ -313,33 +283,29 @@ class EngineMemory:
         return gathered
 
     def _hand_out(self, whole: Names, names: Sequence[Names]) -> None:
-        """Add the backward of the gathered output's loss to the tape, and then the scatter of the
-        output's gradient.
-
-        `whole` maps the allocated storages of the whole batch's trace to the numbers of their
-        allocations.
-        """
-        tape, parts = self._tape, self._shards.parts
+        """Add the backward of the gathered output's loss, and the scatter of its gradient."""
+        tape = self._tape
+        parts = self._shards.parts
         tape.stage = "backward"
         tape.play(0, self._shards.whole.loss_backward, whole, "loss")
         for j, number in enumerate(self._shards.whole.output_gradients):
             if number is None:
                 continue
             for i, trace in enumerate(parts):
-                mine = trace.output_gradients[j]
+                replica_number = trace.output_gradients[j]
                 if len(parts) == 1:
-                    names[i][mine or 0] = whole.pop(number)
+                    names[i][replica_number or 0] = whole.pop(number)
                 elif taken := tape.take(i, trace.output.sizes_bytes[j], "outputs"):
-                    names[i][mine or 0] = taken[0]
+                    names[i][replica_number or 0] = taken[0]
             tape.give([whole.pop(number, -1)])
 
     def _local_loss(self, names: Sequence[Names], *, first: bool) -> None:
-        """Add the loss of each replica's rows and the backward of these losses to the tape.
+        """Add the replicas' losses and their backward.
 
-        In the first step (`first`), also add the loss of the whole batch, because the engine
-        compares this loss with the sum of the replicas' losses.
+        In the first step, the engine also compares their sum with the loss of the whole batch.
         """
-        tape, parts = self._tape, self._shards.parts
+        tape = self._tape
+        parts = self._shards.parts
         for i, trace in enumerate(parts):
             tape.stage = "loss"
             tape.play(i, trace.loss, names[i], "loss")
@@ -355,32 +321,26 @@ class EngineMemory:
             tape.play(i, trace.loss_backward, names[i], "loss")
 
     def _backward(self, names: Sequence[Names]) -> None:
-        """Add the backward of all replicas to the tape.
-
-        If the reduction overlaps backward, also add the reduction of each bucket once its gradients
-        are complete.
-        """
-        tape, parts = self._tape, self._shards.parts
+        """Add the backward of all replicas, and the reductions that overlap it."""
+        tape = self._tape
+        parts = self._shards.parts
         self._reduced: set[int] = set()
-        at = [0] * len(parts)
+        done = [0] * len(parts)
         for bucket in self._buckets() if self._schedule.reduce == "overlap" else []:
             for i, trace in enumerate(parts):
                 end = max(
-                    a for n, a in zip(trace.ready, trace.ready_at, strict=True) if n in bucket
+                    ops for n, ops in zip(trace.ready, trace.ready_at, strict=True) if n in bucket
                 )
                 tape.stage = "backward"
-                play_backward(tape, i, trace, names[i], at[i], max(at[i], end))
-                at[i] = max(at[i], end)
+                play_backward(tape, i, trace, names[i], done[i], max(done[i], end))
+                done[i] = max(done[i], end)
             self._reduce(bucket, names)
         for i, trace in enumerate(parts):
             tape.stage = "backward"
-            play_backward(tape, i, trace, names[i], at[i])
+            play_backward(tape, i, trace, names[i], done[i])
 
     def _buckets(self) -> list[list[int]]:
-        """Return the indices of the parameters in each bucket that can be reduced during backward.
-
-        The buckets are in the order in which their gradients are complete.
-        """
+        """Return each bucket's parameters, in the order in which backward completes the buckets."""
         wanted = self._trainable[::-1] if self._kept else self._trainable
         runs = [[wanted[k] for k in run] for run in buckets([self._sizes[n] for n in wanted])]
         ready = {n: k for k, n in enumerate(self._shards.whole.ready)}
@@ -388,10 +348,6 @@ class EngineMemory:
         return sorted(full, key=lambda run: max(ready[n] for n in run))
 
     def _reduce(self, numbers: Sequence[int], names: Sequence[Names]) -> None:
-        """Add the reduction of gradients over the replicas to the tape.
-
-        `numbers` are the indices of the parameters.
-        """
         self._tape.stage = "reduce"
         self._reduced.update(numbers)
         if self._kept:
@@ -400,26 +356,22 @@ class EngineMemory:
             self._sum(numbers, names)
 
     def _sum(self, numbers: Sequence[int], names: Sequence[Names]) -> None:
-        """Add the sums of gradients on device 0, which are new tensors, to the tape.
-
-        Release the replicas' gradients.
-
-        A collective sums several gradients in one message; without collectives, gradients are
-        summed one by one. `numbers` are the indices of the parameters. On a single device, the
-        gradients are not summed.
-        """
-        tape, parts, count = self._tape, self._shards.parts, len(self._devices)
-        found = [
+        """Sum gradients into new tensors on device 0, and release those of the replicas."""
+        tape = self._tape
+        parts = self._shards.parts
+        count = len(self._devices)
+        replica_gradients = [
             h
             for trace, held in zip(parts, names, strict=True)
             for h in gradients_of(trace, held, numbers)
         ]
         if count == 1:
-            self._gradients += found
+            self._gradients += replica_gradients
             return
         sizes = [self._sizes[n] for n in numbers]
         unused = [self._sizes[n] for n in numbers if self._shards.whole.gradients[n] is None]
-        found += [h for i in self._devices for h in tape.take_all(i, unused, "gradients")]
+        for i in self._devices:
+            replica_gradients += tape.take_all(i, unused, "gradients")
         if self._collective:
             for chunk in chunks(sizes, COALESCED_BYTES):
                 joined = self._devices if len(chunk) > 1 else ()
@@ -430,23 +382,18 @@ class EngineMemory:
             for size in sizes:
                 here = tape.take(0, size, "reduced")
                 self._gradients += tape.take(0, size, "reduced")
-                for _ in range(
-                    count - 2
-                ):  # the next gradient arrives before the previous one is freed
+                for _ in range(count - 2):
+                    # the next gradient arrives before the previous one is freed
                     there = tape.take(0, size, "reduced")
                     tape.give(here)
                     here = there
                 tape.give(here)
-        tape.give(found)
+        tape.give(replica_gradients)
 
     def _collect(self, numbers: Sequence[int]) -> None:
-        """Add the reduction of gradients into persistent tensors to the tape.
-
-        For each parameter that it updates, a device allocates copies of the gradients of the other
-        devices, adds the copies to its persistent tensor, and releases them. `numbers` are the
-        indices of the parameters.
-        """
-        tape, wanted = self._tape, set(numbers)
+        """Add other devices' gradients to the persistent sums, one parameter at a time."""
+        tape = self._tape
+        wanted = set(numbers)
         for i in self._owners():
             for n in self._owned(i):
                 if n in wanted:
@@ -459,15 +406,11 @@ class EngineMemory:
                     )
 
     def _optimize(self, step: int) -> None:
-        """Add the optimizer step with the index `step` to the tape, on each device that updates
-        parameters.
-        """
         for i in self._owners():
             first, later = self._shards.optimizer(self._units(i))
             play_optimizer(self._tape, i, later if step else first, self._state[i])
 
     def _units(self, i: int) -> tuple[int, ...]:
-        """Return the sizes in bytes of the tensors that the optimizer on device i updates."""
         if self._schedule.optimizer != "flat":
             return tuple(self._sizes[n] for n in self._owned(i))
         size = flat_bytes([self._sizes[n] for n in self._trainable])

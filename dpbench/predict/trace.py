@@ -1,13 +1,12 @@
-"""Trace: one training step on one device as lists of ops, with their work, allocations and
-releases.
+"""Trace: one training step on one device as lists of ops, with work, allocations and releases.
 
 The step runs on fake tensors, which have shapes but no values. A model is therefore traced at any
-batch size within about a second, without the device that the model is meant for. A model whose
-shapes depend on values (packed sequences) is traced on real tensors instead.
+batch size within about a second, without its device. A model whose shapes depend on values (packed
+sequences) is traced on real tensors instead.
 
-The step is split into parts, from which steps on several devices can be assembled: forward, loss,
-the backward of the loss, the backward of the module, the optimizer's first step (which creates its
-state), and a later optimizer step.
+Steps on several devices can be assembled from the parts: forward, loss, the backward of the loss,
+the backward of the module, the optimizer's first step (which creates its state), and a later
+optimizer step.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Context = Callable[[], AbstractContextManager[Any]]
 
 FEW = 3
-"""The number of samples in the batch from which the shapes of inputs and target are taken.
+"""The number of samples in the batch from which shapes are taken.
 
 A tensor with this number of rows is assumed to have one row per sample.
 """
@@ -55,14 +54,12 @@ class Tensors:
 class Trace:
     """One step of one model on `rows` samples on one device.
 
-    `forward` to `optimizer` are the ops of the parts of the step; `optimizer_first` are those of
-    the optimizer's first step, which creates its state. `parameters` has the sizes of the
-    parameters, and `trainable` tells which of them require gradients, both in the order of
-    `module.parameters()`. `ready` lists the indices of the parameters in the order in which
-    backward completes their gradients. In the same order, `ready_at` lists the number of backward
-    ops after which each gradient is complete. `outputs`, `output_gradients`, `gradients` and
-    `losses` are the numbers of these tensors' storages; a missing gradient is None. `fake` is False
-    if the model was traced on real tensors.
+    `forward` to `optimizer` are the ops of the parts of the step; the optimizer's first step
+    creates its state. `parameters` and `trainable` are in the order of `module.parameters()`.
+    `ready` lists the indices of the parameters in the order in which backward completes their
+    gradients, and `ready_at` the number of backward ops after which each is complete. `outputs`,
+    `output_gradients`, `gradients` and `losses` are the numbers of these tensors' storages; a
+    missing gradient is None. `fake` is False if the model was traced on real tensors.
     """
 
     model: str
@@ -87,29 +84,21 @@ class Trace:
     gradients: tuple[int | None, ...]
     losses: tuple[int, ...]
     released_at: tuple[int, ...]
-    """For each parameter, buffer, input and output: the number of backward ops after which
-    autograd's graph releases the tensor.
-    """
+    """After how many backward ops the graph releases each parameter, buffer, input and output."""
     optimizer_name: str
     fake: bool
 
     @property
     def ops(self) -> tuple[Op, ...]:
-        """Return the ops of one complete step after the first step, in the order of execution."""
+        """Return the ops of one complete later step, in the order of execution."""
         return (*self.forward, *self.loss, *self.loss_backward, *self.backward, *self.optimizer)
 
     def flop(self, *phases: Phase) -> float:
-        """Return the total FLOP of the ops in the given phases.
-
-        If no phases are given, of all ops.
-        """
+        """Return the total FLOP in the given phases, by default in all."""
         return sum(op.flop for op in self.ops if not phases or op.phase in phases)
 
     def launches(self, *phases: Phase) -> int:
-        """Return the number of ops that start a kernel in the given phases.
-
-        If no phases are given, in all phases.
-        """
+        """Return the number of ops that start a kernel in the given phases, by default in all."""
         return sum(op.bytes > 0 for op in self.ops if not phases or op.phase in phases)
 
 
@@ -125,14 +114,12 @@ def trace(
 ) -> Trace:
     """Return the trace of one training step of the model `build()` on `rows` samples.
 
-    `device` is the device of the fake tensors, which determines the operators that torch selects:
-    "cpu" works everywhere, "lazy:0" selects the same operators as emulated devices (unfused
-    attention), and "cuda:0" needs a CUDA build of torch and a GPU. Forward and loss run in the
-    context `precision()`. Forward, loss and the backward of the module run in the context `mode()`.
-
-    A model that fails on fake tensors, because it reads values or hides tensors from torch, is
-    traced on real tensors on the CPU; with `fake_only`, the error propagates instead. An error on
-    real tensors always propagates.
+    The `device` of the fake tensors determines the operators that torch selects: "cpu" works
+    everywhere, "lazy:0" selects those of emulated devices (unfused attention), and "cuda:0" needs a
+    CUDA build of torch and a GPU. Forward and loss run in the context `precision()`; forward, loss
+    and the backward of the module in `mode()`. A model that fails on fake tensors, because it reads
+    values or hides tensors from torch, is traced on real tensors on the CPU, unless `fake_only`. An
+    error on real tensors always propagates.
     """
     try:
         model = shapes_of(build)
@@ -160,16 +147,16 @@ def trace(
 def trace_optimizer(
     optimizer_fn: OptimizerFactory, sizes_bytes: Sequence[int], *, device: str = "cpu"
 ) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
-    """Return the ops of the first and of a later optimizer step for parameters that are fp32
-    vectors of these sizes.
+    """Return the ops of the first and of a later step for fp32 vectors of these sizes in bytes.
 
-    `device` is the device of the fake tensors, as in `trace`.
+    `device` is that of the fake tensors, as in `trace`.
     """
     with FakeTensorMode():
         parameters = [nn.Parameter(torch.empty(size // 4, device=device)) for size in sizes_bytes]
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
-        optimizer, recorder = optimizer_fn(parameters), OpRecorder(torch.device(device))
+        optimizer = optimizer_fn(parameters)
+        recorder = OpRecorder(torch.device(device))
         with recorder:
             for name in ("first", "later"):
                 with recorder.part(name, Phase.OPTIMIZER):
@@ -180,9 +167,7 @@ def trace_optimizer(
 
 
 def shapes_of(build: Build) -> Model:
-    """Return the model, built on the meta device, or on the CPU if its construction needs the
-    values of tensors.
-    """
+    """Return the model on the meta device, or on the CPU if its construction needs values."""
     try:
         with torch.device("meta"):
             return build()
@@ -191,10 +176,6 @@ def shapes_of(build: Build) -> Model:
 
 
 class _TracedStep:
-    """A model, a batch, an optimizer, and the recorder under which two training steps are
-    traced.
-    """
-
     def __init__(
         self,
         model: Model,
@@ -207,8 +188,12 @@ class _TracedStep:
         *,
         fake: bool,
     ) -> None:
-        self._precision, self._mode = precision, mode
-        self._model, self._module, self._rows, self._fake = model, model.module, rows, fake
+        self._precision = precision
+        self._mode = mode
+        self._model = model
+        self._module = model.module
+        self._rows = rows
+        self._fake = fake
         self._inputs, self._target = batch
         self._optimizer = optimizer_fn(self._module.parameters())
         self._parameters = list(self._module.parameters())
@@ -216,11 +201,7 @@ class _TracedStep:
         self._recorder = OpRecorder(device)
 
     def trace(self) -> Trace:
-        """Run two training steps and return their combined trace.
-
-        The first step provides the ops of the optimizer's first step and the releases of saved
-        tensors. The second step provides all other fields of the trace.
-        """
+        """The first step provides the optimizer's first step and the releases of saved tensors."""
         number = {id(parameter): n for n, parameter in enumerate(self._parameters)}
         hooks = [
             p.register_post_accumulate_grad_hook(
@@ -258,12 +239,9 @@ class _TracedStep:
         )
 
     def _step(self, name: str) -> dict[str, Any]:
-        """Run one step under the recorder.
+        """Return the fields of `Trace` that describe the step's storages, by name.
 
-        Return the fields of `Trace` that describe the step's storages, by name.
-
-        `name` is "first" for the first step, in which the releases of saved tensors are recorded,
-        and "" for a later step.
+        In the step "first", the releases of saved tensors are recorded; a later step is "".
         """
         record = self._recorder
         self._optimizer.zero_grad(set_to_none=True)
@@ -288,19 +266,20 @@ class _TracedStep:
         with record.part(f"{name}loss_backward", Phase.BACKWARD):
             seed = torch.ones_like(loss)
             loss.backward(seed)
-        given = [x.grad for x in ends]
-        names = tuple(None if g is None else record.storage(g) for g in given)
+        gradients = [x.grad for x in ends]
+        names = tuple(None if g is None else record.storage(g) for g in gradients)
         for x in ends:
             x.grad = None
         begin = record.part(f"{name}backward", Phase.BACKWARD)
-        edge = _Edge.apply(given, begin, *tensors)  # type: ignore[no-untyped-call]
+        edge = _Edge.apply(gradients, begin, *tensors)  # type: ignore[no-untyped-call]
         with self._mode():  # a checkpointed module runs parts of its forward again
             _run_backward(edge)
         del seed  # not earlier: torch keeps the seed until the whole backward has ended
         begin.__exit__(None, None, None)
-        held = [*self._parameters, *self._module.buffers(), *tree_flatten(self._inputs)[0], *leaves]
+        inputs = tree_flatten(self._inputs)[0]
+        tracked = [*self._parameters, *self._module.buffers(), *inputs, *leaves]
         roles = {
-            "released_at": tuple(saved.at(x) for x in held if isinstance(x, torch.Tensor)),
+            "released_at": tuple(saved.at(x) for x in tracked if isinstance(x, torch.Tensor)),
             "output": _sizes(leaves),
             "outputs": tuple(record.storage(x) for x in leaves if isinstance(x, torch.Tensor)),
             "output_gradients": names,
@@ -319,9 +298,7 @@ PARTS = ("forward", "loss", "loss_backward", "backward", "optimizer_first", "opt
 
 
 def _run_backward(end: torch.Tensor) -> None:
-    """Run backward from the scalar `end` with TorchFunctionModes active, which `end.backward()`
-    would deactivate.
-    """
+    """Keep TorchFunctionModes active, which `end.backward()` would deactivate."""
     engine = torch.autograd.Variable._execution_engine
     engine.run_backward(
         (end,),
@@ -337,15 +314,15 @@ def _run_backward(end: torch.Tensor) -> None:
 class _Edge(Function):
     """The boundary between the module and the loss.
 
-    In backward, this function passes the gradients of the loss to the module and keeps no
-    references to them.
+    Backward passes the gradients of the loss to the module and keeps no references to them.
     """
 
     @staticmethod
     def forward(
         ctx: Any, given: list[Any], begin: AbstractContextManager[None], *outputs: torch.Tensor
     ) -> Any:
-        ctx.given, ctx.begin = given, begin
+        ctx.given = given
+        ctx.begin = begin
         return outputs[0].new_empty(())
 
     @staticmethod
@@ -357,43 +334,30 @@ class _Edge(Function):
 
 
 class _Saved:
-    """Hooks for the tensors that forward saves for backward.
-
-    The hooks record when each tensor is released.
-    """
+    """Hooks that record when the tensors that forward saves for backward are released."""
 
     def __init__(self, recorder: OpRecorder) -> None:
         self._recorder = recorder
         self._at: dict[int, int] = {}
 
     def pack(self, tensor: torch.Tensor) -> _Held:
-        """Return a new object that contains the tensor.
-
-        The object's finalizer records the release of the tensor.
-        """
         held = _Held(tensor)
         weakref.finalize(held, self._released, self._recorder.storage(tensor)).atexit = False
         return held
 
     def unpack(self, held: _Held) -> torch.Tensor:
-        """Return the tensor that `pack` saved in `held`."""
         return held.tensor
 
     def _released(self, storage: int) -> None:
         self._at[storage] = self._recorder.at
 
     def at(self, tensor: torch.Tensor) -> int:
-        """Return the number of backward ops that had run when autograd released its last reference
-        to a tensor.
-
-        Only the references that forward saved for backward are considered. Return 0 if forward did
-        not save the tensor.
-        """
+        """Return after how many backward ops the last reference is released; 0 if never saved."""
         return self._at.get(self._recorder.storage(tensor), 0)
 
 
 class _Held:
-    """An object that contains one tensor that autograd saved for backward."""
+    """A separate object for each saved tensor, whose finalizer records the release."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -404,11 +368,7 @@ def _sizes(values: Iterable[Any]) -> Tensors:
 
 
 def _rows_of(value: Any, rows: int, device: torch.device) -> Any:
-    """Return the nested structure `value` with fake tensors on a device, which have `rows` rows
-    instead of `FEW`.
-
-    The caller must have activated a FakeTensorMode.
-    """
+    """Make fake tensors with `rows` rows instead of `FEW`, under the active FakeTensorMode."""
     leaves, form = tree_flatten(value)
     made = [
         (
@@ -426,10 +386,7 @@ def _rows_of(value: Any, rows: int, device: torch.device) -> Any:
 
 
 def _place(module: nn.Module, device: torch.device) -> None:
-    """Replace all parameters and buffers of a module with fake tensors on a device.
-
-    Tied parameters stay tied.
-    """
+    """Replace all parameters and buffers by fake tensors; tied parameters stay tied."""
     made: dict[int, Any] = {}
     for part in module.modules():
         for held in (part._parameters, part._buffers):
@@ -450,13 +407,11 @@ def _place(module: nn.Module, device: torch.device) -> None:
 
 
 def _host_state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the optimizer's step counters that torch keeps in host memory.
-
-    Return an empty list for an optimizer that is capturable or fused, because its counters are on
-    the device.
-    """
+    """Return the step counters that torch keeps in host memory, unless capturable or fused."""
     capturable = any(
         group.get("capturable") or group.get("fused") for group in optimizer.param_groups
     )
-    state = [] if capturable else [v for own in optimizer.state.values() for v in own.values()]
+    if capturable:
+        return []
+    state = [v for values in optimizer.state.values() for v in values.values()]
     return [v for v in state if isinstance(v, torch.Tensor) and v.dim() == 0]

@@ -1,6 +1,4 @@
-"""What if: predictions of a step after one change, such as another schedule, faster links or a
-larger batch.
-"""
+"""What if: predictions of a step after one change, such as faster links or a larger batch."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from dpbench.records import Case, registry, schedule
 from dpbench.records.registry import Role
 
 FASTER = 4.0
-"""The factor by which bus bandwidths are multiplied in the what-if with faster links.
+"""The factor of bus bandwidths in the what-if with faster links.
 
 The next PCIe generation gives a factor of 2, and NVLink instead of PCIe gives more.
 """
@@ -20,13 +18,12 @@ The next PCIe generation gives a factor of 2, and NVLink instead of PCIe gives m
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIf:
-    """A change of a case or of its machine, with the predicted duration of the changed step in
-    seconds.
+    """A change of a case or of its machine, with the predicted duration of the changed step.
 
-    `change` describes the change; `devices` and `batch` are those of the changed case. `gain` is
-    the throughput in samples per second with the change, divided by the throughput without the
-    change; `gain_low` and `gain_high` are the ends of the 80 % interval of `gain`. `schedule` is
-    the rung to which the change sets the schedule; it is empty for all other changes.
+    `devices` and `batch` are those of the changed case. `gain` is the throughput in samples per
+    second with the change, divided by that without, and has the 80 % interval from `gain_low` to
+    `gain_high`. `schedule` is the rung to which the change sets the schedule; it is empty for all
+    other changes.
     """
 
     model: str
@@ -43,30 +40,28 @@ class WhatIf:
 def what_ifs(predictor: Predictor, cases: Sequence[Case]) -> list[WhatIf]:
     """Return the what-ifs for one case of each model.
 
-    The what-ifs of a model are in this order: DistributedDataParallel; the engine's schedules in
-    descending order of gain; other changes (a faster machine, a larger batch) in descending order
-    of gain; and the unchanged case.
-
-    For each model, the case with the most devices on one node is selected. A model without a case
-    on two or more devices of one node has no what-ifs.
+    Their order is: DistributedDataParallel; the engine's schedules by descending gain; other
+    changes (a faster machine, a larger batch) by descending gain; and the unchanged case. For each
+    model, the case with the most devices on one node is selected, if there are two or more.
     """
-    found = []
+    ordered = []
     for model in dict.fromkeys(case.model for case in cases):
         node = predictor.machine.gpu.count
-        mine = [case for case in cases if case.model == model and 1 < case.devices <= node]
-        if mine:
-            most = max(mine, key=lambda case: (case.devices, case.traits.threads, case.batch_size))
+        candidates = [case for case in cases if case.model == model and 1 < case.devices <= node]
+        if candidates:
+            most = max(
+                candidates, key=lambda case: (case.devices, case.traits.threads, case.batch_size)
+            )
             unchanged, ddp, *rest = _of(predictor, most)
-            found += [ddp, *sorted(rest, key=lambda one: (not one.schedule, -one.gain)), unchanged]
-    return found
+            rest.sort(key=lambda one: (not one.schedule, -one.gain))
+            ordered += [ddp, *rest, unchanged]
+    return ordered
 
 
 def _of(predictor: Predictor, case: Case) -> Iterator[WhatIf]:
-    """Yield the what-ifs of one case.
+    """Yield the unchanged case, then DistributedDataParallel, then the others.
 
-    The first what-if is the unchanged case: the engine runs the case with the schedule of
-    torch.nn.DataParallel. All gains are relative to this what-if. The second what-if is
-    DistributedDataParallel.
+    The unchanged case has the schedule of torch.nn.DataParallel; all gains are relative to it.
     """
     now = replace(
         case, strategy=registry.of_role(Role.ENGINE), schedule=schedule.REFERENCE, options=()
@@ -75,16 +70,16 @@ def _of(predictor: Predictor, case: Case) -> Iterator[WhatIf]:
 
     def what_if(change: str, other: Case, rung: str = "", changed: Predictor = predictor) -> WhatIf:
         after = changed.predict(other)
-        found = gain(after, before)
+        ratio = gain(after, before)
         return WhatIf(
             model=case.model,
             devices=other.devices,
             batch=other.batch_size,
             change=change,
             seconds=after.seconds,
-            gain=found.value,
-            gain_low=found.low,
-            gain_high=found.high,
+            gain=ratio.value,
+            gain_low=ratio.low,
+            gain_high=ratio.high,
             schedule=rung,
         )
 
