@@ -1,10 +1,9 @@
-"""Modules: find the outermost modules of a training loop, and record their calls as forward, loss
-or evaluation.
+"""Modules: record the calls of a loop's outermost modules as forward, loss or evaluation.
 
 An outermost module is called by the script and not by another module. It gets forward hooks when it
 is found. To find it, `Module.__call__` is replaced for a few updates: at the start, when an
 iterator of a DataLoader starts, and after 64, 128, 256 and so on updates. The replacement is
-removed while an outermost module runs, so that the calls of inner modules are never slower and
+removed while an outermost module runs, so that calls of inner modules are never slower and
 torch.compile traces the original.
 """
 
@@ -33,15 +32,11 @@ from dpbench.strategies.ddp import ExposedReduction
 LOOKS = 2
 """The number of updates during which new outermost modules are looked for."""
 AGAIN = 64
-"""The number of updates after which new modules are looked for again, and then whenever the number
-has doubled.
-"""
+"""The number of updates after which modules are looked for again, and then at each doubling."""
 COUNTED = 64
 """The number of calls of each module in which the rows of batches are counted."""
 OUTSIDE = ("", Phase.OPTIMIZER)
-"""The innermost open span around an outermost call of a module: none, or an optimizer's step,
-through a closure.
-"""
+"""The open span around an outermost call: none, or an optimizer's step that runs a closure."""
 _FORWARD = Phase.FORWARD  # an attribute of an enumeration is slow to read
 SCATTERS = (
     ("scatter", Phase.SCATTER),
@@ -57,9 +52,7 @@ class Outermost:
         self._recorder = recorder
         self._known: dict[int, tuple[nn.Module, list[Any]]] = {}
         self._opened: list[tuple[bool, BaseException | None]] = []
-        """For each open call of a module, whether it is recorded, and the exception being handled
-        when it began.
-        """
+        """For each open call: whether it is recorded, and the exception handled at its start."""
         self._original = nn.Module.__call__
         self._until = LOOKS
         self._looking = False
@@ -87,9 +80,6 @@ class Outermost:
         self._wait()
 
     def _wait(self) -> None:
-        """Let the recorder call `_updated` after the update at which the search for modules begins
-        again or ends.
-        """
         number = len(self._recorder.ends)
         again = max(AGAIN, 1 << number.bit_length())  # the next power of two
         self._recorder.due = min(again, self._until + 1) if self._looking else again
@@ -197,9 +187,7 @@ class Outermost:
         self._known.clear()
 
     def without_hooks(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that removes all hooks of dpbench, then calls `function`, which would
-        pickle them.
-        """
+        """Return a function that first removes dpbench's hooks, which `function` would pickle."""
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -214,11 +202,11 @@ class Outermost:
 def _kind(recorder: Recorder, module: Any, args: Any, kwargs: Any) -> str:
     """Return the kind of a call of an outermost module.
 
-    A module without parameters counts as a loss if it gets a tensor that requires gradients. A call
+    A module without parameters is a loss if it gets a tensor that requires gradients. A call
     without gradients is an evaluation if the module is in eval mode or has been trained. A call
-    with gradients is an evaluation if the module is in eval mode and was trained in training mode.
-    If most steps make a call of this last kind, for example to find adversarial inputs,
-    `trainings.with_teachers` later changes it to a forward.
+    with gradients is one if the module is in eval mode and was trained in training mode. If most
+    steps make such a call, for example to find adversarial inputs, `trainings.with_teachers` later
+    makes it a forward.
     """
     grad = is_grad_enabled()
     training = module.training
@@ -258,18 +246,12 @@ def _kind(recorder: Recorder, module: Any, args: Any, kwargs: Any) -> str:
 
 
 def _within(recorder: Recorder, module: Any) -> str:
-    """Return `WITHIN` for a wrapper over several devices, which records its own phases.
-
-    Else `Phase.FORWARD`.
-    """
+    """Return `WITHIN` for a wrapper over several devices, which records its own phases."""
     wraps = isinstance(module, (DataParallel, nn.DataParallel)) and recorder.seen.devices > 1
     return WITHIN if wraps else Phase.FORWARD
 
 
 def _settings(recorder: Recorder, module: nn.Module) -> None:
-    """Note the kind of the devices and the precision of a module that is trained for the first
-    time.
-    """
     seen = recorder.seen
     kind = next(module.parameters()).device.type
     if kind == "cuda":
@@ -287,8 +269,7 @@ def _settings(recorder: Recorder, module: nn.Module) -> None:
 
 
 def _note_facts(seen: Seen, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-    """Note the sizes of a module that is trained for the first time, and whether it returns its own
-    loss.
+    """Note the sizes of a module, and whether it returns its own loss.
 
     The sizes include the bytes of the call's inputs and outputs per row.
     """
@@ -307,9 +288,7 @@ def _note_facts(seen: Seen, module: nn.Module, args: Any, kwargs: Any, output: A
 
 
 class _marked:  # noqa: N801
-    """Replaced methods of a torch.nn.DataParallel, which record its phases until `remove` is
-    called.
-    """
+    """Replaced methods of a torch.nn.DataParallel, which record its phases."""
 
     def __init__(self, module: Any, recorder: Recorder) -> None:
         self._module = module
@@ -330,14 +309,12 @@ class _marked:  # noqa: N801
         return call
 
     def remove(self) -> None:
-        """Restore the original methods."""
         for name in ("scatter", "replicate", "parallel_apply", "gather"):
             self._module.__dict__.pop(name, None)
 
 
 class WrittenGradients:
-    """Notes whether the script itself writes the gradients between backward and an optimizer's
-    step.
+    """Notes if the script itself writes gradients between backward and an optimizer's step.
 
     torch counts the writes to each tensor (`_version`).
     """
@@ -347,9 +324,7 @@ class WrittenGradients:
         self._last: Raw | None = None
         """The last span when the latest backward or reduction ended."""
         self._gradients: Sequence[tuple[nn.Parameter, torch.Tensor, int]] = ()
-        """Each weight with its gradient and the gradient's version, when the latest backward or
-        reduction ended.
-        """
+        """Each weight at that time, with its gradient and the gradient's version."""
         recorder.computed = self._computed
 
     def _computed(self) -> None:
@@ -363,9 +338,7 @@ class WrittenGradients:
         self._last = self._recorder.last
 
     def before_step(self) -> None:
-        """Set `Seen.clips` if the script has written most gradients since, with no other span in
-        between.
-        """
+        """Set `Seen.clips` if the script has written most gradients since."""
         if not self._gradients:
             return
         written = sum(

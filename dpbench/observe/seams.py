@@ -98,10 +98,7 @@ _OPTIMIZER, _READ = Phase.OPTIMIZER, Phase.READ  # an attribute of an enumeratio
 
 @contextmanager
 def installed(recorder: Recorder) -> Iterator[None]:
-    """Hook into torch, so that `recorder` records the training loop.
-
-    On exit, remove all hooks and replacements.
-    """
+    """Hook into torch, so that `recorder` records the loop; on exit, remove everything."""
     with ExitStack() as stack:
         replace = functools.partial(_replace, stack)
         outermost = stack.enter_context(Outermost(recorder).installed())
@@ -143,8 +140,7 @@ def _around(
 ) -> Callable[..., Any]:
     """Return a function that calls `was` inside a span of the kind `kind`.
 
-    The span's note is the number of the object that `source` returns for the first argument; None
-    without `source`.
+    Its note is the number of the object that `source` returns for the first argument.
     """
 
     @functools.wraps(was)
@@ -176,9 +172,7 @@ def _noting(recorder: Recorder, was: Callable[..., Any], problem: str) -> Callab
 
 
 def _leaving(recorder: Recorder, was: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that replaces `was`, torch.no_grad.__exit__, after a possible update by
-    hand.
-    """
+    """Return a replacement of torch.no_grad.__exit__, which notes a possible update by hand."""
 
     @functools.wraps(was)
     def leave(*args: Any) -> None:
@@ -190,9 +184,7 @@ def _leaving(recorder: Recorder, was: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Running(NamedTuple):
-    """A running step of an optimizer: the optimizer's id, the frame that calls its hooks, and
-    whether it has a span.
-    """
+    """A running step of an optimizer: its id, the frame that calls its hooks, if it has a span."""
 
     optimizer: int
     frame: types.FrameType
@@ -200,16 +192,13 @@ class _Running(NamedTuple):
 
 
 def _runs(frame: types.FrameType, caller: types.FrameType | None) -> bool:
-    """Return whether a frame is `caller`, or one of the frames that called it."""
     while caller is not None and caller is not frame:
         caller = caller.f_back
     return caller is frame
 
 
 def _around_step(frame: types.FrameType | None) -> Iterator[type]:
-    """Yield the classes of the optimizers, such as wrappers, whose `step` runs in `frame` or in one
-    of its callers.
-    """
+    """Yield the classes of the optimizers, such as wrappers, whose `step` runs around `frame`."""
     while frame is not None:
         if frame.f_code.co_name == "step" and frame.f_code.co_varnames:
             one = frame.f_locals.get(frame.f_code.co_varnames[0])
@@ -219,9 +208,7 @@ def _around_step(frame: types.FrameType | None) -> Iterator[type]:
 
 
 class _Steps:
-    """The hooks around optimizers' steps: each step ends an interval, unless a GradScaler or an
-    engine ends it.
-    """
+    """The hooks around steps, which end an interval unless a GradScaler or an engine does."""
 
     def __init__(
         self,
@@ -238,23 +225,18 @@ class _Steps:
         )
         self._running: list[_Running] = []
         self._called: Any = None
-        """The moment at which the script has called a step that has not begun yet.
-
-        None if there is none.
-        """
+        """The moment at which the script called a step that has not begun yet; else None."""
         self._classes: set[type] = set()
 
     def _leave(self, number: int) -> None:
-        """Record that all running steps after the first `number` have failed, and forget them."""
+        """Record that all running steps after the first `number` have failed."""
         while len(self._running) > number:
             if self._running.pop().recorded:
                 self._recorder.fail()
                 self._recorder.end()
 
     def _calling(self, was: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that replaces `was`, a class's `step`, and notes when it is called and
-        if it raises.
-        """
+        """Return a replacement of a class's `step` that notes its calls and if they raise."""
         recorder, running = self._recorder, self._running
 
         @functools.wraps(was)
@@ -294,7 +276,6 @@ class _Steps:
         )
 
     def before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Begin the span of an optimizer's step; torch calls this hook before each step."""
         recorder, running = self._recorder, self._running
         if not recorder.active:
             return
@@ -330,10 +311,6 @@ class _Steps:
             self._starting(optimizer, own)
 
     def after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """After an optimizer's step, end its span.
-
-        End the interval, too, unless the step ran inside other work.
-        """
         recorder, running = self._recorder, self._running
         if not recorder.active or get_ident() != recorder.thread:
             return
@@ -357,7 +334,6 @@ class _Steps:
 def _optimizers(
     recorder: Recorder, gradients: WrittenGradients, replace: Callable[..., None], stack: ExitStack
 ) -> None:
-    """Hook into optimizers, learning-rate schedulers, GradScaler and AveragedModel."""
     steps = _Steps(recorder, gradients, replace, stack)
     stack.callback(register_optimizer_step_pre_hook(steps.before).remove)
     stack.callback(register_optimizer_step_post_hook(steps.after).remove)
