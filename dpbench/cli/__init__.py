@@ -64,9 +64,7 @@ for command in (
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line with `arguments`, or with those of the process for None.
 
-    Print errors to stderr.
-
-    After an error, the process exits with a code that states the kind of the error.
+    An error is printed to stderr, and the process exits with a code that states its kind.
     """
     open_streams()
     try:

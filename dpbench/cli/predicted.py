@@ -30,13 +30,11 @@ COLUMNS = (
     "label",
 )
 SHOWN = 0.03
-"""The smallest fraction of a step's time with which a phase is shown in the table of
-predictions.
-"""
+"""The smallest share of a step with which the table of predictions shows a phase."""
 
 
 def predictions_table(found: Sequence[Prediction]) -> str:
-    """Return the predictions as the text of a table with one line per case."""
+    """Return the predictions as a table with one line per case."""
     return "\n".join(
         aligned([COLUMNS, *(_cells(one, found) for one in found)], left=(0, 1, 8, 9, 10))
     )
@@ -66,9 +64,6 @@ def _cells(one: Prediction, others: Sequence[Prediction]) -> tuple[str, ...]:
 
 
 def _phases(one: Prediction) -> str:
-    """Return a text with the name and the milliseconds of each phase that takes at least `SHOWN` of
-    the step.
-    """
     charged = ledger.phases(Step(one.seconds, False, one.seconds), one.spans)
     shown = {
         name: s for name, s in charged.items() if s >= SHOWN * one.seconds and name != UNATTRIBUTED
@@ -92,9 +87,7 @@ NEEDS = (
 
 
 def needs_table(found: Iterable[Need]) -> str:
-    """Return a table with each case's memory peaks on device 0 and on the other devices, and
-    whether the case fits.
-    """
+    """Return a table with each case's memory peaks and whether it fits."""
     lines: list[tuple[str, ...]] = [NEEDS]
     for one in found:
         case = one.case
@@ -121,8 +114,8 @@ def needs_table(found: Iterable[Need]) -> str:
 def what_ifs_table(found: Sequence[WhatIf]) -> str:
     """Return a table of the predicted gains from changes of the schedule or of the machine.
 
-    Schedules of one model share a line if the table would show the same gain for each. The line
-    names all of them, and describes the effect of the lowest rung among them.
+    Schedules of one model share a line if the table would show the same gain for each. It describes
+    the effect of the lowest rung among them.
     """
     lines = [
         (
@@ -175,9 +168,8 @@ class PredictedCase(msgspec.Struct, frozen=True, kw_only=True):
 
     `speedup` is null if no prediction for one device can serve as its baseline. `profile` tells
     where the model's times come from: "measured" steps, a step time that was "given", or
-    calculation, either from the operators of the "traced" model or from FLOP and bytes ("counted").
-    `memory` has the results of `dpbench predict --memory`: each device's peaks in bytes, and
-    whether they fit; it is null without this option.
+    calculation, from the operators of the "traced" model or from FLOP and bytes ("counted").
+    `memory` has each device's peaks in bytes and whether they fit; null without --memory.
     """
 
     label: str
@@ -193,10 +185,7 @@ class PredictedCase(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, one: Prediction, others: Sequence[Prediction]) -> PredictedCase:
-        """Return a prediction as a record.
-
-        `others` are the predictions among which its baseline is looked for.
-        """
+        """Return a prediction as a record; its baseline is looked for among `others`."""
         from dpbench.analysis.summary import labels
         from dpbench.predict.cases import speedup
 
@@ -221,8 +210,7 @@ class Predictions(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `dpbench predict`.
 
     `what_ifs` has the predicted gains from changes of the schedule or of the machine.
-    `measured_steps` has one sentence for each model whose prediction starts from measured steps;
-    the sentence says where they were measured.
+    `measured_steps` says for each model predicted from measured steps where they were measured.
     """
 
     machine: str

@@ -207,8 +207,7 @@ def _asked(
 ) -> list[Case]:
     """Return the cases to predict; `axes` are the precision and the batch sizes.
 
-    Cases that run in one process but need the GPUs of several nodes are left out, and a line on
-    stderr lists them.
+    Cases in one process that need the GPUs of several nodes are left out, and listed on stderr.
     """
     from dpbench.predict import cases
 
@@ -232,16 +231,13 @@ def _asked(
 
 
 def _given() -> list[str]:
-    """Return the names of the parameters that are given on the command line."""
     context = click.get_current_context()
     source = context.get_parameter_source
     return [name for name in context.params if source(name) is ParameterSource.COMMANDLINE]
 
 
 def _refuse_without_effect(asked: Sequence[Case], options: Mapping[str, Any]) -> None:
-    """Raise UsageError for an option that has no effect on the cases, and for --step-s with several
-    models.
-    """
+    """Raise UsageError for an option without effect, and for --step-s with several models."""
     from dpbench.predict import counts
 
     models = list(dict.fromkeys(case.model for case in asked))
@@ -267,11 +263,9 @@ def _refuse_without_effect(asked: Sequence[Case], options: Mapping[str, Any]) ->
 
 
 def _with_bus(described: Machine, given: str) -> Machine:
-    """Return the machine with the measured bus bandwidth `given`: GB/s as text, or a file that
-    nccl-tests printed.
+    """Return the machine with the bus bandwidth `given`: GB/s, or a file that nccl-tests printed.
 
-    Raises BadParameter for a number out of range, and UnreadableFile for a file that cannot be
-    read.
+    Raises BadParameter for a number out of range, and UnreadableFile for an unreadable file.
     """
     from dpbench.predict import network
 
@@ -284,9 +278,7 @@ def _with_bus(described: Machine, given: str) -> Machine:
 
 
 def _source(asked: str) -> tuple[Path, str | None]:
-    """Return the results file and the run that --from names.
-
-    The run is None if --from names only a file.
+    """Return the results file and the run that --from names, None for a file alone.
 
     Raises UnreadableFile if there is no such file.
     """
@@ -304,11 +296,9 @@ def _source(asked: str) -> tuple[Path, str | None]:
 
 
 def _loop(path: Path, run: str | None) -> ObservedLoop:
-    """Return the watched or imported loop of the run `run`.
+    """Return the watched or imported loop of a run, by default the newest that has one.
 
-    Without `run`, of the newest run that has such a loop.
-
-    Raises UsageError if no such loop is found.
+    Raises UsageError if there is none.
     """
     from dpbench.predict import observed_loop
     from dpbench.store import Store
@@ -332,10 +322,6 @@ def _print(
     held: Sequence[Need],
     changes: Sequence[WhatIf],
 ) -> None:
-    """Print the answers and the tables of predictions, of memory, and of what-ifs.
-
-    Leave out empty tables.
-    """
     click.echo(f"{machine.name}: {machine.description}; all steps below are predictions")
     click.echo("".join(f"{one.words}\n" for one in steps))
     print_answers(answered)
@@ -349,9 +335,7 @@ def _print(
 def _check(
     machine: Machine, asked: Sequence[Case], loop: ObservedLoop | None, options: Mapping[str, Any]
 ) -> None:
-    """Raise UsageError if options contradict each other, or cannot be used for the machine, the
-    cases or the loop.
-    """
+    """Raise UsageError if options contradict each other, the machine, the cases or the loop."""
     nodes = [case for case in asked if case.devices > machine.gpu.count]
     if options["bus"] and nodes:
         raise click.UsageError(

@@ -86,10 +86,9 @@ REMOVES = {
 
 
 def rows(kind: str) -> list[tuple[str, str]]:
-    """Return the name and a one-line description of each model, strategy, schedule, machine or
-    metric.
+    """Return the name and a one-line description of each model, strategy, schedule and so on.
 
-    `kind` is the plural of one of these words, such as "models".
+    `kind` is an argument of `dpbench list`, such as "models".
     """
     if kind == "machines":
         from dpbench.records import machine
@@ -123,7 +122,6 @@ def rows(kind: str) -> list[tuple[str, str]]:
 
 
 def _rung(name: str) -> str:
-    """Return a text with the switch that a rung changes, and the cost that this removes."""
     if name == REFERENCE:
         return (
             "all switches at their defaults: the work of torch.nn.DataParallel, in phases that can"
@@ -133,12 +131,10 @@ def _rung(name: str) -> str:
 
 
 def _summary(strategy: object) -> str:
-    """Return the first line of the docstring of a strategy's class."""
     return (type(strategy).__doc__ or "").strip().partition("\n")[0]
 
 
 def _first_line(path: Path) -> str:
-    """Return the first line of a file's docstring."""
     return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
 
 
@@ -149,9 +145,7 @@ def _first_line(path: Path) -> str:
 @run_option
 @store_option
 def report(store: Path, run_id: str | None, html: Path | None, md: bool, as_json: bool) -> None:
-    """Write the report of a run as one HTML file that needs no network, or print the report as
-    Markdown or JSON.
-    """
+    """Write the report of a run as one HTML file, or print it as Markdown or JSON."""
     if md and as_json:
         raise click.UsageError(
             "--md and --json are two formats of one output: leave out one of them"
@@ -243,7 +237,6 @@ def list_(kind: str, last: int | None, as_json: bool, store: Path) -> None:
 
 
 def _list_json(kind: str, store: Path, last: int | None) -> None:
-    """Print the list of `dpbench list` as JSON."""
     if kind == "runs":
         shapes.show(shapes.RunList(runs=managing.runs(store, last)))
     else:

@@ -60,9 +60,7 @@ RESUMES = "the finished trials are stored; to resume the run, give the same comm
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """The options for the output of a run: its files, JSON or a table, and whether to print only
-    the plan.
-    """
+    """The options for the output of a run."""
 
     store: Path
     report: Path | None
@@ -70,10 +68,7 @@ class Output:
     dry_run: bool
     detail: Detail
     command: str
-    """The command that repeats the run if defaults of options come from a file.
-
-    Empty if none does.
-    """
+    """The command that repeats the run if a file has defaults of options; else empty."""
 
 
 @click.command(
@@ -390,9 +385,7 @@ def run(
 
 
 def _measure(output: Output, cluster: Cluster | None, asked: Options) -> NoReturn:
-    """Measure the selected cases, print only their plan, or search their largest batches, as
-    `asked` requires; exit.
-    """
+    """Measure the cases, print only their plan, or search their largest batches; exit."""
     from dpbench.measure import selection
 
     naming = selection.naming(asked, output.command)
@@ -423,8 +416,7 @@ def _measure(output: Output, cluster: Cluster | None, asked: Options) -> NoRetur
 def measure_and_show(
     output: Output, naming: Naming, measure: Callable[[Store, Listener], Outcome], *, plan: str = ""
 ) -> NoReturn:
-    """Call `measure` with the store of the output and a listener, print the results of the run,
-    write its page; exit.
+    """Call `measure`, print the results of the run, write its page; exit.
 
     `plan` is a text to print at the start.
     """
@@ -471,9 +463,9 @@ def measure_and_show(
 
 
 def _find_max_batch(cases: Sequence[Case], naming: Naming, limit_s: float, output: Output) -> int:
-    """Search for the largest batch of each case that fits in memory, and return the exit code.
+    """Search for the largest batch of each case that fits in memory; return the exit code.
 
-    Each attempt is printed to stderr, and the results are printed to stdout.
+    Each attempt is printed to stderr, and the results to stdout.
     """
     from dpbench.api.progress import Detail, brief
     from dpbench.measure import batch_search

@@ -258,9 +258,7 @@ class _Steps:
         return step
 
     def _starting(self, optimizer: Any, own: Any) -> None:
-        """Replace `own`, the `step` that a scheduler, for example, has set on the optimizer, to
-        observe its calls.
-        """
+        """Observe calls of `own`, the `step` that a scheduler, say, has set on the optimizer."""
         given, alive = (
             self._calling(lambda optimizer, *args, **kwargs: own(*args, **kwargs)),
             weakref.ref(optimizer),
