@@ -82,8 +82,8 @@ def main(arguments: list[str] | None = None) -> None:
         click.echo(f"error: {visible(str(error), lines=True)}", err=True)
         sys.exit(EXIT_FAILED)
     except (ValueError, LookupError) as error:
-        said = error.args[0] if isinstance(error, KeyError) and error.args else error
-        click.echo(f"error: {visible(str(said), lines=True)}", err=True)
+        message = error.args[0] if isinstance(error, KeyError) and error.args else error
+        click.echo(f"error: {visible(str(message), lines=True)}", err=True)
         sys.exit(EXIT_USAGE)
     except RuntimeError as error:
         from dpbench.store import StoreError

@@ -172,25 +172,25 @@ def compare(
         for run, trials in (side(store, one) for one in (before, after))
     ]
     first, second = (report for _, report in sides)
-    found = comparison.between(first, second, margin=margin, unlike=unlike)
+    comparisons = comparison.between(first, second, margin=margin, unlike=unlike)
     if as_json:
         both = [ComparedRun.of(*one) for one in sides]
-        lost = {case.label: reason for case, reason in found.lost.items()}
+        lost = {case.label: reason for case, reason in comparisons.lost.items()}
         shapes.show(
             ComparedRuns(
                 before=both[0],
                 after=both[1],
                 margin=margin,
-                unlike=[str(one) for one in found.unlike],
-                cases=[ComparedCase.of(line) for line in found.lines],
+                unlike=[str(one) for one in comparisons.unlike],
+                cases=[ComparedCase.of(line) for line in comparisons.lines],
                 lost=lost,
             )
         )
     else:
-        click.echo((comparing.as_markdown if md else comparing.text)(first, second, found))
+        click.echo((comparing.as_markdown if md else comparing.text)(first, second, comparisons))
     if page:  # a page that cannot be written must not hide the result
         page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(comparing.page(first, second, found), encoding="utf-8")
+        page.write_text(comparing.page(first, second, comparisons), encoding="utf-8")
         click.echo(f"page: {page}", err=True)
-    verdicts = found.verdicts
+    verdicts = comparisons.verdicts
     sys.exit(EXIT_WORSE if verdicts["slower"] else EXIT_UNDECIDED if verdicts["undecided"] else 0)

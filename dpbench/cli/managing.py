@@ -30,7 +30,7 @@ def runs(store: Path, last: int | None = None) -> list[RunFacts]:
         ]
 
 
-def lines(found: Sequence[RunFacts]) -> list[str]:
+def lines(listed: Sequence[RunFacts]) -> list[str]:
     """Return one line per run, as `dpbench list runs` prints it."""
     cells = [
         (
@@ -44,7 +44,7 @@ def lines(found: Sequence[RunFacts]) -> list[str]:
             run.host or "-",
             run.command or "-",
         )
-        for run in found
+        for run in listed
     ]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]

@@ -174,7 +174,8 @@ def _file(trace: ImportedTrace, loop: ImportedLoop) -> TraceFile:
     from dpbench.records.activity import busy
     from dpbench.records.ledger import Ledger
 
-    found, profile = trace.attributed, trace.profile
+    attributed = trace.attributed
+    profile = trace.profile
     names = {gpu.id: gpu.name for gpu in profile.gpus}
     every = [phase.value for phase in Phase]
     return TraceFile(
@@ -184,7 +185,7 @@ def _file(trace: ImportedTrace, loop: ImportedLoop) -> TraceFile:
         clock=ClockShift(**asdict(trace.aligned)) if trace.aligned else None,
         devices=[
             DeviceTime(device=device, name=names.get(device, ""), **asdict(times))
-            for device, times in busy(found.activities).items()
+            for device, times in busy(attributed.activities).items()
         ],
         steps=[
             StepTime(
@@ -197,11 +198,11 @@ def _file(trace: ImportedTrace, loop: ImportedLoop) -> TraceFile:
                 host_ahead_s=ahead_s,
             )
             for name, step, seconds, host, ahead_s in zip(
-                found.names,
-                found.steps,
-                Ledger(found.steps, found.spans).phases,
-                found.host,
-                found.ahead_s or [None] * len(found.steps),
+                attributed.names,
+                attributed.steps,
+                Ledger(attributed.steps, attributed.spans).phases,
+                attributed.host,
+                attributed.ahead_s or [None] * len(attributed.steps),
                 strict=True,
             )
         ],

@@ -97,7 +97,9 @@ class Listed(click.ParamType[tuple[Any, ...]]):
     """
 
     def __init__(self, name: str, part: Callable[[str], Any], expected: str = "") -> None:
-        self.name, self._part, self._expected = name, part, expected
+        self.name = name
+        self._part = part
+        self._expected = expected
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         """Return the values of all parts; fail for an empty list or a part that is not accepted."""
@@ -195,13 +197,13 @@ class Bytes(click.ParamType[int]):
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
         """Return the number of bytes; fail for no number, a too large one, or an unknown unit."""
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", str(value), re.IGNORECASE)
-        if not found:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", str(value), re.IGNORECASE)
+        if not match:
             self.fail(
                 f"{value!r} is not a number of bytes, such as 8GiB, 512MiB or 1000000", param, ctx
             )
-        power = " KMGT".index((found[2] or " ").upper())
-        size = float(found[1]) * (1024 if found[3] else 1000) ** power
+        power = " KMGT".index((match[2] or " ").upper())
+        size = float(match[1]) * (1024 if match[3] else 1000) ** power
         return (
             int(size)
             if size < MOST_BYTES
@@ -240,14 +242,14 @@ def read(folder: Path, commands: Mapping[str, click.Command]) -> tuple[str, dict
     Both are empty without such a file. Raises UnreadableFile if a file is not TOML, and UsageError
     if two files have defaults, or if a key is unknown.
     """
-    own, project = (_toml(folder / name) for name in (OWN, PROJECT))
+    own_table, project = (_toml(folder / name) for name in (OWN, PROJECT))
     ours = _table(_table(project, "tool", PROJECT), "dpbench", PROJECT)
-    if own and ours:
+    if own_table and ours:
         raise click.UsageError(
             f"{OWN} and [tool.dpbench] in {PROJECT} both have defaults: remove one of them"
         )
-    if own:
-        return OWN, _default_map(own, OWN, commands)
+    if own_table:
+        return OWN, _default_map(own_table, OWN, commands)
     return (PROJECT, _default_map(ours, PROJECT, commands)) if ours else ("", {})
 
 
@@ -257,20 +259,18 @@ def _toml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found: dict[str, Any] = everywhere(tomllib.loads(text_of(path)))
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # also for invalid UTF-8, and for numbers with too many digits
+        content: dict[str, Any] = everywhere(tomllib.loads(text_of(path)))
+    # ValueError also for invalid UTF-8, and for numbers with too many digits
+    except (ValueError, RecursionError) as error:
         raise UnreadableFile(f"{path.name} is not valid TOML: {error}") from None
-    return found
+    return content
 
 
 def _table(outer: Mapping[str, Any], key: str, file: str) -> dict[str, Any]:
-    found = outer.get(key, {})
-    if not isinstance(found, dict):
-        raise click.UsageError(f"{file}: {key!r} is {abridged(found)}; it must be a table")
-    return found
+    value = outer.get(key, {})
+    if not isinstance(value, dict):
+        raise click.UsageError(f"{file}: {key!r} is {abridged(value)}; it must be a table")
+    return value
 
 
 def _default_map(
@@ -278,22 +278,22 @@ def _default_map(
 ) -> dict[str, Any]:
     _refuse_unknown(table, file, [*SHARED, *commands])
     shared = {key: value for key, value in table.items() if key in SHARED}
-    found = {}
+    defaults = {}
     for name, command in commands.items():
         options = {
-            long.removeprefix("--"): one
-            for one in command.params
-            if isinstance(one, click.Option)
-            for long in one.opts
+            long.removeprefix("--"): option
+            for option in command.params
+            if isinstance(option, click.Option)
+            for long in option.opts
             if long.startswith("--")
         }
-        own = _table(table, name, file)
-        _refuse_unknown(own, f"{file}: [{name}]", [*options])
-        given = {key: value for key, value in shared.items() if key in options} | own
-        found[name] = {
+        of_command = _table(table, name, file)
+        _refuse_unknown(of_command, f"{file}: [{name}]", [*options])
+        given = {key: value for key, value in shared.items() if key in options} | of_command
+        defaults[name] = {
             options[key].name: _given(options[key], value) for key, value in given.items()
         }
-    return found
+    return defaults
 
 
 def _refuse_unknown(table: Mapping[str, Any], where: str, known: Sequence[str]) -> None:

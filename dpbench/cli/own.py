@@ -88,21 +88,21 @@ def check(
         Case(model=model, strategy="", batch_size=batch_size, size=size, optimizer=optimizer)
     )
     with scratch.folder() as folder, Server(folder) as server:
-        found = server.check(replace(case, batch_size=batch_size, devices=2), limit)
+        checked = server.check(replace(case, batch_size=batch_size, devices=2), limit)
     if as_json:
         click.echo(
             dumps(
                 {
                     "model": model,
-                    "status": found.status.value,
-                    "reason": found.reason,
-                    **found.provenance.get("model_check", {}),
+                    "status": checked.status.value,
+                    "reason": checked.reason,
+                    **checked.provenance.get("model_check", {}),
                 }
             )
         )
     else:
-        click.echo("\n".join(checks.model_words(found)))
-    sys.exit(0 if found.status is Status.OK else EXIT_FAILED)
+        click.echo("\n".join(checks.model_words(checked)))
+    sys.exit(0 if checked.status is Status.OK else EXIT_FAILED)
 
 
 @click.command(
@@ -253,8 +253,8 @@ def _loader_cases(
         raise click.UsageError(
             f"--workers must be from 0 to {MOST_WORKERS}, got {','.join(map(str, counts))}"
         )
-    asked = Loading(**loading, step_s=(step_ms or 0.0) / 1e3)
-    cases = [asked.case(dataset, count, batch_size) for count in dict.fromkeys(counts)]
+    settings = Loading(**loading, step_s=(step_ms or 0.0) / 1e3)
+    cases = [settings.case(dataset, count, batch_size) for count in dict.fromkeys(counts)]
     return [*cases, *([_step_of(model, batch_size)] if model else [])]
 
 

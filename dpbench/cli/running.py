@@ -362,7 +362,7 @@ def run(
     detail = Detail.of(quiet=quiet, verbose=verbose)
     options["tag"] = tuple(map("=".join, options["tag"]))
     options["schedules"] = tuple(one for given in options["schedules"] for one in given) or None
-    asked = Options.of(**{name: value for name, value in options.items() if value != ()})
+    selected = Options.of(**{name: value for name, value in options.items() if value != ()})
     given = has_defaults(click.get_current_context())
     output = Output(
         store=store,
@@ -370,44 +370,44 @@ def run(
         as_json=as_json,
         dry_run=dry_run,
         detail=detail,
-        command=asked.command("--store", str(store), config=False) if given else "",
+        command=selected.command("--store", str(store), config=False) if given else "",
     )
     placed = launch.of_environment()
     if placed is None:
-        _measure(output, None, asked)
+        _measure(output, None, selected)
     from dpbench.measure.cluster import Cluster
     from dpbench.measure.group import Group
 
     with Group(placed) as group:
         if placed.rank == 0:
-            _measure(output, Cluster(group), asked)
+            _measure(output, Cluster(group), selected)
         group.serve()
 
 
-def _measure(output: Output, cluster: Cluster | None, asked: Options) -> NoReturn:
+def _measure(output: Output, cluster: Cluster | None, selected: Options) -> NoReturn:
     """Measure the cases, print only their plan, or search their largest batches; exit."""
     from dpbench.measure import selection
 
-    naming = selection.naming(asked, output.command)
-    if asked.find_max_batch:
+    naming = selection.naming(selected, output.command)
+    if selected.find_max_batch:
         from dpbench.measure import batch_search
 
-        cases, _ = selection.cases_of(batch_search.axes(asked), cluster)
+        cases, _ = selection.cases_of(batch_search.axes(selected), cluster)
         batch_search.check(cases)
-        sys.exit(_find_max_batch(cases, naming, asked.limit, output))
-    cases, budget_s = selection.cases_of(asked, cluster)
+        sys.exit(_find_max_batch(cases, naming, selected.limit, output))
+    cases, budget_s = selection.cases_of(selected, cluster)
     if output.dry_run:
         print_plan(
-            selection.forecast(output.store, asked, cases, naming, cluster, budget_s),
+            selection.forecast(output.store, selected, cases, naming, cluster, budget_s),
             as_json=output.as_json,
         )
         sys.exit(0)
-    planned = selection.forecast(output.store, asked, cases, naming, cluster, budget_s)
+    planned = selection.forecast(output.store, selected, cases, naming, cluster, budget_s)
     measure_and_show(
         output,
         naming,
         lambda store, listen: selection.measure(
-            asked, cases, store, budget_s=budget_s, cluster=cluster, listen=listen
+            selected, cases, store, budget_s=budget_s, cluster=cluster, listen=listen
         ),
         plan=expectation(planned),
     )

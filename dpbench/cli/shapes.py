@@ -67,7 +67,8 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, run: StoredRun, cases: Sequence[Case]) -> RunFacts:
         """Return the facts of a stored run that has started these cases."""
-        facts, naming = run.provenance, run.naming
+        facts = run.provenance
+        naming = run.naming
         host, code, gpus = (facts.get(key) or {} for key in ("host", "dpbench", "gpus"))
         return cls(
             id=run.id,
@@ -147,17 +148,17 @@ class EstimateFacts(msgspec.Struct, frozen=True, kw_only=True):
     level: float = 0.95
 
     @classmethod
-    def of(cls, one: Estimate | None) -> EstimateFacts | None:
+    def of(cls, estimate: Estimate | None) -> EstimateFacts | None:
         """Return an estimate as a record; None for None."""
-        if one is None:
+        if estimate is None:
             return None
         return cls(
-            value=one.value,
-            low=one.low,
-            high=one.high,
-            rounds=one.n,
-            withheld=one.doubt or "",
-            level=0.8 if one.n == 0 else one.level,
+            value=estimate.value,
+            low=estimate.low,
+            high=estimate.high,
+            rounds=estimate.n,
+            withheld=estimate.doubt or "",
+            level=0.8 if estimate.n == 0 else estimate.level,
         )
 
 
@@ -239,20 +240,20 @@ class AnswerFacts(msgspec.Struct, frozen=True, kw_only=True):
     epoch_choice_s: EstimateFacts | None = None
 
     @classmethod
-    def of(cls, one: Answer, samples: int = 0) -> AnswerFacts:
+    def of(cls, answer: Answer, samples: int = 0) -> AnswerFacts:
         """Return an answer as a record; `samples` is those of an epoch, 0 if unknown."""
-        now, then = one.epoch_s(samples) if samples else (None, None)
+        now, then = answer.epoch_s(samples) if samples else (None, None)
         return cls(
-            subject=one.subject,
-            choice=one.choice.value,
-            headline=one.headline,
-            reason=one.reason,
-            certainty=one.certainty,
-            memory=one.memory,
-            command=one.command,
-            labels=one.labels,
-            case=one.row.case.label if one.row else None,
-            epoch=one.epoch(samples) if samples else "",
+            subject=answer.subject,
+            choice=answer.choice.value,
+            headline=answer.headline,
+            reason=answer.reason,
+            certainty=answer.certainty,
+            memory=answer.memory,
+            command=answer.command,
+            labels=answer.labels,
+            case=answer.row.case.label if answer.row else None,
+            epoch=answer.epoch(samples) if samples else "",
             epoch_s=EstimateFacts.of(now),
             epoch_choice_s=EstimateFacts.of(then),
         )
@@ -345,7 +346,7 @@ class FindingFacts(msgspec.Struct, frozen=True, kw_only=True):
     cures: Sequence[CureFacts]
 
     @classmethod
-    def of(cls, one: Finding) -> FindingFacts:
+    def of(cls, finding: Finding) -> FindingFacts:
         """Return a finding as a record."""
         cures = [
             CureFacts(
@@ -354,18 +355,18 @@ class FindingFacts(msgspec.Struct, frozen=True, kw_only=True):
                 gain_s=EstimateFacts.of(cure.gain_s),
                 verdict=cure.verdict,
             )
-            for cure in one.cures
+            for cure in finding.cures
         ]
         return cls(
-            rule=one.rule.name,
-            problem=one.evidence.says,
-            evidence=one.evidence.numbers,
-            labels=one.labels,
-            cost_s=EstimateFacts.of(one.evidence.size_s),
-            share=one.share,
-            remedy=one.rule.remedy,
-            code=one.code,
-            command=one.command,
+            rule=finding.rule.name,
+            problem=finding.evidence.says,
+            evidence=finding.evidence.numbers,
+            labels=finding.labels,
+            cost_s=EstimateFacts.of(finding.evidence.size_s),
+            share=finding.share,
+            remedy=finding.rule.remedy,
+            code=finding.code,
+            command=finding.command,
             cures=cures,
         )
 
@@ -380,14 +381,14 @@ class DiagnosisFacts(msgspec.Struct, frozen=True, kw_only=True):
     unjudged: Sequence[str]
 
     @classmethod
-    def of(cls, one: Diagnosis) -> DiagnosisFacts:
+    def of(cls, diagnosis: Diagnosis) -> DiagnosisFacts:
         """Return a diagnosis as a record."""
         return cls(
-            label=one.row.case.label,
-            labels=one.labels,
-            text=one.text,
-            unjudged=one.unjudged,
-            findings=[FindingFacts.of(found) for found in one.findings],
+            label=diagnosis.row.case.label,
+            labels=diagnosis.labels,
+            text=diagnosis.text,
+            unjudged=diagnosis.unjudged,
+            findings=[FindingFacts.of(found) for found in diagnosis.findings],
         )
 
 

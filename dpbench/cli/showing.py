@@ -30,9 +30,8 @@ def read(store: Path, run_id: str | None) -> tuple[StoredRun, list[Trial], list[
     context = click.get_current_context()
     gc.disable()
     context.call_on_close(gc.enable)
-    context.call_on_close(
-        gc.freeze
-    )  # called before gc.enable: else one collection would visit all objects
+    # called before gc.enable: else one collection would visit all objects
+    context.call_on_close(gc.freeze)
     return stored.read(store, run_id)
 
 
@@ -41,7 +40,8 @@ def try_report(path: Path | None, report: Report, store: Path) -> bool:
 
     Call it after printing the results: a page that cannot be written must not hide them.
     """
-    written, fault = None, ""
+    written = None
+    fault = ""
     try:
         written = write_report(path, report)
     except OSError as error:
@@ -104,14 +104,14 @@ def print_plan(planned: RunForecast, *, as_json: bool) -> None:
     if as_json:
         shapes.show(shapes.RunPlan.of(planned))
         return
-    width = max(len(one.case.label) for one in planned.cases)
-    for one in planned.cases:
-        known = (
-            f"{words.time(one.trial_s)} per trial"
-            if one.trial_s is not None
+    width = max(len(planned_case.case.label) for planned_case in planned.cases)
+    for planned_case in planned.cases:
+        expected = (
+            f"{words.time(planned_case.trial_s)} per trial"
+            if planned_case.trial_s is not None
             else "no earlier trial"
         )
-        click.echo(f"{one.case.label:<{width}}  {known}")
+        click.echo(f"{planned_case.case.label:<{width}}  {expected}")
     if planned.resumes:
         done = len(planned.cases) * planned.rounds - planned.trials
         click.echo(

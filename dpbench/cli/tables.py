@@ -58,7 +58,8 @@ def _cells(row: Any, best: bool) -> tuple[str, ...]:
     head = _name(case, best)
     if row.step is None:
         return (*head, row.outcome, *[""] * (len(COLUMNS) - 6), " ".join(row.labels))
-    efficiency, weak = row.efficiency, " weak" if row.scaling == "weak" else ""
+    efficiency = row.efficiency
+    weak = " weak" if row.scaling == "weak" else ""
     return (
         *head,
         *_estimate(row.step, 1e3),
@@ -95,22 +96,22 @@ def latencies(rows: Sequence[Any]) -> str:
 
 
 def _latency(row: Any) -> tuple[str, ...]:
-    found = [
+    cells = [
         (
             (words.NOT_ENOUGH_STEPS, "")
-            if one.doubt
+            if percentile.doubt
             else (
-                words.number(one.value * 1e3),
-                f"{words.number(one.low * 1e3)}–{words.number(one.high * 1e3)}",
+                words.number(percentile.value * 1e3),
+                f"{words.number(percentile.low * 1e3)}–{words.number(percentile.high * 1e3)}",
             )
         )
-        for one in row.percentiles.values()
+        for percentile in row.percentiles.values()
     ]
     return (
         *_name(row.case),
         f"{row.rounds}, {row.steps}",
         *_estimate(row.step, 1e3),
-        *(cell for pair in found for cell in pair),
+        *(cell for pair in cells for cell in pair),
         " ".join(row.labels),
     )
 

@@ -76,9 +76,9 @@ def attribute(profile: TraceEvents) -> Attributed:
     busy: list[Interval] = [(event.start_us, event.end_us) for event in profile.device]
     for device in sorted({event.device for event in profile.device}):
         events = [event for event in profile.device if event.device == device]
-        found = _device_stretches(events, profile, by_thread, timeline, steps)
-        busy += [(one.start_us, one.end_us) for _, one in found]
-        spans += _device_spans(found, device, steps.timed, zero_us)
+        on_device = _device_stretches(events, profile, by_thread, timeline, steps)
+        busy += [(one.start_us, one.end_us) for _, one in on_device]
+        spans += _device_spans(on_device, device, steps.timed, zero_us)
     host_device = HOST if profile.device else 0
     spans += _host_spans(timeline, union(busy), steps.timed, zero_us, host_device)
     began = [step_at(steps.host, one.start_us) for one in timeline if one.phase is Phase.BACKWARD]
@@ -158,19 +158,19 @@ def _timeline(
     other threads, for which it waits. Neighbouring stretches of one phase within a step are joined,
     with the Python code between them.
     """
-    own = list(by_thread.get(main, ()))
-    taken = union((stretch.start_us, stretch.end_us) for stretch in own)
+    timeline = list(by_thread.get(main, ()))
+    taken = union((stretch.start_us, stretch.end_us) for stretch in timeline)
     waited: dict[Phase, list[Interval]] = {}
     for thread, others in by_thread.items():
         for stretch in others if thread != main else ():
             if stretch.phase in (Phase.BACKWARD, Phase.REDUCE):
                 waited.setdefault(stretch.phase, []).append((stretch.start_us, stretch.end_us))
     for phase, intervals in waited.items():
-        found = [Stretch(start, end, phase) for start, end in difference(union(intervals), taken)]
-        own += found
-        taken = union([*taken, *((stretch.start_us, stretch.end_us) for stretch in found)])
+        waits = [Stretch(start, end, phase) for start, end in difference(union(intervals), taken)]
+        timeline += waits
+        taken = union([*taken, *((stretch.start_us, stretch.end_us) for stretch in waits)])
     joined: list[Stretch] = []
-    for stretch in sorted(own):
+    for stretch in sorted(timeline):
         last = joined[-1] if joined else None
         if (
             last
@@ -257,13 +257,13 @@ def _pieces(stretch: Stretch, steps: Sequence[NamedStep]) -> Iterator[tuple[int,
 
 
 def _spans(
-    found: Iterable[Stretch], device: int, steps: Sequence[NamedStep], zero_us: float
+    stretches: Iterable[Stretch], device: int, steps: Sequence[NamedStep], zero_us: float
 ) -> Iterator[Span]:
     clock = "host" if device == HOST else "cuda_event"
-    for one in found:
-        for number, start_us, end_us in _pieces(one, steps):
+    for stretch in stretches:
+        for number, start_us, end_us in _pieces(stretch, steps):
             start_s, end_s = (start_us - zero_us) / 1e6, (end_us - zero_us) / 1e6
-            yield Span(number, one.phase, device, clock, start_s, end_s)
+            yield Span(number, stretch.phase, device, clock, start_s, end_s)
 
 
 def _device_spans(
@@ -277,9 +277,8 @@ def _device_spans(
         if number is None:
             yield from _spans([stretch], device, steps, zero_us)
             continue
-        start_us = max(
-            stretch.start_us, steps[number].start_us
-        )  # it may run beside the step before
+        # it may run beside the step before
+        start_us = max(stretch.start_us, steps[number].start_us)
         if start_us < stretch.end_us:
             start_s, end_s = (start_us - zero_us) / 1e6, (stretch.end_us - zero_us) / 1e6
             yield Span(number, stretch.phase, device, "cuda_event", start_s, end_s)
@@ -311,10 +310,12 @@ def _host_spans(
 def _by_phase(
     timeline: Iterable[Stretch], steps: Sequence[NamedStep]
 ) -> tuple[dict[str, float], ...]:
-    found: list[dict[Phase, float]] = [{} for _ in steps]
-    for one in timeline:
-        for number, start_us, end_us in _pieces(one, steps):
-            found[number][one.phase] = found[number].get(one.phase, 0.0) + (end_us - start_us) / 1e6
+    by_step: list[dict[Phase, float]] = [{} for _ in steps]
+    for stretch in timeline:
+        for number, start_us, end_us in _pieces(stretch, steps):
+            by_step[number][stretch.phase] = (
+                by_step[number].get(stretch.phase, 0.0) + (end_us - start_us) / 1e6
+            )
     return tuple(
-        {phase.value: seconds[phase] for phase in Phase if phase in seconds} for seconds in found
+        {phase.value: seconds[phase] for phase in Phase if phase in seconds} for seconds in by_step
     )

@@ -241,8 +241,8 @@ def _samples(
                 within[number].append(activity._replace(start_s=start_s, end_s=end_s))
             if activity.end_s <= ends[number]:
                 break
-    for step, mine in zip(steps, within, strict=True):
-        for device, times in busy(mine).items():
+    for step, inside in zip(steps, within, strict=True):
+        for device, times in busy(inside).items():
             for metric, seconds in times.metrics.items():
                 yield Sample(step.end_s, indices[device], metric, seconds)
 
@@ -362,7 +362,7 @@ def _facts(traces: Sequence[ImportedTrace]) -> dict[str, Any]:
 
 def _gpus(traces: Sequence[ImportedTrace]) -> dict[str, Any]:
     """Return the GPUs of the first trace's machine in the form of `nvml.describe`."""
-    found = [
+    gpus = [
         {
             "index": gpu.id,
             "name": gpu.name,
@@ -371,7 +371,7 @@ def _gpus(traces: Sequence[ImportedTrace]) -> dict[str, Any]:
         }
         for gpu in traces[0].profile.gpus
     ]
-    return {"physical_gpus": len(found), "gpus": found}
+    return {"physical_gpus": len(gpus), "gpus": gpus}
 
 
 def store(path: Path, loops: Sequence[ImportedLoop], naming: Naming) -> str:
@@ -388,10 +388,10 @@ def store(path: Path, loops: Sequence[ImportedLoop], naming: Naming) -> str:
     }
     files = [str(trace.profile.path) for loop in loops for trace in loop.traces]
     plan = hashlib.sha256("\n".join(["import", *files, str(time.time_ns())]).encode()).hexdigest()
-    found = [part for loop in loops for part in parts(loop.trial)]
+    rounds = [part for loop in loops for part in parts(loop.trial)]
     with Store.create(path, naming) as opened:
         return opened.add(
-            found, plan=plan, host="imported", code=here["dpbench"]["version"], provenance=facts
+            rounds, plan=plan, host="imported", code=here["dpbench"]["version"], provenance=facts
         )
 
 
@@ -427,8 +427,8 @@ def align(first: TraceEvents, other: TraceEvents) -> Aligned | None:
 
 def _ends(profile: TraceEvents) -> dict[str, list[float]]:
     """Return the ends in microseconds of the kernels of each kind of collective, in order."""
-    found: dict[str, list[float]] = {}
+    ends: dict[str, list[float]] = {}
     for event in sorted(profile.device, key=lambda event: event.end_us):
         if kind_of(event.name) is Kind.COMMUNICATION and not event.name.startswith("Memcpy"):
-            found.setdefault(event.name.partition("(")[0], []).append(event.end_us)
-    return found
+            ends.setdefault(event.name.partition("(")[0], []).append(event.end_us)
+    return ends

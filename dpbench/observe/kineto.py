@@ -269,9 +269,8 @@ def _decoded(path: Path, content: bytes) -> _File:
             return _parsed(content)
         except msgspec.ValidationError:
             raise
-        except (
-            msgspec.DecodeError
-        ):  # old Kineto wrote a rate over 0 seconds as `inf` or `nan`, which is not JSON
+        # old Kineto wrote a rate over 0 seconds as `inf` or `nan`, which is not JSON
+        except msgspec.DecodeError:
             return _parsed(_NO_NUMBER.sub(b"null", content))
     except msgspec.ValidationError as error:
         raise UnreadableFile(

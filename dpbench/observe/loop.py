@@ -107,10 +107,10 @@ def of(recorder: Recorder, first: int = 0) -> WatchedLoop:
         raw.kind in (Phase.FORWARD, EVALUATION) for one in intervals for raw in one.spans
     )
     loaded = any(raw.kind == Phase.DATA for one in intervals for raw in one.spans)
-    own = frozenset[int]() if loaded else frozenset(seen.own_loss)
+    own_loss = frozenset[int]() if loaded else frozenset(seen.own_loss)
     spans_of = [
         [
-            _spans(one, own, by_hand=not ended, functional=functional, clips=seen.clips)
+            _spans(one, own_loss, by_hand=not ended, functional=functional, clips=seen.clips)
             for one in group
         ]
         for group in groups
@@ -296,13 +296,13 @@ def _rows(counted: Sequence[Counter[int]]) -> int:
 
 
 def _spans(
-    interval: Interval, own: frozenset[int], *, by_hand: bool, functional: bool, clips: bool
+    interval: Interval, own_loss: frozenset[int], *, by_hand: bool, functional: bool, clips: bool
 ) -> list[Raw]:
     """Return the spans of an interval in order of time, with those that their neighbours define.
 
-    `own` has the ids of modules that return their own loss: the time after their forward is `data`.
-    The flags tell if the script updates weights itself (`by_hand`), calls no module (`functional`),
-    and writes gradients (`clips`).
+    `own_loss` has the ids of modules that return their own loss: the time after their forward is
+    `data`. The flags tell if the script updates weights itself (`by_hand`), calls no module
+    (`functional`), and writes gradients (`clips`).
     """
     ordered = _without_closures(sorted(interval.spans, key=lambda raw: (raw.start, raw.end)))
     if functional and interval.start is not None:
@@ -314,7 +314,7 @@ def _spans(
     for place, raw in enumerate(ordered):
         if raw.kind == Phase.BACKWARD:
             since = _last(ordered, place, Phase.FORWARD)
-            whole = since is not None and ordered[since].note in own
+            whole = since is not None and ordered[since].note in own_loss
             defined += _between(ordered, since, place, Phase.DATA if whole else Phase.LOSS)
         elif raw.kind == Phase.CLIP:
             defined += _between(
@@ -338,11 +338,11 @@ def _spans(
 
 
 def _forwards(ordered: Sequence[Raw]) -> Iterator[Raw]:
-    for at, raw in enumerate(ordered):
+    for place, raw in enumerate(ordered):
         if raw.kind == Phase.BACKWARD:
-            since = _last(ordered, at, Phase.DATA, Phase.SCATTER, Phase.BACKWARD) or 0
+            since = _last(ordered, place, Phase.DATA, Phase.SCATTER, Phase.BACKWARD) or 0
             until = next(
-                number for number in range(since + 1, at + 1) if ordered[number].kind in COMPUTED
+                number for number in range(since + 1, place + 1) if ordered[number].kind in COMPUTED
             )
             yield from _between(ordered, since, until, Phase.FORWARD)
 
@@ -462,10 +462,9 @@ def _sources(rows: Sequence[Sequence[Raw]]) -> tuple[int, frozenset[int]]:
                 # of several datasets, the one with the most batches counts, or the last of equal
                 # ones
                 if taken:
-                    source, taken = (
-                        max(reversed(taken), key=lambda source_number: taken[source_number]),
-                        Counter(),
-                    )
+                    counts = taken
+                    source = max(reversed(counts), key=lambda number: counts[number])
+                    taken = Counter()
                 if raw.kind == EVALUATION:
                     evaluated.add(source)
                 else:

@@ -101,13 +101,13 @@ class Outermost:
     @functools.cached_property  # torch.compile would compile again for a new function
     def _finding(self) -> Callable[..., Any]:
         original = self._original
-        known = self._known
+        hooked = self._known
         recorder = self._recorder
 
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
             if is_compiling() or not recorder.mine or recorder.inside not in OUTSIDE:
                 return original(module, *args, **kwargs)
-            if id(module) not in known:
+            if id(module) not in hooked:
                 self._hook(module)
             self._call(original)
             try:
@@ -174,9 +174,8 @@ class Outermost:
                 self._recorder.reduction = ExposedReduction(
                     module, open_devices("cpu", 1)[0]
                 ).observe
-        elif any(
-            one.__name__ == "FSDPModule" for one in type(module).__mro__
-        ):  # the import of FSDP2 is slow
+        # by its name, because the import of FSDP2 is slow
+        elif any(one.__name__ == "FSDPModule" for one in type(module).__mro__):
             seen.wrapper = "FullyShardedDataParallel"
             seen.ranks = True
 
@@ -320,7 +319,8 @@ class WrittenGradients:
     """
 
     def __init__(self, recorder: Recorder, outermost: Outermost) -> None:
-        self._recorder, self._outermost = recorder, outermost
+        self._recorder = recorder
+        self._outermost = outermost
         self._last: Raw | None = None
         """The last span when the latest backward or reduction ended."""
         self._gradients: Sequence[tuple[nn.Parameter, torch.Tensor, int]] = ()
@@ -328,9 +328,12 @@ class WrittenGradients:
         recorder.computed = self._computed
 
     def _computed(self) -> None:
-        modules, trained = self._outermost.known, self._recorder.seen.trained
+        trained = self._recorder.seen.trained
         weights = [
-            one for module in modules if id(module) in trained for one in module.parameters()
+            one
+            for module in self._outermost.known
+            if id(module) in trained
+            for one in module.parameters()
         ]
         self._gradients = [
             (one, one.grad, one.grad._version) for one in weights if one.grad is not None
@@ -347,4 +350,5 @@ class WrittenGradients:
         )
         if self._last is self._recorder.last and 2 * written >= max(4, len(self._gradients)):
             self._recorder.seen.clips = True
-        self._last, self._gradients = None, ()
+        self._last = None
+        self._gradients = ()

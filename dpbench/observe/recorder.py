@@ -267,9 +267,8 @@ class Recorder:
     def copied(self, tensor: Any, start: Any) -> None:
         """Record the copy of a host tensor to a device, from the moment `start` to now."""
         self.add(Phase.SCATTER, start, self.now())
-        if (
-            len(self.ends) < PINNED_READS
-        ):  # the driver must be asked, and its answer is the same in every step
+        # the driver must be asked, and its answer is the same in every step
+        if len(self.ends) < PINNED_READS:
             self.seen.pinned = bool(tensor.is_pinned())
 
     def _log(self, kind: str, start: Any, end: Any, note: Any) -> None:
@@ -336,15 +335,15 @@ class Recorder:
         self._start = end
         if self.gpus is not None:
             self.gpus.updated()
-        elif (
-            self.seen.device_kind == "cuda"
-        ):  # the devices are known once a module has been trained
+        # the devices are known once a module has been trained
+        elif self.seen.device_kind == "cuda":
             self.gpus = GpuTimes(open_devices("cuda", self.seen.devices, ids=self.seen.device_ids))
             self.now = self.gpus.now
             self._start = self.now()
         if self._full or self._total >= self._most:
-            was, self.kept = self.kept, self._keeps(number + 1)
-            if self.kept and not was:
+            was_kept = self.kept
+            self.kept = self._keeps(number + 1)
+            if self.kept and not was_kept:
                 self._start = self.now()
         if number + 1 >= self.due:
             self.look(number + 1)

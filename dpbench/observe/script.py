@@ -46,7 +46,8 @@ def _place(script: str, arguments: Sequence[str], module: bool) -> Iterator[None
     try:
         yield
     finally:
-        sys.argv, sys.path[:] = argv, path
+        sys.argv = argv
+        sys.path[:] = path
         if main is not None:
             sys.modules["__main__"] = main
 
@@ -69,11 +70,11 @@ def _code(error: SystemExit) -> int:
 
 
 def _print(error: BaseException) -> None:
-    at = error.__traceback__
+    trace = error.__traceback__
     ours = {__file__, runpy.__file__, "<frozen runpy>"}
-    while at is not None and at.tb_frame.f_code.co_filename in ours:
-        at = at.tb_next
-    traceback.print_exception(type(error), error, at)
+    while trace is not None and trace.tb_frame.f_code.co_filename in ours:
+        trace = trace.tb_next
+    traceback.print_exception(type(error), error, trace)
 
 
 _IGNORED = ("torch", "dpbench.observe", "dpbench.engine")
@@ -91,9 +92,9 @@ def place(caller: types.FrameType, what: str) -> str:
     """Return the place in the script that led to a call of `what`, such as `train.py:31 item`."""
     code = caller.f_code
     key = id(code), caller.f_lasti, what
-    known = _places.get(key)
-    if known is not None:
-        return known[1]
+    remembered = _places.get(key)
+    if remembered is not None:
+        return remembered[1]
     frame: types.FrameType | None = caller
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_IGNORED):
         frame = frame.f_back

@@ -62,9 +62,8 @@ def stretches(
     """
     copies = sorted(copied)
     closures = _with_backward(events)
-    stack: list[
-        tuple[float, Phase | None, bool]
-    ] = []  # end, phase, whether its operators are outermost
+    # end, phase, whether its operators are outermost
+    stack: list[tuple[float, Phase | None, bool]] = []
     at_us = float("-inf")
     state = _State()
     passed = 0
@@ -119,7 +118,8 @@ class _State:
         self._after_backward = self._clips = False
 
     def backward(self) -> None:
-        self._after_backward, self._clips = True, False
+        self._after_backward = True
+        self._clips = False
 
     def phase_of(
         self,
@@ -169,9 +169,8 @@ class _State:
             return Phase.LOSS
         if outer:
             return outer
-        if (
-            self._after_backward and event.sequence < 0
-        ):  # autograd does not record clipping or an update
+        # autograd does not record clipping or an update
+        if self._after_backward and event.sequence < 0:
             self._clips |= name in _NORMS
             return Phase.CLIP if self._clips else None
         if name in _PREPARES:

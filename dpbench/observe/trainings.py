@@ -111,11 +111,11 @@ def groups(intervals: Sequence[Interval], slowest: frozenset[int]) -> Iterator[l
     `slowest` has the optimizers that end a step; if empty, every interval is a step.
     """
     group: list[Interval] = []
-    for one in intervals:
-        if group and one.number != group[-1].number + 1:
+    for interval in intervals:
+        if group and interval.number != group[-1].number + 1:
             group = []
-        group.append(one)
-        if not slowest or one.owner in slowest:
+        group.append(interval)
+        if not slowest or interval.owner in slowest:
             yield group
             group = []
 

@@ -167,15 +167,17 @@ def _trial(part: RankRecord) -> Trial:
 
 def _only(numbers: Sequence[int], trial: Trial, common: set[int]) -> Trial:
     """Return a trial with only the common steps; `numbers` has the number of each step."""
-    place = {
-        at: new
-        for new, at in enumerate(at for at, number in enumerate(numbers) if number in common)
+    new_places = {
+        old: new
+        for new, old in enumerate(old for old, number in enumerate(numbers) if number in common)
     }
     return replace(
         trial,
-        steps=tuple(trial.steps[at] for at in place),
+        steps=tuple(trial.steps[old] for old in new_places),
         spans=tuple(
-            replace(span, step=place[span.step]) for span in trial.spans if span.step in place
+            replace(span, step=new_places[span.step])
+            for span in trial.spans
+            if span.step in new_places
         ),
     )
 
@@ -290,14 +292,14 @@ def held(rank: int, seen: Seen, library: Library = None) -> tuple[Held, ...]:
 
     `library` replaces pynvml in tests.
     """
-    own = [uuid for _, uuid in gpus(rank, seen)]
+    trained_on = [uuid for _, uuid in gpus(rank, seen)]
     return tuple(
         Held(
             rank=rank,
             gpu=gpu.index,
             uuid=gpu.uuid,
             held_bytes=size,
-            own=any(nvml.same_gpu(gpu.uuid, own_uuid) for own_uuid in own),
+            own=any(nvml.same_gpu(gpu.uuid, own_uuid) for own_uuid in trained_on),
         )
         for gpu, size in (nvml.held_by(os.getpid(), library) if seen.device_ids else ())
     )

@@ -102,9 +102,9 @@ class _Beside:
             places[gpu["index"]] = [
                 number for number, uuid in part.gpus if nvml.same_gpu(uuid, gpu["uuid"])
             ]
-        found = self.series.cut(steps[0].start_s, steps[-1].end_s)
+        samples = self.series.cut(steps[0].start_s, steps[-1].end_s)
         return tuple(
-            replace(one, device=place) for one in found for place in places.get(one.device, ())
+            replace(one, device=place) for one in samples for place in places.get(one.device, ())
         )
 
 
@@ -155,9 +155,8 @@ def _store(
     """
     try:
         recorder.stop()
-    except (
-        RuntimeError
-    ) as error:  # a GPU error that ended the script; the times of the steps are lost
+    # a GPU error that ended the script; the times of the steps are lost
+    except RuntimeError as error:
         result.unknown.append(f"the times of the work on the GPUs are unknown: {error}")
         return
     part = trials.RankRecord(
