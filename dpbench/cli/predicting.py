@@ -338,7 +338,7 @@ def _check(
     loop: ObservedLoop | None,
     options: Mapping[str, Any],
 ) -> None:
-    """Raise UsageError if options contradict each other, the machine, the cases or the loop."""
+    """Raise UsageError if options conflict with each other, the machine, the cases or the loop."""
     nodes = [case for case in selected if case.devices > machine.gpu.count]
     if options["bus"] and nodes:
         raise click.UsageError(

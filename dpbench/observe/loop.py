@@ -450,7 +450,7 @@ def _cut(
 
 
 def _sources(rows: Sequence[Sequence[Raw]]) -> tuple[int, frozenset[int]]:
-    """Return the owners of the training dataset (0: unknown) and of those only evaluated."""
+    """Return the training dataset (0: unknown) and the datasets that only evaluations read."""
     trained: Counter[int] = Counter()
     evaluated: set[int] = set()
     for raws in rows:
