@@ -606,7 +606,7 @@ FAULTS = (
     Fault(
         "unknown-default",
         "an unknown key in a file of defaults is an error",
-        '_refuse_unknown(own, f"{file}: [{name}]", [*options])',
+        '_refuse_unknown(of_command, f"{file}: [{name}]", [*options])',
         '_refuse_unknown({}, f"{file}: [{name}]", [*options])',
         (
             "tests/test_config.py::test_a_wrong_entry_is_an_error_that_names_file_and_key_and_starts_nothing",
@@ -868,7 +868,7 @@ FAULTS = (
     Fault(
         "config-command",
         "the stored command of a run with defaults from a file repeats it without the file",
-        'asked.command("--store", str(store), config=False) if given else ""',
+        'selected.command("--store", str(store), config=False) if given else ""',
         '""',
         ("tests/test_config.py::test_the_stored_command_repeats_the_run_without_the_file",),
     ),

@@ -64,9 +64,7 @@ for command in (
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line with `arguments`, or with those of the process for None.
 
-    Print errors to stderr.
-
-    After an error, the process exits with a code that states the kind of the error.
+    An error is printed to stderr, and the process exits with a code that states its kind.
     """
     open_streams()
     try:
@@ -84,8 +82,8 @@ def main(arguments: list[str] | None = None) -> None:
         click.echo(f"error: {visible(str(error), lines=True)}", err=True)
         sys.exit(EXIT_FAILED)
     except (ValueError, LookupError) as error:
-        said = error.args[0] if isinstance(error, KeyError) and error.args else error
-        click.echo(f"error: {visible(str(said), lines=True)}", err=True)
+        message = error.args[0] if isinstance(error, KeyError) and error.args else error
+        click.echo(f"error: {visible(str(message), lines=True)}", err=True)
         sys.exit(EXIT_USAGE)
     except RuntimeError as error:
         from dpbench.store import StoreError

@@ -35,7 +35,7 @@ class ComparedRun(msgspec.Struct, frozen=True, kw_only=True):
 
     `project_commit` is the git commit of the folder in which the run was started. A run from an
     exported file lacks the facts on machine and code; its `started` is the beginning of 1970,
-    because its start time is unknown.
+    because its start is unknown.
     """
 
     run: RunFacts
@@ -54,14 +54,11 @@ class ComparedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ComparedCase(msgspec.Struct, frozen=True, kw_only=True):
-    """One case in the JSON of `dpbench compare`.
-
-    `analysis.comparison.Comparison` has the same values.
+    """One case in the JSON of `dpbench compare`: the values of `analysis.comparison.Comparison`.
 
     `before_s` and `after_s` are seconds per step. `ratio` is above 1 if the second run is faster.
     `phase` is the phase that changed most, and `phase_s` its change in seconds per step.
-    `phase_share` is the size of this change divided by the sum of the sizes of the changes of all
-    phases.
+    `phase_share` is the size of this change as a share of the sizes of all phases' changes.
     """
 
     label: str
@@ -96,9 +93,8 @@ class ComparedRuns(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `dpbench compare`.
 
     Relative differences below `margin` count as equal. `unlike` has the facts in which the machines
-    or the software of the runs differ. `lost` has the cases that are in both runs but cannot be
-    compared, because they have no result in one of the runs or in both. It maps the label of each
-    such case to the reason why the result is missing.
+    or the software of the runs differ. `lost` maps the label of each case that is in both runs but
+    has no result in one of them or in both to the reason.
     """
 
     before: ComparedRun
@@ -176,25 +172,25 @@ def compare(
         for run, trials in (side(store, one) for one in (before, after))
     ]
     first, second = (report for _, report in sides)
-    found = comparison.between(first, second, margin=margin, unlike=unlike)
+    comparisons = comparison.between(first, second, margin=margin, unlike=unlike)
     if as_json:
         both = [ComparedRun.of(*one) for one in sides]
-        lost = {case.label: reason for case, reason in found.lost.items()}
+        lost = {case.label: reason for case, reason in comparisons.lost.items()}
         shapes.show(
             ComparedRuns(
                 before=both[0],
                 after=both[1],
                 margin=margin,
-                unlike=[str(one) for one in found.unlike],
-                cases=[ComparedCase.of(line) for line in found.lines],
+                unlike=[str(one) for one in comparisons.unlike],
+                cases=[ComparedCase.of(line) for line in comparisons.lines],
                 lost=lost,
             )
         )
     else:
-        click.echo((comparing.as_markdown if md else comparing.text)(first, second, found))
+        click.echo((comparing.as_markdown if md else comparing.text)(first, second, comparisons))
     if page:  # a page that cannot be written must not hide the result
         page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(comparing.page(first, second, found), encoding="utf-8")
+        page.write_text(comparing.page(first, second, comparisons), encoding="utf-8")
         click.echo(f"page: {page}", err=True)
-    verdicts = found.verdicts
+    verdicts = comparisons.verdicts
     sys.exit(EXIT_WORSE if verdicts["slower"] else EXIT_UNDECIDED if verdicts["undecided"] else 0)

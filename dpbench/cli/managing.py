@@ -1,7 +1,4 @@
-"""Managing: the commands that look after a store and its runs: show, rm and merge.
-
-The module also makes the lines of `dpbench list runs`.
-"""
+"""Managing: the commands show, rm and merge, and the lines of `dpbench list runs`."""
 
 from __future__ import annotations
 
@@ -33,10 +30,8 @@ def runs(store: Path, last: int | None = None) -> list[RunFacts]:
         ]
 
 
-def lines(found: Sequence[RunFacts]) -> list[str]:
-    """Return one line per run: the id, start, commit, number of cases, state, name, models, host
-    and command.
-    """
+def lines(listed: Sequence[RunFacts]) -> list[str]:
+    """Return one line per run, as `dpbench list runs` prints it."""
     cells = [
         (
             run.id[:12],
@@ -49,7 +44,7 @@ def lines(found: Sequence[RunFacts]) -> list[str]:
             run.host or "-",
             run.command or "-",
         )
-        for run in found
+        for run in listed
     ]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
@@ -82,7 +77,6 @@ def shown_run(opened: Store, run: StoredRun) -> ShownRun:
 
 
 def _text(shown: ShownRun) -> str:
-    """Return the facts of a run as text with one fact per line, and then one line per case."""
     run = shown.run
     planned = (
         f"{words.count(run.rounds, 'round')}"
@@ -128,8 +122,7 @@ def _text(shown: ShownRun) -> str:
 @json_option
 @store_option
 def show(run_id: str, as_json: bool, store: Path) -> None:
-    """Show the name, tags, command, host and state of a run, and the number of trials of each case
-    by status.
+    """Show the facts of a run, and the number of trials of each case by status.
 
     RUN is @last (the default), @NAME, or the beginning of an id.
     """
@@ -190,8 +183,7 @@ def rm(run_ids: Sequence[str], yes: bool, store: Path) -> None:
 @click.argument("other", metavar="OTHER.db", type=click.Path(path_type=Path))
 @store_option
 def merge(other: Path, store: Path) -> None:
-    """Copy all runs and trials of the store OTHER.db into the store of --store, except those that
-    it has already.
+    """Copy the runs and trials of OTHER.db into the store of --store, except those it has.
 
     The command can be repeated, because it never copies a trial twice. If the two stores contradict
     each other, no store is changed, and the error names the runs and cases.

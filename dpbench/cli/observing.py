@@ -1,5 +1,4 @@
-"""Observing: the commands that make trials of the user's training, `dpbench watch` and `dpbench
-import`.
+"""Observing: the commands that make trials of the user's training.
 
 `dpbench watch` runs a training script unchanged and records its steps. `dpbench import` reads
 profiler traces.
@@ -34,11 +33,11 @@ class DeviceTime(msgspec.Struct, frozen=True, kw_only=True):
 
     `device` is the device's number in the file, and `name` its model, empty if unknown. `span_s` is
     the time from the start of its first activity to the end of its last. `compute_s`, `copies_s`
-    and `communication_s` are the seconds in which at least one activity of that kind ran;
-    activities of different kinds may overlap. Memory fills count as copies, and copies between two
-    devices as communication. `exposed_copies_s` and `exposed_communication_s` are the parts of
-    `copies_s` and `communication_s` in which no compute kernel ran. `kernels_s` are the seconds in
-    which a compute kernel or a copy ran. During `idle_s` the device ran nothing.
+    and `communication_s` are the seconds in which at least one activity of that kind ran; different
+    kinds may overlap. Memory fills count as copies, and copies between two devices as
+    communication. `exposed_copies_s` and `exposed_communication_s` are the parts in which no
+    compute kernel ran. `kernels_s` are the seconds in which a compute kernel or a copy ran. During
+    `idle_s` the device ran nothing.
     """
 
     device: int
@@ -54,17 +53,16 @@ class DeviceTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepTime(msgspec.Struct, frozen=True, kw_only=True):
-    """One step: its name, its start in seconds since the first event of the file, its duration, and
-    its phases.
+    """One step: its start since the first event of the file, its duration, and its phases.
 
     A step lasts from the end of the devices' work of the step before to the end of the work that
     the host launched in it. `partial` is True if the trace lacks its beginning; the step then
     starts with its first kernel or copy. `phases` are the seconds on the critical path of host and
     devices, which sum to `seconds`; `host` are the seconds that the host spent in each phase,
-    whatever the devices did meanwhile. Both have all phases, with 0 for a phase that does not
-    occur, and `phases` also has `unattributed`. `host_ahead_s` are the seconds from the end of the
-    step on the host to its end on the devices, negative if the host ended it later; null if the
-    step is an interval of the host.
+    whatever the devices did meanwhile. Both have all phases, with 0 for one that does not occur,
+    and `phases` also has `unattributed`. `host_ahead_s` are the seconds from the end of the step on
+    the host to its end on the devices, negative if the host ended it later; null if the step is an
+    interval of the host.
     """
 
     name: str
@@ -77,12 +75,11 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClockShift(msgspec.Struct, frozen=True, kw_only=True):
-    """The correction of a rank's clock to the clock of the first rank.
+    """The correction of a rank's clock to the clock of the first rank, in seconds.
 
-    `collectives` collectives were compared. For each, dpbench took the difference between the time
-    at which it ended on the first rank and the time at which it ended on this rank. `shift_s` is
-    the median of these differences; it was added to the rank's times. `uncertainty_s` is the
-    largest deviation from the median. Both are in seconds.
+    `collectives` collectives were compared: the time at which each ended on the first rank, less
+    the time at which it ended on this rank. `shift_s` is the median of these differences; it was
+    added to the rank's times. `uncertainty_s` is the largest deviation from it.
     """
 
     shift_s: float
@@ -93,8 +90,7 @@ class ClockShift(msgspec.Struct, frozen=True, kw_only=True):
 class TraceFile(msgspec.Struct, frozen=True, kw_only=True):
     """One trace file: its rank in a process group of `world_size` ranks, its devices and its steps.
 
-    `clock` is the correction of the rank's clock to that of the first rank; null for the first
-    rank, and if the collectives of the two ranks do not match.
+    `clock` is null for the first rank, and if the collectives of the two ranks do not match.
     """
 
     path: str
@@ -107,9 +103,7 @@ class TraceFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Import(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON of `dpbench import`: the id of the stored run, its results file `store`, and a
-    record per trace file.
-    """
+    """The JSON of `dpbench import`: the id of the stored run, its results file, and each trace."""
 
     schema: int
     run: str
@@ -174,14 +168,14 @@ def import_(traces: tuple[Path, ...], store: Path, name: str, as_json: bool) -> 
 
 
 def _file(trace: ImportedTrace, loop: ImportedLoop) -> TraceFile:
-    """Return the record of one trace of a loop."""
     from dataclasses import asdict
 
     from dpbench.records import UNATTRIBUTED, Phase
     from dpbench.records.activity import busy
     from dpbench.records.ledger import Ledger
 
-    found, profile = trace.attributed, trace.profile
+    attributed = trace.attributed
+    profile = trace.profile
     names = {gpu.id: gpu.name for gpu in profile.gpus}
     every = [phase.value for phase in Phase]
     return TraceFile(
@@ -191,7 +185,7 @@ def _file(trace: ImportedTrace, loop: ImportedLoop) -> TraceFile:
         clock=ClockShift(**asdict(trace.aligned)) if trace.aligned else None,
         devices=[
             DeviceTime(device=device, name=names.get(device, ""), **asdict(times))
-            for device, times in busy(found.activities).items()
+            for device, times in busy(attributed.activities).items()
         ],
         steps=[
             StepTime(
@@ -204,11 +198,11 @@ def _file(trace: ImportedTrace, loop: ImportedLoop) -> TraceFile:
                 host_ahead_s=ahead_s,
             )
             for name, step, seconds, host, ahead_s in zip(
-                found.names,
-                found.steps,
-                Ledger(found.steps, found.spans).phases,
-                found.host,
-                found.ahead_s or [None] * len(found.steps),
+                attributed.names,
+                attributed.steps,
+                Ledger(attributed.steps, attributed.spans).phases,
+                attributed.host,
+                attributed.ahead_s or [None] * len(attributed.steps),
                 strict=True,
             )
         ],
@@ -217,7 +211,6 @@ def _file(trace: ImportedTrace, loop: ImportedLoop) -> TraceFile:
 
 
 def _print(file: TraceFile) -> None:
-    """Print the devices, the median step and the lead of the host of a file as text."""
     import statistics
 
     from dpbench.records import words
@@ -300,8 +293,7 @@ def watch(
     name: str,
     tag: tuple[tuple[str, str], ...],
 ) -> None:
-    """Run a training script in this process, unchanged, and store its steps and their phases as a
-    run.
+    """Run a training script in this process, unchanged, and store its steps as a run.
 
     Options for dpbench come before SCRIPT; all words after SCRIPT are the script's arguments. If
     the script fails, the exit code is that of the script.
@@ -330,10 +322,7 @@ def watch(
 
 
 def _show(store: Path, run_id: str) -> bool:
-    """Print the answers and the table of a run, and write its page.
-
-    Return whether the page was written.
-    """
+    """Print the answers and the table of a run; return whether its page was written."""
     from dpbench.store import Store
 
     with Store.read(store) as opened:

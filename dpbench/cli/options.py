@@ -1,5 +1,4 @@
-"""Options: the types of command-line options, options of several commands, their defaults, and the
-exit codes.
+"""Options: the types, the shared options, the defaults and the exit codes of the command line.
 
 Defaults come from `dpbench.toml`, or from [tool.dpbench] in `pyproject.toml`, in the working
 folder. A table such as [run] has the defaults of one command; its keys are the long names of
@@ -56,16 +55,15 @@ EMPTY = "give at least one value, or leave the option out"
 MOST_BYTES = 1e18
 OWN, PROJECT = "dpbench.toml", "pyproject.toml"
 SHARED = ("store", "patience")
-"""The options whose defaults a file may set for all commands at once, outside of the tables of the
-commands.
-"""
+"""The options whose defaults a file may set for all commands, outside of their tables."""
 EXITS = {0: "done", 2: "a file cannot be read or written", 64: "wrong usage"}
 """The meaning of the exit codes of most commands."""
 
 
 def last_words(text: str) -> NoReturn:
-    """Print `text` to stderr unless stderr is closed, discard further output, and exit with the
-    code for SIGPIPE.
+    """Print `text` to stderr, discard further output, and exit with the code for SIGPIPE.
+
+    Nothing is printed if stderr is closed.
     """
     with suppress(OSError):
         click.echo(text, err=True)
@@ -77,9 +75,7 @@ def last_words(text: str) -> NoReturn:
 
 
 def open_streams() -> None:
-    """Open the null device for each standard stream that is closed, so that no other file gets its
-    descriptor.
-    """
+    """Open the null device for closed standard streams: no other file may get their descriptors."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -96,18 +92,17 @@ def open_streams() -> None:
 class Listed(click.ParamType[tuple[Any, ...]]):
     """The type of a comma-separated list.
 
-    `part` converts one part of the list; it raises ValueError for a text that it does not accept.
-    `expected` describes the list in the message for such a text.
+    `part` converts one part; it raises ValueError for a text that it does not accept. `expected`
+    describes the list in the message for such a text.
     """
 
     def __init__(self, name: str, part: Callable[[str], Any], expected: str = "") -> None:
-        self.name, self._part, self._expected = name, part, expected
+        self.name = name
+        self._part = part
+        self._expected = expected
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Return the values of all parts of a text.
-
-        Fail for an empty list, and for a part that is not accepted.
-        """
+        """Return the values of all parts; fail for an empty list or a part that is not accepted."""
         if isinstance(value, tuple):
             return value
         parts = [part.strip() for part in value.split(",") if part.strip()]
@@ -120,10 +115,6 @@ class Listed(click.ParamType[tuple[Any, ...]]):
 
 
 def _natural(text: str) -> int:
-    """Return the integer that a text of digits states.
-
-    Raises ValueError if the text has any other character.
-    """
     if not text.isdigit():
         raise ValueError(text)
     return int(text)
@@ -141,9 +132,7 @@ LOADERS = Listed(
     lambda text: -1 if text == "off" else _natural(text),
     "a list in which each entry is off or a number of workers, such as off,0,2",
 )
-"""The type of a list of DataLoader settings: a number of workers, or -1 for off, which means no
-DataLoader.
-"""
+"""The type of a list of DataLoader settings: a number of workers, or -1 for no DataLoader."""
 DEVICE_IDS = Listed(
     "0,1,...|GPU-...",
     lambda text: text if text.startswith("GPU-") else _natural(text),
@@ -153,7 +142,7 @@ DEVICE_IDS = Listed(
 
 
 class Schedules(click.ParamType[tuple[str, ...]]):
-    """A list of schedules, each of which is the name of a rung or a combination of switches."""
+    """A list of schedules, each the name of a rung or a combination of switches."""
 
     name = "rung,switch=position,..."
 
@@ -207,17 +196,14 @@ class Bytes(click.ParamType[int]):
     name = "bytes"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Return the number of bytes.
-
-        Fail for a value that is not a number, is too large, or has an unknown unit.
-        """
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", str(value), re.IGNORECASE)
-        if not found:
+        """Return the number of bytes; fail for no number, a too large one, or an unknown unit."""
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", str(value), re.IGNORECASE)
+        if not match:
             self.fail(
                 f"{value!r} is not a number of bytes, such as 8GiB, 512MiB or 1000000", param, ctx
             )
-        power = " KMGT".index((found[2] or " ").upper())
-        size = float(found[1]) * (1024 if found[3] else 1000) ** power
+        power = " KMGT".index((match[2] or " ").upper())
+        size = float(match[1]) * (1024 if match[3] else 1000) ** power
         return (
             int(size)
             if size < MOST_BYTES
@@ -247,84 +233,67 @@ class Documented(click.Command):
 
 
 def _shown(value: str | list[str]) -> str:
-    """Return the value of an option in a `default_map` as text."""
     return value if isinstance(value, str) else " ".join(value)
 
 
 def read(folder: Path, commands: Mapping[str, click.Command]) -> tuple[str, dict[str, Any]]:
-    """Return the name of the file in `folder` that has defaults, and the defaults as click's
-    `default_map`.
+    """Return the name of the file in `folder` with defaults, and these as click's `default_map`.
 
-    Both are empty without such a file. Raises UnreadableFile if a file is not TOML. Raises
-    UsageError if two files have defaults, or if a key is unknown; the message names the files, or
-    the file and the key.
+    Both are empty without such a file. Raises UnreadableFile if a file is not TOML, and UsageError
+    if two files have defaults, or if a key is unknown.
     """
-    own, project = (_toml(folder / name) for name in (OWN, PROJECT))
+    own_table, project = (_toml(folder / name) for name in (OWN, PROJECT))
     ours = _table(_table(project, "tool", PROJECT), "dpbench", PROJECT)
-    if own and ours:
+    if own_table and ours:
         raise click.UsageError(
             f"{OWN} and [tool.dpbench] in {PROJECT} both have defaults: remove one of them"
         )
-    if own:
-        return OWN, _default_map(own, OWN, commands)
+    if own_table:
+        return OWN, _default_map(own_table, OWN, commands)
     return (PROJECT, _default_map(ours, PROJECT, commands)) if ours else ("", {})
 
 
 def _toml(path: Path) -> dict[str, Any]:
-    """Return the content of a TOML file.
-
-    Empty without such a file. Raises UnreadableFile if the file is not TOML.
-    """
     import tomllib
 
     if not path.is_file():
         return {}
     try:
-        found: dict[str, Any] = everywhere(tomllib.loads(text_of(path)))
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # also for invalid UTF-8, and for numbers with too many digits
+        content: dict[str, Any] = everywhere(tomllib.loads(text_of(path)))
+    # ValueError also for invalid UTF-8, and for numbers with too many digits
+    except (ValueError, RecursionError) as error:
         raise UnreadableFile(f"{path.name} is not valid TOML: {error}") from None
-    return found
+    return content
 
 
 def _table(outer: Mapping[str, Any], key: str, file: str) -> dict[str, Any]:
-    """Return the table `key` of a table.
-
-    Empty if there is none. Raises UsageError if the value is no table.
-    """
-    found = outer.get(key, {})
-    if not isinstance(found, dict):
-        raise click.UsageError(f"{file}: {key!r} is {abridged(found)}; it must be a table")
-    return found
+    value = outer.get(key, {})
+    if not isinstance(value, dict):
+        raise click.UsageError(f"{file}: {key!r} is {abridged(value)}; it must be a table")
+    return value
 
 
 def _default_map(
     table: Mapping[str, Any], file: str, commands: Mapping[str, click.Command]
 ) -> dict[str, Any]:
-    """Return a table of defaults in the form of click's `default_map`.
-
-    Raises UsageError for an unknown key.
-    """
     _refuse_unknown(table, file, [*SHARED, *commands])
     shared = {key: value for key, value in table.items() if key in SHARED}
-    found = {}
+    defaults = {}
     for name, command in commands.items():
         options = {
-            long.removeprefix("--"): one
-            for one in command.params
-            if isinstance(one, click.Option)
-            for long in one.opts
+            long.removeprefix("--"): option
+            for option in command.params
+            if isinstance(option, click.Option)
+            for long in option.opts
             if long.startswith("--")
         }
-        own = _table(table, name, file)
-        _refuse_unknown(own, f"{file}: [{name}]", [*options])
-        given = {key: value for key, value in shared.items() if key in options} | own
-        found[name] = {
+        of_command = _table(table, name, file)
+        _refuse_unknown(of_command, f"{file}: [{name}]", [*options])
+        given = {key: value for key, value in shared.items() if key in options} | of_command
+        defaults[name] = {
             options[key].name: _given(options[key], value) for key, value in given.items()
         }
-    return found
+    return defaults
 
 
 def _refuse_unknown(table: Mapping[str, Any], where: str, known: Sequence[str]) -> None:
@@ -336,10 +305,7 @@ def _refuse_unknown(table: Mapping[str, Any], where: str, known: Sequence[str]) 
 
 
 def _given(option: click.Option, value: Any) -> str | list[str]:
-    """Return the text that would set an option on the command line.
-
-    A list of texts for a repeated option.
-    """
+    """Return the text that would set an option on the command line, or texts if it is repeated."""
     texts = [
         {True: "on", False: "off"}[one] if isinstance(one, bool) else str(one)
         for one in (value if isinstance(value, list) else [value])
@@ -348,10 +314,7 @@ def _given(option: click.Option, value: Any) -> str | list[str]:
 
 
 def origin(error: click.ClickException) -> str:
-    """Return a clause that names the file which gives the value that `error` is about.
-
-    "" if none does.
-    """
+    """Return a clause that names the file whose default `error` is about; "" if none is."""
     if not isinstance(error, click.BadParameter) or error.ctx is None or error.param is None:
         return ""
     source = error.ctx.get_parameter_source(error.param.name or "")
@@ -360,8 +323,6 @@ def origin(error: click.ClickException) -> str:
 
 
 def has_defaults(context: click.Context) -> bool:
-    """Return whether the current command, with click's context `context`, took a default from a
-    file.
-    """
+    """Return whether the current command took a default from a file."""
     sources = map(context.get_parameter_source, context.params)
     return ParameterSource.DEFAULT_MAP in sources

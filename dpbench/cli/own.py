@@ -1,5 +1,4 @@
-"""Own: the commands for the user's model and DataLoader, `dpbench init`, `dpbench check` and
-`dpbench loaders`.
+"""Own: the commands for the user's model and DataLoader.
 
 `dpbench init` writes a model file. `dpbench check` takes a step with a model and prints the
 results. `dpbench loaders` finds how many workers a DataLoader needs.
@@ -70,8 +69,7 @@ MOST_WORKERS = 1024
 def check(
     model: str, size: str, batch_size: int, optimizer: str, limit: float, as_json: bool
 ) -> None:
-    """Build a model, take one step on one device and one verified step on two, and print the
-    results.
+    """Take one step of a model on one device and one verified step on two; print the results.
 
     Each fault names the function that you must change in the model's file. `dpbench run` begins
     with the same check, but on one device only.
@@ -90,21 +88,21 @@ def check(
         Case(model=model, strategy="", batch_size=batch_size, size=size, optimizer=optimizer)
     )
     with scratch.folder() as folder, Server(folder) as server:
-        found = server.check(replace(case, batch_size=batch_size, devices=2), limit)
+        checked = server.check(replace(case, batch_size=batch_size, devices=2), limit)
     if as_json:
         click.echo(
             dumps(
                 {
                     "model": model,
-                    "status": found.status.value,
-                    "reason": found.reason,
-                    **found.provenance.get("model_check", {}),
+                    "status": checked.status.value,
+                    "reason": checked.reason,
+                    **checked.provenance.get("model_check", {}),
                 }
             )
         )
     else:
-        click.echo("\n".join(checks.model_words(found)))
-    sys.exit(0 if found.status is Status.OK else EXIT_FAILED)
+        click.echo("\n".join(checks.model_words(checked)))
+    sys.exit(0 if checked.status is Status.OK else EXIT_FAILED)
 
 
 @click.command(
@@ -209,8 +207,7 @@ def loaders(
     patience: float | None,
     **options: Any,
 ) -> None:
-    """Measure a DataLoader's rate with several numbers of workers, and compare it with the rate of
-    a training step.
+    """Measure a DataLoader's rate by number of workers, and compare it with that of a step.
 
     The recommended number of workers, the knee, is the least whose rate is within 5 % of the best.
     """
@@ -243,9 +240,7 @@ def _loader_cases(
     step_ms: float | None,
     **loading: Any,
 ) -> list[Case]:
-    """Return the cases of the DataLoader, and that of the step to compare with, if a model is
-    given.
-    """
+    """Return the cases of the DataLoader, and with a model, that of the step to compare with."""
     from dpbench.hardware.provenance import usable_cores
     from dpbench.records.loading import Loading, workers_default
 
@@ -258,16 +253,13 @@ def _loader_cases(
         raise click.UsageError(
             f"--workers must be from 0 to {MOST_WORKERS}, got {','.join(map(str, counts))}"
         )
-    asked = Loading(**loading, step_s=(step_ms or 0.0) / 1e3)
-    cases = [asked.case(dataset, count, batch_size) for count in dict.fromkeys(counts)]
+    settings = Loading(**loading, step_s=(step_ms or 0.0) / 1e3)
+    cases = [settings.case(dataset, count, batch_size) for count in dict.fromkeys(counts)]
     return [*cases, *([_step_of(model, batch_size)] if model else [])]
 
 
 def _step_of(model: str, batch_size: int) -> Case:
-    """Return the case of a step on one device.
-
-    The user's model is only looked for, and not imported.
-    """
+    """Return the case of a step on one device, without importing the user's model."""
     from dpbench.hardware.nvml import cuda_device_count
     from dpbench.hardware.provenance import torch_has_cuda
     from dpbench.records import Case, registry

@@ -30,48 +30,47 @@ COLUMNS = (
     "label",
 )
 SHOWN = 0.03
-"""The smallest fraction of a step's time with which a phase is shown in the table of
-predictions.
-"""
+"""The smallest share of a step with which the table of predictions shows a phase."""
 
 
-def predictions_table(found: Sequence[Prediction]) -> str:
-    """Return the predictions as the text of a table with one line per case."""
+def predictions_table(predictions: Sequence[Prediction]) -> str:
+    """Return the predictions as a table with one line per case."""
     return "\n".join(
-        aligned([COLUMNS, *(_cells(one, found) for one in found)], left=(0, 1, 8, 9, 10))
+        aligned(
+            [COLUMNS, *(_cells(one, predictions) for one in predictions)], left=(0, 1, 8, 9, 10)
+        )
     )
 
 
-def _cells(one: Prediction, others: Sequence[Prediction]) -> tuple[str, ...]:
+def _cells(prediction: Prediction, others: Sequence[Prediction]) -> tuple[str, ...]:
     from dpbench.analysis.summary import labels
     from dpbench.predict.cases import speedup
 
-    case = one.case
+    case = prediction.case
     schedule = f"[{case.schedule}]" if case.schedule not in ("", "reference") else ""
-    ratio, scaling = speedup(one, others)
+    ratio, scaling = speedup(prediction, others)
     weak = " weak" if scaling == "weak" else ""
     return (
         case.model,
         case.strategy + schedule,
         str(case.devices),
         str(case.batch_size),
-        words.number(one.seconds * 1e3),
-        f"{words.number(one.low_s * 1e3)}–{words.number(one.high_s * 1e3)}",
-        words.number(case.batch_size / one.seconds),
+        words.number(prediction.seconds * 1e3),
+        f"{words.number(prediction.low_s * 1e3)}–{words.number(prediction.high_s * 1e3)}",
+        words.number(case.batch_size / prediction.seconds),
         f"{words.number(ratio.value)}x ({words.interval(ratio)}){weak}" if ratio else "",
-        _phases(one),
-        one.profile,
+        _phases(prediction),
+        prediction.profile,
         ", ".join(labels(Trial(case=case, source=Source.PREDICTED))),
     )
 
 
-def _phases(one: Prediction) -> str:
-    """Return a text with the name and the milliseconds of each phase that takes at least `SHOWN` of
-    the step.
-    """
-    charged = ledger.phases(Step(one.seconds, False, one.seconds), one.spans)
+def _phases(prediction: Prediction) -> str:
+    charged = ledger.phases(Step(prediction.seconds, False, prediction.seconds), prediction.spans)
     shown = {
-        name: s for name, s in charged.items() if s >= SHOWN * one.seconds and name != UNATTRIBUTED
+        name: s
+        for name, s in charged.items()
+        if s >= SHOWN * prediction.seconds and name != UNATTRIBUTED
     }
     return " ".join(f"{name} {words.number(seconds * 1e3)}" for name, seconds in shown.items())
 
@@ -91,38 +90,36 @@ NEEDS = (
 )
 
 
-def needs_table(found: Iterable[Need]) -> str:
-    """Return a table with each case's memory peaks on device 0 and on the other devices, and
-    whether the case fits.
-    """
+def needs_table(needs: Iterable[Need]) -> str:
+    """Return a table with each case's memory peaks and whether it fits."""
     lines: list[tuple[str, ...]] = [NEEDS]
-    for one in found:
-        case = one.case
+    for need in needs:
+        case = need.case
         schedule = f"[{case.schedule}]" if case.schedule not in ("", "reference") else ""
         head = (case.model, case.strategy + schedule, str(case.devices), str(case.batch_size))
-        if one.reason:
-            lines.append((*head, *["-"] * 4, one.reason, "", "PREDICTED"))
+        if need.reason:
+            lines.append((*head, *["-"] * 4, need.reason, "", "PREDICTED"))
             continue
-        allocated, reserved = one.peaks("allocated"), one.peaks("reserved")
-        fits = {True: "yes", False: f"no: device {one.failed_device}", None: "unknown"}[one.fits]
+        allocated, reserved = need.peaks("allocated"), need.peaks("reserved")
+        fits = {True: "yes", False: f"no: device {need.failed_device}", None: "unknown"}[need.fits]
         others = words.size(max(allocated[1:])) if allocated[1:] else ""
         held = (
             words.size(allocated[0]),
             others,
             words.size(reserved[0]),
-            words.size(one.process_bytes[0]),
+            words.size(need.process_bytes[0]),
         )
         lines.append(
-            (*head, *held, fits, "" if one.largest is None else str(one.largest), "PREDICTED")
+            (*head, *held, fits, "" if need.largest is None else str(need.largest), "PREDICTED")
         )
     return "\n".join(aligned(lines, left=(0, 1, 8, 10)))
 
 
-def what_ifs_table(found: Sequence[WhatIf]) -> str:
+def what_ifs_table(what_ifs: Sequence[WhatIf]) -> str:
     """Return a table of the predicted gains from changes of the schedule or of the machine.
 
-    Schedules of one model share a line if the table would show the same gain for each. The line
-    names all of them, and describes the effect of the lowest rung among them.
+    Schedules of one model share a line if the table would show the same gain for each. It describes
+    the effect of the lowest rung among them.
     """
     lines = [
         (
@@ -137,26 +134,35 @@ def what_ifs_table(found: Sequence[WhatIf]) -> str:
         )
     ]
     for _, tied in itertools.groupby(
-        found, key=lambda one: (one.model, (bool(one.schedule) and _gain(one)) or one.change)
+        what_ifs,
+        key=lambda what_if: (
+            what_if.model,
+            (bool(what_if.schedule) and _gain(what_if)) or what_if.change,
+        ),
     ):
         group = sorted(
-            tied, key=lambda one: list(schedule.EFFECTS).index(one.schedule) if one.schedule else 0
+            tied,
+            key=lambda what_if: (
+                list(schedule.EFFECTS).index(what_if.schedule) if what_if.schedule else 0
+            ),
         )
-        one = group[0]
+        lowest = group[0]
         names = ", ".join(other.schedule for other in group)
         change = (
-            f"schedule {names}: {schedule.EFFECTS[one.schedule]}" if one.schedule else one.change
+            f"schedule {names}: {schedule.EFFECTS[lowest.schedule]}"
+            if lowest.schedule
+            else lowest.change
         )
         lines.append(
             (
-                one.model,
-                str(one.devices),
-                str(one.batch),
+                lowest.model,
+                str(lowest.devices),
+                str(lowest.batch),
                 change,
-                words.number(one.seconds * 1e3),
-                words.number(one.batch / one.seconds),
-                _gain(one),
-                _between(one),
+                words.number(lowest.seconds * 1e3),
+                words.number(lowest.batch / lowest.seconds),
+                _gain(lowest),
+                _between(lowest),
             )
         )
     return "\n".join(aligned(lines, left=(0, 3)))
@@ -175,9 +181,8 @@ class PredictedCase(msgspec.Struct, frozen=True, kw_only=True):
 
     `speedup` is null if no prediction for one device can serve as its baseline. `profile` tells
     where the model's times come from: "measured" steps, a step time that was "given", or
-    calculation, either from the operators of the "traced" model or from FLOP and bytes ("counted").
-    `memory` has the results of `dpbench predict --memory`: each device's peaks in bytes, and
-    whether they fit; it is null without this option.
+    calculation, from the operators of the "traced" model or from FLOP and bytes ("counted").
+    `memory` has each device's peaks in bytes and whether they fit; null without --memory.
     """
 
     label: str
@@ -192,28 +197,31 @@ class PredictedCase(msgspec.Struct, frozen=True, kw_only=True):
     memory: Need | None
 
     @classmethod
-    def of(cls, one: Prediction, others: Sequence[Prediction]) -> PredictedCase:
-        """Return a prediction as a record.
-
-        `others` are the predictions among which its baseline is looked for.
-        """
+    def of(cls, prediction: Prediction, others: Sequence[Prediction]) -> PredictedCase:
+        """Return a prediction as a record; its baseline is looked for among `others`."""
         from dpbench.analysis.summary import labels
         from dpbench.predict.cases import speedup
 
-        ratio, scaling = speedup(one, others)
+        ratio, scaling = speedup(prediction, others)
         return cls(
-            label=one.case.label,
-            labels=labels(one.trial()),
-            case=one.case,
-            profile=one.profile,
+            label=prediction.case.label,
+            labels=labels(prediction.trial()),
+            case=prediction.case,
+            profile=prediction.profile,
             scaling=scaling,
             step_s=shapes.EstimateFacts(
-                value=one.seconds, low=one.low_s, high=one.high_s, rounds=0, withheld=""
+                value=prediction.seconds,
+                low=prediction.low_s,
+                high=prediction.high_s,
+                rounds=0,
+                withheld="",
             ),
-            samples_per_s=one.case.batch_size / one.seconds,
-            memory=one.need,
+            samples_per_s=prediction.case.batch_size / prediction.seconds,
+            memory=prediction.need,
             speedup=shapes.EstimateFacts.of(ratio),
-            phases_s=ledger.phases(Step(one.seconds, False, one.seconds), one.spans),
+            phases_s=ledger.phases(
+                Step(prediction.seconds, False, prediction.seconds), prediction.spans
+            ),
         )
 
 
@@ -221,8 +229,7 @@ class Predictions(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `dpbench predict`.
 
     `what_ifs` has the predicted gains from changes of the schedule or of the machine.
-    `measured_steps` has one sentence for each model whose prediction starts from measured steps;
-    the sentence says where they were measured.
+    `measured_steps` says for each model predicted from measured steps where they were measured.
     """
 
     machine: str

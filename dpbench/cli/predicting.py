@@ -163,24 +163,24 @@ def predict(as_json: bool, **options: Any) -> None:
         batches |= {"batch_sizes": (loop.case.batch_size,)} if loop else {"batch_per_device": (32,)}
     precision = loop.case.precision if loop else options["precision"]
     profile = loop.on(described) if loop else None  # raises for a loop that lacks a needed fact
-    asked = _asked(described, models, options, precision=precision, **batches)
-    _check(described, asked, loop, options)
+    selected = _asked(described, models, options, precision=precision, **batches)
+    _check(described, selected, loop, options)
     samples = next(iter(batches["batch_per_device"] or batches["batch_sizes"]))
-    known = (options["step_s"], samples) if options["step_s"] else None
-    steps = stored.read(path, asked, described) if path and not profile else {}
+    given = (options["step_s"], samples) if options["step_s"] else None
+    steps = stored.read(path, selected, described) if path and not profile else {}
     if profile:
-        steps = {counts.key(case): profile for case in asked}
+        steps = {counts.key(case): profile for case in selected}
     predictor = cases.Predictor(
-        described, given=known, measured={key: one.profile for key, one in steps.items()}
+        described, given=given, measured={key: one.profile for key, one in steps.items()}
     )
-    found = [predictor.predict(case) for case in asked]
+    predictions = [predictor.predict(case) for case in selected]
     memory = options["memory"] or options["max_batch"]
-    held = list(needs(asked, described, largest=options["max_batch"])) if memory else []
+    held = list(needs(selected, described, largest=options["max_batch"])) if memory else []
     if held:
-        found = [replace(one, need=need) for one, need in zip(found, held, strict=True)]
-    changes = what_if.what_ifs(predictor, asked)
+        predictions = [replace(one, need=need) for one, need in zip(predictions, held, strict=True)]
+    changes = what_if.what_ifs(predictor, selected)
     answered = answers(
-        rows([one.trial() for one in found]), Resources(described=options["machine_name"])
+        rows([one.trial() for one in predictions]), Resources(described=options["machine_name"])
     )
     if as_json:
         shapes.show(
@@ -189,16 +189,16 @@ def predict(as_json: bool, **options: Any) -> None:
                 description=described.description,
                 what_ifs=changes,
                 answers=[shapes.AnswerFacts.of(one) for one in answered],
-                cases=[PredictedCase.of(one, found) for one in found],
+                cases=[PredictedCase.of(one, predictions) for one in predictions],
                 measured_steps=[one.words for one in steps.values()],
             )
         )
     else:
-        _print(described, [*steps.values()], answered, found, held, changes)
-        if lacking := predictor.unmeasured_bus(found):
+        _print(described, [*steps.values()], answered, predictions, held, changes)
+        if lacking := predictor.unmeasured_bus(predictions):
             click.echo(f"\n{lacking}")
     if options["store"]:
-        run_id = cases.keep(options["store"], found, described)
+        run_id = cases.keep(options["store"], predictions, described)
         click.echo(f"store: {options['store']}   run: {run_id[:8]}", err=True)
 
 
@@ -207,12 +207,11 @@ def _asked(
 ) -> list[Case]:
     """Return the cases to predict; `axes` are the precision and the batch sizes.
 
-    Cases that run in one process but need the GPUs of several nodes are left out, and a line on
-    stderr lists them.
+    Cases in one process that need the GPUs of several nodes are left out, and listed on stderr.
     """
     from dpbench.predict import cases
 
-    found = cases.sweep(
+    selected = cases.sweep(
         models,
         strategies=options["strategies"] or cases.STRATEGIES,
         devices=options["devices"] or tuple(n for n in DEVICES if n <= described.devices),
@@ -220,41 +219,38 @@ def _asked(
         size=options["size"],
         **axes,
     )
-    found = [replace(case, optimizer=options["optimizer"]) for case in found]
-    within = [case for case in found if case.traits.ranks or case.devices <= described.gpu.count]
-    if within and (beyond := [case for case in found if case not in within]):
+    selected = [replace(case, optimizer=options["optimizer"]) for case in selected]
+    within = [case for case in selected if case.traits.ranks or case.devices <= described.gpu.count]
+    if within and (beyond := [case for case in selected if case not in within]):
         labels = ", ".join(dict.fromkeys(case.label for case in beyond))
         click.echo(
             f"left out, because one process cannot use the GPUs of several nodes: {labels}",
             err=True,
         )
-    return within or found  # if no case is left, the predictor gives the reason
+    return within or selected  # if no case is left, the predictor gives the reason
 
 
 def _given() -> list[str]:
-    """Return the names of the parameters that are given on the command line."""
     context = click.get_current_context()
     source = context.get_parameter_source
     return [name for name in context.params if source(name) is ParameterSource.COMMANDLINE]
 
 
-def _refuse_without_effect(asked: Sequence[Case], options: Mapping[str, Any]) -> None:
-    """Raise UsageError for an option that has no effect on the cases, and for --step-s with several
-    models.
-    """
+def _refuse_without_effect(selected: Sequence[Case], options: Mapping[str, Any]) -> None:
+    """Raise UsageError for an option without effect, and for --step-s with several models."""
     from dpbench.predict import counts
 
-    models = list(dict.fromkeys(case.model for case in asked))
+    models = list(dict.fromkeys(case.model for case in selected))
     problems = {
         "size": (
             all(map(counts.named, models)),
             "dpbench knows only one size of each well-known model",
         ),
         "schedules": (
-            not any(case.schedule for case in asked),
+            not any(case.schedule for case in selected),
             "none of the strategies has schedules",
         ),
-        "bus": (all(case.devices == 1 for case in asked), "no case has several devices"),
+        "bus": (all(case.devices == 1 for case in selected), "no case has several devices"),
         "step_s": (
             len(models) > 1,
             f"it is the step time of one model, and {len(models)} models are given",
@@ -267,11 +263,9 @@ def _refuse_without_effect(asked: Sequence[Case], options: Mapping[str, Any]) ->
 
 
 def _with_bus(described: Machine, given: str) -> Machine:
-    """Return the machine with the measured bus bandwidth `given`: GB/s as text, or a file that
-    nccl-tests printed.
+    """Return the machine with the bus bandwidth `given`: GB/s, or a file that nccl-tests printed.
 
-    Raises BadParameter for a number out of range, and UnreadableFile for a file that cannot be
-    read.
+    Raises BadParameter for a number out of range, and UnreadableFile for an unreadable file.
     """
     from dpbench.predict import network
 
@@ -283,32 +277,28 @@ def _with_bus(described: Machine, given: str) -> Machine:
         raise click.BadParameter(str(error), param_hint="--bus") from None
 
 
-def _source(asked: str) -> tuple[Path, str | None]:
-    """Return the results file and the run that --from names.
-
-    The run is None if --from names only a file.
+def _source(source: str) -> tuple[Path, str | None]:
+    """Return the results file and the run that --from names, None for a file alone.
 
     Raises UnreadableFile if there is no such file.
     """
-    name, _, run = asked.rpartition(":")
-    if Path(asked).is_file():
-        return Path(asked), None
+    name, _, run = source.rpartition(":")
+    if Path(source).is_file():
+        return Path(source), None
     if name and Path(name).is_file():
         return Path(name), run
     if STORE.is_file():
-        return STORE, asked
+        return STORE, source
     raise UnreadableFile(
-        f"--from {asked}: there is no such file, and no file {STORE} in this folder: give FILE or"
+        f"--from {source}: there is no such file, and no file {STORE} in this folder: give FILE or"
         " FILE:RUN"
     )
 
 
 def _loop(path: Path, run: str | None) -> ObservedLoop:
-    """Return the watched or imported loop of the run `run`.
+    """Return the watched or imported loop of a run, by default the newest that has one.
 
-    Without `run`, of the newest run that has such a loop.
-
-    Raises UsageError if no such loop is found.
+    Raises UsageError if there is none.
     """
     from dpbench.predict import observed_loop
     from dpbench.store import Store
@@ -328,18 +318,14 @@ def _print(
     machine: Machine,
     steps: Iterable[Stored],
     answered: Sequence[Answer],
-    found: Sequence[Prediction],
+    predictions: Sequence[Prediction],
     held: Sequence[Need],
     changes: Sequence[WhatIf],
 ) -> None:
-    """Print the answers and the tables of predictions, of memory, and of what-ifs.
-
-    Leave out empty tables.
-    """
     click.echo(f"{machine.name}: {machine.description}; all steps below are predictions")
     click.echo("".join(f"{one.words}\n" for one in steps))
     print_answers(answered)
-    click.echo(predictions_table(found))
+    click.echo(predictions_table(predictions))
     if held:
         click.echo(f"\n{needs_table(held)}")
     if changes:
@@ -347,12 +333,13 @@ def _print(
 
 
 def _check(
-    machine: Machine, asked: Sequence[Case], loop: ObservedLoop | None, options: Mapping[str, Any]
+    machine: Machine,
+    selected: Sequence[Case],
+    loop: ObservedLoop | None,
+    options: Mapping[str, Any],
 ) -> None:
-    """Raise UsageError if options contradict each other, or cannot be used for the machine, the
-    cases or the loop.
-    """
-    nodes = [case for case in asked if case.devices > machine.gpu.count]
+    """Raise UsageError if options conflict with each other, the machine, the cases or the loop."""
+    nodes = [case for case in selected if case.devices > machine.gpu.count]
     if options["bus"] and nodes:
         raise click.UsageError(
             f"--bus is the bandwidth within a node of {words.count(machine.gpu.count, 'GPU')}, and"
@@ -370,7 +357,7 @@ def _check(
         raise click.UsageError(
             "--step-s and --from both give the step time on one device: leave out one of them"
         )
-    _refuse_without_effect(asked, options)
+    _refuse_without_effect(selected, options)
 
 
 @click.command(

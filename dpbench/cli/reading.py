@@ -86,10 +86,9 @@ REMOVES = {
 
 
 def rows(kind: str) -> list[tuple[str, str]]:
-    """Return the name and a one-line description of each model, strategy, schedule, machine or
-    metric.
+    """Return the name and a one-line description of each model, strategy, schedule and so on.
 
-    `kind` is the plural of one of these words, such as "models".
+    `kind` is an argument of `dpbench list`, such as "models".
     """
     if kind == "machines":
         from dpbench.records import machine
@@ -113,17 +112,16 @@ def rows(kind: str) -> list[tuple[str, str]]:
             ),
             (FASTEST, "the fastest exact schedule; devices may update their own weights"),
         ]
-    own = registry.own(kind)
+    names = registry.own(kind)
     if kind == "strategies":
         return [
             (name, _summary(registry.strategy(name)))
-            for name in [*own, *sorted({*registry.names(kind)} - {*own})]
+            for name in [*names, *sorted({*registry.names(kind)} - {*names})]
         ]
-    return [(name, _first_line(registry.folder_of(kind) / f"{name}.py")) for name in own]
+    return [(name, _first_line(registry.folder_of(kind) / f"{name}.py")) for name in names]
 
 
 def _rung(name: str) -> str:
-    """Return a text with the switch that a rung changes, and the cost that this removes."""
     if name == REFERENCE:
         return (
             "all switches at their defaults: the work of torch.nn.DataParallel, in phases that can"
@@ -133,12 +131,10 @@ def _rung(name: str) -> str:
 
 
 def _summary(strategy: object) -> str:
-    """Return the first line of the docstring of a strategy's class."""
     return (type(strategy).__doc__ or "").strip().partition("\n")[0]
 
 
 def _first_line(path: Path) -> str:
-    """Return the first line of a file's docstring."""
     return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
 
 
@@ -149,24 +145,22 @@ def _first_line(path: Path) -> str:
 @run_option
 @store_option
 def report(store: Path, run_id: str | None, html: Path | None, md: bool, as_json: bool) -> None:
-    """Write the report of a run as one HTML file that needs no network, or print the report as
-    Markdown or JSON.
-    """
+    """Write the report of a run as one HTML file, or print it as Markdown or JSON."""
     if md and as_json:
         raise click.UsageError(
             "--md and --json are two formats of one output: leave out one of them"
         )
     chosen, trials, unreadable = read(store, run_id)
-    found = report_of(chosen, trials, store, unreadable)
+    result = report_of(chosen, trials, store, unreadable)
     if as_json:
-        shapes.show(shapes.RunResult.of(chosen, found))
+        shapes.show(shapes.RunResult.of(chosen, result))
         return
     if md:
         from dpbench.report import markdown
 
-        click.echo(markdown.render(found))
+        click.echo(markdown.render(result))
         return
-    click.echo(str(write_report(html, found)))
+    click.echo(str(write_report(html, result)))
 
 
 @click.command(cls=Documented, short_help="Explain whether, why and how several devices help.")
@@ -195,16 +189,16 @@ def explain(
     from dpbench.analysis.findings import text
 
     chosen, trials, unreadable = read(store, run_id)
-    found = report_of(chosen, trials, unreadable=unreadable)
+    result = report_of(chosen, trials, unreadable=unreadable)
     if as_json:
-        shapes.show(shapes.Explanation.of(chosen, found, samples or 0))
+        shapes.show(shapes.Explanation.of(chosen, result, samples or 0))
         return
     click.echo(
-        text.explain(found.answers, found.diagnoses, () if full else found.rows, samples or 0)
+        text.explain(result.answers, result.diagnoses, () if full else result.rows, samples or 0)
     )
     if full:
-        click.echo(f"\n{text.render(found.diagnoses, found.rows)}")
-    elif number := sum(len(one.findings) for one in found.diagnoses):
+        click.echo(f"\n{text.render(result.diagnoses, result.rows)}")
+    elif number := sum(len(one.findings) for one in result.diagnoses):
         click.echo(f"\n{words.count(number, 'finding')}; for the evidence: dpbench explain --all")
 
 
@@ -243,7 +237,6 @@ def list_(kind: str, last: int | None, as_json: bool, store: Path) -> None:
 
 
 def _list_json(kind: str, store: Path, last: int | None) -> None:
-    """Print the list of `dpbench list` as JSON."""
     if kind == "runs":
         shapes.show(shapes.RunList(runs=managing.runs(store, last)))
     else:
@@ -291,9 +284,8 @@ def export(
     with Store.read(store, list_unreadable) as opened:
         several = every and format != "trace"
         chosen = opened.runs()[::-1] if several else [choose(opened, run_id)]
-        read = (
-            opened.trials if format == "trace" else opened.summaries
-        )  # only a timeline needs all spans
+        # only a timeline needs all spans
+        read = opened.trials if format == "trace" else opened.summaries
         runs = [(run, read(run.id)) for run in chosen]
     if format == "parquet":
         assert output is not None  # export.check has refused stdout

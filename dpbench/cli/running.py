@@ -60,9 +60,7 @@ RESUMES = "the finished trials are stored; to resume the run, give the same comm
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """The options for the output of a run: its files, JSON or a table, and whether to print only
-    the plan.
-    """
+    """The options for the output of a run."""
 
     store: Path
     report: Path | None
@@ -70,10 +68,7 @@ class Output:
     dry_run: bool
     detail: Detail
     command: str
-    """The command that repeats the run if defaults of options come from a file.
-
-    Empty if none does.
-    """
+    """The command that repeats the run if a file has defaults of options; else empty."""
 
 
 @click.command(
@@ -367,7 +362,7 @@ def run(
     detail = Detail.of(quiet=quiet, verbose=verbose)
     options["tag"] = tuple(map("=".join, options["tag"]))
     options["schedules"] = tuple(one for given in options["schedules"] for one in given) or None
-    asked = Options.of(**{name: value for name, value in options.items() if value != ()})
+    selected = Options.of(**{name: value for name, value in options.items() if value != ()})
     given = has_defaults(click.get_current_context())
     output = Output(
         store=store,
@@ -375,46 +370,44 @@ def run(
         as_json=as_json,
         dry_run=dry_run,
         detail=detail,
-        command=asked.command("--store", str(store), config=False) if given else "",
+        command=selected.command("--store", str(store), config=False) if given else "",
     )
     placed = launch.of_environment()
     if placed is None:
-        _measure(output, None, asked)
+        _measure(output, None, selected)
     from dpbench.measure.cluster import Cluster
     from dpbench.measure.group import Group
 
     with Group(placed) as group:
         if placed.rank == 0:
-            _measure(output, Cluster(group), asked)
+            _measure(output, Cluster(group), selected)
         group.serve()
 
 
-def _measure(output: Output, cluster: Cluster | None, asked: Options) -> NoReturn:
-    """Measure the selected cases, print only their plan, or search their largest batches, as
-    `asked` requires; exit.
-    """
+def _measure(output: Output, cluster: Cluster | None, selected: Options) -> NoReturn:
+    """Measure the cases, print only their plan, or search their largest batches; exit."""
     from dpbench.measure import selection
 
-    naming = selection.naming(asked, output.command)
-    if asked.find_max_batch:
+    naming = selection.naming(selected, output.command)
+    if selected.find_max_batch:
         from dpbench.measure import batch_search
 
-        cases, _ = selection.cases_of(batch_search.axes(asked), cluster)
+        cases, _ = selection.cases_of(batch_search.axes(selected), cluster)
         batch_search.check(cases)
-        sys.exit(_find_max_batch(cases, naming, asked.limit, output))
-    cases, budget_s = selection.cases_of(asked, cluster)
+        sys.exit(_find_max_batch(cases, naming, selected.limit, output))
+    cases, budget_s = selection.cases_of(selected, cluster)
     if output.dry_run:
         print_plan(
-            selection.forecast(output.store, asked, cases, naming, cluster, budget_s),
+            selection.forecast(output.store, selected, cases, naming, cluster, budget_s),
             as_json=output.as_json,
         )
         sys.exit(0)
-    planned = selection.forecast(output.store, asked, cases, naming, cluster, budget_s)
+    planned = selection.forecast(output.store, selected, cases, naming, cluster, budget_s)
     measure_and_show(
         output,
         naming,
         lambda store, listen: selection.measure(
-            asked, cases, store, budget_s=budget_s, cluster=cluster, listen=listen
+            selected, cases, store, budget_s=budget_s, cluster=cluster, listen=listen
         ),
         plan=expectation(planned),
     )
@@ -423,8 +416,7 @@ def _measure(output: Output, cluster: Cluster | None, asked: Options) -> NoRetur
 def measure_and_show(
     output: Output, naming: Naming, measure: Callable[[Store, Listener], Outcome], *, plan: str = ""
 ) -> NoReturn:
-    """Call `measure` with the store of the output and a listener, print the results of the run,
-    write its page; exit.
+    """Call `measure`, print the results of the run, write its page; exit.
 
     `plan` is a text to print at the start.
     """
@@ -471,9 +463,9 @@ def measure_and_show(
 
 
 def _find_max_batch(cases: Sequence[Case], naming: Naming, limit_s: float, output: Output) -> int:
-    """Search for the largest batch of each case that fits in memory, and return the exit code.
+    """Search for the largest batch of each case that fits in memory; return the exit code.
 
-    Each attempt is printed to stderr, and the results are printed to stdout.
+    Each attempt is printed to stderr, and the results to stdout.
     """
     from dpbench.api.progress import Detail, brief
     from dpbench.measure import batch_search

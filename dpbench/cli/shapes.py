@@ -1,8 +1,7 @@
-"""Shapes: the JSON that commands print with --json: one record per command, whose fields are the
-keys of the JSON.
+"""Shapes: the JSON that commands print with --json, one record per command.
 
-The module `comparing` has the records of comparisons, `observing` the records of imports, and
-`predicted` the records of predictions. All others are here.
+The records of comparisons, imports and predictions are in `comparing`, `observing` and `predicted`;
+all others are here.
 
 Times are seconds, memory is bytes, and shares are fractions. A number that is missing, NaN or
 infinite is null. Keys are never removed or changed in meaning without a higher `schema`; new keys
@@ -37,17 +36,16 @@ SCHEMA = 2
 
 
 def show(record: object) -> None:
-    """Print the record that is the JSON of a command to stdout."""
+    """Print the JSON of a command to stdout."""
     click.echo(msgspec.json.format(msgspec.json.encode(record), indent=1).decode())
 
 
 class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts of a stored run, in the JSON of `dpbench list runs`, `show` and every command that
-    shows results.
+    """The facts of a stored run, in the JSON of every command that shows runs or results.
 
-    `started` is in ISO 8601, in UTC. `cases` is the number of cases that the run has started.
-    `rounds` is the number of planned rounds, 0 for --rounds auto. `commit` is the commit of
-    dpbench; `dirty` is True if dpbench's files had uncommitted changes.
+    `started` is in ISO 8601, in UTC. `cases` is the number of started cases. `rounds` is the number
+    of planned rounds, 0 for --rounds auto. `commit` is the commit of dpbench; `dirty` is True if
+    its files had uncommitted changes.
     """
 
     id: str
@@ -69,7 +67,8 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, run: StoredRun, cases: Sequence[Case]) -> RunFacts:
         """Return the facts of a stored run that has started these cases."""
-        facts, naming = run.provenance, run.naming
+        facts = run.provenance
+        naming = run.naming
         host, code, gpus = (facts.get(key) or {} for key in ("host", "dpbench", "gpus"))
         return cls(
             id=run.id,
@@ -113,11 +112,9 @@ class NameList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StartedCase(msgspec.Struct, frozen=True, kw_only=True):
-    """A case that a run has started.
+    """A case that a run has started, with its number of trials by status, such as "ok".
 
-    `trials` has, by status, such as "ok", the number of the case's trials.
-
-    `labels` qualify the results of the case, such as "NOISY".
+    `labels` qualify its results, such as "NOISY".
     """
 
     label: str
@@ -135,14 +132,12 @@ class ShownRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EstimateFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A number with its interval over `rounds` rounds.
-
-    A prediction has an 80 % interval and 0 rounds.
+    """A number with its interval over `rounds` rounds; a prediction has 0 rounds.
 
     `level` is the probability with which the interval of a measurement contains the true value:
     0.95, and more for numbers that are judged together, so that all of their intervals hold with 95
-    % (99 % for the ratios of two runs). `withheld` is the reason why dpbench does not show the
-    number as a result; it is empty for a usable number.
+    % (99 % for the ratios of two runs); 0.8 for a prediction. `withheld` is the reason why dpbench
+    does not show the number as a result; it is empty for a usable number.
     """
 
     value: float
@@ -153,17 +148,17 @@ class EstimateFacts(msgspec.Struct, frozen=True, kw_only=True):
     level: float = 0.95
 
     @classmethod
-    def of(cls, one: Estimate | None) -> EstimateFacts | None:
+    def of(cls, estimate: Estimate | None) -> EstimateFacts | None:
         """Return an estimate as a record; None for None."""
-        if one is None:
+        if estimate is None:
             return None
         return cls(
-            value=one.value,
-            low=one.low,
-            high=one.high,
-            rounds=one.n,
-            withheld=one.doubt or "",
-            level=0.8 if one.n == 0 else one.level,
+            value=estimate.value,
+            low=estimate.low,
+            high=estimate.high,
+            rounds=estimate.n,
+            withheld=estimate.doubt or "",
+            level=0.8 if estimate.n == 0 else estimate.level,
         )
 
 
@@ -224,13 +219,11 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
 class AnswerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One answer, as `analysis.answer.Answer` defines it.
 
-    `case` is the label of the recommended case, null if none.
-
-    `choice` is "use", "stay with one device" or "cannot tell"; for an observed loop, "change the
-    loop", "nothing stands out" or "cannot tell". `epoch` states the time of an epoch, if `dpbench
-    explain` was given its number of samples; `epoch_s` has its seconds on one device (for an
-    observed loop, in this loop), and `epoch_choice_s` the seconds with the recommended case. They
-    are null if unknown.
+    `case` is the label of the recommended case, null if none. `choice` is "use", "stay with one
+    device" or "cannot tell"; for an observed loop, "change the loop", "nothing stands out" or
+    "cannot tell". `epoch` states the time of an epoch, if `dpbench explain` was given its number of
+    samples; `epoch_s` has its seconds on one device (for an observed loop, in this loop), and
+    `epoch_choice_s` those with the recommended case. They are null if unknown.
     """
 
     subject: str
@@ -247,23 +240,20 @@ class AnswerFacts(msgspec.Struct, frozen=True, kw_only=True):
     epoch_choice_s: EstimateFacts | None = None
 
     @classmethod
-    def of(cls, one: Answer, samples: int = 0) -> AnswerFacts:
-        """Return an answer as a record.
-
-        `samples` is the number of samples of an epoch, 0 if unknown.
-        """
-        now, then = one.epoch_s(samples) if samples else (None, None)
+    def of(cls, answer: Answer, samples: int = 0) -> AnswerFacts:
+        """Return an answer as a record; `samples` is those of an epoch, 0 if unknown."""
+        now, then = answer.epoch_s(samples) if samples else (None, None)
         return cls(
-            subject=one.subject,
-            choice=one.choice.value,
-            headline=one.headline,
-            reason=one.reason,
-            certainty=one.certainty,
-            memory=one.memory,
-            command=one.command,
-            labels=one.labels,
-            case=one.row.case.label if one.row else None,
-            epoch=one.epoch(samples) if samples else "",
+            subject=answer.subject,
+            choice=answer.choice.value,
+            headline=answer.headline,
+            reason=answer.reason,
+            certainty=answer.certainty,
+            memory=answer.memory,
+            command=answer.command,
+            labels=answer.labels,
+            case=answer.row.case.label if answer.row else None,
+            epoch=answer.epoch(samples) if samples else "",
             epoch_s=EstimateFacts.of(now),
             epoch_choice_s=EstimateFacts.of(then),
         )
@@ -273,9 +263,9 @@ class LoaderFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The verdicts of `dpbench loaders` on the number of workers of a DataLoader.
 
     `shape` is "knee", "flat", "rising" or "cannot tell". `knee` is the least number with nearly the
-    best rate, null if it is unknown, and `possible` has every number that it may be. `bounds` is
-    the slower one of the DataLoader and the step, by the number of workers; it is empty without a
-    step. `advised` is the number to use, null if it is unknown.
+    best rate, null if unknown, and `possible` has every number that it may be. `bounds` is the
+    slower one of the DataLoader and the step, by number of workers; empty without a step. `advised`
+    is the number to use, null if unknown.
     """
 
     shape: str
@@ -298,8 +288,7 @@ class LoaderFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON of `dpbench run`, `dpbench report` and `dpbench loaders`: the answers, and the
-    results of the cases.
+    """The JSON of `dpbench run`, `report` and `loaders`: the answers and the cases' results.
 
     `loading` is null except for `dpbench loaders`.
     """
@@ -329,8 +318,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
 class CureFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A measured case that applies a remedy.
 
-    `ratio` is its speed divided by the speed of the diagnosed case, and `gain_s` the seconds that
-    it saves per step.
+    `ratio` is its speed relative to the diagnosed case, and `gain_s` the seconds saved per step.
     """
 
     label: str
@@ -358,7 +346,7 @@ class FindingFacts(msgspec.Struct, frozen=True, kw_only=True):
     cures: Sequence[CureFacts]
 
     @classmethod
-    def of(cls, one: Finding) -> FindingFacts:
+    def of(cls, finding: Finding) -> FindingFacts:
         """Return a finding as a record."""
         cures = [
             CureFacts(
@@ -367,18 +355,18 @@ class FindingFacts(msgspec.Struct, frozen=True, kw_only=True):
                 gain_s=EstimateFacts.of(cure.gain_s),
                 verdict=cure.verdict,
             )
-            for cure in one.cures
+            for cure in finding.cures
         ]
         return cls(
-            rule=one.rule.name,
-            problem=one.evidence.says,
-            evidence=one.evidence.numbers,
-            labels=one.labels,
-            cost_s=EstimateFacts.of(one.evidence.size_s),
-            share=one.share,
-            remedy=one.rule.remedy,
-            code=one.code,
-            command=one.command,
+            rule=finding.rule.name,
+            problem=finding.evidence.says,
+            evidence=finding.evidence.numbers,
+            labels=finding.labels,
+            cost_s=EstimateFacts.of(finding.evidence.size_s),
+            share=finding.share,
+            remedy=finding.rule.remedy,
+            code=finding.code,
+            command=finding.command,
             cures=cures,
         )
 
@@ -393,14 +381,14 @@ class DiagnosisFacts(msgspec.Struct, frozen=True, kw_only=True):
     unjudged: Sequence[str]
 
     @classmethod
-    def of(cls, one: Diagnosis) -> DiagnosisFacts:
+    def of(cls, diagnosis: Diagnosis) -> DiagnosisFacts:
         """Return a diagnosis as a record."""
         return cls(
-            label=one.row.case.label,
-            labels=one.labels,
-            text=one.text,
-            unjudged=one.unjudged,
-            findings=[FindingFacts.of(found) for found in one.findings],
+            label=diagnosis.row.case.label,
+            labels=diagnosis.labels,
+            text=diagnosis.text,
+            unjudged=diagnosis.unjudged,
+            findings=[FindingFacts.of(found) for found in diagnosis.findings],
         )
 
 
@@ -412,9 +400,7 @@ class WithoutResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON of `dpbench explain`: the answers, a diagnosis of each case with a result, and the
-    other cases.
-    """
+    """The JSON of `dpbench explain`: the answers, the diagnoses, and cases without a result."""
 
     run: RunFacts
     answers: Sequence[AnswerFacts]
@@ -424,10 +410,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, run: StoredRun, report: Report, samples: int = 0) -> Explanation:
-        """Return the explanation of a run.
-
-        `samples` is the number of samples of an epoch, 0 if unknown.
-        """
+        """Return the explanation of a run; `samples` is those of an epoch, 0 if unknown."""
         return cls(
             run=RunFacts.of(run, [*dict.fromkeys(row.case for row in report.rows)]),
             answers=[AnswerFacts.of(one, samples) for one in report.answers],
@@ -451,7 +434,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `dpbench run --dry-run`.
 
     `trials` is the least number of trials to measure. `seconds` is their expected duration, and
-    `basis` gives the origin of this expectation.
+    `basis` the origin of this expectation.
     """
 
     forecast: RunForecast

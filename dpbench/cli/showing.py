@@ -23,28 +23,25 @@ if TYPE_CHECKING:
 
 
 def read(store: Path, run_id: str | None) -> tuple[StoredRun, list[Trial], list[UnreadableRow]]:
-    """Return what `stored.read` returns; switch the garbage collector off until the command ends.
+    """Return what `stored.read` returns, without garbage collection until the command ends.
 
-    The millions of objects of a large run stay in use until then, so that a collector would find
-    nothing.
+    The millions of objects of a large run stay in use until then, so it would find nothing.
     """
     context = click.get_current_context()
     gc.disable()
     context.call_on_close(gc.enable)
-    context.call_on_close(
-        gc.freeze
-    )  # called before gc.enable: else one collection would visit all objects
+    # called before gc.enable: else one collection would visit all objects
+    context.call_on_close(gc.freeze)
     return stored.read(store, run_id)
 
 
 def try_report(path: Path | None, report: Report, store: Path) -> bool:
-    """Write the page of a run, print the paths of the page and the store, and return whether the
-    page was written.
+    """Write the page of a run, print its path and the store's, and return whether it was written.
 
-    Call this function after the results are printed: a page that cannot be written must not hide
-    the results.
+    Call it after printing the results: a page that cannot be written must not hide them.
     """
-    written, fault = None, ""
+    written = None
+    fault = ""
     try:
         written = write_report(path, report)
     except OSError as error:
@@ -67,8 +64,8 @@ ANSWERS = 6
 def print_answers(answers: Sequence[Answer], rest: str = "") -> None:
     """Print answers to stdout: for each model, whether to use several devices, and why.
 
-    If `rest` is a command that prints all answers, only the first `ANSWERS` are printed, followed
-    by this command.
+    If `rest`, a command that prints all, is given, only the first `ANSWERS` are printed, and
+    `rest`.
     """
     shown = answers[:ANSWERS] if rest else answers
     for one in shown:
@@ -78,9 +75,7 @@ def print_answers(answers: Sequence[Answer], rest: str = "") -> None:
 
 
 def print_table(report: Report) -> None:
-    """Print the table of a report's results to stdout, then the table of latencies if cases run the
-    forward alone.
-    """
+    """Print a report's results, then the latencies of cases that run the forward alone."""
     from dpbench.cli.tables import latencies, table
 
     click.echo(table(report.rows, report.ladders))
@@ -89,9 +84,7 @@ def print_table(report: Report) -> None:
 
 
 def print_warnings(report: Report) -> None:
-    """Print to stderr a report's warnings and, for each case under --rounds auto, why its rounds
-    ended.
-    """
+    """Print a report's warnings to stderr, and why each case's automatic rounds ended."""
     for warning in report.warnings:
         click.echo(f"warning: {warning}", err=True)
     for case, ended in report.provenance.get("rounds", {}).items():
@@ -105,22 +98,20 @@ def print_notes(report: Report) -> None:
 
 
 def print_plan(planned: RunForecast, *, as_json: bool) -> None:
-    """Print the plan of a run to stdout: its cases, rounds and expected time, and the basis of the
-    expectation.
-    """
+    """Print the plan of a run: its cases, rounds, expected time, and the basis of the time."""
     from dpbench.cli import shapes
 
     if as_json:
         shapes.show(shapes.RunPlan.of(planned))
         return
-    width = max(len(one.case.label) for one in planned.cases)
-    for one in planned.cases:
-        known = (
-            f"{words.time(one.trial_s)} per trial"
-            if one.trial_s is not None
+    width = max(len(planned_case.case.label) for planned_case in planned.cases)
+    for planned_case in planned.cases:
+        expected = (
+            f"{words.time(planned_case.trial_s)} per trial"
+            if planned_case.trial_s is not None
             else "no earlier trial"
         )
-        click.echo(f"{one.case.label:<{width}}  {known}")
+        click.echo(f"{planned_case.case.label:<{width}}  {expected}")
     if planned.resumes:
         done = len(planned.cases) * planned.rounds - planned.trials
         click.echo(
@@ -131,9 +122,7 @@ def print_plan(planned: RunForecast, *, as_json: bool) -> None:
 
 
 def expectation(planned: RunForecast) -> str:
-    """Return lines with the number of trials of a planned run, their expected time, its basis, and
-    the time budget.
-    """
+    """Return a planned run's number of trials, expected time, its basis, and time budget."""
     rounds = words.count(planned.rounds, "round")
     lines = [
         (

@@ -27,17 +27,15 @@ COLUMNS = (
     "labels",
 )
 COMPARED = ("speed-up", "95 %", "effic.", "verified")
-"""The columns that a table of observed loops lacks, because such loops have no baseline and no
-reference.
-"""
+"""Columns that observed loops lack, which have no baseline and no reference."""
 TEXT = ("model", "strategy", "verified", "labels")
 """The columns that contain text, and not numbers."""
 
 
 def table(rows: Sequence[Any], ladders: Sequence[ladder.Ladder] = ()) -> str:
-    """Return the rows of an analysis as the text of a table with one line per case.
+    """Return the rows of an analysis as a table with one line per case.
 
-    A case without a measured step time shows its status. The fastest rung of each ladder is marked.
+    A case without a measured step time shows its status. Each ladder's fastest rung is marked.
     """
     best = [found.fastest.row for found in ladders]
     lines = [COLUMNS, *(_cells(row, any(row is one for one in best)) for row in rows)]
@@ -48,12 +46,7 @@ def table(rows: Sequence[Any], ladders: Sequence[ladder.Ladder] = ()) -> str:
 
 
 def _name(case: Case, best: bool = False) -> tuple[str, ...]:
-    """Return the first cells of the line for one case: its model, its strategy, its devices and its
-    batch size.
-
-    After the strategy come "(best rung)" if `best` is True, and the settings of the training loop
-    that differ from their defaults (`Case.habits`).
-    """
+    """Return the cells of the model, strategy and settings (`Case.habits`), devices and batch."""
     schedule = f"[{ladder.short(case.schedule)}]" if case.schedule not in ("", "reference") else ""
     name = ("single, all cores" if case.traits.all_cores else case.strategy) + schedule
     name += ", limit" if case.options == plan.LIMIT else " (best rung)" if best else ""
@@ -61,17 +54,12 @@ def _name(case: Case, best: bool = False) -> tuple[str, ...]:
 
 
 def _cells(row: Any, best: bool) -> tuple[str, ...]:
-    """Return the cells of the line for one case.
-
-    The name of the case says "best rung" if `best` is True.
-
-    A case without a measured step time shows its status in place of the time.
-    """
     case = row.case
     head = _name(case, best)
     if row.step is None:
         return (*head, row.outcome, *[""] * (len(COLUMNS) - 6), " ".join(row.labels))
-    efficiency, weak = row.efficiency, " weak" if row.scaling == "weak" else ""
+    efficiency = row.efficiency
+    weak = " weak" if row.scaling == "weak" else ""
     return (
         *head,
         *_estimate(row.step, 1e3),
@@ -102,42 +90,36 @@ LATENCY = (
 
 
 def latencies(rows: Sequence[Any]) -> str:
-    """Return, as the text of a table, the latency of the cases that run the forward alone.
-
-    "" if there are none.
-    """
+    """Return a table of the latencies of cases that run the forward alone; "" without any."""
     lines = [_latency(row) for row in rows if row.step and not row.case.trains]
     return "\n".join(aligned([LATENCY, *lines], left=(0, 1, len(LATENCY) - 1))) if lines else ""
 
 
 def _latency(row: Any) -> tuple[str, ...]:
-    found = [
+    cells = [
         (
             (words.NOT_ENOUGH_STEPS, "")
-            if one.doubt
+            if percentile.doubt
             else (
-                words.number(one.value * 1e3),
-                f"{words.number(one.low * 1e3)}–{words.number(one.high * 1e3)}",
+                words.number(percentile.value * 1e3),
+                f"{words.number(percentile.low * 1e3)}–{words.number(percentile.high * 1e3)}",
             )
         )
-        for one in row.percentiles.values()
+        for percentile in row.percentiles.values()
     ]
     return (
         *_name(row.case),
         f"{row.rounds}, {row.steps}",
         *_estimate(row.step, 1e3),
-        *(cell for pair in found for cell in pair),
+        *(cell for pair in cells for cell in pair),
         " ".join(row.labels),
     )
 
 
 def _estimate(estimate: Estimate | None, scale: float = 1.0, unit: str = "") -> tuple[str, str]:
-    """Return the cell of an estimate's value, with `unit` after it, and the cell of its interval.
+    """Return the cells of an estimate's value and of its interval; both empty for None.
 
-    Both empty for None.
-
-    `scale` is a factor for the numbers. If the estimate has a `doubt`, the cells are
-    `words.withheld` and empty.
+    `scale` is a factor. If the estimate has a `doubt`, the cells are `words.withheld` and empty.
     """
     if estimate is None:
         return "", ""

@@ -1,8 +1,7 @@
-"""Observe: convert the user's training loops, from a watched script or a profiler trace, to trials.
+"""Observe: make trials of training loops, from a watched script or a profiler trace.
 
-The timed steps of a loop are cut into consecutive parts, which are stored as the rounds of its
-case. The parts show how much the loop varies in one process; they do not show differences between
-processes.
+The timed steps of a loop are cut into consecutive parts, stored as the rounds of its case. The
+parts show the variation in one process, not that between processes.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ PARTS = 5
 def parts(trial: Trial, least: int = 1) -> list[Trial]:
     """Return a trial cut into at most `PARTS` parts with at least `least` timed steps each.
 
-    The first part also has the warm-up steps. A trial with fewer than `least` timed steps is
-    returned as one part.
+    The first part also has the warm-up steps. A trial with fewer timed steps is one part.
     """
     warm = next(
         (number for number, step in enumerate(trial.steps) if not step.warmup), len(trial.steps)
@@ -34,9 +32,6 @@ def parts(trial: Trial, least: int = 1) -> list[Trial]:
 
 
 def _part(trial: Trial, number: int, first: int, last: int) -> Trial:
-    """Return the steps of a trial from the index `first` up to but not including `last`, as round
-    `number`.
-    """
     steps = trial.steps[first:last]
     after_s = trial.steps[first - 1].end_s if first else float("-inf")
     until_s = steps[-1].end_s if steps else 0.0

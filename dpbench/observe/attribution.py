@@ -1,14 +1,14 @@
 """Attribution: the phases of the host and of the devices in each step of a trace.
 
 The phases of the host come from annotations and, where there are none, from operators: autograd's
-sequence numbers and threads show which operators belong to forward and which to backward.
+sequence numbers and threads tell forward from backward.
 
 A kernel belongs to the step and the phase in which the host launched it, even if it runs later.
 All-reduce and reduce-scatter are `reduce`, all-gather and broadcast are `replicate`, wherever they
 were launched. Each time that the host is in a phase, it launches a group of kernels. The phase on a
-device lasts from the start of the first to the end of the last kernel of such a group, waits
-included. If the host launched a collective in another phase, such as an all-reduce in backward,
-only its exposed parts are spans: those during which the device runs no compute kernel.
+device lasts from the start of the first to the end of the last kernel of the group, waits included.
+If the host launched a collective in another phase, such as an all-reduce in backward, only its
+exposed parts are spans: those during which the device runs no compute kernel.
 """
 
 from __future__ import annotations
@@ -35,16 +35,14 @@ from dpbench.records.activity import (
 
 @dataclass(frozen=True, kw_only=True)
 class Attributed:
-    """The steps of one trace with their spans.
+    """The steps of one trace with their spans, in seconds since the first event (`zero_us`).
 
-    Times are seconds since the first event of the trace (`zero_us`).
-
-    `activities` has the activities of all devices, those outside the steps included. `host` has,
-    for each step, the seconds that the host spent in each phase, regardless of the work of the
-    devices, and `ahead_s` the seconds from the end of the step on the host to its end on the
-    devices, negative if the host ended it later. `ahead_s` is empty if the steps are intervals of
-    the host; `notes` then say why. `unlaunched` is the number of activities whose launch the trace
-    should have and does not have; compute kernels among them belong to no phase.
+    `activities` has those of all devices, also outside the steps. `host` has, for each step, the
+    seconds that the host spent in each phase, and `ahead_s` the seconds from the end of the step on
+    the host to its end on the devices, negative if the host ended it later. `ahead_s` is empty if
+    the steps are intervals of the host; `notes` then say why. `unlaunched` is the number of
+    activities whose launch the trace should have and lacks; compute kernels among them belong to no
+    phase.
     """
 
     names: tuple[str, ...]
@@ -55,9 +53,7 @@ class Attributed:
     activities: tuple[Activity, ...]
     unlaunched: int
     updates: Mapping[str, int]
-    """The number of calls of each optimizer's `step` within the steps, by the name of the
-    optimizer's class.
-    """
+    """The number of calls of `step` within the steps, by the optimizer's class name."""
     backwards: tuple[int, ...]
     """The number of times that the host began backward, by step."""
     notes: tuple[str, ...]
@@ -80,9 +76,9 @@ def attribute(profile: TraceEvents) -> Attributed:
     busy: list[Interval] = [(event.start_us, event.end_us) for event in profile.device]
     for device in sorted({event.device for event in profile.device}):
         events = [event for event in profile.device if event.device == device]
-        found = _device_stretches(events, profile, by_thread, timeline, steps)
-        busy += [(one.start_us, one.end_us) for _, one in found]
-        spans += _device_spans(found, device, steps.timed, zero_us)
+        on_device = _device_stretches(events, profile, by_thread, timeline, steps)
+        busy += [(one.start_us, one.end_us) for _, one in on_device]
+        spans += _device_spans(on_device, device, steps.timed, zero_us)
     host_device = HOST if profile.device else 0
     spans += _host_spans(timeline, union(busy), steps.timed, zero_us, host_device)
     began = [step_at(steps.host, one.start_us) for one in timeline if one.phase is Phase.BACKWARD]
@@ -117,10 +113,6 @@ def attribute(profile: TraceEvents) -> Attributed:
 
 
 def _threads(host: Iterable[HostEvent]) -> dict[str, list[HostEvent]]:
-    """Return the events of each thread, sorted by their start.
-
-    An event comes before the events inside it.
-    """
     by_thread: dict[str, list[HostEvent]] = {}
     for event in host:
         by_thread.setdefault(event.thread, []).append(event)
@@ -130,12 +122,10 @@ def _threads(host: Iterable[HostEvent]) -> dict[str, list[HostEvent]]:
 
 
 def _main_thread(threads: Mapping[str, Sequence[HostEvent]]) -> str:
-    """Return the name of the thread that runs the training loop.
+    """Return the name of the thread that runs the training loop, "" for a trace without threads.
 
-    An empty text for a trace without threads.
-
-    It is the thread with the most step annotations; at equal numbers, the one with the most
-    annotations of optimizers and DataLoaders, then the one with the most events outside backward.
+    It has the most step annotations; at equal numbers, the most annotations of optimizers and
+    DataLoaders, then the most events outside backward.
     """
 
     def evidence(name: str) -> tuple[int, int, int]:
@@ -149,9 +139,7 @@ def _main_thread(threads: Mapping[str, Sequence[HostEvent]]) -> str:
 
 
 def _copied(profile: TraceEvents) -> dict[str, dict[float, Phase]]:
-    """Return, by thread, the phase of each call that copies between host and device, by its start
-    in microseconds.
-    """
+    """Return the phase of each call that copies between host and device, by thread and start."""
     phases: dict[str, dict[float, Phase]] = {}
     for event in profile.device:
         launch = profile.launches.get(event.correlation)
@@ -164,26 +152,25 @@ def _copied(profile: TraceEvents) -> dict[str, dict[float, Phase]]:
 def _timeline(
     by_thread: Mapping[str, Sequence[Stretch]], main: str, steps: Sequence[NamedStep]
 ) -> list[Stretch]:
-    """Return the stretches of the training loop in order of time: those of `main`, and some of
-    other threads.
+    """Return the stretches of the training loop in order of time.
 
-    While the thread `main` is in no phase, it waits for backward and reduce of other threads: their
-    stretches are included then. Neighbouring stretches of one phase within a step are joined; the
-    joined stretch also covers the Python code between them.
+    They are those of the thread `main` and, while it is in no phase, the backward and reduce of
+    other threads, for which it waits. Neighbouring stretches of one phase within a step are joined,
+    with the Python code between them.
     """
-    own = list(by_thread.get(main, ()))
-    taken = union((stretch.start_us, stretch.end_us) for stretch in own)
+    timeline = list(by_thread.get(main, ()))
+    taken = union((stretch.start_us, stretch.end_us) for stretch in timeline)
     waited: dict[Phase, list[Interval]] = {}
     for thread, others in by_thread.items():
         for stretch in others if thread != main else ():
             if stretch.phase in (Phase.BACKWARD, Phase.REDUCE):
                 waited.setdefault(stretch.phase, []).append((stretch.start_us, stretch.end_us))
     for phase, intervals in waited.items():
-        found = [Stretch(start, end, phase) for start, end in difference(union(intervals), taken)]
-        own += found
-        taken = union([*taken, *((stretch.start_us, stretch.end_us) for stretch in found)])
+        waits = [Stretch(start, end, phase) for start, end in difference(union(intervals), taken)]
+        timeline += waits
+        taken = union([*taken, *((stretch.start_us, stretch.end_us) for stretch in waits)])
     joined: list[Stretch] = []
-    for stretch in sorted(own):
+    for stretch in sorted(timeline):
         last = joined[-1] if joined else None
         if (
             last
@@ -208,8 +195,7 @@ def _device_stretches(
     timeline: Sequence[Stretch],
     steps: TraceSteps,
 ) -> list[tuple[int | None, Stretch]]:
-    """Return the stretches of the phases on one device, each with the index of the step that
-    launched it.
+    """Return the stretches on one device, each with the index of the step that launched it.
 
     The index is None if no step launched it, if its launch is unknown, and if the steps are
     intervals of the host.
@@ -259,9 +245,7 @@ def _launched(
 
 
 def _pieces(stretch: Stretch, steps: Sequence[NamedStep]) -> Iterator[tuple[int, float, float]]:
-    """Yield the index of the step, the start and the end (in microseconds) of each part of a
-    stretch inside a step.
-    """
+    """Yield the step's index, the start and the end (us) of each part of a stretch in a step."""
     place = max(0, bisect_right(steps, stretch.start_us, key=lambda step: step.start_us) - 1)
     for number in range(place, len(steps)):
         step = steps[number]
@@ -273,14 +257,13 @@ def _pieces(stretch: Stretch, steps: Sequence[NamedStep]) -> Iterator[tuple[int,
 
 
 def _spans(
-    found: Iterable[Stretch], device: int, steps: Sequence[NamedStep], zero_us: float
+    stretches: Iterable[Stretch], device: int, steps: Sequence[NamedStep], zero_us: float
 ) -> Iterator[Span]:
-    """Yield the spans of stretches on a device, cut at the borders of steps."""
     clock = "host" if device == HOST else "cuda_event"
-    for one in found:
-        for number, start_us, end_us in _pieces(one, steps):
+    for stretch in stretches:
+        for number, start_us, end_us in _pieces(stretch, steps):
             start_s, end_s = (start_us - zero_us) / 1e6, (end_us - zero_us) / 1e6
-            yield Span(number, one.phase, device, clock, start_s, end_s)
+            yield Span(number, stretch.phase, device, clock, start_s, end_s)
 
 
 def _device_spans(
@@ -289,16 +272,13 @@ def _device_spans(
     steps: Sequence[NamedStep],
     zero_us: float,
 ) -> Iterator[Span]:
-    """Yield the spans of stretches on a device: in the step of the index, or without one, in the
-    step of the time.
-    """
+    """Yield each stretch's span in the step of its index; without one, in that of its time."""
     for number, stretch in stretches:
         if number is None:
             yield from _spans([stretch], device, steps, zero_us)
             continue
-        start_us = max(
-            stretch.start_us, steps[number].start_us
-        )  # it may run beside the step before
+        # it may run beside the step before
+        start_us = max(stretch.start_us, steps[number].start_us)
         if start_us < stretch.end_us:
             start_s, end_s = (start_us - zero_us) / 1e6, (stretch.end_us - zero_us) / 1e6
             yield Span(number, stretch.phase, device, "cuda_event", start_s, end_s)
@@ -313,10 +293,9 @@ def _host_spans(
 ) -> Iterator[Span]:
     """Yield the spans of the host: the parts of its phases in which no device works.
 
-    The host launches a phase and continues before the devices have finished it. The devices' spans
-    therefore show how long a phase takes, and the host's spans show the time in which the devices
-    waited for the host. `busy` is the union of the devices' spans and activities. `device` is the
-    device of all spans except data: `HOST`, or 0 for a trace without devices.
+    The host continues before the devices have finished a phase. Their spans therefore show how long
+    it takes, and the host's spans show when the devices waited for the host. `busy` is the union of
+    the devices' spans and activities. `device` is the device of all spans except data.
     """
     for stretch in timeline:
         first = bisect_right(busy, stretch.start_us, key=lambda interval: interval[1])
@@ -331,10 +310,12 @@ def _host_spans(
 def _by_phase(
     timeline: Iterable[Stretch], steps: Sequence[NamedStep]
 ) -> tuple[dict[str, float], ...]:
-    found: list[dict[Phase, float]] = [{} for _ in steps]
-    for one in timeline:
-        for number, start_us, end_us in _pieces(one, steps):
-            found[number][one.phase] = found[number].get(one.phase, 0.0) + (end_us - start_us) / 1e6
+    by_step: list[dict[Phase, float]] = [{} for _ in steps]
+    for stretch in timeline:
+        for number, start_us, end_us in _pieces(stretch, steps):
+            by_step[number][stretch.phase] = (
+                by_step[number].get(stretch.phase, 0.0) + (end_us - start_us) / 1e6
+            )
     return tuple(
-        {phase.value: seconds[phase] for phase in Phase if phase in seconds} for seconds in found
+        {phase.value: seconds[phase] for phase in Phase if phase in seconds} for seconds in by_step
     )

@@ -1,15 +1,13 @@
-"""Imported: make trials of profiler traces, one case for each training loop, and store them as a
-run.
+"""Imported: make trials of profiler traces, one case for each loop, and store them as a run.
 
-Traces of different ranks of one process group belong to one case. The ranks' clocks may differ, as
-those of two machines do. dpbench aligns the clocks by the ends of the collectives: no rank leaves
-an all-reduce before the last rank has arrived, so the ranks' kernels of one all-reduce end at
-almost the same moment.
+Traces of different ranks of one process group belong to one case. The clocks of their machines may
+differ. dpbench aligns them by the ends of the collectives: no rank leaves an all-reduce before the
+last one has arrived, so its kernels end at almost the same moment on all ranks.
 
 The busy times cover all work in the file, without rounding. Holistic Trace Analysis leaves out the
-work launched after the last `ProfilerStep` has begun. It also rounds the start of each kernel up
-and its end down to whole microseconds, so for the same steps, its times are about 1 % lower for
-kernels of 100 microseconds.
+work launched after the last `ProfilerStep` has begun, and rounds the start of each kernel up and
+its end down to whole microseconds, so its times are about 1 % lower for kernels of 100
+microseconds.
 """
 
 from __future__ import annotations
@@ -52,20 +50,17 @@ TRACE = "trace"
 LEAST = 3
 """The least number of common collectives that suffices to align two clocks."""
 WIDEST_S = 0.01
-"""The largest accepted deviation of one collective from the median difference of two clocks, in
-seconds.
-"""
+"""The largest accepted deviation of a collective from the clocks' median difference."""
 _WRAPPER = re.compile(r"^(?:(\w*DataParallel)\.forward$|(FSDP)::)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Aligned:
-    """The correction of a rank's clock: its times plus `shift_s` seconds are times of the first
-    rank's clock.
+    """The correction of a rank's clock: `shift_s` is added to give times of the first rank's clock.
 
-    `shift_s` is the median difference between the two ranks' ends of a collective. `collectives` is
-    the number of compared collectives. `uncertainty_s` is the largest deviation from the median. It
-    includes the time by which one rank leaves a collective after the other.
+    `shift_s` is the median difference between the ranks' ends of `collectives` collectives.
+    `uncertainty_s` is the largest deviation from it, which includes the time by which one rank
+    leaves a collective after the other.
     """
 
     shift_s: float
@@ -77,9 +72,8 @@ class Aligned:
 class ImportedTrace:
     """One trace: its events (`profile`), and its steps and phases (`attributed`).
 
-    `indices` maps the number of a device in the file to the index of the device in the case.
-    `aligned` corrects the trace's clock to the clock of the first rank; it is None for the first
-    rank, and if the correction is unknown.
+    `indices` maps a device's number in the file to its index in the case. `aligned` corrects the
+    clock to that of the first rank; None for the first rank, and if unknown.
     """
 
     profile: TraceEvents
@@ -97,9 +91,7 @@ class ImportedLoop:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return sentences about facts that the traces lack, and about the parts of the loop that
-        are not known.
-        """
+        """Return sentences about what the traces lack and what is not known of the loop."""
         first = self.traces[0].profile
         facts = observed(self.trial)
         missing = first.world_size - len(self.traces)
@@ -142,10 +134,9 @@ def load(paths: Sequence[Path]) -> list[ImportedLoop]:
 
 
 def _groups(profiles: Sequence[TraceEvents]) -> Iterator[list[TraceEvents]]:
-    """Yield the traces of each training loop in the order of their ranks.
+    """Yield the traces of each training loop, sorted by rank.
 
-    All traces with the same world size above 1 are taken as one loop; every other trace is a loop
-    by itself.
+    All traces with the same world size above 1 are one loop; every other trace is its own.
     """
     groups: dict[Any, list[TraceEvents]] = {}
     for number, profile in enumerate(profiles):
@@ -201,9 +192,7 @@ def _trial(traces: Sequence[ImportedTrace]) -> Trial:
 
 
 def _part(trace: ImportedTrace, first: ImportedTrace, common: Sequence[str]) -> Trial:
-    """Return the trial of one rank, on the clock of the first rank, with the device indices of the
-    whole case.
-    """
+    """Return the trial of one rank, with the first rank's clock and the case's device indices."""
     attributed = trace.attributed
     indices = {HOST: HOST, **trace.indices}
     places = {name: place for place, name in enumerate(common)}
@@ -239,11 +228,7 @@ def _part(trace: ImportedTrace, first: ImportedTrace, common: Sequence[str]) -> 
 def _samples(
     activities: Sequence[Activity], steps: Sequence[Step], indices: Mapping[int, int]
 ) -> Iterator[Sample]:
-    """Yield, for each step and device, the seconds in kernels and copies, in communication, and in
-    its exposed part.
-
-    `indices` maps the number of a device in the trace to its index in the case.
-    """
+    """Yield each step's seconds of device work, of communication, and of its exposed part."""
     ends = [step.end_s for step in steps]
     within: list[list[Activity]] = [[] for _ in steps]
     for activity in activities:
@@ -256,17 +241,14 @@ def _samples(
                 within[number].append(activity._replace(start_s=start_s, end_s=end_s))
             if activity.end_s <= ends[number]:
                 break
-    for step, mine in zip(steps, within, strict=True):
-        for device, times in busy(mine).items():
+    for step, inside in zip(steps, within, strict=True):
+        for device, times in busy(inside).items():
             for metric, seconds in times.metrics.items():
                 yield Sample(step.end_s, indices[device], metric, seconds)
 
 
 def _case(traces: Sequence[ImportedTrace]) -> Case:
-    """Return the case of a loop, by the conventions of `records.observed`.
-
-    Its batch size is 0, which means unknown.
-    """
+    """Return the case of a loop, with the batch size 0, which means unknown."""
     first = traces[0].profile
     devices = sum(len(trace.indices) for trace in traces)
     ranks = first.world_size > 1
@@ -293,7 +275,7 @@ def _case(traces: Sequence[ImportedTrace]) -> Case:
 
 
 def _workers(profile: TraceEvents) -> int | None:
-    """Return the number of the DataLoader's workers in the form of `Observed.loader_workers`.
+    """Return the number of DataLoader workers in the form of `Observed.loader_workers`.
 
     A trace shows whether there are workers, but not how many.
     """
@@ -379,10 +361,8 @@ def _facts(traces: Sequence[ImportedTrace]) -> dict[str, Any]:
 
 
 def _gpus(traces: Sequence[ImportedTrace]) -> dict[str, Any]:
-    """Return the GPUs of the machine on which the first trace was recorded, in the form of
-    `nvml.describe`.
-    """
-    found = [
+    """Return the GPUs of the first trace's machine in the form of `nvml.describe`."""
+    gpus = [
         {
             "index": gpu.id,
             "name": gpu.name,
@@ -391,13 +371,13 @@ def _gpus(traces: Sequence[ImportedTrace]) -> dict[str, Any]:
         }
         for gpu in traces[0].profile.gpus
     ]
-    return {"physical_gpus": len(found), "gpus": found}
+    return {"physical_gpus": len(gpus), "gpus": gpus}
 
 
 def store(path: Path, loops: Sequence[ImportedLoop], naming: Naming) -> str:
     """Add a run with the loops to the store at `path`, and return the id of the run.
 
-    The run lists the GPUs of the first trace and not those of this machine, which measured nothing.
+    It lists the GPUs of the first trace and not those of this machine, which measured nothing.
     """
     here = provenance.collect()
     facts = {
@@ -408,10 +388,10 @@ def store(path: Path, loops: Sequence[ImportedLoop], naming: Naming) -> str:
     }
     files = [str(trace.profile.path) for loop in loops for trace in loop.traces]
     plan = hashlib.sha256("\n".join(["import", *files, str(time.time_ns())]).encode()).hexdigest()
-    found = [part for loop in loops for part in parts(loop.trial)]
+    rounds = [part for loop in loops for part in parts(loop.trial)]
     with Store.create(path, naming) as opened:
         return opened.add(
-            found, plan=plan, host="imported", code=here["dpbench"]["version"], provenance=facts
+            rounds, plan=plan, host="imported", code=here["dpbench"]["version"], provenance=facts
         )
 
 
@@ -423,9 +403,7 @@ def described(loop: ImportedLoop) -> str:
 
 
 def align(first: TraceEvents, other: TraceEvents) -> Aligned | None:
-    """Return the correction of the clock of `other` to the clock of `first`.
-
-    None if it would be unreliable.
+    """Return the correction of the clock of `other` to that of `first`; None if unreliable.
 
     It is unreliable if fewer than `LEAST` collectives match, or if one deviates from the median by
     more than `WIDEST_S`. A kind of collective that occurs a different number of times in the two
@@ -448,11 +426,9 @@ def align(first: TraceEvents, other: TraceEvents) -> Aligned | None:
 
 
 def _ends(profile: TraceEvents) -> dict[str, list[float]]:
-    """Return, for each kind of collective, the times in microseconds at which its kernels end, in
-    order.
-    """
-    found: dict[str, list[float]] = {}
+    """Return the ends in microseconds of the kernels of each kind of collective, in order."""
+    ends: dict[str, list[float]] = {}
     for event in sorted(profile.device, key=lambda event: event.end_us):
         if kind_of(event.name) is Kind.COMMUNICATION and not event.name.startswith("Memcpy"):
-            found.setdefault(event.name.partition("(")[0], []).append(event.end_us)
-    return found
+            ends.setdefault(event.name.partition("(")[0], []).append(event.end_us)
+    return ends

@@ -1,13 +1,11 @@
-"""Kineto: read a trace that torch.profiler wrote in Chrome's JSON format, plain or compressed by
-gzip.
+"""Kineto: read a trace of torch.profiler in Chrome's JSON format, plain or compressed by gzip.
 
 Torch has changed the names of the categories: `Operator`, `Runtime`, `Kernel`, `Memcpy` and
 `Memset` became `cpu_op`, `cuda_runtime`, `kernel`, `gpu_memcpy` and `gpu_memset`. dpbench reads
 both. Times stay in the microseconds of the file: in seconds since the epoch, a float would be exact
 to 0.2 microseconds only.
 
-The library msgspec decodes a file of 200,000 events in a second, into the few fields that are
-needed.
+msgspec decodes a file of 200,000 events in a second, into the few fields that are needed.
 """
 
 from __future__ import annotations
@@ -29,36 +27,25 @@ from dpbench.records.files import BOM, UnreadableFile
 from dpbench.records.visible import visible
 
 _HOST = {"cpu_op": False, "operator": False, "user_annotation": True}
-"""The categories of the events of host threads.
-
-The value of a category is whether it has only annotations.
-"""
+"""The categories of events of host threads; True if a category has only annotations."""
 _LAUNCH = {"cuda_runtime", "cuda_driver", "runtime", "hip_runtime", "xpu_runtime", "mtia_runtime"}
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset"}
 _ENGINE = "autograd::engine::"
 MOST_BYTES = 256 * 1024**2
-"""The most bytes to which a compressed trace of any size may decompress: a trace of 200,000 events
-has 100 MB.
-"""
+"""The most bytes to which any trace may decompress; one of 200,000 events has 100 MB."""
 MOST_RATIO = 60
-"""The most times its size to which a larger compressed trace may decompress.
-
-Real traces have 10 to 30 times.
-"""
+"""The most times its size to which a larger trace may decompress; real traces have 10 to 30."""
 LEAST_OBJECT_BYTES = 64
-"""The limit in bytes over the most objects of a compressed trace.
-
-Real traces have over 140 bytes per object.
-"""
+"""The least bytes per object allowed in a compressed trace; real traces have over 140."""
 _PART_BYTES = 1024**2
 _NO_NUMBER = re.compile(rb"(?<=[:,\[\s])-?(?:nan|inf|infinity)(?=\s*[,}\]])", re.IGNORECASE)
 
 
 class HostEvent(NamedTuple):
-    """One operator or annotation of a host thread, with its start and its end in microseconds.
+    """One operator or annotation of a host thread.
 
     `sequence` is autograd's sequence number, or -1 if autograd does not record the operator.
-    `backward` is whether autograd runs the operator in a backward pass.
+    `backward` is whether autograd runs it in a backward pass.
     """
 
     name: str
@@ -70,9 +57,7 @@ class HostEvent(NamedTuple):
 
 
 class RuntimeCall(NamedTuple):
-    """One call of the CUDA runtime, which may launch work on a device, with its times in
-    microseconds.
-    """
+    """One call of the CUDA runtime, which may launch work on a device."""
 
     name: str
     thread: str
@@ -81,7 +66,7 @@ class RuntimeCall(NamedTuple):
 
 
 class DeviceEvent(NamedTuple):
-    """One kernel, copy or fill on a device, with its start and its end in microseconds.
+    """One kernel, copy or fill on a device.
 
     `correlation` is the number of the call that launched it, or -1 if it is unknown.
     """
@@ -95,9 +80,7 @@ class DeviceEvent(NamedTuple):
 
 
 class TraceGpu(msgspec.Struct, frozen=True, kw_only=True):
-    """The properties of one GPU of the machine on which the trace was recorded, as the trace gives
-    them.
-    """
+    """The properties of one GPU of the traced machine, as the trace gives them."""
 
     id: int
     name: str = ""
@@ -109,8 +92,8 @@ class TraceGpu(msgspec.Struct, frozen=True, kw_only=True):
 class TraceEvents:
     """The events of one trace, and the facts about the process in which it was recorded.
 
-    `launches` maps correlation numbers to launches. `gpus` is empty if the trace does not list the
-    machine's GPUs. `notes` are sentences about events that were left out.
+    `launches` maps correlation numbers to launches. `gpus` is empty if the trace does not list
+    them. `notes` are sentences about events that were left out.
     """
 
     path: Path
@@ -125,10 +108,7 @@ class TraceEvents:
 
     @property
     def zero_us(self) -> float:
-        """Return the time of the first event in microseconds.
-
-        The times in seconds are relative to it.
-        """
+        """Return the time of the first event, to which the times in seconds are relative."""
         starts = [
             min(one.start_us for one in events) for events in (self.host, self.device) if events
         ]
@@ -173,8 +153,8 @@ class _RawFile(msgspec.Struct):
 def read(path: Path) -> TraceEvents:
     """Return the events of a trace file.
 
-    Raises UnreadableFile, with the path and the place in the file, if the file is not a trace or
-    has no usable event. Raises OSError if it cannot be read.
+    Raises UnreadableFile, with the path and the place in the file, if it is not a trace or has no
+    usable event, and OSError if it cannot be read.
     """
     file = _decoded(path, _content(path))
     host: list[HostEvent] = []
@@ -234,10 +214,7 @@ def read(path: Path) -> TraceEvents:
 
 
 def _number(value: int | str | float | None, default: int) -> int:
-    """Return the whole number in a value of a trace, such as 7 or the text `stream 7`.
-
-    `default` if it has none.
-    """
+    """Return the whole number in a value such as 7 or `stream 7`; `default` if it has none."""
     if isinstance(value, str):
         digits = value.rpartition(" ")[2]
         return int(digits) if digits.isdecimal() else default
@@ -256,8 +233,8 @@ def _content(path: Path) -> bytes:
 def _decompressed(path: Path, content: bytes) -> bytes:
     """Return the JSON in the content of a compressed file.
 
-    Raises UnreadableFile if the content is damaged, and if it decompresses to more than a trace
-    does: a file of a few megabytes could otherwise take all of the memory.
+    Raises UnreadableFile if it is damaged, and if it decompresses to more than a trace does: a few
+    megabytes could otherwise take all of the memory.
     """
     limit = max(MOST_BYTES, MOST_RATIO * len(content))
     parts: list[bytes] = []
@@ -285,10 +262,6 @@ def _decompressed(path: Path, content: bytes) -> bytes:
 
 
 def _decoded(path: Path, content: bytes) -> _File:
-    """Return the decoded file.
-
-    Raises UnreadableFile, with the place of the fault, if it is not a trace.
-    """
     if not content.strip():
         raise UnreadableFile(f"{path} is empty")
     try:
@@ -296,9 +269,8 @@ def _decoded(path: Path, content: bytes) -> _File:
             return _parsed(content)
         except msgspec.ValidationError:
             raise
-        except (
-            msgspec.DecodeError
-        ):  # old Kineto wrote a rate over 0 seconds as `inf` or `nan`, which is not JSON
+        # old Kineto wrote a rate over 0 seconds as `inf` or `nan`, which is not JSON
+        except msgspec.DecodeError:
             return _parsed(_NO_NUMBER.sub(b"null", content))
     except msgspec.ValidationError as error:
         raise UnreadableFile(
@@ -317,10 +289,7 @@ def _parsed(content: bytes) -> _File:
 
 
 def _place(content: bytes) -> str:
-    """Return a text that names the first event of a wrong type.
-
-    An empty text if the fault is elsewhere.
-    """
+    """Return the first event of a wrong type as text; "" if the fault is elsewhere."""
     try:
         if content.lstrip()[:1] == b"[":
             events = msgspec.json.decode(content, type=list[msgspec.Raw])
@@ -337,12 +306,6 @@ def _place(content: bytes) -> str:
 
 
 def _notes(path: Path, events: Sequence[_Event], broken: Iterable[int]) -> tuple[str, ...]:
-    """Return a sentence about the events that were left out because their times are unusable.
-
-    () if there are none.
-
-    `broken` has the indices of these events in `events`.
-    """
     places = list(broken)
     if not places:
         return ()

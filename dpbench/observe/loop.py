@@ -1,4 +1,4 @@
-"""Loop: the steps and the phases of a watched training loop, from the intervals of its recorder.
+"""Loop: the steps and phases of a watched training loop, from the intervals of its recorder.
 
 An interval lasts from one update of the weights to the next. A step may consist of several
 intervals: it ends with an update by the slowest optimizer (`trainings`). Evaluation and checkpoints
@@ -46,19 +46,14 @@ from dpbench.records.observed import WITHOUT_LOADER, Unknown
 from dpbench.records.words import count, verb
 
 TRAINING = frozenset({Phase.DATA, Phase.SCATTER, Phase.REPLICATE, Phase.FORWARD})
-"""The phases with which the work of training in a step can begin."""
+"""The phases with which the training in a step can begin."""
 Fact = TypeVar("Fact")
 WARMUP = 5
-"""The least number of warm-up steps, in which dpbench looks for the modules of the loop."""
+"""The least number of warm-up steps, in which dpbench looks for the loop's modules."""
 GAP, GAP_S, SELDOM = 0.05, 0.3e-3, 0.1
-"""Time in no phase is noted if it exceeds `GAP` of a step and `GAP_S` seconds, in more than
-`SELDOM` of the steps.
-"""
+"""Time in no phase is noted above `GAP` of a step and `GAP_S`, in over `SELDOM` of the steps."""
 APART = ASIDE | {FAILED}
-"""The kinds of spans that belong to no step.
-
-If an interval has one, its step begins after the last of them.
-"""
+"""The kinds of spans that belong to no step; a step begins after the last of them."""
 BATCH = frozenset({Phase.DATA, Phase.FORWARD, Phase.BACKWARD})
 """The phases of a batch, without the update."""
 COMPUTED = frozenset({Phase.FORWARD, Phase.LOSS, Phase.BACKWARD})
@@ -69,12 +64,11 @@ UPDATES = frozenset({Phase.CLIP, Phase.OPTIMIZER})
 
 @dataclass(frozen=True, kw_only=True)
 class WatchedLoop:
-    """The steps of a loop, with the spans and the places of reads of each step, and the facts that
-    follow from them.
+    """The steps of a loop, with their spans and places of reads, and the facts about the loop.
 
-    `numbers` has, for each step, the number of the update that ended it; ranks number their updates
-    alike. `updates` is the usual number of calls of backward in a step. `rows` is the number of
-    rows in all batches of a step, 0 if unknown. `model` has the sizes of the trained module, and
+    `numbers` has the number of the update that ended each step; ranks number their updates alike.
+    `updates` is the usual number of calls of backward in a step. `rows` is the number of rows in
+    all batches of a step, 0 if unknown. `model` has the sizes of the trained module, and
     `optimizers` the names of the optimizers' classes. `skipped` is the number of updates that a
     GradScaler skipped. `compiled` is whether torch.compile made the module.
     """
@@ -97,7 +91,7 @@ class WatchedLoop:
 
 
 def of(recorder: Recorder, first: int = 0) -> WatchedLoop:
-    """Return the loop that a recorder has recorded; the recorder must have stopped.
+    """Return the loop of a recorder that has stopped.
 
     `first` is the index of the first device of this process among the devices of all ranks.
     """
@@ -113,10 +107,10 @@ def of(recorder: Recorder, first: int = 0) -> WatchedLoop:
         raw.kind in (Phase.FORWARD, EVALUATION) for one in intervals for raw in one.spans
     )
     loaded = any(raw.kind == Phase.DATA for one in intervals for raw in one.spans)
-    own = frozenset[int]() if loaded else frozenset(seen.own_loss)
+    own_loss = frozenset[int]() if loaded else frozenset(seen.own_loss)
     spans_of = [
         [
-            _spans(one, own, by_hand=not ended, functional=functional, clips=seen.clips)
+            _spans(one, own_loss, by_hand=not ended, functional=functional, clips=seen.clips)
             for one in group
         ]
         for group in groups
@@ -210,10 +204,9 @@ def _define(
     optimized: bool,
     updates: Counter[int],
 ) -> None:
-    """Add the definitions of phases that dpbench cannot observe, and the steps with unusual calls,
-    to `unknown`.
+    """Add to `unknown` how unobserved phases are defined, and the steps with unusual calls.
 
-    `updates` maps a number of calls of backward to the number of steps with that number of calls.
+    `updates` counts the steps by their number of calls of backward.
     """
     if not optimized:
         unknown[
@@ -243,11 +236,9 @@ def _define(
 def _count_skips(
     unknown: dict[str, int], rows: Sequence[Sequence[Raw]], evaluated: frozenset[int]
 ) -> None:
-    """Add to `unknown` the number of steps that skip a batch: no backward comes between its forward
-    and the next batch.
+    """Add to `unknown` the number of steps in which no backward follows the forward of a batch.
 
-    If most steps seem to skip a batch, as in a loop with several DataLoaders, `unknown` does not
-    change.
+    Most steps seem to skip a batch in a loop with several DataLoaders: this is not noted.
     """
     number = 0
     for raws in rows:
@@ -267,11 +258,9 @@ def _count_skips(
 def _count_gaps(
     unknown: dict[str, int], steps: Sequence[Step], gaps: Sequence[Mapping[tuple[str, str], float]]
 ) -> None:
-    """Add to `unknown` the number of steps after warm-up in which a notable part of the time is in
-    no phase.
+    """Add to `unknown` the number of steps after warm-up with a notable time in no phase.
 
-    If this occurs in a few steps only, or at different places, it is a disturbance, and `unknown`
-    does not change.
+    In a few steps only, or at different places, it is a disturbance, which is not noted.
     """
     timed = [*zip(steps, gaps, strict=True)][WARMUP:]
     notable = [gap for step, gap in timed if sum(gap.values()) > max(GAP * step.seconds, GAP_S)]
@@ -285,41 +274,35 @@ def _count_gaps(
 
 
 def _together(calls: int, batches: Counter[int]) -> int:
-    """Return the number of batches that a step accumulates, in a loop with `calls` calls of
-    backward per step.
+    """Return the number of batches that a step with `calls` calls of backward accumulates.
 
-    `batches` maps a number of batches taken from DataLoaders to the number of steps that took that
-    number. A step may take batches for other steps, or use one batch in several calls of backward.
+    `batches` counts the steps by the batches that they took from DataLoaders. A step may take
+    batches for other steps, or use one batch in several calls of backward.
     """
     return max(1, min(calls, max(batches, key=lambda number: batches[number], default=1)))
 
 
 def _kept(facts: Mapping[int, Fact], keys: frozenset[int]) -> list[Fact]:
-    """Return the facts about the modules with these keys; all facts if no fact has one of the keys.
+    """Return the facts about the modules with these keys; all facts if there are none.
 
-    The keys come from recorded calls. A wrapper over several devices has no key: it records phases,
-    not its calls.
+    The keys come from recorded calls. A wrapper over several devices has none: it records phases.
     """
     return [fact for key, fact in facts.items() if key in keys] or [*facts.values()]
 
 
 def _rows(counted: Sequence[Counter[int]]) -> int:
-    """Return the most common number of rows in a call; 0 if unknown.
-
-    Each Counter has the calls by number of rows.
-    """
+    """Return the most common number of rows in a call; 0 if unknown."""
     return max(sum(counted, Counter[int]()).items(), key=lambda pair: pair[1], default=(0, 0))[0]
 
 
 def _spans(
-    interval: Interval, own: frozenset[int], *, by_hand: bool, functional: bool, clips: bool
+    interval: Interval, own_loss: frozenset[int], *, by_hand: bool, functional: bool, clips: bool
 ) -> list[Raw]:
-    """Return the spans of an interval in order of time, including those that dpbench defines by
-    their neighbours.
+    """Return the spans of an interval in order of time, with those that their neighbours define.
 
-    `own` has the ids of modules that return their own loss: the time after their forward is `data`.
-    The flags tell if the script updates weights itself (`by_hand`), calls no module (`functional`),
-    and writes gradients (`clips`).
+    `own_loss` has the ids of modules that return their own loss: the time after their forward is
+    `data`. The flags tell if the script updates weights itself (`by_hand`), calls no module
+    (`functional`), and writes gradients (`clips`).
     """
     ordered = _without_closures(sorted(interval.spans, key=lambda raw: (raw.start, raw.end)))
     if functional and interval.start is not None:
@@ -331,7 +314,7 @@ def _spans(
     for place, raw in enumerate(ordered):
         if raw.kind == Phase.BACKWARD:
             since = _last(ordered, place, Phase.FORWARD)
-            whole = since is not None and ordered[since].note in own
+            whole = since is not None and ordered[since].note in own_loss
             defined += _between(ordered, since, place, Phase.DATA if whole else Phase.LOSS)
         elif raw.kind == Phase.CLIP:
             defined += _between(
@@ -355,19 +338,17 @@ def _spans(
 
 
 def _forwards(ordered: Sequence[Raw]) -> Iterator[Raw]:
-    for at, raw in enumerate(ordered):
+    for place, raw in enumerate(ordered):
         if raw.kind == Phase.BACKWARD:
-            since = _last(ordered, at, Phase.DATA, Phase.SCATTER, Phase.BACKWARD) or 0
+            since = _last(ordered, place, Phase.DATA, Phase.SCATTER, Phase.BACKWARD) or 0
             until = next(
-                number for number in range(since + 1, at + 1) if ordered[number].kind in COMPUTED
+                number for number in range(since + 1, place + 1) if ordered[number].kind in COMPUTED
             )
             yield from _between(ordered, since, until, Phase.FORWARD)
 
 
 def _without_closures(ordered: Sequence[Raw]) -> list[Raw]:
-    """Return all spans but the parts of an optimizer's span that lie between forward and backward
-    of its closure.
-    """
+    """Return all spans but the parts of an optimizer's span inside its closure."""
     kept: list[Raw] = []
     since = 0
     for raw in ordered:
@@ -388,9 +369,7 @@ def _last(ordered: Sequence[Raw], before: int, *kinds: str) -> int | None:
 
 
 def _between(ordered: Sequence[Raw], since: int | None, until: int, kind: str) -> Iterator[Raw]:
-    """Yield spans of a kind that fill the gaps between the spans with the indices `since` to
-    `until`.
-    """
+    """Yield spans that fill the gaps between the spans with the indices `since` to `until`."""
     if since is None:
         return
     reach = ordered[since].end
@@ -413,10 +392,7 @@ def _usual_calls(rows: Sequence[Sequence[Raw]]) -> int:
 def _without_usual_failures(
     groups: Sequence[Sequence[Interval]], rows: Sequence[list[Raw]], unknown: dict[str, int]
 ) -> list[list[Raw]]:
-    """Return each step's spans.
-
-    The marks of exceptions are left out if exceptions ended work in most steps.
-    """
+    """Return the spans without the marks of exceptions, if most steps have one."""
     failed = [any(raw.kind == FAILED for raw in raws) for raws in rows]
     if sum(failed) <= len(rows) / 2:
         return [*rows]
@@ -433,11 +409,9 @@ def _cut(
     evaluated: frozenset[int],
     unknown: dict[str, int],
 ) -> Iterator[tuple[Sequence[Interval], float, list[Raw]]]:
-    """Yield the intervals, the start and the spans of each step, without the work that belongs to
-    no step.
+    """Yield the intervals, the start and the spans of each step, without work outside steps.
 
-    How many steps follow an exception, and how many are left out because of an exception, is added
-    to `unknown`.
+    How many steps follow an exception, or are left out because of one, is added to `unknown`.
     """
     usual = _usual_calls(rows)
     followed = 0
@@ -476,9 +450,7 @@ def _cut(
 
 
 def _sources(rows: Sequence[Sequence[Raw]]) -> tuple[int, frozenset[int]]:
-    """Return the `Recorder.owner` of the training dataset (0: unknown), and of datasets that only
-    evaluations read.
-    """
+    """Return the training dataset (0: unknown) and the datasets that only evaluations read."""
     trained: Counter[int] = Counter()
     evaluated: set[int] = set()
     for raws in rows:
@@ -490,10 +462,9 @@ def _sources(rows: Sequence[Sequence[Raw]]) -> tuple[int, frozenset[int]]:
                 # of several datasets, the one with the most batches counts, or the last of equal
                 # ones
                 if taken:
-                    source, taken = (
-                        max(reversed(taken), key=lambda source_number: taken[source_number]),
-                        Counter(),
-                    )
+                    counts = taken
+                    source = max(reversed(counts), key=lambda number: counts[number])
+                    taken = Counter()
                 if raw.kind == EVALUATION:
                     evaluated.add(source)
                 else:
@@ -509,9 +480,7 @@ def _sources(rows: Sequence[Sequence[Raw]]) -> tuple[int, frozenset[int]]:
 
 
 def _trimmed(raws: Sequence[Raw], evaluated: frozenset[int], end: float) -> float:
-    """Return when a step begins if other work (`APART`) ran in its interval: at the first work of
-    training after it.
-    """
+    """Return the start of a step: its first work of training after other work (`APART`)."""
     last: float = max(raw.end for raw in raws if raw.kind in APART)
     training: list[float] = [
         raw.start
@@ -524,9 +493,7 @@ def _trimmed(raws: Sequence[Raw], evaluated: frozenset[int], end: float) -> floa
 
 
 def _unloaded(raws: Sequence[Raw], start: float) -> Iterator[Raw]:
-    """Yield a span of `data` for each gap from the start of a step, a backward or a read to a
-    transfer or forward.
-    """
+    """Yield `data` for gaps from the start, a backward or a read to a transfer or forward."""
     reach = start
     counts = True
     computed = False

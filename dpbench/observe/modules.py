@@ -1,10 +1,9 @@
-"""Modules: find the outermost modules of a training loop, and record their calls as forward, loss
-or evaluation.
+"""Modules: record the calls of a loop's outermost modules as forward, loss or evaluation.
 
 An outermost module is called by the script and not by another module. It gets forward hooks when it
 is found. To find it, `Module.__call__` is replaced for a few updates: at the start, when an
 iterator of a DataLoader starts, and after 64, 128, 256 and so on updates. The replacement is
-removed while an outermost module runs, so that the calls of inner modules are never slower and
+removed while an outermost module runs, so that calls of inner modules are never slower and
 torch.compile traces the original.
 """
 
@@ -33,15 +32,11 @@ from dpbench.strategies.ddp import ExposedReduction
 LOOKS = 2
 """The number of updates during which new outermost modules are looked for."""
 AGAIN = 64
-"""The number of updates after which new modules are looked for again, and then whenever the number
-has doubled.
-"""
+"""The number of updates after which modules are looked for again, and then at each doubling."""
 COUNTED = 64
 """The number of calls of each module in which the rows of batches are counted."""
 OUTSIDE = ("", Phase.OPTIMIZER)
-"""The innermost open span around an outermost call of a module: none, or an optimizer's step,
-through a closure.
-"""
+"""The open span around an outermost call: none, or an optimizer's step that runs a closure."""
 _FORWARD = Phase.FORWARD  # an attribute of an enumeration is slow to read
 SCATTERS = (
     ("scatter", Phase.SCATTER),
@@ -57,9 +52,7 @@ class Outermost:
         self._recorder = recorder
         self._known: dict[int, tuple[nn.Module, list[Any]]] = {}
         self._opened: list[tuple[bool, BaseException | None]] = []
-        """For each open call of a module, whether it is recorded, and the exception being handled
-        when it began.
-        """
+        """For each open call: whether it is recorded, and the exception handled at its start."""
         self._original = nn.Module.__call__
         self._until = LOOKS
         self._looking = False
@@ -87,9 +80,6 @@ class Outermost:
         self._wait()
 
     def _wait(self) -> None:
-        """Let the recorder call `_updated` after the update at which the search for modules begins
-        again or ends.
-        """
         number = len(self._recorder.ends)
         again = max(AGAIN, 1 << number.bit_length())  # the next power of two
         self._recorder.due = min(again, self._until + 1) if self._looking else again
@@ -111,13 +101,13 @@ class Outermost:
     @functools.cached_property  # torch.compile would compile again for a new function
     def _finding(self) -> Callable[..., Any]:
         original = self._original
-        known = self._known
+        hooked = self._known
         recorder = self._recorder
 
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
             if is_compiling() or not recorder.mine or recorder.inside not in OUTSIDE:
                 return original(module, *args, **kwargs)
-            if id(module) not in known:
+            if id(module) not in hooked:
                 self._hook(module)
             self._call(original)
             try:
@@ -184,9 +174,8 @@ class Outermost:
                 self._recorder.reduction = ExposedReduction(
                     module, open_devices("cpu", 1)[0]
                 ).observe
-        elif any(
-            one.__name__ == "FSDPModule" for one in type(module).__mro__
-        ):  # the import of FSDP2 is slow
+        # by its name, because the import of FSDP2 is slow
+        elif any(one.__name__ == "FSDPModule" for one in type(module).__mro__):
             seen.wrapper = "FullyShardedDataParallel"
             seen.ranks = True
 
@@ -197,9 +186,7 @@ class Outermost:
         self._known.clear()
 
     def without_hooks(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that removes all hooks of dpbench, then calls `function`, which would
-        pickle them.
-        """
+        """Return a function that first removes dpbench's hooks, which `function` would pickle."""
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -214,11 +201,11 @@ class Outermost:
 def _kind(recorder: Recorder, module: Any, args: Any, kwargs: Any) -> str:
     """Return the kind of a call of an outermost module.
 
-    A module without parameters counts as a loss if it gets a tensor that requires gradients. A call
+    A module without parameters is a loss if it gets a tensor that requires gradients. A call
     without gradients is an evaluation if the module is in eval mode or has been trained. A call
-    with gradients is an evaluation if the module is in eval mode and was trained in training mode.
-    If most steps make a call of this last kind, for example to find adversarial inputs,
-    `trainings.with_teachers` later changes it to a forward.
+    with gradients is one if the module is in eval mode and was trained in training mode. If most
+    steps make such a call, for example to find adversarial inputs, `trainings.with_teachers` later
+    makes it a forward.
     """
     grad = is_grad_enabled()
     training = module.training
@@ -258,18 +245,12 @@ def _kind(recorder: Recorder, module: Any, args: Any, kwargs: Any) -> str:
 
 
 def _within(recorder: Recorder, module: Any) -> str:
-    """Return `WITHIN` for a wrapper over several devices, which records its own phases.
-
-    Else `Phase.FORWARD`.
-    """
+    """Return `WITHIN` for a wrapper over several devices, which records its own phases."""
     wraps = isinstance(module, (DataParallel, nn.DataParallel)) and recorder.seen.devices > 1
     return WITHIN if wraps else Phase.FORWARD
 
 
 def _settings(recorder: Recorder, module: nn.Module) -> None:
-    """Note the kind of the devices and the precision of a module that is trained for the first
-    time.
-    """
     seen = recorder.seen
     kind = next(module.parameters()).device.type
     if kind == "cuda":
@@ -287,8 +268,7 @@ def _settings(recorder: Recorder, module: nn.Module) -> None:
 
 
 def _note_facts(seen: Seen, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-    """Note the sizes of a module that is trained for the first time, and whether it returns its own
-    loss.
+    """Note the sizes of a module, and whether it returns its own loss.
 
     The sizes include the bytes of the call's inputs and outputs per row.
     """
@@ -307,9 +287,7 @@ def _note_facts(seen: Seen, module: nn.Module, args: Any, kwargs: Any, output: A
 
 
 class _marked:  # noqa: N801
-    """Replaced methods of a torch.nn.DataParallel, which record its phases until `remove` is
-    called.
-    """
+    """Replaced methods of a torch.nn.DataParallel, which record its phases."""
 
     def __init__(self, module: Any, recorder: Recorder) -> None:
         self._module = module
@@ -330,32 +308,32 @@ class _marked:  # noqa: N801
         return call
 
     def remove(self) -> None:
-        """Restore the original methods."""
         for name in ("scatter", "replicate", "parallel_apply", "gather"):
             self._module.__dict__.pop(name, None)
 
 
 class WrittenGradients:
-    """Notes whether the script itself writes the gradients between backward and an optimizer's
-    step.
+    """Notes if the script itself writes gradients between backward and an optimizer's step.
 
     torch counts the writes to each tensor (`_version`).
     """
 
     def __init__(self, recorder: Recorder, outermost: Outermost) -> None:
-        self._recorder, self._outermost = recorder, outermost
+        self._recorder = recorder
+        self._outermost = outermost
         self._last: Raw | None = None
         """The last span when the latest backward or reduction ended."""
         self._gradients: Sequence[tuple[nn.Parameter, torch.Tensor, int]] = ()
-        """Each weight with its gradient and the gradient's version, when the latest backward or
-        reduction ended.
-        """
+        """Each weight at that time, with its gradient and the gradient's version."""
         recorder.computed = self._computed
 
     def _computed(self) -> None:
-        modules, trained = self._outermost.known, self._recorder.seen.trained
+        trained = self._recorder.seen.trained
         weights = [
-            one for module in modules if id(module) in trained for one in module.parameters()
+            one
+            for module in self._outermost.known
+            if id(module) in trained
+            for one in module.parameters()
         ]
         self._gradients = [
             (one, one.grad, one.grad._version) for one in weights if one.grad is not None
@@ -363,9 +341,7 @@ class WrittenGradients:
         self._last = self._recorder.last
 
     def before_step(self) -> None:
-        """Set `Seen.clips` if the script has written most gradients since, with no other span in
-        between.
-        """
+        """Set `Seen.clips` if the script has written most gradients since."""
         if not self._gradients:
             return
         written = sum(
@@ -374,4 +350,5 @@ class WrittenGradients:
         )
         if self._last is self._recorder.last and 2 * written >= max(4, len(self._gradients)):
             self._recorder.seen.clips = True
-        self._last, self._gradients = None, ()
+        self._last = None
+        self._gradients = ()

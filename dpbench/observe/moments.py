@@ -1,5 +1,4 @@
-"""Moments: points in time of a watched loop on GPUs, each with the host's time and a CUDA event on
-each device.
+"""Moments: points in time of a watched loop, with a CUDA event on each device.
 
 A moment is a float, the host's time, so that moments can be sorted without waiting for a device.
 After the script has ended, `GpuTimes` returns the time at which each device reached the event of a
@@ -18,9 +17,7 @@ from dpbench.measure.clocks import CudaClock
 
 
 class Moment(float):
-    """The host's time in seconds at which an event was queued on each device, in the update with
-    the index `update`.
-    """
+    """The host's time in seconds at which an event was queued on each device, in an update."""
 
     __slots__ = ("events", "update")
     events: dict[int, Any]
@@ -28,10 +25,9 @@ class Moment(float):
 
 
 class GpuTimes:
-    """The clock of a recorder whose loop trains on GPUs: a `CudaClock` whose steps are the updates
-    of the weights.
+    """The clock of a recorder of a loop on GPUs: a `CudaClock` whose steps are the updates.
 
-    It waits for the devices once when it starts and once when it stops, never in between.
+    It waits for the devices when it starts and when it stops, never in between.
     """
 
     def __init__(
@@ -64,10 +60,7 @@ class GpuTimes:
         self._place = self._clock.placing()
 
     def seconds(self, moment: float, device: int) -> float:
-        """Return the time at which a device reached a moment.
-
-        The host's time if the moment has no event on it.
-        """
+        """Return when a device reached a moment; the host's time without an event on it."""
         if not isinstance(moment, Moment) or device not in moment.events:
             return float(moment)
         return float(self._place(moment.update, device, moment.events[device]))

@@ -1,13 +1,12 @@
-"""Recorder: the log of a watched training loop, which the seams (hooks) in torch fill while the
-script runs.
+"""Recorder: the log of a watched training loop, which hooks in torch fill while the script runs.
 
 The log has one interval per update of the weights, from the end of an optimizer's step to the end
-of the next one. An interval has the spans that the seams recorded: the kind of work, its start and
-its end. `observe.loop` turns intervals into steps and phases after the script has ended, so that
-the script waits for as little as possible.
+of the next one, with the spans that the hooks recorded: the kind of work, its start and its end.
+`observe.loop` turns intervals into steps and phases after the script has ended, so that the script
+waits for as little as possible.
 
-Only the thread that made the recorder records. A span that begins inside another span is not
-recorded separately, except for the pairs in `INTERRUPTS`.
+Only the thread that made the recorder records. A span inside another span is not recorded
+separately, except for the pairs in `INTERRUPTS`.
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ from dpbench.observe.moments import GpuTimes
 from dpbench.records import HOST, Phase
 
 _RECORDERS: weakref.WeakSet[Recorder] = weakref.WeakSet()
-"""The recorders of this process, which a forked process, such as a worker of a DataLoader, must not
-fill.
-"""
+"""This process's recorders, which a forked process, such as a DataLoader worker, must not fill."""
 
 
 def _forget() -> None:
@@ -43,28 +40,20 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 EVALUATION, CHECKPOINT, WITHIN, FAILED = "evaluation", "checkpoint", "within", "failed"
-"""The kinds that are not phases: evaluation, saving a checkpoint, a wrapper that records its
-phases, an exception.
-"""
+"""Not phases: evaluation, a saved checkpoint, a wrapper that records its phases, an exception."""
 OWN = -2
 """The `device` of a span that occupies all devices of this process."""
 BY_HAND = 0
-"""The owner of an interval that no optimizer ended: the script itself may have updated the
-weights.
-"""
+"""The owner of an interval that no optimizer ended: the script may have updated the weights."""
 SPANS = 40_000
 """The number of spans after which the recorder keeps only a sample of the intervals."""
 BLOCK = 32
 """The number of consecutive intervals that are kept or left out together."""
 GOLDEN = 0.6180339887498949
-"""The fractional part of the golden ratio: its multiples, modulo 1, spread evenly and follow no
-period of the loop.
-"""
+"""The golden ratio's fraction: its multiples modulo 1 are spread evenly and follow no period."""
 
 PINNED_READS = 8
-"""The number of updates during which the recorder asks whether copied tensors are in pinned
-memory.
-"""
+"""The number of updates in which the recorder asks if copied tensors are in pinned memory."""
 
 INTERRUPTED = "interrupted"
 """The note of a part of a span that ends because an inner span begins."""
@@ -77,31 +66,25 @@ INTERRUPTS: dict[str, frozenset[str]] = {
     EVALUATION: frozenset(),
     Phase.OPTIMIZER: _CLOSURE,  # the closure of LBFGS runs inside the optimizer's step
 }
-"""For each kind of an outer span, the kinds of inner spans that interrupt it and are recorded
-separately.
-"""
+"""The kinds of inner spans that interrupt an outer one and are recorded, by its kind."""
 ASIDE = frozenset({EVALUATION, CHECKPOINT})
 """The kinds that belong to no step; they are recorded even in intervals that are not kept."""
 _GRADIENTS = frozenset({Phase.BACKWARD, Phase.REDUCE})
 """The kinds of spans after which the gradients are computed."""
 _BACKWARD, _DATA = Phase.BACKWARD, Phase.DATA  # an attribute of an enumeration is slow to read
 _OTHERS = frozenset({EVALUATION, WITHIN})
-"""The kinds of spans that `_log` records when they end: it merges evaluations and drops
-`WITHIN`.
-"""
+"""The kinds that `_log` records at their end: it merges evaluations and drops `WITHIN`."""
 _NEXT = frozenset({Phase.DATA, Phase.SCATTER, Phase.FORWARD, EVALUATION})
 """The kinds of spans with which the next step of a loop without an optimizer begins."""
 _BETWEEN_EVALUATIONS = frozenset({Phase.DATA, Phase.SCATTER, Phase.READ, Phase.LOSS})
 
 
 class Raw(NamedTuple):
-    """A span as a hook in torch recorded it.
-
-    `start` and `end` are moments of the recorder's clock (`Recorder.now`).
+    """A span as a hook in torch recorded it, in moments of the recorder's clock (`Recorder.now`).
 
     `note` depends on the kind: the number of the dataset for data, the place in the script for
     reads, and the id of the module for forward and evaluation. For an evaluation in training mode
-    or with gradients enabled, it is the negative id of the module.
+    or with gradients enabled, it is the negative id.
     """
 
     kind: str
@@ -114,9 +97,8 @@ class Raw(NamedTuple):
 class Interval(NamedTuple):
     """The time between two updates of the weights.
 
-    `owner` is the number of the optimizer that made the second one.
-
-    `start` is None for the first interval, because nothing marks the beginning of its step.
+    `owner` is the number of the optimizer that made the second one. `start` is None for the first
+    interval, because nothing marks the beginning of its step.
     """
 
     number: int
@@ -130,8 +112,7 @@ class Interval(NamedTuple):
 class Seen:
     """The facts about a loop that the hooks in torch collect.
 
-    Every `dict` has the id of a module, or the number of an optimizer, a dataset or an engine
-    (`Recorder.owner`) as its key.
+    The keys are ids of modules, or numbers of optimizers, datasets or engines (`Recorder.owner`).
     """
 
     wrapper: str = ""
@@ -144,9 +125,7 @@ class Seen:
     in_training: set[int] = field(default_factory=set)
     """The trained modules that were called in training mode with gradients."""
     rows: dict[int, Counter[int]] = field(default_factory=dict)
-    """The number of calls of each module, or of each step of dpbench's engine, by the number of
-    rows in the batch.
-    """
+    """The calls of each module, or of each step of dpbench's engine, by rows in the batch."""
     models: dict[int, dict[str, float]] = field(default_factory=dict)
     """The sizes of each trained module, by the name of the size."""
     precisions: dict[int, str] = field(default_factory=dict)
@@ -172,15 +151,11 @@ class _Open(NamedTuple):
 
 
 new = tuple.__new__
-"""A function that makes a NamedTuple faster than the constructor of its class, which runs Python
-code.
-"""
+"""Makes a NamedTuple faster than the constructor of its class, which runs Python code."""
 
 
 class Recorder:
-    """The log of one loop: hooks in torch fill it while the script runs, and `observe.loop` reads
-    it after `stop`.
-    """
+    """The log of one loop: hooks in torch fill it, and `observe.loop` reads it after `stop`."""
 
     def __init__(self, clock: Callable[[], Any] = time.perf_counter, spans: int = SPANS) -> None:
         self.now = clock
@@ -195,33 +170,24 @@ class Recorder:
         """The number of updates after which `look` is called with that number."""
         self.look: Callable[[int], None] = lambda _: None
         self.reduction: Callable[[float], Sequence[tuple[Phase, int, float, float]]] | None = None
-        """A function that takes the end of backward and returns the spans of the exposed reduction.
-
-        None if unused.
-        """
+        """Maps the end of backward to the spans of the exposed reduction; None if unused."""
         self.looking = False
         self.computed: Callable[[], None] = lambda: None
-        """The function to call after each backward and reduction while modules are looked for
-        (`looking`).
-        """
+        """Called after each backward and reduction while modules are looked for (`looking`)."""
         self.kept = True
         self.thread = get_ident()
         self._most = spans
         self._total = 0
         self._full = 0
         self.open: list[_Open] = []
-        """The spans that are open, the outermost first."""
+        """The open spans, the outermost first."""
         self._spans: list[Raw] = []
         self._start: Any = None
         self.updating: Any = None
-        """The end of backward, or of the last `no_grad` block after it, in a loop without an
-        optimizer; else None.
-        """
+        """The end of backward or a later `no_grad` block, without an optimizer; else None."""
         self._left = False
         self.deferred = 0
-        """The number of running calls, such as GradScaler.step, that end the interval instead of an
-        optimizer.
-        """
+        """How many running calls, such as GradScaler.step, end the interval themselves."""
         self._owners: dict[int, int] = {}
         self._numbers = itertools.count(1)
         self.active = True
@@ -232,10 +198,10 @@ class Recorder:
     def begin(self, kind: str, note: Any = None, start: Any = None) -> bool:
         """Begin a span; return whether it is recorded, in which case `end` must be called.
 
-        The span begins at the moment `start`. If `start` is None, or another span has ended after
-        `start`, it begins now. A span is not recorded in another thread, or inside an open span
-        unless it interrupts that span (`INTERRUPTS`). In an interval that is not kept, only the
-        kinds in `ASIDE` are recorded.
+        It begins at the moment `start`, or now if `start` is None or another span has ended since.
+        A span is not recorded in another thread, or inside an open span unless it interrupts that
+        span (`INTERRUPTS`). In an interval that is not kept, only the kinds in `ASIDE` are
+        recorded.
         """
         if not self.active or get_ident() != self.thread or not (self.kept or kind in ASIDE):
             return False
@@ -272,10 +238,6 @@ class Recorder:
             self.computed()
 
     def _backward(self, began: Any, now: Any) -> None:
-        """Record the reduction of the backward that has ended.
-
-        In a loop without an optimizer, expect an update.
-        """
         if self.reduction is not None:
             for phase, device, start, end in self.reduction(now):
                 if began < start < end:  # else this backward reduced nothing, and the times are old
@@ -303,14 +265,10 @@ class Recorder:
         return _Mark(self, phase, device)
 
     def copied(self, tensor: Any, start: Any) -> None:
-        """Record the copy of a host tensor to a device.
-
-        The copy began at the moment `start`, and ends now.
-        """
+        """Record the copy of a host tensor to a device, from the moment `start` to now."""
         self.add(Phase.SCATTER, start, self.now())
-        if (
-            len(self.ends) < PINNED_READS
-        ):  # the driver must be asked, and its answer is the same in every step
+        # the driver must be asked, and its answer is the same in every step
+        if len(self.ends) < PINNED_READS:
             self.seen.pinned = bool(tensor.is_pinned())
 
     def _log(self, kind: str, start: Any, end: Any, note: Any) -> None:
@@ -328,7 +286,7 @@ class Recorder:
 
     @property
     def mine(self) -> bool:
-        """Return whether the calling thread is the one that records, and the recorder is active."""
+        """Return whether the recorder is active and records the calling thread."""
         return self.active and get_ident() == self.thread
 
     @property
@@ -338,7 +296,7 @@ class Recorder:
 
     @property
     def inside(self) -> str:
-        """Return the kind of the span that is open, or an empty text."""
+        """Return the kind of the innermost open span, or an empty text."""
         return self.open[-1].kind if self.open else ""
 
     # -- intervals
@@ -346,8 +304,7 @@ class Recorder:
     def owner(self, thing: Any) -> int:
         """Return the number of an optimizer, a dataset or an engine.
 
-        Unlike an id, the number is not used again for a later object, unless the first object is a
-        list or a dict.
+        Unlike an id, it is not used again for a later object, unless the first is a list or a dict.
         """
         number = self._owners.get(id(thing))
         if number is None:
@@ -357,12 +314,10 @@ class Recorder:
         return number
 
     def update(self, owner: int, name: str = "", end: Any = None) -> None:
-        """End the interval at the moment `end` (default: now), and set whether the next interval is
-        kept.
+        """End the interval at the moment `end` (default: now), and set if the next one is kept.
 
         `owner` is the number of the optimizer or engine that has updated the weights, and `name`
-        the name of its class. If the script itself updated them, `owner` is `BY_HAND`, and `name`
-        is empty.
+        that of its class. If the script itself updated them, they are `BY_HAND` and empty.
         """
         end = end or self.now()
         if name and owner not in self.seen.optimizers:
@@ -380,15 +335,15 @@ class Recorder:
         self._start = end
         if self.gpus is not None:
             self.gpus.updated()
-        elif (
-            self.seen.device_kind == "cuda"
-        ):  # the devices are known once a module has been trained
+        # the devices are known once a module has been trained
+        elif self.seen.device_kind == "cuda":
             self.gpus = GpuTimes(open_devices("cuda", self.seen.devices, ids=self.seen.device_ids))
             self.now = self.gpus.now
             self._start = self.now()
         if self._full or self._total >= self._most:
-            was, self.kept = self.kept, self._keeps(number + 1)
-            if self.kept and not was:
+            was_kept = self.kept
+            self.kept = self._keeps(number + 1)
+            if self.kept and not was_kept:
                 self._start = self.now()
         if number + 1 >= self.due:
             self.look(number + 1)
@@ -404,9 +359,7 @@ class Recorder:
         self.seen.unknown[problem] = self.seen.unknown.get(problem, 0) + 1
 
     def updated_by_hand(self) -> None:
-        """Note that the script has left a `no_grad` block, in which it may have updated the
-        weights.
-        """
+        """Note the end of a `no_grad` block, in which the script may have updated the weights."""
         if self.updating is not None and not self.open and self.mine:
             self.updating = self.now()
             self._left = True
@@ -414,18 +367,16 @@ class Recorder:
     def _keeps(self, number: int) -> bool:
         """Return whether to keep the interval `number`.
 
-        At first, every interval is kept; later, blocks of `BLOCK` intervals at growing distances.
-        The distances are irregular, so that they match no period of the loop. The number of kept
-        blocks grows with the logarithm of the number of all blocks.
+        At first, every interval is kept; later, blocks of `BLOCK` intervals at growing, irregular
+        distances, which match no period of the loop. The number of kept blocks grows with the
+        logarithm of the number of all blocks.
         """
         block = number // BLOCK
         self._full = self._full or max(1, block)
         return block < self._full or (block * GOLDEN) % 1.0 < self._full / block
 
     def seconds(self, moment: float, device: int) -> float:
-        """Return the time in seconds at which a device reached a moment, or the host if `device` is
-        HOST.
-        """
+        """Return the time in seconds at which a device, or the host (HOST), reached a moment."""
         return (
             float(moment)
             if self.gpus is None or device == HOST
@@ -442,8 +393,6 @@ class Recorder:
 
 
 class _Mark:
-    """The context manager of one phase that an engine marks."""
-
     __slots__ = ("_device", "_phase", "_recorder", "_start")
 
     def __init__(self, recorder: Recorder, phase: Phase, device: int) -> None:

@@ -1,6 +1,4 @@
-"""Script: run a Python script or module in this process as the interpreter would, and name the
-places in it.
-"""
+"""Script: run a Python script or module as the interpreter would, and name places in it."""
 
 from __future__ import annotations
 
@@ -48,7 +46,8 @@ def _place(script: str, arguments: Sequence[str], module: bool) -> Iterator[None
     try:
         yield
     finally:
-        sys.argv, sys.path[:] = argv, path
+        sys.argv = argv
+        sys.path[:] = path
         if main is not None:
             sys.modules["__main__"] = main
 
@@ -63,9 +62,7 @@ def _run_file(script: str) -> None:
 
 
 def _code(error: SystemExit) -> int:
-    """Return the exit code of the interpreter for a SystemExit: 1 for a text or other object, which
-    is printed.
-    """
+    """Return the exit code of the interpreter: 1 for a text or other object, which is printed."""
     if error.code is None or isinstance(error.code, int):
         return error.code or 0
     print(error.code, file=sys.stderr)
@@ -73,11 +70,11 @@ def _code(error: SystemExit) -> int:
 
 
 def _print(error: BaseException) -> None:
-    at = error.__traceback__
+    trace = error.__traceback__
     ours = {__file__, runpy.__file__, "<frozen runpy>"}
-    while at is not None and at.tb_frame.f_code.co_filename in ours:
-        at = at.tb_next
-    traceback.print_exception(type(error), error, at)
+    while trace is not None and trace.tb_frame.f_code.co_filename in ours:
+        trace = trace.tb_next
+    traceback.print_exception(type(error), error, trace)
 
 
 _IGNORED = ("torch", "dpbench.observe", "dpbench.engine")
@@ -85,22 +82,19 @@ _IGNORED = ("torch", "dpbench.observe", "dpbench.engine")
 _CALLS = 256
 """The largest number of calls of the script whose places are remembered."""
 _places: dict[tuple[int, int, str], tuple[types.CodeType, str]] = {}
-"""The code object and the place of a call, by the id of the code, the call's instruction and the
-called function.
+"""The code object and the place of a call, by code id, instruction and called function.
 
 The code object is kept, so that no other code object gets its id.
 """
 
 
 def place(caller: types.FrameType, what: str) -> str:
-    """Return the place in the script that led to a call of `what` by the frame `caller`, such as
-    `train.py:31 item`.
-    """
+    """Return the place in the script that led to a call of `what`, such as `train.py:31 item`."""
     code = caller.f_code
     key = id(code), caller.f_lasti, what
-    known = _places.get(key)
-    if known is not None:
-        return known[1]
+    remembered = _places.get(key)
+    if remembered is not None:
+        return remembered[1]
     frame: types.FrameType | None = caller
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_IGNORED):
         frame = frame.f_back

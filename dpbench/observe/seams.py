@@ -98,10 +98,7 @@ _OPTIMIZER, _READ = Phase.OPTIMIZER, Phase.READ  # an attribute of an enumeratio
 
 @contextmanager
 def installed(recorder: Recorder) -> Iterator[None]:
-    """Hook into torch, so that `recorder` records the training loop.
-
-    On exit, remove all hooks and replacements.
-    """
+    """Hook into torch, so that `recorder` records the loop; on exit, remove everything."""
     with ExitStack() as stack:
         replace = functools.partial(_replace, stack)
         outermost = stack.enter_context(Outermost(recorder).installed())
@@ -129,10 +126,10 @@ def installed(recorder: Recorder) -> Iterator[None]:
 
 
 def _replace(stack: ExitStack, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    own = name in vars(owner)
+    defined = name in vars(owner)
     was = getattr(owner, name)
     setattr(owner, name, make(was))
-    stack.callback(setattr, owner, name, was) if own else stack.callback(delattr, owner, name)
+    stack.callback(setattr, owner, name, was) if defined else stack.callback(delattr, owner, name)
 
 
 def _around(
@@ -143,8 +140,7 @@ def _around(
 ) -> Callable[..., Any]:
     """Return a function that calls `was` inside a span of the kind `kind`.
 
-    The span's note is the number of the object that `source` returns for the first argument; None
-    without `source`.
+    Its note is the number of the object that `source` returns for the first argument.
     """
 
     @functools.wraps(was)
@@ -176,9 +172,7 @@ def _noting(recorder: Recorder, was: Callable[..., Any], problem: str) -> Callab
 
 
 def _leaving(recorder: Recorder, was: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that replaces `was`, torch.no_grad.__exit__, after a possible update by
-    hand.
-    """
+    """Return a replacement of torch.no_grad.__exit__, which notes a possible update by hand."""
 
     @functools.wraps(was)
     def leave(*args: Any) -> None:
@@ -190,9 +184,7 @@ def _leaving(recorder: Recorder, was: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Running(NamedTuple):
-    """A running step of an optimizer: the optimizer's id, the frame that calls its hooks, and
-    whether it has a span.
-    """
+    """A running step of an optimizer: its id, the frame that calls its hooks, if it has a span."""
 
     optimizer: int
     frame: types.FrameType
@@ -200,28 +192,23 @@ class _Running(NamedTuple):
 
 
 def _runs(frame: types.FrameType, caller: types.FrameType | None) -> bool:
-    """Return whether a frame is `caller`, or one of the frames that called it."""
     while caller is not None and caller is not frame:
         caller = caller.f_back
     return caller is frame
 
 
 def _around_step(frame: types.FrameType | None) -> Iterator[type]:
-    """Yield the classes of the optimizers, such as wrappers, whose `step` runs in `frame` or in one
-    of its callers.
-    """
+    """Yield the classes of the optimizers, such as wrappers, whose `step` runs around `frame`."""
     while frame is not None:
         if frame.f_code.co_name == "step" and frame.f_code.co_varnames:
-            one = frame.f_locals.get(frame.f_code.co_varnames[0])
-            if isinstance(one, torch.optim.Optimizer):
-                yield type(one)
+            optimizer = frame.f_locals.get(frame.f_code.co_varnames[0])
+            if isinstance(optimizer, torch.optim.Optimizer):
+                yield type(optimizer)
         frame = frame.f_back
 
 
 class _Steps:
-    """The hooks around optimizers' steps: each step ends an interval, unless a GradScaler or an
-    engine ends it.
-    """
+    """The hooks around steps, which end an interval unless a GradScaler or an engine does."""
 
     def __init__(
         self,
@@ -230,38 +217,33 @@ class _Steps:
         replace: Callable[..., None],
         stack: ExitStack,
     ) -> None:
-        self._recorder, self._gradients, self._replace, self._stack = (
-            recorder,
-            gradients,
-            replace,
-            stack,
-        )
+        self._recorder = recorder
+        self._gradients = gradients
+        self._replace = replace
+        self._stack = stack
         self._running: list[_Running] = []
         self._called: Any = None
-        """The moment at which the script has called a step that has not begun yet.
-
-        None if there is none.
-        """
+        """The moment at which the script called a step that has not begun yet; else None."""
         self._classes: set[type] = set()
 
     def _leave(self, number: int) -> None:
-        """Record that all running steps after the first `number` have failed, and forget them."""
+        """Record that all running steps after the first `number` have failed."""
         while len(self._running) > number:
             if self._running.pop().recorded:
                 self._recorder.fail()
                 self._recorder.end()
 
     def _calling(self, was: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that replaces `was`, a class's `step`, and notes when it is called and
-        if it raises.
-        """
-        recorder, running = self._recorder, self._running
+        """Return a replacement of a class's `step` that notes its calls and if they raise."""
+        recorder = self._recorder
+        running = self._running
 
         @functools.wraps(was)
         def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             if is_compiling() or not recorder.active or get_ident() != recorder.thread:
                 return was(optimizer, *args, **kwargs)
-            number, outermost = len(running), recorder.kept and self._called is None
+            number = len(running)
+            outermost = recorder.kept and self._called is None
             if outermost:
                 self._called = recorder.now()
             try:
@@ -275,27 +257,24 @@ class _Steps:
 
         return step
 
-    def _starting(self, optimizer: Any, own: Any) -> None:
-        """Replace `own`, the `step` that a scheduler, for example, has set on the optimizer, to
-        observe its calls.
-        """
-        given, alive = (
-            self._calling(lambda optimizer, *args, **kwargs: own(*args, **kwargs)),
-            weakref.ref(optimizer),
-        )
+    def _starting(self, optimizer: Any, assigned: Any) -> None:
+        """Observe calls of `assigned`: the `step` that a scheduler, say, has set."""
+        watched = self._calling(lambda optimizer, *args, **kwargs: assigned(*args, **kwargs))
+        alive = weakref.ref(optimizer)
 
-        @functools.wraps(own)
+        @functools.wraps(assigned)
         def step(*args: Any, **kwargs: Any) -> Any:
-            return given(alive(), *args, **kwargs)
+            return watched(alive(), *args, **kwargs)
 
-        step.watched, optimizer.step = True, step  # type: ignore[attr-defined]
+        step.watched = True  # type: ignore[attr-defined]
+        optimizer.step = step
         self._stack.callback(
-            lambda: setattr(one, "step", own) if (one := alive()) is not None else None
+            lambda: setattr(one, "step", assigned) if (one := alive()) is not None else None
         )
 
     def before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Begin the span of an optimizer's step; torch calls this hook before each step."""
-        recorder, running = self._recorder, self._running
+        recorder = self._recorder
+        running = self._running
         if not recorder.active:
             return
         if get_ident() != recorder.thread:
@@ -303,43 +282,39 @@ class _Steps:
             return
         self._gradients.before_step()
         frame = sys._getframe(1)
-        while running and not _runs(
-            running[-1].frame, frame
-        ):  # a step that raised before its class was hooked
+        # a step that raised before its class was hooked
+        while running and not _runs(running[-1].frame, frame):
             self._leave(len(running) - 1)
         # the span begins with the call, because torch takes long for a profiler's range before it
         # calls this hook
-        called, self._called = self._called, None
+        called = self._called
+        self._called = None
         running.append(
             new(_Running, (id(optimizer), frame, recorder.begin(_OPTIMIZER, None, called)))
         )
         if type(optimizer) not in self._classes:
-            for one in {type(optimizer), *_around_step(frame)} - self._classes:
-                self._classes.add(one)
-                self._replace(one, "step", self._calling)
-                if "zero_grad" in vars(one):
+            for kind in {type(optimizer), *_around_step(frame)} - self._classes:
+                self._classes.add(kind)
+                self._replace(kind, "step", self._calling)
+                if "zero_grad" in vars(kind):
                     self._replace(
-                        one, "zero_grad", lambda was: _around(recorder, was, Phase.OPTIMIZER)
+                        kind, "zero_grad", lambda was: _around(recorder, was, Phase.OPTIMIZER)
                     )
-        own = vars(optimizer).get("step")
+        assigned = vars(optimizer).get("step")
         if (
-            own is not None
-            and not isinstance(own, types.MethodType)
-            and not hasattr(own, "watched")
+            assigned is not None
+            and not isinstance(assigned, types.MethodType)
+            and not hasattr(assigned, "watched")
         ):
-            self._starting(optimizer, own)
+            self._starting(optimizer, assigned)
 
     def after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """After an optimizer's step, end its span.
-
-        End the interval, too, unless the step ran inside other work.
-        """
-        recorder, running = self._recorder, self._running
+        recorder = self._recorder
+        running = self._running
         if not recorder.active or get_ident() != recorder.thread:
             return
-        if not running or running[-1].optimizer != id(
-            optimizer
-        ):  # steps within this one have raised
+        # otherwise steps within this one have raised
+        if not running or running[-1].optimizer != id(optimizer):
             place = next(
                 (at for at, one in enumerate(running) if one.optimizer == id(optimizer)), None
             )
@@ -357,7 +332,6 @@ class _Steps:
 def _optimizers(
     recorder: Recorder, gradients: WrittenGradients, replace: Callable[..., None], stack: ExitStack
 ) -> None:
-    """Hook into optimizers, learning-rate schedulers, GradScaler and AveragedModel."""
     steps = _Steps(recorder, gradients, replace, stack)
     stack.callback(register_optimizer_step_pre_hook(steps.before).remove)
     stack.callback(register_optimizer_step_post_hook(steps.after).remove)
@@ -382,7 +356,7 @@ def _scaled_step(recorder: Recorder, was: Callable[..., Any]) -> Callable[..., A
         recorder.deferred += 1
         began = recorder.begin(Phase.OPTIMIZER)
         try:
-            found = was(self, optimizer, *args, **kwargs)
+            result = was(self, optimizer, *args, **kwargs)
         except BaseException:
             recorder.fail()
             raise
@@ -394,7 +368,7 @@ def _scaled_step(recorder: Recorder, was: Callable[..., Any]) -> Callable[..., A
         recorder.seen.skipped[recorder.owner(optimizer)] += not stepped
         if not recorder.inside:
             recorder.update(recorder.owner(optimizer), type(optimizer).__name__)
-        return found
+        return result
 
     return step
 
@@ -418,7 +392,8 @@ def _data(recorder: Recorder, replace: Callable[..., None], outermost: Outermost
 
 
 def _tensors(recorder: Recorder, replace: Callable[..., None]) -> None:
-    open_spans, seen = recorder.open, recorder.seen
+    open_spans = recorder.open
+    seen = recorder.seen
 
     def moving(was: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(was)
@@ -427,15 +402,15 @@ def _tensors(recorder: Recorder, replace: Callable[..., None]) -> None:
             if open_spans or is_compiling() or not recorder.mine:
                 return was(self, *args, **kwargs)
             start = recorder.now()
-            found = was(self, *args, **kwargs)
-            if found.device != self.device:
+            moved = was(self, *args, **kwargs)
+            if moved.device != self.device:
                 if self.device.type == "cpu":
                     recorder.copied(self, start)
                 else:
                     recorder.add(
                         Phase.READ, start, recorder.now(), note=place(sys._getframe(1), "to")
                     )
-            return found
+            return moved
 
         return move
 
@@ -482,7 +457,8 @@ def _engines(recorder: Recorder, replace: Callable[..., None]) -> None:
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not recorder.mine:
                 return was(self, *args, **kwargs)
-            recorder.seen.wrapper, recorder.seen.threads = type(self).__name__, True
+            recorder.seen.wrapper = type(self).__name__
+            recorder.seen.threads = True
             recorder.seen.devices = len(self.devices)
             leaf = next(
                 (one for one in tree_leaves(args) if isinstance(one, torch.Tensor) and one.dim()),
@@ -493,7 +469,7 @@ def _engines(recorder: Recorder, replace: Callable[..., None]) -> None:
             recorder.deferred += 1
             began = recorder.begin(WITHIN)
             try:
-                found = was(self, *args, **kwargs)
+                result = was(self, *args, **kwargs)
             except BaseException:
                 recorder.fail()
                 raise
@@ -502,7 +478,7 @@ def _engines(recorder: Recorder, replace: Callable[..., None]) -> None:
                     recorder.end()
                 recorder.deferred -= 1
             recorder.update(recorder.owner(self), type(self).__name__)
-            return found
+            return result
 
         return step
 

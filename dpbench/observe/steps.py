@@ -1,9 +1,9 @@
 """Steps: the steps of a trace, on the host and on its devices.
 
-On the host, a step is an annotation `ProfilerStep#N`; a trace without such annotations is cut where
-an optimizer's step ends. The host launches work and continues before the devices have done it,
-often by several steps. A step therefore ends with the last activity of a device that the host
-launched in it, and lasts from one such end to the next.
+On the host, a step is an annotation `ProfilerStep#N`; a trace without these is cut where an
+optimizer's step ends. The host is often several steps ahead of the devices. A step on the devices
+therefore ends with the last activity that the host launched in it, and lasts from one such end to
+the next.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAMED = 3
 
 
 class NamedStep(NamedTuple):
-    """One step of a trace: its name, and its start and its end in microseconds."""
+    """One step of a trace."""
 
     name: str
     start_us: float
@@ -33,16 +33,15 @@ class NamedStep(NamedTuple):
     whole: bool
     """Whether the trace has the beginning of the step."""
     follows: bool = False
-    """Whether the step before it in the trace is also the step before it in the training loop."""
+    """Whether the previous step in the trace is also the previous one in the training loop."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceSteps:
-    """The steps of a trace: as the host launched them (`host`), and the same steps on the devices
-    (`timed`).
+    """The steps of a trace: as the host launched them (`host`), and on the devices (`timed`).
 
-    If `by_device` is False, the ends of the steps on the devices are unknown, and `timed` equals
-    `host`. `notes` are sentences on how the steps are defined.
+    If `by_device` is False, the ends on the devices are unknown, and `timed` equals `host`. `notes`
+    are sentences on how the steps are defined.
     """
 
     host: tuple[NamedStep, ...]
@@ -52,9 +51,7 @@ class TraceSteps:
 
 
 def steps_of(main: Sequence[HostEvent], profile: TraceEvents) -> TraceSteps:
-    """Return the steps of a trace, from the events of the thread of its training loop in order of
-    their start.
-    """
+    """Return the steps of a trace; `main` has the events of its training thread by start."""
     host = host_steps(main)
     work = _work(host, profile)
     if not host:
@@ -74,7 +71,7 @@ def steps_of(main: Sequence[HostEvent], profile: TraceEvents) -> TraceSteps:
 def _unknown_ends(
     host: Sequence[NamedStep], work: Mapping[int, Interval], profile: TraceEvents
 ) -> str:
-    """Return why the ends of the steps on the devices are unknown; an empty text if they are known.
+    """Return why the steps' ends on the devices are unknown; an empty text if they are known.
 
     `work` has the work of devices in each step of `host` that has any.
     """
@@ -89,12 +86,11 @@ def _unknown_ends(
 
 
 def host_steps(main: Sequence[HostEvent]) -> tuple[NamedStep, ...]:
-    """Return the steps of a training loop on the host, from the events of its thread in order of
-    their start.
+    """Return the steps on the host, from the events of the training thread, sorted by start.
 
-    Without `ProfilerStep` annotations, a step ends where an optimizer's step ends. If the trace has
-    steps of several classes of optimizers, only the class whose step comes last in the trace ends
-    the steps. The first step may then have begun before the trace, so it is not whole.
+    Without `ProfilerStep` annotations, a step ends where an optimizer's step ends. Of several
+    classes of optimizers, only the one whose step comes last in the trace ends the steps. The first
+    step may then have begun before the trace, so it is not whole.
     """
     marks = [(event, int(found["number"])) for event in main if (found := STEP.match(event.name))]
     return tuple(_annotated(marks) if marks else _updated(main))
@@ -136,9 +132,7 @@ def step_at(steps: Sequence[NamedStep], at_us: float) -> int | None:
 
 
 def _work(host: Sequence[NamedStep], profile: TraceEvents) -> dict[int, Interval]:
-    """Return, by the index of a step, the start and the end of the work of devices that the host
-    launched in it.
-    """
+    """Return the start and the end of the devices' work that each step launched, by its index."""
     work: dict[int, Interval] = {}
     for event in profile.device:
         launch = profile.launches.get(event.correlation)
@@ -150,12 +144,10 @@ def _work(host: Sequence[NamedStep], profile: TraceEvents) -> dict[int, Interval
 
 
 def launched_before(profile: TraceEvents) -> list[DeviceEvent]:
-    """Return the activities that the host launched before the trace began, which therefore lacks
-    their launches.
+    """Return the activities that were launched before the trace began, which lacks their launches.
 
-    A stream runs its activities in the order of their launches: these come before the first
-    activity of their stream with a launch; in a stream without launches, before the first activity
-    of their device with a launch.
+    A stream runs its activities in the order of their launches: these come before its first
+    activity with a launch; in a stream without launches, before the first one of their device.
     """
     first: dict[tuple[int, int | None], float] = {}
     unlaunched: list[DeviceEvent] = []
@@ -174,12 +166,10 @@ def launched_before(profile: TraceEvents) -> list[DeviceEvent]:
 
 
 def _end_before(first: NamedStep, profile: TraceEvents) -> float | None:
-    """Return the end, in microseconds, of the work that was launched before the first step.
+    """Return the end (us) of the work launched before the first step; None if unknown.
 
-    None if it is unknown.
-
-    It is known only if the devices still did this work when the host began the step: otherwise the
-    trace does not show that the work belongs to the step before, and not to a setup long before.
+    It is known only if the devices still did this work when the host began the step: otherwise it
+    may belong to a setup long before, and not to the step before.
     """
     if not first.whole:
         return None
@@ -197,9 +187,8 @@ def _timed(
 ) -> Iterator[NamedStep]:
     """Yield the steps on the devices, without the steps that launched no work.
 
-    A step begins with the end of the step before it. If this end is unknown, the step begins with
-    its first activity, and is not whole. `before_us` is the end of the step before the first one,
-    if it is known.
+    A step begins with the end of the step before it; if this is unknown, with its first activity,
+    and it is not whole. `before_us` is the end of the step before the first one, if known.
     """
     for number, (start_us, end_us) in sorted(work.items()):
         step = host[number]

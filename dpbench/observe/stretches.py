@@ -1,5 +1,4 @@
-"""Stretches: the phases of one host thread, from its annotations and, where there are none, from
-its operators.
+"""Stretches: the phases of one host thread, from its annotations or else from its operators.
 
 Autograd numbers the operators that it records in forward, and marks those that it runs in a
 backward pass, even in traces of old versions of torch.
@@ -26,9 +25,7 @@ _ANNOTATIONS = (
     (Phase.LOSS, re.compile(r"\b(?:loss|criterion)\b", re.IGNORECASE)),
     (Phase.FORWARD, re.compile(r"\bforward\b", re.IGNORECASE)),
 )
-"""Phases and the patterns of annotations that name them, in the order in which dpbench tries
-them.
-"""
+"""Phases and the patterns of annotations that name them, in the order of trial."""
 _DATA_PARALLEL = {"Scatter": Phase.SCATTER, "Broadcast": Phase.REPLICATE, "Gather": Phase.GATHER}
 """The operators of torch.nn.DataParallel, which autograd calls by the names of their classes."""
 _ADDING = re.compile(r"(?:autograd::engine::evaluate_function: )?BroadcastBackward")
@@ -41,7 +38,7 @@ _PREPARES = {"aten::empty", "aten::zeros", "aten::ones_like"}
 
 
 class Stretch(NamedTuple):
-    """A stretch of time in which a host thread is in one phase, in microseconds."""
+    """A stretch of time in which a host thread is in one phase."""
 
     start_us: float
     end_us: float
@@ -65,9 +62,8 @@ def stretches(
     """
     copies = sorted(copied)
     closures = _with_backward(events)
-    stack: list[
-        tuple[float, Phase | None, bool]
-    ] = []  # end, phase, whether its operators are outermost
+    # end, phase, whether its operators are outermost
+    stack: list[tuple[float, Phase | None, bool]] = []
     at_us = float("-inf")
     state = _State()
     passed = 0
@@ -104,9 +100,7 @@ def stretches(
 
 
 def _with_backward(events: Sequence[HostEvent]) -> set[int]:
-    """Return the indices of the optimizers' steps in `events` that run a backward pass, as a
-    closure of LBFGS does.
-    """
+    """Return the indices of optimizers' steps that run backward, as a closure of LBFGS does."""
     starts = [event.start_us for event in events if event.backward]
     numbers = set()
     for number, event in enumerate(events):
@@ -118,16 +112,14 @@ def _with_backward(events: Sequence[HostEvent]) -> set[int]:
 
 
 class _State:
-    """The state that selects the phase of an operator without an annotation, from the operators
-    before it.
-    """
+    """The state by which earlier operators decide the phase of one without an annotation."""
 
     def __init__(self) -> None:
         self._after_backward = self._clips = False
 
     def backward(self) -> None:
-        """Note that a backward pass has run."""
-        self._after_backward, self._clips = True, False
+        self._after_backward = True
+        self._clips = False
 
     def phase_of(
         self,
@@ -138,13 +130,11 @@ class _State:
         *,
         closure: bool,
     ) -> tuple[Phase | None, bool]:
-        """Return the phase of an event, and whether the operators inside it get their phases by
-        themselves.
+        """Return the phase of an event, and whether operators inside it get their own phases.
 
-        `outer` is the phase of the enclosing event; None without one. `outermost` is whether only
-        annotations enclose the event. `copies` is the phase of a copy between host and device that
-        the event launches. `closure` is whether the event is an optimizer's step that runs a
-        backward pass.
+        `outer` is the phase of the enclosing event. `outermost` is whether only annotations enclose
+        it. `copies` is the phase of a copy between host and device that the event launches.
+        `closure` is whether it is an optimizer's step that runs a backward pass.
         """
         name = event.name
         if event.backward or name.startswith("autograd::"):
@@ -179,9 +169,8 @@ class _State:
             return Phase.LOSS
         if outer:
             return outer
-        if (
-            self._after_backward and event.sequence < 0
-        ):  # autograd does not record clipping or an update
+        # autograd does not record clipping or an update
+        if self._after_backward and event.sequence < 0:
             self._clips |= name in _NORMS
             return Phase.CLIP if self._clips else None
         if name in _PREPARES:

@@ -1,10 +1,8 @@
-"""Trainings: the intervals of one training of a script, and the intervals that make up each of its
-steps.
+"""Trainings: the intervals of one training of a script, and those of each of its steps.
 
 An interval lasts from one update of the weights to the next. A step may consist of several
-intervals: it ends with an update by the slowest optimizer. In a loop with several optimizers, the
-slowest is the one that steps most rarely. If several step equally rarely, it is the one whose first
-step came last.
+intervals: it ends with an update by the slowest optimizer, the one that steps most rarely. If
+several step equally rarely, it is the one whose first step came last.
 """
 
 from __future__ import annotations
@@ -17,16 +15,11 @@ from dpbench.records import Phase
 from dpbench.records.words import count
 
 LONGEST = 16
-"""The largest mean number of updates in a step of a loop with several optimizers.
-
-Above it, each update is a step.
-"""
+"""The largest mean number of updates in a step; above it, each update is a step."""
 
 
 def longest(intervals: Sequence[Interval], unknown: dict[str, int]) -> Sequence[Interval]:
-    """Return the intervals of the training with the most updates.
-
-    A script may run several, one after another.
+    """Return the intervals of the script's training with the most updates.
 
     Two trainings share neither an optimizer nor a trained module. If trainings are left out, a
     problem is added to `unknown`, which maps each problem to the number of steps that it affects.
@@ -62,10 +55,9 @@ def _updates(intervals: Sequence[Interval]) -> int:
 
 
 def keys(interval: Interval) -> frozenset[int]:
-    """Return the number of the optimizer that ended an interval, and the ids of the modules with a
-    forward in it.
+    """Return the number of the optimizer that ended an interval, and the ids of its modules.
 
-    If there are such modules, the number `BY_HAND` is left out.
+    These are the modules with a forward in it. If there are any, `BY_HAND` is left out.
     """
     modules = {
         raw.note
@@ -78,10 +70,7 @@ def keys(interval: Interval) -> frozenset[int]:
 def _apart(
     intervals: Sequence[Interval], keys: Callable[[Interval], frozenset[int]]
 ) -> list[list[Interval]]:
-    """Return the intervals in parts.
-
-    A part ends where none of the keys so far occurs in a later interval.
-    """
+    """Return the intervals in parts, each of which ends where none of its keys occurs later."""
     last = {key: place for place, interval in enumerate(intervals) for key in keys(interval)}
     parts: list[list[Interval]] = [[]]
     reach = -1
@@ -94,9 +83,7 @@ def _apart(
 
 
 def slowest(ended: Sequence[Interval], unknown: dict[str, int]) -> frozenset[int]:
-    """Return the numbers of the optimizers that end the steps of the loop.
-
-    An empty set if each update ends a step.
+    """Return the numbers of the optimizers that end the steps; empty if each update ends one.
 
     A loop may use optimizers one after another, such as a new one in each epoch; the slowest one of
     each period is then returned. If it steps too rarely (`LONGEST`), a problem is added to
@@ -121,27 +108,24 @@ def slowest(ended: Sequence[Interval], unknown: dict[str, int]) -> frozenset[int
 def groups(intervals: Sequence[Interval], slowest: frozenset[int]) -> Iterator[list[Interval]]:
     """Yield the intervals of each step; intervals that are not consecutive never share a step.
 
-    `slowest` has the numbers of the optimizers that end a step; it is empty if every interval is a
-    step.
+    `slowest` has the optimizers that end a step; if empty, every interval is a step.
     """
     group: list[Interval] = []
-    for one in intervals:
-        if group and one.number != group[-1].number + 1:
+    for interval in intervals:
+        if group and interval.number != group[-1].number + 1:
             group = []
-        group.append(one)
-        if not slowest or one.owner in slowest:
+        group.append(interval)
+        if not slowest or interval.owner in slowest:
             yield group
             group = []
 
 
 def with_teachers(rows: Sequence[Sequence[Raw]], trained: Collection[int]) -> list[list[Raw]]:
-    """Return the spans of each step.
+    """Return the spans of each step; evaluations that are part of the training become `forward`.
 
-    Evaluations that are a part of the training get the kind `forward`.
-
-    These are evaluations that occur in more than half of the steps: of modules that are never
-    trained, such as a teacher, and of any module in training mode or with gradients. `trained` has
-    the ids of the trained modules.
+    These occur in more than half of the steps: of modules that are never trained, such as a
+    teacher, and of any module in training mode or with gradients. `trained` has the ids of the
+    trained modules.
     """
     calls = Counter(
         note for raws in rows for note in {raw.note for raw in raws if raw.kind == EVALUATION}

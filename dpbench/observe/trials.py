@@ -1,9 +1,8 @@
-"""Trials: store a watched loop, joined with those of the other ranks of its launch, as a run with
-one case.
+"""Trials: store a watched loop of all ranks of its launch as a run with one case.
 
-Every rank writes its steps and spans to a file when its script has ended, and rank 0 waits for the
-files of the others in the folder of its store. A rank on a machine that does not share this folder
-is therefore missing, and the joined loop names it as missing.
+Every rank writes its steps and spans to a file when its script has ended, and rank 0 waits for
+these files in the folder of its store. A rank on a machine that does not share this folder is
+therefore missing, and the joined loop names it as missing.
 """
 
 from __future__ import annotations
@@ -44,11 +43,10 @@ LEAST = 8
 
 @dataclass(frozen=True, kw_only=True)
 class RankRecord:
-    """The record of one process: its loop, its peak of memory, its GPUs, and the memory that it
-    holds on GPUs.
+    """The record of one process: its loop, its peak of memory, its GPUs, and its memory on them.
 
-    The record of a whole launch has the joined loop, and the memory and the GPUs of all ranks.
-    `gpus` has the index in the loop and the UUID of each GPU.
+    The record of a launch has the joined loop, and the memory and the GPUs of all ranks. `gpus` has
+    the index in the loop and the UUID of each GPU.
     """
 
     loop: WatchedLoop
@@ -59,8 +57,7 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class WatchedRank:
-    """The place of this process in a launch: `rank` of `size` processes, and the folder for the
-    files of the ranks.
+    """The place of this process in a launch: `rank` of `size`, and the folder of the ranks' files.
 
     `alone` is whether all processes are known to run on this machine.
     """
@@ -72,11 +69,9 @@ class WatchedRank:
 
     @classmethod
     def of(cls, store: Path, environ: Mapping[str, str] = os.environ) -> WatchedRank:
-        """Return the place that torchrun's environment variables describe.
+        """Return the place in torchrun's environment variables; without them, rank 0 of 1.
 
-        Without them, rank 0 of one process.
-
-        The folder for the files of the ranks is in the same folder as the file `store`.
+        The folder for the ranks' files is beside the file `store`.
         """
         names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
         launch = hashlib.sha256(
@@ -113,12 +108,10 @@ class WatchedRank:
         unfinished.rename(self.file(self.rank))
 
     def joined(self, first: RankRecord, deadline_s: float = DEADLINE_S) -> tuple[RankRecord, int]:
-        """Return the record of the launch, and the number of ranks in it.
-
-        `first` is the record of rank 0.
+        """Return the record of the launch and the number of ranks in it; `first` is that of rank 0.
 
         Ranks whose records do not arrive within `deadline_s` seconds are named in the loop's
-        unknown parts.
+        `unknown`.
         """
         until = time.monotonic() + deadline_s
         others = range(1, self.size)
@@ -167,27 +160,24 @@ class WatchedRank:
 
 
 def _trial(part: RankRecord) -> Trial:
-    """Return the steps, the spans and the memory of one rank as a trial, because `merge` takes
-    trials.
-    """
+    """Return the record of one rank as a trial, because `merge` takes trials."""
     case = Case(model=SCRIPT, strategy=SCRIPT, batch_size=1, declared=traits(Parallelism.RANKS))
     return Trial(case=case, steps=part.loop.steps, spans=part.loop.spans, memory=part.memory)
 
 
 def _only(numbers: Sequence[int], trial: Trial, common: set[int]) -> Trial:
-    """Return a trial with only the steps whose number is in `common`.
-
-    `numbers` has the number of each step.
-    """
-    place = {
-        at: new
-        for new, at in enumerate(at for at, number in enumerate(numbers) if number in common)
+    """Return a trial with only the common steps; `numbers` has the number of each step."""
+    new_places = {
+        old: new
+        for new, old in enumerate(old for old, number in enumerate(numbers) if number in common)
     }
     return replace(
         trial,
-        steps=tuple(trial.steps[at] for at in place),
+        steps=tuple(trial.steps[old] for old in new_places),
         spans=tuple(
-            replace(span, step=place[span.step]) for span in trial.spans if span.step in place
+            replace(span, step=new_places[span.step])
+            for span in trial.spans
+            if span.step in new_places
         ),
     )
 
@@ -233,9 +223,7 @@ def case_of(watched: Watched) -> Case:
 
 
 def trials_of(watched: Watched) -> list[Trial]:
-    """Return one trial per part of a watched loop, with the facts about the loop in the provenance
-    of each.
-    """
+    """Return one trial per part of a loop, each with the facts about the loop."""
     loop = watched.part.loop
     case = case_of(watched)
     warm = stopping.warmup([step.seconds for step in loop.steps], least=WARMUP)
@@ -258,10 +246,7 @@ def trials_of(watched: Watched) -> list[Trial]:
 
 
 def _observed(watched: Watched, warm: int) -> Observed:
-    """Return the facts about the loop.
-
-    Reads are counted in timed steps only, which begin at the index `warm`.
-    """
+    """Return the facts about the loop; reads are counted from the step `warm` on."""
     loop = watched.part.loop
     seen = watched.seen
     reads: dict[str, int] = {}
@@ -298,26 +283,23 @@ def store(path: Path, recorded: Sequence[Trial], naming: Naming, command: str) -
 
 
 def gpus(rank: int, seen: Seen) -> tuple[tuple[int, str], ...]:
-    """Return the index and the UUID of each GPU on which this rank trains.
-
-    Empty if the UUIDs are unknown.
-    """
+    """Return the index and UUID of each GPU on which this rank trains; empty if unknown."""
     return tuple(enumerate(gpu_uuids(seen.device_ids), start=rank))
 
 
 def held(rank: int, seen: Seen, library: Library = None) -> tuple[Held, ...]:
-    """Return the memory that this process holds on each GPU; empty if its loop trains on no GPU.
+    """Return the memory that this process holds on each GPU; empty if its loop trains on none.
 
-    `rank` is the rank of this process. `library` replaces pynvml in tests.
+    `library` replaces pynvml in tests.
     """
-    own = [uuid for _, uuid in gpus(rank, seen)]
+    trained_on = [uuid for _, uuid in gpus(rank, seen)]
     return tuple(
         Held(
             rank=rank,
             gpu=gpu.index,
             uuid=gpu.uuid,
             held_bytes=size,
-            own=any(nvml.same_gpu(gpu.uuid, own_uuid) for own_uuid in own),
+            own=any(nvml.same_gpu(gpu.uuid, own_uuid) for own_uuid in trained_on),
         )
         for gpu, size in (nvml.held_by(os.getpid(), library) if seen.device_ids else ())
     )

@@ -1,6 +1,4 @@
-"""Watching: record the training loop of a script, or of a block of code, and store its steps as a
-run.
-"""
+"""Watching: record the training loop of a script or code block, and store it as a run."""
 
 from __future__ import annotations
 
@@ -28,18 +26,14 @@ from dpbench.store import Naming
 LIVE_S = 0.5
 """The least time in seconds between two updates of the line on the terminal."""
 SAMPLED_S = 0.5
-"""The seconds between two readings of the counters of GPUs and host: a watched loop may run for
-hours.
-"""
+"""The seconds between two readings of the counters: a watched loop may run for hours."""
 
 
 @dataclass
 class WatchResult:
-    """The result of watching: the id of the stored run, the number of steps, and the problems of
-    the loop (`unknown`).
+    """The result of watching: the id of the stored run, its steps, and the loop's problems.
 
-    The id is empty if the loop took no steps, and in ranks other than 0. `rank` is the rank of this
-    process.
+    The id is empty if the loop took no steps, and in ranks other than 0.
     """
 
     run_id: str = ""
@@ -58,13 +52,12 @@ def watch(
     command: str = "",
     live: TextIO | None = None,
 ) -> Iterator[WatchResult]:
-    """Record the training loop inside the `with` block, and store its steps as a run of the store
-    `path`.
+    """Record the training loop inside the `with` block as a run of the store `path`.
 
-    The run gets the name `name` and the tags `tags`. `script` is the name of the model in reports
-    (default: the name of the running script), and `command` the command that ran the script. On the
-    stream `live`, a line shows the number of updates and their duration. The steps are stored even
-    if the block raises. Yields the result, which is complete after the block.
+    `script` is the name of the model in reports (default: that of the running script), and
+    `command` the command that ran it. On the stream `live`, a line shows the number of updates and
+    their duration. The steps are stored even if the block raises. Yields the result, which is
+    complete after the block.
     """
     naming = Naming(name=name, tags=dict(tags or {}), command=command)
     recorder = Recorder()
@@ -90,8 +83,7 @@ def watch(
 class _Beside:
     """The samplers that run during a loop; `problem` says why some are missing.
 
-    `series` is None if no samplers run. `visible` has NVML's facts about the GPUs that the samplers
-    read.
+    `series` is None if none run. `visible` has NVML's facts about the sampled GPUs.
     """
 
     series: samplers.SampleFile | None
@@ -99,9 +91,7 @@ class _Beside:
     problem: str = ""
 
     def during(self, part: trials.RankRecord) -> tuple[Sample, ...]:
-        """Return the samples between the first and the last step of a loop, with the loop's indices
-        of devices.
-        """
+        """Return the samples during a loop, with the loop's indices of devices."""
         steps = part.loop.steps
         if self.series is None or not steps:
             return ()
@@ -112,17 +102,14 @@ class _Beside:
             places[gpu["index"]] = [
                 number for number, uuid in part.gpus if nvml.same_gpu(uuid, gpu["uuid"])
             ]
-        found = self.series.cut(steps[0].start_s, steps[-1].end_s)
+        samples = self.series.cut(steps[0].start_s, steps[-1].end_s)
         return tuple(
-            replace(one, device=place) for one in found for place in places.get(one.device, ())
+            replace(one, device=place) for one in samples for place in places.get(one.device, ())
         )
 
 
 def _sampling(stack: ExitStack, seat: trials.WatchedRank) -> _Beside:
-    """Start the samplers, which `stack` ends.
-
-    In a launch, only rank 0 starts them, for all ranks of the machine.
-    """
+    """Start the samplers, which `stack` ends; in a launch, only rank 0 does, for all ranks."""
     if seat.rank:
         return _Beside(None)
     if not seat.alone:  # the clocks of machines differ
@@ -163,15 +150,13 @@ def _store(
 ) -> None:
     """Stop a recorder, store its steps as a run, and complete the result.
 
-    `source` is the script and its command.
-
-    Only rank 0 of a launch stores, together with the steps of the other ranks.
+    Only rank 0 of a launch stores, with the steps of all ranks. `source` is the script and its
+    command.
     """
     try:
         recorder.stop()
-    except (
-        RuntimeError
-    ) as error:  # a GPU error that ended the script; the times of the steps are lost
+    # a GPU error that ended the script; the times of the steps are lost
+    except RuntimeError as error:
         result.unknown.append(f"the times of the work on the GPUs are unknown: {error}")
         return
     part = trials.RankRecord(
