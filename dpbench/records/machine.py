@@ -262,7 +262,6 @@ def _links(table: Mapping[str, Any], name: str) -> Iterator[Link]:
 
 
 def _each(text: str, where: str) -> list[str]:
-    """Return the devices of one end of a link: `gpu0-3` means gpu0, gpu1, gpu2 and gpu3."""
     match = re.fullmatch(r"(\D+)(\d+)-(\d+)", text)
     if not match:
         return [text]
@@ -276,7 +275,6 @@ def _each(text: str, where: str) -> list[str]:
 
 
 def _record(kind: type[Record], data: Mapping[str, Any], where: str) -> Record:
-    """Return a TOML table as an instance of `kind`; messages name the table `where`."""
     _known(data, where, [*(f.name for f in fields(kind)), "source"])  # type: ignore[arg-type]
     return _converted(kind, data, where)
 
@@ -298,7 +296,6 @@ def _found(kind: type[Record], data: Mapping[str, Any]) -> str:
 
 
 def _known(data: Mapping[str, Any], where: str, keys: list[str]) -> None:
-    """Raise UnknownMachine if the table `where` has a key that is not in `known`."""
     for key in data:
         if key not in keys:
             raise UnknownMachine(f"machine {where}: {_unknown('key', key, sorted(keys))}")
@@ -324,7 +321,6 @@ def _sources(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _check(machine: Machine) -> None:
-    """Raise UnknownMachine for GPUs without links, or the reverse, and nodes without a network."""
     ends = {end for link in machine.links for end in (link.a, link.b)}
     lost = [f"gpu{i}" for i in range(machine.gpu.count) if f"gpu{i}" not in ends]
     if lost:

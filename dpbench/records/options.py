@@ -172,7 +172,6 @@ REPEATED = ("model", "strategy", "tag")
 
 
 def _text(value: object, name: str = "") -> str:
-    """Return the value of an option as the command line takes it."""
     if isinstance(value, tuple):
         # a schedule may contain commas
         return (";" if name == "schedules" else ",").join(_text(one, name) for one in value)
@@ -357,7 +356,6 @@ def check_habits(kind: str, habits: Mapping[str, Sequence[Any]]) -> None:
 
 
 def _check_combined(habits: Mapping[str, Sequence[Any]]) -> None:
-    """Raise ValueError if the value of one habit has no effect because of another."""
     if max(habits["loader"]) >= 0 and "device" in habits["inputs"]:
         raise ValueError(
             "a DataLoader puts batches in the host's memory, so --inputs device has no effect:"

@@ -287,7 +287,6 @@ def split_schedules(text: str) -> list[str]:
 
 
 def _together(switches: Sequence[str]) -> str:
-    """Return the switches of one schedule, joined by commas; ValueError if one occurs twice."""
     names = [item.partition("=")[0].strip() for item in switches]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
@@ -299,7 +298,6 @@ def _together(switches: Sequence[str]) -> str:
 
 
 def _schedule(text: str) -> str:
-    """Return the canonical text of a schedule. Raises ValueError if its needs are not met."""
     return text if text in schedule.SELECTED else str(schedule.parse(text).check())
 
 

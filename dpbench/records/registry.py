@@ -344,8 +344,8 @@ def check_module(name: str, option: str = "--model") -> None:
     missing = importlib.machinery.PathFinder.find_spec(top, [here, *sys.path]) is None
     if missing and top in LIBRARIES:
         raise LookupError(
-            f"{option} {name} needs {top}, which is not installed: pip install"
-            f" 'torch-dpbench[{LIBRARIES[top]}]'"
+            f"{option} {name} needs {top}, which is not installed:"
+            f" pip install 'torch-dpbench[{LIBRARIES[top]}]'"
         )
     if missing:
         raise LookupError(

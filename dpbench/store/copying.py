@@ -63,7 +63,6 @@ def _shared(source: file.Connection, target: file.Connection, table: str) -> lis
 
 
 def _copy_run(source: file.Connection, run_id: str, target: file.Connection) -> None:
-    """Copy the row of a run, without its trials."""
     names = ", ".join(_shared(source, target, "run"))
     values = source.execute(f"SELECT {names} FROM run WHERE id=?", (run_id,)).fetchone()
     target.execute(f"INSERT INTO run ({names}) VALUES ({','.join('?' * len(values))})", values)

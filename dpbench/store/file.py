@@ -411,7 +411,6 @@ def _migrate(db: Connection) -> None:
 
 
 def _index(db: Connection) -> None:
-    """Create missing indexes; the file is used without those that cannot be created."""
     there = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type='index'")}
     for name in INDEXES.keys() - there:
         with suppress(sqlite3.DatabaseError, StoreError), transaction(db):

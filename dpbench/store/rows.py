@@ -122,7 +122,6 @@ def summary(db: file.Connection, row: int) -> Trial:
 
 
 def _samples(db: file.Connection, row: int) -> Samples:
-    """Return the samples of a trial; damaged rows raise an exception in `_DATA`."""
     columns_by_series: dict[tuple[int, str], Series] = {}
     for device, metric, n, times, readings in _part(db, "series", SERIES, row, "device, metric"):
         if not (isinstance(device, int) and isinstance(metric, str)):
@@ -235,7 +234,6 @@ def short(reason: str, log: Path) -> str:
 
 
 def _row(db: file.Connection, table: str, columns: str, row: int) -> Sequence[Any]:
-    """Return the named columns of a row. Raises LookupError if the row is missing."""
     values = db.execute(
         f"SELECT {_known(db, table, columns)} FROM {table} WHERE rowid=?", (row,)
     ).fetchone()
@@ -264,7 +262,6 @@ def _columns(names: str, rows: Sequence[Sequence[Any]]) -> dict[str, list[Any]]:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Return the dictionary that is stored as JSON; TypeError if the JSON is of another type."""
     data = json.loads(text)
     if not isinstance(data, Mapping):
         raise TypeError(f"JSON of the type {type(data).__name__} instead of an object")

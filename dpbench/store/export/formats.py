@@ -68,10 +68,7 @@ def name(case: Case) -> str:
 
 
 def _plain(value: Any) -> str:
-    """Return the value of a case's field as text, such as "1,0" for the tuple (1, 0).
-
-    The elements of a nested tuple are joined by colons.
-    """
+    """Join the elements of a tuple by commas, such as "1,0", those of a nested one by colons."""
     if not isinstance(value, tuple):
         return str(value)
     return ",".join(":".join(part) if isinstance(part, tuple) else str(part) for part in value)

@@ -116,7 +116,7 @@ def lanes(
     interval of the lane overlaps it or, with `nested`, if it lies within each that does. Intervals
     with an infinite or NaN start or end, or one above `LATEST_S`, are left out.
     """
-    placed = [one for one in intervals if _shown(one[0]) and _shown(one[1])]
+    placed = [interval for interval in intervals if _shown(interval[0]) and _shown(interval[1])]
     timed = [(ticks(start - zero_s), ticks(end - zero_s), what) for start, end, what in placed]
     laid = []
     open_ends: list[list[int]] = []
@@ -158,7 +158,6 @@ def meta(kind: str, pid: int, tid: int, **args: Any) -> str:
 
 
 def _counters(pid: int, samples: Iterable[Sample], zero_s: float) -> Iterator[str]:
-    """Yield, as JSON, one counter event per sample with a time."""
     for sample in samples:
         if 0.0 < sample.time_s < LATEST_S:
             counter = words.dumps(f"{place(sample.device)} {sample.metric}")
@@ -287,7 +286,6 @@ def _rank_events(
 
 
 def _host(device: int, spans: Sequence[Span], zero_s: float) -> Iterator[str]:
-    """Yield the host's spans as CPU operators of the process `device`, as JSON."""
     host_spans: list[Timed[Span]] = [
         (one.start_s, one.end_s, one) for one in spans if one.device == HOST
     ]
