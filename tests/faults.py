@@ -590,8 +590,8 @@ FAULTS = (
     Fault(
         "summary-damage",
         "a damaged summary is computed again from the rows",
-        "StoredLedger(found) if found.version == VERSION and _consistent(found) else None",
-        "StoredLedger(found) if found.version == VERSION else None",
+        "StoredLedger(decoded) if decoded.version == VERSION and _consistent(decoded) else None",
+        "StoredLedger(decoded) if decoded.version == VERSION else None",
         (
             "tests/test_summaries.py::test_a_summary_that_contradicts_itself_is_computed_from_the_rows",
         ),
@@ -599,7 +599,7 @@ FAULTS = (
     Fault(
         "old-columns",
         "a store whose older schema has more columns is merged",
-        "return [name for name in rows.columns_of(source, table) if name in known]",
+        "return [name for name in rows.columns_of(source, table) if name in target_columns]",
         "return rows.columns_of(source, table)",
         ("tests/test_manage.py::test_a_store_with_checksums_is_written_and_merged",),
     ),
@@ -668,7 +668,7 @@ FAULTS = (
     Fault(
         "fact-types",
         "a trial whose facts are of wrong types is left out and counted",
-        "msgspec.convert(found, _Trial)",
+        "msgspec.convert(provenance, _Trial)",
         "pass",
         ("tests/test_hardening.py::test_a_trial_of_wrong_types_is_left_out_and_counted",),
     ),
@@ -1314,8 +1314,8 @@ FAULTS = (
     Fault(
         "export-zero",
         "an exported reading's time counts from the beginning of the earliest trial",
-        "at = ticks(sample.time_s - zero_s) / TICKS",
-        "at = ticks(sample.time_s) / TICKS",
+        "microseconds = ticks(sample.time_s - zero_s) / TICKS",
+        "microseconds = ticks(sample.time_s) / TICKS",
         (
             "tests/test_traces.py::test_every_span_and_step_is_one_event_in_its_place_and_counters_are_the_samples",
         ),

@@ -1,7 +1,6 @@
 """Records: the data types of dpbench, for cases, trials, schedules, machines and estimates.
 
-The dataclasses are frozen. Besides the standard library, the package imports only msgspec, which
-checks types.
+Besides the standard library, the package imports only msgspec, which checks types.
 """
 
 from dpbench.records.case import (

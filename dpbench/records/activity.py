@@ -1,11 +1,10 @@
-"""Activity: arithmetic of time intervals, and how long a device computes, copies, communicates and
-is idle.
+"""Activity: arithmetic of time intervals, and the times in which a device is busy.
 
 An activity is one kernel, copy or collective on a device; its kind is compute, copy or
 communication. Activities of different streams overlap, so the time of a kind is the length of the
-union of its intervals, and not their sum. Communication is exposed where no compute kernel runs at
-the same time: |C| - |C and K|, with the union C of the communication and the union K of the compute
-kernels. The functions on intervals work with any unit of time.
+union of its intervals. Communication is exposed where no compute kernel runs at the same time: |C|
+- |C and K|, with the unions C of the communication and K of the compute kernels. The functions on
+intervals work with any unit of time.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import NamedTuple
 from dpbench.records.case import Phase
 
 Interval = tuple[float, float]
-"""The start and the end of an interval of time."""
+"""(start, end)."""
 
 
 class Kind(StrEnum):
@@ -37,14 +36,12 @@ _COMMUNICATION = re.compile(r"(?:void\s+)?\w*(?:nccl|rccl)|Memcpy (?:PtoP|P2P)",
 _COPY = re.compile(r"Memcpy|Memset|dma")
 _SHARES = re.compile(r"all_?gather|broadcast", re.IGNORECASE)
 _REDUCES = re.compile(r"reduce", re.IGNORECASE)
-KERNELS, COLLECTIVES, EXPOSED = "kernel_busy_s", "collective_busy_s", "exposed_communication_s"
-"""The metrics of a device in one step: seconds of kernels and copies, of communication, of exposed
-communication.
-"""
+KERNELS = "kernel_busy_s"
+"""The metric of a device in one step: seconds of kernels and copies."""
+COLLECTIVES = "collective_busy_s"
+EXPOSED = "exposed_communication_s"
 EXPOSED_REDUCTION = "exposed_reduction_s"
-"""The metric of a rank's device in one step: the exposed seconds of the collectives that reduce
-gradients.
-"""
+"""The metric of a rank's device in one step: the exposed seconds of reducing gradients."""
 
 
 @lru_cache(maxsize=4096)
@@ -57,11 +54,10 @@ def kind_of(name: str) -> Kind:
 
 @lru_cache(maxsize=4096)
 def phase_of_collective(name: str) -> Phase | None:
-    """Return the phase of a collective from the name of its kernel, whichever phase launched the
-    kernel.
+    """Return the phase of a collective from the name of its kernel, whichever phase launched it.
 
-    All-gather and broadcast count as `replicate`, all-reduce and reduce-scatter as `reduce`. Return
-    None for other collectives, such as all-to-all, which count for the phase that launched them.
+    All-gather and broadcast count as `replicate`, all-reduce and reduce-scatter as `reduce`. None
+    for others, such as all-to-all, which count for the phase that launched them.
     """
     if _SHARES.search(name):
         return Phase.REPLICATE
@@ -69,9 +65,7 @@ def phase_of_collective(name: str) -> Phase | None:
 
 
 class Activity(NamedTuple):
-    """One kernel, copy or collective on a device: its name in the profile, and its start and its
-    end in seconds.
-    """
+    """One kernel, copy or collective on a device; `name` is that in the profile."""
 
     device: int
     name: str
@@ -80,10 +74,7 @@ class Activity(NamedTuple):
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the union of intervals as disjoint intervals in order of time.
-
-    Empty intervals are left out.
-    """
+    """Return the union of intervals as disjoint, non-empty intervals in order of time."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if end <= start:
@@ -96,38 +87,39 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(disjoint: Iterable[Interval]) -> float:
-    """Return the total length of disjoint intervals, in their unit of time."""
+    """Return the total length of disjoint intervals."""
     return sum(end - start for start, end in disjoint)
 
 
-def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """Return the intersection of `one` and `other`, which are results of `union`."""
+def intersection(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
+    """Return the intersection of two results of `union`."""
     common: list[Interval] = []
     i = j = 0
-    while i < len(one) and j < len(other):
-        start, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
+    while i < len(first) and j < len(second):
+        start = max(first[i][0], second[j][0])
+        end = min(first[i][1], second[j][1])
         if start < end:
             common.append((start, end))
-        if one[i][1] < other[j][1]:
+        if first[i][1] < second[j][1]:
             i += 1
         else:
             j += 1
     return common
 
 
-def difference(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """Return the parts of `one` that are not in `other`; both are results of `union`."""
+def difference(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
+    """Return the parts of `first` that are not in `second`; both are results of `union`."""
     rest: list[Interval] = []
     j = 0
-    for first, end in one:
-        start = first
-        while j < len(other) and other[j][1] <= start:
+    for begin, end in first:
+        start = begin
+        while j < len(second) and second[j][1] <= start:
             j += 1
         k = j
-        while k < len(other) and other[k][0] < end:
-            if start < other[k][0]:
-                rest.append((start, other[k][0]))
-            start = max(start, other[k][1])
+        while k < len(second) and second[k][0] < end:
+            if start < second[k][0]:
+                rest.append((start, second[k][0]))
+            start = max(start, second[k][1])
             k += 1
         if start < end:
             rest.append((start, end))
@@ -136,14 +128,12 @@ def difference(one: Sequence[Interval], other: Sequence[Interval]) -> list[Inter
 
 @dataclass(frozen=True, kw_only=True)
 class Busy:
-    """The seconds in which a device computed, copied, communicated and was idle; 0 without
-    activities.
+    """The seconds in which a device computed, copied, communicated and was idle.
 
     `span_s` is the time from the device's first to its last activity. `compute_s`, `copies_s` and
-    `communication_s` are the times with at least one activity of that kind; these times may
-    overlap. `exposed_copies_s` and `exposed_communication_s` are the parts of these times in which
-    the device ran no compute kernel. `kernels_s` is the time with at least one compute kernel or
-    copy, and `idle_s` the time without any activity.
+    `communication_s` are the times with at least one activity of that kind; they may overlap.
+    `exposed_*` are the parts of them without a compute kernel. `kernels_s` is the time with a
+    compute kernel or copy, and `idle_s` the time without any activity.
     """
 
     span_s: float = 0.0
@@ -157,16 +147,13 @@ class Busy:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return the device's seconds by metric.
-
-        Metrics of communication are left out if there was none.
-        """
+        """Return the seconds by metric, those of communication only if there was any."""
         found = {COLLECTIVES: self.communication_s, EXPOSED: self.exposed_communication_s}
         return {KERNELS: self.kernels_s} | (found if self.communication_s else {})
 
 
 def busy(activities: Iterable[Activity]) -> dict[int, Busy]:
-    """Return the `Busy` of each device that has an activity, by the device's index."""
+    """Return the `Busy` of each device with an activity."""
     by_device: dict[int, dict[Kind, list[Interval]]] = {}
     for device, name, start_s, end_s in activities:
         by_device.setdefault(device, {kind: [] for kind in Kind})[kind_of(name)].append(

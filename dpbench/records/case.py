@@ -1,6 +1,4 @@
-"""Case: one point of a sweep, the phases of a training step, and the limits for measuring a
-case.
-"""
+"""Case: one point of a sweep, the phases of a training step, and the limits of a measurement."""
 
 from __future__ import annotations
 
@@ -19,16 +17,11 @@ from dpbench.records import registry, visible
 from dpbench.records.registry import Parallelism, Traits
 
 HOST = -1
-"""The device index of the host.
-
-In a trial on several machines, the index of the first machine's host.
-"""
+"""The device index of the host, or of the first machine's host."""
 
 
 def host_device(number: int) -> int:
-    """Return the device index of the host of machine `number`, counted from 0: -1, -2, -3 and so
-    on.
-    """
+    """Return the device index of the host of machine `number`, counted from 0: -1, -2 and so on."""
     return HOST - number
 
 
@@ -56,43 +49,28 @@ class Phase(StrEnum):
 
 
 MOVING = (Phase.SCATTER, Phase.REPLICATE, Phase.GATHER, Phase.REDUCE)
-"""The phases that mainly move data between devices, in contrast to the phases that compute."""
+"""The phases that mainly move data between devices."""
 UNATTRIBUTED = "unattributed"
-"""The name under which a ledger lists the time that no phase covers."""
+"""The name of the time that no phase covers."""
 
 Mark = Callable[[Phase, int], AbstractContextManager[Any]]
-"""A function for `with mark(phase, device):`, which records when the phase starts and ends on the
-device.
-"""
+"""A function for `with mark(phase, device):`, which records when a phase starts and ends."""
 
 
 def no_mark(phase: Phase, device: int) -> AbstractContextManager[Any]:
-    """Return a context manager that records nothing.
-
-    `no_mark` is the default of every `mark` argument.
-    """
+    """Record nothing: the default of every `mark` argument."""
     return nullcontext()
 
 
 TRAIN = "train"
 MODES = (TRAIN, "forward", "no_grad", "inference")
-"""The modes of a step: training, or the forward alone, with autograd, under no_grad or under
-inference_mode.
-"""
+"""The modes of a step: training, or the forward alone with autograd or without it."""
 HABITS = ("compile", "inputs", "loader", "mode", "neighbour", "read_loss", "zero_grad")
-"""The habits: the fields of `Case` that describe how a training loop works.
-
-Each can be an axis of a sweep.
-"""
+"""The fields of `Case` that describe how a training loop works; each can be an axis of a sweep."""
 
 
 def chunk_sizes(rows: int, chunks: int) -> tuple[int, ...]:
-    """Return the sizes of the chunks into which `torch.chunk` splits `rows` rows.
-
-    They may be fewer than `chunks`.
-
-    The result is empty for 0 rows.
-    """
+    """Return the sizes of the chunks of `torch.chunk`, which may be fewer than `chunks`."""
     if not rows:
         return ()
     piece = -(-rows // chunks)
@@ -101,17 +79,12 @@ def chunk_sizes(rows: int, chunks: int) -> tuple[int, ...]:
 
 
 MOST_DEVICES = 2**16
-"""The largest number of devices of a stored case.
-
-The loops over the devices of a damaged one would not end.
-"""
+"""The most devices of a stored case: the loops over those of a damaged one would not end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One point of a sweep: a model, a strategy, a batch and devices.
-
-    `Effort` has the limits for measuring it.
 
     `batch_size` is the global batch size, 0 if it is unknown, as in some observed loops. `devices`
     is the number of devices. `device_ids` are the indices of the GPUs to use, in order; empty means
@@ -136,81 +109,55 @@ class Case:
     options: tuple[tuple[str, str], ...] = ()
     device_memory_bytes: int = 0
     inputs: str = "pinned"
-    """The place of the batch before a step: "pageable" or "pinned" host memory, or "device" for
-    device 0.
+    """The memory of the batch before a step: "pageable", "pinned", or "device" for device 0.
 
     If a strategy has one process per device, "device" puts the whole batch on each device, and
     memory peaks include it.
     """
     hosts: int = 1
-    """The number of machines on which torchrun or srun started the ranks; 1 for a strategy without
-    ranks.
-    """
+    """The number of machines of the ranks; 1 for a strategy without ranks."""
     read_loss: int = 0
-    """The loop reads the loss as a number in step 0 and every `read_loss` steps after it; 0 means
-    never.
-    """
+    """The loop reads the loss in step 0 and every `read_loss` steps after it; 0 means never."""
     zero_grad: str = "none"
-    """The way in which the training loop clears gradients: "none" drops them, and "zero" fills them
-    with zeros.
-    """
+    """The way to clear gradients: "none" drops them, "zero" fills them with zeros."""
     compile: bool = False
-    """Whether torch.compile has compiled the forward of the module."""
+    """Whether torch.compile has compiled the forward."""
     loader: int = -1
-    """The number of workers of the DataLoader from which the loop takes each batch; 0 loads in the
-    loop itself.
+    """The number of workers of the DataLoader for batches; 0 loads in the loop itself.
 
     With -1, the loop has its batches before it starts.
     """
     mode: str = TRAIN
-    """The mode of a step, which is one of `MODES`.
-
-    In a forward alone, the module is in eval mode.
-    """
+    """One of `MODES`; in a forward alone, the module is in eval mode."""
     neighbour: str = ""
-    """The name of a second model, or the same one, that takes steps concurrently on the next
-    devices; "" for none.
-    """
+    """The model that takes steps concurrently on the next devices; "" for none."""
     unverified: bool = False
-    """Whether the steps were timed although they were not compared with the reference.
-
-    Labelled UNVERIFIED.
-    """
+    """Whether the steps were timed without a comparison with the reference: UNVERIFIED."""
     declared: Traits | None = field(default=None, compare=False, repr=False)
-    """The traits of an external strategy, stored so that they are known without its code.
-
-    Else None.
-    """
+    """The traits of an external strategy, stored so that they are known without its code."""
 
     @property
     def traits(self) -> Traits:
-        """Return the traits of the case's strategy.
-
-        Those of an external strategy may be stored in the case.
-        """
+        """Return the traits of the case's strategy; those of an external one may be stored."""
         if self.declared and self.declared.strategy == self.strategy:
             return self.declared
         return registry.traits(self.strategy)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return, by name, the fields that differ from their defaults, so that new fields do not
-        change old records.
-        """
-        found = {
+        """Return the fields that differ from their defaults: new ones do not change old records."""
+        changed = {
             f.name: getattr(self, f.name)
             for f in fields(self)
             if getattr(self, f.name) != f.default
         }
-        return found | ({"declared": self.declared.to_dict()} if self.declared else {})
+        return changed | ({"declared": self.declared.to_dict()} if self.declared else {})
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Case:
-        """Return the case with the fields that `to_dict` returned, also after a conversion to JSON
-        and back.
+        """Return the case from the data that `to_dict` returned, also after JSON.
 
-        Control characters in the texts are escaped. Raises ValueError for an unknown field, for a
-        value of another type than the field's, and for a number of devices, machines or samples
-        that no case can have.
+        Control characters in the texts are escaped. Raises ValueError for an unknown field, a value
+        of a wrong type, and numbers of devices, machines or samples that no case can have.
         """
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(data) - known)
@@ -230,21 +177,19 @@ class Case:
 
     @property
     def fingerprint(self) -> str:
-        """Return the permanent id of this case: the SHA-256 of a JSON text of all fields except
-        `declared`.
+        """Return the permanent id of this case: the SHA-256 of its fields as JSON.
 
-        Fields at their default are left out of the text.
+        `declared`, and fields at their default, are left out.
         """
-        asked = {name: value for name, value in self.to_dict().items() if name != "declared"}
-        text = json.dumps(asked, sort_keys=True, separators=(",", ":"))
+        identity = {name: value for name, value in self.to_dict().items() if name != "declared"}
+        text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
     @property
     def rows(self) -> tuple[int, ...]:
         """Return the number of samples of each replica, as `torch.chunk` splits the batch.
 
-        Replicas that get no samples are left out, so there may be fewer numbers than replicas. If
-        the batch size is unknown, every number is 0.
+        Replicas without samples are left out. If the batch size is unknown, every number is 0.
         """
         replicas = max(1, self.devices // self.traits.devices_per_replica)
         return chunk_sizes(self.batch_size, replicas) if self.batch_size else (0,) * replicas
@@ -258,8 +203,8 @@ class Case:
     def working(self) -> int:
         """Return the number of devices that do work; a replica without samples does none.
 
-        If the batch size is unknown, all devices count. They also count if the parallelism is
-        OTHER, in which devices do not share out the samples.
+        All devices count if the batch size is unknown, or if the parallelism is OTHER, in which
+        devices do not share out the samples.
         """
         if self.traits.parallelism is Parallelism.OTHER or not self.batch_size:
             return self.devices
@@ -267,21 +212,16 @@ class Case:
 
     @property
     def trains(self) -> bool:
-        """Return whether a step trains the module; otherwise it computes outputs only."""
+        """Return whether a step trains the module; otherwise it only computes outputs."""
         return self.mode == TRAIN
 
     @cached_property
     def habits(self) -> tuple[str, ...]:
-        """Return a short text for each habit, a field in `HABITS`, whose value is not the
-        default.
-        """
+        """Return a short text for each field in `HABITS` that is not at its default."""
         return tuple(filter(None, map(self.habit, HABITS)))
 
     def habit(self, name: str) -> str:
-        """Return a short text about the field `name`, one of `HABITS`.
-
-        An empty text if the field has its default.
-        """
+        """Return a short text about the field `name`, one of `HABITS`; "" at its default."""
         if getattr(self, name) == getattr(type(self), name):
             return ""
         every = f" every {self.read_loss}" if self.read_loss > 1 else ""
@@ -303,8 +243,8 @@ class Case:
     def without(self, habit: str) -> Case:
         """Return the case with the field `habit`, one of `HABITS`, set to its default.
 
-        If the case runs a forward alone, the habit `mode` is set to "forward" (with autograd). Its
-        default, training, would be different work.
+        For a forward alone, the default of `mode` is "forward", because training would be different
+        work.
         """
         if habit == "mode" and not self.trains:
             return replace(self, mode="forward")
@@ -312,14 +252,12 @@ class Case:
 
     @property
     def extent(self) -> str:
-        """Return the number of devices as text, with the number of machines if there are
-        several.
-        """
+        """Return the number of devices as text, with that of machines if there are several."""
         return f"{self.devices} on {self.hosts} hosts" if self.hosts > 1 else str(self.devices)
 
     @property
     def label(self) -> str:
-        """Return a short one-line description of the case for progress and error messages."""
+        """Return a one-line description of the case for progress and error messages."""
         kind = "" if self.device_kind == "cpu" else f" {self.device_kind}"
         colocated = " colocated" if self.placement == "colocated" else ""
         schedule = f"[{self.schedule}]" if self.schedule else ""
@@ -345,32 +283,17 @@ CASE_FIELDS = tuple(one for one in fields(Case) if one.compare)
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """The limits on the number and the time of a trial's steps, and the additional measurements of
-    the trial.
-    """
+    """The limits on a trial's steps, and the additional measurements of the trial."""
 
     budget_s: float = 1.5
-    """The total seconds of timed steps after which a trial stops, even if its median step is not
-    yet precise.
-    """
+    """The total seconds of timed steps after which a trial stops, precise or not."""
     warmup_steps: int = 5
-    """The least number of steps that count as warm-up.
-
-    More count if the step times become steady only later.
-    """
+    """The least number of warm-up steps; more count until the step times are steady."""
     min_steps: int = 10
     max_steps: int = 300
     block_steps: int = 10
-    """The number of steps after which the trial checks again whether to stop.
-
-    All ranks stop at the same step.
-    """
+    """The number of steps after which all ranks check again whether to stop."""
     trace: str = ""
-    """The file for a Chrome trace of one additional step, which is profiled after the timed steps.
-
-    Empty: no trace.
-    """
+    """The file for a Chrome trace of one additional step; empty: no trace."""
     memory_by_phase: bool = True
-    """Whether two additional steps measure each device's memory peak in each phase, after the timed
-    steps.
-    """
+    """Whether two additional steps measure each device's memory peak in each phase."""

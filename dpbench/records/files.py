@@ -6,15 +6,13 @@ import codecs
 from pathlib import Path
 
 BOM = codecs.BOM_UTF8
-"""The byte order mark with which some editors begin a file; it is no part of the text."""
+"""The byte order mark with which some editors begin a file."""
 
 
 class UnreadableFile(ValueError, LookupError):
-    """The error that a file which the user gave does not exist, or is not of the kind that is read
-    there.
+    """A file that the user gave does not exist, or is not of the kind that is read there.
 
-    A command that raises it exits with the code of an OSError, as for a file that the system cannot
-    read, and not with the code of a wrong argument.
+    Commands exit with the code of an OSError, and not with that of a wrong argument.
     """
 
 

@@ -1,9 +1,9 @@
 """Ledger: the split of a step's time into phases, so that the parts sum to the whole step.
 
-The algorithm goes back in time from the end of the step. It chooses a span, charges it for the time
-since the start of this span, and continues from that start; `walk` explains the choice. The charged
-stretches are the critical path of the step. Time that no span covers is charged as `unattributed`;
-it is not computed as a difference, so it is never negative.
+The algorithm goes back in time from the end of the step: it chooses a span (see `walk`), charges it
+for the time since its start, and continues from there. The charged stretches are the critical path
+of the step. Time that no span covers is charged as `unattributed`; it is not computed as a
+difference, so it is never negative.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ Value = TypeVar("Value")
 
 
 class Ledger:
-    """The seconds of one trial's steps by phase.
-
-    Each property is computed on first use and then kept.
-    """
+    """The seconds of one trial's steps by phase, computed on first use."""
 
     def __init__(self, steps: Sequence[Step], spans: Sequence[Span]) -> None:
         self._steps = steps
@@ -34,51 +31,40 @@ class Ledger:
 
     @classmethod
     def recorded(cls, steps: Sequence[Step], phases: Sequence[dict[str, float]]) -> Self:
-        """Return the ledger of a trial without spans.
+        """Return the ledger of a trial without spans, from the seconds of each step by phase.
 
-        `phases` has the seconds of each step by phase.
-
-        This ledger has no seconds by device.
+        It has no seconds by device.
         """
-        found = cls(steps, ())
-        known = {
+        ledger = cls(steps, ())
+        properties = {
             "phases": tuple(phases),
             "charged": ({},) * len(phases),
             "occupied": {},
             "concurrency": {},
         }
-        found.__dict__.update(known)
-        return found
+        ledger.__dict__.update(properties)
+        return ledger
 
     @cached_property
     def charged(self) -> tuple[Mapping[tuple[str, int], float], ...]:
-        """Return the seconds by (phase, device) of every step, including warm-up, as `charge`
-        computes them.
-        """
+        """Return the result of `charge` for every step, including warm-up."""
         rows = by_step(self._spans, len(self._steps))
         return tuple(charge(step, spans) for step, spans in zip(self._steps, rows, strict=True))
 
     @cached_property
     def phases(self) -> tuple[dict[str, float], ...]:
-        """Return the seconds by phase of every step, including warm-up, as the function `phases`
-        computes them.
-        """
+        """Return the result of the function `phases` for every step, including warm-up."""
         return tuple(_by_phase(charged) for charged in self.charged)
 
     @cached_property
     def seconds(self) -> Mapping[str, Sequence[float]]:
-        """Return, by phase, the seconds of every step, including warm-up.
-
-        Unattributed time is a phase too.
-        """
+        """Return, by phase or `unattributed`, the seconds of every step, including warm-up."""
         names = dict.fromkeys(name for phases in self.phases for name in phases)
         return {name: [phases.get(name, 0.0) for phases in self.phases] for name in names}
 
     @cached_property
     def middle(self) -> Mapping[str, float]:
-        """Return, by phase, the total seconds in the timed steps, without the fastest and the
-        slowest quarter.
-        """
+        """Return, by phase, the total seconds over the middle half of the timed steps."""
         total: dict[str, float] = {}
         for phases in _middle(self._steps, self.phases):
             for name, seconds in phases.items():
@@ -86,12 +72,10 @@ class Ledger:
         return total
 
     def typical(self) -> dict[str, float]:
-        """Return the seconds of each phase in a typical step: the means over the middle half of the
-        timed steps.
+        """Return, by phase, the mean seconds over the middle half of the timed steps.
 
-        The fastest and the slowest quarter of the steps are left out, because they may have been
-        disturbed. These means sum to the mean step; the medians of the phases would not sum to the
-        median step.
+        The fastest and the slowest quarter may have been disturbed. The means sum to the mean step;
+        medians would not sum to the median step.
         """
         from statistics import mean  # every command imports this module
 
@@ -101,31 +85,28 @@ class Ledger:
 
     @cached_property
     def occupied(self) -> Mapping[int, array[float]]:
-        """Return, by device, the seconds of each timed step during which at least one span was open
-        on the device.
+        """Return, by device, the seconds of each timed step in which a span was open on it.
 
         Spans of the next step count too: a GPU that has finished its part of a step begins the next
-        step while another GPU, which ends the step, still works.
+        step while another GPU still works.
         """
         timed = [step for step in self._steps if not step.warmup]
-        found: dict[int, array[float]] = {}
+        seconds: dict[int, array[float]] = {}
         for device in sorted({span.device for span in self._spans} - {HOST}) if timed else ():
             before = _open_before(span for span in self._spans if span.device == device)
-            found[device] = array(
+            seconds[device] = array(
                 "d", (min(s.seconds, before(s.end_s) - before(s.start_s)) for s in timed)
             )
-        return found
+        return seconds
 
     @cached_property
     def concurrency(self) -> Mapping[Phase, tuple[float, float]]:
-        """Return, by phase, two totals in seconds over all timed steps: the sum and the union of
-        the phase's spans.
+        """Return, by phase, the sum and the union of its spans, in seconds over all timed steps.
 
-        The sum counts the time in which spans of several devices overlap once per span, the union
-        only once. Joint spans on the host's clock count as one span: one thread computes for one
-        device after the other. Joint spans on a GPU's clock are left out, because they do not show
-        when each device computed: autograd has a thread per GPU. Spans of the host are left out
-        too.
+        The sum counts the time in which spans of several devices overlap once per span. Joint spans
+        on the host's clock count as one span: one thread computes for one device after the other.
+        Joint spans on a GPU's clock are left out, because they do not show when each device
+        computed: autograd has a thread per GPU. Spans of the host are left out too.
         """
         return {
             phase: self._concurrency(phase)
@@ -143,20 +124,17 @@ class Ledger:
 
     @cached_property
     def median_step(self) -> tuple[int, tuple[Span, ...]] | None:
-        """Return the index and the spans of the timed step that `typical_step` chooses.
+        """Return the index and the spans of the step that `typical_step` chooses; None without one.
 
-        None if no step was timed.
-
-        The spans are those of the step, wherever they are, and those of other steps that are open
-        before it ends and after it, or its first span, began. The latter show that a device works
-        on another step, and is not idle.
+        Spans of other steps that are open during it, or after its first span began, are included:
+        they show that a device works on another step, and is not idle.
         """
         number = typical_step(self._steps, self._spans)
         if number is None:
             return None
         step = self._steps[number]
-        own = [span.start_s for span in self._spans if span.step == number]
-        start_s = min([step.start_s, *own])
+        starts_s = [span.start_s for span in self._spans if span.step == number]
+        start_s = min([step.start_s, *starts_s])
         return number, tuple(
             span
             for span in self._spans
@@ -164,19 +142,16 @@ class Ledger:
         )
 
     def close(self) -> Ledger:
-        """Compute all properties, release the spans except those of the median step, and return
-        this ledger.
-        """
+        """Compute all properties, and release all spans but those of the median step."""
         _ = self.middle, self.occupied, self.concurrency, self.median_step
         self._spans = ()
         return self
 
 
 class Part(NamedTuple):
-    """A part of the critical path, from `start_s` to `end_s`: the span that is charged, or None for
-    unattributed time.
+    """A part of the critical path, with the span that is charged; None for unattributed time.
 
-    `start_s` and `end_s` are seconds on the same clock as the step.
+    Times are in seconds on the clock of the step.
     """
 
     span: Span | None
@@ -190,7 +165,7 @@ _NEEDS = {
     Phase.BACKWARD: Phase.LOSS,
     Phase.REDUCE: Phase.BACKWARD,
 }
-"""The phases that wait for other devices, and the phases that these devices must first complete.
+"""The phases that wait for other devices, and the phases that these must first complete.
 
 Replicate waits because a collective begins when all devices have reached it. Backward waits only on
 a device that computes no loss: its gradients come from the loss of another device.
@@ -198,25 +173,27 @@ a device that computes no loss: its gradients come from the loss of another devi
 
 
 def walk(step: Step, spans: Iterable[Span]) -> Iterator[Part]:
-    """Yield the critical path of a step, from the end of the step back to its start, without gaps
-    or overlaps.
+    """Yield the critical path of a step, from its end back to its start, without gaps or overlaps.
 
-    The algorithm charges one span after the other, each back to its start. If several spans are
-    open at the time that it has reached, it charges the one that ends first, or among equal ends
-    the one that began last. A device may open a phase that needs results of other devices (a key of
-    `_NEEDS`), and then wait for them. Such a span is charged back to the time at which the last of
-    these results arrived; its wait is charged only where no other span is open.
+    If several spans are open at the time that it has reached, the algorithm charges the one that
+    ends first, or among equal ends the one that began last. A device may open a phase that needs
+    results of other devices (a key of `_NEEDS`), and then wait for them. Such a span is charged
+    back to the time at which the last of these results arrived; its wait is charged only where no
+    other span is open.
     """
     inside = [
         span for span in spans if max(span.start_s, step.start_s) < min(span.end_s, step.end_s)
     ]
     tie_s = 0.0 if all(span.on_host for span in inside) else TIE_S
     began = [_began(span, inside, tie_s) for span in inside]
-    works = [Part(span, at, span.end_s) for span, at in zip(inside, began, strict=True)]
+    works = [
+        Part(span, works_from_s, span.end_s)
+        for span, works_from_s in zip(inside, began, strict=True)
+    ]
     waits = [
-        Part(span, span.start_s, at)
-        for span, at in zip(inside, began, strict=True)
-        if at > span.start_s
+        Part(span, span.start_s, works_from_s)
+        for span, works_from_s in zip(inside, began, strict=True)
+        if works_from_s > span.start_s
     ]
     for part in _walk(step.start_s, step.end_s, works, tie_s):
         if part.span is None:
@@ -226,8 +203,7 @@ def walk(step: Step, spans: Iterable[Span]) -> Iterator[Part]:
 
 
 TIE_S = 5e-6
-"""The largest difference in seconds at which two ends of spans count as equal, if a GPU's clock
-measured some spans.
+"""The largest difference of two ends of spans, in seconds, that counts as equal with GPU clocks.
 
 GPU clocks round their times, and their relation to the host's clock is known only within a few
 microseconds.
@@ -235,11 +211,7 @@ microseconds.
 
 
 def _walk(start_s: float, end_s: float, parts: Sequence[Part], tie_s: float) -> Iterator[Part]:
-    """Yield the critical path from `end_s` back to `start_s`, as `walk` does, over the stretches of
-    spans in `parts`.
-
-    Ends that differ by at most `tie_s` seconds count as equal.
-    """
+    """Yield the critical path over `parts`; ends within `tie_s` seconds count as equal."""
     now = end_s
     while now > start_s:
         parts = [part for part in parts if part.start_s < now]
@@ -257,37 +229,37 @@ def _walk(start_s: float, end_s: float, parts: Sequence[Part], tie_s: float) -> 
             if begun.end_s < until:
                 reached_s = max(reached_s, begun.end_s)  # `begun` comes next
             else:
-                last, reached_s = begun, begun.start_s
+                last = begun
+                reached_s = begun.start_s
         now = max(start_s, reached_s)
         yield Part(last.span, now, until)
 
 
 def _began(span: Span, spans: Iterable[Span], tie_s: float) -> float:
-    """Return the time in seconds from which `span` works.
+    """Return the time in seconds from which `span` works, and no longer waits for other devices.
 
-    Before, its device waits for other devices.
-
-    If `span` needs a phase of other devices (see `_NEEDS`), this is the latest end of that phase on
-    another device, or the start of `span` if that is later. Only ends more than `tie_s` seconds
-    before the end of `span` count. If `span` needs no phase of another device, this is its start.
+    This is the latest end on another device of the phase that it needs (see `_NEEDS`), or its start
+    if that is later. Only ends more than `tie_s` seconds before the end of `span` count.
     """
     if (needed := _NEEDS.get(span.phase)) is None:
         return span.start_s
-    found = [s for s in spans if s.phase is needed and s.device != HOST]
-    if needed is Phase.LOSS and any(s.device == span.device for s in found):
+    needed_spans = [s for s in spans if s.phase is needed and s.device != HOST]
+    if needed is Phase.LOSS and any(s.device == span.device for s in needed_spans):
         return span.start_s
     return max(
         (
             span.start_s,
-            *(s.end_s for s in found if s.device != span.device and s.end_s < span.end_s - tie_s),
+            *(
+                s.end_s
+                for s in needed_spans
+                if s.device != span.device and s.end_s < span.end_s - tie_s
+            ),
         )
     )
 
 
 def charge(step: Step, spans: Iterable[Span]) -> dict[tuple[str, int], float]:
-    """Return a step's seconds by (phase, device) on the critical path.
-
-    They sum to the duration of the step.
+    """Return a step's seconds by (phase, device) on the critical path, which sum to its duration.
 
     Time that no span covers has the key (UNATTRIBUTED, -1).
     """
@@ -301,12 +273,11 @@ def charge(step: Step, spans: Iterable[Span]) -> dict[tuple[str, int], float]:
 def typical_step(steps: Sequence[Step], spans: Iterable[Span]) -> int | None:
     """Return the index of the timed step that is closest to the medians; None if no step was timed.
 
-    The durations of the steps, and the total and the begin of each phase on each device, relative
-    to the begin of the step, each have a median over all timed steps. The largest difference of the
-    chosen step from these medians, in seconds, is smaller than that of any other step. A step of
-    median duration alone may be one in which a rank had run ahead, or in which one phase took the
-    time that another one saved. If the number of timed steps is even, a median is the lower one of
-    the two values in the middle.
+    The medians over the timed steps are those of the step's duration, and of the total and the
+    begin of each phase on each device, relative to the begin of the step. The largest difference of
+    the chosen step from them, in seconds, is the smallest of all steps. A step of median duration
+    alone may be one in which a rank had run ahead, or in which one phase took the time that another
+    one saved. For an even number of steps, a median is the lower middle value.
     """
     from statistics import median_low  # every command imports this module
 
@@ -334,11 +305,7 @@ def typical_step(steps: Sequence[Step], spans: Iterable[Span]) -> int | None:
 
 
 def _open_before(spans: Iterable[Span]) -> Callable[[float], float]:
-    """Return a function that maps a time to the seconds before it in which at least one of `spans`
-    was open.
-
-    The time is in seconds on the clock of the spans.
-    """
+    """Return a function from a time to the seconds before it in which any of `spans` was open."""
     disjoint = union((span.start_s, span.end_s) for span in spans)
     starts = [start for start, _ in disjoint]
     sums = [0.0, *accumulate(end - start for start, end in disjoint)]
@@ -351,10 +318,7 @@ def _open_before(spans: Iterable[Span]) -> Callable[[float], float]:
 
 
 def by_step(spans: Iterable[Span], steps: int) -> list[list[Span]]:
-    """Return a list with the spans of each step, in the order of the steps.
-
-    `steps` is the number of steps.
-    """
+    """Return the spans of each of `steps` steps."""
     rows: list[list[Span]] = [[] for _ in range(steps)]
     for span in spans:
         if 0 <= span.step < steps:
@@ -363,11 +327,9 @@ def by_step(spans: Iterable[Span], steps: int) -> list[list[Span]]:
 
 
 def phases(step: Step, spans: Sequence[Span]) -> dict[str, float]:
-    """Return a step's seconds by phase in the order of `Phase`, with unattributed time last.
+    """Return a step's seconds by phase, which sum to it, in the order of `Phase`.
 
-    They sum to the step.
-
-    Phases without time are left out.
+    Unattributed time is last; phases without time are left out.
     """
     return _by_phase(charge(step, spans))
 
@@ -387,11 +349,7 @@ def _middle(steps: Sequence[Step], phases: Sequence[dict[str, float]]) -> list[d
 
 
 def middle_half(ordered: Sequence[Value]) -> Sequence[Value]:
-    """Return a sorted series without its lowest quarter and its highest quarter, rounded down to
-    whole values.
-
-    A series of fewer than four values is returned unchanged.
-    """
+    """Return a sorted series without its lowest and its highest quarter, rounded down."""
     aside = len(ordered) // 4
     return ordered[aside : len(ordered) - aside]
 
@@ -399,10 +357,11 @@ def middle_half(ordered: Sequence[Value]) -> Sequence[Value]:
 def gaps(step: Step, spans: Iterable[Span]) -> dict[tuple[str, str], float]:
     """Return a step's seconds without an open span, by (phase before, phase after).
 
-    At the start of the step, the phase before is ""; at its end, the phase after is "".
+    At the start and the end of the step, the phase is "".
     """
     seconds: dict[tuple[str, str], float] = {}
-    reach, before = step.start_s, ""
+    reach = step.start_s
+    before = ""
     for start_s, end_s, phase in [
         *sorted((s.start_s, s.end_s, s.phase.value) for s in spans),
         (step.end_s, step.end_s, ""),
@@ -410,5 +369,6 @@ def gaps(step: Step, spans: Iterable[Span]) -> dict[tuple[str, str], float]:
         if start_s > reach:
             seconds[before, phase] = seconds.get((before, phase), 0.0) + start_s - reach
         if end_s > reach:
-            reach, before = end_s, phase
+            reach = end_s
+            before = phase
     return seconds

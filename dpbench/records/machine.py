@@ -1,5 +1,4 @@
-"""Machines: descriptions of the GPUs, the host and the links of a machine, from which its steps are
-predicted.
+"""Machines: the GPUs, the host and the links of a machine, from which its steps are predicted.
 
 Descriptions are TOML files, whose tables name the `source` of their values. A missing value is an
 error and is never guessed from a GPU's name, because a prediction depends mainly on whether GPUs
@@ -27,16 +26,13 @@ FOLDER = Path(__file__).parents[1] / "machines"
 KINDS = ("nvlink", "pcie", "socket", "network")
 """The kinds of links. `socket` joins processors, `network` joins nodes."""
 HOST_NODE = "cpu"
-"""The prefix of the processors' names, such as cpu0.
-
-As the end of a link, a processor means its host memory.
-"""
+"""The prefix of processors' names, such as cpu0; as the end of a link, its host memory."""
 
 Record = TypeVar("Record")
 MOST_GPUS = 256
-"""The largest number of GPUs of one node that a description may have."""
+"""The most GPUs of one node in a description."""
 Number = Annotated[float, msgspec.Meta(ge=-1e24, le=1e24)]
-"""A finite number of a description."""
+"""A finite number."""
 Amount = Annotated[float, msgspec.Meta(ge=0, le=1e24)]
 """A number of 0 or more."""
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e24)]
@@ -44,14 +40,12 @@ Positive = Annotated[float, msgspec.Meta(gt=0, le=1e24)]
 
 
 class UnknownMachine(ValueError):
-    """The error that a value in a machine's description is missing, unknown or invalid."""
+    """A value in a machine's description is missing, unknown or invalid."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """The GPUs of one node: their number, and for each GPU the memory and the peak FLOP per second
-    by dtype.
-    """
+    """The GPUs of one node: their number, and each one's memory and peak FLOP/s by dtype."""
 
     name: str
     count: Annotated[int, msgspec.Meta(ge=1, le=MOST_GPUS)]
@@ -62,9 +56,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Link:
-    """A link between the devices or processors `a` and `b`, with its bytes per second in each
-    direction.
-    """
+    """A link between the devices or processors `a` and `b`; `bytes_per_s` is per direction."""
 
     a: str
     b: str
@@ -76,18 +68,17 @@ class Link:
 class Host:
     """The costs of operations on the host's processor.
 
-    The predictor has a constant for the duration of each operation, which was measured on another
-    machine. On this host, an operation takes `factor` times as long. A field such as `launch_s` is
-    the duration of one operation, as measured on this host; it replaces the operation's constant.
-    `hand_off` is the fraction by which each additional thread slows down the interpreter. None
-    means that a value is unknown; for `cores` and the rates, 0 means this.
+    An operation takes `factor` times as long as the predictor's constant, which was measured on
+    another machine. A field such as `launch_s` is the duration of one operation on this host, and
+    replaces the constant. `hand_off` is the fraction by which each additional thread slows down the
+    interpreter. None, or 0 for `cores` and the rates, means unknown.
     """
 
     factor: Positive = 1.0
     cores: Annotated[int, msgspec.Meta(ge=0, le=65536)] = 0
     pageable_bytes_per_s: Amount = 0.0
     staged_bytes_per_s: Amount = 0.0
-    """The total bytes per second of all GPUs' transfers through host memory; 0 if unknown."""
+    """The total of all GPUs' transfers through host memory."""
     launch_s: Amount | None = None
     module_s: Amount | None = None
     tensor_s: Amount | None = None
@@ -97,8 +88,7 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """The constants of an all-reduce over all devices, which takes start_s + w + root_s * sqrt(w)
-    seconds.
+    """The constants of an all-reduce over all devices: start_s + w + root_s * sqrt(w) seconds.
 
     w is the number of bytes that each device sends, divided by `bytes_per_s`. `root_s` is in square
     roots of seconds.
@@ -126,12 +116,12 @@ class Machine:
     nodes: int = 1
     collective: Collective | None = None
     probe: Mapping[str, float] = field(default_factory=dict, compare=False)
-    """The value of each figure that `dpbench probe` measured, by the figure's name."""
+    """The figures that `dpbench probe` measured, by name."""
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def devices(self) -> int:
-        """Return the total number of GPUs in all nodes."""
+        """Return the number of GPUs in all nodes."""
         return self.gpu.count * self.nodes
 
     @property
@@ -170,10 +160,8 @@ def load(name: str) -> Machine:
         path = FOLDER / f"{name}.toml"
     try:
         data = tomllib.loads(text_of(path))
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # also bytes that are not UTF-8, and numbers of too many digits
+    except (ValueError, RecursionError) as error:
+        # also bytes that are not UTF-8, and numbers of too many digits
         raise UnreadableFile(f"{path} is not valid TOML: {error}") from None
     try:
         return read(data, path.stem)
@@ -188,7 +176,7 @@ class _Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class _File:
-    """The keys and tables at the top level of a machine's TOML file."""
+    """The top level of a machine's TOML file."""
 
     peer_access: bool
     gpu: dict[str, Any]
@@ -211,10 +199,7 @@ class _LinkRow:
 def read(data: Mapping[str, Any], name: str) -> Machine:
     """Return the machine that `data`, the content of a TOML file, describes.
 
-    `name` becomes the machine's name.
-
-    Raises UnknownMachine for keys that are missing or unknown, and for values of a wrong type or
-    out of their range.
+    Raises UnknownMachine for missing or unknown keys, and for values of a wrong type or range.
     """
     data = everywhere(data)
     for key, why in (
@@ -259,10 +244,7 @@ def read(data: Mapping[str, Any], name: str) -> Machine:
 
 
 def _links(table: Mapping[str, Any], name: str) -> Iterator[Link]:
-    """Yield the links that one [[link]] table describes.
-
-    An end such as `gpu0-3` means four GPUs.
-    """
+    """Yield the links of one [[link]] table; an end such as `gpu0-3` means four GPUs."""
     where = f"{name}: [[link]] {table.get('between', '')}"
     row = _record(_LinkRow, table, where)
     if row.kind == "memory":
@@ -280,12 +262,6 @@ def _links(table: Mapping[str, Any], name: str) -> Iterator[Link]:
 
 
 def _each(text: str, where: str) -> list[str]:
-    """Return the names of the devices in `text`, one end of a link: `gpu0-3` means gpu0, gpu1, gpu2
-    and gpu3.
-
-    `where` names the link in messages. Raises UnknownMachine for a range that descends or reaches
-    `MOST_GPUS`.
-    """
     match = re.fullmatch(r"(\D+)(\d+)-(\d+)", text)
     if not match:
         return [text]
@@ -299,10 +275,6 @@ def _each(text: str, where: str) -> list[str]:
 
 
 def _record(kind: type[Record], data: Mapping[str, Any], where: str) -> Record:
-    """Return a TOML table as an instance of the class `kind`; `where` names the table in messages.
-
-    Raises UnknownMachine for an unknown or missing key, and for a value of a wrong type.
-    """
     _known(data, where, [*(f.name for f in fields(kind)), "source"])  # type: ignore[arg-type]
     return _converted(kind, data, where)
 
@@ -323,14 +295,10 @@ def _found(kind: type[Record], data: Mapping[str, Any]) -> str:
     return ""
 
 
-def _known(data: Mapping[str, Any], where: str, known: list[str]) -> None:
-    """Raise UnknownMachine if a table has a key that is not in `known`.
-
-    `where` names the table in the message.
-    """
+def _known(data: Mapping[str, Any], where: str, keys: list[str]) -> None:
     for key in data:
-        if key not in known:
-            raise UnknownMachine(f"machine {where}: {_unknown('key', key, sorted(known))}")
+        if key not in keys:
+            raise UnknownMachine(f"machine {where}: {_unknown('key', key, sorted(keys))}")
 
 
 def _unknown(kind: str, name: str, known: list[str]) -> str:
@@ -353,9 +321,6 @@ def _sources(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _check(machine: Machine) -> None:
-    """Raise UnknownMachine for a GPU without a link, a link without a GPU, and several nodes
-    without a network.
-    """
     ends = {end for link in machine.links for end in (link.a, link.b)}
     lost = [f"gpu{i}" for i in range(machine.gpu.count) if f"gpu{i}" not in ends]
     if lost:

@@ -1,9 +1,8 @@
-"""Observed: the facts about a training loop of the user that dpbench watched, or whose profiler
-trace it imported.
+"""Observed: the facts about a user's training loop that was watched or imported as a trace.
 
-The case of an observed loop has the strategy `SCRIPT` and declares the traits of this strategy. Its
-model is the name of the script or of the trace file. Its batch size is the number of rows that all
-devices process together, or 0 if the number is unknown.
+The case of an observed loop has the strategy `SCRIPT` and declares its traits. Its model is the
+name of the script or of the trace file. Its batch size is the number of rows that all devices
+process together, or 0 if unknown.
 """
 
 from __future__ import annotations
@@ -17,38 +16,35 @@ from dpbench.records.registry import Parallelism, Reduction, Role, Traits
 from dpbench.records.trial import Estimate, Trial
 
 SCRIPT = "script"
-"""The name of the strategy of every observed training loop."""
+"""The strategy of every observed training loop."""
 OBSERVED = "observed"
-"""The key of a trial's provenance for the facts about an observed loop."""
+"""The key of a trial's provenance for `Observed`."""
 WITHOUT_LOADER = -1
 """The number of workers of a loop without a DataLoader."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unknown:
-    """A part of a loop that dpbench did not understand: `problem` describes it, and it affects
-    `steps` steps.
+    """A part of a loop that dpbench did not understand, and the number of steps that it affects.
 
     `steps` is 0 for an unknown fact that changes no phase, such as the number of workers in a
-    trace. It is also 0 for a note on how dpbench has defined a phase, such as `data` in a loop
-    without a DataLoader.
+    trace, and for a note on how dpbench has defined a phase, such as `data` in a loop without a
+    DataLoader.
     """
 
     problem: str
     steps: int
 
     def __str__(self) -> str:
-        """Return the problem as text, after "not understood:" if it affects steps."""
         return f"not understood: {self.problem}" if self.steps else self.problem
 
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """The memory that a rank's process holds on one GPU at the end of its loop: `held_bytes` bytes,
-    as NVML reports.
+    """The bytes that a rank's process holds on one GPU at the end of its loop, as NVML reports.
 
-    `gpu` is the GPU's number in nvidia-smi on the machine of the rank. `uuid` is the GPU's UUID,
-    which is unique over all machines. `own` is whether the rank trains on this GPU.
+    `gpu` is the GPU's number in nvidia-smi on the rank's machine, `uuid` is unique over all
+    machines, and `own` is whether the rank trains on this GPU.
     """
 
     rank: int
@@ -62,17 +58,15 @@ class Held:
 class Observed:
     """The facts about one observed training loop.
 
-    `command` is the command that ran the script, or the path of the trace. `wrapper` is the name of
-    the class that makes the module data-parallel; it is empty if no class does. `updates` is the
-    number of calls of `backward` per step, and `skipped_updates` the number of updates that a
-    GradScaler skipped. `loader_workers` is the number of workers of the DataLoader,
-    `WITHOUT_LOADER` without a DataLoader, and None if the number is unknown. `pinned` is whether
-    the batches were in pinned memory, or None if no batch was copied to a GPU. `reads` maps a place
-    in the script, such as `train.py:31 item`, to the number of timed steps in which the host waited
-    there for a value of a device. `evaluation_s` and `checkpoint_s` are the seconds, between the
-    first and the last step, in which the script evaluated and saved checkpoints; no step includes
-    them. `held` has the memory of GPUs by process; a rank has no entry if NVML does not list its
-    process.
+    `command` is the command that ran the script, or the path of the trace. `wrapper` is the class
+    that makes the module data-parallel, if any. `updates` is the number of calls of `backward` per
+    step, and `skipped_updates` the number of updates that a GradScaler skipped. `loader_workers` is
+    `WITHOUT_LOADER` without a DataLoader, and None if unknown. `pinned` is whether the batches were
+    in pinned memory; None if no batch was copied to a GPU. `reads` maps a place in the script, such
+    as `train.py:31 item`, to the number of timed steps in which the host waited there for a value
+    of a device. `evaluation_s` and `checkpoint_s` are the seconds, between the first and the last
+    step, in which the script evaluated and saved checkpoints; no step includes them. `held` lacks
+    ranks whose process NVML does not list.
     """
 
     command: str
@@ -93,9 +87,7 @@ class Observed:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Return the facts from the data that `to_dict` returned, also after a conversion to JSON
-        and back.
-        """
+        """Return the facts from the data that `to_dict` returned, also after JSON."""
         records = {"unknown": Unknown, "held": Held}
         return cls(
             **{
@@ -112,8 +104,7 @@ class Observed:
 class Alternative:
     """A prediction for an observed loop, as if its work ran with one process per device.
 
-    `step` is the predicted time of a step in seconds, with its 80 % interval. `basis` is a phrase
-    that names the machine of the prediction.
+    `step` is in seconds, with an 80 % interval. `basis` is a phrase that names the machine.
     """
 
     step: Estimate
@@ -121,16 +112,11 @@ class Alternative:
 
 
 Alternatives = Mapping[Case, Alternative | str]
-"""The prediction for each observed loop in which one process runs several devices, or the reason
-why there is none.
-"""
+"""The prediction, or the reason for none, for each loop with one process on several devices."""
 
 
 def observed(trial: Trial) -> Observed | None:
-    """Return the facts about the observed loop of a trial.
-
-    None if dpbench ran the loop of the trial itself.
-    """
+    """Return the facts about the observed loop of a trial; None if dpbench ran the loop."""
     found = trial.provenance.get(OBSERVED)
     return Observed.from_dict(found) if found else None
 

@@ -1,6 +1,4 @@
-"""Options: the cases and the measurements of a run, the values that its axes may have, and the
-checks of values.
-"""
+"""Options: the cases and the measurements of a run, and the checks of their values."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ HABIT_VALUES = (
     ("zero_grad", "way to clear gradients", ZERO_GRAD),
     ("mode", "mode", MODES),
 )
-"""The fields of `HABITS` with a fixed set of values, as (the name of the field, its description,
-the values).
-"""
+"""The fields of `HABITS` with a fixed set of values, as (field, description, values)."""
 MOST_ROUNDS = 10_000
 MOST = 10**9
 """The largest number of devices, and the largest batch size, of a sweep."""
@@ -47,10 +43,7 @@ AXES = (
     "batch_sizes",
     "batch_per_device",
 )
-"""The options that select cases.
-
-If none of them is given, a run is short and uses default cases.
-"""
+"""The options that select cases; without any, a run is short and uses default cases."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,9 +106,6 @@ class Options:
         return cls(**{name: _typed(name, value, kinds[name]) for name, value in named.items()})
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a number out of its range, an unknown word, or optimizer "own" for
-        dpbench's models.
-        """
         if self.optimizer == "own" and (self.models or not self.model):
             raise ValueError(
                 "--optimizer own takes the optimizer of your model's file: give --model, and no"
@@ -138,28 +128,24 @@ class Options:
             if value is not None and not least <= value <= (float("inf") if most is None else most):
                 bound = f"at least {least:g}" if most is None else f"from {least:g} to {most:g}"
                 raise ValueError(f"--{name} must be {bound}, got {value:g}")
-        for name, known in (
+        for name, values in (
             ("scenario", SCENARIOS),
             ("device_kind", DEVICE_KINDS),
             ("placement", PLACEMENTS),
             ("optimizer", OPTIMIZERS),
         ):
-            if getattr(self, name) not in ("", *known):
+            if getattr(self, name) not in ("", *values):
                 raise ValueError(
-                    registry.unknown(name.replace("_", " "), getattr(self, name), [*known])
+                    registry.unknown(name.replace("_", " "), getattr(self, name), [*values])
                 )
 
     @property
     def quick(self) -> bool:
-        """Return whether no option selects cases, so that the run is short and uses default
-        cases.
-        """
+        """Return whether no option selects cases; see `AXES`."""
         return not any(getattr(self, axis) for axis in AXES)
 
     def command(self, *more: str, config: bool = True) -> str:
-        """Return these options as the text of a `dpbench run` command.
-
-        `more` are further arguments.
+        """Return these options, and the arguments `more`, as the text of a `dpbench run` command.
 
         With `config=False`, the command ignores the defaults in files.
         """
@@ -182,14 +168,10 @@ def _kinds() -> dict[str, str]:
 
 
 REPEATED = ("model", "strategy", "tag")
-"""The options that are given once per value on the command line.
-
-Any other list is one text with commas.
-"""
+"""The options that are given once per value; any other list is one text with commas."""
 
 
 def _text(value: object, name: str = "") -> str:
-    """Return the value of the option `name` as the text that the command line takes."""
     if isinstance(value, tuple):
         # a schedule may contain commas
         return (";" if name == "schedules" else ",").join(_text(one, name) for one in value)
@@ -207,34 +189,31 @@ KINDS: dict[str, type | tuple[type, ...]] = {
 
 
 def _typed(name: str, value: Any, kind: str) -> Any:
-    """Return `value` for the option `name`.
+    """Return `value`, as a tuple if the annotation `kind` is one, such as "tuple[int, ...]".
 
-    If `kind` is a tuple type, return lists and single values as tuples.
-
-    `kind` is the text of the option's annotation, such as "tuple[int, ...]". Raises ValueError for
-    a value of another type.
+    Raises ValueError for a value of another type.
     """
     several = kind.startswith("tuple[")
     allowed = [
-        one
-        for one in kind.removeprefix("tuple[").removesuffix(", ...]").split(" | ")
-        if one in KINDS
+        item
+        for item in kind.removeprefix("tuple[").removesuffix(", ...]").split(" | ")
+        if item in KINDS
     ]
     values = (
         tuple(value)
         if several and isinstance(value, Iterable) and not isinstance(value, str)
         else (value,)
     )
-    for one in values:
+    for item in values:
         # True is an int in Python, but not a number of devices
         fits = any(
-            isinstance(one, KINDS[each]) and isinstance(one, bool) <= (each == "bool")
+            isinstance(item, KINDS[each]) and isinstance(item, bool) <= (each == "bool")
             for each in allowed
         )
         if not fits:
             listed = f"a list of {' or '.join(allowed)}" if several else " or ".join(allowed)
             raise ValueError(
-                f"--{name.replace('_', '-')} must be {listed}, got {one!r} ({type(one).__name__})"
+                f"--{name.replace('_', '-')} must be {listed}, got {item!r} ({type(item).__name__})"
             )
     if several and not values:
         raise ValueError(
@@ -247,9 +226,7 @@ def _typed(name: str, value: Any, kind: str) -> Any:
 def check_names(
     models: Sequence[str], strategies: Sequence[str], devices: Sequence[int], batches: Sequence[int]
 ) -> None:
-    """Raise LookupError for an unknown model or strategy, and ValueError for an empty axis or a
-    number out of range.
-    """
+    """Raise LookupError for unknown models or strategies, ValueError for empty or invalid axes."""
     for model in models:
         check_model(model)
     for strategy in strategies:
@@ -274,10 +251,7 @@ def check_names(
 
 
 def check_model(name: str) -> None:
-    """Raise LookupError if dpbench has no model `name`.
-
-    A name with a colon, a user's own model, is not checked.
-    """
+    """Raise LookupError if dpbench has no model `name`; a user's own, with a colon, may be any."""
     if ":" in name:
         return
     try:
@@ -289,9 +263,7 @@ def check_model(name: str) -> None:
 
 
 def check_placement(devices: Sequence[int], kind: str, ids: Sequence[int], placement: str) -> None:
-    """Raise ValueError if the placement or the device ids do not suit the kind and the number of
-    the devices.
-    """
+    """Raise ValueError if the placement or the device ids do not suit the devices."""
     one_of("device kind", kind, DEVICE_KINDS)
     one_of("placement", placement, PLACEMENTS)
     others = {"cpu": "logical CPU devices", "emulated": "emulated devices"}.get(kind)
@@ -317,9 +289,7 @@ def check_placement(devices: Sequence[int], kind: str, ids: Sequence[int], place
 
 
 def check_memory(kind: str, size: int) -> None:
-    """Raise ValueError if the memory limit `size` is negative, or if it is given for devices that
-    are not emulated.
-    """
+    """Raise ValueError for a negative memory limit, or one of devices that are not emulated."""
     if size < 0:
         raise ValueError(f"--device-memory must be at least 1 byte, got {size}")
     if size and kind == "cpu":
@@ -350,14 +320,13 @@ def check_precision(precision: str, kind: str) -> None:
 
 
 def check_habits(kind: str, habits: Mapping[str, Sequence[Any]]) -> None:
-    """Raise ValueError if a value of a habit is unknown, or cannot be used with this kind of device
-    or another habit.
+    """Raise ValueError if a habit's value is unknown, or unfit for the devices or another habit.
 
-    Habits are the axes in `HABITS`. `habits` maps each of these names to the values of that axis.
+    `habits` maps each name in `HABITS` to the values of that axis.
     """
-    for name, axis, known in HABIT_VALUES:
+    for name, axis, allowed in HABIT_VALUES:
         for value in habits[name]:
-            one_of(axis, value, known)
+            one_of(axis, value, allowed)
     others = {*habits["inputs"]} - {"pinned"}
     if kind == "cpu" and others:
         raise ValueError(
@@ -387,9 +356,6 @@ def check_habits(kind: str, habits: Mapping[str, Sequence[Any]]) -> None:
 
 
 def _check_combined(habits: Mapping[str, Sequence[Any]]) -> None:
-    """Raise ValueError if the value of one habit has no effect because of the value of another
-    habit.
-    """
     if max(habits["loader"]) >= 0 and "device" in habits["inputs"]:
         raise ValueError(
             "a DataLoader puts batches in the host's memory, so --inputs device has no effect:"
@@ -404,9 +370,6 @@ def _check_combined(habits: Mapping[str, Sequence[Any]]) -> None:
 
 
 def one_of(kind: str, value: str, known: Sequence[str]) -> None:
-    """Raise ValueError, with the known values, if a value of an axis is unknown.
-
-    `kind` names the axis.
-    """
+    """Raise ValueError, with the known values, if a value of the axis `kind` is unknown."""
     if value not in known:
         raise ValueError(registry.unknown(kind, value, list(known)))

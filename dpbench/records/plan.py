@@ -1,6 +1,4 @@
-"""Plan: turn the axes of a sweep into cases, which are checked, normalised and free of
-duplicates.
-"""
+"""Plan: turn the axes of a sweep into cases, checked, normalised and without duplicates."""
 
 from __future__ import annotations
 
@@ -17,11 +15,10 @@ from dpbench.records.case import TRAIN
 from dpbench.records.registry import Role
 
 LIMIT = (("role", "limit"),)
-"""The options that mark a case as the limit: the strategy `single` on one device's share of the
-batch.
+"""The options of the limit: the strategy `single` on one device's share of the batch.
 
-The limit's step time is a lower bound for the step time of every schedule. Without these options,
-other comparisons would use this case as their baseline.
+Its step time is a lower bound for every schedule. Without these options, other comparisons would
+use this case as their baseline.
 """
 
 
@@ -41,15 +38,12 @@ def sweep(
     device_memory_bytes: int = 0,
     **habits: Sequence[Any],
 ) -> list[Case]:
-    """Return a case for each combination of values of the axes.
+    """Return a case for each combination of values of the axes, the arguments with several values.
 
-    An axis is an argument that takes several values.
-
-    Exactly one of `batch_sizes` and `batch_per_device` must be given: `batch_sizes` are global
-    batch sizes (strong scaling), and those in `batch_per_device` are multiplied by the number of
-    devices (weak scaling). `device_memory_bytes` limits the memory of each emulated device.
-    `habits` are further axes, named as in `HABITS`. Raises LookupError for unknown names, and
-    ValueError for other values with which no case can run.
+    Exactly one of `batch_sizes` (global, strong scaling) and `batch_per_device` (weak scaling) must
+    be given. `device_memory_bytes` limits the memory of each emulated device. `habits` are further
+    axes, named as in `HABITS`. Raises LookupError for unknown names, and ValueError for other
+    values with which no case can run.
     """
     if bool(batch_sizes) == bool(batch_per_device):
         raise ValueError(
@@ -93,8 +87,7 @@ def sweep(
 
 
 def ladder(*, devices: Sequence[int], device_kind: str = "cpu", **axes: Any) -> list[Case]:
-    """Return the cases of a ladder: every rung, ablations of the best rung, default strategies, and
-    those of `limit`.
+    """Return the cases of a ladder: rungs, ablations of the best one, default strategies, limits.
 
     `axes` are further axes of `sweep`. Raises ValueError if no number of devices is above one, and
     for a mode other than training, because rungs are schedules of training steps.
@@ -119,7 +112,7 @@ def ladder(*, devices: Sequence[int], device_kind: str = "cpu", **axes: Any) -> 
 
 
 def seeds(device_kind: str, **axes: Any) -> list[Case]:
-    """Return the cases of common situations in multi-GPU training, on two devices of `device_kind`.
+    """Return the cases of common situations in multi-GPU training, on two devices.
 
     The situations are: every strategy; the batch in each kind of memory before a step (only on GPUs
     and emulated devices); loss read in every step or every tenth; gradients filled with zeros;
@@ -181,10 +174,9 @@ def together(models: Sequence[str], **axes: Any) -> list[Case]:
 
 
 def limit(case: Case) -> Case | None:
-    """Return the limit of a case: the case in which a device runs its share of the batch alone and
-    without a wrapper.
+    """Return the limit of a case: a device runs its share of the batch alone, without a wrapper.
 
-    Return None if the devices' shares are unequal, or if the devices share one GPU or are emulated.
+    None if the shares are unequal, or if the devices share one GPU or are emulated.
     """
     share, rest = divmod(case.batch_size, case.devices)
     if rest or case.placement == "colocated" or case.device_kind == "emulated":
@@ -194,7 +186,7 @@ def limit(case: Case) -> Case | None:
 
 @lru_cache(maxsize=4096)
 def alone(case: Case, batch_size: int) -> Case:
-    """Return a copy of a case that runs `batch_size` samples on one device without a wrapper."""
+    """Return a copy of a case with `batch_size` samples on one device without a wrapper."""
     baseline = registry.of_role(Role.BASELINE)
     return replace(
         case,
@@ -209,16 +201,12 @@ def alone(case: Case, batch_size: int) -> Case:
 
 
 def baseline(**axes: Any) -> Case:
-    """Return a case on one device without a wrapper.
-
-    `axes` are the other fields of the case by name.
-    """
+    """Return a case on one device without a wrapper; `axes` are its other fields."""
     return Case(strategy=registry.of_role(Role.BASELINE), devices=1, **axes)
 
 
 def model_check(case: Case) -> Case:
-    """Return the case that is run to check the model of `case` before a run: one sample on one
-    device.
+    """Return the case that checks the model of `case` before a run: one sample on one device.
 
     It is the same for all cases with the same model and model settings. For emulated devices, it
     runs on the CPU. For a DataLoader, it loads one batch without workers.
@@ -240,9 +228,9 @@ def model_check(case: Case) -> Case:
 def normalise(case: Case, *, weak_batches: Sequence[int] = ()) -> Case:
     """Return the normal form of a case, so that two cases with equal work are equal.
 
-    A strategy for one device gets `devices` 1. A case with one device gets the default placement.
-    Only the engine keeps its schedule. `weak_batches` are the batch sizes per device; if there are
-    any, a strategy for one device gets one device's share of the batch.
+    A strategy for one device gets `devices` 1 and, if there are `weak_batches` (batch sizes per
+    device), one device's share of the batch. A case with one device gets the default placement.
+    Only the engine keeps its schedule.
     """
     if case.traits.one_device and case.devices > 1:
         # in weak scaling, the baseline is one device with its share of the batch
@@ -254,8 +242,7 @@ def normalise(case: Case, *, weak_batches: Sequence[int] = ()) -> Case:
 
 
 def side_by_side(cases: Sequence[Case]) -> list[tuple[Case, ...]]:
-    """Return the cases in groups that one worker can measure together: cases of the same model,
-    settings and devices.
+    """Return groups of cases that one worker can measure: the same model, settings and devices.
 
     Models from the same user module count as one model. A case is a group by itself if its strategy
     needs a separate worker, or if it has a neighbour.
@@ -276,15 +263,13 @@ def side_by_side(cases: Sequence[Case]) -> list[tuple[Case, ...]]:
 
 
 def plan_hash(cases: Iterable[Case], rounds: object, *how: str) -> str:
-    """Return a hash that identifies a plan: the set of its cases, the rounds, and the measurement
-    settings `how`.
-    """
+    """Return a hash of a plan: its set of cases, the rounds, and the measurement settings `how`."""
     text = json.dumps([rounds, sorted(case.fingerprint for case in cases), *how])
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def split_schedules(text: str) -> list[str]:
-    """Return the schedules that a comma-separated list contains.
+    """Return the schedules in a comma-separated list.
 
     Adjacent switches, such as workers=pool,replicas=cached, form one schedule; a `;` separates two
     schedules.
@@ -302,10 +287,6 @@ def split_schedules(text: str) -> list[str]:
 
 
 def _together(switches: Sequence[str]) -> str:
-    """Return the switches of one schedule, joined by commas.
-
-    Raises ValueError if a switch occurs twice.
-    """
     names = [item.partition("=")[0].strip() for item in switches]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
@@ -317,14 +298,11 @@ def _together(switches: Sequence[str]) -> str:
 
 
 def _schedule(text: str) -> str:
-    """Return the canonical text of a schedule. Raises ValueError if its needs are not met."""
     return text if text in schedule.SELECTED else str(schedule.parse(text).check())
 
 
 def default_strategies(device_kind: str) -> tuple[str, ...]:
-    """Return the names of the default strategies for a kind of device, or for the ranks of a launch
-    ("launch").
-    """
+    """Return the default strategies for a kind of device, or for a launch ("launch")."""
     by_kind = {
         "launch": ("single", "ddp", "fsdp"),
         "cpu": ("single", "single_all_cores", "dp", "ddp"),
@@ -335,9 +313,7 @@ def default_strategies(device_kind: str) -> tuple[str, ...]:
 
 
 def default_devices(available: int, placement: str) -> tuple[int, ...]:
-    """Return the default numbers of devices of a sweep: 1, 2 and `available`.
-
-    For the placement "colocated", 1 and 2.
+    """Return the default numbers of devices of a sweep: 1, 2 and `available`; colocated: 1 and 2.
 
     A sweep of 1, 2, 4 and 8 GPUs would exceed the default budget, because each trial creates a
     context on each GPU.
@@ -350,9 +326,7 @@ def default_devices(available: int, placement: str) -> tuple[int, ...]:
 
 
 def place(text: str) -> tuple[int, str]:
-    """Return the sort key of a schedule's text, which puts the rungs in ladder order before all
-    other schedules.
-    """
+    """Return the sort key of a schedule's text: rungs in ladder order, then other schedules."""
     return (
         ([*schedule.RUNGS].index(text), "")
         if text in schedule.RUNGS

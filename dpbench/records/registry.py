@@ -1,10 +1,9 @@
-"""Registry: plug-ins (models, strategies, samplers) by name, and the traits that a strategy
-declares.
+"""Registry: plug-ins (models, strategies, samplers) by name, and the traits of strategies.
 
-A model, strategy or sampler of dpbench is a file in one of its packages, and is named after this
-file; the object in a strategy's file is called `strategy`. An external strategy comes from a file
-(`file.py:name`), from an importable module (`package.module:name`), or from an installed
-distribution that has an entry point in the group `dpbench.strategies`.
+A plug-in of dpbench is a file in one of its packages, and is named after this file; the object in a
+strategy's file is called `strategy`. An external strategy comes from a file (`file.py:name`), from
+an importable module (`package.module:name`), or from an installed distribution that has an entry
+point in the group `dpbench.strategies`.
 
 Plans, predictions and reports depend on the traits of a strategy, never on the strategy's name.
 """
@@ -30,29 +29,25 @@ from dpbench.records.visible import visible
 
 
 class Role(StrEnum):
-    """The role of a strategy in comparisons, in the order in which reports show the strategies.
+    """The role of a strategy in comparisons, in the order of reports.
 
     For each of the first five roles, dpbench has at most one strategy.
     """
 
     BASELINE = "baseline"
-    """Training on one device without a wrapper; speed-ups are relative to this strategy."""
+    """Training on one device without a wrapper; speed-ups are relative to it."""
     ALL_CORES = "all cores"
-    """Training on one CPU device that uses all cores.
-
-    It shows the gain from more cores without data parallelism.
-    """
+    """One CPU device with all cores: the gain from cores without data parallelism."""
     WRAPPER = "wrapper"
     """torch.nn.DataParallel itself."""
     ENGINE = "engine"
     """dpbench's engine, whose steps follow a schedule."""
     CONTROL = "control"
-    """DistributedDataParallel: its ranks do equal work, so differences between its devices are due
-    to the machine.
+    """DistributedDataParallel: its ranks do equal work, so its devices differ by the machine alone.
     """
     OTHER = "other"
     OBSERVED = "observed"
-    """A training loop of the user, which dpbench watched, or whose trace dpbench imported."""
+    """A training loop of the user that dpbench watched or imported as a trace."""
     LOADER = "loader"
     """A DataLoader alone: each step is the wait for a batch."""
 
@@ -64,12 +59,11 @@ class Parallelism(StrEnum):
     THREADS = "threads"
     """One process runs all devices, and device 0 coordinates them."""
     RANKS = "ranks"
-    """Each device has a separate process, which is a rank of one process group."""
+    """Each device has a process, which is a rank of one process group."""
     OTHER = "other"
-    """One process runs all devices, and they are not replicas: for example, each has some of the
-    layers.
+    """One process runs all devices, which are not replicas: for example, each has some layers.
 
-    Also the parallelism of a stored case whose strategy is unknown here, or stored another value.
+    Also for a stored case whose strategy or parallelism is unknown here.
     """
 
     @classmethod
@@ -78,22 +72,19 @@ class Parallelism(StrEnum):
 
 
 class Reduction(StrEnum):
-    """The phase that contains the time in which the gradients of all devices are added."""
+    """The phase with the time in which the gradients of all devices are added."""
 
     SEPARATE = "separate"
-    """The `reduce` phase contains all the time in which gradients are added."""
+    """The `reduce` phase has all of it."""
     IN_BACKWARD = "in backward"
-    """The `backward` phase contains all the time in which gradients are added."""
+    """The `backward` phase has all of it."""
     OVERLAPPED = "overlapped"
-    """Gradients are added during backward.
-
-    The `reduce` phase contains only the adding that outlasts backward.
-    """
+    """The `reduce` phase has only the part that outlasts backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """The properties of one strategy on which plans, predictions and reports depend.
+    """The properties of a strategy on which plans, predictions and reports depend.
 
     `strategy` is the strategy's name in cases; the registry sets it.
     """
@@ -102,52 +93,41 @@ class Traits:
     reduction: Reduction = Reduction.SEPARATE
     role: Role = Role.OTHER
     devices_per_replica: int = 1
-    """The number of devices that hold one replica of the module together."""
+    """The number of devices that together hold one replica of the module."""
     shared_stream: bool = False
     """Whether replicas that share a GPU also share one CUDA stream."""
     rounds_gradients: bool = False
-    """Whether gradients are rounded to 16 bits for transfers.
-
-    If so, verification permits larger errors.
-    """
+    """Whether gradients are rounded to 16 bits for transfers, so that larger errors pass."""
     strategy: str = ""
 
     @property
     def one_device(self) -> bool:
-        """Return whether the strategy uses only one device, even if a sweep asks for more
-        devices.
-        """
+        """Return whether the strategy uses one device, however many a sweep asks for."""
         return self.parallelism is Parallelism.NONE
 
     @property
     def ranks(self) -> bool:
-        """Return whether the strategy runs each device in a separate process."""
+        """Return whether each device has a separate process."""
         return self.parallelism is Parallelism.RANKS
 
     @property
     def threads(self) -> bool:
-        """Return whether the strategy runs a replica on each device in one process, coordinated by
-        device 0.
-        """
+        """Return whether one process runs a replica on each device, coordinated by device 0."""
         return self.parallelism is Parallelism.THREADS
 
     @property
     def replicated(self) -> bool:
-        """Return whether each device has a whole replica of the module, so that equal rows are
-        equal work.
-        """
+        """Return whether each device has a whole replica, so that equal rows are equal work."""
         return self.parallelism is not Parallelism.OTHER and self.devices_per_replica == 1
 
     @property
     def all_cores(self) -> bool:
-        """Return whether each operator uses all cores of the CPU and not only one core."""
+        """Return whether each operator uses all cores of the CPU."""
         return self.role is Role.ALL_CORES
 
     @property
     def observed(self) -> bool:
-        """Return whether the case is a user's training loop that dpbench observed and did not run
-        itself.
-        """
+        """Return whether the case is a user's training loop that dpbench did not run itself."""
         return self.role is Role.OBSERVED
 
     @property
@@ -157,14 +137,12 @@ class Traits:
 
     @property
     def scheduled(self) -> bool:
-        """Return whether the strategy's steps follow one of the engine's schedules."""
+        """Return whether the steps follow one of the engine's schedules."""
         return self.role is Role.ENGINE
 
     @property
     def alone(self) -> bool:
-        """Return whether a case of the strategy must be measured in a worker that measures no other
-        case.
-        """
+        """Return whether a case needs a worker that measures no other case."""
         return self.ranks or self.all_cores
 
     def to_dict(self) -> dict[str, Any]:
@@ -174,32 +152,26 @@ class Traits:
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"models": "models", "strategies": "strategies", "samplers": "hardware.samplers"}
-"""The package under `dpbench` that contains the plug-ins of each kind."""
+"""The package under `dpbench` with the plug-ins of each kind."""
 LIBRARIES = {"transformers": "transformers", "torchvision": "vision", "timm": "vision"}
-"""The libraries whose models a user can name, as in `transformers:gpt2`, and dpbench's extra that
-installs each.
+"""Libraries with models, such as `transformers:gpt2`, and the extra of dpbench that installs each.
 """
 GROUP = "dpbench.strategies"
 """The group of entry points with which installed distributions offer strategies."""
 
 
 def folder_of(kind: str) -> Path:
-    """Return the folder whose files are dpbench's own plug-ins of a kind, such as "models"."""
+    """Return the folder of dpbench's own plug-ins of a kind, such as "models"."""
     return ROOT.joinpath(*PACKAGES[kind].split("."))
 
 
 def names(kind: str) -> list[str]:
-    """Return the sorted names of all plug-ins of a kind: dpbench's own, and strategies of installed
-    distributions.
-    """
+    """Return the sorted names of a kind's plug-ins, with strategies of installed distributions."""
     return sorted({*own(kind), *(_installed() if kind == "strategies" else ())})
 
 
 def own(kind: str) -> list[str]:
-    """Return the sorted names of dpbench's own plug-ins of a kind.
-
-    A file whose name begins with `_` is not a plug-in.
-    """
+    """Return the sorted names of dpbench's own plug-ins: files that do not begin with `_`."""
     return list(_modules(folder_of(kind)))
 
 
@@ -211,17 +183,13 @@ def _modules(folder: Path) -> tuple[str, ...]:
 
 
 def load(kind: str, name: str) -> Any:
-    """Import one of dpbench's own plug-ins and return its module.
-
-    Raises LookupError for an unknown name.
-    """
+    """Import one of dpbench's own plug-ins. Raises LookupError for an unknown name."""
     check(kind, name)
     return importlib.import_module(f"dpbench.{PACKAGES[kind]}.{name}")
 
 
 def check(kind: str, name: str) -> None:
-    """Raise LookupError, with the known names, if no plug-in of the kind `kind` has the name
-    `name`.
+    """Raise LookupError, with the known names, if a kind has no plug-in `name`.
 
     Only a strategy named `file.py:name` or `package.module:name` is imported.
     """
@@ -235,8 +203,7 @@ def check(kind: str, name: str) -> None:
 
 
 def strategy(name: str) -> Any:
-    """Return the strategy with the name `name`, an object with the interface of
-    `dpbench.strategies.Strategy`.
+    """Return the strategy `name`, an object with the interface of `dpbench.strategies.Strategy`.
 
     Raises LookupError if no strategy has this name, or if the object lacks a part of the interface.
     """
@@ -270,9 +237,6 @@ def _named(name: str) -> Any:
 
 @lru_cache(maxsize=1)
 def _installed() -> dict[str, Any]:
-    """Return the entry points of strategies from installed distributions, by the strategy's
-    name.
-    """
     from importlib.metadata import entry_points  # imported late, because it takes 30 ms
 
     return {one.name: one for one in entry_points(group=GROUP)}
@@ -280,7 +244,7 @@ def _installed() -> dict[str, Any]:
 
 @lru_cache(maxsize=64)
 def outside(kind: str, name: str) -> Any:
-    """Return the object that `name` denotes in the form `file.py:name` or `package.module:name`.
+    """Return the object that `name` denotes: `file.py:name` or `package.module:name`.
 
     Modules are also searched for in the current folder. Raises LookupError, which names the `kind`
     of object, if the file or module cannot be imported, or has no such object.
@@ -302,19 +266,15 @@ def outside(kind: str, name: str) -> Any:
         raise LookupError(
             f"{kind} {name}: cannot import {place} in the folder {here}: {told}"
         ) from error
-    found = getattr(module, attribute, None)
-    if found is None:
+    instance = getattr(module, attribute, None)
+    if instance is None:
         raise LookupError(
             f"{kind} {name}: {place} has no object {attribute!r}; correct the name after ':'"
         )
-    return found
+    return instance
 
 
 def _check_exists(kind: str, name: str, path: str) -> None:
-    """Raise UnreadableFile if the file of the user's object `name` does not exist.
-
-    `kind` is the kind of object.
-    """
     if not Path(path).is_file():
         raise UnreadableFile(
             f"{kind} {name}: the file {path} does not exist in the folder {Path.cwd()}"
@@ -322,11 +282,9 @@ def _check_exists(kind: str, name: str, path: str) -> None:
 
 
 def _executed(path: Path) -> Any:
-    """Execute the Python file `path` and return it as a module of a package that stands for the
-    file's folder.
+    """Execute a Python file as a module of a package that stands for, and is unique to, its folder.
 
-    The name of the package is unique to the folder. The file can import its neighbours with
-    `from .neighbour import name`.
+    The file can import its neighbours with `from .neighbour import name`.
     """
     folder = str(path.resolve().parent)
     package = f"dpbench_outside_{hashlib.sha256(folder.encode()).hexdigest()[:12]}"
@@ -344,10 +302,10 @@ def _executed(path: Path) -> Any:
 
 @lru_cache(maxsize=256)
 def traits(name: str) -> Traits:
-    """Return the traits of the strategy with the name `name`.
+    """Return the traits of the strategy `name`.
 
-    If the strategy cannot be loaded, its parallelism is OTHER, because it is unknown. Stored cases
-    of external strategies contain the traits of their strategy; see `Case.traits`.
+    The parallelism of a strategy that cannot be loaded is OTHER. Stored cases of external
+    strategies contain their traits; see `Case.traits`.
     """
     try:
         declared: Traits = strategy(name).traits
@@ -357,26 +315,22 @@ def traits(name: str) -> Traits:
 
 
 def declared(name: str) -> Traits | None:
-    """Return the traits to store in the cases of an external strategy.
-
-    None for one of dpbench's own strategies.
-    """
+    """Return the traits to store in the cases of an external strategy; None for dpbench's own."""
     return None if name in own("strategies") else traits(name)
 
 
 @lru_cache(maxsize=8)
 def of_role(role: Role) -> str:
-    """Return the name of dpbench's own strategy with the role `role`."""
+    """Return the name of dpbench's own strategy with this role."""
     return next(name for name in own("strategies") if traits(name).role is role)
 
 
 def check_module(name: str, option: str = "--model") -> None:
     """Raise LookupError if the top-level module of the user's object `name` cannot be found.
 
-    Raise UnreadableFile, which is a LookupError, if its file does not exist.
-
-    `name` is `file.py:object`, `package.module:object`, or a library's model, such as
-    `transformers:gpt2`. `option` is the option that gives the name. Nothing is imported.
+    Raises UnreadableFile, which is a LookupError, if its file does not exist. `name` is
+    `file.py:object`, `package.module:object`, or a library's model, such as `transformers:gpt2`.
+    `option` is the option that gives the name. Nothing is imported.
     """
     _check_visible(option, name)
     place, colon, _ = name.rpartition(":")
@@ -390,8 +344,8 @@ def check_module(name: str, option: str = "--model") -> None:
     missing = importlib.machinery.PathFinder.find_spec(top, [here, *sys.path]) is None
     if missing and top in LIBRARIES:
         raise LookupError(
-            f"{option} {name} needs {top}, which is not installed: pip install"
-            f" 'torch-dpbench[{LIBRARIES[top]}]'"
+            f"{option} {name} needs {top}, which is not installed:"
+            f" pip install 'torch-dpbench[{LIBRARIES[top]}]'"
         )
     if missing:
         raise LookupError(
@@ -401,10 +355,7 @@ def check_module(name: str, option: str = "--model") -> None:
 
 
 def _check_visible(kind: str, name: str) -> None:
-    """Raise LookupError if `name` has characters that a stored case would escape.
-
-    The message begins with `kind`.
-    """
+    """Raise LookupError if `name` has characters that a stored case would escape."""
     if visible(name) != name:
         raise LookupError(
             f"{kind} {visible(name)}: the name has control characters or bytes that are not UTF-8;"
@@ -413,8 +364,7 @@ def _check_visible(kind: str, name: str) -> None:
 
 
 def unknown(kind: str, name: str, known: list[str]) -> str:
-    """Return a message that reports an unknown name, lists the known names and suggests the most
-    similar one.
+    """Return a message with an unknown name, the known names and the most similar one.
 
     `kind` is the kind of the named thing in words, such as "model".
     """

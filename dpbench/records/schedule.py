@@ -1,10 +1,8 @@
-"""Schedules: the ways in which the engine can run a step.
+"""Schedules: the ways in which the engine can run a step, as positions of eight switches.
 
-A schedule is a combination of positions of eight switches.
-
-The ladder is a series of named schedules, which are its rungs: each rung changes one more switch
-than the rung below. A schedule is written as the name of a rung (`"cached"`) or as switches with
-positions (`"workers=pool,replicas=cached"`). The table `RULES` defines the permitted combinations.
+The ladder is a series of named schedules, its rungs, each of which changes one more switch. A
+schedule is written as the name of a rung (`"cached"`) or as switches with positions
+(`"workers=pool,replicas=cached"`). The table `RULES` defines the permitted combinations.
 """
 
 from __future__ import annotations
@@ -21,10 +19,7 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     "update": ("root", "each", "sharded"),
     "optimizer": ("per_parameter", "flat"),
 }
-"""The positions of each switch.
-
-The first positions form the rung `reference`, which works as torch's DataParallel.
-"""
+"""The positions of each switch; the first form the rung `reference`: torch's DataParallel."""
 
 LADDER: dict[str, tuple[str, str]] = {
     "pool": ("workers", "pool"),
@@ -38,9 +33,7 @@ LADDER: dict[str, tuple[str, str]] = {
     "flat_optimizer": ("optimizer", "flat"),
     "zero1": ("update", "sharded"),
 }
-"""The switch that each rung above `reference` changes, and the new position of this switch, in
-ladder order.
-"""
+"""The switch, and its new position, of each rung above `reference`, in ladder order."""
 EFFECTS: dict[str, str] = {
     "pool": "threads persist between steps",
     "cached": "replicas are refreshed and not rebuilt",
@@ -57,10 +50,11 @@ EFFECTS: dict[str, str] = {
         "each device updates a part of the weights, and must notice all other writes to weights"
     ),
 }
-"""The effect of the switch position that each rung sets, as a clause."""
+"""The effect of each rung's switch position, as a clause."""
 
 REFERENCE = "reference"
-COPYING, FASTEST = "copying", "fastest"
+COPYING = "copying"
+FASTEST = "fastest"
 
 TRAIN_STEP = "TrainStep"
 RULES: tuple[tuple[str, str, str], ...] = (
@@ -73,7 +67,7 @@ RULES: tuple[tuple[str, str, str], ...] = (
     ("optimizer", "flat", TRAIN_STEP),
     ("optimizer", "flat", "storage=flat"),
 )
-"""Rules as (switch, position, need): the switch may have this position only if the need is met.
+"""(switch, position, need): the switch may have this position only if the need is met.
 
 A need is a position of another switch, or the use of TrainStep. Persistent replicas need TrainStep,
 because DataParallel cannot detect the optimizer's step: the weights of the replicas would be
@@ -122,7 +116,7 @@ class Schedule:
     def missing(self, *, train_step: bool = True) -> list[str]:
         """Return a text for each need of this schedule that is not met.
 
-        `train_step` says whether TrainStep runs the schedule.
+        `train_step` is whether TrainStep runs the schedule.
         """
         return [
             f"{switch}={position} needs {need}"
@@ -135,10 +129,7 @@ class Schedule:
         return getattr(self, switch) == position if position else train_step
 
     def check(self, *, train_step: bool = True) -> Schedule:
-        """Return the schedule unchanged.
-
-        Raises ValueError if one of its needs is not met; `train_step` is that of `missing`.
-        """
+        """Return the schedule. Raises ValueError if one of its needs is not met; see `missing`."""
         if missing := self.missing(train_step=train_step):
             raise ValueError(
                 f"the schedule {str(self)!r} cannot run, because needs are not met:"
@@ -148,7 +139,6 @@ class Schedule:
 
 
 def _climb() -> dict[str, Schedule]:
-    """Return the schedule of every rung, by name, in ladder order."""
     rungs = {REFERENCE: Schedule()}
     below = REFERENCE
     for name, (switch, position) in LADDER.items():
@@ -160,7 +150,7 @@ def _climb() -> dict[str, Schedule]:
 RUNGS: dict[str, Schedule] = {}
 RUNGS.update(_climb())
 BEST = [*RUNGS][-1]
-"""The name of the highest rung."""
+"""The highest rung."""
 
 SELECTED: dict[str, Schedule] = {
     COPYING: Schedule(workers="pool", replicas="persistent", loss="local", backward="local"),
@@ -174,8 +164,7 @@ SELECTED: dict[str, Schedule] = {
         optimizer="flat",
     ),
 }
-"""The names for which TrainStep selects an exact schedule, each with the schedule that it selects
-if module, loss and optimizer permit every switch.
+"""The names for which TrainStep selects an exact schedule, and the schedule if all is permitted.
 
 Under `copying`, every step copies device 0's weights to the other devices, so that it need not
 notice when a training loop writes weights. Under `fastest`, a device may keep the weights that it
@@ -185,11 +174,10 @@ is idle during backward.
 
 
 def parse(text: str | Schedule) -> Schedule:
-    """Return the schedule that `text` describes: the name of a rung, or switches as
-    `switch=position,...`.
+    """Return the schedule of the name of a rung, or of switches as `switch=position,...`.
 
-    A `Schedule` is returned unchanged. Raises ValueError for an unknown name, and for the names in
-    `SELECTED`, because only TrainStep can select their schedules.
+    Raises ValueError for an unknown name, and for those in `SELECTED`, whose schedules only
+    TrainStep can select.
     """
     if isinstance(text, Schedule):
         return text
@@ -216,9 +204,7 @@ def parse(text: str | Schedule) -> Schedule:
 
 
 def known(text: str | Schedule) -> Schedule | None:
-    """Return the schedule that `text` describes.
-
-    None for the names in `SELECTED`, and for those of other versions.
+    """Return the schedule that `text` describes; None for names in `SELECTED` or of other versions.
 
     Stored runs keep the names of the version that measured them.
     """
@@ -238,8 +224,7 @@ def available(text: str) -> bool:
 
 
 def ablations(best: Schedule) -> dict[str, Schedule]:
-    """Return, by switch, the schedule that equals `best` except that this switch is set back to its
-    first position.
+    """Return, by switch, `best` with this switch set back to its first position.
 
     Schedules whose needs are not met are left out.
     """

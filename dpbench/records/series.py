@@ -1,7 +1,7 @@
-"""Series: the steps, the spans and the samples of a trial; steps and samples are stored by column.
+"""Series: the steps, the spans and the samples of a trial; steps and samples by column.
 
 A long run has millions of steps and samples, but a report reads few of them one by one. One object
-per step and sample would take most of a report's time and memory.
+for each would take most of a report's time and memory.
 """
 
 from __future__ import annotations
@@ -32,37 +32,34 @@ class Step:
 
 
 class Steps(Sequence[Step]):
-    """The steps of a trial, by column; the object of a step is built when a caller asks for it."""
+    """The steps of a trial, by column; the object of a step is built on demand."""
 
     def __init__(
         self, seconds: Sequence[float], warmup: Sequence[bool], ends: Sequence[float]
     ) -> None:
-        """Take the fields of all steps: three sequences of equal length."""
         self.seconds = seconds
         self.warmup = warmup
         self.ends = ends
 
     @classmethod
     def of(cls, steps: Iterable[Step]) -> Self:
-        """Return the same steps by column; an instance of this class is returned unchanged."""
+        """Return the same steps by column."""
         if isinstance(steps, cls):
             return steps
         rows = [(step.seconds, step.warmup, step.end_s) for step in steps]
         return cls(*zip(*rows, strict=True)) if rows else cls((), (), ())
 
     def timed(self, values: Iterable[Value]) -> list[Value]:
-        """Return the values of the steps that are not warm-up.
+        """Return those of `values`, one per step, whose steps are not warm-up.
 
-        `values` has one value for each step.
-
-        Raises ValueError if there are more or fewer values than steps.
+        Raises ValueError for another number of values.
         """
-        found = values if isinstance(values, Sequence) else [*values]
-        if len(found) != len(self):
+        columns = values if isinstance(values, Sequence) else [*values]
+        if len(columns) != len(self):
             raise ValueError(
-                f"expected one value per step, but got values: {len(found)}, steps: {len(self)}"
+                f"expected one value per step, but got values: {len(columns)}, steps: {len(self)}"
             )
-        return list(compress(found, self._timed))
+        return list(compress(columns, self._timed))
 
     @cached_property
     def _timed(self) -> tuple[bool, ...]:
@@ -97,10 +94,9 @@ JOINT = "_joint"
 
 @dataclass(frozen=True)
 class Span:
-    """The start and the end of one phase on one device in the step with the index `step`.
+    """One phase on one device, -1 for the host, in the step with the index `step`.
 
-    `device` is -1 for the host. `clock` names the clock that measured the times. All times are
-    converted to the machine's monotonic clock.
+    `clock` measured the times, which are converted to the machine's monotonic clock.
     """
 
     step: int
@@ -128,10 +124,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Sample:
-    """One reading of one metric of a device.
-
-    The name of the metric ends with the unit of the value.
-    """
+    """One reading of a metric, whose name ends with the unit of the value."""
 
     time_s: float
     device: int
@@ -147,25 +140,16 @@ class Series(NamedTuple):
 
 
 class Samples(Sequence[Sample]):
-    """The samples of a trial, one series after the other.
-
-    A series is read when a caller first asks for its metric.
-    """
+    """The samples of a trial, one series after the other; a metric is read on demand."""
 
     def __init__(self, readers: Mapping[tuple[int, str], Callable[[], Series]]) -> None:
-        """Take a function for each (device, metric).
-
-        The function returns the series of that metric on that device.
-        """
+        """Take a function that reads the series of each (device, metric)."""
         self._readers = readers
         self._read: dict[str, dict[int, Series]] = {}
 
     @classmethod
     def of(cls, samples: Iterable[Sample]) -> Self:
-        """Return the same samples, grouped by device and metric.
-
-        An instance of this class is returned unchanged.
-        """
+        """Return the same samples, grouped by device and metric."""
         if isinstance(samples, cls):
             return samples
         groups: dict[tuple[int, str], tuple[list[float], list[float]]] = {}
@@ -181,10 +165,7 @@ class Samples(Sequence[Sample]):
         return tuple(dict.fromkeys(metric for _, metric in self._readers))
 
     def series(self, metric: str) -> Mapping[int, Series]:
-        """Return the series of a metric by device.
-
-        The dict is empty if no device has the metric.
-        """
+        """Return the series of a metric by device; empty if no device has it."""
         if metric not in self._read:
             self._read[metric] = {
                 device: read() for (device, name), read in self._readers.items() if name == metric

@@ -1,8 +1,7 @@
-"""Trial: the data types for the measurements of one case, and for estimates, which are numbers with
-intervals.
+"""Trial: the measurements of one case, and estimates, which are numbers with intervals.
 
-Times are seconds on the machine's monotonic clock; sizes are bytes. The schema of `Trial` has
-version 2. This version added the memory by phase and by kind, and the device that failed.
+Times are seconds on the machine's monotonic clock; sizes are bytes. Version 2 of the schema added
+the memory by phase and by kind, and the device that failed.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from dpbench.records.series import Sample, Samples, Span, Step, Steps
 
 
 class Doubt(StrEnum):
-    """The reason why an estimate is in doubt, so that it is not shown as a result."""
+    """The reason why an estimate is not shown as a result."""
 
     ROUNDS = "too few rounds"
     NOISY = "other processes used the cores"
@@ -33,17 +32,15 @@ class Doubt(StrEnum):
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value with the low and the high end of its interval.
-
-    The value was computed from `n` rounds.
+    """A value from `n` rounds, with the low and the high end of its interval.
 
     `level` is the probability with which the interval contains the true value. It exceeds 0.95 for
     estimates that are judged together, so that all of their intervals contain the true values with
     95 %. For a prediction, `n` is 0 and the interval is the 80 % interval of the predictor. A
     `signed` estimate is a difference. It may be 0 or negative, so the ratio of its interval's ends
-    has no meaning. `noisy` is True if the estimate compares cases by rounds in which other
-    processes used the cores. Such a load takes cores from cases with several processes first, an
-    error that no interval contains.
+    has no meaning. A `noisy` estimate compares cases by rounds in which other processes used the
+    cores. Such a load takes cores from cases with several processes first, an error that no
+    interval contains.
     """
 
     value: float
@@ -54,20 +51,13 @@ class Estimate:
     level: float = 0.95
     noisy: bool = False
     ROUNDS: ClassVar[int] = 3
-    """The least number of rounds for which an estimate is shown: two rounds do not show how much
-    rounds differ.
-    """
+    """The least number of rounds that show how much rounds differ."""
     WIDEST: ClassVar[float] = 4.0
-    """The largest ratio of the interval's high end to its low end with which an estimate is
-    shown.
-    """
+    """The largest ratio of the interval's ends with which an estimate is shown."""
 
     @property
     def doubt(self) -> Doubt | None:
-        """Return the reason why the estimate must not be shown as a result.
-
-        None if it may be shown.
-        """
+        """Return the reason why the estimate must not be shown as a result; None if it may be."""
         if self.n == 0:
             return None
         if self.n < self.ROUNDS:
@@ -84,8 +74,7 @@ LONGEST_S = 1e9
 
 
 AVERAGING = "averaging"
-"""The key of a trial's provenance for gradients that are the mean of those of the ranks' own
-losses.
+"""The key of the provenance for gradients that are the mean of those of the ranks' own losses.
 
 They are right for the strategy, but are not the gradient of the whole batch. `low` and `high` are
 the smallest and the largest relative difference of a parameter's gradient, in a step of `rows`
@@ -96,12 +85,9 @@ samples.
 HOSTS = "hosts"
 """The key of the provenance of a trial, and of a run, for the machines of the ranks."""
 FAILED_HOSTS = "failed_hosts"
-"""The key of a baseline's provenance for the reasons, by machine, why other machines could not run
-the baseline.
-"""
+"""The key of a baseline's provenance for the reasons, by machine, why others could not run it."""
 ALONE = "step_alone_s"
-"""The metric for the seconds of a baseline step, which all machines of a launch run at once,
-without communication.
+"""The seconds of a baseline step that all machines of a launch run at once, without communication.
 """
 
 
@@ -109,8 +95,8 @@ without communication.
 class TrialHost:
     """One machine of a trial: its name and the ranks that run on it.
 
-    `machine` is the id of the machine's current boot, or the host name if there is no such id.
-    `cores` is the number of cores that these ranks may use together; 0 means unknown.
+    `machine` is the id of the machine's current boot, or else the host name. `cores` is the number
+    of cores that these ranks may use together; 0 means unknown.
     """
 
     name: str
@@ -125,9 +111,7 @@ class TrialHost:
 
 
 class Source(StrEnum):
-    """The origin of a trial: a measurement, a prediction, or a profiler's trace that was imported
-    from a file.
-    """
+    """The origin of a trial: a measurement, a prediction, or an imported profiler trace."""
 
     MEASURED = "measured"
     PREDICTED = "predicted"
@@ -135,17 +119,16 @@ class Source(StrEnum):
 
     @cached_property
     def timed(self) -> bool:
-        """Return whether the steps were timed on a machine, and not predicted."""
+        """Return whether the steps were timed on a machine."""
         return self is not Source.PREDICTED
 
 
 class Status(StrEnum):
     """The status of a trial that ended.
 
-    The status is `killed` if the run ended before the trial, or if a fault that has nothing to do
-    with the case ended both attempts at the trial, such as a signal of another process. A resumed
-    run repeats every trial with this status. It repeats trials with another status only if
-    `--retry` lists that status.
+    It is `killed` if the run ended before the trial, or if a fault that has nothing to do with the
+    case, such as a signal of another process, ended both attempts. A resumed run repeats these
+    trials, and others only if `--retry` lists their status.
     """
 
     OK = "ok"
@@ -165,11 +148,10 @@ class Fault(StrEnum):
 
 
 class Verified(StrEnum):
-    """The result of comparing a step's gradients, or the outputs of a forward alone, with the
-    chunked reference.
+    """The comparison of a step's gradients, or a forward's outputs, with the chunked reference.
 
-    The chunked reference runs copies of the model on the chunks of the batch, one after the other.
-    The best result is the first member.
+    This reference runs copies of the model on the chunks of the batch, one after the other. The
+    best result is the first member.
     """
 
     BITWISE = "bitwise"
@@ -196,13 +178,12 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One measurement or prediction of a case: all recorded data, without values that are computed
-    from them.
+    """One measurement or prediction of a case: recorded data only.
 
-    `round` is the index of the round. `reason` is a text that explains a status other than `ok`.
-    `setup` maps the stages of the trial, such as verification, to their durations in seconds.
-    `provenance` has the facts about the host and torch that are needed to reproduce the numbers.
-    `failed_device` is the index of the device that failed first, if any.
+    `round` is the index of the round. `reason` explains a status other than `ok`. `setup` maps the
+    stages of the trial, such as verification, to seconds. `provenance` has the facts about the host
+    and torch that are needed to reproduce the numbers. `failed_device` is the index of the device
+    that failed first, if any.
     """
 
     case: Case
@@ -224,35 +205,31 @@ class Trial:
 
     @cached_property
     def ledger(self) -> Ledger:
-        """Return the trial's ledger: the seconds of each step by phase, computed on first use."""
+        """Return the seconds of each step by phase."""
         return Ledger(self.steps, self.spans)
 
     def summary(self) -> Trial:
-        """Return the trial without its spans, but with its computed ledger, which keeps the spans
-        of the median step.
+        """Return the trial with its computed ledger, and only the spans of the median step.
 
-        Do not pass the result to `dataclasses.replace`: the new trial would compute its ledger from
-        no spans.
+        Do not pass it to `dataclasses.replace`: the new trial would compute its ledger from no
+        spans.
         """
         return replace(self, spans=()).with_ledger(self.ledger.close())
 
     def with_ledger(self, ledger: Ledger) -> Trial:
-        """Set the ledger of this trial, because the trial has no spans from which to compute it.
-
-        Return the trial.
-        """
+        """Set the ledger, which cannot be computed without spans, and return the trial."""
         self.__dict__["ledger"] = ledger
         return self
 
     def readings(self, metric: str, *, timed: bool = False) -> dict[int, list[float]]:
         """Return the values of a metric by device, in the order of the readings.
 
-        If `timed` is True, readings that were taken before the end of warm-up are left out.
+        With `timed`, readings before the end of warm-up are left out.
         """
         steps = self.by_column
         warm_s = max(compress(steps.ends, steps.warmup) if timed else (), default=float("-inf"))
         # readings of a profiled step, which is outside the series, have time 0
-        found = {
+        by_device = {
             device: [
                 value
                 for time_s, value in zip(*series, strict=True)
@@ -260,11 +237,11 @@ class Trial:
             ]
             for device, series in self.grouped.series(metric).items()
         }
-        return {device: values for device, values in found.items() if values}
+        return {device: values for device, values in by_device.items() if values}
 
     @cached_property
     def by_column(self) -> Steps:
-        """Return the trial's steps as columns: one sequence for each field of `Step`."""
+        """Return the trial's steps by column."""
         return Steps.of(self.steps)
 
     @cached_property
@@ -274,24 +251,18 @@ class Trial:
 
     @property
     def hosts(self) -> tuple[TrialHost, ...]:
-        """Return the machines of the trial's ranks, that of rank 0 first.
-
-        Empty if no launch measured the trial.
-        """
+        """Return the machines of the trial's ranks, rank 0's first; empty without a launch."""
         return tuple(TrialHost.from_dict(one) for one in self.provenance.get(HOSTS, ()))
 
     @cached_property
     def timed(self) -> tuple[float, ...]:
-        """Return the durations in seconds of the steps that are not warm-up, in order."""
+        """Return the seconds of the steps that are not warm-up."""
         steps = self.by_column
         return tuple(steps.timed(steps.seconds))
 
     @cached_property
     def fault(self) -> Fault | None:
-        """Return the reason why a trial of status `ok` has no usable step times.
-
-        Return None if the trial has usable step times, or if it has another status.
-        """
+        """Return the reason why a trial of status `ok` has no usable step times, if any."""
         if self.status is not Status.OK:
             return None
         if self.verified is Verified.NO:
@@ -302,10 +273,7 @@ class Trial:
 
     @property
     def refusal(self) -> str:
-        """Return, as text, the reason why the trial has no usable step times.
-
-        An empty text if it has them.
-        """
+        """Return, as text, the reason why the trial has no usable step times; "" if it has them."""
         if self.status is Status.OK and self.fault is None:
             return ""
         reasons = {
@@ -325,19 +293,16 @@ class Trial:
     def trusted(self) -> bool:
         """Return whether the trial's numbers may be shown.
 
-        A trial without timed steps is trusted too, because it may have other numbers, such as
-        memory peaks.
+        A trial without timed steps may have other numbers, such as memory peaks.
         """
         return self.status is Status.OK and self.fault in (None, Fault.UNTIMED)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the trial as plain data for JSON.
-
-        Series of steps, spans, samples and memory are stored by column.
-        """
+        """Return the trial as plain data for JSON, with series by column."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
         plain["case"] = self.case.to_dict()
-        plain["setup"], plain["provenance"] = dict(self.setup), dict(self.provenance)
+        plain["setup"] = dict(self.setup)
+        plain["provenance"] = dict(self.provenance)
         for name, kind in _SERIES.items():
             rows = getattr(self, name)
             plain[name] = {f.name: [getattr(row, f.name) for row in rows] for f in fields(kind)}
@@ -345,11 +310,10 @@ class Trial:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Trial:
-        """Return the trial from the data that `to_dict` returned, also after a conversion to JSON
-        and back.
+        """Return the trial from the data that `to_dict` returned, also after JSON.
 
         Control characters in the texts are escaped. Raises ValueError for a schema newer than
-        `SCHEMA`, and for a value of another type than its field's.
+        `SCHEMA`, and for a value of a wrong type.
         """
         if (schema := data.get("schema", SCHEMA)) > SCHEMA:
             raise ValueError(
@@ -381,11 +345,11 @@ class Trial:
 def joined(parts: Sequence[Trial]) -> tuple[tuple[Step, ...], tuple[Span, ...]]:
     """Return the steps and the spans of all ranks, merged as if they came from one process.
 
-    `parts` are the trials of the ranks. Each step of the result is that of the rank that finished
-    it last. A reduction starts only when the last rank arrives. Each rank's reduce span is
-    therefore cut to begin at that time. A rank's backward span that contains the beginning of the
-    rank's last reduce span is cut to end there. The time in which ranks wait for the last rank is
-    thus charged to the last rank's spans.
+    `parts` are the trials of the ranks. Each step is that of the rank that finished it last. A
+    reduction starts only when the last rank arrives: each rank's reduce span is cut to begin at
+    that time, and a backward span that contains the beginning of the rank's last reduce span is cut
+    to end there. The time in which ranks wait for the last rank is thus charged to the last rank's
+    spans.
     """
     steps = tuple(
         max(row, key=lambda step: step.end_s)
@@ -422,25 +386,22 @@ _SCALARS: dict[str, Any] = {
     "setup": dict[str, float],
     "failed_device": int | None,
 }
-"""The types of the fields that are not series, for which `Trial` itself states more general
-ones.
-"""
+"""The types of fields for which `Trial` itself states more general ones."""
 _SERIES: dict[str, Any] = {"steps": Step, "spans": Span, "samples": Sample, "memory": Memory}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The record of the failure of a case, or of one rank of the case.
+    """The failure of a case, or of one rank of the case.
 
     `reason` is a message for the user; no decision depends on its text. `device` is the index of
-    the case's device that failed first, or None if it is unknown. `rank` is the rank that failed.
-    `verified` is NO if the gradients were wrong. `at_s` is the time at which the rank raised an
-    exception, or at which its process was found dead, in seconds on a clock that all ranks share:
-    `time.perf_counter` or, in a launch, the time since a barrier. `exception` is the name of the
-    exception's class, and `traceback` is Python's traceback. If the process ended without an
-    exception, both are empty, and `exit_status` is the exit status of the process, which is
-    negative for a signal. `perhaps_secondary` is True for a RuntimeError other than lack of
-    memory: torch raises this type also in a rank whose peer has died.
+    the case's device that failed first, if known. `verified` is NO if the gradients were wrong.
+    `at_s` is the time at which the rank raised an exception, or at which its process was found
+    dead, in seconds on a clock that all ranks share: `time.perf_counter` or, in a launch, the time
+    since a barrier. `exception` is the name of the exception's class, and `traceback` is Python's
+    traceback. If the process ended without an exception, both are empty, and `exit_status` is that
+    of the process, negative for a signal. `perhaps_secondary` is True for a RuntimeError other than
+    lack of memory: torch raises this type also in a rank whose peer has died.
     """
 
     status: Status
@@ -474,9 +435,9 @@ class Failure:
 def in_order(failures: Sequence[Failure]) -> tuple[Failure, ...]:
     """Return the failures in order of time, except that the likely cause comes first.
 
-    When a process dies, its connections close before its parent detects the death. In the meantime,
-    other ranks may report a lost connection. If the earliest failure may be such a report, the
-    earliest record of a rank that died or ran out of memory is moved to the front.
+    When a process dies, its connections close before its parent detects the death, and other ranks
+    may report a lost connection first. If the earliest failure may be such a report, the earliest
+    record of a rank that died or ran out of memory is moved to the front.
     """
     by_time = sorted(failures, key=lambda failure: failure.at_s)
     causes = [one for one in by_time if not one.exception or one.status is Status.OOM]
@@ -486,12 +447,10 @@ def in_order(failures: Sequence[Failure]) -> tuple[Failure, ...]:
 
 
 def cause_of(failures: Sequence[Failure], case: Case) -> Failure:
-    """Return the failure that likely caused the others.
+    """Return the failure of a case's ranks that likely caused the others.
 
-    `failures` are the failures of a case's ranks.
-
-    In the result, `device` is None if each rank has several devices, because a rank does not report
-    which of them ran out of memory.
+    Its `device` is None if each rank has several devices, because a rank does not report which of
+    them ran out of memory.
     """
     first = in_order(failures)[0]
     return first if case.traits.devices_per_replica == 1 else replace(first, device=None)

@@ -1,7 +1,7 @@
-"""Visible: make characters visible that would control a terminal, reorder a text or break a line.
+"""Visible: escape characters that would control a terminal, reorder a text or break a line.
 
 Texts of a store, an export or a trace may come from another machine. They pass through `visible`
-where they enter, so that no renderer has to escape them for a terminal.
+where they enter, so that no renderer has to escape them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,11 @@ from typing import Any
 _HIDDEN = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-"""The characters that `visible` escapes: control characters, direction marks, line separators and
-lone surrogates.
-"""
+"""Control characters, direction marks, line separators and lone surrogates."""
 
 
 def visible(text: str, *, lines: bool = False) -> str:
-    r"""Return `text` with an escape, such as \x1b or \u202e, in place of each character that
-    `_HIDDEN` matches.
+    r"""Return `text` with an escape, such as \x1b or \u202e, in place of each hidden character.
 
     These are control characters, direction marks, line separators and lone surrogates. With
     `lines`, line feeds are kept.
@@ -37,9 +34,7 @@ def visible(text: str, *, lines: bool = False) -> str:
 
 
 def everywhere(data: Any) -> Any:
-    """Return a copy of plain data, such as a decoded JSON text, in which `visible` has converted
-    all texts and keys.
-    """
+    """Return a copy of plain data in which `visible` has converted all texts and keys."""
     if isinstance(data, str):
         return visible(data)
     if isinstance(data, Mapping):
@@ -53,9 +48,7 @@ def everywhere(data: Any) -> Any:
 
 
 def column(values: Sequence[Any]) -> Sequence[Any]:
-    """Return the values of a column.
-
-    If they are texts, return a list of them, each converted by `visible`.
+    """Return the values of a column; texts are converted by `visible`.
 
     A column has either texts only or no texts. A text that occurs several times is converted once.
     """
@@ -66,5 +59,5 @@ def column(values: Sequence[Any]) -> Sequence[Any]:
 
 
 def loads(text: str) -> Any:
-    """Return the plain data of a JSON text, in which `visible` has converted all texts and keys."""
+    """Return the data of a JSON text, in which `visible` has converted all texts and keys."""
     return everywhere(json.loads(text))

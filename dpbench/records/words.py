@@ -1,8 +1,8 @@
 """Words: format numbers as text for terminals, pages and messages.
 
 This is the only module that rounds numbers, scales them or chooses their units for a reader.
-Numbers have three significant digits, unless a function states another precision, and are never
-written with an exponent.
+Numbers have three significant digits, unless a function states another precision, and never an
+exponent.
 """
 
 from __future__ import annotations
@@ -16,27 +16,21 @@ from dpbench.records.trial import Doubt, Estimate
 
 MISSING = "–"
 NOT_ENOUGH = "not enough rounds"
-"""The text that is shown in place of an estimate that is in doubt.
-
-For NOISY rounds, it is `NOT_ENOUGH_QUIET`.
-"""
+"""The text in place of an estimate in doubt, but for NOISY rounds."""
 NOT_ENOUGH_QUIET = "not enough quiet rounds"
 NOT_ENOUGH_STEPS = "not enough steps"
-"""The text that is shown in place of a percentile of too few steps."""
+"""The text in place of a percentile of too few steps."""
 REMEDY = "more rounds (--rounds N, or --rounds auto) and a machine without other work"
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 RESIDUE_S = 1e-12
-"""Shorter durations are residues of rounding, and are written as 0: no clock here is finer than a
-nanosecond.
-"""
+"""Shorter durations are residues of rounding, written as 0: no clock is finer than a nanosecond."""
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Return a number as text with `digits` significant digits, but at least all digits of its
-    integer part.
+    """Return a number with `digits` significant digits, but at least its whole integer part.
 
-    For None, NaN and infinity, return `MISSING`.
+    `MISSING` for None, NaN and infinity.
     """
     if value is None or not math.isfinite(value):
         return MISSING
@@ -48,84 +42,65 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def exact(value: float) -> str:
-    """Return a number, such as a limit or an axis tick, with up to six significant digits and no
-    trailing zeros.
-    """
+    """Return a number, such as a limit, with up to six significant digits and no trailing zeros."""
     return f"{Decimal(f'{value:.6g}'):f}" if math.isfinite(value) else MISSING
 
 
 def signed(value: float, digits: int = 3) -> str:
-    """Return a number as text with a plus or minus sign and `digits` significant digits."""
+    """Return a number with its sign and `digits` significant digits."""
     return f"{'−' if value < 0 else '+'}{number(abs(value), digits)}"
 
 
 def count(number: int, noun: str, plural: str = "") -> str:
-    """Return a count and its noun as text, such as "3 cases".
-
-    Without `plural`, the plural is the noun with an s.
-    """
+    """Return a count and its noun, such as "3 cases"; the default plural ends in s."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def ordinal(number: int) -> str:
-    """Return the ordinal of a number as text, such as "4th"."""
+    """Return the ordinal of a number, such as "4th"."""
     last = "" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "")
     return f"{number:,}{last or 'th'}"
 
 
-def verb(number: int, one: str, several: str) -> str:
-    """Return the form of a verb that agrees with a count: `one` for a count of 1, else
-    `several`.
-    """
-    return one if number == 1 else several
+def verb(number: int, singular: str, plural: str) -> str:
+    """Return the form of a verb that agrees with a count."""
+    return singular if number == 1 else plural
 
 
 def percent(share: float) -> str:
-    """Return a fraction as a percentage in text.
-
-    Percentages below 10 % have one decimal, larger ones none.
-    """
+    """Return a fraction as a percentage, with one decimal below 10 %."""
     if not math.isfinite(share):
         return MISSING
     return f"{share:.1%}" if abs(share) < 0.0995 else f"{share:.0%}"
 
 
 def measurable(value: float) -> float:
-    """Return a duration in seconds unchanged, but 0 for a residue of rounding."""
+    """Return a duration in seconds, or 0 for a residue of rounding."""
     return 0.0 if abs(value) < RESIDUE_S else value
 
 
 def time(value: float) -> str:
-    """Return a duration in seconds as text in a suitable unit, from ns to s.
-
-    A residue of rounding is 0 ms.
-    """
+    """Return a duration in seconds as text in a suitable unit, from ns to s."""
     value = measurable(value)
     scale, unit = time_unit(value)
     return f"{number(value / scale)} {unit}" if math.isfinite(value) else MISSING
 
 
 def long_time(value: float) -> str:
-    """Return a duration in seconds as text, in hours from 2 h, in minutes from 2 min, and otherwise
-    as `time` does.
-    """
+    """Return a duration in seconds as text, in hours from 2 h and in minutes from 2 min."""
     scale, unit = long_unit(value)
     return f"{number(value / scale)} {unit}" if math.isfinite(value) else MISSING
 
 
 def long_unit(value: float) -> tuple[float, str]:
-    """Return the unit of time in which `long_time` shows a duration in seconds, as (seconds per
-    unit, its name).
-    """
+    """Return the unit of `long_time` for a duration in seconds, as (seconds per unit, name)."""
     if not math.isfinite(value) or value < 120:
         return time_unit(value)
     return (60.0, "min") if value < 7200 else (3600.0, "h")
 
 
 def long_duration(estimate: Estimate) -> str:
-    """Return an estimated duration in seconds and its interval as text, in the unit that
-    `long_time` takes.
-    """
+    """Return an estimated duration in seconds and its interval, in the unit of `long_time`."""
     if estimate.doubt:
         return withheld(estimate)
     scale, unit = long_unit(estimate.value)
@@ -133,13 +108,12 @@ def long_duration(estimate: Estimate) -> str:
 
 
 def signed_time(value: float) -> str:
-    """Return a difference of durations in seconds as text, with its sign and in a suitable unit."""
+    """Return a difference of durations in seconds, with its sign and in a suitable unit."""
     return f"{'−' if value < 0 else '+'}{time(abs(value))}"
 
 
 def time_unit(value: float) -> tuple[float, str]:
-    """Return the unit of time in which to show a duration in seconds, as (seconds per unit, name of
-    the unit).
+    """Return the unit in which to show a duration in seconds, as (seconds per unit, name).
 
     It is the largest unit in which the rounded duration is at least 1; ns for shorter durations,
     and ms for 0.
@@ -149,10 +123,7 @@ def time_unit(value: float) -> tuple[float, str]:
 
 
 def size(number_of_bytes: float) -> str:
-    """Return a number of bytes as text in a binary unit, such as "1.50 MiB".
-
-    Below 1 KiB, it has no decimals.
-    """
+    """Return a number of bytes in a binary unit, such as "1.50 MiB"."""
     unit, scale = binary(number_of_bytes)
     return (
         f"{number_of_bytes:,.0f} B" if scale == 1 else f"{number(number_of_bytes / scale)} {unit}"
@@ -160,9 +131,7 @@ def size(number_of_bytes: float) -> str:
 
 
 def binary(most: float) -> tuple[str, float]:
-    """Return the largest binary unit that is not larger than `most` bytes, or B, as (name, bytes
-    per unit).
-    """
+    """Return the largest binary unit up to `most` bytes, or B, as (name, bytes per unit)."""
     power = next((p for p in range(len(_BINARY) - 1, 0, -1) if most >= 1024**p), 0)
     return _BINARY[power], 1024.0**power
 
@@ -186,25 +155,17 @@ WITHHELD = (
 
 
 def interval(estimate: Estimate, scale: float = 1.0) -> str:
-    """Return the low and the high end of an estimate's interval, both multiplied by `scale`, as
-    text.
-    """
+    """Return the ends of an estimate's interval, multiplied by `scale`."""
     return f"{number(estimate.low * scale)}–{number(estimate.high * scale)}"
 
 
 def duration(estimate: Estimate) -> str:
-    """Return an estimated duration in seconds and its interval as text in one unit.
-
-    `withheld` if it is in doubt.
-    """
+    """Return an estimated duration in seconds and its interval in one unit; see `withheld`."""
     return _duration(estimate, *time_unit(measurable(estimate.value)))
 
 
 def ms(estimate: Estimate) -> str:
-    """Return an estimated duration in seconds and its interval as text in ms.
-
-    `withheld` if it is in doubt.
-    """
+    """Return an estimated duration in seconds and its interval in ms; see `withheld`."""
     return _duration(estimate, 1e-3, "ms")
 
 
@@ -219,7 +180,7 @@ def _duration(estimate: Estimate, scale: float, unit: str) -> str:
 
 
 def times(estimate: Estimate) -> str:
-    """Return an estimated ratio and its interval as text; `withheld` if it is in doubt."""
+    """Return an estimated ratio and its interval; see `withheld`."""
     return (
         withheld(estimate)
         if estimate.doubt
@@ -228,15 +189,12 @@ def times(estimate: Estimate) -> str:
 
 
 def withheld(estimate: Estimate) -> str:
-    """Return the text that is shown in place of an estimate that is in doubt."""
+    """Return the text in place of an estimate in doubt."""
     return NOT_ENOUGH_QUIET if estimate.doubt is Doubt.NOISY else NOT_ENOUGH
 
 
 def doubt(estimate: Estimate) -> str:
-    """Return, as text, the reason why an estimate is in doubt and not shown.
-
-    An empty text if it is shown.
-    """
+    """Return the reason why an estimate is in doubt and not shown; "" if it is shown."""
     if estimate.doubt is Doubt.ROUNDS:
         return (
             f"{count(estimate.n, 'round')}, but at least {Estimate.ROUNDS} are needed to show how"
@@ -255,7 +213,7 @@ def doubt(estimate: Estimate) -> str:
 def aligned(lines: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
     """Return rows of cells as the lines of a text table, with a rule below the first line.
 
-    The columns with the indices in `left` are left-aligned, all other columns are right-aligned.
+    `left` has the indices of the left-aligned columns.
     """
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
 
@@ -272,7 +230,7 @@ def aligned(lines: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
 def dumps(
     value: object, *, default: type[str] | None = None, separators: tuple[str, str] | None = None
 ) -> str:
-    """Return plain data as JSON text, with null for NaN and infinity.
+    """Return plain data as JSON, with null for NaN and infinity.
 
     `default`, such as `str`, converts values of types that JSON lacks.
     """

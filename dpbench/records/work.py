@@ -1,8 +1,7 @@
-"""Work: data types for the cost of a model on a device, for the tasks of a step, and for the bytes
-that a step moves.
+"""Work: the cost of a model on a device, the tasks of a step, and the bytes that a step moves.
 
-The functions compute, from the sizes of tensors, how torch and dpbench's engine group the tensors
-for transfers.
+Functions compute, from the sizes of tensors, how torch and dpbench's engine group them for
+transfers.
 """
 
 from __future__ import annotations
@@ -16,25 +15,21 @@ from dpbench.records.case import Phase
 Size = TypeVar("Size", int, float)
 
 COALESCED_BYTES = 10 * 2**20
-"""The size limit in bytes of the flat buffers in which torch.nn.parallel.comm copies tensors."""
+"""The limit of the flat buffers in which torch.nn.parallel.comm copies tensors."""
 DDP_SYNC_BYTES = 250 * 2**20
-"""The size limit in bytes of the messages in which DistributedDataParallel broadcasts weights and
-buffers.
-"""
-BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 * 2**20, 2**20
-"""The bytes at which a bucket of DistributedDataParallel is full.
+"""The limit of the messages in which DistributedDataParallel broadcasts weights and buffers."""
+BUCKET_BYTES = 25 * 2**20
+FIRST_BUCKET_BYTES = 2**20
+"""The bytes at which buckets of DistributedDataParallel are full: the others and the first.
 
-FIRST_BUCKET_BYTES is for its first bucket.
-
-The engine's schedules with reduce=overlap use 25 MiB for every bucket, including the first.
+Schedules with reduce=overlap use 25 MiB for every bucket.
 """
 SLOT_BYTES = 64
-"""The alignment in bytes of each tensor in a flat buffer."""
+"""The alignment of each tensor in a flat buffer."""
 
 
 def chunks(sizes_bytes: Sequence[int], limit_bytes: int) -> list[list[int]]:
-    """Split a list of tensor sizes into consecutive groups of at most `limit_bytes`, as torch's
-    `take_tensors` does.
+    """Split tensor sizes into consecutive groups of at most `limit_bytes`, like `take_tensors`.
 
     A tensor that is larger than the limit forms a group alone.
     """
@@ -51,8 +46,8 @@ def buckets(
 ) -> list[range]:
     """Split tensors into consecutive buckets, and return the indices of each bucket's tensors.
 
-    `sizes` are the bytes of the tensors. Tensors are added to a bucket until its size is at least
-    `limit`. `first` is the limit of the first bucket; None means `limit`.
+    `sizes` are in bytes. A bucket is full when its size is at least `limit`; `first` is the limit
+    of the first bucket, by default `limit`.
     """
     runs = []
     start = 0
@@ -71,7 +66,7 @@ def buckets(
 def bucket_sizes(sizes: Sequence[Size]) -> list[list[Size]]:
     """Return the sizes of the gradients in each bucket of DistributedDataParallel.
 
-    `sizes` has the bytes of the gradients in the order in which backward finishes them.
+    `sizes` are in bytes, in the order in which backward finishes the gradients.
     """
     return [[sizes[i] for i in run] for run in buckets(sizes, first=FIRST_BUCKET_BYTES)]
 
@@ -79,8 +74,7 @@ def bucket_sizes(sizes: Sequence[Size]) -> list[list[Size]]:
 def owners(sizes: Sequence[int], devices: int) -> list[int]:
     """Return the index of the device that owns each tensor.
 
-    The tensors are assigned in descending order of size, each to the device with the fewest bytes
-    so far.
+    In descending order of size, each tensor is assigned to the device with the fewest bytes.
     """
     load = [0] * devices
     owner = [0] * len(sizes)
@@ -91,22 +85,20 @@ def owners(sizes: Sequence[int], devices: int) -> list[int]:
 
 
 def flat_bytes(sizes_bytes: Sequence[int]) -> int:
-    """Return the bytes of a flat buffer that holds all tensors, each aligned to `SLOT_BYTES`."""
+    """Return the bytes of a flat buffer that holds all tensors."""
     return sum(-(-size // SLOT_BYTES) * SLOT_BYTES for size in sizes_bytes)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The seconds of work on one device: a fixed part plus a part per sample, but at least
-    `least_s`.
-    """
+    """The seconds of work on one device: a fixed part plus a part per sample, or `least_s`."""
 
     fixed_s: float = 0.0
     sample_s: float = 0.0
     least_s: float = 0.0
 
     def at(self, samples: float) -> float:
-        """Return the seconds that the work takes for a number of samples."""
+        """Return the seconds of the work for a number of samples."""
         return max(self.least_s, self.fixed_s + self.sample_s * samples)
 
 
@@ -116,9 +108,9 @@ class Profile:
 
     The FLOP and bytes of inputs, outputs, forward and backward are per sample. Fields named
     `*_launches` count the operations that the host submits to the device. `gradient_bytes` are the
-    sizes of the parameters in the order in which backward finishes their gradients; empty if the
-    order is unknown. Fields of type `Cost` are in seconds for one kind of device and one precision;
-    a cost of None is computed from FLOP and bytes.
+    sizes of the parameters in the order in which backward finishes their gradients; empty if
+    unknown. Fields of type `Cost` are for one kind of device and one precision; a cost of None is
+    computed from FLOP and bytes.
     """
 
     model: str
@@ -144,18 +136,14 @@ class Profile:
 
     @property
     def gradient_sizes(self) -> tuple[float, ...]:
-        """Return the bytes of the gradients in the order in which backward finishes them.
-
-        If the order is unknown, return equal sizes with the same sum.
-        """
+        """Return the bytes of the gradients in the order of backward; equal sizes if unknown."""
         count = max(1, self.parameter_tensors)
         return self.gradient_bytes or (self.parameter_bytes / count,) * count
 
 
 @dataclass(frozen=True)
 class Task:
-    """One part of a step's work: its amount and unit, the resource that does it, and the tasks for
-    which it waits.
+    """One part of a step's work: its amount and unit, its resource, and the tasks it waits for.
 
     `after` and `overlap` are indices into the list of the step's tasks. The task starts when all
     tasks in `after` have ended and all tasks in `overlap` have started. Units are flop, bytes, s,
@@ -183,16 +171,15 @@ class Task:
 
 
 FACT = "model"
-"""The key of a trial's provenance under which the worker stores the values of `Shapes`."""
+"""The key of a trial's provenance for `Shapes`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shapes:
-    """The sizes of a model's tensors: parameters and buffers in total bytes, all other tensors in
-    bytes per sample.
+    """The sizes of a model's tensors in bytes: parameters and buffers in total, others per sample.
 
-    `parameter_tensors` is the number of parameters. `trainable_bytes` are the bytes of parameters
-    with gradients.
+    `parameter_tensors` is the number of parameters. `trainable_bytes` are those of parameters with
+    gradients.
     """
 
     parameter_tensors: int
@@ -205,24 +192,19 @@ class Shapes:
 
     @classmethod
     def of(cls, provenance: Mapping[str, Any]) -> Self | None:
-        """Return the sizes that a worker stored in a trial's provenance.
-
-        None if any of them is missing.
-        """
-        found = provenance.get(FACT) or {}
+        """Return the sizes in a trial's provenance; None if any of them is missing."""
+        stored = provenance.get(FACT) or {}
         names = [f.name for f in fields(cls)]
         return (
-            cls(**{name: found[name] for name in names})
-            if all(name in found for name in names)
+            cls(**{name: stored[name] for name in names})
+            if all(name in stored for name in names)
             else None
         )
 
 
 @dataclass(frozen=True)
 class Move:
-    """The bytes that one phase of a step moves from the device `source` to the device `target`; -1
-    is the host.
-    """
+    """The bytes that a phase moves from device `source` to device `target`; -1 is the host."""
 
     phase: Phase
     source: int
@@ -231,25 +213,24 @@ class Move:
 
 
 def received(moves: Iterable[Move], device: int) -> float:
-    """Return the total bytes of the moves whose target is `device`."""
+    """Return the bytes that `device` receives."""
     return sum(move.bytes for move in moves if move.target == device)
 
 
 def sent(moves: Iterable[Move], device: int) -> float:
-    """Return the total bytes of the moves whose source is `device`."""
+    """Return the bytes that `device` sends."""
     return sum(move.bytes for move in moves if move.source == device)
 
 
 LINKS = "links"
-"""The key of a trial's provenance under which the worker stores its `CopyTimes`."""
+"""The key of a trial's provenance for its `CopyTimes`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopyTimes:
-    """The durations of copies from the device `source` to the device `target`; -1 is the host.
+    """The seconds of copies of `bytes` bytes from device `source` to `target`; -1 is the host.
 
-    The copies were timed after the steps of a trial. Each has `bytes` bytes; `seconds` has one
-    duration per copy.
+    They were timed after the steps of a trial.
     """
 
     source: int
@@ -259,18 +240,14 @@ class CopyTimes:
 
     @classmethod
     def all_of(cls, provenance: Mapping[str, Any]) -> tuple[Self, ...]:
-        """Return the copy times that a worker stored in a trial's provenance.
-
-        Empty if it timed no copies.
-        """
+        """Return the copy times in a trial's provenance."""
         return tuple(
             cls(**{**one, "seconds": tuple(one["seconds"])}) for one in provenance.get(LINKS, ())
         )
 
 
 DRAWS = "error_draws"
-"""The key of a prediction's provenance for random errors of its step time: a list of logarithms,
-one for each draw.
+"""The key of a prediction's provenance for draws of the logarithm of its step time's error.
 
 Draw i uses the same random numbers in all predictions, so errors that two steps share cancel in the
 ratio of the steps.
@@ -278,8 +255,6 @@ ratio of the steps.
 
 
 def middle_draws(draws: Sequence[float]) -> tuple[float, float]:
-    """Return the lowest and the highest of the middle 80 % of `draws`, which are random draws of
-    one value.
-    """
+    """Return the lowest and the highest of the middle 80 % of random draws of one value."""
     ordered = sorted(draws)
     return ordered[int(0.1 * len(ordered))], ordered[int(0.9 * len(ordered)) - 1]

@@ -1,9 +1,8 @@
-"""Store: keep runs and trials in one SQLite file that stays consistent if the process is killed at
-any moment.
+"""Store: keep runs and trials in one SQLite file that stays consistent if the process is killed.
 
 Writers commit one trial at a time; readers open the file read-only. The row of a trial is written
 before its worker starts, with the status `running`. When a run is resumed, trials that still have
-this status are marked as `killed` and are repeated.
+this status become `killed` and are repeated.
 """
 
 from __future__ import annotations
@@ -51,37 +50,33 @@ _RANKED = (
     " status IN ('running', 'killed'), status='ok' AND verified<>'no' DESC, id DESC) AS place FROM"
     " trial"
 )
-"""The query for the id, run, status and place of all trials.
-
-It leaves out large columns, which sorting would copy.
+"""The id, run, status and place of all trials, without large columns, which sorting would copy.
 
 `place` numbers the trials of one run, case and round from 1; only trials with place 1 count.
 """
 
 
 PAST = 50
-"""The largest number of earlier runs of each case that a report has."""
+"""The most earlier runs of each case in a report."""
 EARLIER = 100
-"""The largest number of earlier trials of each case from which the time of a plan is forecast."""
+"""The most earlier trials of each case from which the time of a plan is forecast."""
 
 
 def _beginning(column: str) -> str:
-    """Return the SQL condition that a text begins with a value, given with `_after` of it, or is
-    unknown, '?'.
+    """Return the SQL condition that a text is '?' (unknown) or begins with a value.
+
+    Its parameters are the value and `_after(value)`.
     """
     return f"({column}>=? AND {column}<? OR {column}='?')"
 
 
 def _after(beginning: str) -> str:
-    """Return a text above all texts with this beginning."""
+    """Return a text that sorts after all texts with this beginning."""
     return f"{beginning}\U0010ffff"
 
 
 def _start(row: tuple[object, int, str]) -> tuple[float, int]:
-    """Return the place of a run's row in the order of starts.
-
-    A start that is no number is above all others.
-    """
+    """Return the sort key of a run's row by start; a start that is no number comes last."""
     return (row[0] if isinstance(row[0], float) else math.inf), row[1]
 
 
@@ -100,12 +95,10 @@ class Store:
         naming: Naming | None = None,
         unreadable: Callable[[UnreadableRow], None] | None = None,
     ) -> None:
-        self.path, self._db, self._writes, self._naming = (
-            path,
-            connection,
-            writes,
-            naming or Naming(),
-        )
+        self.path = path
+        self._db = connection
+        self._writes = writes
+        self._naming = naming or Naming()
         self._unreadable = unreadable
 
     @classmethod
@@ -121,26 +114,20 @@ class Store:
     def read(cls, path: Path, unreadable: Callable[[UnreadableRow], None] | None = None) -> Store:
         """Return the store at `path`, opened read-only.
 
-        Raises StoreError if the file is missing or is not a store.
-
-        Methods that read several rows call `unreadable` with each row that cannot be read, and
-        return the other rows. If `unreadable` is None, they raise UnreadableRow.
+        Methods that read several rows pass each unreadable row to `unreadable` and return the
+        others; if `unreadable` is None, they raise UnreadableRow. Raises StoreError if the file is
+        missing or is not a store.
         """
         return cls(path, file.open_to_read(path), writes=False, unreadable=unreadable)
 
     @property
     def traces(self) -> Path:
-        """Return the folder for profiles of trials, which has one folder per run, named by the
-        run's id.
-        """
+        """Return the folder for profiles of trials: one folder per run, named by its id."""
         return self.path.with_name(f"{self.path.name}.traces")
 
     @property
     def logs(self) -> Path:
-        """Return the folder for trials' reasons that are too long for the store.
-
-        It has one folder per run.
-        """
+        """Return the folder for reasons that are too long for the store: one folder per run."""
         return self.path.with_name(f"{self.path.name}.logs")
 
     def __enter__(self) -> Self:
@@ -149,9 +136,8 @@ class Store:
     def __exit__(self, kind: object, *error: object) -> None:
         try:
             if self._writes:
-                with (
-                    suppress(StoreError) if kind else nullcontext()
-                ):  # an earlier error is the one to show
+                # an earlier error is the one to show
+                with suppress(StoreError) if kind else nullcontext():
                     file.fold(self._db)
         finally:
             self._db.close()
@@ -168,15 +154,15 @@ class Store:
         provenance: Mapping[str, Any],
         reopen: bool = False,
     ) -> tuple[str, bool]:
-        """Return the id of the run to add trials to, and whether it is an earlier run that is
-        resumed.
+        """Return the id of the run to add trials to, and whether it is a resumed run.
 
-        The latest unfinished run with the same plan, name, tags, host and code is resumed; with
-        `reopen`, a finished run can be resumed too. Otherwise a new run is added. Trials of the
-        resumed run that are still `running` become `killed`. Raises StoreError if another living
-        process is adding trials to this run.
+        The latest unfinished run with the same plan, name, tags, host and code is resumed, or with
+        `reopen` also a finished one; otherwise a new run is added. Trials of the resumed run that
+        are still `running` become `killed`. Raises StoreError if another living process is adding
+        trials to this run.
         """
-        plan, provenance = self._naming.identified(plan), self._naming.added_to(provenance)
+        plan = self._naming.identified(plan)
+        provenance = self._naming.added_to(provenance)
         with file.transaction(self._db):
             row = self._latest(plan, host, code, reopen)
             if row and alive(row[1], row[2]) and row[1] != os.getpid():
@@ -221,18 +207,15 @@ class Store:
     def _latest(
         self, plan: str, host: str, code: str, reopen: bool
     ) -> tuple[str, int, float] | None:
-        """Return the id of the latest run to resume, and its process's id and start time.
-
-        None without such a run.
-        """
+        """Return the id of the run to resume, and its process's id and start time."""
         query = (
             "SELECT id, pid, pid_born, rowid FROM run WHERE plan=? AND host=? AND code=? AND"
             " status<>? ORDER BY started DESC LIMIT 1"
         )
-        found = self._db.execute(query, (plan, host, code, "" if reopen else FINISHED)).fetchone()
-        if found:
-            rows.run(self._db, found[3])  # raises for a damaged row
-        return found and (found[0], found[1], found[2])
+        row = self._db.execute(query, (plan, host, code, "" if reopen else FINISHED)).fetchone()
+        if row:
+            rows.run(self._db, row[3])  # raises for a damaged row
+        return row and (row[0], row[1], row[2])
 
     def end_run(self, run_id: str, status: str = FINISHED) -> None:
         """Set the final status of a run; a run whose status is not `finished` can be resumed.
@@ -246,15 +229,12 @@ class Store:
             )
 
     def annotate(self, run_id: str, name: str, facts: Mapping[str, Any]) -> None:
-        """Add `facts` to a run's provenance under the key `name`.
-
-        Earlier facts under this key are replaced.
-        """
+        """Store `facts` in a run's provenance under the key `name`, replacing earlier ones."""
         with file.transaction(self._db):
-            (known,) = self._db.execute(
+            (provenance,) = self._db.execute(
                 "SELECT provenance FROM run WHERE id=?", (run_id,)
             ).fetchone()
-            added = json.dumps({**json.loads(known), name: facts})
+            added = json.dumps({**json.loads(provenance), name: facts})
             self._db.execute("UPDATE run SET provenance=? WHERE id=?", (added, run_id))
 
     def _kill_running(self, run_id: str) -> None:
@@ -269,29 +249,28 @@ class Store:
         return list(self.newest())
 
     def newest(self) -> Iterator[StoredRun]:
-        """Yield all runs, the newest first; a run is read when the caller asks for it."""
+        """Yield all runs, the newest first; each is read when the caller asks for it."""
         return self._runs("TRUE")
 
-    def matching(self, asked: str | None) -> list[StoredRun]:
-        """Return the runs that `asked` names by @NAME or by the beginning of their id, the newest
-        first.
+    def matching(self, selector: str | None) -> list[StoredRun]:
+        """Return the runs that `selector` names, the newest first.
 
-        @last and None mean the newest run alone.
+        `selector` is @NAME or the beginning of a run's id; @last and None mean the newest run
+        alone.
         """
-        if asked is None or asked == f"@{LATEST}":
+        if selector is None or selector == f"@{LATEST}":
             return list(islice(self.newest(), 1))
-        if asked.startswith("@"):
-            found = self._runs(f"{file.NAME} IN (?, '?')", asked[1:])
-            return [run for run in found if run.naming.name and run.naming.name == asked[1:]]
+        if selector.startswith("@"):
+            named = self._runs(f"{file.NAME} IN (?, '?')", selector[1:])
+            return [run for run in named if run.naming.name and run.naming.name == selector[1:]]
         return [
             run
-            for run in self._runs(_beginning("id"), asked, _after(asked))
-            if run.id.startswith(asked)
+            for run in self._runs(_beginning("id"), selector, _after(selector))
+            if run.id.startswith(selector)
         ]
 
     def of_commit(self, beginning: str) -> list[StoredRun]:
-        """Return the runs in which the commit of dpbench or of the project may begin so, the newest
-        first.
+        """Return the runs whose commit of dpbench or of the project may begin so, the newest first.
 
         A run whose provenance SQLite cannot read is returned too.
         """
@@ -300,7 +279,6 @@ class Store:
         return list(self._runs(either, *limits, *limits))
 
     def _runs(self, condition: str, *values: str) -> Iterator[StoredRun]:
-        """Yield the runs whose rows satisfy an SQL condition, the newest first."""
         with file.snapshot(self._db):
             ids = self._db.execute(
                 f"SELECT rowid FROM run WHERE {condition} ORDER BY started DESC, rowid DESC", values
@@ -309,11 +287,10 @@ class Store:
                 yield run
 
     def remove(self, run_ids: Sequence[str]) -> None:
-        """Delete runs with all their trials and profiles, and give the space back to the file
-        system.
+        """Delete runs with their trials and profiles, and shrink the file.
 
-        Raises StoreError if a living process is adding trials to one of the runs; then no run is
-        deleted.
+        Raises StoreError, and deletes nothing, if a living process is adding trials to one of the
+        runs.
         """
         with file.transaction(self._db):
             for run_id in run_ids:
@@ -326,9 +303,8 @@ class Store:
                     )
                 self._db.execute("DELETE FROM trial WHERE run_id=?", (run_id,))
                 self._db.execute("DELETE FROM run WHERE id=?", (run_id,))
-        with suppress(
-            sqlite3.OperationalError
-        ):  # the file is in use, or the disk is full: the file keeps its size
+        # OperationalError: the file is in use, or the disk is full, and the file keeps its size
+        with suppress(sqlite3.OperationalError):
             self._db.execute("VACUUM")
         from shutil import rmtree  # every command imports this module
 
@@ -337,12 +313,11 @@ class Store:
                 rmtree(folder / run_id, ignore_errors=True)
 
     def merge(self, part: Path) -> Merged:
-        """Copy into this store, in one transaction, the runs and trials of the store `part` that
-        are not yet here.
+        """Copy the runs and trials of the store `part` that are not yet here, in one transaction.
 
         Raises StoreError if `part` is not a store, if the stores contradict each other (see
-        `copying.merge`), or if a living process is adding trials to a run of `part`, in either of
-        the two stores.
+        `copying.merge`), or if a living process is adding trials to a run of `part`, in either
+        store.
         """
         with Store.read(part) as other, file.snapshot(other._db), file.transaction(self._db):
             file.refuse_damaged(other._db)
@@ -352,10 +327,7 @@ class Store:
             return copying.merge(other._db, self._db)
 
     def _refuse_measured(self, run_id: str) -> None:
-        """Raise StoreError if a living process is adding trials to a run.
-
-        The run need not be in this store.
-        """
+        """Raise StoreError if a living process is adding trials to a run, if it is here."""
         row = self._db.execute(
             "SELECT pid, pid_born, status FROM run WHERE id=?", (run_id,)
         ).fetchone()
@@ -376,7 +348,7 @@ class Store:
         code: str,
         provenance: Mapping[str, Any],
     ) -> str:
-        """Add a finished run with the given, ended trials, and return the id of the run."""
+        """Add a finished run with ended trials, and return its id."""
         rounds = 1 + max((trial.round for trial in trials), default=0)
         run_id, _ = self.begin_run(
             plan=plan, host=host, code=code, rounds=rounds, provenance=provenance
@@ -387,10 +359,9 @@ class Store:
         return run_id
 
     def done(self, run_id: str, *, retry: Iterable[str] = ()) -> set[tuple[str, int]]:
-        """Return (fingerprint of the case, round) of each trial of a run that need not be repeated.
+        """Return (fingerprint, round) of each trial of a run that a resumed run does not repeat.
 
-        The status of such a trial is final and not in `retry`. When the run is resumed, the case is
-        not measured again in this round.
+        Its status is final and not in `retry`.
         """
         final = sorted(FINAL - set(retry))
         marks = ",".join("?" * len(final))
@@ -401,51 +372,40 @@ class Store:
         }
 
     def counts(self, run_id: str) -> dict[str, int]:
-        """Return the number of a run's trials by status.
-
-        Of a repeated trial, only the one in `trials` counts.
-        """
+        """Return the number of a run's trials by status; repeated trials count once."""
         query = (
             f"SELECT status, count(*) FROM ({_RANKED}) WHERE run_id=? AND place=1 GROUP BY status"
         )
         return dict(self._db.execute(query, (run_id,)).fetchall())
 
     def outcomes(self, run_id: str) -> dict[Case, dict[str, int]]:
-        """Return, for each case that a run has started, the number of its trials by status.
-
-        The cases are in the order of their start. Trials are counted as in `counts`.
-        """
-        found: dict[Case, Counter[str]] = {}
+        """Return, for each case in the order of start, the number of its trials by status."""
+        counters: dict[Case, Counter[str]] = {}
         query = f"SELECT id FROM ({_RANKED}) WHERE run_id=? AND place=1 ORDER BY id"
         with file.snapshot(self._db):
             ids = self._db.execute(query, (run_id,)).fetchall()
             for _, (case, status) in rows.readable(self._db, rows.outcome, ids, self._unreadable):
-                found.setdefault(case, Counter())[status] += 1
-        return {case: dict(counts) for case, counts in found.items()}
+                counters.setdefault(case, Counter())[status] += 1
+        return {case: dict(counts) for case, counts in counters.items()}
 
     def durations(self, host: str, fingerprints: Iterable[str]) -> dict[str, list[float]]:
-        """Return, by fingerprint of the case, the seconds that its last `ok` trials on a host took.
-
-        There are at most `EARLIER` trials of each case.
-        """
-        found: dict[str, list[float]] = {}
+        """Return, by fingerprint, the seconds of the last `EARLIER` `ok` trials on a host."""
+        seconds_by_case: dict[str, list[float]] = {}
         query = (
             "SELECT trial.id FROM trial CROSS JOIN run ON run.id=run_id WHERE fingerprint=? AND"
             f" trial.status=? AND host=? ORDER BY trial.id DESC LIMIT {EARLIER}"
         )
         with file.snapshot(self._db):
-            for asked in fingerprints:
-                ids = self._db.execute(query, (asked, Status.OK, host)).fetchall()
+            for wanted in fingerprints:
+                ids = self._db.execute(query, (wanted, Status.OK, host)).fetchall()
                 for _, (fingerprint, seconds) in rows.readable(
                     self._db, rows.seconds_of, ids, self._unreadable
                 ):
-                    found.setdefault(fingerprint, []).append(seconds)
-        return found
+                    seconds_by_case.setdefault(fingerprint, []).append(seconds)
+        return seconds_by_case
 
     def begin_trial(self, run_id: str, case: Case, number: int) -> int:
-        """Add a trial of `case` in round `number`, with the status `running`.
-
-        Return the id of the trial.
+        """Add a trial of `case` in round `number` with the status `running`, and return its id.
 
         Raises StoreError if the file was deleted or replaced since it was opened.
         """
@@ -467,7 +427,7 @@ class Store:
         return cursor.lastrowid
 
     def end_trial(self, trial_id: int, trial: Trial) -> None:
-        """Store the results of the trial with this id in one transaction."""
+        """Store the results of a trial in one transaction."""
         with file.transaction(self._db):
             self._db.execute(
                 "UPDATE trial SET status=?, reason=?, verified=?, source=?, schema=?, setup=?,"
@@ -511,40 +471,31 @@ class Store:
                 rows.series_rows(trial_id, trial.samples),
             )
         copying.refuse_replaced(self._db)
-        with suppress(
-            sqlite3.OperationalError
-        ):  # the trial is committed: a later checkpoint is sufficient
+        # the trial is committed: a later checkpoint is sufficient
+        with suppress(sqlite3.OperationalError):
             self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     def _log(self, trial_id: int) -> Path:
-        """Return the file for the whole text of a trial's reason."""
         (run_id,) = self._db.execute("SELECT run_id FROM trial WHERE id=?", (trial_id,)).fetchone()
         return self.logs / str(run_id) / f"{trial_id}.txt"
 
     def trials(self, run_id: str | None = None, *, superseded: bool = False) -> list[Trial]:
-        """Return the ended trials of the run `run_id` in the order in which they started.
+        """Return the ended trials of a run, or of all runs, in the order of start.
 
-        None means all runs.
-
-        Of several trials of one case and round, only one is returned: the last with the status `ok`
-        whose gradients or outputs were not found wrong, or else the last. With `superseded`, all of
-        them are returned. Killed trials are always left out.
+        Of several trials of one case and round, only one is returned: the last `ok` one whose
+        gradients or outputs were not found wrong, or else the last. With `superseded`, all are
+        returned. Killed trials are always left out.
         """
         return [trial for _, trial in self._each(run_id, superseded=superseded)]
 
     def summaries(self, run_id: str) -> list[Trial]:
-        """Return the `Trial.summary` of each trial that `trials(run_id)` would return.
-
-        This rarely reads spans.
-        """
+        """Return `Trial.summary` of each trial in `trials(run_id)`, rarely reading spans."""
         return [trial for _, trial in self._each(run_id, superseded=False, read=rows.summary)]
 
     def _each(
         self, run_id: str | None, *, superseded: bool, read: rows.Reader[Trial] = rows.trial
     ) -> Iterator[tuple[int, Trial]]:
-        """Yield the id of each trial that `trials` returns, and the object that `read` returns for
-        the trial's row.
-        """
+        """Yield (id, result of `read`) of each trial that `trials` returns."""
         where, values = ("run_id=? AND ", (run_id,)) if run_id else ("", ())
         where += "" if superseded else "place=1 AND "
         with file.snapshot(self._db):
@@ -555,13 +506,10 @@ class Store:
             yield from rows.readable(self._db, read, ids, self._unreadable)
 
     def past(self, run_id: str, trials: Sequence[Trial]) -> tuple[PastRun, ...]:
-        """Return the runs that share cases with the run `run_id`, each with the summaries of the
-        trials of these cases.
+        """Return the runs that share cases with a run, with summaries of their `ok` trials.
 
-        A run is included if it was measured on the same hardware or if its trials were predicted,
-        and a trial if it has the status `ok`. Of each case, the last `PAST` such runs are included.
-        The runs are in the order of their start. The run `run_id`, with the trials `trials`, is one
-        of them.
+        They are those on the same hardware and those of predictions, at most `PAST` per case, in
+        the order of start. The run `run_id` itself is included, with `trials`.
         """
         with file.snapshot(self._db):
             return tuple(self._past(run_id, trials))
@@ -588,9 +536,7 @@ class Store:
                 yield PastRun(run, tuple(ended))
 
     def _sharing(self, run_id: str) -> set[str]:
-        """Return the ids of a run, and of the last `PAST` runs of each of its cases that `past`
-        includes.
-        """
+        """Return the ids of a run and of the runs that `past` includes."""
         query = (  # the trials of the case first, and not all runs
             "SELECT run_id FROM trial CROSS JOIN run ON run.id=run_id WHERE fingerprint=? AND"
             " trial.status=? AND (host=(SELECT host FROM run WHERE id=?) OR host LIKE ?) ORDER BY"

@@ -1,7 +1,7 @@
 """Copying: copy runs and trials from one store's database into another.
 
-Every stored bit is copied. Two trials are the same if they have the same run, case, round and start
-time. A file of an older schema lacks columns, which get their defaults in the copy.
+Every stored bit is copied; columns that a file of an older schema lacks get their defaults. Two
+trials are the same if they have the same run, case, round and start time.
 """
 
 from __future__ import annotations
@@ -17,22 +17,18 @@ from dpbench.store import file, rows
 from dpbench.store.file import StoreError
 
 PARTS = ("step", "span", "memory", "series")
-"""The tables with the parts of trials; their column `trial_id` has the id of the trial."""
+"""The tables with the parts of trials; their column `trial_id` refers to the trial."""
 IDENTITY = ("plan", "host", "code", "started", "rounds")
-"""The columns of a run that never change.
-
-Two copies of the run that differ in one of them contradict each other.
-"""
+"""The columns of a run that never change: copies that differ in one contradict each other."""
 SHOWN = 5
-"""The largest number of conflicts that an error lists."""
+"""The most conflicts that an error lists."""
 
 
 @dataclass(frozen=True)
 class Merged:
-    """The result of a merge: the number of runs that were added, and the number of trials that were
-    added to any run.
+    """The result of a merge: the numbers of added runs, and of added trials in any run.
 
-    `known` is the number of runs of the other store that this store had before the merge.
+    `known` is the number of runs of the other store that this store had before.
     """
 
     runs: int
@@ -43,8 +39,8 @@ class Merged:
 def refuse_replaced(db: file.Connection) -> None:
     """Raise StoreError if the file was deleted or replaced since it was opened for writing.
 
-    Before it raises, it copies the trials of the open file into a new file in the same folder; the
-    message names this file.
+    The trials of the open file are first copied into a new file in the same folder, which the
+    message names.
     """
     if file.same_file(db):
         return
@@ -61,20 +57,19 @@ def refuse_replaced(db: file.Connection) -> None:
 
 
 def _shared(source: file.Connection, target: file.Connection, table: str) -> list[str]:
-    """Return the columns of a table that both files have; others are the checksums of old files."""
-    known = rows.columns_of(target, table)
-    return [name for name in rows.columns_of(source, table) if name in known]
+    """Return the columns of a table that both files have; others are checksums of old files."""
+    target_columns = rows.columns_of(target, table)
+    return [name for name in rows.columns_of(source, table) if name in target_columns]
 
 
 def _copy_run(source: file.Connection, run_id: str, target: file.Connection) -> None:
-    """Copy a run, without its trials, into the database `target`."""
     names = ", ".join(_shared(source, target, "run"))
     values = source.execute(f"SELECT {names} FROM run WHERE id=?", (run_id,)).fetchone()
     target.execute(f"INSERT INTO run ({names}) VALUES ({','.join('?' * len(values))})", values)
 
 
 def copy_trial(source: file.Connection, trial_id: int, target: file.Connection, run_id: str) -> int:
-    """Copy one trial into the run `run_id` of the database `target`, and return its id there."""
+    """Copy one trial into the run `run_id` of `target`, and return its id there."""
     names = [name for name in _shared(source, target, "trial") if name not in ("id", "run_id")]
     (values,) = source.execute(f"SELECT {', '.join(names)} FROM trial WHERE id=?", (trial_id,))
     marks = ",".join("?" * (1 + len(names)))
@@ -84,28 +79,25 @@ def copy_trial(source: file.Connection, trial_id: int, target: file.Connection, 
     assert new is not None
     for table in PARTS:
         columns = [name for name in rows.columns_of(source, table) if name != "trial_id"]
-        found = source.execute(
+        parts = source.execute(
             f"SELECT {', '.join(columns)} FROM {table} WHERE trial_id=?", (trial_id,)
         )
         marks = ",".join("?" * (1 + len(columns)))
         target.executemany(
             f"INSERT INTO {table} (trial_id, {', '.join(columns)}) VALUES ({marks})",
-            ((new, *row) for row in found),
+            ((new, *row) for row in parts),
         )
     return new
 
 
 def merge(source: file.Connection, target: file.Connection) -> Merged:
-    """Copy from `source` the runs and trials that `target` lacks.
+    """Copy from `source` the runs and trials that `target` lacks, in the caller's transaction.
 
-    The caller has begun a transaction on `target`.
-
-    If both databases have a copy of a run, the copy in `target` gets the missing trials. If the run
-    ended later in `source`, it also gets the status and the provenance from there. Raises
-    UnreadableRow for a damaged trial. Raises StoreError if two copies of a run contradict each
-    other; the message names the runs and cases. Two copies contradict each other if they differ in
-    plan, host, code, start or number of rounds, if a trial has different results in them, or if
-    each has a trial of the same case and round that the other lacks.
+    A run that is in both gets the missing trials and, if it ended later in `source`, the status and
+    the provenance from there. Raises UnreadableRow for a damaged trial, and StoreError, which names
+    the runs and cases, if copies of a run contradict each other: in plan, host, code, start, number
+    of rounds or a trial's results, or because each has a trial of the same case and round that the
+    other lacks.
     """
     copied = Merged(0, 0, 0)
     conflicts: list[str] = []
@@ -115,11 +107,11 @@ def merge(source: file.Connection, target: file.Connection) -> Merged:
             missing = _ids(source, run_id)
             copied = Merged(copied.runs + 1, copied.trials + len(missing), copied.known)
         else:
-            found = [*_contradictions(source, target, run_id)]
-            conflicts += found
-            missing = [] if found else _missing(source, target, run_id)
+            contradictions = [*_contradictions(source, target, run_id)]
+            conflicts += contradictions
+            missing = [] if contradictions else _missing(source, target, run_id)
             copied = Merged(copied.runs, copied.trials + len(missing), copied.known + 1)
-            if not found:
+            if not contradictions:
                 _adopt(source, target, run_id)
         for trial_id in missing:
             if (
@@ -146,23 +138,19 @@ def _ids(db: file.Connection, run_id: str) -> list[int]:
 
 
 def _slots(db: file.Connection, run_id: str) -> dict[tuple[str, int], dict[float, int]]:
-    """Return the ids of a run's ended trials by (fingerprint of the case, round) and by start
-    time.
-    """
-    found: dict[tuple[str, int], dict[float, int]] = {}
+    """Return the ids of a run's ended trials by (fingerprint, round) and start time."""
+    slots: dict[tuple[str, int], dict[float, int]] = {}
     query = (
         "SELECT fingerprint, round, started, id FROM trial WHERE run_id=? AND status NOT IN"
         " ('running', ?)"
     )
     for fingerprint, number, started, trial_id in db.execute(query, (run_id, Status.KILLED)):
-        found.setdefault((fingerprint, number), {})[started] = trial_id
-    return found
+        slots.setdefault((fingerprint, number), {})[started] = trial_id
+    return slots
 
 
 def _missing(source: file.Connection, target: file.Connection, run_id: str) -> list[int]:
-    """Return the ids, in `source`, of a run's ended trials that `target` lacks, in the order of
-    their start.
-    """
+    """Return the ids, in `source`, of a run's ended trials that `target` lacks, by start."""
     here = _slots(target, run_id)
     return sorted(
         trial_id
@@ -173,12 +161,13 @@ def _missing(source: file.Connection, target: file.Connection, run_id: str) -> l
 
 
 def _contradictions(source: file.Connection, target: file.Connection, run_id: str) -> Iterator[str]:
-    """Yield one text for each contradiction between two copies of a run."""
     query = f"SELECT {', '.join(IDENTITY)} FROM run WHERE id=?"
-    mine, theirs = (db.execute(query, (run_id,)).fetchone() for db in (target, source))
-    for name, one, other in zip(IDENTITY, mine, theirs, strict=True):
-        if one != other:
-            yield f"run {run_id[:12]}: `{name}` is {one!r} in this store and {other!r} in the other"
+    our_values, their_values = (db.execute(query, (run_id,)).fetchone() for db in (target, source))
+    for name, ours, theirs in zip(IDENTITY, our_values, their_values, strict=True):
+        if ours != theirs:
+            yield (
+                f"run {run_id[:12]}: `{name}` is {ours!r} in this store and {theirs!r} in the other"
+            )
     here, there = _slots(target, run_id), _slots(source, run_id)
     for slot in here.keys() & there.keys():
         both = here[slot].keys() & there[slot].keys()
@@ -189,24 +178,21 @@ def _contradictions(source: file.Connection, target: file.Connection, run_id: st
         if both not in (here[slot].keys(), there[slot].keys()):
             yield f"{where}: each store has a trial that the other lacks"
         for started in both:
-            one, other = here[slot][started], there[slot][started]
-            if _content(target, one) != _content(source, other):
+            ours, theirs = here[slot][started], there[slot][started]
+            if _content(target, ours) != _content(source, theirs):
                 yield (
-                    f"{where}: trial {one} of this store and trial {other} of the other differ in"
+                    f"{where}: trial {ours} of this store and trial {theirs} of the other differ in"
                     " their results"
                 )
 
 
 def _label(db: file.Connection, trial_id: int) -> str:
-    """Return the label of a trial's case."""
     (case,) = db.execute("SELECT case_json FROM trial WHERE id=?", (trial_id,)).fetchone()
     return Case.from_dict(json.loads(case)).label
 
 
 def _content(db: file.Connection, trial_id: int) -> tuple[object, ...]:
-    """Return the results of a trial: columns that all versions of the schema have, and the rows of
-    its steps.
-    """
+    """Return a trial's results: the columns that all schemas have, and the rows of its steps."""
     names = "case_json, status, reason, verified, source, schema, setup, provenance"
     trial = db.execute(f"SELECT {names} FROM trial WHERE id=?", (trial_id,)).fetchone()
     steps = db.execute(
@@ -216,9 +202,7 @@ def _content(db: file.Connection, trial_id: int) -> tuple[object, ...]:
 
 
 def _adopt(source: file.Connection, target: file.Connection, run_id: str) -> None:
-    """If the run ended later in `source`, copy its status, end and provenance from there to
-    `target`.
-    """
+    """Copy a run's status, end and provenance to `target` if it ended later in `source`."""
     query = "SELECT ended, status, provenance FROM run WHERE id=?"
     mine, theirs = (db.execute(query, (run_id,)).fetchone() for db in (target, source))
     if (theirs[0] or 0.0) > (mine[0] or 0.0):

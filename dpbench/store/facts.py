@@ -1,8 +1,7 @@
-"""Facts: the types of the provenance of runs and trials, so that a stored fact of another type
-makes its row damaged.
+"""Facts: the types of the provenance of runs and trials.
 
-Only the facts that dpbench reads again are listed. Every fact may be missing, because earlier
-versions did not store it; other facts may have any type.
+A stored fact of another type makes its row damaged. Only the facts that dpbench reads again are
+listed; each may be missing, because earlier versions did not store it.
 """
 
 from __future__ import annotations
@@ -122,19 +121,15 @@ class _Trial(msgspec.Struct):
     model_check: _ModelCheck | None = None
 
 
-def check_run(found: Mapping[str, Any], started_s: float) -> None:
-    """Raise ValueError if a run's start is no time, or if a fact of its provenance has another type
-    than it must.
-    """
-    msgspec.convert(found, _Run)
+def check_run(provenance: Mapping[str, Any], started_s: float) -> None:
+    """Raise ValueError if a run's start is no time, or a fact has a wrong type."""
+    msgspec.convert(provenance, _Run)
     _check_time(started_s)
 
 
-def check_trial(found: Mapping[str, Any], started_s: float) -> None:
-    """Raise ValueError if a trial's start is no time, or if a fact of its provenance has another
-    type than it must.
-    """
-    msgspec.convert(found, _Trial)
+def check_trial(provenance: Mapping[str, Any], started_s: float) -> None:
+    """Raise ValueError if a trial's start is no time, or a fact has a wrong type."""
+    msgspec.convert(provenance, _Trial)
     _check_time(started_s)
 
 

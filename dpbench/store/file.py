@@ -1,6 +1,4 @@
-"""Store file: open, identify and migrate the SQLite file.
-
-Merge its write-ahead log into the file on closing.
+"""Store file: open, identify and migrate the SQLite file, and merge its write-ahead log into it.
 
 Schema history (`PRAGMA user_version`): 1 (first); 2 (memory by phase and kind, the device that
 failed); 3 (checksums of rows); 4 (summaries of trials); 5 (no checksums).
@@ -23,11 +21,11 @@ from dpbench.records.visible import visible
 
 log = logging.getLogger(__name__)
 PATIENCE_S = 30.0
-"""The most seconds for which a statement waits until other processes have unlocked the file."""
+"""The most seconds for which a statement waits for a locked file."""
 SILENT_S, POLL_S = 2.0, 0.01
 """The seconds of waiting after which a warning is logged, and the seconds between two attempts."""
 APPLICATION_ID = int.from_bytes(b"dpbn", "big")
-"""The application id in the header of every store, which distinguishes it from other databases."""
+"""The application id in the header of every store."""
 
 MIGRATIONS = (
     """
@@ -83,12 +81,9 @@ MIGRATIONS = (
 
 
 def _fact(path: str) -> str:
-    """Return the SQL expression of a text in a run's provenance.
+    """Return the SQL expression of a text in a run's provenance; '?' if SQLite cannot read it.
 
-    It is '?' if SQLite cannot read the provenance.
-
-    SQLite refuses JSON that Python writes, such as NaN, so that such a run must be looked at for
-    every text.
+    SQLite refuses JSON that Python writes, such as NaN.
     """
     return (
         "CASE WHEN typeof(provenance)<>'text' THEN '?' "
@@ -99,7 +94,7 @@ def _fact(path: str) -> str:
 NAME, COMMIT, PROJECT = (
     _fact(f"$.{path}") for path in ("name", "dpbench.commit", "project.commit")
 )
-"""The SQL expressions of a run's name, and of the commits of dpbench and of the project."""
+"""SQL expressions of a run's name, and of the commits of dpbench and of the project."""
 INDEXES = {
     "run_started": "run(started)",
     "run_plan": "run(plan)",
@@ -108,10 +103,10 @@ INDEXES = {
     "run_project": f"run({PROJECT})",
     "trial_case": "trial(fingerprint)",
 }
-"""The indexes with which a run or the trials of a case are found without reading all runs.
+"""Indexes that find a run, or the trials of a case, without reading all runs.
 
-They are no part of the schema's version: a file without them is read as well, but more slowly, and
-earlier versions of dpbench keep them up to date.
+They are no part of the schema's version: a file without them is read more slowly, and earlier
+versions of dpbench keep them up to date.
 """
 
 
@@ -120,9 +115,7 @@ class StoreError(RuntimeError):
 
 
 class Unusable(StoreError, sqlite3.OperationalError):
-    """SQLite could not execute a statement, for example because the file is locked or on a
-    read-only disk.
-    """
+    """SQLite could not execute a statement, for example because the disk is read-only."""
 
 
 class Locked(Unusable):
@@ -130,28 +123,22 @@ class Locked(Unusable):
 
 
 class DamagedStore(StoreError, sqlite3.DatabaseError):
-    """The file is damaged: SQLite cannot read a part of it."""
+    """SQLite cannot read a part of the file."""
 
 
 _DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
-"""SQLite's error codes for damaged and for locked files, which are the lowest eight bits of
-extended codes.
-"""
+"""SQLite's codes of damaged and of locked files: the lowest eight bits of extended codes."""
 
 
 class Connection(sqlite3.Connection):
-    """A connection that knows its file, `path`.
-
-    SQLite's errors become StoreErrors that name the file.
-    """
+    """A connection that knows its file, `path`, and turns SQLite's errors into StoreErrors."""
 
     path: Path
-    columns: dict[
-        str, list[str]
-    ]  # the column names of each table that `rows.columns_of` has looked up
+    columns: dict[str, list[str]]
+    """The column names of each table that `rows.columns_of` has looked up."""
     inode: tuple[int, int] | None = None
-    """The device and the inode number of the file; None if the file is open read-only."""
+    """The device and inode number of the file; None if it is open read-only."""
 
     def execute(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
         """Execute a statement.
@@ -166,9 +153,9 @@ class Connection(sqlite3.Connection):
 
     @cached_property
     def _fault(self) -> str:
-        """The first fault that SQLite's quick check finds; "" if the check fails as well.
+        """The first fault that SQLite's quick check finds; "" if the check fails.
 
-        The fault names a page, unlike the error of a statement.
+        Unlike the error of a statement, it names a page.
         """
         with suppress(sqlite3.Error, UnicodeDecodeError):
             (found,) = sqlite3.Connection.execute(self, "PRAGMA quick_check(1)").fetchone()
@@ -202,7 +189,7 @@ class Connection(sqlite3.Connection):
 
 
 class _Cursor(sqlite3.Cursor):
-    """A cursor whose errors are StoreErrors; SQLite finds damage also while rows are fetched."""
+    """A cursor that raises StoreErrors also while rows are fetched, when SQLite may find damage."""
 
     connection: Connection
 
@@ -210,18 +197,16 @@ class _Cursor(sqlite3.Cursor):
         try:
             with self.connection.named():
                 _patiently(self.connection.path, lambda: super(_Cursor, self).execute(*arguments))
-        except (
-            BaseException
-        ):  # after a signal, the traceback keeps this cursor: an open PRAGMA would prevent a commit
+        except BaseException:
+            # after a signal, the traceback keeps this cursor: an open PRAGMA would prevent a commit
             self.close()
             raise
         return self
 
     def executemany(self, *arguments: Any) -> Self:
         with self.connection.named():
-            return super().executemany(
-                *arguments
-            )  # inside a transaction, which has locked the file
+            # inside a transaction, which has locked the file
+            return super().executemany(*arguments)
 
     def fetchone(self) -> Any:
         with self.connection.named():
@@ -253,14 +238,12 @@ def way_out(path: object) -> str:
 def open_to_write(path: Path) -> Connection:
     """Return a connection for writing; create or migrate the file if necessary.
 
-    Raises StoreError on failure. A file that fails SQLite's quick check is left unchanged, and
-    raises DamagedStore.
+    Raises StoreError on failure; DamagedStore, before any change, if SQLite's quick check fails.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if _check_header(
-            path
-        ):  # check read-only first, because opening for writing would already change the WAL
+        # check read-only first, because opening for writing would already change the WAL
+        if _check_header(path):
             with closing(_connect_read_only(path)) as db:
                 _check_version(path, db)
                 refuse_damaged(db)
@@ -285,10 +268,7 @@ def open_to_write(path: Path) -> Connection:
 
 
 def open_to_read(path: Path) -> Connection:
-    """Return a read-only connection.
-
-    Raises StoreError if the file is missing or is not a valid store.
-    """
+    """Return a read-only connection. Raises StoreError if the file is missing or not a store."""
     if not path.exists():
         raise StoreError(
             f"there is no store at {path}; run `dpbench run` first, or give another file with"
@@ -316,7 +296,7 @@ def open_to_read(path: Path) -> Connection:
 
 
 def refuse_damaged(db: Connection) -> None:
-    """Raise DamagedStore for the first fault that SQLite's quick check finds in the file."""
+    """Raise DamagedStore for the first fault that SQLite's quick check finds."""
     (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
     if found != "ok":
         raise damaged(db.path, _last_line(found))
@@ -328,31 +308,24 @@ def _last_line(fault: str) -> str:
 
 
 def same_file(db: Connection) -> bool:
-    """Return whether the path of a connection still names its open file.
-
-    True for a connection that only reads.
-    """
+    """Return whether the path of a connection still names its open file; True if read-only."""
     return db.inode is None or db.inode == _inode(db.path)
 
 
 def _inode(path: Path) -> tuple[int, int] | None:
-    """Return the device and the inode number of a file; None if there is no file."""
     with suppress(FileNotFoundError, NotADirectoryError):
         return (found := path.stat()).st_dev, found.st_ino
     return None
 
 
 def fold(db: Connection) -> None:
-    """Merge the write-ahead log into the file, so that the file alone can be copied, or read on a
-    read-only disk.
+    """Merge the write-ahead log into the file, so that the file can be copied or read alone.
 
-    If that fails because another process uses the file, or because the disk is full, the log
-    remains, and no error is raised. Raises DamagedStore for a damaged file.
+    If another process uses the file or the disk is full, the log remains, without an error. Raises
+    DamagedStore for a damaged file.
     """
-    with (
-        suppress(Unusable),
-        db.named(),
-    ):  # another process has the file open and will merge it, or the disk is full
+    # Unusable: another process has the file open and will merge it, or the disk is full
+    with suppress(Unusable), db.named():
         plain = sqlite3.Connection.execute  # raises SQLite's own errors, and lets SQLite wait
         plain(db, f"PRAGMA busy_timeout={PATIENCE_S * 1000:.0f}")
         plain(db, "PRAGMA wal_checkpoint(TRUNCATE)")
@@ -361,9 +334,7 @@ def fold(db: Connection) -> None:
 
 @contextmanager
 def snapshot(db: Connection) -> Iterator[None]:
-    """Let all statements inside this context see one state of the file, whatever other processes
-    change meanwhile.
-    """
+    """Let all statements inside this context see one state of the file."""
     if db.in_transaction:
         yield
         return
@@ -377,9 +348,7 @@ def snapshot(db: Connection) -> Iterator[None]:
 
 @contextmanager
 def transaction(db: Connection) -> Iterator[None]:
-    """Run the statements inside this context in one transaction.
-
-    Wait for other writers when it begins.
+    """Run the statements inside this context in one transaction, after waiting for other writers.
 
     Raises StoreError if the file cannot be written.
     """
@@ -404,9 +373,8 @@ def transaction(db: Connection) -> Iterator[None]:
 def _connect_read_only(path: Path) -> Connection:
     """Return a read-only connection.
 
-    To read a write-ahead log, SQLite needs an index file, which it cannot create in a read-only
-    folder. Raises StoreError if the folder is read-only, the index is missing, and the log has
-    changes.
+    To read a write-ahead log, SQLite needs an index file. Raises StoreError if the log has changes
+    and the index can neither be found nor, in a read-only folder, created.
     """
     log_file, index = (path.with_name(f"{path.name}-{end}") for end in ("wal", "shm"))
     options = "mode=ro"
@@ -422,19 +390,16 @@ def _connect_read_only(path: Path) -> Connection:
 
 
 def connect(path: Path, address: str) -> Connection:
-    """Return a connection to the file `path`, which `address` names as a path or as a URI."""
+    """Return a connection to the file `path`; `address` is its path or URI."""
     uri = address.startswith("file:")
     db = sqlite3.connect(address, uri=uri, isolation_level=None, timeout=0, factory=Connection)
-    db.path, db.columns = path, {}
+    db.path = path
+    db.columns = {}
     return db
 
 
 def _migrate(db: Connection) -> None:
-    """Migrate the file to the newest schema.
-
-    Each migration is a transaction, because another process may migrate the same file at the same
-    time.
-    """
+    """Migrate the file, with a transaction per step, because another process may do the same."""
     for number, script in enumerate(MIGRATIONS, start=1):
         with transaction(db):
             (version,) = db.execute("PRAGMA user_version").fetchone()
@@ -446,10 +411,6 @@ def _migrate(db: Connection) -> None:
 
 
 def _index(db: Connection) -> None:
-    """Create the indexes that the file lacks.
-
-    A file in which one cannot be created is used without it.
-    """
     there = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type='index'")}
     for name in INDEXES.keys() - there:
         with suppress(sqlite3.DatabaseError, StoreError), transaction(db):
@@ -459,12 +420,11 @@ def _index(db: Connection) -> None:
 def _check_header(path: Path) -> bool:
     """Return whether the file exists and is not empty, after a check of its header.
 
-    The file is not changed, and no file is created beside it. Raises StoreError for a directory,
-    for a file that is not a store, and for a store that a newer version of dpbench has written.
+    Changes and creates no file. Raises StoreError for a directory, for a file that is not a store,
+    and for a store that a newer version of dpbench has written.
 
-    The header is read through SQLite. If Python opened the file and closed it, the system would
-    drop all locks that this process has on the file, those of SQLite's connections too, and another
-    process could then merge the log of a connection that still writes
+    SQLite reads the header: if Python closed the file, the system would drop all locks of this
+    process on it, and another process could merge the log of a connection that still writes
     (https://sqlite.org/howtocorrupt.html, section 2.2).
     """
     if path.is_dir():
@@ -475,9 +435,8 @@ def _check_header(path: Path) -> bool:
         raise _another_kind(path)
     with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)) as db:
         try:
-            db.execute(
-                "PRAGMA writable_schema=ON"
-            )  # the file may still lack pages that are in the log
+            # the file may still lack pages that are in the log
+            db.execute("PRAGMA writable_schema=ON")
             (version,) = db.execute("PRAGMA user_version").fetchone()
             (application,) = db.execute("PRAGMA application_id").fetchone()
         except sqlite3.DatabaseError as error:
@@ -485,10 +444,8 @@ def _check_header(path: Path) -> bool:
                 return True  # the header is being written; `_check_version` waits for the writer
             raise _another_kind(path) from error
     _refuse_newer(path, version)
-    if application not in (
-        0,
-        APPLICATION_ID,
-    ):  # 0: a store being created or another database; see _check_version
+    # 0: a store being created or another database; see _check_version
+    if application not in (0, APPLICATION_ID):
         raise _another_database(path)
     return True
 
@@ -508,12 +465,7 @@ def _another_database(path: Path) -> StoreError:
 
 
 def _check_version(path: Path, db: sqlite3.Connection) -> None:
-    """Raise StoreError if the database belongs to another program, or if a newer version of dpbench
-    has written it.
-
-    This check is needed besides `_check_header`, because the latest changes may still be in the
-    write-ahead log.
-    """
+    """Repeat the checks of `_check_header` for changes that are still in the write-ahead log."""
     # tables first: another process that creates the store commits its tables and its id together
     (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
     (version,) = db.execute("PRAGMA user_version").fetchone()
@@ -533,14 +485,13 @@ def _refuse_newer(path: Path, version: int) -> None:
 
 
 def _patiently(path: Path, action: Callable[[], Any]) -> Any:
-    """Call `action` again as long as the file is locked, for at most `PATIENCE_S` seconds.
+    """Repeat `action` while the file is locked, for at most `PATIENCE_S` seconds.
 
-    Return its result.
-
-    After `SILENT_S` seconds, log which processes have locked the file. SQLite's own wait would hold
-    back signals.
+    After `SILENT_S` seconds, log which processes have locked it. SQLite's own wait would hold back
+    signals.
     """
-    begun_s, silent = time.monotonic(), True
+    begun_s = time.monotonic()
+    silent = True
     while True:
         try:
             return action()
@@ -559,17 +510,13 @@ def _patiently(path: Path, action: Callable[[], Any]) -> Any:
 
 
 def _roll_back(path: Path) -> None:
-    """Let SQLite undo the transaction of a process that was killed, which a connection that only
-    reads cannot do.
-    """
+    """Let SQLite undo a killed process's transaction, which a read-only connection cannot do."""
     with closing(sqlite3.connect(path, timeout=PATIENCE_S)) as db:
         db.execute("SELECT count(*) FROM sqlite_master").fetchone()
 
 
 def _held(path: Path) -> str:
-    """Return a clause that names the processes that have locked a store, or "another process" if
-    they are unknown.
-    """
+    """Return a clause that names the processes that have locked a store, if they are known."""
     import psutil
 
     holders: dict[int, str] = {}

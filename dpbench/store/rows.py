@@ -42,38 +42,31 @@ _DATA = (
     RecursionError,
     zlib.error,
 )
-"""The exceptions that damaged data cause: SQLite's own, wrong JSON, text or types, missing keys,
-bad compression.
-"""
+"""The exceptions that damaged data cause."""
 
 
 MOST_READINGS = 2**24
-"""The largest number of readings of one metric of a device that is read: those of 19 days, at 10
-per second.
-"""
+"""The most readings of one metric of a device: those of 19 days, at 10 per second."""
 REASON = 4000
 """The number of characters up to which a reason is stored in full."""
 Read = TypeVar("Read")
 Reader: TypeAlias = Callable[[file.Connection, int], Read]
-"""A function that reads the row with a given rowid, and returns an object."""
+"""A function that makes an object of the row with a given rowid."""
 
 
 class UnreadableRow(StoreError):
-    """The error of a row that cannot be read: `table` is run or trial, `row` is its rowid, and
-    `why` is the fault.
-    """
+    """A row cannot be read: `table` is run or trial, `row` its rowid, `why` the fault."""
 
     def __init__(self, path: object, table: str, row: int, why: str) -> None:
-        self.table, self.row, self.why = table, row, why
+        self.table = table
+        self.row = row
+        self.why = why
         super().__init__(f"{path}, row {row} of the table {table}: {why}; {file.way_out(path)}")
 
 
 @contextmanager
 def _reading(db: file.Connection, table: str, row: int) -> Iterator[None]:
-    """Convert every exception that damaged data can cause to UnreadableRow.
-
-    Let the error of a locked file pass.
-    """
+    """Convert exceptions of damaged data to UnreadableRow, but not that of a locked file."""
     try:
         yield
     except (UnreadableRow, file.Locked):
@@ -105,43 +98,42 @@ def trial(db: file.Connection, row: int) -> Trial:
             "spans": _columns(SPAN, _part(db, "span", SPAN, row, "number")),
             "memory": _columns(MEMORY, _part(db, "memory", MEMORY, row, "rowid")),
         }
-        found = replace(Trial.from_dict(plain), samples=_samples(db, row))
-        facts.check_trial(found.provenance, found.started_s)
-        return found
+        made = replace(Trial.from_dict(plain), samples=_samples(db, row))
+        facts.check_trial(made.provenance, made.started_s)
+        return made
 
 
 def summary(db: file.Connection, row: int) -> Trial:
-    """Return `Trial.summary` of the trial in a row, without reading its spans.
-
-    Raises UnreadableRow.
+    """Return `Trial.summary` of the trial in a row. Raises UnreadableRow.
 
     The summary was stored when the trial ended. If it is missing or damaged, or if another version
-    of dpbench wrote it, the summary is computed from the spans.
+    of dpbench wrote it, it is computed from the spans.
     """
     with _reading(db, "trial", row):
         *head, packed = _row(db, "trial", f"{TRIAL}, summary", row)
-        found = summaries.unpacked(packed)
-        if found is None:
+        ledger = summaries.unpacked(packed)
+        if ledger is None:
             return trial(db, row).summary()
         memory = _columns(MEMORY, _part(db, "memory", MEMORY, row, "rowid"))
         plain = {**_plain(head), "memory": memory}
-        made = replace(Trial.from_dict(plain), steps=found.steps, samples=_samples(db, row))
+        made = replace(Trial.from_dict(plain), steps=ledger.steps, samples=_samples(db, row))
         facts.check_trial(made.provenance, made.started_s)
-        return made.with_ledger(found)
+        return made.with_ledger(ledger)
 
 
 def _samples(db: file.Connection, row: int) -> Samples:
-    """Return the samples of a trial. Raises an exception in `_DATA` for damaged rows."""
-    found: dict[tuple[int, str], Series] = {}
+    columns_by_series: dict[tuple[int, str], Series] = {}
     for device, metric, n, times, readings in _part(db, "series", SERIES, row, "device, metric"):
         if not (isinstance(device, int) and isinstance(metric, str)):
             raise TypeError(f"the device {device!r} or the metric {metric!r} is of another type")
-        found[device, visible.visible(metric)] = Series(_unpacked(times, n), _unpacked(readings, n))
-    return Samples({key: partial(Series, *columns) for key, columns in found.items()})
+        columns_by_series[device, visible.visible(metric)] = Series(
+            _unpacked(times, n), _unpacked(readings, n)
+        )
+    return Samples({key: partial(Series, *columns) for key, columns in columns_by_series.items()})
 
 
 def _plain(head: Sequence[Any]) -> dict[str, Any]:
-    """Return the values of the columns `TRIAL`, for `Trial.from_dict`."""
+    """Return the columns `TRIAL` as data for `Trial.from_dict`."""
     (
         fingerprint,
         number,
@@ -172,20 +164,14 @@ def _plain(head: Sequence[Any]) -> dict[str, Any]:
 
 
 def outcome(db: file.Connection, row: int) -> tuple[Case, str]:
-    """Return the case and the status of the trial in a row, which may still be running.
-
-    Raises UnreadableRow.
-    """
+    """Return the case and the status of a trial, which may still run. Raises UnreadableRow."""
     with _reading(db, "trial", row):
         text, fingerprint, status = _row(db, "trial", "case_json, fingerprint, status", row)
         return case(text, fingerprint), status if status == "running" else Status(status).value
 
 
 def seconds_of(db: file.Connection, row: int) -> tuple[str, float]:
-    """Return the fingerprint of a trial's case, and the trial's total seconds over its stages.
-
-    Raises UnreadableRow.
-    """
+    """Return a trial's fingerprint and its seconds over all stages. Raises UnreadableRow."""
     with _reading(db, "trial", row):
         fingerprint, setup = _row(db, "trial", "fingerprint, setup", row)
         return fingerprint, float(sum(_object(setup).values()))
@@ -193,22 +179,19 @@ def seconds_of(db: file.Connection, row: int) -> tuple[str, float]:
 
 @lru_cache(maxsize=4096)
 def case(text: str, fingerprint: str) -> Case:
-    """Return the case whose JSON is `text`.
+    """Return the case whose JSON is `text`, cached because all rounds of a case have the same text.
 
     Raises ValueError if `fingerprint` is not the case's fingerprint.
-
-    The results are cached, because the trials of all rounds of a case have the same text.
     """
     data = _object(text)
-    found = Case.from_dict(data)
-    if (
-        found.fingerprint != fingerprint and visible.everywhere(data) == data
-    ):  # escaped texts change the fingerprint
+    stored = Case.from_dict(data)
+    # escaped texts change the fingerprint
+    if stored.fingerprint != fingerprint and visible.everywhere(data) == data:
         raise ValueError(
-            f"the row was changed or damaged: its case, {found.label}, does not match its"
+            f"the row was changed or damaged: its case, {stored.label}, does not match its"
             " fingerprint"
         )
-    return found
+    return stored
 
 
 def readable(
@@ -219,8 +202,8 @@ def readable(
 ) -> Iterator[tuple[int, Read]]:
     """Yield each row's id, and the object that `read` makes of the row.
 
-    `unreadable` is called for each row that cannot be read, and the other rows are still yielded.
-    If `unreadable` is None, the first such row raises UnreadableRow.
+    `unreadable` is called for each row that cannot be read; if it is None, the first such row
+    raises UnreadableRow.
     """
     for (row,) in ids:
         try:
@@ -232,13 +215,9 @@ def readable(
 
 
 def short(reason: str, log: Path) -> str:
-    """Return `reason` for the store.
-
-    A long one is cut to its head and tail, and written in full to the file `log`.
-    """
-    reason = reason.encode(
-        "utf-8", "replace"
-    ).decode()  # error messages may contain lone surrogates
+    """Return `reason`; a long one is cut to its head and tail, and written in full to `log`."""
+    # error messages may contain lone surrogates
+    reason = reason.encode("utf-8", "replace").decode()
     if len(reason) <= REASON:
         return reason
     half = REASON // 2
@@ -255,24 +234,18 @@ def short(reason: str, log: Path) -> str:
 
 
 def _row(db: file.Connection, table: str, columns: str, row: int) -> Sequence[Any]:
-    """Return the named columns of a row; None for a column that the file's schema lacks.
-
-    Raises LookupError if the row is missing.
-    """
-    found = db.execute(
+    values = db.execute(
         f"SELECT {_known(db, table, columns)} FROM {table} WHERE rowid=?", (row,)
     ).fetchone()
-    if found is None:
+    if values is None:
         raise LookupError("the row is missing")
-    return tuple(found)
+    return tuple(values)
 
 
 def _known(db: file.Connection, table: str, columns: str) -> str:
-    """Return the columns for a query.
-
-    A column that the file's schema lacks is replaced by its default.
-    """
-    has, defaults = columns_of(db, table), {"phase": "''", "kind": "'allocated'"}
+    """Return the columns for a query, with defaults for those that the file's schema lacks."""
+    has = columns_of(db, table)
+    defaults = {"phase": "''", "kind": "'allocated'"}
     return ", ".join(
         name if name in has else defaults.get(name, "NULL") for name in columns.split(", ")
     )
@@ -284,29 +257,19 @@ def _part(db: file.Connection, table: str, columns: str, row: int, order: str) -
 
 
 def _columns(names: str, rows: Sequence[Sequence[Any]]) -> dict[str, list[Any]]:
-    """Return the values of `rows` as one list per column.
-
-    `names` are the columns, separated by ", ".
-    """
+    """Return the values of `rows` by column; `names` are the columns, separated by ", "."""
     return {name: [row[i] for row in rows] for i, name in enumerate(names.split(", "))}
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Return the dictionary that is stored as JSON.
-
-    Raises TypeError if the JSON is of another type.
-    """
-    found = json.loads(text)
-    if not isinstance(found, Mapping):
-        raise TypeError(f"JSON of the type {type(found).__name__} instead of an object")
-    return {**found}
+    data = json.loads(text)
+    if not isinstance(data, Mapping):
+        raise TypeError(f"JSON of the type {type(data).__name__} instead of an object")
+    return {**data}
 
 
 def series_rows(trial_id: int, samples: Sequence[Sample]) -> list[tuple[Any, ...]]:
-    """Return the rows of the table `series`, one per device and metric.
-
-    NaN and infinite values are left out.
-    """
+    """Return the rows of the table `series`, one per device and metric; only finite values."""
     groups: dict[tuple[int, str], tuple[array[float], array[float]]] = {}
     for sample in samples:
         if not math.isfinite(sample.value):
@@ -329,16 +292,15 @@ def _pack(values: array[float]) -> bytes:
 def _unpacked(blob: bytes, n: int) -> array[float]:
     """Return the `n` numbers of a compressed column of the table `series`.
 
-    Raises ValueError for another number of them, which is found before more than `n` are in memory,
-    and for more than `MOST_READINGS`.
+    Raises ValueError for another number of them, found before more than `n` are in memory, and for
+    more than `MOST_READINGS`.
     """
     if n > MOST_READINGS:
         raise ValueError(f"the row states {n} readings; at most {MOST_READINGS} are read")
     values = array("d")
     stream = zlib.decompressobj()
-    plain = stream.decompress(
-        blob, n * values.itemsize + 1
-    )  # the byte too many shows that there are more
+    # the byte too many shows that there are more
+    plain = stream.decompress(blob, n * values.itemsize + 1)
     if len(plain) != n * values.itemsize or not stream.eof:
         raise ValueError(
             f"a column of the table series has not the {n} readings that its row states"
@@ -348,11 +310,10 @@ def _unpacked(blob: bytes, n: int) -> array[float]:
 
 
 def columns_of(db: file.Connection, table: str) -> list[str]:
-    """Return the names of a table's columns.
+    """Return the names of a table's columns, which are looked up once per connection.
 
-    The columns depend on the version of dpbench that wrote the file, because files that are only
-    read are not migrated. They are looked up once per connection, because a file is migrated only
-    when it is opened.
+    They depend on the version of dpbench that wrote the file: files that are only read are not
+    migrated.
     """
     if table not in db.columns:
         db.columns[table] = [name for _, name, *_ in db.execute(f"PRAGMA table_info({table})")]

@@ -12,22 +12,20 @@ from typing import Any, Self
 from dpbench.records import Trial, visible
 
 PREDICTED = "predicted:"
-"""The beginning of the `host` of a run whose trials were predicted for a described machine."""
+"""The beginning of the `host` of a run that was predicted for a described machine."""
 LATEST = "last"
-"""The name that always means the newest run; no run can have this name."""
+"""The name that always means the newest run, and that no run can have."""
 _WORD = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Naming:
-    """The name and the tags that the user gave to a run, and the command that started the run.
+    """The name and the tags that the user gave to a run, and the command that started it.
 
-    Empty if not given.
-
-    Name and tags are part of a run's identity: the same command resumes an unfinished run, and a
-    command with another name or other tags begins a new run. Several runs may have the same name.
-    Names and the keys of tags consist of letters, digits, ".", "-" and "_", and begin with a letter
-    or a digit. Raises ValueError for any other name or key, and for the name "last".
+    Name and tags are part of a run's identity: the same command resumes an unfinished run, and
+    another name or other tags begin a new run. Several runs may have the same name. Names and keys
+    of tags consist of letters, digits, ".", "-" and "_", and begin with a letter or a digit; other
+    ones, and the name "last", raise ValueError.
     """
 
     name: str = ""
@@ -48,11 +46,10 @@ class Naming:
             )
 
     def identified(self, plan: str) -> str:
-        """Return a hash of the plan, the name and the tags of a run.
+        """Return a hash of a run's plan, name and tags; a run with the same hash can be resumed.
 
-        A run with the same hash can be resumed.
-
-        `plan` is the hash of the plan alone; it is returned if there is neither a name nor a tag.
+        `plan` is the hash of the plan alone, which is returned if there is neither a name nor a
+        tag.
         """
         if not (self.name or self.tags):
             return plan
@@ -61,10 +58,7 @@ class Naming:
         ).hexdigest()
 
     def added_to(self, provenance: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a run's provenance with the entries `name`, `tags` and `command`.
-
-        Empty entries are left out.
-        """
+        """Return a run's provenance with `name`, `tags` and `command` if not empty."""
         given = {"name": self.name, "tags": dict(self.tags), "command": self.command}
         return {**provenance, **{key: value for key, value in given.items() if value}}
 
@@ -95,10 +89,7 @@ class StoredRun:
 
     @property
     def naming(self) -> Naming:
-        """Return the name, tags and command of the run.
-
-        Those that its provenance lacks are empty.
-        """
+        """Return the name, tags and command in the run's provenance, or empty ones."""
         facts = self.provenance
         return Naming(
             name=facts.get("name", ""), tags=facts.get("tags", {}), command=facts.get("command", "")
@@ -107,20 +98,16 @@ class StoredRun:
 
 @dataclass(frozen=True)
 class PastRun:
-    """A run that shares cases with a given run.
-
-    `trials` are the summaries (`Trial.summary`) of its trials of them.
-    """
+    """A run that shares cases with a given run, with the summaries of its trials of them."""
 
     run: StoredRun
     trials: tuple[Trial, ...]
 
 
 def born(pid: int) -> float:
-    """Return the start time of a process, which distinguishes it from later processes with the same
-    id.
+    """Return the start time of a process in seconds since the epoch; 0 if it does not exist.
 
-    The time is in seconds since the epoch; it is 0 if the process does not exist.
+    It distinguishes the process from later ones with the same id.
     """
     import psutil
 

@@ -1,8 +1,7 @@
-"""Summaries: the steps and the ledger of a trial as one value of a row, so that a report need not
-read the spans.
+"""Summaries: the steps and the ledger of a trial as one value, so that a report reads no spans.
 
 A trial has thousands of spans, and going through them takes most of the time of a report. The
-summary is computed once, when the trial ends, and it can always be computed again from the spans.
+summary is computed when the trial ends, and can be computed again from the spans.
 """
 
 from __future__ import annotations
@@ -21,22 +20,21 @@ from dpbench.records.series import Steps
 from dpbench.records.visible import visible
 
 VERSION = 3
-"""The version of the ledger's rules.
+"""The version of the ledger's rules; raise it if a rule changes.
 
-Raise it if a rule changes. Summaries of other versions are computed again.
+Summaries of other versions are computed again.
 """
 _PHASES = {phase.value: phase for phase in Phase}
 
 
 class _Packed(msgspec.Struct, array_like=True):
-    """The data of a summary: the columns of the trial's steps, and values of the properties of its
-    `Ledger`.
+    """The columns of the trial's steps, and values of the properties of its `Ledger`.
 
-    `warmup` has one byte per step. All other series are little-endian doubles, one per step, or one
-    per timed step in `occupied`. `charged` has one series for each (phase, device) in `keys`; NaN
-    marks a step without this key. `median` is the index of the median step, and `spans` has its
-    spans as (phase, device, clock, start, end). `places` has the step of each of these spans,
-    relative to `median`; versions before 3 lack it.
+    `warmup` has one byte per step; all other series are little-endian doubles, one per step, or one
+    per timed step in `occupied`. `charged` has one series for each (phase, device) in `keys`, with
+    NaN for a step without this key. `median` is the index of the median step, `spans` its spans as
+    (phase, device, clock, start, end), and `places` their steps relative to `median`, which
+    versions before 3 lack.
     """
 
     version: int
@@ -57,10 +55,7 @@ _DECODER = msgspec.msgpack.Decoder(_Packed)
 
 
 class StoredLedger(Ledger):
-    """A ledger whose properties were stored.
-
-    Each series is decoded when a caller first asks for it.
-    """
+    """A ledger whose properties were stored; each series is decoded on first use."""
 
     def __init__(self, packed: _Packed) -> None:
         warmup = tuple(map(bool, packed.warmup))
@@ -86,15 +81,17 @@ class StoredLedger(Ledger):
     @cached_property
     def seconds(self) -> dict[str, array[float]]:
         """Return, by phase, the seconds of every step, summed over the devices."""
-        found: dict[str, array[float]] = {}
+        by_phase: dict[str, array[float]] = {}
         for (phase, _), column in zip(self._packed.keys, self._packed.charged, strict=True):
-            own = _numbers(column)
-            if math.isnan(sum(own)):  # a step lacks this phase
-                own = array("d", (0.0 if math.isnan(seconds) else seconds for seconds in own))
-            found[phase] = (
-                array("d", map(operator.add, found[phase], own)) if phase in found else own
+            values = _numbers(column)
+            if math.isnan(sum(values)):  # a step lacks this phase
+                values = array("d", (0.0 if math.isnan(seconds) else seconds for seconds in values))
+            by_phase[phase] = (
+                array("d", map(operator.add, by_phase[phase], values))
+                if phase in by_phase
+                else values
             )
-        return found
+        return by_phase
 
     @cached_property
     def middle(self) -> dict[str, float]:
@@ -103,16 +100,12 @@ class StoredLedger(Ledger):
 
     @cached_property
     def occupied(self) -> dict[int, array[float]]:
-        """Return, by device, the stored seconds in each timed step during which a span was open on
-        the device.
-        """
+        """Return, by device, the stored seconds of each timed step with an open span on it."""
         return {device: _numbers(column) for device, column in self._packed.occupied.items()}
 
     @cached_property
     def concurrency(self) -> dict[Phase, tuple[float, float]]:
-        """Return, by phase, the stored sum and the stored union of its spans, in seconds over all
-        timed steps.
-        """
+        """Return, by phase, the stored sum and union of its spans, in seconds."""
         return {_PHASES[phase]: pair for phase, pair in self._packed.concurrency.items()}
 
     @cached_property
@@ -130,10 +123,11 @@ class StoredLedger(Ledger):
 
 
 def packed(trial: Trial) -> bytes:
-    """Return the summary of a trial as bytes, for the column `summary` of its row."""
-    found, steps = trial.ledger, trial.by_column
-    keys = list(dict.fromkeys(key for charged in found.charged for key in charged))
-    number, spans = found.median_step or (None, ())
+    """Return the summary of a trial, for the column `summary` of its row."""
+    ledger = trial.ledger
+    steps = trial.by_column
+    keys = list(dict.fromkeys(key for charged in ledger.charged for key in charged))
+    number, spans = ledger.median_step or (None, ())
     return msgspec.msgpack.encode(
         _Packed(
             version=VERSION,
@@ -142,11 +136,11 @@ def packed(trial: Trial) -> bytes:
             warmup=bytes(steps.warmup),
             keys=keys,
             charged=[
-                _column([charged.get(key, math.nan) for charged in found.charged]) for key in keys
+                _column([charged.get(key, math.nan) for charged in ledger.charged]) for key in keys
             ],
-            middle=dict(found.middle),
-            occupied={device: _column(values) for device, values in found.occupied.items()},
-            concurrency={phase.value: pair for phase, pair in found.concurrency.items()},
+            middle=dict(ledger.middle),
+            occupied={device: _column(values) for device, values in ledger.occupied.items()},
+            concurrency={phase.value: pair for phase, pair in ledger.concurrency.items()},
             median=number,
             spans=[(s.phase.value, s.device, s.clock, s.start_s, s.end_s) for s in spans],
             places=[s.step - number for s in spans] if number is not None else [],
@@ -155,34 +149,34 @@ def packed(trial: Trial) -> bytes:
 
 
 def unpacked(summary: bytes | None) -> StoredLedger | None:
-    """Return the ledger of a summary.
-
-    None if it is missing or damaged, or has another `VERSION`.
-    """
+    """Return the ledger of a summary; None if it is missing, damaged or of another `VERSION`."""
     try:
-        found = _DECODER.decode(summary or b"")
-        return StoredLedger(found) if found.version == VERSION and _consistent(found) else None
+        decoded = _DECODER.decode(summary or b"")
+        return (
+            StoredLedger(decoded) if decoded.version == VERSION and _consistent(decoded) else None
+        )
     except (ValueError, TypeError):
         return None
 
 
-def _consistent(found: _Packed) -> bool:
-    """Return whether the phases of a summary are known and sum to its steps, and its parts fit
-    together.
-    """
-    phases = {phase for phase, _ in found.keys} | {span[0] for span in found.spans}
-    if not {*phases, *found.concurrency, *found.middle} <= {*_PHASES, UNATTRIBUTED}:
+def _consistent(summary: _Packed) -> bool:
+    """Return whether phases are known and sum to the steps, and the parts fit together."""
+    phases = {phase for phase, _ in summary.keys} | {span[0] for span in summary.spans}
+    if not {*phases, *summary.concurrency, *summary.middle} <= {*_PHASES, UNATTRIBUTED}:
         return False
-    steps, timed = len(found.warmup), found.warmup.count(0)
+    steps = len(summary.warmup)
+    timed = summary.warmup.count(0)
     return (
-        all(len(column) == 8 * steps for column in (found.seconds, found.ends, *found.charged))
-        and all(len(column) == 8 * timed for column in found.occupied.values())
-        and len(found.keys) == len(found.charged)
-        and len(found.places) == len(found.spans)
-        and (found.median is None or 0 <= found.median < steps)
+        all(
+            len(column) == 8 * steps for column in (summary.seconds, summary.ends, *summary.charged)
+        )
+        and all(len(column) == 8 * timed for column in summary.occupied.values())
+        and len(summary.keys) == len(summary.charged)
+        and len(summary.places) == len(summary.spans)
+        and (summary.median is None or 0 <= summary.median < steps)
         and math.isclose(
-            sum(map(_total, found.charged)),
-            sum(_numbers(found.seconds)),
+            sum(map(_total, summary.charged)),
+            sum(_numbers(summary.seconds)),
             # the ends of steps are rounded, so that those of short steps differ slightly
             rel_tol=0.01,
         )
@@ -190,7 +184,7 @@ def _consistent(found: _Packed) -> bool:
 
 
 def _total(column: bytes) -> float:
-    """Return the sum of a series without the NaN of steps that lack the key."""
+    """Return the sum of a series without NaN."""
     values = _numbers(column)
     total = sum(values)
     return total if not math.isnan(total) else sum(one for one in values if not math.isnan(one))

@@ -5,9 +5,8 @@ trace            a Chrome trace for Perfetto and speedscope, with every span, st
 split            one trial as one trace file per device, for Holistic Trace Analysis (HTA)
 pyperf           a pyperf suite, with one benchmark per case and one pyperf run per round
 
-Text is returned as an iterator of pieces, so that the text of a long run is never in memory as a
-whole. `labels` is a function that returns the labels that must accompany a trial's numbers, such as
-`dpbench.analysis.summary.labels`.
+Text is returned in pieces, so that the text of a long run is never in memory as a whole. `labels`
+returns the labels that must accompany a trial's numbers, such as `dpbench.analysis.summary.labels`.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ def check(
 ) -> None:
     """Raise ValueError if the options of the command `export` cannot be combined.
 
-    `every`, `part` and `split` are the values of the options --all, --case and --split. No run is
-    read for the check.
+    `every`, `part` and `split` are the values of --all, --case and --split.
     """
     if format != "trace" and (part is not None or split):
         option = "--split" if split else "--case"
@@ -82,8 +80,8 @@ def pieces(
     """Return the text of an export in pieces; for `split`, write files instead.
 
     `runs` has pairs of a run and its trials; only jsonl accepts several runs. For a trace, `part`
-    and `every` select trials as in `pick`. With `split`, the trace files are written into the
-    folder `split`, and the pieces are their paths, one per line.
+    and `every` select trials as in `pick`. With `split`, one trace file per device is written into
+    this folder, and the pieces are their paths, one per line.
 
     Raises ValueError if a trace, a split or a pyperf suite would contain no trial, or if several
     trials are selected for `split`.
@@ -106,9 +104,7 @@ def pieces(
 
 
 def write(text: Iterable[str], output: Path | None) -> None:
-    """Write the pieces of `text` one by one to the file `output`, or to stdout if `output` is
-    None.
-    """
+    """Write the pieces of `text` one by one to the file `output`, or to stdout."""
     if output is None:
         sys.stdout.writelines(text)
         sys.stdout.flush()

@@ -1,6 +1,4 @@
-"""Formats: select and name trials.
-
-Write them as JSON lines or a pyperf suite. Read JSON lines back.
+"""Formats: select and name trials, write them as JSON lines or a pyperf suite, read JSON lines.
 
 The commands `pyperf stats`, `hist`, `check` and `compare_to` read the suite.
 """
@@ -39,9 +37,7 @@ if TYPE_CHECKING:
 
 
 Labels = Callable[[Trial], tuple[str, ...]]
-"""A function that returns the labels that must accompany a trial's numbers, such as MEASURED and
-CPU-ONLY.
-"""
+"""A function that returns the labels that must accompany a trial's numbers, such as MEASURED."""
 
 IN_LABEL = frozenset(
     {
@@ -60,15 +56,11 @@ IN_LABEL = frozenset(
         *HABITS,
     }
 )
-"""The fields that `name` does not append to the label: the label has them, and `declared` follows
-from the strategy.
-"""
+"""The fields that `name` does not append: the label has them, or the strategy implies them."""
 
 
 def name(case: Case) -> str:
-    """Return a unique name of a case: its label, then field=value for each other field that is not
-    at its default.
-    """
+    """Return a unique name of a case: its label, then field=value for other fields."""
     rest = {field: value for field, value in case.to_dict().items() if field not in IN_LABEL}
     return " ".join(
         [case.label, *(f"{field}={_plain(value)}" for field, value in sorted(rest.items()))]
@@ -76,46 +68,36 @@ def name(case: Case) -> str:
 
 
 def _plain(value: Any) -> str:
-    """Return the value of a case's field as text, such as "1,0" for the tuple (1, 0).
-
-    The elements of a tuple are joined by commas, and those of a nested tuple by colons.
-    """
+    """Join the elements of a tuple by commas, such as "1,0", those of a nested one by colons."""
     if not isinstance(value, tuple):
         return str(value)
     return ",".join(":".join(part) if isinstance(part, tuple) else str(part) for part in value)
 
 
 def title(trial: Trial, labels: Labels) -> str:
-    """Return the title of a trial: its case and its round, and in brackets its labels and its
-    fault, if any.
-
-    The status of the trial follows the round unless the status is `ok`.
-    """
-    said = [*labels(trial), *([trial.fault.upper()] if trial.fault else [])]
+    """Return a trial's case, round and status unless `ok`, and in brackets its labels and fault."""
+    marks = [*labels(trial), *([trial.fault.upper()] if trial.fault else [])]
     ended = "" if trial.status == "ok" else f" {trial.status}"
-    return f"{name(trial.case)} round {trial.round}{ended} [{' '.join(said)}]"
+    return f"{name(trial.case)} round {trial.round}{ended} [{' '.join(marks)}]"
 
 
 def pick(trials: Sequence[Trial], part: str | None = None, *, every: bool = False) -> list[Trial]:
-    """Return one trial of each case that `part` selects.
+    """Return one trial of each case that `part` selects; with `every`, all its trials.
 
-    With `every`, return all trials of these cases.
-
-    The one trial of a case is the first that is trusted and has timed steps. `part` is the number
-    of a case, counted from 1 in the order in which the run started the cases, or a part of a case's
-    name. A complete name selects only that case, and None selects all cases. Raises ValueError if
-    no case or no trial is selected.
+    The one trial is the first that is trusted and has timed steps. `part` is the number of a case,
+    counted from 1 in the order of start, its name, or a part of its name; None selects all cases.
+    Raises ValueError if no case or no trial is selected.
     """
     names = list(dict.fromkeys(name(trial.case) for trial in trials))
     wanted = set(_named(names, part)) if part is not None else set(names)
     fitting = [trial for trial in trials if name(trial.case) in wanted]
-    found = [trial for trial in fitting if every or (trial.trusted and trial.timed)]
+    picked = [trial for trial in fitting if every or (trial.trusted and trial.timed)]
     if not every:
         first: dict[str, Trial] = {}
-        for trial in found:
+        for trial in picked:
             first.setdefault(name(trial.case), trial)
-        found = [first[one] for one in names if one in first]
-    if not found:
+        picked = [first[one] for one in names if one in first]
+    if not picked:
         ends = (
             ", ".join(f"{trial.case.label}: {trial.fault or trial.status}" for trial in fitting[:8])
             or "no trials"
@@ -124,28 +106,23 @@ def pick(trials: Sequence[Trial], part: str | None = None, *, every: bool = Fals
             "the selected cases have no measured trial with usable step times (case and result of"
             f" each: {ends}); choose other cases with --case, or another run with --run"
         )
-    return found
+    return picked
 
 
 def _named(names: Sequence[str], part: str) -> list[str]:
-    """Return those of `names` that `part` selects, by the rules of `pick`.
-
-    Raises ValueError if there are none.
-    """
     if part.isdigit() and 1 <= int(part) <= len(names):
         return [names[int(part) - 1]]
-    found = [part] if part in names else [name for name in names if part in name]
-    if not found or part.isdigit():
+    selected = [part] if part in names else [name for name in names if part in name]
+    if not selected or part.isdigit():
         raise ValueError(
             f"the run has no case {part}; give --case one of these numbers or names:"
             f" {numbered(names)}"
         )
-    return found
+    return selected
 
 
 def numbered(names: Sequence[str]) -> str:
-    """Return the names of cases, each after the number that `pick` accepts for it, as text such as
-    "1 mlp; 2 lstm".
+    """Return the names of cases with the numbers that `pick` accepts, such as "1 mlp; 2 lstm".
 
     The text is "none" if there are no names.
     """
@@ -153,17 +130,13 @@ def numbered(names: Sequence[str]) -> str:
 
 
 def nameless(provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's provenance without the host name, so that exported files do not reveal the
-    host name.
-    """
+    """Return a run's provenance without the host name, which exported files must not reveal."""
     host = {key: value for key, value in provenance.get("host", {}).items() if key != "name"}
     return {**provenance, **({"host": host} if host else {})}
 
 
 def jsonl(run_id: str, trials: Iterable[Trial], labels: Labels = lambda trial: ()) -> Iterator[str]:
-    """Yield one line of JSON per trial: run id, case, status, labels, memory, provenance, and
-    seconds by phase.
-    """
+    """Yield one line of JSON per trial."""
     for trial in trials:
         steps = [
             {"seconds": step.seconds, "warmup": step.warmup, "phases": phases}
@@ -194,9 +167,7 @@ Metadata = dict[str, str | int | float]
 
 
 class ExportedStep(msgspec.Struct):
-    """One step in a line of an exported file: its seconds (None if they were not finite), and its
-    seconds by phase.
-    """
+    """One step in a line of an exported file; non-finite `seconds` are None."""
 
     seconds: float | None
     warmup: bool
@@ -204,10 +175,7 @@ class ExportedStep(msgspec.Struct):
 
 
 class ExportedTrial(msgspec.Struct):
-    """One line of a file that `jsonl` wrote.
-
-    Files of older versions lack the fields with a default.
-    """
+    """One line of a file that `jsonl` wrote; older versions lack the fields with a default."""
 
     run_id: str
     case: dict[str, Any]
@@ -228,7 +196,7 @@ class ExportedTrial(msgspec.Struct):
         Each step begins when the previous one ends.
         """
         seconds = [math.nan if step.seconds is None else step.seconds for step in self.steps]
-        found = Trial(
+        trial = Trial(
             case=Case.from_dict(self.case),
             source=self.source,
             status=self.status,
@@ -247,46 +215,44 @@ class ExportedTrial(msgspec.Struct):
             {visible.visible(name): s or 0.0 for name, s in step.phases.items()}
             for step in self.steps
         ]
-        return found.with_ledger(Ledger.recorded(found.steps, phases))
+        return trial.with_ledger(Ledger.recorded(trial.steps, phases))
 
 
 def read_jsonl(path: Path) -> dict[str, list[Trial]]:
-    """Return the trials of a file that `jsonl` wrote, by run id.
-
-    A file whose name ends in .gz is decompressed.
+    """Return the trials of a file that `jsonl` wrote, by run id; one ending in .gz is decompressed.
 
     Raises ValueError, which names the line, if a line is not a trial.
     """
-    found: dict[str, list[Trial]] = {}
+    by_run: dict[str, list[Trial]] = {}
     number = 1
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             for line in file:
-                one = msgspec.json.decode(line.removeprefix(BOM), type=ExportedTrial)
-                found.setdefault(visible.visible(one.run_id), []).append(one.trial())
+                exported = msgspec.json.decode(line.removeprefix(BOM), type=ExportedTrial)
+                by_run.setdefault(visible.visible(exported.run_id), []).append(exported.trial())
                 number += 1
     except (msgspec.MsgspecError, ValueError, EOFError, gzip.BadGzipFile) as error:
         raise ValueError(
             f"{path}, line {number}: this is not an export by `dpbench export jsonl`: {error}"
         ) from None
-    return found
+    return by_run
 
 
 def read_run(path: Path, run: str = "") -> tuple[StoredRun, list[Trial]]:
     """Return the run whose id begins with `run` in a file that `jsonl` wrote, and its trials.
 
-    The run has no start time and no provenance, because the file lacks them. Raises ValueError if
-    `run` matches none or several of the runs in the file.
+    The file has no start time and no provenance of the run. Raises ValueError if `run` matches none
+    or several of its runs.
     """
     from dpbench.store import FINISHED, StoredRun
 
-    found = read_jsonl(path)
-    fitting = {name: trials for name, trials in found.items() if name.startswith(run)}
+    by_run = read_jsonl(path)
+    fitting = {name: trials for name, trials in by_run.items() if name.startswith(run)}
     if len(fitting) != 1:
-        known = ", ".join(name[:12] for name in found) or "none"
+        ids = ", ".join(name[:12] for name in by_run) or "none"
         raise ValueError(
             f"{path} has {len(fitting)} runs whose id begins with {run!r}; give the beginning of an"
-            f" id: {known}"
+            f" id: {ids}"
         )
     [(run_id, trials)] = fitting.items()
     return StoredRun(run_id, FINISHED, 0.0, 0, {}), trials
@@ -295,11 +261,10 @@ def read_run(path: Path, run: str = "") -> tuple[StoredRun, list[Trial]]:
 def pyperf(
     run_id: str, provenance: Mapping[str, Any], trials: Iterable[Trial], labels: Labels
 ) -> str:
-    """Return a pyperf suite, as JSON text, of those trials of one run that are trusted and have
-    timed steps.
+    """Return a pyperf suite, as JSON, of a run's trials that are trusted and have timed steps.
 
     If a case has several such trials in a round, the last one counts. Raises ValueError if there is
-    no such trial.
+    none.
     """
     rounds: dict[str, dict[int, Trial]] = {}
     for trial in trials:
@@ -318,23 +283,19 @@ def pyperf(
                 "unit": "second",
                 "loops": 1,
                 "labels": " ".join(
-                    dict.fromkeys(label for trial in found.values() for label in labels(trial))
+                    dict.fromkeys(label for trial in by_round.values() for label in labels(trial))
                 ),
             },
-            "runs": [_run(number, trial) for number, trial in sorted(found.items())],
+            "runs": [_run(number, trial) for number, trial in sorted(by_round.items())],
         }
-        for title, found in rounds.items()
+        for title, by_round in rounds.items()
     ]
     facts = _facts(provenance, {"dpbench_run": run_id})
     return json.dumps({"version": VERSION, "metadata": facts, "benchmarks": benchmarks}) + "\n"
 
 
 def _run(number: int, trial: Trial) -> dict[str, Any]:
-    """Return the trial of round `number` as a run of pyperf.
-
-    `values` are the durations of the timed steps in seconds; `warmups` are pairs of the loop count,
-    1, and the duration of a warm-up step in seconds.
-    """
+    """Return a trial as a run of pyperf: `values` in seconds, `warmups` as (loops, seconds)."""
     metadata: Metadata = {"round": number, "verified": str(trial.verified)}
     if trial.setup:
         metadata["duration"] = sum(trial.setup.values())
@@ -348,13 +309,11 @@ def _run(number: int, trial: Trial) -> dict[str, Any]:
 
 
 def _facts(provenance: Mapping[str, Any], first: Metadata) -> Metadata:
-    """Return the metadata of a suite: the entries of `first`, then the run's provenance without the
-    host name.
-
-    Facts that pyperf defines have pyperf's names. Empty facts are left out.
-    """
-    host, gpus = provenance.get("host", {}), provenance.get("gpus", {})
-    packages, code = provenance.get("packages", {}), provenance.get("dpbench", {})
+    """Return the metadata of a suite: `first`, then the run's facts, with pyperf's names if any."""
+    host = provenance.get("host", {})
+    gpus = provenance.get("gpus", {})
+    packages = provenance.get("packages", {})
+    code = provenance.get("dpbench", {})
     facts = {
         "platform": f"{host.get('system', '')} {host.get('machine', '')}",
         "cpu_model_name": host.get("cpu"),
@@ -375,5 +334,5 @@ def _facts(provenance: Mapping[str, Any], first: Metadata) -> Metadata:
 
 
 def _counted(names: Sequence[str]) -> str:
-    """Return the distinct names, each after its count, as text such as "2x A100, 1x T4"."""
+    """Return the distinct names after their counts, such as "2x A100, 1x T4"."""
     return ", ".join(f"{names.count(one)}x {one}" for one in dict.fromkeys(names))

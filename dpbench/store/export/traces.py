@@ -1,8 +1,7 @@
 """Traces: write trials in the Trace Event Format, which Perfetto and speedscope read.
 
-`trace` writes several trials into one trace. `split` writes one trial as a folder of traces for
-Holistic Trace Analysis (HTA), in the style of PyTorch's profiler: one file per device, which HTA
-reads as a rank.
+`trace` writes several trials into one trace. `split` writes one trial for Holistic Trace Analysis
+(HTA), in the style of PyTorch's profiler: one file per device, which HTA reads as a rank.
 """
 
 from __future__ import annotations
@@ -17,20 +16,18 @@ from dpbench.store.export.formats import Labels, nameless, title
 
 _T = TypeVar("_T")
 Timed = tuple[float, float, _T]
-"""The tuple (start, end, content) of an interval; start and end are in seconds."""
+"""An interval (start, end, content); start and end are in seconds."""
 TICKS = 1024
-"""The number of ticks per microsecond; times are rounded to whole ticks."""
+"""Ticks per microsecond; times are rounded to whole ticks."""
 LATEST_S = 1e12
-"""The time from which on an event is left out: monotonic clocks begin when a machine starts."""
+"""Events from this time on are left out: monotonic clocks begin when a machine starts."""
 ORDER = {phase: number for number, phase in enumerate(Phase)}
 
 
 def trace(
     run_id: str, provenance: Mapping[str, Any], trials: Sequence[Trial], labels: Labels
 ) -> Iterator[str]:
-    """Yield, one trial at a time, the JSON text of one trace with all `trials` of the run
-    `run_id`.
-    """
+    """Yield, one trial at a time, the JSON text of one trace with all `trials` of a run."""
     zero_s = min((at for trial in trials for at in _times(trial) if _shown(at)), default=0.0)
     facts = {
         "run_id": run_id,
@@ -45,21 +42,16 @@ def trace(
 
 
 def _times(trial: Trial) -> Iterator[float]:
-    """Yield the start times, in seconds, of a trial's steps and spans, and the times of samples
-    that have a time.
-    """
     yield from (step.start_s for step in trial.steps)
     yield from (span.start_s for span in trial.spans)
     yield from (sample.time_s for sample in trial.samples if sample.time_s > 0.0)
 
 
 def _facts(pid: int, trial: Trial, labels: Labels) -> dict[str, Any]:
-    """Return the facts about a trial for the metadata of a trace: case, status, labels, memory and
-    provenance.
+    """Return the facts about a trial for the metadata of a trace; `pid` is its process there.
 
-    `pid` is the process id that the trace gives to the trial. The entry `untimed` has the samples
-    without a time, as [device, metric, value]; these samples come from the steps that are profiled
-    after the timed steps.
+    `untimed` has the samples without a time, from the steps that are profiled after the timed
+    steps.
     """
     untimed = [[s.device, s.metric, s.value] for s in trial.samples if s.time_s == 0.0]
     return {
@@ -77,71 +69,57 @@ def _facts(pid: int, trial: Trial, labels: Labels) -> dict[str, Any]:
 
 
 def _events(pid: int, trial: Trial, zero_s: float, name: str) -> Iterator[str]:
-    """Yield every event of one trial as JSON text.
-
-    The trace shows the trial as the process `pid` with this name.
-
-    `zero_s` is the time that the trace shows as 0.
-    """
+    """Yield a trial's events as JSON; `pid` is its process, and `zero_s` is shown as 0."""
     yield meta("process_name", pid, 0, name=name)
     yield meta("process_sort_index", pid, 0, sort_index=pid)
     tid = 0
-    for track, found in (("steps", _steps(trial.steps)), *_tracks(trial.spans)):
+    for track, intervals in (("steps", _steps(trial.steps)), *_tracks(trial.spans)):
         first = tid
-        for lane, start, end, said in lanes(found, zero_s):
+        for lane, start, end, members in lanes(intervals, zero_s):
             if first + lane == tid:
                 tid += 1
                 yield meta(
                     "thread_name", pid, tid, name=track if lane == 0 else f"{track} #{lane + 1}"
                 )
                 yield meta("thread_sort_index", pid, tid, sort_index=tid)
-            yield _complete(pid, first + lane + 1, start, end, said)
+            yield _complete(pid, first + lane + 1, start, end, members)
     yield from _counters(pid, trial.samples, zero_s)
 
 
 def _steps(steps: Iterable[Step]) -> Iterator[Timed[str]]:
-    """Yield (start, end, content) of each step.
-
-    The content is the name, category and arguments as JSON text.
-    """
     for number, step in enumerate(steps):
         args = words.dumps({"seconds": step.seconds, "warmup": step.warmup})
         yield step.start_s, step.end_s, f'"name":"step {number}","cat":"step","args":{args}'
 
 
 def _tracks(spans: Iterable[Span]) -> list[tuple[str, list[Timed[str]]]]:
-    """Return (name, spans) of each track. Each phase of a device or of the host has one track.
-
-    The tracks are ordered by device, the host first, then by phase.
-    """
-    found: dict[tuple[int, Phase], list[Timed[str]]] = {}
+    """Return (name, spans) of each phase of a device or the host, by device, the host first."""
+    tracks: dict[tuple[int, Phase], list[Timed[str]]] = {}
     for span in spans:
-        said = f'"name":"{span.phase}","cat":"{span.clock}","args":{{"step":{span.step}}}'
-        found.setdefault((span.device, span.phase), []).append((span.start_s, span.end_s, said))
-    keys = sorted(found, key=lambda key: (key[0], ORDER[key[1]]))
-    return [(f"{place(device)} {phase}", found[device, phase]) for device, phase in keys]
+        members = f'"name":"{span.phase}","cat":"{span.clock}","args":{{"step":{span.step}}}'
+        tracks.setdefault((span.device, span.phase), []).append((span.start_s, span.end_s, members))
+    keys = sorted(tracks, key=lambda key: (key[0], ORDER[key[1]]))
+    return [(f"{place(device)} {phase}", tracks[device, phase]) for device, phase in keys]
 
 
 def place(device: int) -> str:
-    """Return "device i" for the index i of a device, or "host" for the index of the host, -1."""
+    """Return "device i", or "host" for the index -1."""
     return "host" if device == HOST else f"device {device}"
 
 
 def lanes(
-    found: Iterable[Timed[_T]], zero_s: float, *, nested: bool = True
+    intervals: Iterable[Timed[_T]], zero_s: float, *, nested: bool = True
 ) -> list[tuple[int, int, int, _T]]:
-    """Assign each interval to the lowest lane on which it fits.
+    """Return (lane, start, end, content) of each interval, by start, on the lowest fitting lane.
 
-    Return (lane, start, end, content) ordered by start.
-
-    Lanes are numbered from 0. Start and end are in ticks after `zero_s`. An interval fits on a lane
-    if no interval of this lane overlaps it; with `nested`, it also fits if it lies within each
-    interval that overlaps it. Intervals with an infinite or NaN start or end, or one above
-    `LATEST_S`, are left out.
+    Lanes are numbered from 0; start and end are in ticks after `zero_s`. An interval fits if no
+    interval of the lane overlaps it or, with `nested`, if it lies within each that does. Intervals
+    with an infinite or NaN start or end, or one above `LATEST_S`, are left out.
     """
-    placed = [one for one in found if _shown(one[0]) and _shown(one[1])]
+    placed = [interval for interval in intervals if _shown(interval[0]) and _shown(interval[1])]
     timed = [(ticks(start - zero_s), ticks(end - zero_s), what) for start, end, what in placed]
-    laid, open_ends = [], list[list[int]]()
+    laid = []
+    open_ends: list[list[int]] = []
     for start, end, what in sorted(timed, key=lambda one: (one[0], -one[1])):
         for lane, ends in enumerate(open_ends):  # noqa: B007
             while ends and ends[-1] <= start:
@@ -161,53 +139,41 @@ def _shown(at_s: float) -> bool:
 
 
 def ticks(seconds: float) -> int:
-    """Return a duration in seconds as a whole number of ticks of 1/1024 µs."""
+    """Return a duration in seconds as whole ticks of 1/1024 µs."""
     return round(seconds * 1e6 * TICKS)
 
 
-def _complete(pid: int, tid: int, start: int, end: int, said: str) -> str:
-    """Return a complete event, which shows an interval, as JSON text.
-
-    `start` and `end` are in ticks; `said` is the event's other members as JSON text.
-    """
+def _complete(pid: int, tid: int, start: int, end: int, members: str) -> str:
+    """Return the event of an interval as JSON; `members` is its name, category and arguments."""
     times = f'"ts":{start / TICKS!r},"dur":{(end - start) / TICKS!r}'
-    return f'{{"ph":"X","pid":{pid},"tid":{tid},{times},{said}}}'
+    return f'{{"ph":"X","pid":{pid},"tid":{tid},{times},{members}}}'
 
 
 def meta(kind: str, pid: int, tid: int, **args: Any) -> str:
-    """Return, as JSON text, a metadata event of type `kind`, which sets the name or position of a
-    process or track.
+    """Return, as JSON, a metadata event of type `kind`, which names or orders a process or track.
 
-    `args` are the event's arguments, such as `name` or `sort_index`.
+    `args` are its arguments, such as `name` or `sort_index`.
     """
     return words.dumps({"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": args})
 
 
 def _counters(pid: int, samples: Iterable[Sample], zero_s: float) -> Iterator[str]:
-    """Yield, as JSON text, one counter event per sample with a time.
-
-    Each metric of a device is one counter.
-    """
     for sample in samples:
         if 0.0 < sample.time_s < LATEST_S:
             counter = words.dumps(f"{place(sample.device)} {sample.metric}")
-            at = ticks(sample.time_s - zero_s) / TICKS
+            microseconds = ticks(sample.time_s - zero_s) / TICKS
             value = f'{{"{sample.metric}":{sample.value!r}}}'
-            yield f'{{"ph":"C","pid":{pid},"ts":{at!r},"name":{counter},"args":{value}}}'
+            yield f'{{"ph":"C","pid":{pid},"ts":{microseconds!r},"name":{counter},"args":{value}}}'
 
 
 COMMUNICATION = frozenset({Phase.SCATTER, Phase.REPLICATE, Phase.GATHER, Phase.REDUCE})
 COMPUTE_STREAM, COMMUNICATION_STREAM = 10, 20
-"""The numbers of the first stream for compute spans and of the first stream for communication
-spans.
-
-Spans that overlap use the streams with the next numbers.
-"""
+"""The first streams of compute and of communication; overlapping spans use the next ones."""
 FIRST_CORRELATION = 1 << 20
-"""The first correlation id, the number that links a kernel to its launch.
+"""The first id that links a kernel to its launch.
 
-HTA 0.5 stores row indices in the smallest integer type that fits the correlation ids; with small
-ids, they overflow.
+HTA 0.5 stores row indices in the smallest integer type that fits these ids; with small ids, they
+overflow.
 """
 STEPS_TID, LAUNCH_TID, HOST_TID = 1, 2, 3
 NOTE = (
@@ -222,12 +188,10 @@ NOTE = (
 def split(
     run_id: str, provenance: Mapping[str, Any], trial: Trial, labels: Labels, folder: Path
 ) -> list[Path]:
-    """Write the timed steps of a trial as one trace file per device into `folder`.
+    """Write the timed steps of a trial as one trace file per device, and return the paths.
 
-    Return the files' paths.
-
-    The folder is created if it does not exist. Raises ValueError if no device has a span in a timed
-    step, or if the folder already contains traces, because HTA reads all traces in a folder.
+    Creates the folder. Raises ValueError if no device has a span in a timed step, or if the folder
+    already contains traces, because HTA reads all traces in a folder.
     """
     timed = {number for number, step in enumerate(trial.steps) if not step.warmup}
     spans = [span for span in trial.spans if span.step in timed]
@@ -257,7 +221,7 @@ def split(
     )
     paths = []
     for device in devices:
-        mine = [span for span in spans if span.device == device]
+        device_spans = [span for span in spans if span.device == device]
         paths.append(folder / f"rank-{device}.json")
         with paths[-1].open("w", encoding="utf-8") as out:
             # HTA reads the rank from the first line that contains one
@@ -267,7 +231,7 @@ def split(
                 f" {json.dumps(facts)},"
             )
             out.write('\n"displayTimeUnit": "ms",\n"traceEvents": [\n')
-            out.write(",\n".join(_rank_events(device, trial.steps, mine, zero_s)))
+            out.write(",\n".join(_rank_events(device, trial.steps, device_spans, zero_s)))
             if device == devices[0]:  # the host's spans are written to the first device's file
                 out.writelines(",\n" + event for event in _host(device, spans, zero_s))
             out.write("\n]}\n")
@@ -277,11 +241,7 @@ def split(
 def _rank_events(
     device: int, steps: Sequence[Step], spans: Sequence[Span], zero_s: float
 ) -> Iterator[str]:
-    """Yield the events of one device as JSON text: the timed steps, and each span as a kernel with
-    its launch.
-
-    `spans` are the device's spans in timed steps. `zero_s` is the time that the trace shows as 0.
-    """
+    """Yield a device's timed steps, and each span as a kernel with its launch, as JSON."""
     yield meta("process_name", device, 0, name=f"device {device}")
     ends = 0
     for number, step in enumerate(steps):
@@ -303,7 +263,7 @@ def _rank_events(
         for lane, start, end, span in lanes(chosen, zero_s, nested=False):
             correlation += 1
             cause = span.start_s if span.on_host else steps[span.step].start_s
-            at = _us(cause, zero_s)
+            launched_us = _us(cause, zero_s)
             name = f"ncclKernel_{span.phase}" if communicates else str(span.phase)
             stream = first + lane
             args = {
@@ -314,17 +274,22 @@ def _rank_events(
             }
             launch = {"correlation": correlation}
             yield _rank_complete(
-                "cudaLaunchKernel", "cuda_runtime", device, LAUNCH_TID, at, at, launch
+                "cudaLaunchKernel",
+                "cuda_runtime",
+                device,
+                LAUNCH_TID,
+                launched_us,
+                launched_us,
+                launch,
             )
             yield _rank_complete(name, "kernel", device, stream, _whole(start), _whole(end), args)
 
 
 def _host(device: int, spans: Sequence[Span], zero_s: float) -> Iterator[str]:
-    """Yield, as JSON text, those of `spans` that belong to the host, as CPU operators of the
-    process `device`.
-    """
-    mine: list[Timed[Span]] = [(one.start_s, one.end_s, one) for one in spans if one.device == HOST]
-    for lane, start, end, span in lanes(mine, zero_s):
+    host_spans: list[Timed[Span]] = [
+        (one.start_s, one.end_s, one) for one in spans if one.device == HOST
+    ]
+    for lane, start, end, span in lanes(host_spans, zero_s):
         yield _rank_complete(
             str(span.phase),
             "cpu_op",
@@ -337,16 +302,13 @@ def _host(device: int, spans: Sequence[Span], zero_s: float) -> Iterator[str]:
 
 
 def _us(at_s: float, zero_s: float) -> int:
-    """Return the time `at_s` as whole microseconds after `zero_s`.
-
-    The time is first rounded to ticks, like the times of spans.
-    """
+    """Return `at_s` as whole microseconds after `zero_s`, rounded to ticks first like spans."""
     return _whole(ticks(at_s - zero_s))
 
 
-def _whole(found: int) -> int:
-    """Return the number of ticks `found` as microseconds, rounded to the nearest whole number."""
-    return round(found / TICKS)
+def _whole(count: int) -> int:
+    """Return ticks as whole microseconds."""
+    return round(count / TICKS)
 
 
 def _rank_complete(
@@ -358,9 +320,5 @@ def _rank_complete(
     end_us: int,
     args: dict[str, int] | None = None,
 ) -> str:
-    """Return a complete event, which shows an interval, as JSON text.
-
-    Its times are whole microseconds.
-    """
     event = {"ph": "X", "cat": category, "name": name, "pid": pid, "tid": tid, "ts": start_us}
     return json.dumps({**event, "dur": end_us - start_us, "args": args or {}})
