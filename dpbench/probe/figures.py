@@ -18,7 +18,7 @@ from dpbench.records.ledger import middle_half
 
 Work = Callable[[], object]
 Setting = Callable[[], AbstractContextManager[Any]]
-"""Returns a context manager that each thread enters: states such as the grad mode are per thread."""
+"""Returns a context manager that each thread enters, as the grad mode is per thread."""
 REPEATS = 9
 """The number of timed repetitions in each pass."""
 LOOP_S = 4e-3
