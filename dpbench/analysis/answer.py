@@ -1,6 +1,4 @@
-"""Answer: a decision in words, with its reason, its certainty, the memory it needs, and the command
-to run next.
-"""
+"""Answer: a decision in words, with its reason, certainty, memory, and the command to run next."""
 
 from __future__ import annotations
 
@@ -53,12 +51,11 @@ class Answer:
     """The answer to one question, in words.
 
     `subject` names the model and, if a run has several, the settings. `headline` is the choice with
-    its speed-up. `reason` is a clause with DataParallel's speed-up and the phase in which it loses
-    most time. `certainty` is a clause on how sure the answer is and on missing measurements,
-    `memory` a clause on the memory of the recommended case. `command` is the full command to run
-    next. A text is "" if there is nothing to say. `home` is the case on one device with which the
-    cases in `compared` are compared. `baseline` is the row of `home`, None if it was not measured.
-    `row` is the row of the recommended case, None if no case is recommended.
+    its speed-up. `reason` is a clause on DataParallel's speed-up and most costly phase, `certainty`
+    on doubts and missing measurements, `memory` on the memory of the recommended case. `command` is
+    the command to run next. A text is "" if there is nothing to say. `home` is the case on one
+    device with which those in `compared` are compared, and `baseline` its row, None if not
+    measured. `row` is the row of the recommended case, None without one.
     """
 
     subject: str
@@ -84,11 +81,7 @@ class Answer:
         return " ".join([f"{self.subject}: {self.headline}.", *sentences, *following])
 
     def epoch(self, samples: int) -> str:
-        """Return a clause on the time of an epoch of `samples` samples, and on the time that the
-        answer saves.
-
-        If it is unknown, the clause says why.
-        """
+        """Return a clause on the time of an epoch and on what the answer saves of it."""
         amount = f"an epoch of {words.count(samples, 'sample')}"
         now, then = self.epoch_s(samples)
         if self.home.traits.observed:
@@ -113,13 +106,10 @@ class Answer:
         return f"{takes} and {words.long_duration(then)} with this choice, which {change}"
 
     def epoch_s(self, samples: int) -> tuple[Estimate | None, Estimate | None]:
-        """Return the seconds of an epoch of `samples` samples: as it is now, and with the
-        recommended case.
+        """Return the seconds of an epoch, from mean steps: now, and with the recommended case.
 
-        Now means on one device or, for an observed loop, in this loop. Both come from the means of
-        all timed steps. They are None if they are unknown or in doubt; the second is also None if
-        no other case is recommended. Emulated devices, which show host cost only, have no such
-        times.
+        Now means on one device or in the observed loop. Each is None if it is unknown or in doubt;
+        the second also without another recommended case, and both for emulated devices.
         """
         if self.home.device_kind == "emulated":
             return None, None
@@ -154,12 +144,7 @@ def _epoch_s(row: Row | None, samples: int) -> Estimate | None:
 
 
 def answers(rows: Sequence[Row], machine: Resources) -> list[Answer]:
-    """Return the answers of a run, one for each question.
-
-    Questions without unusual settings come first.
-
-    `machine` has the resources of the run's machine.
-    """
+    """Return one answer for each question of a run, those without unusual settings first."""
     asked = questions(rows)
     return [_answer(one, asked, machine) for one in asked]
 
@@ -296,11 +281,9 @@ def _failure(row: Row) -> str:
 
 
 def _reason(question: Question, decision: Decision, machine: Resources) -> str:
-    """Return a clause on DataParallel: that it ran out of memory, or its speed-up and where it
-    loses most time.
+    """Return a clause on DataParallel's memory error, or on its speed-up and most costly phase.
 
-    Return "" if DataParallel was not measured, if its speed-up is unknown, or if the run can show
-    no speed-up at all.
+    "" if DataParallel was not measured, or without a speed-up.
     """
     dp = _data_parallel(question, decision.row)
     if dp is None or decision.basis in _OBSTACLES:
@@ -326,9 +309,9 @@ def _reason(question: Question, decision: Decision, machine: Resources) -> str:
 
 
 def _added(row: Row, question: Question) -> str:
-    """Return a clause on the speed-up of `row` over the same case on fewer devices; "" if unknown.
+    """Return a clause on the speed-up of `row` over the next fewer devices; "" if unknown.
 
-    The number of these devices is the next smaller one that was measured, and at least two.
+    These are at least two.
     """
     same = [
         one
@@ -348,12 +331,10 @@ def _added(row: Row, question: Question) -> str:
 
 
 def _data_parallel(question: Question, chosen: Row | None) -> Row | None:
-    """Return the row of torch.nn.DataParallel or of the engine's `reference`.
+    """Return the row of torch.nn.DataParallel or of the engine's `reference`; None without one.
 
-    None if neither was measured.
-
-    Rows on as many devices as `chosen` are preferred, then rows on more devices, then rows of
-    torch.nn.DataParallel.
+    Rows on as many devices as `chosen` are preferred, then those on more devices, then
+    DataParallel's.
     """
     wrappers = [
         row

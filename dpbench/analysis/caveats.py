@@ -1,6 +1,4 @@
-"""Caveats: the problems that limit the conclusions from a run, each with its kind and the cases
-that have it.
-"""
+"""Caveats: the problems that limit the conclusions from a run, each with its kind and its cases."""
 
 from __future__ import annotations
 
@@ -23,20 +21,17 @@ PARTS = (
     " the variation between executions"
 )
 NAMES = 8
-"""The largest number of cases that the text of one caveat names.
-
-Of all further cases, it gives only the number.
-"""
+"""The largest number of cases that the text of one caveat names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Caveat:
     """One problem that limits the conclusions.
 
-    `kind` is a word that problems of one kind share: the outcome of a case, such as "oom", the name
-    of a check, such as "drift", or the subject of the problem, such as "hosts". `cases` are the
-    cases that have the problem, each with a detail, which may be empty; without cases, the problem
-    concerns the whole run. `every` is True if the run has several cases, and all have the problem.
+    `kind` is the outcome of a case, such as "oom", the name of a check, such as "drift", or the
+    subject of the problem, such as "hosts". `cases` maps cases to details, which may be empty;
+    without cases, the problem concerns the whole run. `every` is True if the run has several cases,
+    and all have the problem.
     """
 
     kind: str
@@ -45,9 +40,7 @@ class Caveat:
     every: bool = False
 
     def __str__(self) -> str:
-        """Return the problem and the names of its cases as one line, such as "oom: out of memory:
-        vgg16 dp x4".
-        """
+        """Return the problem and its cases in one line, as in "oom: out of memory: vgg16 dp x4"."""
         if not self.cases:
             return self.text
         if self.every:
@@ -57,7 +50,7 @@ class Caveat:
 
     @property
     def names(self) -> list[str]:
-        """Return the name of each case, followed by its detail in parentheses if it has one."""
+        """Return the names of the cases, each with its detail, if any, in parentheses."""
         return [
             f"{label(case)} ({detail})" if detail else label(case) for case, detail in self.cases
         ]
@@ -70,10 +63,9 @@ def caveats(
     status: str = FINISHED,
     unreadable: Sequence[UnreadableRow] = (),
 ) -> list[Caveat]:
-    """Return the caveats of a run; the list is empty if there are none.
+    """Return the caveats of a run.
 
-    `status` is the status of the run in the store, and `unreadable` has the rows of the store that
-    could not be read.
+    `status` is that of the run in the store; `unreadable` are the store's unreadable rows.
     """
     cores = provenance.get("host", {}).get("cores", 0)
     machines = [*hosts.warnings(provenance), *hosts.unlike(trials), *hosts.failures(trials)]
@@ -94,9 +86,7 @@ def caveats(
 
 
 def summary(found: Sequence[Caveat]) -> str:
-    """Return how many kinds of problems there are, and how many cases have one, such as "3 kinds in
-    12 cases".
-    """
+    """Return the numbers of kinds of problems and of cases, such as "3 kinds in 12 cases"."""
     cases = {case for caveat in found for case, _ in caveat.cases}
     among = f" in {words.count(len(cases), 'case')}" if cases else ""
     return words.count(len({caveat.kind for caveat in found}), "kind") + among
@@ -135,10 +125,7 @@ def _of_rows(unreadable: Sequence[UnreadableRow]) -> Iterator[Caveat]:
 
 
 def _of_cases(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> Iterator[Caveat]:
-    """Yield the caveats on cases and their trials; one caveat has all cases with the same problem.
-
-    `cores` is the number of cores that the run may use, 0 for unknown.
-    """
+    """Yield the caveats on cases and their trials; `cores` is 0 if unknown."""
     by_problem: dict[tuple[str, str], list[tuple[Case, str]]] = {}
     for row in rows:
         first = row.reason.partition("\n")[0] or "no reason given"

@@ -1,8 +1,4 @@
-"""Commands: write the shell commands `dpbench run`, which measures cases, and `dpbench predict`,
-which predicts one.
-
-`following` returns the command that the user should run next, after a decision.
-"""
+"""Commands: the shell commands `dpbench run` and `dpbench predict`, and the one to run next."""
 
 from __future__ import annotations
 
@@ -22,10 +18,7 @@ from dpbench.records.registry import Role
 from dpbench.records.trial import Doubt, Estimate
 
 ROUNDS_MOST = 50
-"""The largest number of rounds that a command states.
-
-If more are needed, the command gives --rounds auto.
-"""
+"""The largest number of rounds that a command states; for more, it gives --rounds auto."""
 PATIENT_S = 600.0
 """The seconds that a repeated run waits for other processes to leave the cores."""
 GPUS = "rtx-3090-x8"
@@ -35,17 +28,13 @@ PREDICTABLE = ("fp32", "bf16")
 
 
 def measure(cases: Sequence[Case], *, machine: Resources, **how: Any) -> str:
-    """Return the `dpbench run` command that measures `cases`.
+    """Return the `dpbench run` command that measures `cases`, and perhaps further combinations.
 
-    The cases must differ only in strategy, schedule, devices, batch and habits of the training
-    loop.
-
-    The command may select further cases: all combinations of the strategies, the numbers of devices
-    and the batch sizes. `how` are further options. The command names the kind of devices unless it
-    is the default of `machine`. Stored cases with schedules that only another version of dpbench
-    has are left out. Return "" if no case is left, for cases on several machines, which a single
-    command cannot start, for models known only to `dpbench predict`, for a model that shares the
-    machine with another, and for other names that only another version knows.
+    The cases must differ only in strategy, schedule, devices, batch and habits. `how` are further
+    options. Stored cases with schedules that only another version of dpbench has are left out.
+    Return "" if no case is left, for cases on several machines, models known only to `dpbench
+    predict`, a model that shares the machine with another, and other names that only another
+    version knows.
     """
     cases = [case for case in cases if schedule.available(case.schedule)]
     if not cases:
@@ -83,13 +72,11 @@ def measure(cases: Sequence[Case], *, machine: Resources, **how: Any) -> str:
 
 
 def predict(case: Case, described: str = "") -> str:
-    """Return the `dpbench predict` command for the work of `case` on one or several GPUs of a
-    described machine.
+    """Return the `dpbench predict` command for the work of `case` on a described machine.
 
-    `described` is the name or the file of the machine. If it is empty, the command predicts 1, 2, 4
-    and 8 GPUs of the machine `GPUS`. Return "" for a case that `dpbench predict` does not support:
-    a precision not in `PREDICTABLE`, a training loop with a habit that is not the default, or a
-    model that brings its own optimizer.
+    `described` is the machine's name or file; if empty, predict 1, 2, 4 and 8 GPUs of `GPUS`.
+    Return "" for a precision not in `PREDICTABLE`, a habit that is not the default, or a model that
+    brings its own optimizer.
     """
     if case.precision not in PREDICTABLE or case.habits or case.optimizer == "own":
         return ""
@@ -114,20 +101,16 @@ def predict(case: Case, described: str = "") -> str:
 
 
 def at_batch(cases: Iterable[Case], factor: float) -> list[Case]:
-    """Return the cases with their batch sizes multiplied by `factor`, rounded down, but at least
-    1.
-    """
+    """Return the cases with their batch sizes multiplied by `factor`, rounded down, at least 1."""
     return [replace(case, batch_size=max(1, int(case.batch_size * factor))) for case in cases]
 
 
 def following(
     question: Question, decision: Decision, machine: Resources, measured: Collection[int]
 ) -> str:
-    """Return the command to run next: the measurement that the answer lacks, or the most useful
-    further one.
+    """Return the command to run next: a missing measurement, or the most useful further one.
 
-    `measured` has the batch sizes of the baselines in all questions of the run about the same
-    model.
+    `measured` are the batch sizes of all baselines of the run for the same model.
     """
     if decision.choice is Choice.UNKNOWN:
         return _lacking(question, decision, machine)
@@ -188,8 +171,7 @@ remove.
 
 
 def _more(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the options of a run whose rounds should be enough for a verdict on each speed-up in
-    `rows`.
+    """Return the options of a run that should suffice for a verdict on each speed-up in `rows`.
 
     If NOISY rounds prevented a verdict, the run waits until other processes leave the cores.
     """
@@ -203,10 +185,9 @@ def _more(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _again(question: Question, cases: Sequence[Case], machine: Resources) -> str:
-    """Return the command that tries cases without a result again, with half the batch size if
-    memory ran out.
+    """Return the command that tries cases again, with half the batch size if memory ran out.
 
-    Return "" if another try would not help, as after wrong gradients.
+    "" if another try would not help, as after wrong gradients.
     """
     if (
         any(row.status is Status.OOM and not row.step for row in question.several)
@@ -231,12 +212,11 @@ def noisy(row: Row) -> bool:
 
 
 def rounds_needed(rows: Sequence[Row]) -> int:
-    """Return the number of rounds that should be enough for a verdict on each speed-up in `rows`:
-    more than they have.
+    """Return how many rounds should suffice for verdicts on each speed-up in `rows`: more than now.
 
     A speed-up of `WORTH` or more needs an interval above 1, a smaller one an interval below
-    `WORTH`. The spread of NOISY rounds says nothing about quiet ones: for them, as many rounds
-    again are assumed to be enough.
+    `WORTH`. NOISY rounds say nothing about the spread of quiet ones: as many again are assumed to
+    be enough.
     """
     known = [row.speedup for row in rows if row.speedup and row.speedup.n >= Estimate.ROUNDS]
     return max(map(_rounds_needed, known), default=10)
@@ -262,9 +242,7 @@ def _sorted(values: Iterable[int]) -> tuple[int, ...]:
 
 
 def _apart(known: str, own: str, names: Sequence[str]) -> dict[str, Any]:
-    """Return the values of two options: `known` gets the names that dpbench has, `own` the names of
-    the user's code.
-    """
+    """Return two options: `known` gets the names of dpbench, `own` those of the user's code."""
     return {
         known: tuple(name for name in names if ":" not in name),
         own: tuple(name for name in names if ":" in name),

@@ -1,5 +1,4 @@
-"""Comparison: two runs of the same cases, with the ratio of their speeds, its verdict, and the
-phase that changed most.
+"""Comparison: the ratio of the speeds of two runs of the same cases, its verdict, and the cause.
 
 Runs on unlike machines are compared only if the caller asks for it.
 """
@@ -24,8 +23,7 @@ UNKNOWN = "unknown"
 SURE = 0.99
 """The probability with which the intervals of all ratios of a comparison hold together.
 
-It is higher than in one run, because two runs also differ in ways that no round of either run
-shows.
+It is higher than in one run, because two runs also differ in ways that no round of either shows.
 """
 NEVER = 100
 """More rounds are not recommended if at least this number would be needed to decide a verdict."""
@@ -38,11 +36,9 @@ class Comparison:
     """One case compared between two runs.
 
     `before` and `after` are the median step times in seconds. `ratio` is above 1 if the second run
-    is faster. `reason` explains the verdict. `phase` is the phase that changed most. `phase_s` is
-    its change in seconds per step, negative if the phase became shorter. `share` is its absolute
-    change over the sum of the absolute changes of all phases. `other` is the case in the second
-    run; it differs from `case` only if unlike machines are compared. `labels` has the labels of
-    both cases.
+    is faster; `reason` explains the verdict. `phase` changed most, by `phase_s` seconds per step
+    (negative if shorter), the fraction `share` of the absolute changes of all phases. `other` is
+    the case in the second run; it differs from `case` only if unlike machines are compared.
     """
 
     case: Case
@@ -83,11 +79,9 @@ class Unlike:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparisons:
-    """Two runs compared: their common cases, sorted by verdict, and the facts in which their
-    machines differ.
+    """Two runs compared: common cases, by verdict, and the facts in which the machines differ.
 
-    `lost` has the reason for each case that is in both runs but has no result in at least one of
-    them.
+    `lost` has the reason for each common case without a result in at least one run.
     """
 
     lines: Sequence[Comparison]
@@ -106,10 +100,8 @@ def between(
 ) -> Comparisons:
     """Return the comparison of two runs.
 
-    `margin` is the relative difference up to which two cases count as the same.
-
-    Raises ValueError if the runs have no measured case in common. Unless `unlike` is True, also
-    raises ValueError if their machines or software differ.
+    `margin` is the relative difference up to which two cases count as the same. Raises ValueError
+    without a common measured case and, unless `unlike`, if machines or software differ.
     """
     differing = unlikes(before, after)
     if differing and not unlike:
@@ -129,9 +121,7 @@ def between(
 
 
 def unlikes(before: Report, after: Report) -> list[Unlike]:
-    """Return the facts about machine and software that step times depend on and in which two runs
-    differ.
-    """
+    """Return the facts that step times depend on, and in which two runs differ."""
     first, second = _facts(before), _facts(after)
     return [
         Unlike(name, first[name], second[name]) for name in first if first[name] != second[name]
@@ -168,14 +158,11 @@ def compare(
     margin: float = stats.MARGIN,
     unlike: bool = False,
 ) -> list[Comparison]:
-    """Return the comparison of every case with results in both runs.
+    """Return the comparison of every case with results in both runs; above 1, `after` is faster.
 
-    A ratio above 1 means that `after` is faster.
-
-    `margin` is the relative difference up to which two cases count as the same. The interval of
-    each ratio decides; the intervals of all ratios hold together with the probability `SURE`. With
-    `unlike`, a case on one kind of device is compared with the same case on another kind. Emulated
-    devices, whose time is host time only, are never compared with others.
+    `margin` is the relative difference up to which two cases count as the same. The intervals of
+    all ratios hold together with the probability `SURE`. With `unlike`, a case is compared with the
+    same case on another kind of device; emulated devices, whose time is host time only, never are.
     """
     sides = [_by_case(side, unlike=unlike) for side in (before, after)]
     pairs = [(earlier, sides[1][key]) for key, earlier in sides[0].items() if key in sides[1]]
@@ -206,10 +193,10 @@ def compare(
 
 
 def _by_case(trials: Iterable[Trial], *, unlike: bool) -> dict[Case, list[Trial]]:
-    """Return, by case, the trials of each case that has a result.
+    """Return the trials of each case with a result.
 
-    If `unlike`, all keys have the same kind of device, so that a case on GPUs finds its counterpart
-    on CPUs. Cases on emulated devices keep theirs.
+    If `unlike`, all keys have the same kind of device, except emulated ones, so that GPUs match
+    CPUs.
     """
     groups: dict[Case, list[Trial]] = {}
     for trial in trials:
@@ -247,9 +234,7 @@ def _reason(ratio: Estimate, verdict: str, count: int, margin: float) -> str:
 
 
 def uncompared(before: Sequence[Trial], after: Sequence[Trial]) -> dict[Case, str]:
-    """Return the cases that are in both runs but have no result in at least one of them, each with
-    the reason.
-    """
+    """Return the common cases without a result in at least one run, each with the reason."""
     reasons = {}
     for case in dict.fromkeys(trial.case for trial in before):
         for name, side in (("before", before), ("after", after)):
@@ -262,11 +247,7 @@ def uncompared(before: Sequence[Trial], after: Sequence[Trial]) -> dict[Case, st
 
 
 def blame(before: Sequence[Trial], after: Sequence[Trial]) -> tuple[str, float]:
-    """Return the phase whose time changed most from `before` to `after`, and the change in seconds
-    per step.
-
-    The change is negative if the phase became shorter.
-    """
+    """Return the phase whose time changed most, and the change in seconds per step."""
     return _largest(moved(before, after))
 
 
@@ -276,10 +257,7 @@ def _largest(changes: Mapping[str, float]) -> tuple[str, float]:
 
 
 def moved(before: Sequence[Trial], after: Sequence[Trial]) -> dict[str, float]:
-    """Return the change of each phase from `before` to `after` in seconds per step.
-
-    Negative for a shorter phase.
-    """
+    """Return the change of each phase in seconds per step, negative if it became shorter."""
     first, second = (_phase_medians(trials) for trials in (before, after))
     return {name: second.get(name, 0.0) - first.get(name, 0.0) for name in {**first, **second}}
 

@@ -1,10 +1,9 @@
-"""Decision: answer whether a model should be trained on several devices, and with which strategy.
+"""Decision: answer whether to train a model on several devices, and with which strategy.
 
 `decide` is the rule. A question is one model at one setting: the cases that are compared with one
-baseline, which is the strategy `single` on one device. The rule recommends a case on several
-devices only if it is decidedly faster than the baseline, and its speed-up is at least `WORTH`. The
-rule never recommends emulated devices, or replicas that share a GPU. A result on a CPU holds for
-this CPU alone.
+baseline, the strategy `single` on one device. A case on several devices is recommended only if it
+is decidedly faster than the baseline, by at least `WORTH`; emulated devices, and replicas that
+share a GPU, never are. A result on a CPU holds for this CPU alone.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ WORTH = 1.05
 
 
 class Choice(StrEnum):
-    """The answers: use several devices or stay with one.
-
-    For an observed loop, change it or keep it. Or unknown.
-    """
+    """The answers: several devices or one; for an observed loop, change or keep it; or unknown."""
 
     USE = "use"
     STAY = "stay with one device"
@@ -64,9 +60,9 @@ class Basis(StrEnum):
 class Question:
     """The rows that are compared with one baseline, which is `single` on one device.
 
-    `home` is the case of the baseline, and `baseline` its row, None if it was not measured.
-    `others` are the rows of all other cases. `weak` is True if cases on several devices have the
-    batch size of `home` on each device, not in total.
+    `home` is the case of the baseline, and `baseline` its row, None if not measured. `others` are
+    all other rows. `weak` is True if cases on several devices have the batch size of `home` on each
+    device.
     """
 
     home: Case
@@ -87,8 +83,7 @@ class Question:
 
     @property
     def candidates(self) -> tuple[Row, ...]:
-        """Return the rows with a result that may be recommended: several devices, or one with all
-        CPU cores.
+        """Return the rows that may be recommended: several devices, or one with all CPU cores.
 
         Replicas that share a GPU are left out, and so are cases with wrong gradients in a round,
         schedules that only another version of dpbench has, and predictions for strategies whose
@@ -107,8 +102,7 @@ class Question:
 
     @property
     def failed(self) -> tuple[Row, ...]:
-        """Return the rows of cases on several devices that gave no result, or wrong gradients in a
-        round.
+        """Return the rows on several devices without a result, or with wrong gradients in a round.
 
         Cases that ran out of memory or were skipped do not count: their outcome is a result.
         """
@@ -123,9 +117,9 @@ class Question:
 class Decision:
     """The decision on a question.
 
-    `row` is the recommended case, None for `Choice.UNKNOWN`. `open` are the candidates that may be
-    faster than the recommended case or, if no case is recommended, may have a worthwhile gain: the
-    measurements do not decide this.
+    `row` is the recommended case, None for `Choice.UNKNOWN`. `open` are candidates for which the
+    measurements do not decide whether they are faster than it or, without it, have a worthwhile
+    gain.
     """
 
     choice: Choice
@@ -137,12 +131,11 @@ class Decision:
 def decide(question: Question) -> Decision:
     """Return the decision on a question.
 
-    The interval of a speed-up decides; the intervals of all speed-ups over the baseline hold
-    together with 95 %. Of the candidates that are decidedly faster than the baseline, with a
-    speed-up of at least `WORTH`, the fastest wins. If another of them is slower by a factor of less
-    than `WORTH`, and has fewer devices or a better-known strategy, it wins instead. Stay with one
-    device if no case on several devices failed, and none can gain `WORTH`: the whole interval of
-    each is below `WORTH`. A speed-up in doubt, such as one from NOISY rounds, decides nothing.
+    The intervals of the speed-ups over the baseline decide; they hold together with 95 %. Of the
+    candidates decidedly faster than the baseline, by at least `WORTH`, the fastest wins, or one
+    that is slower by a factor below `WORTH` but has fewer devices or a better-known strategy. Stay
+    with one device if no case on several devices failed, and the whole interval of each is below
+    `WORTH`. A speed-up in doubt, such as one from NOISY rounds, decides nothing.
     """
     candidates = question.candidates
     obstacle = _obstacle(question)
@@ -191,7 +184,6 @@ def _verdict(row: Row) -> str:
 
 
 def _without_gain(row: Row) -> bool:
-    """Return whether `row` decidedly has no gain that is worth more devices."""
     return row.speedup is not None and not row.speedup.doubt and row.speedup.high < WORTH
 
 
@@ -210,10 +202,9 @@ def _rate(row: Row) -> float:
 
 
 def _simplest(rows: Sequence[Row], of: Callable[[Row], float]) -> Row:
-    """Return, of the rows that are about as fast as the fastest, the one with the fewest devices.
+    """Return, of the rows about as fast as the fastest, the one with the fewest devices.
 
-    If several have as few devices, return the one with the best-known strategy. `of` returns the
-    speed of a row.
+    Among equals, the one with the best-known strategy. `of` returns the speed of a row.
     """
     most = max(map(of, rows))
     roles = [Role.ALL_CORES, Role.CONTROL, Role.WRAPPER, Role.ENGINE, Role.OTHER]
@@ -224,9 +215,7 @@ def _simplest(rows: Sequence[Row], of: Callable[[Row], float]) -> Row:
 
 
 def _rivals(best: Row, rows: Sequence[Row]) -> tuple[Row, ...]:
-    """Return the rows that may be faster than `best` by more than `WORTH`: the measurements do not
-    exclude it.
-    """
+    """Return the rows that may be faster than `best` by more than `WORTH`."""
     others = [row for row in rows if row is not best]
     ratios = {row.case: ratio_of(row, best, level=stats.together(len(others))) for row in others}
     return tuple(row for row in others if _may_gain(ratios[row.case]))
@@ -239,11 +228,9 @@ def _may_gain(ratio: Estimate) -> bool:
 
 
 def ratio_of(one: Row, other: Row, *, level: float = stats.CONFIDENCE) -> Estimate:
-    """Return the speed of `one` over that of `other`, from their timed steps or, without them, from
-    their speed-ups.
+    """Return the ratio of the speeds, from timed steps or, without them, from speed-ups.
 
-    `level` is the probability with which the interval of a ratio from timed steps contains the true
-    value.
+    `level` is the probability with which the interval of a ratio from timed steps holds.
     """
     if one.series and other.series:
         found = stats.ratio(other.series, one.series, level=level)
@@ -256,10 +243,9 @@ def ratio_of(one: Row, other: Row, *, level: float = stats.CONFIDENCE) -> Estima
 def questions(rows: Iterable[Row]) -> list[Question]:
     """Return the questions of a run, those without unusual settings first.
 
-    Strong scaling and weak scaling are separate questions, also if they have the same baseline. The
-    questions leave out observed loops, DataLoaders, cases that share the machine with another
-    model, and emulated devices for models that were also measured on other devices. If a model has
-    cases on several devices, its batch sizes that ran on one device only are left out.
+    Strong and weak scaling are separate questions. Left out are observed loops, DataLoaders, cases
+    that share the machine with another model, emulated devices for models also measured on others,
+    and batch sizes on one device only if the model has cases on several.
     """
     asks = (
         row
@@ -303,9 +289,7 @@ def questions(rows: Iterable[Row]) -> list[Question]:
 
 
 def homes(case: Case) -> list[Case]:
-    """Return the cases that can be the baseline of `case`: the same global batch, then the same
-    batch per device.
-    """
+    """Return the possible baselines: the same global batch, then the same per device."""
     if case.traits.role is Role.BASELINE:
         return [case]
     share, rest = divmod(case.batch_size, case.devices)

@@ -1,6 +1,4 @@
-"""Forecasts: predicted step times next to the measured ones of the same case on the same
-hardware.
-"""
+"""Forecasts: predicted next to measured step times of the same case on the same hardware."""
 
 from __future__ import annotations
 
@@ -18,8 +16,7 @@ from dpbench.store.runs import PastRun
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """The predicted and the measured step time of a case, in seconds, and the name of the predicted
-    machine.
+    """The predicted and the measured step time of a case, in seconds, and the predicted machine.
 
     The interval of `predicted` is the predictor's 80 % interval, that of `measured` a 95 %
     interval.
@@ -33,10 +30,7 @@ class Forecast:
 
     @property
     def error(self) -> float:
-        """Return the predicted step time over the measured one, minus 1.
-
-        Above 0 if the prediction was too long.
-        """
+        """Return the predicted over the measured step time, minus 1."""
         return self.predicted.value / self.measured.value - 1
 
     @property
@@ -48,12 +42,11 @@ class Forecast:
 def forecasts(
     rows: Sequence[Row], past: Iterable[PastRun], provenance: Mapping[str, Any]
 ) -> tuple[Forecast, ...]:
-    """Return the predictions of the measured cases among `rows`, in the order of the rows.
+    """Return the predictions of the measured cases among `rows`, in their order.
 
     `provenance` has the facts of the run. Predictions are taken from `rows`, and from the runs of
-    `past` that describe the same hardware. If a case has several predictions for one machine, the
-    newest is used. Cases whose measured step time must not be shown (`Estimate.doubt`) are left
-    out.
+    `past` that describe the same hardware: the newest for each case and machine. Cases whose
+    measured step time is in doubt (`Estimate.doubt`) are left out.
     """
     measured = {
         row.case: row
@@ -78,20 +71,16 @@ def forecasts(
 
 
 def _machine(trials: Sequence[Any]) -> str:
-    """Return the name of the machine for which trials were predicted."""
     return str(trials[0].provenance.get("machine", ""))
 
 
 def _same_hardware(described: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
-    """Return whether the description of a machine fits the machine `here`.
-
-    Both must have GPUs, all of which have the same name.
-    """
+    """Return whether both have GPUs, all with the same name."""
     names = _gpus(here)
     return len(names) == 1 and _gpus(described) == names
 
 
 def _gpus(facts: Mapping[str, Any]) -> set[str]:
-    """Return the names of the GPUs in a run's facts, without the maker's name and in lower case."""
+    """Return the names of a run's GPUs, in lower case and without the maker's name."""
     gpus = (facts.get("gpus") or {}).get("gpus") or ()
     return {re.sub(r"^nvidia\s+", "", str(gpu.get("name", "")).strip().lower()) for gpu in gpus}

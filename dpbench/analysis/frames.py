@@ -1,8 +1,7 @@
-"""Frames: the recorded data of a run as tidy tables with one row per step, per phase of a step, or
-per sample.
+"""Frames: the recorded data of a run as tables with a row per step, phase of a step, or sample.
 
-Every row has the id of the run, the fields of the case, the source, status, labels and round of the
-trial. The status is "ok" if the numbers can be used, else the trial's fault or status, such as
+Every row has the run's id, the fields of the case, and the trial's source, status, labels and
+round. The status is "ok" if the numbers can be used, else the trial's fault or status, such as
 "unverified".
 """
 
@@ -24,17 +23,13 @@ Columns = dict[str, Sequence[object]]
 
 
 def cases(run_id: str, rows: Sequence[summary.Row], trials: Sequence[Trial]) -> pd.DataFrame:
-    """Return a table with one row per case: the columns of `frame`, and then those of the imbalance
-    indexes.
-    """
+    """Return a table with one row per case: the columns of `frame`, then the imbalance indexes."""
     beside = imbalance.columns([(run_id, trials)], [(run_id, row.case, row.source) for row in rows])
     return frame(rows, [run_id] * len(rows), beside)
 
 
 def steps(run_id: str, trials: Sequence[Trial]) -> pd.DataFrame:
-    """Return a table with one row per step of every trial: its index `step`, whether it is
-    `warmup`, its `seconds`.
-    """
+    """Return a table with one row per step: its index, whether it is `warmup`, its `seconds`."""
 
     def columns(trial: Trial) -> Columns:
         return {
@@ -53,12 +48,11 @@ MISSING = (
 
 
 def parquet(runs: Sequence[tuple[str, Sequence[Trial]]], path: Path) -> None:
-    """Write a Parquet file with one row per step of every trial of several runs, given with their
-    ids.
+    """Write a Parquet file with one row per step of every trial of `runs`, given with their ids.
 
-    The columns are those of `steps`, `verified`, and one column `phase_*_s` per phase. The columns
-    of the phases, including `phase_unattributed_s`, sum to `seconds`; a phase that a step does not
-    have is 0. Raises LookupError if pyarrow is not installed.
+    The columns are those of `steps`, `verified`, and one `phase_*_s` per phase. The phases,
+    including `phase_unattributed_s`, sum to `seconds`; a phase that a step does not have is 0.
+    Raises LookupError without pyarrow.
     """
 
     def columns(trial: Trial) -> Columns:
@@ -82,9 +76,7 @@ def parquet(runs: Sequence[tuple[str, Sequence[Trial]]], path: Path) -> None:
 
 
 def phases(run_id: str, trials: Sequence[Trial]) -> pd.DataFrame:
-    """Return a table with one row per phase of every step: the phase and its seconds, which sum to
-    the step.
-    """
+    """Return a table with one row per phase of every step; its seconds sum to the step."""
 
     def columns(trial: Trial) -> Columns:
         split = trial.ledger.phases
@@ -150,11 +142,10 @@ def frame(
     run_ids: Sequence[str] = (),
     extra: Mapping[str, Sequence[object]] = MappingProxyType({}),
 ) -> pd.DataFrame:
-    """Return the rows as a flat table with one line per row, whose columns are those of
-    `summary.records`.
+    """Return the rows as a flat table with the columns of `summary.records`.
 
-    `run_ids`, if given, become the first column, and the columns of `extra` the last ones. Both
-    have one value per row.
+    `run_ids`, if given, become the first column, and those of `extra` the last ones, with one value
+    per row.
     """
     blank, *flat = summary.records([summary.BLANK, *table])
     frame_of_rows = pd.DataFrame(flat, columns=list(blank))
@@ -166,10 +157,7 @@ def frame(
 
 
 def csv(table: pd.DataFrame) -> str:
-    """Return a table as CSV text in which spreadsheets see no text as a formula.
-
-    Numbers are unchanged.
-    """
+    """Return a table as CSV text in which spreadsheets see no text as a formula."""
     inert = table.copy()
     for name, column in table.items():
         if not pd.api.types.is_numeric_dtype(column):
@@ -178,7 +166,7 @@ def csv(table: pd.DataFrame) -> str:
 
 
 def _inert(cell: object) -> object:
-    """Return a cell; a text that a spreadsheet would evaluate gets an apostrophe in front."""
+    """Put an apostrophe before a text that a spreadsheet would evaluate."""
     return (
         f"'{cell}"
         if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r"))

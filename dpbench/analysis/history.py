@@ -1,6 +1,4 @@
-"""History: the step time of a case over the commits that a store has, and the changes of its level
-that asv detects.
-"""
+"""History: the step time of a case over the store's commits, and the changes that asv detects."""
 
 from __future__ import annotations
 
@@ -35,10 +33,7 @@ class CommitPoint:
 
 @dataclass(frozen=True)
 class Level:
-    """Points of a history, from index `first` to `end` - 1, without a detected change.
-
-    `seconds` is the median.
-    """
+    """The points from index `first` to `end` - 1, without a detected change, and their median."""
 
     first: int
     end: int
@@ -47,8 +42,7 @@ class Level:
 
 @dataclass(frozen=True)
 class History:
-    """The points of a case in the order of the first runs of their commits, and the levels between
-    detected changes.
+    """The points of a case, by the first runs of their commits, and the levels between changes.
 
     `levels` is None if asv, which detects changes of the step time, is not installed.
     """
@@ -68,9 +62,9 @@ def histories(
 ) -> tuple[History, ...]:
     """Return the history of each case with a step time at `COMMITS` commits or more.
 
-    `provenance` has the facts of the current run, and `past` are runs on the same hardware. Runs
-    with another version of torch, with uncommitted changes, or without a commit are left out, as
-    are commits whose step time must not be shown.
+    `provenance` has the facts of the current run, and `past` are runs on the same hardware. Left
+    out are runs with another torch, with uncommitted changes, or without a commit, and commits
+    whose step time is in doubt.
     """
     torch = (provenance.get("packages") or {}).get("torch")
     usable = [
@@ -92,7 +86,7 @@ def histories(
 def _commit(facts: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the commits of dpbench and of a run's project, "" for an unknown one.
 
-    Return None if both are unknown, or if one checkout has uncommitted changes.
+    None if both are unknown, or if one checkout has uncommitted changes.
     """
     both = [facts.get(name) or {} for name in ("dpbench", "project")]
     if any(one.get("dirty") for one in both) or not any(one.get("commit") for one in both):
@@ -132,13 +126,10 @@ def _points(case: Case, past: Iterable[tuple[tuple[str, str], PastRun]]) -> tupl
 
 
 def _levels(points: Sequence[Estimate]) -> tuple[Level, ...] | None:
-    """Return the levels of a series between the changes that asv detects.
+    """Return the levels between the changes that asv detects, None without asv.
 
-    None if asv is not installed.
-
-    If there are few points, asv makes nearly every point a level. A detected change therefore
-    counts only if the intervals of the two points next to it do not overlap. The seconds of a level
-    are the median of its points.
+    With few points, asv makes nearly every point a level, so a change counts only if the intervals
+    of the two points next to it do not overlap.
     """
     try:
         from asv.step_detect import detect_steps

@@ -1,9 +1,7 @@
-"""Hosts: find machines of a launch that differ from the first, hosts that share a machine, and slow
-machines.
+"""Hosts: find slow machines of a launch, unlike machines, and hosts that share a machine.
 
-In every round, each machine runs the step of the baseline (`single`) by itself, without
-communication; all machines do so at the same time. A machine whose step takes longer delays every
-rank at each collective.
+In every round, all machines run the step of the baseline (`single`) at the same time, without
+communication. A slow machine delays every rank at each collective.
 """
 
 from __future__ import annotations
@@ -19,18 +17,14 @@ from dpbench.records import Case, Trial, host_device, words
 from dpbench.records.trial import ALONE, FAILED_HOSTS, HOSTS, Estimate
 
 SLOW = 1.05
-"""A machine is slow if the whole interval of its step time over the fastest machine's is above this
-ratio.
-"""
+"""A machine is slow if the interval of its step time over the fastest machine's is above this."""
 ALIKE = 0.05
 """The largest relative difference of memory at which two machines count as alike."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """The pace of a machine: its median step time over that of the fastest machine, both for the
-    same case.
-    """
+    """A machine's median step time over that of the fastest machine, for the same case."""
 
     case: Case
     host: str
@@ -46,16 +40,12 @@ class Pace:
 
     @property
     def slow(self) -> bool:
-        """Return whether the lower end of the ratio's interval is above `SLOW`, and the ratio has
-        enough rounds.
-        """
+        """Return whether the ratio has enough rounds, and its whole interval is above `SLOW`."""
         return not self.ratio.doubt and self.ratio.low > SLOW
 
 
 def paces(trials: Sequence[Trial]) -> list[Pace]:
-    """Return the pace of each machine except the fastest, for each baseline that several machines
-    of a launch ran.
-    """
+    """Return the pace of each machine but the fastest, per baseline that several machines ran."""
     steps_of: dict[Case, dict[str, dict[int, list[float]]]] = {}
     noisy: dict[Case, set[int]] = {}
     for trial in trials:
@@ -76,11 +66,7 @@ def paces(trials: Sequence[Trial]) -> list[Pace]:
 
 
 def _alone(trial: Trial) -> dict[str, list[float]]:
-    """Return each machine's step times in seconds in the trial of a launch's baseline, which every
-    machine runs.
-
-    For other trials, the result is empty.
-    """
+    """Return each machine's step times in seconds in a trial of a launch's baseline, else {}."""
     readings = trial.readings(ALONE) if trial.trusted else {}
     steps = {
         host.name: readings.get(host_device(number), []) for number, host in enumerate(trial.hosts)
@@ -97,19 +83,14 @@ def _compared(case: Case, machines: Mapping[str, stats.Rounds]) -> Iterator[Pace
 
 
 def sentences(trials: Sequence[Trial]) -> list[str]:
-    """Return a sentence for each slow machine, the slowest first.
-
-    If there is none, return an empty list.
-    """
+    """Return a sentence for each slow machine, the slowest first."""
     return [
         f"{pace}." for pace in sorted(paces(trials), key=lambda one: -one.ratio.value) if pace.slow
     ]
 
 
 def warnings(provenance: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a warning for each machine of a launch that is unlike the first, and for hosts that
-    share a machine.
-    """
+    """Yield a warning for each machine unlike the first, and for hosts that share a machine."""
     machines: Sequence[Mapping[str, Any]] = provenance.get(HOSTS, {}).get("machines", ())
     for machine, group in itertools.groupby(
         sorted(machines, key=lambda m: m["machine"]), key=lambda m: m["machine"]
@@ -141,9 +122,7 @@ def failures(trials: Sequence[Trial]) -> Iterator[str]:
 
 
 def unlike(trials: Sequence[Trial]) -> Iterator[str]:
-    """Yield a warning if cases were measured on machines of several kinds, as can happen in a
-    scheduler's jobs.
-    """
+    """Yield a warning if cases were measured on unlike machines, as in a scheduler's jobs."""
     kinds: dict[str, set[Case]] = {}
     for trial in trials:
         if host := trial.provenance.get("host"):

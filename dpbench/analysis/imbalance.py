@@ -1,11 +1,9 @@
-"""Imbalance: compare device 0 with the other devices, for each quantity, such as busy time or peak
-memory.
+"""Imbalance: compare device 0 with the others in quantities such as busy time or peak memory.
 
-An index is a ratio of amounts of one quantity: device 0's to the mean of the others', or the
-largest amount to the mean of all. It is 1 if all devices have the same amount.
-DistributedDataParallel is the control, because its ranks all do the same work: a difference between
-its devices is due to the machine or to the measurement. docs/measuring.md defines each quantity. A
-footprint has each device's peak memory in each phase of a case, and the excess of device 0.
+An index is device 0's amount over the mean of the others', or the largest amount over the mean of
+all; 1 is balance. DistributedDataParallel is the control: its ranks all do the same work, so that a
+difference between them is due to the machine or the measurement. docs/measuring.md defines each
+quantity. A footprint has each device's peak memory in each phase of a case.
 """
 
 from __future__ import annotations
@@ -28,9 +26,9 @@ PHASES = (*(phase.value for phase in Phase), UNATTRIBUTED)
 class Footprint:
     """The memory peaks of one case, in bytes.
 
-    `peaks[phase][device]` is the highest peak over the rounds; `basis` is the source of the peaks,
-    such as "allocator". `used` has each device's highest memory use as reported by NVML; this use
-    includes CUDA contexts and the driver's reserve. `used` is empty if NVML reported nothing.
+    `peaks[phase][device]` is the highest peak over the rounds; `basis` is their source, such as
+    "allocator". `used` has each device's highest use according to NVML, with CUDA contexts and the
+    driver's reserve; it is empty if NVML reported nothing.
     """
 
     case: Case
@@ -56,18 +54,13 @@ class Footprint:
 
     @property
     def excess_bytes(self) -> float | None:
-        """Return device 0's highest peak minus the mean of the other devices' highest peaks, in
-        bytes.
-
-        Return None if device 0 has no peak, or if no other device has one.
-        """
+        """Return device 0's highest peak minus the others' mean, in bytes; None without either."""
         others = [size for device, size in self.whole.items() if device]
         return self.whole[0] - statistics.mean(others) if others and 0 in self.whole else None
 
     @property
     def causes(self) -> dict[str, float]:
-        """Return, by phase, device 0's peak minus the mean peak of the other devices, in bytes, the
-        largest first.
+        """Return device 0's peak minus the others' mean by phase, in bytes, the largest first.
 
         Phases in which device 0 or all other devices have no peak are left out.
         """
@@ -80,9 +73,7 @@ class Footprint:
 
 
 def footprints(trials: Iterable[Trial]) -> list[Footprint]:
-    """Return one footprint for each case and source with memory peaks by phase, in the order of the
-    trials.
-    """
+    """Return a footprint for each case and source with peaks by phase, in order of the trials."""
     peaks_of: dict[tuple[Case, Source], dict[str, dict[int, int]]] = {}
     basis: dict[tuple[Case, Source], str] = {}
     used: dict[tuple[Case, Source], dict[int, int]] = {}
@@ -117,8 +108,7 @@ Figures = Mapping[int, Sequence[float]]
 class Quantity:
     """A quantity that is compared between devices.
 
-    `sources` has pairs of a description and a function that reads the quantity from a trial, the
-    best source first.
+    `sources` has pairs of a description and a function that reads a trial, the best source first.
     """
 
     name: str
@@ -130,12 +120,11 @@ class Quantity:
 class Index:
     """The imbalance between the devices of one case in one quantity.
 
-    `devices` has each device's median over rounds, in the quantity's unit. `first` is the ratio of
-    device 0's amount to the mean of the other devices', and `most` the ratio of the largest amount
-    to the mean of all. `basis` describes the source of the readings. `verdict` compares `first`
-    with `control`, which is the value of `first` for the control. `floor` is the amount on the one
-    device of `single` at the same batch size. `control` and `floor` are None if they have no
-    readings with the same `source` and `basis`.
+    `devices` has each device's median over rounds, in the quantity's unit. `first` is device 0's
+    amount over the mean of the others', `most` the largest over the mean of all. `basis` describes
+    the source of the readings. `control` is the control's `first`, with which `verdict` compares.
+    `floor` is the amount of `single` at the same batch size. Both are None without readings of the
+    same `source` and `basis`.
     """
 
     case: Case
@@ -153,10 +142,9 @@ class Index:
 
 @dataclass(frozen=True)
 class _Found:
-    """The readings of one quantity for one case: an array by round, with one row for each step.
+    """The readings of one quantity for one case: by round, an array of shape (steps, devices).
 
-    A row has one reading for each device in `columns`. `basis` describes the source of the
-    readings.
+    `basis` describes the source of the readings.
     """
 
     vectors: stats.Vectors
@@ -169,22 +157,17 @@ class _Found:
 
     @property
     def several(self) -> bool:
-        """Return whether device 0 and at least one other device have readings, and all readings are
-        positive.
-        """
+        """Return whether device 0 and another device have readings, and all are positive."""
         others = self.columns[:1] == (0,) and len(self.columns) > 1
         return others and all(bool((readings > 0).all()) for readings in self.vectors.values())
 
     @cached_property
     def balance(self) -> stats.Balance:
-        """Return the imbalance of the devices."""
         return stats.balance(self.vectors)
 
 
 def indexes(trials: Iterable[Trial]) -> list[Index]:
-    """Return the indexes of all cases on several devices, one for each known quantity, in the order
-    of the trials.
-    """
+    """Return the indexes of all cases on several devices, in the order of the trials."""
     groups: dict[tuple[Case, Source], dict[int, Trial]] = {}
     for trial in trials:
         if trial.trusted and trial.timed:
@@ -203,9 +186,9 @@ def indexes(trials: Iterable[Trial]) -> list[Index]:
 
 
 def _figures(quantity: Quantity, trials: Iterable[Trial]) -> _Found | None:
-    """Return the readings of `quantity` from the best source that has any; None if no source has.
+    """Return the readings of `quantity` in one case's trials from the best source that has any.
 
-    `trials` are those of one case. Rounds that lack the readings of a device are left out.
+    Rounds that lack the readings of a device are left out.
     """
     for basis, read in quantity.sources:
         rounds: dict[int, Figures] = {}
@@ -234,11 +217,7 @@ def _index(
     readings: _Found,
     amounts: Mapping[tuple[Case, Source], _Found | None],
 ) -> Index:
-    """Return the index of `quantity` for the case and source in `key`, which has these `readings`.
-
-    The control (DDP) and the floor (`single`) are taken from `amounts`, which has the readings of
-    all cases.
-    """
+    """Return the index of `quantity` for `key`; `amounts` has the readings of all cases."""
     case, source = key
 
     def alike(other: Case) -> _Found | None:
@@ -267,19 +246,12 @@ def _index(
 
 
 def control_of(case: Case) -> Case:
-    """Return the control of `case`: the case that trains with DistributedDataParallel on the same
-    work and devices.
-    """
+    """Return the case that trains with DistributedDataParallel on the same work and devices."""
     return replace(case, strategy=registry.of_role(Role.CONTROL), schedule="", options=())
 
 
 def _verdict(first: Estimate, control: Estimate | None) -> str:
-    """Return, as text, whether the interval of the index `first` is above or below that of
-    `control`, or overlaps it.
-
-    If the control is missing, or if either index does not have enough rounds, the text states this
-    instead.
-    """
+    """Return, as text, how the interval of `first` compares with that of `control`."""
     if control is None:
         return "no control"
     if first.doubt or control.doubt:
@@ -294,11 +266,10 @@ def _verdict(first: Estimate, control: Estimate | None) -> str:
 def columns(
     runs: Iterable[tuple[str, Sequence[Trial]]], rows: Sequence[tuple[str, Case, Source]]
 ) -> dict[str, list[object]]:
-    """Return the imbalance columns of a flat table, by column name.
+    """Return the imbalance columns of a flat table, None for unknown values.
 
-    `runs` has pairs of a run's id and its trials. `rows` has the run's id, the case and the source
-    of each line of the table. Each column has one value per line, None if unknown. The column names
-    are the same for all runs.
+    `runs` has pairs of a run's id and its trials; `rows` the run's id, case and source of each line
+    of the table. The column names are the same for all runs.
     """
     known = {
         (run, i.case, i.source, i.quantity): i for run, trials in runs for i in indexes(trials)
@@ -343,18 +314,14 @@ def _peak(kind: str, source: str) -> Callable[[Trial], Figures]:
 
 
 def _used(trial: Trial) -> Figures:
-    """Return each device's highest memory use during the timed steps as reported by NVML, in
-    bytes.
-    """
+    """Return each device's highest memory use in the timed steps according to NVML, in bytes."""
     return {
         device: [max(values)] for device, values in _steps_of("memory_used_bytes")(trial).items()
     }
 
 
 def _energy(trial: Trial) -> Figures:
-    """Return each device's energy per timed step in joules: the rise of its energy counter over the
-    number of steps.
-    """
+    """Return each device's energy per timed step in joules, from its counter."""
     steps = len(trial.timed)
     rises = {
         device: values[-1] - values[0] for device, values in _steps_of("energy_j")(trial).items()
@@ -363,9 +330,7 @@ def _energy(trial: Trial) -> Figures:
 
 
 def _moved(trial: Trial) -> Figures:
-    """Return, for each device, the sum of the bytes that it receives and sends in one step,
-    computed from shapes.
-    """
+    """Return the bytes that each device receives and sends in one step, computed from shapes."""
     shapes = Shapes.of(trial.provenance)
     found = transfers.moves(trial.case, shapes) if shapes else []
     devices = range(len(trial.case.rows)) if found else ()
@@ -397,7 +362,5 @@ QUANTITIES = (
     Quantity("energy", "J", (("NVML's counter", _energy),)),
     Quantity("bytes moved", "bytes", (("computed from shapes", _moved),)),
 )
-"""The quantities that are compared.
-
-Conclusions rest on busy time and memory. The other quantities corroborate them.
+"""The compared quantities; conclusions rest on busy time and memory, which the others corroborate.
 """

@@ -1,8 +1,6 @@
-"""Ladder: compute the gain of each rung over the rung below, and the gain from each switch of a
-schedule.
+"""Ladder: the gain of each rung over the rung below, and the gain from each switch.
 
-Each comparison changes one switch of a schedule. A comparison
-uses the rounds in which both schedules were measured.
+Each comparison changes one switch of a schedule, and uses the rounds that measured both schedules.
 """
 
 from __future__ import annotations
@@ -25,13 +23,11 @@ ENOUGH = 3
 
 @dataclass(frozen=True, kw_only=True)
 class RungGain:
-    """The gain of one rung over a lower rung, or of one switch over the same schedule with this
-    switch set back.
+    """The gain of a rung over a lower one, or of a switch over the schedule with it set back.
 
-    `name` is the rung or the switch, and `over` is the other schedule. `ratio` is the speed ratio,
-    above 1 if the rung or switch makes steps faster. `gain_s` is the time saved in seconds per
-    step. `phase` is the phase whose time changed most; `phase_s` is the change in seconds per step,
-    negative if the phase became shorter.
+    `name` is the rung or the switch, and `over` the other schedule. `ratio` is the speed ratio,
+    above 1 if steps become faster; `gain_s` is the time saved in seconds per step. `phase` changed
+    most, by `phase_s` seconds per step, negative if it became shorter.
     """
 
     name: str
@@ -47,9 +43,8 @@ class RungGain:
 class Rung:
     """One measured rung.
 
-    `change` is the gain of this rung over the nearest lower rung that was measured. It is None for
-    the lowest rung. `over_ddp` is the ratio of DDP's step time to the rung's step time; it is None
-    if DDP was not measured, or if the devices are emulated.
+    `change` is its gain over the nearest lower measured rung, None for the lowest. `over_ddp` is
+    DDP's step time over the rung's, None if DDP was not measured or the devices are emulated.
     """
 
     name: str
@@ -68,13 +63,12 @@ class Rung:
 class Ladder:
     """The rungs of one model at one batch size and device count, in ladder order.
 
-    `fastest` is the rung with the shortest median step among those verified without a tolerance,
-    and `whole` is its gain over the lowest rung. `ablations` has, for each switch of the schedule
-    `base`, the gain of `base` over the same schedule with that switch set back to its first
-    position. `fixed` names the switches of `base` without a measured ablation, each with the
-    reason. `single` and `ddp` are the rows of these strategies on the same work. `limit` is the row
-    of `single` on one device's share of the batch. These rows are None if they were not measured.
-    `lost` has the rows of schedules without a result.
+    `fastest` has the shortest median step among those verified without a tolerance; `whole` is its
+    gain over the lowest rung. `ablations` has the gain of the schedule `base` over itself with each
+    switch set back to its first position; `fixed` names its other switches, each with the reason.
+    `single` and `ddp` are the rows of these strategies on the same work, and `limit` is that of
+    `single` on one device's share of the batch; None if not measured. `lost` are the rows of
+    schedules without a result.
     """
 
     case: Case
@@ -91,10 +85,7 @@ class Ladder:
 
     @property
     def biggest(self) -> RungGain | None:
-        """Return the largest gain of a rung over the rung below.
-
-        None if no gain has the verdict "faster".
-        """
+        """Return the largest gain of a rung over the rung below; None if none is "faster"."""
         faster = [
             rung.change for rung in self.rungs if rung.change and rung.change.verdict == "faster"
         ]
@@ -102,9 +93,7 @@ class Ladder:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """Return the rows in the ladder's figure and tables: the rungs, then `single`, DDP and the
-        limit if known.
-        """
+        """Return the rows of the figure and the tables: the rungs, `single`, DDP and the limit."""
         return (
             *(rung.row for rung in self.rungs),
             *filter(None, (self.single, self.ddp, self.limit)),
@@ -112,9 +101,7 @@ class Ladder:
 
 
 def ladders(rows: Iterable[Row]) -> list[Ladder]:
-    """Return one ladder for each model, device count and batch size that has at least three
-    measured rungs.
-    """
+    """Return one ladder for each model, device count and batch size with enough measured rungs."""
     table = {(row.case, row.source): row for row in rows}
     groups: dict[tuple[Case, Source], dict[str, Row]] = {}
     for (case, source), row in table.items():
@@ -137,11 +124,10 @@ def ladders(rows: Iterable[Row]) -> list[Ladder]:
 def _ladder(
     case: Case, steps: Mapping[str, Row], rivals: Mapping[Case, Row], lost: tuple[Row, ...]
 ) -> Ladder:
-    """Return the ladder of the schedules in `steps`, which maps schedules measured on equal work to
-    their rows.
+    """Return the ladder of `steps`, which maps schedules measured on equal work to their rows.
 
-    `case` is their case without a schedule. `rivals` has the rows of all measured cases. `lost` has
-    the rows of the schedules without a result.
+    `case` is theirs without a schedule. `rivals` has the rows of all measured cases, `lost` those
+    of schedules without a result.
     """
     limit = plan.limit(case)
     # emulated devices show host cost only: their step cannot be compared with DDP's
@@ -171,11 +157,7 @@ def _ladder(
 
 
 def _climb(steps: Mapping[str, Row], ddp: Row | None, level: float) -> Iterator[Rung]:
-    """Yield the measured rungs in ladder order, each with its gain over the nearest lower rung.
-
-    `steps` maps the measured rungs, in this order, to their rows. `ddp` is the row of DDP, None
-    without a comparison to DDP. `level` is the level of the intervals.
-    """
+    """Yield the rungs in ladder order, each with its gain over the nearest lower one."""
     below = ""
     for name, row in steps.items():
         change = _change(name, steps[below], row, over=below, level=level) if below else None
@@ -185,11 +167,7 @@ def _climb(steps: Mapping[str, Row], ddp: Row | None, level: float) -> Iterator[
 
 
 def _change(name: str, before: Row, after: Row, *, over: str, level: float) -> RungGain:
-    """Return the gain of `after` over `before`, from the rounds in which both were measured.
-
-    `name` and `over` become the fields of the result with the same names. `level` is the level of
-    the intervals.
-    """
+    """Return the gain of `after` over `before`, from the rounds in which both were measured."""
     ratio = stats.ratio(before.series, after.series, level=level)
     phases = {
         p: after.phases.get(p, 0.0) - before.phases.get(p, 0.0)
@@ -208,13 +186,10 @@ def _change(name: str, before: Row, after: Row, *, over: str, level: float) -> R
 
 
 def _ablated(steps: Mapping[str, Row]) -> tuple[str, tuple[RungGain, ...], tuple[str, ...]]:
-    """Return the schedule with the most measured ablations, its gain over each, and its switches
-    without an ablation.
+    """Return the schedule with the most ablations, its gains, and its other switches with reasons.
 
-    An ablation is the schedule with one switch set back to its first position. Each switch without
-    a measured ablation is given with the reason. `steps` maps measured schedules to their rows. A
-    rung is often also an ablation of another rung. Therefore only ablations that are not rungs
-    count when the schedule is chosen. If no schedule has such ablations, return ("", (), ()).
+    An ablation has one switch set back to its first position. Rungs are often ablations of other
+    rungs, so only ablations that are not rungs count for the choice. ("", (), ()) without any.
     """
     found: dict[str, dict[str, str]] = {}
     for text in sorted(steps):
@@ -242,8 +217,7 @@ def _ablated(steps: Mapping[str, Row]) -> tuple[str, tuple[RungGain, ...], tuple
 
 
 def notable(rows: Sequence[Row], found: Sequence[Ladder]) -> list[Row]:
-    """Return the rows for a short overview, without most schedules of each ladder and without the
-    ladders' limits.
+    """Return the rows for a short overview.
 
     Of each ladder in `found`, only these are kept: the reference, the fastest rung, the schedule
     that TrainStep chose, and schedules that only another version of dpbench has. The limit of a
@@ -265,18 +239,14 @@ def notable(rows: Sequence[Row], found: Sequence[Ladder]) -> list[Row]:
 
 
 def _setting(case: Case) -> Case:
-    """Return a case that is equal for all ladders of one model: schedule, devices, batch and
-    placement are reset.
-    """
+    """Reset schedule, devices, batch and placement: equal for all ladders of one model."""
     return replace(case, schedule="", devices=1, batch_size=1, placement="spread")
 
 
 def short(text: str) -> str:
-    """Return a short name of the schedule `text`: a rung's name, or the nearest rung and the
-    switches that differ.
+    """Return a short name of a schedule: a rung, or the nearest rung and the switches that differ.
 
-    Return `text` unchanged if it cannot be parsed, or if such a name would not list fewer switches
-    than `text`.
+    `text` is unchanged if it cannot be parsed, or if the name would not list fewer switches.
     """
     mine = schedule.known(text)
     if mine is None:

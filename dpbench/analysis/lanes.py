@@ -1,6 +1,4 @@
-"""Lanes: the timeline of one typical step of a case, with a lane per device, idle time and the
-critical path.
-"""
+"""Lanes: the timeline of a typical step: a lane per device, idle time and the critical path."""
 
 from __future__ import annotations
 
@@ -14,21 +12,18 @@ if TYPE_CHECKING:
     from dpbench.analysis.summary import Row
 
 Interval = tuple[float, float]
-"""The start and the end of an interval, in seconds after the start of the step.
-
-Negative before it.
-"""
+"""The start and the end in seconds after the start of the step, negative before it."""
 
 
 @dataclass(frozen=True)
 class Bar:
     """A phase on one device, from `start_s` to `end_s` in seconds after the start of the step.
 
-    Spans of one phase that overlap or touch are one bar. `row` is the index of a row of the lane;
-    bars of one row do not overlap. `step` is 0 for a phase of the drawn step, which may begin
-    before the step if the device had run ahead of the others. It is -1 for a phase of the step
-    before, 1 for a phase of the next step, and so on. If `joint`, the phase was open on several
-    devices at once (`Span.joint`), so that the bar does not show how long this device computed.
+    Spans of one phase that overlap or touch are one bar. `row` is a row of the lane; bars of one
+    row do not overlap. `step` is 0 for the drawn step, -1 for the one before, and so on; a bar of
+    the drawn step may begin before it if the device had run ahead. If `joint`, the phase was open
+    on several devices at once (`Span.joint`), so that the bar does not show how long this device
+    computed.
     """
 
     phase: Phase
@@ -41,8 +36,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Lane:
-    """The bars of one device, or of the host, and its idle intervals, in which no phase of any step
-    is open on it.
+    """The bars of one device, or of the host, and its idle intervals, without any open phase.
 
     The lane begins at `begin_s`: at the step's start (0), or earlier, with the device's first phase
     of the step. It ends with the step, `seconds` later.
@@ -72,11 +66,9 @@ class Lane:
 
 @dataclass(frozen=True)
 class PathSegment:
-    """A stretch of the critical path, from `start_s` to `end_s` in seconds after the start of the
-    step.
+    """A stretch of the critical path, in seconds after the start of the step.
 
-    It is a part of `bar` in the lane of `device`. Both fields are None for time in which no phase
-    is open anywhere.
+    It is a part of `bar` in the lane of `device`, both None while no phase is open anywhere.
     """
 
     device: int | None
@@ -87,12 +79,11 @@ class PathSegment:
 
 @dataclass(frozen=True, kw_only=True)
 class Lanes:
-    """The timeline of one step of a case: the step of one round that `ledger.typical_step` chooses.
+    """The timeline of one step of a case: `ledger.typical_step` of one round.
 
-    `round` and `step` are indices; `step` counts the warm-up steps too, as the trace export does.
-    `seconds` is the duration of the step, and `timed` the number of timed steps of the round.
-    `path` is the critical path in the order of time, without gaps; its stretches add up to the
-    step.
+    `step` counts the warm-up steps too, as the trace export does. `seconds` is the duration of the
+    step, and `timed` the number of timed steps of the round. `path` is the critical path in the
+    order of time; its stretches add up to the step.
     """
 
     case: Case
@@ -106,7 +97,7 @@ class Lanes:
 
 
 def of_rows(rows: Iterable[Row], trials: Iterable[Trial]) -> Mapping[tuple[Case, Source], Lanes]:
-    """Return the timeline of each row with a step time whose trials have spans, by case and source.
+    """Return the timeline of each row with a step time and spans, by case and source.
 
     Of the rounds' typical steps, it is the one whose duration is closest to the row's step time.
     """
@@ -126,10 +117,7 @@ def _closest(rounds: Sequence[Lanes], step_s: float) -> Lanes:
 
 
 def of_trial(trial: Trial) -> Lanes | None:
-    """Return the timeline of a trial's typical step.
-
-    None if the trial has no timed step with spans.
-    """
+    """Return the timeline of a trial's typical step, None without a timed step with spans."""
     number, spans = trial.ledger.median_step or (0, ())
     own = [span for span in spans if span.step == number]
     if not own:
@@ -154,16 +142,14 @@ def of_trial(trial: Trial) -> Lanes | None:
 
 
 def _place(device: int) -> tuple[bool, int]:
-    """Return the sort key of a lane: the hosts first, whose indices count down from -1, and then
-    the devices.
-    """
+    """Sort the hosts, whose indices count down from -1, before the devices."""
     return device >= 0, abs(device)
 
 
 def _bars(step: Step, number: int, spans: Iterable[Span]) -> tuple[Bar, ...]:
     """Return the bars of one device in step `number`; each is on the first row with room.
 
-    Phases of other steps are cut at the ends of the lane, those of the step are not.
+    Phases of other steps are cut at the ends of the lane.
     """
     opened: dict[tuple[Phase, int, bool], list[Interval]] = {}
     begin_s = min([step.start_s, *(span.start_s for span in spans if span.step == number)])
@@ -188,10 +174,6 @@ def _bars(step: Step, number: int, spans: Iterable[Span]) -> tuple[Bar, ...]:
 
 
 def _lane(device: int, bars: tuple[Bar, ...], step_s: float) -> Lane:
-    """Return the lane of one device in a step of `step_s` seconds.
-
-    It is idle in the gaps between all its bars.
-    """
     begin_s = min([0.0, *(bar.start_s for bar in bars if not bar.step)])
     idle = []
     reach = begin_s
@@ -220,9 +202,7 @@ def _path(
 
 
 def _bar_at(bars: Sequence[Bar], span: Span, at_s: float) -> Bar:
-    """Return the bar of a span of the step that is open at the time `at_s`, in seconds after the
-    start of the step.
-    """
+    """Return the bar of a span of the step that is open at `at_s`, from the start of the step."""
     key = span.phase, 0, span.joint
     return next(
         bar

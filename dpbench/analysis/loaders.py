@@ -1,10 +1,8 @@
-"""Loaders: the rate of a DataLoader over its number of workers, its knee, and whether the step or
-loading is slower.
+"""Loaders: a DataLoader's rate over its number of workers, its knee, and what limits the step.
 
-The knee is the least number of workers whose rate is at most 5 % below the best rate. The rates of
-a round are those of its mean steps. The interval of the knee lists every number of workers that may
-be the true knee, judged by the 95 % intervals of the ratios. NOISY rounds decide nothing (see
-`stats.Timed`).
+The knee is the least number of workers whose rate is at most 5 % below the best rate; its interval
+lists every number that may be the true one, by the 95 % intervals of the ratios. The rates of a
+round are those of its mean steps. NOISY rounds decide nothing (see `stats.Timed`).
 """
 
 from __future__ import annotations
@@ -46,8 +44,8 @@ class Bound(StrEnum):
 class LoaderPoint:
     """The results with one number of workers.
 
-    `of_best` is the rate divided by the best rate. `demand` is the step time divided by the time of
-    a batch: the DataLoader is fast enough if `demand` is at least 1; it is None without a step.
+    `of_best` is the rate over the best rate. `demand` is the step time over the time of a batch,
+    None without a step: the DataLoader is fast enough if it is at least 1.
     """
 
     row: Row
@@ -61,7 +59,7 @@ class LoaderPoint:
 
     @property
     def bound(self) -> Bound:
-        """Return the slower one of the DataLoader and the step; UNDECIDED if that is unknown."""
+        """Return the slower one of the DataLoader and the step; UNDECIDED if unknown."""
         if (
             self.demand is None
             or self.demand.doubt in UNSURE
@@ -73,12 +71,11 @@ class LoaderPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderCurve:
-    """The results with every number of workers that was measured, in ascending order of this
-    number.
+    """The results by number of workers, in ascending order.
 
-    `knee` is the knee, None if it is unknown; `possible` has every measured number that may be the
-    true one. `step` is the time of the step to compare with in seconds, None without a step; if the
-    user gave it, its `n` is 0.
+    `knee` is None if unknown; `possible` has every measured number that may be the true one. `step`
+    is the step time to compare with in seconds, None without a step, and with `n` = 0 if the user
+    gave it.
     """
 
     points: tuple[LoaderPoint, ...]
@@ -94,11 +91,9 @@ class LoaderCurve:
 
     @property
     def advised(self) -> int | None:
-        """Return the least number of workers that is surely enough for the step or, without one,
-        the knee.
+        """Return the least number of workers that surely suffices for the step, else the knee.
 
-        The end of a flat or a rising curve counts as its knee. Return None if the number is
-        unknown.
+        The end of a flat or a rising curve counts as its knee. None if unknown.
         """
         sure = [point.workers for point in self.points if point.bound is Bound.STEP]
         if sure:
@@ -107,11 +102,9 @@ class LoaderCurve:
 
 
 def curve(rows: Sequence[Row]) -> LoaderCurve | None:
-    """Return the curve of the DataLoader among the rows of a run.
+    """Return the curve of the DataLoader in a run, None without one.
 
-    None if the run measured no DataLoader.
-
-    The step to compare with is that of the run's other case, or the one that the user gave.
+    It is compared with the step of the run's other case, or the one that the user gave.
     """
     loaders = sorted(
         (row for row in rows if row.case.traits.loads), key=lambda row: row.case.loader
@@ -134,9 +127,7 @@ def curve(rows: Sequence[Row]) -> LoaderCurve | None:
 
 
 def _step(loader: Row, rows: Sequence[Row]) -> tuple[Estimate | None, stats.Rounds]:
-    """Return the time of the step to compare with, and its durations by round, which are empty for
-    a given time.
-    """
+    """Return the step time to compare with, and its durations by round, if it was not given."""
     given_s = Loading.of(loader.case).step_s
     if given_s:
         return Estimate(given_s, given_s, given_s, 0), {}
@@ -151,8 +142,8 @@ def _given(step: Estimate, row: Row) -> stats.Rounds:
 def _least(ratios: Sequence[Estimate]) -> Estimate:
     """Return the least of the ratios of a rate to every rate.
 
-    The best rate of the measurement is not necessarily the true best. Each end of the interval is
-    therefore the smallest such end of all intervals.
+    The best measured rate is not necessarily the true best, so each end of the interval is the
+    smallest such end of all intervals.
     """
     value, low, high = (
         min(getattr(ratio, part) for ratio in ratios) for part in ("value", "low", "high")
@@ -167,14 +158,12 @@ def _least(ratios: Sequence[Estimate]) -> Estimate:
 
 
 def _knee(of_best: Mapping[int, Estimate]) -> tuple[int | None, tuple[int, ...]]:
-    """Return the knee, None if it is unknown, and every number of workers that may be the true
-    knee.
+    """Return the knee, None if it is unknown, and every number of workers that may be the true one.
 
-    `of_best` has the ratio to the best rate by number of workers. A number may be the true knee if
-    the upper end of its interval reaches `CLOSE`, and if no smaller number has an interval that is
-    entirely at or above `CLOSE`. A ratio from fewer than three rounds, or from NOISY rounds, proves
-    nothing: its number may be the knee, no larger number is excluded because of it, and the knee is
-    unknown.
+    `of_best` has the ratio to the best rate by number of workers. A number may be the knee if the
+    upper end of its interval reaches `CLOSE`, and no smaller number has its interval entirely at or
+    above `CLOSE`. A ratio from fewer than three rounds, or from NOISY rounds, proves nothing: its
+    number may be the knee, excludes no larger one, and the knee is unknown.
     """
     counts = sorted(of_best)
     unsure = {count for count in counts if of_best[count].doubt in UNSURE}
@@ -186,10 +175,7 @@ def _knee(of_best: Mapping[int, Estimate]) -> tuple[int | None, tuple[int, ...]]
 
 
 def _shape(knee: int | None, possible: Sequence[int], counts: Sequence[int]) -> Shape:
-    """Return the form of a curve.
-
-    Its last point is never a knee, because the rate may rise beyond it.
-    """
+    """Return the form of a curve, whose last point is no knee: the rate may rise beyond it."""
     if len(counts) < 2 or list(possible) == list(counts):
         return Shape.UNDECIDED
     if list(possible) == [counts[0]]:
@@ -200,9 +186,7 @@ def _shape(knee: int | None, possible: Sequence[int], counts: Sequence[int]) -> 
 
 
 def said(found: LoaderCurve) -> list[str]:
-    """Return the verdicts on a curve as sentences, and the number of workers to use if one can be
-    recommended.
-    """
+    """Return the verdicts on a curve as sentences, and the number of workers to use, if known."""
     against = [_bound_said(found, found.step)] if found.step and found.points else []
     use = [] if found.advised is None else [f"Use num_workers={found.advised}."]
     return [_knee_said(found), *against, *use]

@@ -7,9 +7,7 @@ from dpbench.records import Case, words
 
 
 def strategy(case: Case) -> str:
-    """Return the name of a case's strategy, with the short name of its schedule in brackets if it
-    has one.
-    """
+    """Return the name of a case's strategy, with the short name of any schedule in brackets."""
     if case.traits.all_cores:
         return "one device with all cores"
     return f"{case.strategy}[{short(case.schedule)}]" if case.schedule else case.strategy

@@ -14,12 +14,10 @@ from dpbench.records.trial import Estimate
 
 
 def habits(rows: Sequence[Row], trials: Sequence[Trial]) -> list[str]:
-    """Return sentences on the effects of loop settings (habits), a concurrent model, and
-    compilation; empty if none.
+    """Return sentences on the effects of habits, a concurrent model, and compilation.
 
-    An effect is the ratio of the step times of two cases that differ in one habit only. If more
-    than three pairs of cases show the effect of a habit, the sentence gives only the smallest and
-    the largest effect.
+    An effect is the ratio of the step times of two cases that differ in one habit only. Of more
+    than three pairs, the sentence gives only the smallest and the largest effect.
     """
     table = {(row.case, row.source): row for row in rows if row.series}
     found: dict[str, list[tuple[Case, Estimate]]] = {}
@@ -51,9 +49,7 @@ def habits(rows: Sequence[Row], trials: Sequence[Trial]) -> list[str]:
 
 
 def _of_habit(habit: str, pairs: Sequence[tuple[Case, Estimate]]) -> str:
-    """Return a clause with the effects of a habit, such as "loss read: 1.04× (1.01–1.07) in mlp
-    single x1 batch 64".
-    """
+    """Return a clause such as "loss read: 1.04× (1.01–1.07) in mlp single x1 batch 64"."""
     kept = sorted(pairs, key=lambda pair: pair[1].value)
     joiner, kept = (" to ", [kept[0], kept[-1]]) if len(kept) > 3 else (", ", kept)
     return f"{habit}: " + joiner.join(
@@ -62,11 +58,7 @@ def _of_habit(habit: str, pairs: Sequence[tuple[Case, Estimate]]) -> str:
 
 
 def climbs(ladders: Sequence[Ladder]) -> str:
-    """Return a sentence that names, for each ladder, the best rung and the rung with the largest
-    gain over a lower one.
-
-    The largest gain is left out if no gain has the verdict "faster". Return "" without ladders.
-    """
+    """Return a sentence on each ladder's best rung and its largest decided gain."""
     if not ladders:
         return ""
     several = len({found.case.devices for found in ladders}) > 1
@@ -92,12 +84,10 @@ def climbs(ladders: Sequence[Ladder]) -> str:
 
 
 def _batch(row: Row, rows: Sequence[Row]) -> str:
-    """Return the details that distinguish a row from others of its model, as text in parentheses.
+    """Return the details that distinguish a row from its model's others, in parentheses, or "".
 
-    "" if none.
-
-    The details are the batch size, if `rows` has several for this model, and the habits of the
-    training loop that differ from the default, such as reading the loss in every step.
+    They are the batch size, if `rows` has several for this model, and habits that are not the
+    default.
     """
     several = len({r.case.batch_size for r in rows if r.case.model == row.case.model}) > 1
     found = [*([f"batch {row.case.batch_size}"] if several else []), *row.case.habits]
@@ -105,8 +95,6 @@ def _batch(row: Row, rows: Sequence[Row]) -> str:
 
 
 def noisy(provenance: Mapping[str, Any]) -> str:
-    """Return the label NOISY and its reasons if other processes used too much of the cores during
-    the run, else "".
-    """
+    """Return NOISY and its reasons if others used too much of the cores, else ""."""
     reasons = provenance.get("noisy")
     return f"{foreign_load.NOISY}: {'; '.join(reasons.values())}." if reasons else ""

@@ -1,5 +1,4 @@
-"""Report: the analysis of one run, which the HTML page, the Markdown report, the terminal and
-`dpbench explain` show.
+"""Report: the analysis of one run, which the HTML page, Markdown, terminal and `explain` show.
 
 A report is built once, from trials without spans (`Trial.summary`), so that a run with many trials
 fits in memory.
@@ -74,8 +73,8 @@ class Report:
     ) -> Self:
         """Return the report of the run that has these trials.
 
-        `alternatives` are predictions for observed loops, and `unreadable` has the rows of the
-        store that could not be read; all other arguments are facts stored with the run.
+        `alternatives` are predictions for observed loops, and `unreadable` are the store's
+        unreadable rows; the other arguments are facts stored with the run.
         """
         rows, machine = summary.rows(trials), Resources.of(provenance)
         ladders = ladder.ladders(rows)
@@ -121,16 +120,12 @@ class Report:
 
     @property
     def observed(self) -> bool:
-        """Return whether all cases of the run are observed loops, which have no baseline and no
-        reference.
-        """
+        """Return whether all cases are observed loops, without baseline and reference."""
         return bool(self.rows) and all(row.case.traits.observed for row in self.rows)
 
     @property
     def lanes(self) -> Mapping[tuple[Case, Source], Lanes]:
-        """Return the timeline of one median step of each case and source whose trials have
-        spans.
-        """
+        """Return the timeline of a median step of each case and source with spans."""
         return lanes.of_rows(self.rows, self.trials)
 
     @property
@@ -145,29 +140,21 @@ class Report:
 
     @property
     def forecasts(self) -> Sequence[forecasts.Forecast]:
-        """Return the predicted step times of this run's measured cases on this machine, from this
-        run and its store.
-        """
+        """Return predictions of this run's measured cases on this machine, from run and store."""
         return forecasts.forecasts(self.rows, self.past, self.provenance)
 
     @property
     def histories(self) -> Sequence[history.History]:
-        """Return the step time over commits of each measured case, on this machine and version of
-        torch.
-        """
+        """Return each case's step time over commits, on this machine and version of torch."""
         measured = dict.fromkeys(row.case for row in self.rows if row.source is Source.MEASURED)
         return history.histories(measured, self.past, self.provenance)
 
     @property
     def flows(self) -> Sequence[transfers.PhaseTraffic]:
-        """Return the bytes that each phase of each case moves between devices in one step, computed
-        from shapes.
-        """
+        """Return the bytes that each phase moves between devices per step, from shapes."""
         return transfers.flows(self.trials)
 
     @property
     def counted(self) -> Sequence[transfers.Counted]:
-        """Return the bytes per step that the counters of the devices' links recorded, for each
-        case.
-        """
+        """Return the bytes per step that the counters of the devices' links recorded."""
         return transfers.counted(self.trials)

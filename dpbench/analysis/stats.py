@@ -1,18 +1,15 @@
-"""Statistics: medians and ratios with confidence intervals by a hierarchical bootstrap, and
-verdicts on ratios.
+"""Statistics: medians and ratios, with intervals by a hierarchical bootstrap, and verdicts.
 
-Each round runs in a fresh process, and rounds differ from each other more than the steps within one
-round do. Resampling therefore draws rounds first, then steps within each drawn round. Resampling a
-few rounds understates their variance, so the bootstrap's spread is widened by sqrt(n / (n - 1)),
-and the interval is taken from Student's t with n - 1 degrees of freedom (Hesterberg, "What Teachers
-Should Know About the Bootstrap", 2015, section 5.3). A single round gives no information about the
-variation between rounds: the interval of its estimate covers only the variation between steps. An
-estimate from fewer than three rounds, or with an interval that spans more than a factor of 4, is
-computed but not shown (`Estimate.doubt`), and its verdict is "undecided".
+Rounds run in fresh processes and differ more than the steps within one. Resampling therefore draws
+rounds first, then steps within each drawn round. A few rounds understate their variance, so the
+bootstrap's spread is widened by sqrt(n / (n - 1)), and the interval is Student's t with n - 1
+degrees of freedom (Hesterberg, "What Teachers Should Know About the Bootstrap", 2015, section 5.3).
+The interval of a single round covers only the variation between its steps. An estimate from fewer
+than three rounds, or with an interval that spans more than a factor of 4, is computed but not shown
+(`Estimate.doubt`), and its verdict is "undecided".
 
-One interval decides each verdict, and it is the interval that is shown. Of several estimates that
-are judged together, each has a wider interval (Bonferroni, see `together`), so that all of them
-contain the true values with 95 %.
+The interval that is shown decides the verdict. Estimates that are judged together have wider
+intervals (Bonferroni, see `together`), so that all contain the true values with 95 %.
 
 Other processes take cores from cases with several processes first, an error that no interval
 contains. A comparison therefore leaves out the NOISY rounds of both sides if at least three rounds
@@ -39,8 +36,7 @@ Rounds = Mapping[int, Sequence[float]]
 
 
 class Timed(dict[int, Sequence[float]]):
-    """The durations of one case's timed steps in seconds, by round (see `Rounds`), and the rounds
-    that are NOISY.
+    """The durations of one case's timed steps in seconds, by round, and its NOISY rounds.
 
     In a NOISY round, other processes used too much of the cores.
     """
@@ -57,26 +53,15 @@ class Timed(dict[int, Sequence[float]]):
 Array = NDArray[np.float64]
 Places = NDArray[np.int32]
 Vectors = Mapping[int, Array]
-"""For each round, an array of shape (steps, devices).
-
-A quantity read once per round has one step.
-"""
+"""Arrays of shape (steps, devices) by round; a quantity read once per round has one step."""
 
 RESAMPLES = 2000
 WITHIN = 400
-"""In `balance`, each round's steps are resampled at most this many times.
-
-Each use of the round picks one of them.
-"""
+"""In `balance`, each round's steps are resampled at most this often; each use of it picks one."""
 NETWORK = 10
-"""The largest number of columns that `_row_medians` sorts by comparing whole columns: 4 rounds have
-10 pairs.
-"""
+"""The most columns that `_row_medians` sorts by comparing them: 4 rounds have 10 pairs."""
 CELLS = 4_000_000
-"""The largest number of pairs of rounds in all resamples together.
-
-With many rounds, fewer resamples are drawn.
-"""
+"""The most pairs of rounds in all resamples; with many rounds, there are fewer resamples."""
 CONFIDENCE = 0.95
 MARGIN = 0.01
 """The relative difference up to which two cases count as the same."""
@@ -86,10 +71,8 @@ MARGIN = 0.01
 class Percentile:
     """A percentile, in seconds, of the durations of all steps of all rounds.
 
-    `steps` is the number of these steps.
-
-    `low` and `high` are the ends of its 95 % interval; both are None if there are too few steps for
-    an interval, and the percentile is then not shown.
+    `steps` is their number. `low` and `high` are the ends of its 95 % interval, None if there are
+    too few steps for one; the percentile is then not shown.
     """
 
     value: float
@@ -99,15 +82,14 @@ class Percentile:
 
     @property
     def doubt(self) -> str:
-        """Return the reason why the percentile must not be shown; "" if it may be shown."""
+        """Return the reason why the percentile must not be shown; "" if it may."""
         return "too few steps" if self.low is None else ""
 
 
 def percentile(rounds: Rounds, share: float) -> Percentile:
-    """Return the duration below which the given share of all steps lies, as numpy.percentile
-    computes it.
+    """Return the duration below which `share` of all steps lies, as numpy.percentile does.
 
-    The interval is that of the order statistics, which assumes independent steps but no particular
+    The interval is that of the order statistics, which assumes independent steps but no
     distribution. Its ends are the durations of two steps, because the number of steps below the
     true percentile is binomial. The 95th percentile needs 72 steps, the 99th 368.
     """
@@ -125,10 +107,7 @@ def percentile(rounds: Rounds, share: float) -> Percentile:
 
 
 def median(rounds: Rounds, *, seed: int = 0) -> Estimate:
-    """Return the median over rounds of each round's median, with its interval.
-
-    Values may have any sign.
-    """
+    """Return the median over rounds of each round's median, of values with any sign."""
     ((each, draws),) = _medians([rounds], seed)
     # not the exponential of the median logarithm, which differs if the number of rounds is even
     value = float(np.median(each))
@@ -140,10 +119,10 @@ def median(rounds: Rounds, *, seed: int = 0) -> Estimate:
 
 
 def mean(rounds: Rounds) -> Estimate:
-    """Return the mean over rounds of the mean duration of each round's steps, with its interval.
+    """Return the mean over rounds of each round's mean duration, which must be above 0.
 
-    All durations must be above 0. The interval is Student's over the logarithms of the rounds'
-    means; that of a single round covers only the variation between its steps.
+    The interval is Student's over the logarithms of the rounds' means; that of a single round
+    covers only the variation between its steps.
     """
     means = np.array([np.mean(steps) for steps in rounds.values()])
     varying = means if len(means) > 1 else np.asarray(next(iter(rounds.values())), dtype=float)
@@ -162,14 +141,14 @@ def ratio(
     level: float = CONFIDENCE,
     seed: int = 0,
 ) -> Estimate:
-    """Return the ratio of the step time of `numerator` to that of `denominator`, with its interval.
+    """Return the ratio of the step time of `numerator` to that of `denominator`.
 
-    If `paired`, the median of each round of `numerator` is divided by the median of the same round
-    of `denominator`; both series must come from one run. The estimate is the Hodges-Lehmann centre
-    of these ratios on a logarithmic scale. Disturbances that affect both series in a round cancel,
-    and an outlying round has little influence. If not `paired`, or if the series have no round in
-    common, every round of one series is compared with every round of the other, and the estimate is
-    the median of the ratios. NOISY rounds are left out if enough others remain (see `Timed`).
+    If `paired`, both series must come from one run: the medians of the same round are divided, and
+    the estimate is the Hodges-Lehmann centre of these ratios on a logarithmic scale. Disturbances
+    of a whole round cancel, and an outlying round has little influence. If not `paired`, or without
+    common rounds, every round of one series is compared with every round of the other, and the
+    estimate is the median of the ratios. NOISY rounds are left out if enough others remain (see
+    `Timed`).
     """
     common, sides, disturbed = _compared(numerator, denominator, paired=paired)
     if common:
@@ -191,11 +170,9 @@ def ratio(
 
 
 def _compared(first: Rounds, second: Rounds, *, paired: bool) -> tuple[bool, list[Rounds], bool]:
-    """Return whether rounds are compared in pairs, the rounds of both series to compare, and
-    whether some are NOISY.
+    """Return whether rounds are paired, the rounds to compare, and whether some are NOISY.
 
-    In pairs, these are the common rounds. NOISY rounds of either series are left out if enough
-    others remain.
+    Pairs are of common rounds. NOISY rounds of either series are left out if enough others remain.
     """
     common = sorted(set(first) & set(second)) if paired else []
     if common:
@@ -212,25 +189,22 @@ def _compared(first: Rounds, second: Rounds, *, paired: bool) -> tuple[bool, lis
 
 
 def noisy(rounds: Rounds) -> frozenset[int]:
-    """Return the NOISY rounds of a series; a series that is not `Timed` has none."""
+    """Return the NOISY rounds of a series; only `Timed` has any."""
     return rounds.noisy if isinstance(rounds, Timed) else frozenset()
 
 
 def _quiet(rounds: Sequence[int], noisy: Collection[int]) -> tuple[Sequence[int], bool]:
-    """Return the rounds that are not in `noisy`, and False.
-
-    If they are too few, return all rounds, and True.
-    """
+    """Return the rounds not in `noisy` and False or, if they are too few, all rounds and True."""
     kept = [number for number in rounds if number not in noisy]
     enough = len(kept) >= Estimate.ROUNDS or len(kept) == len(rounds)
     return (kept, False) if enough else (rounds, True)
 
 
 def mean_ratio(numerator: Rounds, denominator: Rounds) -> Estimate:
-    """Return the ratio of the mean step of `numerator` to that of `denominator`, with its interval.
+    """Return the ratio of the mean step of `numerator` to that of `denominator`.
 
-    The rounds that are compared are those of `ratio`. The interval is Student's over the logarithms
-    of the rounds' means, or of their ratios in common rounds.
+    The rounds are those of `ratio`. The interval is Student's over the logarithms of the rounds'
+    means, or of their ratios in common rounds.
     """
     common, sides, disturbed = _compared(numerator, denominator, paired=True)
     top, bottom = (np.log([np.mean(side[number]) for number in sorted(side)]) for side in sides)
@@ -252,10 +226,8 @@ def quotient(
 ) -> Estimate:
     """Return `numerator` divided by `denominator`.
 
-    `above` and `below` are random draws of the errors of the numerator and the denominator, as
-    logarithms. Draws with the same index are paired, so that common errors cancel in the interval.
-    Without draws, the interval combines the intervals of the numerator and the denominator,
-    assuming independent errors.
+    `above` and `below` are random draws of their errors, as logarithms, paired by index so that
+    common errors cancel. Without draws, the errors count as independent.
     """
     value = numerator.value / denominator.value
     if above and len(above) == len(below):
@@ -281,10 +253,10 @@ def inverse(estimate: Estimate) -> Estimate:
 def difference(
     first: Rounds, second: Rounds, *, level: float = CONFIDENCE, seed: int = 0
 ) -> Estimate:
-    """Return the median of `first` minus the median of `second` in seconds, with its interval.
+    """Return the median of `first` minus the median of `second` in seconds.
 
-    Only rounds that both series have are used; if there are none, all rounds are used. NOISY rounds
-    are left out if enough others remain (see `Timed`).
+    Common rounds are used, or all if there are none, without NOISY ones if enough others remain
+    (see `Timed`).
     """
     common, sides, disturbed = _compared(first, second, paired=True)
     (one, ones), (other, others) = _medians(sides, seed, together=common)
@@ -300,8 +272,8 @@ def difference(
 class Balance:
     """The imbalance of devices as two ratios of their medians.
 
-    `first` is device 0's median over the mean of the others' medians, `most` the largest median
-    over the mean of all.
+    `first` is device 0's median over the mean of the others', `most` the largest over the mean of
+    all.
     """
 
     first: Estimate
@@ -311,8 +283,8 @@ class Balance:
 def balance(vectors: Vectors, *, seed: int = 0) -> Balance:
     """Return the imbalance of the devices, with intervals.
 
-    A device's median is the median over rounds of each round's median. Each step is resampled with
-    all its devices, so that disturbances common to all devices cancel.
+    A device's median is the median over rounds of each round's median. A step is resampled with all
+    its devices, so that common disturbances cancel.
     """
     pools = [vectors[key] for key in sorted(vectors)]
     rounds, resamples = _drawn_steps(tuple(map(len, pools)), seed, RESAMPLES)
@@ -335,9 +307,7 @@ def balance(vectors: Vectors, *, seed: int = 0) -> Balance:
 
 
 def beside(series: Sequence[Sequence[float]]) -> Array:
-    """Return the series of several devices as one array of shape (steps, devices), as long as the
-    shortest series.
-    """
+    """Return several devices' series as shape (steps, devices), as long as the shortest."""
     steps = min(map(len, series))
     return np.array([one[:steps] for one in series], dtype=float).T
 
@@ -350,8 +320,7 @@ def device_medians(vectors: Vectors) -> Array:
 def _medians(
     sides: Sequence[Rounds], seed: int, *, together: bool = False
 ) -> list[tuple[Array, Array]]:
-    """Return for each series the medians of its rounds, and of its resampled rounds (shape
-    (resamples, rounds)).
+    """Return for each series its rounds' medians, and those resampled, (resamples, rounds).
 
     If `together`, each resample draws the same rounds of all series.
     """
@@ -374,14 +343,11 @@ def _medians(
 def _drawn(
     sides: tuple[tuple[int, ...], ...], seed: int, resamples: int, together: bool
 ) -> tuple[tuple[NDArray[np.intp], NDArray[np.intp]], ...]:
-    """Draw resamples of several series.
-
-    `sides` has, for each series, the number of steps of each round.
+    """Draw resamples of several series, given the number of steps of each round by series.
 
     Return for each series the two middle steps of each resampled round, as two arrays of shape
-    (resamples, rounds). A step is an index into the concatenated rounds, each of them sorted. The
-    draws depend only on the arguments and are cached: all phases of a case have equal numbers of
-    steps.
+    (resamples, rounds). A step is an index into the concatenated rounds, each sorted. The draws are
+    cached: all phases of a case have equal numbers of steps.
     """
     generator = np.random.default_rng(seed)
     chosen = _choose(len(sides[0]), resamples, generator)
@@ -403,13 +369,10 @@ def _drawn(
 def _drawn_steps(
     sizes: tuple[int, ...], seed: int, resamples: int
 ) -> tuple[NDArray[np.int64], tuple[tuple[Places, NDArray[np.int64]], ...]]:
-    """Draw resamples of the steps of several devices.
+    """Draw resamples of the steps of several devices, given the number of steps of each round.
 
-    `sizes` has the number of steps of each round.
-
-    Return the rounds of each resample, shape (resamples, rounds). For each round, also return
-    resamples of its steps (see `_counts`), and the index of one of these resamples for each time
-    that the round was drawn.
+    Return the rounds of each resample, shape (resamples, rounds); and for each round, resamples of
+    its steps (see `_counts`) and the index of one of them for each time that the round was drawn.
     """
     generator = np.random.default_rng(seed)
     rounds = _choose(len(sizes), resamples, generator)
@@ -427,21 +390,18 @@ def _drawn_steps(
 
 
 def _choose(rounds: int, resamples: int, generator: np.random.Generator) -> NDArray[np.int64]:
-    """Return indices below `rounds`, drawn with replacement, as an array of shape (resamples,
-    rounds).
-    """
+    """Return indices drawn with replacement, as an array of shape (resamples, rounds)."""
     most = CELLS // (rounds * (rounds + 1) // 2)
     return generator.integers(rounds, size=(max(200, min(resamples, most)), rounds))
 
 
 def _middles(n: int, count: int, generator: np.random.Generator) -> tuple[Places, Places]:
-    """Return the two middle steps of `count` resamples of `n` steps, as ranks among the steps in
-    ascending order.
+    """Return the two middle steps of `count` resamples of `n` steps, as ranks in ascending order.
 
-    The steps themselves need not be drawn. The k-th smallest of n uniform numbers has the
-    distribution Beta(k, n - k + 1), and each of the larger ones is uniform above it. The step at
-    the rank of such a number is distributed as the k-th smallest step of a resample (David and
-    Nagaraja, "Order Statistics", 2003, sections 2.1 and 2.5).
+    The steps need not be drawn. The k-th smallest of n uniform numbers has the distribution Beta(k,
+    n - k + 1), and each of the larger ones is uniform above it. The step at the rank of such a
+    number is distributed as the k-th smallest step of a resample (David and Nagaraja, "Order
+    Statistics", 2003, sections 2.1 and 2.5).
     """
     middle = (n + 1) // 2
     first = generator.beta(middle, n - middle + 1, size=count)
@@ -453,9 +413,7 @@ def _middles(n: int, count: int, generator: np.random.Generator) -> tuple[Places
 
 
 def _counts(n: int, count: int, generator: np.random.Generator) -> Places:
-    """Return, for `count` resamples of `n` steps, the number of times each step was drawn: shape
-    (count, n).
-    """
+    """Return how often each of `n` steps was drawn in each resample: shape (count, n)."""
     picks = generator.integers(n, size=(count, n)) + n * np.arange(count)[:, None]
     return np.bincount(picks.ravel(), minlength=count * n).reshape(count, n).astype(np.int32)
 
@@ -463,8 +421,7 @@ def _counts(n: int, count: int, generator: np.random.Generator) -> Places:
 def _of_devices(pool: Array, counts: Places) -> Array:
     """Return each device's median in each resample of one round, shape (resamples, devices).
 
-    `pool` has shape (steps, devices). A row of `counts` has the number of times that a resample has
-    drawn each step.
+    `pool` has shape (steps, devices); `counts` has how often each resample has drawn each step.
     """
     n = len(pool)
     medians = []
@@ -480,9 +437,7 @@ def _of_devices(pool: Array, counts: Places) -> Array:
 
 
 def _centre(values: Array) -> Array:
-    """Return the Hodges-Lehmann centre along the last axis: the median of the means of all pairs of
-    values.
-    """
+    """Return the Hodges-Lehmann centre along the last axis: the median of all pairs' means."""
     first, second = np.triu_indices(values.shape[-1])
     return _row_medians((values[..., first] + values[..., second]) / 2)
 
@@ -501,16 +456,14 @@ def _row_medians(values: Array) -> Array:
 
 
 def _widen(draws: Array, n: int) -> Array:
-    """Return `draws` times sqrt(n / (n - 1)) if n > 1, because resampling n rounds understates
-    their variance.
-    """
+    """Widen the draws, because resampling n rounds understates their variance."""
     return draws * math.sqrt(n / (n - 1)) if n > 1 else draws
 
 
 def _exponential(
     value: float, draws: Array, n: int, *, widened: bool = False, level: float = CONFIDENCE
 ) -> Estimate:
-    """Return the estimate of exp(value) from `n` rounds; the arguments are those of `_interval`."""
+    """Return the estimate of exp(value); the arguments are those of `_interval`."""
     low, high = _interval(value, draws, n, widened=widened, level=level)
     return Estimate(math.exp(value), math.exp(low), math.exp(high), n, level=level)
 
@@ -518,11 +471,10 @@ def _exponential(
 def _interval(
     value: float, draws: Array, n: int, *, widened: bool = False, level: float = CONFIDENCE
 ) -> tuple[float, float]:
-    """Return the ends of the interval: by Student's t for several rounds, by percentiles for a
-    single round.
+    """Return the ends of the interval: Student's t, or percentiles for a single round.
 
-    `draws` are resamples of `value`. `widened` is True if they have already been widened by
-    `_widen`. `level` is the probability with which the interval contains the true value.
+    `draws` are resamples of `value`, `widened` if `_widen` was applied. `level` is the probability
+    with which the interval contains the true value.
     """
     if n < 2:
         low, high = np.percentile(draws, [50 * (1 - level), 50 * (1 + level)])
@@ -532,15 +484,12 @@ def _interval(
 
 
 def _quantile(n: Any, level: float) -> Any:
-    """Return half the width of an interval of `n` rounds over its standard error, by Student's
-    t.
-    """
+    """Return Student's t: half the width of an interval of `n` rounds over its standard error."""
     return scipy.special.stdtrit(np.maximum(n - 1, 1), (1 + level) / 2)
 
 
 def together(count: int, level: float = CONFIDENCE) -> float:
-    """Return the level of each of `count` intervals that contain all of their true values with
-    probability `level`.
+    """Return the level of each of `count` intervals that together hold with probability `level`.
 
     This is Bonferroni's method, which holds for any dependence between the estimates.
     """
@@ -550,9 +499,8 @@ def together(count: int, level: float = CONFIDENCE) -> float:
 def verdict(estimate: Estimate, *, margin: float = MARGIN) -> str:
     """Return the verdict on a ratio: "same", "faster", "slower" or "undecided".
 
-    The verdict is "same" if the whole interval is between 1 - `margin` and 1 + `margin`. Otherwise,
-    it is "faster" or "slower" if the whole interval is above or below 1. It is "undecided" for an
-    estimate in doubt.
+    It is "same" if the whole interval is within `margin` of 1; otherwise "faster" or "slower" if
+    all of it is above or below 1; "undecided" also for an estimate in doubt.
     """
     if estimate.doubt:
         return "undecided"
@@ -564,13 +512,11 @@ def verdict(estimate: Estimate, *, margin: float = MARGIN) -> str:
 def rounds_to_decide(
     estimate: Estimate, *, against: float = 1.0, margin: float = MARGIN, most: int = 10_000
 ) -> int:
-    """Return the least number of rounds, at most `most`, after which the interval of a ratio would
-    decide.
+    """Return the least number of rounds, at most `most`, that would decide a ratio.
 
-    The ratio and the variation between rounds are assumed to stay the same, so that the interval
-    shrinks with the square root of the number of rounds. It decides if it excludes `against`, or if
-    it is within `margin` around 1. Return `most` if more rounds would be needed, or if the estimate
-    has fewer than two rounds.
+    It decides if its interval excludes `against`, or is within `margin` of 1. The ratio and the
+    variation between rounds are assumed to stay, so that the interval shrinks with the square root
+    of the rounds. Return `most` from fewer than two rounds.
     """
     if estimate.n < 2:
         return most

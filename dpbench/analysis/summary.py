@@ -32,9 +32,7 @@ from dpbench.records.work import DRAWS
 PERCENTILES = (95, 99)
 """The percentiles of step durations that a row has; the median is `Row.step`."""
 BUSY_METRICS = {"kernel_busy_s": "kernels of profiled steps", "busy_s": "thread CPU time"}
-"""The metrics from which busy time is taken, the best first, each with a description of its
-source.
-"""
+"""The metrics from which busy time is taken, the best first, each with its source."""
 COLOCATED = "COLOCATED"
 Value = TypeVar("Value")
 
@@ -46,19 +44,18 @@ class Row:
     Times are in seconds per step and sizes in bytes. Mappings by device use its index.
 
     `rounds` and `steps` are the numbers of rounds with a result and of timed steps. `series` has
-    the durations of the timed steps, by round; `step` is the median step time, and `mean` the mean
-    one. `percentiles` maps each number of `PERCENTILES` to that percentile of all timed steps; it
-    is empty for predictions. `throughput` is in samples per second of all timed steps, from their
-    mean. `phases` divides `step.value` among the phases and unattributed time. `speedup` compares
-    with `single` at equal global work (`scaling` is "strong") or at equal work per device ("weak");
-    the intervals of all speed-ups over one baseline hold together. `efficiency` is the speed-up
-    over the number of devices. `busy` has the time in which a device computes, `occupied` the time
-    in which one of its spans is open. `memory` has the peaks of the devices, and `host_bytes` is
-    the peak of the host's memory. `imbalance` and `memory_imbalance` are the ratios of device 0's
-    busy time and memory to the mean of the other devices'. `reason` explains why a round gave no
-    result. `fault` is set if no round gave a result although the last trial ended normally. `lost`
-    has the outcome of each round without a result, such as "timeout", or "unverified" for gradients
-    that differ from the reference.
+    the durations of the timed steps by round, `step` is their median and `mean` their mean.
+    `percentiles` maps `PERCENTILES` to those of all timed steps; it is empty for predictions.
+    `throughput` is in samples per second, from the mean step. `phases` divides `step.value` among
+    the phases and unattributed time. `speedup` compares with `single` at equal global work
+    (`scaling` is "strong") or at equal work per device ("weak"); the intervals of all speed-ups
+    over one baseline hold together. `efficiency` is the speed-up over the number of devices. `busy`
+    is the time in which a device computes, `occupied` that in which one of its spans is open.
+    `memory` has the peaks of the devices, and `host_bytes` is the host's. `imbalance` and
+    `memory_imbalance` are the ratios of device 0's busy time and memory to the others' mean.
+    `reason` explains why a round gave no result. `fault` is set if no round gave a result although
+    the last trial ended normally. `lost` has the outcome of each round without a result, such as
+    "timeout", or "unverified" for gradients that differ from the reference.
     """
 
     case: Case
@@ -91,24 +88,17 @@ class Row:
 
     @property
     def colocated(self) -> bool:
-        """Return whether replicas share a GPU, or hosts share a machine, so that no speed-up is
-        possible.
-        """
+        """Return whether replicas share a GPU, or hosts a machine, so that nothing can speed up."""
         return COLOCATED in self.labels
 
     @property
     def outcome(self) -> str:
-        """Return the outcome of the case as text: "ok" if it has a result, else its fault or
-        status, such as "oom".
-        """
+        """Return "ok" if the case has a result, else its fault or status, such as "oom"."""
         return (self.fault or self.status).value
 
     @property
     def doubt(self) -> Doubt | None:
-        """Return the reason why the step time must not be shown as a result.
-
-        None if it may be shown or is missing.
-        """
+        """Return why the step time must not be shown; None if it may be or is missing."""
         return self.step.doubt if self.step else None
 
     @property
@@ -119,9 +109,7 @@ class Row:
 
 
 DEVICES = 8
-"""Every record has the numbers of at least this many devices, so that records of different runs
-have equal names.
-"""
+"""Records have at least this many devices, so that those of different runs have equal names."""
 BLANK = Row(
     case=Case(model="", strategy="", batch_size=1), source=Source.MEASURED, status=Status.SKIPPED
 )
@@ -129,8 +117,7 @@ BLANK = Row(
 
 
 def rows(trials: Iterable[Trial]) -> list[Row]:
-    """Return one row for each case and source (measured or predicted), sorted by model and
-    settings.
+    """Return one row for each case and source (measured or predicted), by model and settings.
 
     Among equal settings, one-device strategies come first, in the order of `Role`.
     """
@@ -166,28 +153,21 @@ def order(case: Case) -> tuple[object, ...]:
 
 
 def measured(trials: Iterable[Trial]) -> stats.Timed:
-    """Return, by round, the seconds of the timed steps of the last trial whose numbers may be shown
-    (`trusted`).
-    """
+    """Return, by round, the seconds of the timed steps of the last trial that may be shown."""
     last = {trial.round: trial for trial in trials if trial.trusted and trial.timed}
     noisy = (number for number, trial in last.items() if foreign_load.noisy(trial))
     return stats.Timed({number: list(trial.timed) for number, trial in last.items()}, noisy)
 
 
 def shown(trials: Iterable[Trial]) -> list[Trial]:
-    """Return the trials behind the numbers of a case: the last trusted one of each round with timed
-    steps.
-
-    If a round was measured again, its last trial counts.
-    """
+    """Return the trials behind a case's numbers: each round's last trusted one with timed steps."""
     trusted = [trial for trial in trials if trial.trusted]
     timed = {trial.round for trial in trusted if trial.timed}
     return list({trial.round: trial for trial in trusted if trial.round in timed}.values())
 
 
 def add(series: dict[Case, stats.Timed], trial: Trial) -> None:
-    """Add the timed steps of an ended trial to those of its case, in place of an earlier trial of
-    the same round.
+    """Add the timed steps of an ended trial to its case, in place of an earlier trial of the round.
 
     A trial whose numbers must not be shown adds nothing.
     """
@@ -197,10 +177,7 @@ def add(series: dict[Case, stats.Timed], trial: Trial) -> None:
 
 
 def parts(case: Case, series: Mapping[int, Sequence[Value]]) -> Mapping[int, Sequence[Value]]:
-    """Return the rounds for estimates: `series`.
-
-    For an observed loop with few rounds, each step as its own round.
-    """
+    """Return the rounds for estimates; each step is one in an observed loop with few rounds."""
     if not case.traits.observed or len(series) >= Estimate.ROUNDS:
         return series
     return dict(enumerate([one] for number in sorted(series) for one in series[number]))
@@ -268,10 +245,7 @@ def _percentiles(series: stats.Rounds) -> dict[int, stats.Percentile]:
 
 
 def _stated(trial: Trial) -> Estimate | None:
-    """Return the predicted step time with its stored 80 % interval.
-
-    None for a measurement, or if none is stored.
-    """
+    """Return the predicted step time with its stored 80 % interval, None without one."""
     interval = trial.provenance.get("interval_80_s")
     if trial.source is not Source.PREDICTED or not interval:
         return None
@@ -280,10 +254,7 @@ def _stated(trial: Trial) -> Estimate | None:
 
 
 def _memory(trials: Sequence[Trial]) -> dict[int, int]:
-    """Return, by device, the highest peak of allocated memory over the trials, in bytes.
-
-    The host's index is HOST.
-    """
+    """Return, by device (or HOST), the highest peak of allocated memory in bytes."""
     peaks: dict[int, int] = {}
     for memory in (
         m for trial in trials for m in trial.memory if m.kind == "allocated" and not m.phase
@@ -293,10 +264,9 @@ def _memory(trials: Sequence[Trial]) -> dict[int, int]:
 
 
 def _memory_imbalance(case: Case, memory: Mapping[int, int]) -> float | None:
-    """Return the ratio of device 0's peak to the mean peak of the other devices that have rows of
-    the batch.
+    """Return device 0's peak over the mean of the others that have rows of the batch.
 
-    Return None if device 0's peak is unknown, or if no other such device has a known peak.
+    None if a peak of either is unknown.
     """
     others = [memory.get(device, 0) for device in range(1, case.working)]
     return memory[0] / statistics.mean(others) if 0 in memory and any(others) else None
@@ -325,10 +295,7 @@ def labels(trial: Trial) -> tuple[str, ...]:
 
 
 def all_labels(trials: Iterable[Trial]) -> tuple[str, ...]:
-    """Return the labels of all trials without duplicates.
-
-    NOISY, which a single trial may have, is the last one.
-    """
+    """Return the labels of all trials without duplicates; NOISY is the last one."""
     found = dict.fromkeys(label for trial in trials for label in labels(trial))
     return tuple(sorted(found, key=lambda label: label == foreign_load.NOISY))
 
@@ -340,12 +307,11 @@ def _compared(
     steps: Mapping[tuple[Case, Source], Estimate],
     draws: Mapping[tuple[Case, Source], Sequence[float]],
 ) -> Row:
-    """Return the row with its speed-up and efficiency; unchanged if its case has no baseline.
+    """Return the row with its speed-up and efficiency; unchanged without a baseline.
 
     `series` has the durations of the timed steps, by round, of all cases of the same source; for
     `levels`, see `speedup_levels`. `steps` has the median step times. `draws` has random draws of
-    the error of each predicted step time. A case has no draws if it was measured, or if an older
-    version of dpbench predicted it.
+    the error of each predicted step time, none from an older version of dpbench.
     """
     base = baseline_in(row.case, series) if series[row.case] else None
     if base is None:
@@ -372,9 +338,7 @@ def _speedup(
 
 
 def speedups(series: Mapping[Case, stats.Rounds]) -> dict[Case, Estimate]:
-    """Return the speed-up of each measured case over its baseline.
-
-    Cases without a baseline in `series` are left out.
+    """Return the speed-up of each measured case over its baseline in `series`, if it has one.
 
     `series` has the durations of the timed steps of each case in seconds, by round.
     """
@@ -384,11 +348,7 @@ def speedups(series: Mapping[Case, stats.Rounds]) -> dict[Case, Estimate]:
 
 
 def speedup_levels(series: Mapping[Case, stats.Rounds]) -> dict[Case, float]:
-    """Return, for each baseline, the level of the interval of each speed-up over it.
-
-    The speed-ups over one baseline are read together: the intervals of all of them contain the true
-    values with 95 %.
-    """
+    """Return, by baseline, the level at which the intervals of all speed-ups hold together."""
     counts = Counter(
         base for case, mine in series.items() if mine and (base := baseline_in(case, series))
     )
@@ -396,11 +356,9 @@ def speedup_levels(series: Mapping[Case, stats.Rounds]) -> dict[Case, float]:
 
 
 def baseline_in(case: Case, series: Mapping[Case, stats.Rounds]) -> Case | None:
-    """Return the baseline of a case: `single` at the same global batch size, or else at the same
-    batch size per device.
+    """Return the baseline: `single` at the same global batch, or else at the same batch per device.
 
-    Only cases in `series` can be the baseline. Return None for `single` itself, for emulated
-    devices, and if `series` has no baseline.
+    None without one in `series`, for `single` itself, and for emulated devices.
     """
     if case.traits.role is Role.BASELINE or case.device_kind == "emulated":
         return None  # emulated devices show host cost only: a speed-up would be meaningless
@@ -440,10 +398,7 @@ def _phases(trials: Sequence[Trial], step_s: float) -> dict[str, float]:
 
 
 def _busy(trials: Sequence[Trial]) -> tuple[dict[int, list[float]], str]:
-    """Return each device's busy seconds in the timed steps, and the description of their source.
-
-    ({}, "") if none.
-    """
+    """Return each device's busy seconds in the timed steps, and their source; ({}, "") if none."""
     for metric, source in BUSY_METRICS.items():
         found: dict[int, list[float]] = {}
         for device, values in (
@@ -456,21 +411,16 @@ def _busy(trials: Sequence[Trial]) -> tuple[dict[int, list[float]], str]:
 
 
 def _imbalance(trials: Sequence[Trial], source: str) -> Estimate | None:
-    """Return the ratio of device 0's busy time to the mean of the other devices', with its interval
-    over the rounds.
-
-    Return None if `busy_of` has no readings of device 0 and another device.
-    """
+    """Return device 0's busy time over the others' mean; None without readings of both."""
     devices, vectors = busy_of(trials, source)
     return stats.balance(vectors).first if devices[:1] == (0,) and len(devices) > 1 else None
 
 
 def busy_of(trials: Sequence[Trial], source: str) -> tuple[tuple[int, ...], stats.Vectors]:
-    """Return the devices with work and, by round, their busy seconds as an array of shape (steps,
-    devices).
+    """Return the devices with work and, by round, their busy seconds, shape (steps, devices).
 
-    `source` is the description of a metric in `BUSY_METRICS`. Both results are empty if a device
-    has a busy time of 0, if the rounds have different devices, or if there are no readings.
+    `source` is a description in `BUSY_METRICS`. Both are empty if a busy time is 0, if the rounds
+    have different devices, or without readings.
     """
     metric = next((name for name, words in BUSY_METRICS.items() if words == source), "")
     vectors: dict[int, stats.Array] = {}
@@ -490,9 +440,7 @@ def busy_of(trials: Sequence[Trial], source: str) -> tuple[tuple[int, ...], stat
 
 
 def _occupied(trials: Sequence[Trial]) -> dict[int, float]:
-    """Return, for each device, the median number of seconds per timed step in which at least one
-    span is open on it.
-    """
+    """Return each device's median seconds per timed step in which a span is open on it."""
     found: dict[int, list[float]] = {}
     for device, seconds in (pair for trial in trials for pair in trial.ledger.occupied.items()):
         found.setdefault(device, []).extend(seconds)
@@ -502,9 +450,9 @@ def _occupied(trials: Sequence[Trial]) -> dict[int, float]:
 def records(rows: Sequence[Row]) -> list[dict[str, object]]:
     """Return the numbers of each row by name; every row has the same names.
 
-    Each estimate and percentile has four entries: value, low, high and withheld. The last is the
-    reason why reports do not show the estimate, None if they show it. The names are the same for
-    every run, except for devices beyond the first eight.
+    Each estimate and percentile has four entries: value, low, high and withheld, the reason why
+    reports do not show it, or None. The names are the same for every run, except for devices beyond
+    the first eight.
     """
     count = max([DEVICES, *(device + 1 for row in rows for device in (*row.busy, *row.memory))])
     return [_record(row, count) for row in rows]

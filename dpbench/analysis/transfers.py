@@ -1,9 +1,8 @@
-"""Transfers: the bytes that one training step must move between devices, by phase, computed from
-tensor shapes.
+"""Transfers: the bytes that one training step must move between devices, by phase, from shapes.
 
-Only bytes that must cross a link are counted. Copies within a device, padding, losses and the
-divisors of local losses (a few bytes each) are left out. Every all-reduce is counted as a ring
-all-reduce. docs/measuring.md lists the limits.
+Only bytes that must cross a link count, without copies within a device, padding, losses and the
+divisors of local losses (a few bytes each). Every all-reduce counts as a ring all-reduce.
+docs/measuring.md lists the limits.
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ FORWARD_ALONE = (Phase.SCATTER, Phase.REPLICATE, Phase.FORWARD, Phase.GATHER)
 
 
 def moves(case: Case, shapes: Shapes) -> list[Move]:
-    """Return the moves of bytes in one step of a case.
-
-    Empty if they are unknown or if the replicas share a device.
+    """Return the moves of bytes in one step; empty if unknown or if the replicas share a device.
 
     For a case that runs the forward alone, the moves end with the gathering of outputs, and no
     target is moved.
@@ -53,10 +50,9 @@ LINKS = ("pcie", "nvlink")
 class PhaseTraffic:
     """The moves of bytes between devices in one phase of one step of a case.
 
-    `seconds` has, by device, the step's seconds in the phase, as split by `dpbench.records.ledger`:
-    the median over rounds of the median over each round's timed steps. `rate` is the total bytes
-    divided by the sum of `seconds`, in bytes per second. If the time of the moves cannot be
-    separated from compute, `seconds` is empty and `rate` is None.
+    `seconds` has, by device, the step's seconds in the phase (see `dpbench.records.ledger`): the
+    median over rounds of the median over each round's timed steps. `rate` is all bytes over the sum
+    of `seconds`, per second. If compute overlaps, `seconds` is empty and `rate` None.
     """
 
     case: Case
@@ -72,10 +68,7 @@ class PhaseTraffic:
         return sum(move.bytes for move in self.moves)
 
     def rate_of(self, device: int) -> float | None:
-        """Return the bytes per second that `device` receives in the phase.
-
-        None if the time of the phase is unknown.
-        """
+        """Return the bytes per second that `device` receives in the phase; None if unknown."""
         seconds = self.seconds.get(device, 0.0)
         return (
             received(self.moves, device) / seconds
@@ -86,11 +79,9 @@ class PhaseTraffic:
 
 @dataclass(frozen=True, kw_only=True)
 class Counted:
-    """The bytes that a device received and sent over one kind of link per step, from the link's
-    counters.
+    """The bytes that a device received and sent over one kind of link per step, by its counters.
 
-    `computed_received` and `computed_sent` are the bytes per step that follow from the shapes of
-    tensors.
+    `computed_received` and `computed_sent` are the bytes per step that follow from the shapes.
     """
 
     case: Case
@@ -104,9 +95,7 @@ class Counted:
 
 
 def flows(trials: Iterable[Trial]) -> list[PhaseTraffic]:
-    """Return the traffic of each case in each phase that moves bytes, in the order of the
-    trials.
-    """
+    """Return the traffic of each case in each phase that moves bytes, in order of the trials."""
     traffic = []
     for (case, source), group in _grouped(trials).items():
         moves = _moves(case, group)
@@ -129,10 +118,7 @@ def flows(trials: Iterable[Trial]) -> list[PhaseTraffic]:
 
 
 def counted(trials: Iterable[Trial]) -> list[Counted]:
-    """Return, for each case, link and device, the bytes per step that counters recorded.
-
-    Empty without counters.
-    """
+    """Return the counted bytes per step for each case, link and device; empty without counters."""
     counters = []
     for (case, source), group in _grouped(trials).items():
         step_s = statistics.median(seconds for trial in group for seconds in trial.timed)
@@ -169,9 +155,7 @@ def _moves(case: Case, trials: Sequence[Trial]) -> list[Move]:
 
 
 def _separable(case: Case, phase: Phase) -> bool:
-    """Return whether the time of `phase` is the time of its moves alone, because they do not
-    overlap with compute.
-    """
+    """Return whether the moves of `phase` do not overlap with compute."""
     if phase is Phase.REDUCE:
         if case.traits.scheduled:
             schedule = known(case.schedule)
@@ -181,9 +165,9 @@ def _separable(case: Case, phase: Phase) -> bool:
 
 
 def _seconds(trials: Sequence[Trial], phase: Phase) -> dict[int, float]:
-    """Return, by device, the seconds per step in `phase`, as split by `dpbench.records.ledger`.
+    """Return the seconds per step in `phase` by device, as `dpbench.records.ledger` splits them.
 
-    The seconds are the median over rounds of the median over each round's timed steps.
+    They are the median over rounds of the median over each round's timed steps.
     """
     rounds: dict[int, list[float]] = {}
     for trial in trials:
@@ -206,19 +190,17 @@ def _means(trials: Sequence[Trial], metric: str) -> dict[int, float]:
 
 
 SLOW_LINK = 1.5
-"""A link is slow if a copy over it takes more than this number of times as long as over the other
-links.
-"""
+"""A link is slow if a copy takes more than this number of times as long as over the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlowLink:
     """A slow link between two devices, or between the host (-1) and a device.
 
-    `ends` are the source and the target of the copies in the slower direction. If `one_way`, copies
-    in the other direction are not slow. `rate` is the rate in the slower direction, and `others`
-    the median rate of the other links, both in bytes per second. `slower` is the time of a copy in
-    the slower direction divided by the median time on the other links.
+    `ends` are the source and the target in the slower direction. If `one_way`, copies in the other
+    direction are not slow. `rate` is the rate in the slower direction, and `others` the median rate
+    of the other links, in bytes per second. `slower` is the time of a copy over the median time on
+    the other links.
     """
 
     ends: tuple[int, int]
@@ -241,13 +223,10 @@ class SlowLink:
 
 
 def slow_links(trials: Iterable[Trial], *, to_host: bool) -> list[SlowLink]:
-    """Return the slow links between two GPUs or, if `to_host`, those from the host to a GPU.
-
-    Empty for a single link.
+    """Return the slow links between two GPUs or, if `to_host`, from the host; [] for a single link.
 
     A link is slow if, in one direction, its median copy takes more than `SLOW_LINK` times as long
-    as that of the other links. The interval of this ratio is not judged here: it may contain
-    `SLOW_LINK` or be in doubt.
+    as that of the other links. The interval of this ratio may contain `SLOW_LINK` or be in doubt.
     """
     every = {
         ends: copies for ends, copies in _copies(trials).items() if (ends[0] == HOST) is to_host
@@ -278,9 +257,7 @@ def slow_links(trials: Iterable[Trial], *, to_host: bool) -> list[SlowLink]:
 
 
 def _copies(trials: Iterable[Trial]) -> dict[tuple[int, int], stats.Rounds]:
-    """Return, by source and target, the seconds per byte of the timed copies over each link, by
-    round.
-    """
+    """Return, by source and target, the seconds per byte of the timed copies, by round."""
     by_ends: dict[tuple[int, int], dict[int, list[float]]] = {}
     for trial in trials:
         for copies in CopyTimes.all_of(trial.provenance) if trial.trusted else ():
@@ -292,8 +269,8 @@ def _copies(trials: Iterable[Trial]) -> dict[tuple[int, int], stats.Rounds]:
 def _median_of(links: Sequence[stats.Rounds]) -> stats.Rounds:
     """Return the copy times of a typical link in each round that all links have.
 
-    Its first copy takes the median time of the links' first copies, its second that of their second
-    copies, and so on.
+    Its first copy takes the median of the links' first copies, its second that of their second, and
+    so on.
     """
     common = set(links[0]).intersection(*links)
     return {

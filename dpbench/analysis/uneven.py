@@ -1,8 +1,7 @@
-"""Uneven: find cases whose mean step differs from their median step, and the period of their slow
-steps.
+"""Uneven: cases whose mean step differs from their median step, and the period of slow steps.
 
-Samples per second and the time of an epoch come from the mean step, because all steps take time.
-Step times and speed-ups are medians, which a disturbance of a few steps does not change.
+Throughput and the time of an epoch come from the mean step, because all steps take time. Step times
+and speed-ups are medians, which a disturbance of a few steps does not change.
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ from dpbench.records import Source, Trial
 from dpbench.records.trial import Estimate
 
 LEAST = 0.05
-"""The least difference of the mean from the median, as a fraction of the median, that is
-reported.
-"""
+"""The least difference of mean and median that is reported, as a fraction of the median."""
 REGULAR = 0.8
 """The least share of the distances between slow steps that must be equal for a period."""
 FEWEST = 3
@@ -30,18 +27,14 @@ FEWEST = 3
 
 @dataclass(frozen=True)
 class Period:
-    """Every step with a number that is a multiple of `steps` takes `longer_s` seconds longer than
-    the others.
-    """
+    """Every `steps`-th step takes `longer_s` seconds longer than the others."""
 
     steps: int
     longer_s: float
 
 
 def differs(row: Row) -> bool:
-    """Return whether the mean step of a row differs from its median step by more than their
-    intervals.
-    """
+    """Return whether the mean step differs from the median step by more than their intervals."""
     if (
         row.source is Source.PREDICTED
         or not row.step
@@ -55,10 +48,7 @@ def differs(row: Row) -> bool:
 
 
 def gain_of_means(row: Row, baseline: Row | None) -> Estimate | None:
-    """Return the speed of `row` over that of its baseline by the means of all timed steps.
-
-    None without these steps.
-    """
+    """Return the speed of `row` over its baseline's by the means of all timed steps, or None."""
     if baseline is None or not row.series or not baseline.series or row.source is Source.PREDICTED:
         return None
     ratio = stats.mean_ratio(baseline.series, row.series)
@@ -66,11 +56,9 @@ def gain_of_means(row: Row, baseline: Row | None) -> Estimate | None:
 
 
 def period(trials: Sequence[Trial]) -> Period | None:
-    """Return the period of the slow steps of a case, which are those longer than the mean.
+    """Return the period of the slow steps, which are longer than the mean; None if there is none.
 
-    None if there is none.
-
-    `trials` are the trials of one case whose steps count.
+    `trials` are those of one case whose steps count.
     """
     distances: Counter[int] = Counter()
     slow: list[float] = []
@@ -91,7 +79,7 @@ def period(trials: Sequence[Trial]) -> Period | None:
 
 
 def _unbroken(trial: Trial) -> Iterator[list[float]]:
-    """Yield the durations of the timed steps of a trial in series without missing steps.
+    """Yield the durations of timed steps in series without missing steps.
 
     A recorder that kept only a sample of the steps leaves gaps, which would change the distances.
     """

@@ -1,10 +1,8 @@
 """Validity: check a trial for conditions that distort its numbers.
 
-Each check compares a value with a limit.
-
-The values are stored with the trial; the text of a warning is written only when a report is shown.
-A check without data (no GPU, no sampler, too few readings) is left out and does not count as
-passed. docs/measuring.md lists the checks.
+Each check compares a value with a limit. The values are stored with the trial; the text of a
+warning is written only when a report is shown. A check without data (no GPU, no sampler, too few
+readings) is left out and does not count as passed. docs/measuring.md lists the checks.
 """
 
 from __future__ import annotations
@@ -27,9 +25,7 @@ TREND_FROM = 10
 READINGS = 3
 """The least number of clock readings from which a change of the clock is computed."""
 LONG_S = 1.0
-"""The least total duration of the timed steps in seconds for which the check `foreign_gpu` is made.
-
-In a shorter trial, the readings may count the trial's own worker as another process.
+"""The least seconds of timed steps for `foreign_gpu`; else a trial's own worker may seem foreign.
 """
 
 SLOWDOWNS = {
@@ -40,8 +36,9 @@ SLOWDOWNS = {
     0x40: "heat (hardware)",
     0x80: "power brake",
 }
-"""NVML's bits for causes that lower a GPU's clocks under load (nvml.h: nvmlClocksThrottleReasons),
-without the bits for idleness and for clocks set by a user.
+"""NVML's bits for causes that lower a GPU's clocks under load, but idleness and users' settings.
+
+The source is nvml.h: nvmlClocksThrottleReasons.
 """
 
 
@@ -68,10 +65,9 @@ class ValidityRule:
     """The definition of one check: its measurement, its limit and its wording.
 
     `measure` takes a trial and the number of cores, and returns a value with further facts, or None
-    if the trial has no data for it; a fact `limit` replaces the limit. `headline` describes the
-    problem, and `item` returns the value of a check as text. The check fails if the absolute value
-    exceeds `limit`. It does not fail if `doubted` returns True for the facts, because the value is
-    then insignificant.
+    without data; a fact `limit` replaces the limit. `headline` describes the problem, and `item`
+    returns the value as text. The check fails if the absolute value exceeds `limit`, unless
+    `doubted` returns True for the facts, because the value is insignificant.
     """
 
     name: str
@@ -85,8 +81,8 @@ class ValidityRule:
 def check(trial: Trial, cores: int) -> list[Check]:
     """Return the results of all checks for which the trial has data.
 
-    The list is empty if the trial failed, was predicted, or has an impossible step time, such as a
-    negative one. `cores` is the number of cores that the run may use, 0 for unknown.
+    It is empty if the trial failed, was predicted, or has an impossible step time, such as a
+    negative one. `cores` is the number that the run may use, 0 for unknown.
     """
     if trial.status is not Status.OK or not trial.source.timed or trial.fault is Fault.CLOCK:
         return []
@@ -102,9 +98,7 @@ def check(trial: Trial, cores: int) -> list[Check]:
 
 
 def facts(trial: Trial, cores: int) -> dict[str, dict[str, Any]]:
-    """Return the results of `check` by name as plain data, the form in which they are stored with
-    the trial.
-    """
+    """Return the results of `check` by name as plain data, as they are stored with the trial."""
     return {
         one.name: {"value": one.value, "limit": one.limit, "ok": one.ok, **one.about}
         for one in check(trial, cores)
@@ -112,7 +106,7 @@ def facts(trial: Trial, cores: int) -> dict[str, dict[str, Any]]:
 
 
 def of(trial: Trial, cores: int) -> list[Check]:
-    """Return the stored check results of a trial; if none are stored, return those of `check`."""
+    """Return the stored check results of a trial; if none are stored, those of `check`."""
     stored = trial.provenance.get("validity")
     if stored is None:
         return check(trial, cores)
@@ -125,9 +119,7 @@ def of(trial: Trial, cores: int) -> list[Check]:
 
 
 def troubles(trials: Iterable[Trial], cores: int) -> dict[ValidityRule, dict[Case, str]]:
-    """Return, by rule and case, a text with the worst value of a failed check and the number of
-    failed rounds.
-    """
+    """Return, by rule and case, the worst failed value and the number of failed rounds as text."""
     seen: dict[tuple[str, Case], list[Check]] = {}
     for trial in trials:
         for result in of(trial, cores):
@@ -152,10 +144,9 @@ def troubles(trials: Iterable[Trial], cores: int) -> dict[ValidityRule, dict[Cas
 
 @dataclass(frozen=True)
 class Trend:
-    """The trend of a series: Spearman's `rho`, the two-sided `p`-value of its t test, and the
-    Theil-Sen `slope`.
+    """A series' trend: Spearman's `rho`, the `p`-value of its two-sided t test, Theil-Sen `slope`.
 
-    The slope is the change of the series from one value to the next, in the unit of the series.
+    The slope is the change from one value to the next, in the unit of the series.
     """
 
     rho: float
@@ -189,11 +180,9 @@ def trend(series: Sequence[float]) -> Trend:
 
 
 def _drift(trial: Trial, cores: int) -> Deviation | None:
-    """Return the change of the step time from the first to the last timed step, as a fraction of
-    the median step.
+    """Return the change from the first to the last timed step, as a fraction of the median step.
 
-    The change is computed from the Theil-Sen slope. Return None if the trial has too few timed
-    steps.
+    It is computed from the Theil-Sen slope.
     """
     series = trial.timed
     if len(series) < TREND_FROM:
@@ -206,11 +195,7 @@ def _drift(trial: Trial, cores: int) -> Deviation | None:
 
 
 def _throttled(trial: Trial, cores: int) -> Deviation | None:
-    """Return the fraction of readings in which the most throttled GPU was throttled, with the
-    causes.
-
-    Return None without readings.
-    """
+    """Return the fraction of the most throttled GPU's readings with throttling, and the causes."""
     worst: Deviation | None = None
     for device, readings in trial.readings("throttle_reasons").items():
         bits = [int(value) for value in readings]
@@ -223,11 +208,9 @@ def _throttled(trial: Trial, cores: int) -> Deviation | None:
 
 
 def _clock(metric: str) -> Callable[[Trial, int], Deviation | None]:
-    """Return a function that measures the largest fall of a clock frequency, as a fraction of the
-    highest frequency.
+    """Return a function that measures the largest fall of a clock, as a fraction of its highest.
 
-    `metric` is the metric of the clock. The lowest and the highest twentieth of each device's
-    readings are left out.
+    The lowest and the highest twentieth of each device's readings are left out.
     """
 
     def measure(trial: Trial, cores: int) -> Deviation | None:
@@ -248,10 +231,9 @@ def _clock(metric: str) -> Callable[[Trial, int], Deviation | None]:
 
 
 def _foreign_gpu(trial: Trial, cores: int) -> Deviation | None:
-    """Return the median number of bytes that other processes use, on the GPU where this number is
-    largest.
+    """Return the median bytes of other processes on the GPU where they are most.
 
-    Return None without readings, or if the timed steps took less than `LONG_S` seconds.
+    None without readings, or if the timed steps took less than `LONG_S` seconds.
     """
     held = {
         d: statistics.median(values) for d, values in trial.readings("foreign_memory_bytes").items()
@@ -263,10 +245,7 @@ def _foreign_gpu(trial: Trial, cores: int) -> Deviation | None:
 
 
 def _foreign_cpu(trial: Trial, cores: int) -> Deviation | None:
-    """Return the mean number of cores that other processes and the hypervisor used in the trial.
-
-    None if unknown.
-    """
+    """Return the mean number of cores that other processes and the hypervisor used."""
     load = foreign_load.during(trial)
     if isinstance(load, foreign_load.UnknownLoad):
         return None
@@ -279,11 +258,9 @@ def _foreign_cpu(trial: Trial, cores: int) -> Deviation | None:
 
 
 def _oversubscribed(trial: Trial, cores: int) -> Deviation | None:
-    """Return the number of devices minus the number of cores, at least 0, on the machine where this
-    is largest.
+    """Return the excess of devices over cores, at least 0, on the machine where it is largest.
 
-    Return None if the number of cores is unknown, and for emulated devices, which take turns by
-    design.
+    None if the number of cores is unknown, and for emulated devices, which take turns by design.
     """
     if not cores or trial.case.device_kind == "emulated":
         return None
@@ -300,29 +277,19 @@ def _oversubscribed(trial: Trial, cores: int) -> Deviation | None:
 
 
 def _clocks(trial: Trial, cores: int) -> Deviation | None:
-    """Return the largest error of the offset between two machines' clocks, as a fraction of the
-    median step.
-
-    Return None if a single machine ran the trial.
-    """
+    """Return the largest error of two machines' clock offset, as a fraction of the median step."""
     error_s = trial.provenance.get("clock_error_s")
     return (error_s / statistics.median(trial.timed), {}) if error_s and trial.timed else None
 
 
 def _peers(trial: Trial, cores: int) -> Deviation | None:
-    """Return the number of pairs of GPUs without peer access, whose copies go through the host.
-
-    None if unknown.
-    """
+    """Return the number of pairs of GPUs without peer access, whose copies go through the host."""
     pairs = trial.provenance.get("no_peer_access")
     return None if pairs is None else (float(len(pairs)), {"pairs": pairs})
 
 
 def _closure(trial: Trial, cores: int) -> Deviation | None:
-    """Return the fraction of a step that no phase covers: the median over the timed steps.
-
-    None without steps.
-    """
+    """Return the median fraction of a timed step that no phase covers."""
     shares = [
         phases[UNATTRIBUTED] / step.seconds
         for step, phases in zip(trial.steps, trial.ledger.phases, strict=True)
@@ -332,11 +299,10 @@ def _closure(trial: Trial, cores: int) -> Deviation | None:
 
 
 def _outlasting(trial: Trial, cores: int) -> Deviation | None:
-    """Return the time for which GPUs still work after a block of steps, as a fraction of the
-    block's duration.
+    """Return how long GPUs still work after a block of steps, as a fraction of its duration.
 
-    It is the median over the blocks, for the rank with the largest median. Return None without
-    readings, as on CPUs.
+    It is the median over the blocks, for the rank with the largest. None without readings, as on
+    CPUs.
     """
     found = [
         statistics.median(values)
@@ -346,11 +312,10 @@ def _outlasting(trial: Trial, cores: int) -> Deviation | None:
 
 
 def _verification(trial: Trial, cores: int) -> Deviation | None:
-    """Return the index of the verification's result in the order of `Verified`: 0 is bitwise,
-    higher is worse.
+    """Return the index of the verification's result in `Verified`: 0 is bitwise, higher is worse.
 
-    Return None for an observed loop or a DataLoader, in which dpbench computes nothing that could
-    be wrong.
+    None for an observed loop or a DataLoader, in which dpbench computes nothing that could be
+    wrong.
     """
     if trial.case.traits.observed or trial.case.traits.loads:
         return None
@@ -358,9 +323,7 @@ def _verification(trial: Trial, cores: int) -> Deviation | None:
 
 
 def _averaging(trial: Trial, cores: int) -> Deviation | None:
-    """Return by how much the mean of the ranks' gradients differed from the gradient of the whole
-    batch, if it did.
-    """
+    """Return by how much the ranks' mean gradients differed from the whole batch's, if they did."""
     found = trial.provenance.get(AVERAGING)
     return (float(found["high"]), found) if found else None
 

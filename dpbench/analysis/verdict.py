@@ -1,8 +1,6 @@
-"""Verdict: the answers about observed loops, which name the most costly problem or state that none
-stands out.
+"""Verdict: the answers about observed loops, which name the most costly problem, or none.
 
-`decide` is the rule. A problem stands out if the whole interval of its cost is at least `WORTH` of
-the step.
+`decide` is the rule. A problem stands out if the whole interval of its cost is at least `WORTH`.
 """
 
 from __future__ import annotations
@@ -28,9 +26,7 @@ from dpbench.records.trial import Doubt, Estimate
 WORTH = decision.WORTH - 1
 """The least cost that stands out, as a fraction of the step."""
 UNCLEAR = 0.5
-"""If dpbench did not understand parts of at least this fraction of the steps, the absence of
-problems is not stated.
-"""
+"""The fraction of steps not understood from which the absence of problems is not stated."""
 PROFILE_MORE = "schedule = torch.profiler.schedule(wait=1, warmup=3, active=20)"
 """The line of code that records more steps in a trace."""
 
@@ -45,7 +41,7 @@ class Ground(StrEnum):
     OPEN = auto()
     """It is undecided whether a problem costs `WORTH` of the step."""
     UNCLEAR = auto()
-    """dpbench did not understand parts of too many steps, and no problem stands out."""
+    """Parts of too many steps were not understood, and no problem stands out."""
     FEW = auto()
     """The step time is in doubt: there are too few steps, or the interval is too wide."""
     NO_RESULT = auto()
@@ -53,10 +49,7 @@ class Ground(StrEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on an observed loop.
-
-    `cost` is the index of the cost that decides it, None if no cost does.
-    """
+    """The verdict on an observed loop; `cost` is the index of the deciding cost, if any."""
 
     choice: Choice
     ground: Ground
@@ -64,13 +57,11 @@ class Verdict:
 
 
 def decide(step: Estimate | None, costs: Sequence[Estimate], unclear: float = 0.0) -> Verdict:
-    """Return the verdict on a loop.
+    """Return the verdict on a loop; `step` is its step time in seconds, None without a result.
 
-    `step` is its step time in seconds, None if no step has a result.
-
-    `costs` are the costs of the loop's problems as fractions of the step, the largest first.
-    `unclear` is the fraction of steps with parts that dpbench did not understand. The first cost
-    that is decidedly at least `WORTH` stands out.
+    `costs` are those of its problems as fractions of the step, the largest first. `unclear` is the
+    fraction of steps with parts that dpbench did not understand. The first cost that is decidedly
+    at least `WORTH` stands out.
     """
     if step is None:
         return Verdict(Choice.UNKNOWN, Ground.NO_RESULT)
@@ -90,10 +81,7 @@ def decide(step: Estimate | None, costs: Sequence[Estimate], unclear: float = 0.
 def answers(
     rows: Sequence[Row], trials: Sequence[Trial], diagnoses: Sequence[Diagnosis], machine: Resources
 ) -> list[Answer]:
-    """Return one answer for each observed loop of a run.
-
-    `machine` has the resources of the run's machine.
-    """
+    """Return one answer for each observed loop of a run."""
     mine = [row for row in rows if row.case.traits.observed]
     by_case = {one.row.case: one for one in diagnoses}
     return [
@@ -139,10 +127,7 @@ def _answer(
 
 
 def _cost(problem: Evidence, row: Row) -> Estimate | None:
-    """Return the cost of a problem as a fraction of the time of the steps.
-
-    None for a problem that costs no time.
-    """
+    """Return the cost of a problem as a fraction of the steps; None if it costs no time."""
     if problem.aside:
         outside = problem.aside / (1 - problem.aside) if problem.aside < 1 else float("inf")
         return Estimate(outside, outside, outside, Estimate.ROUNDS)
@@ -206,9 +191,7 @@ def share(cost: Estimate) -> str:
 
 
 def between(cost: Estimate) -> str:
-    """Return the ends of the interval of a fraction of a step as text, such as "between 4.1% and
-    8.0%".
-    """
+    """Return the ends of the interval of a fraction, such as "between 4.1% and 8.0%"."""
     return f"between {words.percent(max(0.0, cost.low))} and {words.percent(cost.high)}"
 
 
@@ -256,9 +239,7 @@ def _memory(row: Row, problems: Sequence[Evidence], machine: Resources) -> str:
 
 
 def _again(row: Row, loop: Observed) -> str:
-    """Return the command that watches the script again or, for a trace, the code that records more
-    steps.
-    """
+    """Return the command that watches the script again or, for a trace, the code for more steps."""
     if row.source is Source.IMPORTED:
         return PROFILE_MORE
     words_of = shlex.split(loop.command)

@@ -296,7 +296,7 @@ def tape_of(case: Case, traces: Traces, steps: int = STEPS) -> Tape:
         for device, rows in enumerate(case.rows):
             strategy_memory.ddp(tape, traces.of(rows), steps, device, keeps=keeps)
     else:
-        known = ", ".join(
+        supported = ", ".join(
             registry.of_role(role)
             for role in Role
             if role not in (Role.OTHER, Role.OBSERVED, Role.LOADER)

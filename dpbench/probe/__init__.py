@@ -1,8 +1,8 @@
 """Probe: measure the costs and rates of a machine with GPUs, and write them as a machine file.
 
-A figure is one measured number. A pass measures all figures once, in a fresh process. The probe
-makes several passes, because the contention of two threads for the interpreter lock differs from
-process to process, and the load of the machine changes over time.
+A pass measures every figure once, in a fresh process. There are several passes, because the
+contention of two threads for the interpreter lock differs between processes, and the machine's load
+changes.
 """
 
 from __future__ import annotations
@@ -31,18 +31,11 @@ from dpbench.probe.figures import Figure, over_passes
 PASSES = 3
 """The planned number of passes."""
 BUDGET_S = 58.0
-"""The time budget in seconds for all passes together.
-
-Another pass is started only if it would end within the budget, assuming that it takes as long as
-the last pass.
-"""
+"""The seconds in which all passes must end; each is expected to last as long as the one before."""
 MOSTLY = 0.5
 """The share of a copy's bytes above which NVLink counts as the link between two GPUs."""
 MODULE_S = 16e-6
-"""The seconds to copy one module for a replica on a host whose factor is 1.
-
-The factor of a measured host is the seconds measured on that host, divided by this constant.
-"""
+"""The seconds to copy one module for a replica on a host whose factor is 1."""
 Say = Callable[[str], None]
 
 
@@ -50,9 +43,9 @@ Say = Callable[[str], None]
 class Probe:
     """The result of a probe: the measured machine and its figures.
 
-    `name` is the name of the processor, and `cores` the number of its logical cores. `gpus` are the
-    names of the GPUs, at least one, and `gpu_memory_bytes` is the memory of GPU 0. `seconds` is the
-    duration of the probe.
+    `name` is the processor's, and `cores` its number of logical cores. `gpus` are the names of the
+    GPUs, at least one; `gpu_memory_bytes` is the memory of GPU 0. `seconds` is the duration of the
+    probe.
     """
 
     name: str
@@ -62,20 +55,15 @@ class Probe:
     figures: tuple[Figure, ...]
     seconds: float
     load: foreign_load.Measured
-    """The highest load of other processes on the cores, among the measurements before the probe and
-    in each pass.
-    """
+    """The highest load of other processes, before the probe or in a pass."""
 
     @property
     def peer_access(self) -> bool:
-        """Return whether all GPUs can access each other's memory.
-
-        False with fewer than two GPUs.
-        """
+        """Return whether all GPUs can access each other's memory; False with fewer than two."""
         return any(one.name == "peer_access_ratio" and one.value == 1 for one in self.figures)
 
     def __getitem__(self, name: str) -> float:
-        """Return the value of the figure with this name. Raises LookupError if no figure has it."""
+        """Return the value of the figure with this name. Raises LookupError if there is none."""
         for one in self.figures:
             if one.name == name:
                 return one.value
@@ -86,11 +74,11 @@ class Probe:
 
 
 class BusyMachine(RuntimeError):
-    """The error of a probe that does not start, because the load of other processes is too high."""
+    """The load of other processes is too high for a probe."""
 
 
 class NoGpu(ValueError):
-    """The error of a probe on a machine in which torch finds no GPU."""
+    """Torch finds no GPU on the machine."""
 
 
 def probe(
@@ -99,9 +87,9 @@ def probe(
     """Measure this machine with its GPUs, and return the figures.
 
     `say` is called with each line of progress and each warning. If other processes keep the cores
-    busy, the probe first waits up to `patience_s` seconds; None means the value of DPBENCH_PATIENCE
-    or the default. Raises BusyMachine if the cores are still busy then, unless `anyway` is True.
-    Raises NoGpu without a GPU, and RuntimeError if a pass fails.
+    busy, wait up to `patience_s` seconds; None means DPBENCH_PATIENCE or the default. Raises
+    BusyMachine if the cores are still busy then, unless `anyway`; NoGpu without a GPU; RuntimeError
+    if a pass fails.
     """
     count = torch.cuda.device_count()
     if not count:
@@ -120,11 +108,12 @@ def probe(
     passes: list[list[Figure]] = []
     last_s = 0.0
     while len(passes) < PASSES and time.perf_counter() - begin + last_s < BUDGET_S:
-        began, before = time.perf_counter(), foreign_load.snapshot()
+        began = time.perf_counter()
+        before = foreign_load.snapshot()
         passes.append(_pass(f"pass {len(passes) + 1} of {PASSES}", say))
         loads.append(foreign_load.since(before))
         last_s = time.perf_counter() - began
-    found = Probe(
+    result = Probe(
         name=_processor(),
         cores=os.cpu_count() or 1,
         gpus=tuple(torch.cuda.get_device_name(i) for i in range(count)),
@@ -133,43 +122,32 @@ def probe(
         seconds=time.perf_counter() - begin,
         load=_worst(loads),
     )
-    for line in _endings(found):
+    for line in _endings(result):
         say(line)
-    return found
+    return result
 
 
 def _worst(loads: Sequence[foreign_load.Measured]) -> foreign_load.Measured:
-    """Return the load that stands for the whole probe.
-
-    It is the highest known load, if that is too high or if all loads are known. Otherwise, it is an
-    unknown load: the machine was quiet for certain only if all loads are known and none of them is
-    too high.
-    """
+    """Return the highest known load, if it is too high or all are known; else an unknown load."""
     known = [load for load in loads if isinstance(load, foreign_load.Load)]
     unknown = [load for load in loads if isinstance(load, foreign_load.UnknownLoad)]
     highest = max(known, key=lambda load: load.taken, default=None)
     return highest if highest and (foreign_load.busy(highest) or not unknown) else unknown[0]
 
 
-def _endings(found: Probe) -> Iterator[str]:
-    """Yield the warnings about a probe: that it stopped early, and that the load was too high or is
-    unknown.
-    """
+def _endings(result: Probe) -> Iterator[str]:
     for passes in range(1, PASSES):
-        early = [one for one in found.figures if one.passes == passes]
+        early = [one for one in result.figures if one.passes == passes]
         if early:
             yield (
-                f"stopped early: {len(early)} of {len(found.figures)} figures are from {passes} of"
+                f"stopped early: {len(early)} of {len(result.figures)} figures are from {passes} of"
                 f" {PASSES} passes, because another pass would have exceeded the probe's budget of"
                 f" {BUDGET_S:.0f} s"
             )
-    yield from _noise(found.load)
+    yield from _noise(result.load)
 
 
 def _noise(load: foreign_load.Measured) -> Iterator[str]:
-    """Yield a warning if the load was too high, so that the figures are NOISY, or if the load is
-    unknown.
-    """
     if foreign_load.busy(load):
         yield f"{foreign_load.NOISY}: {load}"
     elif isinstance(load, foreign_load.UnknownLoad):
@@ -177,11 +155,7 @@ def _noise(load: foreign_load.Measured) -> Iterator[str]:
 
 
 def _pass(name: str, say: Say) -> list[Figure]:
-    """Run one pass of the probe in a fresh process, and return its figures.
-
-    `say` is called with each line of progress, which contains `name`, the name of the pass. As in a
-    worker, torch uses one thread per operation.
-    """
+    """Run one pass in a fresh process; as in a worker, torch uses one thread per operation."""
     command = [sys.executable, "-m", "dpbench.probe", str(os.getpid())]
     figures: list[Figure] = []
     with (
@@ -207,10 +181,7 @@ def _pass(name: str, say: Say) -> list[Figure]:
 
 
 def measure() -> Iterator[str | Figure]:
-    """Measure all figures in this process.
-
-    Yield the name of each part of the probe, then the figures of that part.
-    """
+    """Yield the name of each part of the probe, then its figures, measured in this process."""
     torch.set_num_threads(1)
     processes.keep()
     yield "the host"
@@ -230,15 +201,11 @@ def measure() -> Iterator[str | Figure]:
 def measure_toml(
     say: Say = lambda _: None, *, patience_s: float | None = None, anyway: bool = False
 ) -> str:
-    """Measure this machine and return the text of its machine file.
-
-    See `probe` for arguments and errors.
-    """
+    """Measure this machine and return the text of its machine file; see `probe`."""
     return to_toml(probe(say, patience_s=patience_s, anyway=anyway))
 
 
 def _links(count: int) -> Iterator[Figure]:
-    """Yield the figures of the links of the first `count` GPUs."""
     with open_nvml() as nvml:
         yield from gpu.links(
             open_devices("cuda", count), {one.index: one for one in nvml.gpus} if nvml else {}
@@ -246,7 +213,7 @@ def _links(count: int) -> Iterator[Figure]:
 
 
 def _processor() -> str:
-    """Return the name of this machine's processor, or its architecture if the name is unknown."""
+    """Return the processor's name, or the architecture if the name is unknown."""
     for line in (
         Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         if Path("/proc/cpuinfo").exists()
@@ -257,67 +224,63 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def to_toml(found: Probe) -> str:
-    """Return the text of a machine file: the description of the machine, then a table for each
-    figure.
+def to_toml(result: Probe) -> str:
+    """Return the text of a machine file: the machine's description, then a table for each figure.
 
-    Peer access is as measured. NVLink between two GPUs becomes a link of the file. With more than
-    two GPUs, copies between pairs do not show which links the pairs share, so a comment in the file
-    says how to add the links.
+    NVLink between two GPUs becomes a link of the file. With more GPUs, copies between pairs do not
+    show which links the pairs share, so a comment says how to add the links.
     """
-    how = f"measured by dpbench probe in {found.seconds:.0f} s with torch {torch.__version__}"
-    how = "; ".join([how, *_noise(found.load)])
-    noisy = f" ({foreign_load.NOISY})" if foreign_load.busy(found.load) else ""
-    count = len(found.gpus)
-    what = f"{found.name}, {found.cores} cores: {count} x {found.gpus[0]}{noisy}"
+    how = f"measured by dpbench probe in {result.seconds:.0f} s with torch {torch.__version__}"
+    how = "; ".join([how, *_noise(result.load)])
+    noisy = f" ({foreign_load.NOISY})" if foreign_load.busy(result.load) else ""
+    count = len(result.gpus)
+    what = f"{result.name}, {result.cores} cores: {count} x {result.gpus[0]}{noisy}"
     lines = [
         f"description = {_text(what)}",
         f"source = {_text(how)}",
-        f"peer_access = {str(found.peer_access).lower()}",
+        f"peer_access = {str(result.peer_access).lower()}",
         "",
         "[gpu]",
-        f"name = {_text(found.gpus[0])}",
+        f"name = {_text(result.gpus[0])}",
         f"count = {count}",
-        f"memory_bytes = {_number(found.gpu_memory_bytes)}",
-        f"memory_bytes_per_s = {_number(found['gpu_memory_bytes_per_s'])}",
-        f"flop_per_s = {{ fp32 = {_number(found['fp32_flop_per_s'])} }}",
+        f"memory_bytes = {_number(result.gpu_memory_bytes)}",
+        f"memory_bytes_per_s = {_number(result['gpu_memory_bytes_per_s'])}",
+        f"flop_per_s = {{ fp32 = {_number(result['fp32_flop_per_s'])} }}",
         "",
         "[host]",
-        f"factor = {_number(found['module_replica_s'] / MODULE_S)}",
-        f"cores = {found.cores}",
-        f"launch_s = {_number(found['launch_s'])}",
-        f"module_s = {_number(found['module_replica_s'])}",
-        f"tensor_s = {_number(found['tensor_s'])}",
-        f"thread_s = {_number(found['thread_s'])}",
-        f"hand_off = {_number(max(0.0, found['long_ops_2_threads_ratio'] - 1))}",
+        f"factor = {_number(result['module_replica_s'] / MODULE_S)}",
+        f"cores = {result.cores}",
+        f"launch_s = {_number(result['launch_s'])}",
+        f"module_s = {_number(result['module_replica_s'])}",
+        f"tensor_s = {_number(result['tensor_s'])}",
+        f"thread_s = {_number(result['thread_s'])}",
+        f"hand_off = {_number(max(0.0, result['long_ops_2_threads_ratio'] - 1))}",
         "",
         "[[link]]",
         f'between = ["{"gpu0" if count == 1 else f"gpu0-{count - 1}"}", "cpu0"]',
         'kind = "pcie"',
-        f"bytes_per_s = {_number(found['pinned_to_device_bytes_per_s'])}",
+        f"bytes_per_s = {_number(result['pinned_to_device_bytes_per_s'])}",
     ]
-    lines += _between(found)
+    lines += _between(result)
     if count > 1:
         lines += [
             "",
             "[collective]",
-            f"bytes_per_s = {_number(found['all_reduce_bytes_per_s'])}",
-            f"start_s = {_number(found['all_reduce_start_s'])}",
+            f"bytes_per_s = {_number(result['all_reduce_bytes_per_s'])}",
+            f"start_s = {_number(result['all_reduce_start_s'])}",
         ]
-    return "\n".join([*lines, *(line for one in found.figures for line in _table(one)), ""])
+    return "\n".join([*lines, *(line for one in result.figures for line in _table(one)), ""])
 
 
-def _between(found: Probe) -> Iterator[str]:
-    """Yield the lines of a machine file for the NVLinks between the GPUs.
+def _between(result: Probe) -> Iterator[str]:
+    """Yield a link if NVLink carried most bytes both ways between the only two GPUs.
 
-    With two GPUs, between which NVLink carried most bytes both ways, they are a TOML table. If it
-    carried most bytes between two of several GPUs, or if its share is unknown, they are a comment.
-    Otherwise, there are none.
+    Yield a comment if it did between two of several GPUs, or if its share is unknown.
     """
-    values = {one.name: one.value for one in found.figures}
+    values = {one.name: one.value for one in result.figures}
     pairs = [
         pair
-        for pair in permutations(range(len(found.gpus)), 2)
+        for pair in permutations(range(len(result.gpus)), 2)
         if "link_{}_{}_bytes_per_s".format(*pair) in values
     ]
     shares = [values.get("link_{}_{}_nvlink_ratio".format(*pair)) for pair in pairs]
@@ -338,23 +301,19 @@ def _between(found: Probe) -> Iterator[str]:
         yield "# rates of copies between pairs of GPUs, one at a time: pairs may share a link."
 
 
-def _table(one: Figure) -> Iterator[str]:
-    """Yield the lines of one figure's TOML table."""
-    yield from ("", f"[probe.{one.name}]", f"value = {_number(one.value)}")
-    for edge, value in (("low", one.low), ("high", one.high)):
+def _table(measured: Figure) -> Iterator[str]:
+    yield from ("", f"[probe.{measured.name}]", f"value = {_number(measured.value)}")
+    for edge, value in (("low", measured.low), ("high", measured.high)):
         if value is not None:
             yield f"{edge} = {_number(value)}"
-    yield f"passes = {one.passes}"
-    if one.passes < PASSES:
+    yield f"passes = {measured.passes}"
+    if measured.passes < PASSES:
         yield "stopped_early = true"
-    yield f"how = {_text(one.how)}"
+    yield f"how = {_text(measured.how)}"
 
 
 def _number(value: float) -> str:
-    """Return a number as the text of a TOML value.
-
-    Floats are rounded to four or five significant digits.
-    """
+    """Return a TOML value; floats are rounded to four or five significant digits."""
     return (
         str(value)
         if isinstance(value, int)

@@ -1,6 +1,4 @@
-"""One pass of the probe in a separate process, which prints the name of each part and each figure
-as a line of JSON.
-"""
+"""One pass of the probe in its own process, which prints part names and figures as JSON lines."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""All-reduce: the probe's figures of all-reduces between the GPUs of this machine, one process per
-GPU.
+"""All-reduce: figures of all-reduces between the GPUs of this machine, one process per GPU.
 
 A fresh process forks the ranks, because a process that has run tensor operations or initialised
 CUDA must not fork.
@@ -29,24 +28,20 @@ from dpbench.probe.figures import Figure, Timing, figure, lines, spread, timing
 KIB = 2**10
 MIB = 2**20
 SIZES = tuple(32 * KIB * 4**i for i in range(6))
-"""The sizes of the measured all-reduces in bytes, from 32 KiB to 32 MiB."""
+"""The sizes of the all-reduces in bytes."""
 COMPUTED_S = 1e-3
-"""The duration in seconds of the computation before each all-reduce."""
+"""The seconds of computation before each all-reduce."""
 WARM = 3
-"""The number of all-reduces of each size that are not timed: they connect ranks and allocate
-pages.
-"""
+"""The number of untimed all-reduces of each size, which connect ranks and allocate pages."""
 LIMIT_S = 60.0
 
 
 def figures(ranks: int, backend: str = "nccl", sizes: Sequence[int] = SIZES) -> Iterator[Figure]:
-    """Yield the seconds of an all-reduce of each size, and the start-up time and rate of their
-    line.
+    """Yield the seconds of an all-reduce of each size, and the start-up time and rate of a line.
 
     `sizes` are in bytes. `backend` is torch.distributed's: "nccl" between GPUs, "gloo" between CPU
-    processes. The line is fitted to the seconds as a function of the bytes that each rank sends in
-    a ring all-reduce. For n ranks, these bytes are 2 (n - 1) / n times the size. Raises
-    RuntimeError if a rank fails.
+    processes. The line is fitted to the seconds over the bytes that each of n ranks sends in a ring
+    all-reduce: 2 (n - 1) / n times the size. Raises RuntimeError if a rank fails.
     """
     timings = _measured(ranks, backend, sizes)
     for size, spent in timings:
@@ -71,9 +66,6 @@ def figures(ranks: int, backend: str = "nccl", sizes: Sequence[int] = SIZES) -> 
 
 
 def _measured(ranks: int, backend: str, sizes: Sequence[int]) -> list[tuple[int, Timing]]:
-    """Return each size with the timing of its all-reduce, from a fresh process that forks the
-    ranks.
-    """
     with scratch.folder() as folder:
         command = [sys.executable, "-m", "dpbench.probe.all_reduce", str(os.getpid()), str(folder)]
         done = subprocess.run(
@@ -95,9 +87,8 @@ def _measured(ranks: int, backend: str, sizes: Sequence[int]) -> list[tuple[int,
 def _rank(backend: str, sizes: Sequence[int], rank: int) -> list[tuple[int, dict[str, float]]]:
     """Return, for each size in bytes, the fields of the `Timing` of an all-reduce.
 
-    As in a step, each all-reduce follows a computation, because an idle or waiting core takes
-    longer to respond than a busy one. An all-reduce lasts from the time at which the last rank
-    starts it to the time at which the last rank finishes it.
+    Each follows a computation, as in a step, because an idle core responds later. It lasts from the
+    last rank's start to the last rank's end.
     """
     torch.set_num_threads(1)
     processes.keep()
@@ -125,7 +116,6 @@ def _rank(backend: str, sizes: Sequence[int], rank: int) -> list[tuple[int, dict
 
 
 def _compute() -> None:
-    """Keep the core busy for `COMPUTED_S` seconds."""
     square = torch.ones(64, 64)
     begin = time.perf_counter()
     while time.perf_counter() < begin + COMPUTED_S:

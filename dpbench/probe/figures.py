@@ -1,6 +1,4 @@
-"""Figures: the numbers that a probe measures, each with its range and method, and the timing of
-short calls.
-"""
+"""Figures: the numbers that a probe measures, with range and method, and the timing of calls."""
 
 from __future__ import annotations
 
@@ -20,18 +18,11 @@ from dpbench.records.ledger import middle_half
 
 Work = Callable[[], object]
 Setting = Callable[[], AbstractContextManager[Any]]
-"""A function that returns a context manager, which each thread enters before its work.
-
-States such as the grad mode are per thread.
-"""
+"""Returns a context manager that each thread enters, as the grad mode is per thread."""
 REPEATS = 9
-"""The number of timed repetitions of a call in each pass of the probe."""
+"""The number of timed repetitions in each pass."""
 LOOP_S = 4e-3
-"""The minimum duration of a repetition in seconds.
-
-A repetition of a shorter call consists of several calls, so that the cost of reading the clock is
-negligible.
-"""
+"""The least seconds of a repetition, which has several calls if they are shorter."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +38,9 @@ class Timing:
 class Figure:
     """One measured number of a machine. `name` ends with the unit; `how` describes the measurement.
 
-    `value` is the median of the values from `passes` passes of the probe. `low` and `high` are the
-    smallest and the largest value of all passes. If the range within a pass was measured, from the
-    10th to the 90th percentile of the repetitions, `low` and `high` include it. They are None for a
-    single pass in which no range was measured.
+    `value` is the median over `passes` passes. `low` and `high` are the smallest and the largest
+    value of all passes; they include the ranges within the passes, from the 10th to the 90th
+    percentile of the repetitions, where measured. They are None without any range.
     """
 
     name: str
@@ -71,7 +61,6 @@ def over_passes(passes: Sequence[Sequence[Figure]]) -> tuple[Figure, ...]:
 
 
 def _joined(each: Sequence[Figure]) -> Figure:
-    """Return one figure from `each`, the same figure in several passes."""
     first = each[0]
     if len(each) == 1:
         return first
@@ -86,10 +75,7 @@ def figure(name: str, spent: Timing, how: str, *, per: float = 1.0) -> Figure:
 
 
 def spread(name: str, values: Sequence[float], how: str) -> Figure:
-    """Return a figure whose value is the first of `values`, and whose range is that of all values.
-
-    The first value is the typical one. The others are percentiles, or come from parts of the data.
-    """
+    """Return a figure with the first of `values` as its value, and the range of all."""
     return Figure(name, values[0], how, min(values), max(values))
 
 
@@ -106,7 +92,7 @@ def timing(seconds: Sequence[float]) -> Timing:
 def time_call(work: Work, repeats: int = REPEATS, *, setting: Setting = nullcontext) -> Timing:
     """Return the timing of a call of `work` in the calling thread, in the context of `setting`.
 
-    The first calls are warm-up and are not counted. The call may be short; see `LOOP_S`.
+    The first calls are warm-up and are not counted.
     """
     return time_together([work], repeats, setting=setting)
 
@@ -116,8 +102,8 @@ def time_together(
 ) -> Timing:
     """Return the timing of concurrent calls of all `works`, from the first start to the last end.
 
-    Each function runs in a separate thread, which first enters the context that `setting` returns.
-    A single function runs in the calling thread.
+    Each runs in its own thread, in the context that `setting` returns; a single one runs in the
+    calling thread.
     """
     loops = 1
     while (spent := _round(works, loops, setting)) < LOOP_S and loops < 1_000_000:
@@ -127,9 +113,7 @@ def time_together(
 
 
 def _round(works: Sequence[Work], loops: int, setting: Setting) -> float:
-    """Return the seconds of `loops` calls of each function, from the first start to the last
-    end.
-    """
+    """Return the seconds of `loops` calls of each function, from first start to last end."""
     if len(works) == 1:
         with setting():
             begin = time.perf_counter()
@@ -159,10 +143,10 @@ def _round(works: Sequence[Work], loops: int, setting: Setting) -> float:
 
 
 def lines(points: Sequence[tuple[float, Timing]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the intercepts and the slopes of three lines, fitted to points of work and its timing.
+    """Return the intercepts and slopes of lines through the typical, low and high durations.
 
-    The lines are fitted to the typical, the low and the high durations. Intercepts are in seconds,
-    slopes in seconds per unit of work, such as bytes.
+    `points` are pairs of work and its timing. Intercepts are in seconds, slopes in seconds per unit
+    of work, such as bytes.
     """
     edges = zip(*(astuple(spent) for _, spent in points), strict=True)
     work = [amount for amount, _ in points]
@@ -174,10 +158,9 @@ def lines(points: Sequence[tuple[float, Timing]]) -> tuple[tuple[float, ...], tu
 def line(points: list[tuple[float, float]]) -> tuple[float, float]:
     """Return the intercept, at least 0, and the slope, above 0, of the line through the points.
 
-    The line has the least squared relative errors. The points are pairs of an amount of work and
-    its seconds. Noise can make large amounts as quick as small ones, so that the fitted slope is 0.
-    The slope is then the smallest measured number of seconds per unit of work, and only the
-    intercept is fitted.
+    The points are pairs of work and seconds; the line has the least squared relative errors. If
+    noise makes the fitted slope 0, the slope is the smallest measured number of seconds per unit of
+    work, and only the intercept is fitted.
     """
     design = np.array([[1 / seconds, work / seconds] for work, seconds in points])
     scale = np.abs(design).max(axis=0)

@@ -1,8 +1,7 @@
-"""GPU: the figures of one GPU for matrix products, copies, launches and transfers, and of the links
-between GPUs.
+"""GPU: figures of one GPU's matrix products, copies, launches and transfers, and of links.
 
-Times on the device are measured by CUDA events around many kernels in a row. The time that the host
-needs to launch a kernel is measured by the host's clock, without waiting for the device.
+CUDA events around many kernels in a row measure times on the device. The host's clock measures the
+launch of a kernel, without waiting for the device.
 """
 
 from __future__ import annotations
@@ -19,11 +18,13 @@ from dpbench.measure.worker import facts
 from dpbench.probe.figures import Figure, line, spread, timing
 from dpbench.records import HOST
 
-KIB, MIB = 2**10, 2**20
+KIB = 2**10
+MIB = 2**20
 SIDES = (256, 512, 1024, 2048, 4096, 8192)
 COPIES = (64 * KIB, MIB, 16 * MIB, 256 * MIB)
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-REPEATS, EMPTY = 20, 10_000
+REPEATS = 20
+EMPTY = 10_000
 HALF = "reaches half of the maximum rate, according to a line fitted to the seconds of"
 
 
@@ -37,11 +38,7 @@ def figures() -> Iterator[Figure]:
 
 
 def _context() -> Figure:
-    """Return the bytes in use on the GPU after CUDA has started, without those of torch's
-    allocator.
-
-    They are the memory of the CUDA context and of other processes on the GPU.
-    """
+    """Return the bytes of the CUDA context and of other processes on the GPU."""
     torch.cuda.init()
     free, total = torch.cuda.mem_get_info(0)
     return Figure(
@@ -53,12 +50,11 @@ def _context() -> Figure:
 
 
 def _seconds(work: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Return the mean seconds that a call of `work` takes on the device, measured by events around
-    `repeats` calls.
-    """
+    """Return the mean seconds of `work` on the device, by events around `repeats` calls."""
     for _ in range(3):
         work()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     start.record()
     for _ in range(repeats):
         work()
@@ -133,12 +129,11 @@ def _transfers() -> Iterator[Figure]:
 
 
 def links(devices: Sequence[Device], counters: Mapping[int, NvmlGpu]) -> Iterator[Figure]:
-    """Yield the figures of the links from the host to each GPU and between all pairs of GPUs, one
-    copy at a time.
+    """Yield the figures of the links from the host to each GPU and between all pairs of GPUs.
 
-    The figures are the share of the pairs with peer access, and the rate of each link. If the GPU
-    from which a link starts has an NVLink counter, another figure is the share of the copied bytes
-    that NVLink carried. `counters` maps CUDA ordinals to NVML's GPUs.
+    They are the share of the pairs with peer access, the rate of each link for one copy at a time
+    and, if the GPU at its start has an NVLink counter, the share of the copied bytes that NVLink
+    carried. `counters` maps CUDA ordinals to NVML's GPUs.
     """
     pairs = list(permutations([device.torch_device.index for device in devices], 2))
     reached = sum(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
@@ -149,7 +144,8 @@ def links(devices: Sequence[Device], counters: Mapping[int, NvmlGpu]) -> Iterato
     yield Figure("peer_access_ratio", reached / len(pairs), how)
     before = _sent(counters)
     for link in facts.links(devices):
-        after, size = _sent(counters), f"{link.bytes // KIB} KiB"
+        after = _sent(counters)
+        size = f"{link.bytes // KIB} KiB"
         source, target = (
             f"GPU {end}" if end != HOST else "the host's pinned memory"
             for end in (link.source, link.target)
@@ -175,8 +171,6 @@ def links(devices: Sequence[Device], counters: Mapping[int, NvmlGpu]) -> Iterato
 
 
 def _sent(counters: Mapping[int, NvmlGpu]) -> dict[int, float]:
-    """Return the bytes that each GPU with an NVLink counter has sent over NVLink so far, by CUDA
-    ordinal.
-    """
+    """Return the bytes sent over NVLink so far, by the CUDA ordinal of each GPU with a counter."""
     found = {ordinal: gpu.read("nvlink_sent_bytes") for ordinal, gpu in counters.items()}
     return {ordinal: sent for ordinal, sent in found.items() if sent is not None}

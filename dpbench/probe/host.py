@@ -1,4 +1,4 @@
-"""Host: the probe's figures of the host's work in a step on several GPUs of one process.
+"""Host: figures of the host's work in a step on several GPUs of one process.
 
 The host copies modules for the replicas, joins tensors into messages, and starts threads, which
 compete for the interpreter lock.
@@ -61,9 +61,7 @@ def _new_thread() -> Figure:
 
 
 def _interpreter_lock() -> Figure:
-    """Return the slowdown of operations in two threads; 1 if they take turns without a loss of
-    time.
-    """
+    """Return the slowdown of operations in two threads; 1 if they take turns without a loss."""
     count = 2
     size = 4096
     alone = time_call(_addition(size), setting=torch.inference_mode)

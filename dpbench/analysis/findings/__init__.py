@@ -1,11 +1,9 @@
-"""Findings: explain the gain from data parallelism, the phases that take the time, and the changes
-that would help.
+"""Findings: explain the gain from data parallelism, where the time goes, and what would help.
 
-The rules are listed in phases.py, scale.py and loops.py. Each rule examines one case, preferably
-that of torch.nn.DataParallel on the most devices, and compares it with the other cases of the run.
-A finding is a problem that a rule found. Findings are sorted by their cost in seconds per step, the
-largest first. If the run also measured the remedy of a problem, the finding states the gain of the
-remedy.
+The rules are in phases.py, scale.py and loops.py. Each examines one case, preferably that of
+torch.nn.DataParallel on the most devices, and compares it with the other cases of the run. A
+finding is a problem that a rule found, with the gain of the remedy if that was measured. Findings
+are sorted by their cost in seconds per step, the largest first.
 """
 
 from __future__ import annotations
@@ -47,13 +45,12 @@ OBSERVED_RULES: tuple[FindingRule, ...] = (*loops.RULES, *(rule for rule in RULE
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """The explanation of one case, the diagnosed case, whose results are in `row`.
+    """The explanation of the diagnosed case, whose results are in `row`.
 
-    `labels` are those of this case and of the cases with which it is compared. `text` is a
-    paragraph on the gain, the lost time and the best changes. `findings` are sorted by their cost,
-    the largest first. `unjudged` has one text for each question that the measurements of the run
-    cannot answer. `open` has the evidence that is not shown as a finding, because its cost is small
-    or uncertain.
+    `labels` are those of all compared cases. `text` is a paragraph on the gain, the lost time and
+    the best changes. `findings` are sorted by cost, the largest first. `unjudged` has a text for
+    each question that the run cannot answer. `open` is evidence whose cost is too small or
+    uncertain for a finding.
     """
 
     row: Row
@@ -70,12 +67,9 @@ def diagnose(
     machine: Resources,
     alternatives: Alternatives = MappingProxyType({}),
 ) -> list[Diagnosis]:
-    """Return the diagnoses of a run.
+    """Return the diagnoses of a run: of each observed loop, and of the cases of `contexts`.
 
-    Each observed loop has a diagnosis. Other cases are grouped by setting, which is a case without
-    its strategy, schedule, number of devices and batch size. In each setting, only cases on the
-    largest number of devices are diagnosed, one for each batch size. `machine` has the resources of
-    the run's machine, and `alternatives` the predictions for observed loops.
+    `alternatives` are the predictions for observed loops.
     """
     return [_diagnosis(context) for context in contexts(rows, trials, machine, alternatives)]
 
@@ -118,9 +112,8 @@ def _doubtful(judged: Sequence[tuple[FindingRule, Judgement]]) -> Iterator[str]:
 def _worth(context: CaseContext, seen: Evidence) -> bool:
     """Return whether the finding with the evidence `seen` is shown.
 
-    It is shown if its cost and the step time have enough rounds, the whole interval of its cost is
-    above 0, and its cost is at least 2 % of the step. A finding about memory, or about time outside
-    the steps, is always shown.
+    It is if its cost and the step time have enough rounds, and the interval of its cost is above 0
+    and the cost at least 2 % of the step; always for memory, or for time outside the steps.
     """
     size = seen.size_s
     if size is None:
@@ -151,9 +144,8 @@ def _finding(context: CaseContext, rule: FindingRule, seen: Evidence) -> Finding
 def _code(finding: Finding, tried: Sequence[Case]) -> str:
     """Return the line of code that applies the remedy of `finding`; "" if there is none.
 
-    The line selects the schedule that the evidence of the finding names. Without such a schedule,
-    it selects the fastest measured case with the remedy, if that case is decidedly faster than the
-    case of the finding, and otherwise the first case in `tried` that is not decidedly slower.
+    It selects the schedule of the evidence; else the fastest measured case with the remedy, if
+    decidedly faster; else the first case in `tried` that is not decidedly slower.
     """
     better = [cure.row.case for cure in finding.cures if cure.verdict == "faster"]
     slower = {cure.row.case for cure in finding.cures if cure.verdict == "slower"}
@@ -164,9 +156,7 @@ def _code(finding: Finding, tried: Sequence[Case]) -> str:
 
 
 def cures(context: CaseContext, rule: FindingRule) -> tuple[Cure, ...]:
-    """Return the measured cases of the same work that apply the rule's remedy, with their gains,
-    the fastest first.
-    """
+    """Return the measured cases of the same work that apply the remedy, the fastest first."""
     measured = []
     candidates = [*context.rivals, context.all_cores()]
     for row in candidates:
@@ -179,11 +169,9 @@ def cures(context: CaseContext, rule: FindingRule) -> tuple[Cure, ...]:
 
 
 def _applies(row: Row, rule: FindingRule) -> bool:
-    """Return whether the case of `row` applies the remedy of `rule`, by its strategy's role or its
-    schedule's switches.
+    """Return whether a case applies the remedy, by its strategy's role or its schedule's switches.
 
-    A schedule that TrainStep chose itself counts as the remedy of every rule that recommends
-    switches.
+    A schedule that TrainStep chose itself counts for every rule that recommends switches.
     """
     case = row.case
     if not case.traits.scheduled:

@@ -1,8 +1,7 @@
-"""Loops: the rules about observed training loops: loading, reads, copies, launches, evaluation,
-skipped updates.
+"""Loops: the rules about observed training loops, such as loading, copies, launches, evaluation.
 
-Each rule judges one loop without comparing it with others, because the loop of a user has no
-counterpart. The remedies are lines of code or commands.
+Each rule judges one loop by itself, because a user's loop has no counterpart. The remedies are
+lines of code or commands.
 """
 
 from __future__ import annotations
@@ -49,19 +48,11 @@ HOOK = (
     "model.register_comm_hook(None, default_hooks.bf16_compress_hook)"
 )
 CODE = (WORKERS, PINNED, SELDOM, COMPILED, SCALE, EVALUATE, SAVE, HOOK)
-"""The lines of code that remedies give to any loop.
-
-`{}` takes the batch size or the number of workers.
-"""
+"""The lines of code that remedy any loop; `{}` takes the batch size or the number of workers."""
 MOST_WORKERS = 8
-"""The largest number of workers that `WORKERS` is given.
-
-`dpbench loaders` measures how many are enough.
-"""
+"""The largest number of workers in `WORKERS`; `dpbench loaders` measures how many are enough."""
 ASIDE = 0.2
-"""The least time of evaluation or checkpoints that is a finding, as a fraction of this time and all
-steps together.
-"""
+"""The least share of evaluation or checkpoints that is a finding, of their time and all steps'."""
 PLACES = 3
 """The largest number of places in the script that a finding names."""
 
@@ -69,9 +60,7 @@ PLACES = 3
 def _observing(
     judge: Callable[[CaseContext, Observed], Judgement],
 ) -> Callable[[CaseContext], Judgement]:
-    """Return a `FindingRule.when` that calls `judge` for an observed loop, and returns None for
-    other cases.
-    """
+    """Return a `FindingRule.when` that calls `judge` for observed loops only."""
     return lambda context: judge(context, context.observed) if context.observed else None
 
 
@@ -112,9 +101,8 @@ def _loading(context: CaseContext, loop: Observed) -> Judgement:
 def _between(context: CaseContext, loop: Observed) -> Judgement:
     """Return evidence on the phase `data` of a loop without a DataLoader.
 
-    In a watched script, it is the time before a batch is used: dpbench cannot observe what the
-    script does there. In a trace, the user has named it. Traces that an earlier version imported do
-    not say whether there is a DataLoader.
+    In a watched script, dpbench cannot observe what happens there; in a trace, the user has named
+    it. Traces that an earlier version imported do not say whether there is a DataLoader.
     """
     if not context.row.phases.get(Phase.DATA.value) or loop.loader_workers != WITHOUT_LOADER:
         return None
@@ -191,7 +179,7 @@ def _pageable(context: CaseContext, loop: Observed) -> Judgement:
 def _launches(context: CaseContext, loop: Observed) -> Judgement:
     """Return evidence on the time in which every GPU is idle although the host waits for nothing.
 
-    Return None without the busy times of GPUs, which only a profiler records.
+    None without the busy times of GPUs, which only a profiler records.
     """
     row = context.row
     if context.case.device_kind != "cuda" or not row.busy or row.step is None:
@@ -253,12 +241,7 @@ def _reduction(context: CaseContext, loop: Observed) -> Judgement:
 
 
 def _ddp(context: CaseContext, loop: Observed) -> Judgement:
-    """Return evidence on the predicted gain from training with DistributedDataParallel, one process
-    per device.
-
-    Without a prediction, return `Missing` with the reason why there is none, or None if the reason
-    is unknown.
-    """
+    """Return evidence on the predicted gain from DistributedDataParallel, a process per device."""
     other = context.alternative
     step = context.row.step
     if isinstance(other, str) or step is None:
@@ -289,8 +272,8 @@ def _ddp(context: CaseContext, loop: Observed) -> Judgement:
 def _foreign(context: CaseContext, loop: Observed) -> Judgement:
     """Return evidence on ranks that hold memory on GPUs on which they do not train.
 
-    If no such memory was found, but NVML did not list every rank on the rank's own GPU, return
-    `Missing`: a rank that is not listed may hold such memory.
+    Without such memory, `Missing` if NVML did not list every rank on its own GPU: a rank that is
+    not listed may hold some.
     """
     if (
         not context.case.traits.ranks
@@ -332,11 +315,9 @@ def _strays(held: Sequence[Held], loop: Observed) -> str:
 
 
 def _aside(name: str, what: str, code: str) -> Callable[[CaseContext, Observed], Judgement]:
-    """Return a function that judges the seconds that a loop spends on one activity outside its
-    steps.
+    """Return a function that judges an activity outside the steps.
 
-    `name` is the field of `Observed` that has the seconds, `what` names the activity, and `code`
-    applies the remedy.
+    `name` is the field of `Observed` with its seconds, `what` names it, and `code` is the remedy.
     """
 
     def judge(context: CaseContext, loop: Observed) -> Judgement:

@@ -1,6 +1,4 @@
-"""Phases: the rules about single phases of DataParallel's step: moving data, optimizer, compute,
-unattributed time.
-"""
+"""Phases: the rules about single phases of DataParallel's step, such as moving data."""
 
 from __future__ import annotations
 
@@ -22,19 +20,15 @@ from dpbench.records.trial import Estimate
 from dpbench.records.words import count, percent, size, time, verb
 
 SERIAL = 1.25
-"""Devices count as taking turns in a phase if, on average, fewer than this number of them run it
-concurrently.
-"""
+"""Devices count as taking turns if on average fewer than this number run a phase concurrently."""
 
 
 def _heavy(
     phase: Phase, detail: Callable[[CaseContext, Estimate], str]
 ) -> Callable[[CaseContext], Judgement]:
-    """Return a `FindingRule.when` whose evidence is the time that DataParallel's step spends in
-    `phase`.
+    """Return a `FindingRule.when` whose evidence is the time of DataParallel's `phase`.
 
-    It returns None for cases without this phase, or with one process per device. `detail` takes the
-    context and the time in seconds, and returns a breakdown of this time as text.
+    `detail` returns a breakdown of this time in seconds as text.
     """
 
     def when(context: CaseContext) -> Judgement:
@@ -68,11 +62,9 @@ def _loading(context: CaseContext) -> Judgement:
 
 
 def _per_tensor(context: CaseContext, seconds: Estimate) -> str:
-    """Return the time of replication as text: in total, per parameter tensor and per module, with
-    the bytes copied.
+    """Return the time of replication as text: in total, per tensor and module, with bytes copied.
 
-    The time depends mainly on the number of tensors. If this number is unknown, the text has only
-    the total.
+    The time depends mainly on the number of tensors; without it, the text has only the total.
     """
     model = context.model
     if not model.get("parameter_tensors"):
@@ -104,10 +96,9 @@ def _tensors(model: Mapping[str, float]) -> str:
 
 
 def _of_batch(name: str) -> Callable[[CaseContext, Estimate], str]:
-    """Return a function that formats a phase's time, the bytes that the phase moves, and the pieces
-    of the batch.
+    """Return a function that formats a phase's time, its bytes, and the pieces of the batch.
 
-    `name` is the model's fact that has the bytes per sample: "input_bytes" or "output_bytes".
+    `name` is the model's fact with the bytes per sample: "input_bytes" or "output_bytes".
     """
 
     def detail(context: CaseContext, seconds: Estimate) -> str:
@@ -119,9 +110,7 @@ def _of_batch(name: str) -> Callable[[CaseContext, Estimate], str]:
 
 
 def _optimizer(context: CaseContext) -> Judgement:
-    """Return evidence if device 0 alone updates all weights, with the time that equal shares would
-    save; else None.
-    """
+    """Return evidence if device 0 alone updates all weights; equal shares would save its cost."""
     if (
         not context.schedule
         or context.schedule.update != "root"
@@ -160,12 +149,7 @@ def _unattributed(context: CaseContext) -> Judgement:
 
 
 def _serial(phase: Phase) -> Callable[[CaseContext], Judgement]:
-    """Return a `FindingRule.when` whose evidence is the time of `phase` in excess of perfect
-    scaling.
-
-    It returns `Missing` if `single` was not measured. It returns None for emulated devices, for
-    cases with one process per device, and for a backward that includes the reduction.
-    """
+    """Return a rule on the time of `phase` in excess of perfect scaling."""
 
     def when(context: CaseContext) -> Judgement:
         # torch's backward includes the reduction, which has no counterpart on one device
@@ -199,14 +183,12 @@ def _serial(phase: Phase) -> Callable[[CaseContext], Judgement]:
 
 
 def _at_once(context: CaseContext, phase: Phase) -> float | None:
-    """Return the mean number of devices that run `phase`, over the time in which at least one does.
-
-    None if unknown.
+    """Return the mean number of devices that run `phase`, while at least one does; None if unknown.
 
     A joint backward is open on all devices at once. On CPU devices, autograd computes it in the
-    thread that called it, for one device after the other. On GPUs, its spans do not show when each
-    device computed. Trials that were stored before dpbench knew joint spans show several devices in
-    both cases, so the schedule decides.
+    calling thread, one device after the other. On GPUs, its spans do not show when each device
+    computed. Trials from before dpbench knew joint spans show several devices in both cases, so the
+    schedule decides.
     """
     if phase is Phase.BACKWARD and context.schedule and context.schedule.backward == "joint":
         return 1.0 if context.case.device_kind == "cpu" else None

@@ -1,8 +1,7 @@
 """Rule: the types of a diagnosis, and the context that a rule examines.
 
-A rule examines one case (the diagnosed case) and compares it with other cases of the run. The
-result is evidence of a problem, from which a finding is made; or a question that the run cannot
-answer; or None.
+A rule compares the diagnosed case with other cases of the run. The result is evidence of a problem,
+a question that the run cannot answer, or None.
 """
 
 from __future__ import annotations
@@ -27,10 +26,9 @@ COMPUTE = (Phase.FORWARD.value, Phase.BACKWARD.value)
 
 @dataclass(frozen=True)
 class CaseContext:
-    """The diagnosed case, and the cases of the run with which it is compared.
+    """The diagnosed case in `row`, and the run's cases with which it is compared.
 
-    `row` is the row of the diagnosed case. `rows` has all measured rows of the run and `trials_of`
-    all trials, by case. `machine` has the resources of the run's machine.
+    `rows` has all measured rows of the run and `trials_of` all trials by case.
     """
 
     row: Row
@@ -38,10 +36,7 @@ class CaseContext:
     trials_of: Mapping[Case, Sequence[Trial]]
     machine: Resources = field(default_factory=Resources)
     alternative: Alternative | str = ""
-    """The prediction for one process per device, or the reason why there is none.
-
-    "" if no prediction is needed.
-    """
+    """The prediction for one process per device, why there is none, or "" if none is needed."""
     _ratios: dict[Case, Estimate] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -56,10 +51,7 @@ class CaseContext:
 
     @cached_property
     def observed(self) -> Observed | None:
-        """Return the facts about an observed loop.
-
-        None if dpbench ran the loop of the case itself.
-        """
+        """Return the facts about an observed loop; None if dpbench ran the loop itself."""
         return observed(self.trials[-1]) if self.case.traits.observed and self.trials else None
 
     @property
@@ -75,29 +67,21 @@ class CaseContext:
 
     @property
     def engine(self) -> bool:
-        """Return whether one process runs all devices and device 0 coordinates them, as in
-        torch.nn.DataParallel.
-        """
+        """Return whether one process runs all devices and device 0 coordinates them, as in dp."""
         return self.case.traits.threads
 
     @property
     def oversubscribed(self) -> bool:
-        """Return whether there are more logical CPU devices than cores, so that the devices must
-        take turns.
-        """
+        """Return whether logical CPU devices must take turns, because they outnumber the cores."""
         return (
             bool(self.cores) and self.case.device_kind == "cpu" and len(self.case.rows) > self.cores
         )
 
     @cached_property
     def schedule(self) -> schedule.Schedule | None:
-        """Return the diagnosed case's schedule.
+        """Return the diagnosed case's schedule; that of torch.nn.DataParallel is `reference`.
 
-        None if TrainStep chose it, or if the strategy has no schedule.
-
-        None too for a schedule of another version of dpbench, whose switches are unknown. For
-        torch.nn.DataParallel, return the schedule `reference`, which does the same work in the same
-        way.
+        None if TrainStep chose it, if there is none, or if another version of dpbench named it.
         """
         if self.case.traits.role is Role.WRAPPER:
             return schedule.Schedule()
@@ -107,51 +91,36 @@ class CaseContext:
 
     @property
     def model(self) -> Mapping[str, float]:
-        """Return the model's stored facts by name, in counts and bytes.
-
-        Empty if an early version stored the trials.
-        """
+        """Return the model's facts in counts and bytes; empty from an early version."""
         return next((t.provenance["model"] for t in self.trials if t.provenance.get("model")), {})
 
     # -- other rows
 
     def other(self, **changes: object) -> Row | None:
-        """Return the row of the diagnosed case with the fields in `changes` replaced.
-
-        None if it was not measured.
-        """
+        """Return the row of the diagnosed case with `changes`, None if not measured."""
         found = self.rows.get(replace(self.case, **changes))  # type: ignore[arg-type]
         return found if found and found.step and found.series else None
 
     def single(self, batch: int = 0) -> Row | None:
-        """Return the row of `single` (one device without a wrapper) at batch size `batch`.
+        """Return the row of `single` (one device without a wrapper) at `batch`, None if absent.
 
-        None if it was not measured.
-
-        A `batch` of 0 means the batch size of the diagnosed case. A ladder's limit is `single` too,
-        on one device's share of the ladder's batch. Its row is returned if `single` was not
-        measured otherwise at this batch size.
+        A `batch` of 0 means that of the diagnosed case. If need be, the row is a ladder's limit,
+        which is `single` on one device's share of the ladder's batch.
         """
         alone = plan.alone(self.case, batch or self.case.batch_size)
         found = self.rows.get(alone) or self.rows.get(replace(alone, options=plan.LIMIT))
         return found if found and found.step and found.series else None
 
     def all_cores(self) -> Row | None:
-        """Return the row of one CPU device that uses all cores, at the same batch size.
-
-        None if it was not measured.
-        """
+        """Return the row of one CPU device with all cores, None if not measured."""
         return self.other(strategy=registry.of_role(Role.ALL_CORES), schedule="", devices=1)
 
     def ideal(self) -> tuple[Row, float] | None:
-        """Return a one-device row and a divisor.
+        """Return a one-device row and a divisor of its step time that gives perfect scaling.
 
-        The row's step time over the divisor is the time with perfect scaling.
-
-        If one device was measured on the whole batch, this is the row. The divisor is then the
-        number of devices, or 1 for replicas that share a GPU. Otherwise the row is that of one
-        device on its share of the batch, and the divisor is 1. Return None if neither was measured,
-        and for emulated devices, which show host cost only.
+        The row is on the whole batch, divided by the number of devices, or by 1 for replicas that
+        share a GPU; else on one device's share of the batch, divided by 1. None if neither was
+        measured, and for emulated devices, which show host cost only.
         """
         if self.case.device_kind == "emulated":
             return None
@@ -163,9 +132,7 @@ class CaseContext:
 
     @cached_property
     def rivals(self) -> list[Row]:
-        """Return the rows of other strategies and schedules that were measured on the same work and
-        devices.
-        """
+        """Return the rows of other strategies and schedules on the same work and devices."""
         setting = replace(self.case, strategy="", schedule="")
         return [
             row
@@ -181,19 +148,14 @@ class CaseContext:
 
     @cached_property
     def labels(self) -> tuple[str, ...]:
-        """Return the labels of the diagnosed case, and of the cases of the same work with which it
-        is compared.
-        """
+        """Return the labels of the diagnosed case and of those compared with it."""
         others = (self.single(), self.all_cores(), self.fewer(), *self.rivals)
         found = (label for row in (self.row, *others) if row for label in row.labels)
         return tuple(dict.fromkeys(found))
 
     @cached_property
     def level(self) -> float:
-        """Return the level of the intervals of the comparisons with other cases of the same work.
-
-        They are read together: the intervals of all of them contain the true values with 95 %.
-        """
+        """Return the level at which all intervals of comparisons on the same work hold together."""
         return stats.together(len(self.rivals) + (self.all_cores() is not None))
 
     def ratio(self, other: Row) -> Estimate:
@@ -213,19 +175,15 @@ class CaseContext:
         return self._ratios[other.case]
 
     def saved(self, other: Row) -> Estimate:
-        """Return the seconds per step that another case of the same work saves.
-
-        Negative if its step is longer.
-        """
+        """Return the seconds per step that another case of the same work saves."""
         return stats.difference(self.row.series, other.series, level=self.level)
 
     def fewer(self) -> Row | None:
-        """Return the row of the same case on the next smaller measured number of devices, which is
-        at least two.
+        """Return the row of the same case on the next fewer measured devices, at least two.
 
-        The row has the same global batch size or, if this was not measured, the same batch size per
-        device. Return None if there is no such row. Also return None for emulated devices and for
-        replicas that share a GPU: more of them cannot make a step faster.
+        It has the same global batch size or, if not measured, the same batch size per device. None
+        for emulated devices and for replicas that share a GPU: more of them cannot make a step
+        faster.
         """
         if self.case.placement == "colocated" or self.case.device_kind == "emulated":
             return None
@@ -240,14 +198,14 @@ class CaseContext:
     # -- seconds
 
     def phase(self, *names: str) -> Estimate:
-        """Return the seconds per step that the phases `names` take together, with an interval."""
+        """Return the seconds per step that the phases take together, with an interval."""
         value = sum(self.row.phases.get(name, 0.0) for name in names)
         return around(value, stats.median(self._series(self.case, names)))
 
     def share(self, *names: str) -> Estimate:
-        """Return the fraction of the step that the phases `names` take together, with an interval.
+        """Return the fraction of the step that the phases take together, with an interval.
 
-        The fraction varies less than the seconds if a disturbance slows all phases of a step.
+        It varies less than the seconds if a disturbance slows all phases of a step.
         """
         value = sum(self.row.phases.get(name, 0.0) for name in names) / self.step_s
         mine = self._series(self.case, names)
@@ -259,10 +217,7 @@ class CaseContext:
         return around(value, stats.median(each))
 
     def excess(self, name: str) -> Estimate | None:
-        """Return the seconds per step that the phase `name` takes in excess of perfect scaling.
-
-        None if unknown.
-        """
+        """Return the seconds per step of a phase in excess of perfect scaling, None if unknown."""
         found = self.ideal()
         if found is None:
             return None
@@ -286,29 +241,25 @@ def _timed(trial: Trial, names: Sequence[str]) -> list[float]:
 
 
 def around(value: float, rough: Estimate) -> Estimate:
-    """Return an estimate of `value` with the interval of `rough`, extended if it does not contain
-    `value`.
+    """Return an estimate of `value` with the interval of `rough`, extended to contain `value`.
 
-    `value` comes from a row's phases, and `rough` from medians over rounds, so the two may differ
+    `value` comes from a row's phases, and `rough` from medians over rounds, which may differ
     slightly.
     """
     return replace(rough, value=value, low=min(rough.low, value), high=max(rough.high, value))
 
 
 def share_of(seconds: Estimate, share: float) -> Estimate:
-    """Return the estimate `seconds` with its value and interval multiplied by the fraction
-    `share`.
-    """
+    """Return the estimate with its value and interval multiplied by `share`."""
     return replace(
         seconds, value=seconds.value * share, low=seconds.low * share, high=seconds.high * share
     )
 
 
 def overlap(trials: Iterable[Trial], phase: Phase) -> float | None:
-    """Return the mean number of devices that run `phase`, over the time in which at least one does.
+    """Return the mean number of devices that run `phase` while at least one does.
 
-    Return None if it is unknown, because the trials, such as exported ones, have no spans of the
-    phase.
+    None if the trials, such as exported ones, have no spans of the phase.
     """
     found = [trial.ledger.concurrency.get(phase, (0.0, 0.0)) for trial in trials]
     apart, together = (sum(column) for column in zip(*found, strict=True)) if found else (0.0, 0.0)
@@ -327,14 +278,11 @@ def contexts(
     machine: Resources,
     alternatives: Alternatives = MappingProxyType({}),
 ) -> list[CaseContext]:
-    """Return the contexts of the cases to diagnose.
+    """Return the contexts of the cases to diagnose: training steps only, which remedies change.
 
-    Cases are grouped by setting, which is a case without its strategy, schedule, number of devices
-    and batch size. In each setting, only cases on the largest number of devices are diagnosed, one
-    for each batch size: preferably that of torch.nn.DataParallel, or else that of the engine with
-    the lowest rung. Each observed loop is diagnosed too. Only training steps are diagnosed, because
-    the remedies are changes of training. `machine` has the resources of the run's machine,
-    `alternatives` the predictions for observed loops.
+    They are all observed loops and, per setting, which is a case without its strategy, schedule,
+    devices and batch size, the case on the most devices at each batch size: preferably that of
+    torch.nn.DataParallel, or else the engine's lowest rung.
     """
     measured = [
         row for row in rows if row.step and row.series and row.source.timed and row.case.trains
@@ -367,16 +315,12 @@ def contexts(
 
 
 def _setting(case: Case) -> Case:
-    """Return the setting of a case: the case with fixed values of strategy, schedule, devices and
-    batch size.
-    """
+    """Return the case with fixed values of strategy, schedule, devices and batch size."""
     return replace(case, strategy="", schedule="", devices=1, batch_size=1)
 
 
 def _rank(row: Row) -> tuple[int, tuple[int, str]]:
-    """Return the sort key that puts torch.nn.DataParallel first, then the engine's schedules, then
-    other strategies.
-    """
+    """Sort torch.nn.DataParallel first, then the engine's schedules, then other strategies."""
     case = row.case
     roles = [Role.WRAPPER, Role.ENGINE]
     role = case.traits.role
@@ -391,14 +335,12 @@ SMALLEST = 0.02
 class Evidence:
     """The evidence of a problem that a rule found.
 
-    `says` is a clause that states the problem, `numbers` a text with the figures behind it.
-    `size_s` is the cost of the problem in seconds per step, None if it costs only memory or time
-    outside the steps. If `measured`, the cost is the measured gain of another case, and `schedule`
-    is that case's schedule or "". If `predicted`, the cost is the predicted gain of another
-    strategy. Otherwise it is an upper bound of the time that a remedy can save. `aside` is the
-    problem's time outside the steps over the sum of this time and all steps; 0 for problems within
-    the steps. `share` is the cost as a fraction of the step; None if `size_s` determines it. `code`
-    and `command` apply the remedy to an observed loop.
+    `says` is a clause that states the problem, `numbers` the figures behind it. `size_s` is its
+    cost in seconds per step, None for memory or time outside the steps. If `measured`, it is the
+    gain of another case, whose schedule, if any, is `schedule`; if `predicted`, that of another
+    strategy; otherwise an upper bound of what a remedy can save. `aside` is the problem's time
+    outside the steps, over this time and all steps. `share` is the cost as a fraction of the step;
+    None if `size_s` determines it. `code` and `command` apply the remedy to an observed loop.
     """
 
     says: str
@@ -415,9 +357,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Missing:
-    """A question that a rule could not answer, as text with the command-line options that would
-    answer it.
-    """
+    """A question that a rule could not answer, and the command-line options that would."""
 
     what: str
 
@@ -429,13 +369,11 @@ Judgement = Evidence | Missing | None
 class FindingRule:
     """The rule for one problem of data parallelism, and its remedy.
 
-    `when` returns evidence if a case has the problem, `Missing` if the run lacks measurements, and
-    otherwise None. `switches` maps a switch of a schedule to the positions that are the remedy.
-    `roles` has the roles of the strategies that are the remedy, such as `Role.CONTROL` for ddp. A
-    case applies the remedy if a switch of its schedule has such a position, or if its strategy has
-    such a role. If such cases were measured on the same work, a finding shows their gain. `others`
-    returns further cases that apply the remedy to a case, on other work or devices. If `alone`, the
-    rule compares the case with no other case, and therefore also judges observed loops.
+    `when` returns evidence if a case has the problem, `Missing` if the run lacks measurements, else
+    None. A case applies the remedy if a switch of its schedule has one of the positions in
+    `switches`, or its strategy one of the `roles`; `others` returns further such cases, on other
+    work or devices. If `alone`, the rule compares the case with no other, and also judges observed
+    loops.
     """
 
     name: str
@@ -447,9 +385,7 @@ class FindingRule:
     alone: bool = False
 
     def remedies(self, case: Case) -> list[Case]:
-        """Return the cases that apply the remedy to `case`: rungs of the ladder, other strategies,
-        then `others`.
-        """
+        """Return the cases that apply the remedy: rungs, other strategies, then `others`."""
         found = [
             *remedial(case, self.switches, self.roles),
             *map(plan.normalise, self.others(case)),
@@ -460,11 +396,7 @@ class FindingRule:
 def remedial(
     case: Case, switches: Mapping[str, tuple[str, ...]], roles: Sequence[Role]
 ) -> list[Case]:
-    """Return cases of the same work as `case` that apply a remedy.
-
-    They are the rungs that set one of the `switches` to one of its positions, and the strategies
-    with these `roles`.
-    """
+    """Return the rungs with one of the `switches`, and the strategies with `roles`."""
     wanted = [(switch, position) for switch, several in switches.items() for position in several]
     rungs = [name for name, switched in schedule.LADDER.items() if switched in wanted]
     found = [replace(case, strategy=registry.of_role(Role.ENGINE), schedule=rung) for rung in rungs]
@@ -480,8 +412,7 @@ def remedial(
 class Cure:
     """A measured case that applies a remedy, compared with the diagnosed case.
 
-    `ratio` is the speed ratio, above 1 if this case is faster. `gain_s` is the time saved in
-    seconds per step.
+    `ratio` is the speed ratio, above 1 if faster; `gain_s` is the time saved in seconds per step.
     """
 
     row: Row
@@ -494,10 +425,9 @@ class Cure:
 class Finding:
     """A problem that a rule found in the diagnosed case.
 
-    `row` is the row of this case, with its `labels`. `share` is the cost of the problem as a
-    fraction of the step, 0 if it costs no time. `cures` are the measured cases that apply the
-    rule's remedy, the fastest first. `code` is the line of Python that applies the remedy, and
-    `command` the full command that measures it. Each is "" if there is none.
+    `share` is the cost as a fraction of the step, 0 if it costs no time. `cures` are the measured
+    cases that apply the remedy, the fastest first. `code` is the Python line that applies the
+    remedy, and `command` measures it; "" if there is none.
     """
 
     rule: FindingRule
@@ -511,8 +441,6 @@ class Finding:
 
     @property
     def stake(self) -> float:
-        """Return the cost of the problem, in or outside the steps, as a fraction of the steps; 0
-        for memory alone.
-        """
+        """Return the cost, in or outside the steps, as a fraction of the steps; 0 for memory."""
         outside = self.evidence.aside
         return outside / (1 - outside) if 0 < outside < 1 else self.share

@@ -1,6 +1,4 @@
-"""Scale: the rules about imbalance, the number of devices, the size and split of the batch, and
-faster cases.
-"""
+"""Scale: the rules about imbalance, the number of devices, the batch, and faster cases."""
 
 from __future__ import annotations
 
@@ -40,20 +38,15 @@ from dpbench.records.words import (
 )
 
 LEVEL = 1.1
-"""The largest ratio of a device's memory or busy time to the other devices' mean at which they
-count as balanced.
-"""
+"""The largest ratio of a device's memory or busy time to the others' mean in balance."""
 SHOWN_LINKS = 3
 """The number of slow links that a finding names, the slowest first."""
 
 
 def _busy(context: CaseContext) -> Judgement:
-    """Return evidence on the additional busy time of device 0.
+    """Return evidence on the additional busy time of device 0; None without busy times.
 
-    None if the busy times of the devices are unknown.
-
-    The cost is the time that an equal split of this additional work over all devices would save.
-    Return `Missing` if there are not enough rounds.
+    The cost is the time that an equal split of the additional work over all devices would save.
     """
     row = context.row
     if row.imbalance is None or len(row.busy) < 2:
@@ -77,13 +70,11 @@ def _busy(context: CaseContext) -> Judgement:
 
 
 def _slow_device(context: CaseContext) -> Judgement:
-    """Return evidence if a device is busy clearly longer than the others for the same number of
-    rows; else None.
+    """Return evidence if a device is busy clearly longer than the others for as many rows.
 
-    Where one process runs all devices, device 0 has additional work: it is never called slow.
-    Another device is compared with it only if no third one has as many rows. Return None if the
-    devices are not replicas, or if each has its own part of the update, because these parts may
-    differ. Return `Missing` if there are not enough rounds.
+    Where one process runs all devices, device 0 has additional work: it is never called slow, and
+    another is compared with it only if no third has as many rows. None if the devices are not
+    replicas, or if each has its own part of the update, because these may differ.
     """
     row = context.row
     case = context.case
@@ -130,8 +121,7 @@ def _slow_device(context: CaseContext) -> Judgement:
 
 
 def _slow_link(phases: Sequence[Phase], *, to_host: bool) -> Callable[[CaseContext], Judgement]:
-    """Return a `FindingRule.when` whose evidence is that copies over a link take longer than over
-    the others.
+    """Return a `FindingRule.when` whose evidence is that copies over a link are slower than others.
 
     If `to_host`, copies from the host are compared. The cost is the time that the slowest link can
     add to `phases`.
@@ -164,9 +154,7 @@ def _slow_link(phases: Sequence[Phase], *, to_host: bool) -> Callable[[CaseConte
 
 
 def _memory(context: CaseContext) -> Judgement:
-    """Return evidence if device 0 uses clearly more memory than the others, which limits the batch
-    size; else None.
-    """
+    """Return evidence if device 0 uses clearly more memory, which limits the batch size."""
     row = context.row
     if row.memory_imbalance is None or row.memory_imbalance <= LEVEL:
         return None
@@ -191,10 +179,6 @@ def _memory(context: CaseContext) -> Judgement:
 
 
 def _oversubscribed(context: CaseContext) -> Judgement:
-    """Return evidence if there are more logical CPU devices than cores, so that devices take turns.
-
-    Else None.
-    """
     if not context.oversubscribed:
         return None
     most = len(context.case.rows)
@@ -211,11 +195,7 @@ def _oversubscribed(context: CaseContext) -> Judgement:
 
 
 def _all_cores(context: CaseContext) -> Judgement:
-    """Return the gain of one CPU device that uses all cores on the same work, as evidence.
-
-    Return `Missing` if this gain was not measured well enough, and None if the devices are not CPU
-    devices.
-    """
+    """Return the gain of one CPU device with all cores on the same work, as evidence."""
     if context.case.device_kind != "cpu":
         return None
     rival = context.all_cores()
@@ -228,8 +208,7 @@ def _all_cores(context: CaseContext) -> Judgement:
 
 
 def _doubted(question: str, estimate: Estimate | None = None) -> Missing:
-    """Return `Missing` for a question, such as "whether ddp is faster", that more rounds would
-    answer.
+    """Return `Missing` for a question, as "whether ddp is faster", that more rounds would answer.
 
     `estimate` is the number in doubt, if it may be one of NOISY rounds.
     """
@@ -239,12 +218,7 @@ def _doubted(question: str, estimate: Estimate | None = None) -> Missing:
 
 
 def _against(context: CaseContext, rival: Row, name: str) -> Judgement:
-    """Return the measured gain of `rival` over the diagnosed case as evidence.
-
-    The text calls the rival `name`.
-
-    Return `Missing` if there are not enough rounds, and None if the rival is not decidedly faster.
-    """
+    """Return the gain of `rival`, called `name`, as evidence if it is decidedly faster."""
     assert rival.step is not None
     ratio = context.ratio(rival)
     if ratio.doubt or rival.step.doubt:
@@ -272,11 +246,7 @@ def _ddp(context: CaseContext) -> Judgement:
 
 
 def _schedules(context: CaseContext) -> Judgement:
-    """Return the gain of the fastest measured schedule, as evidence.
-
-    Return `Missing` if this gain was not measured well enough, and None for strategies with one
-    process per device.
-    """
+    """Return the gain of the fastest measured schedule, as evidence."""
     if not context.engine:
         return None
     rivals = [
@@ -294,12 +264,10 @@ def _schedules(context: CaseContext) -> Judgement:
 
 
 def _small(context: CaseContext) -> Judgement:
-    """Return evidence on whether one device's share of the batch is too small to use the device
-    well.
+    """Return evidence on whether one device's share of the batch is too small to use it well.
 
     With n devices, the cost is the step time of one device on its share, minus 1/n of its step time
-    on the whole batch. Return `Missing` if one of these times was not measured. Return None if the
-    batch does not split evenly, or if the replicas share a GPU.
+    on the whole batch. None if the batch does not split evenly, or if the replicas share a GPU.
     """
     share, rest = divmod(context.case.batch_size, context.case.devices)
     whole = context.single()
@@ -334,10 +302,7 @@ def _small(context: CaseContext) -> Judgement:
 
 
 def _bigger(context: CaseContext) -> Judgement:
-    """Return evidence on the time per sample with the best bigger batch on the same devices.
-
-    Return `Missing` if no bigger batch was measured, or if there are not enough rounds.
-    """
+    """Return evidence on the time per sample with the best bigger batch on the same devices."""
     sizes = sorted({case.batch_size for case in context.rows})
     others = [
         row
@@ -374,9 +339,7 @@ def _bigger(context: CaseContext) -> Judgement:
 
 
 def _uneven(context: CaseContext) -> Judgement:
-    """Return evidence if the devices' shares of the batch differ, so that all wait for the largest
-    share; else None.
-    """
+    """Return evidence if shares of the batch differ, so that all devices wait for the largest."""
     rows = context.case.rows
     batch = context.case.batch_size
     most = context.case.devices // context.case.traits.devices_per_replica
@@ -405,12 +368,10 @@ def _uneven(context: CaseContext) -> Judgement:
 
 
 def _diminishing(context: CaseContext) -> Judgement:
-    """Return evidence on the speed-up over the next smaller measured number of devices, compared
-    with the ideal.
+    """Return evidence on the speed-up over the next smaller measured number of devices.
 
-    The cost is the step time minus the step time that the ideal speed-up would give. Return
-    `Missing` if the speed-up was not measured well enough. Return None for up to two devices,
-    replicas that share a GPU, and emulated devices.
+    The cost is the step time minus the step time that the ideal speed-up would give. None for up to
+    two devices, replicas that share a GPU, and emulated devices.
     """
     if (
         context.case.devices <= 2

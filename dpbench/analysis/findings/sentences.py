@@ -1,7 +1,4 @@
-"""Sentences: a diagnosis as one paragraph of text.
-
-They state the gain from several devices, the lost time, and the best changes.
-"""
+"""Sentences: a diagnosis as one paragraph: the gain, the lost time, and the best changes."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ from dpbench.records.words import (
 
 _REMEDY = f"Use {REMEDY}."
 LARGEST = 3
-"""The paragraph names at most this number of phases, and at most this number of changes."""
+"""The largest number of phases, and of changes, that the paragraph names."""
 
 
 def paragraph(context: CaseContext, findings: Sequence[Finding]) -> str:
@@ -104,10 +101,7 @@ def _subject(context: CaseContext) -> str:
 
 
 def _steps(context: CaseContext) -> str:
-    """Return a sentence on the speed-up over the next smaller measured number of devices.
-
-    Return "" if no smaller number was measured, or if there are not enough rounds for the speed-up.
-    """
+    """Return a sentence on the speed-up over fewer devices; "" if unknown or in doubt."""
     fewer = context.fewer()
     if fewer is None:
         return ""
@@ -124,12 +118,10 @@ def _steps(context: CaseContext) -> str:
 
 
 def _where(context: CaseContext) -> str:
-    """Return sentences on the step time in excess of perfect scaling, and on the phases with the
-    largest excess.
+    """Return sentences on the excess over perfect scaling, and on its largest phases.
 
-    The phases of a case sum to its step time, so the excesses of all phases sum to the time lost.
-    If the step time with perfect scaling is unknown, return a sentence on the longest phases
-    instead.
+    The excesses of all phases sum to the time lost. Without a time of perfect scaling, return a
+    sentence on the longest phases instead.
     """
     found = context.ideal()
     if found is None or found[0].doubt or context.ratio(found[0]).doubt:
@@ -156,11 +148,7 @@ def _largest(context: CaseContext) -> str:
 
 
 def _shares(seconds: Mapping[str, float], whole_s: float) -> str:
-    """Return a clause with the (at most three) longest phases in `seconds` and their shares of
-    `whole_s`.
-
-    Phases whose share is below 1 % are left out.
-    """
+    """Return a clause with the longest phases and their shares of `whole_s`, if at least 1 %."""
     top = sorted(
         (name for name in seconds if seconds[name] >= 0.01 * whole_s),
         key=lambda name: -seconds[name],
@@ -174,12 +162,9 @@ def _shares(seconds: Mapping[str, float], whole_s: float) -> str:
 
 
 def _fix(context: CaseContext, findings: Sequence[Finding]) -> str:
-    """Return sentences on the fastest measured cases of the same work, and on the speed-up of the
-    best of them.
+    """Return sentences on the fastest measured cases of the same work, and the best speed-up.
 
-    If none of them is faster than the diagnosed case, recommend the remedy of the largest finding
-    instead. If one device without data parallelism is faster than the diagnosed case, a last
-    sentence says so.
+    If none is faster than the diagnosed case, recommend the remedy of the largest finding.
     """
     better = _faster(context, context.rivals)
     if not better:
@@ -196,12 +181,9 @@ def _fix(context: CaseContext, findings: Sequence[Finding]) -> str:
 
 
 def _alone(context: CaseContext) -> str:
-    """Return a sentence on the speed of one device if it is decidedly faster than the diagnosed
-    case, else "".
+    """Return a sentence on one device if it is decidedly faster than the diagnosed case, else "".
 
-    One device means `single`, or one CPU device that uses all cores, whichever is faster. If this
-    device is also faster than every measured case of the same work on several devices, the sentence
-    says so.
+    One device means `single`, or one CPU device with all cores, whichever is faster.
     """
     if context.case.placement == "colocated" or context.case.device_kind == "emulated":
         return ""
@@ -221,7 +203,7 @@ def _alone(context: CaseContext) -> str:
 
 
 def _slower(rival: Row, alone: Row, context: CaseContext) -> bool:
-    """Return whether `rival` is decidedly slower than the case on one device in `alone`.
+    """Return whether `rival` is decidedly slower than `alone`, a case on one device.
 
     Its speed-up decides if `alone` is its baseline, as in an answer.
     """
@@ -231,11 +213,7 @@ def _slower(rival: Row, alone: Row, context: CaseContext) -> bool:
 
 
 def _faster(context: CaseContext, others: Sequence[Row]) -> list[tuple[Row, Estimate]]:
-    """Return, fastest first, the rows of `others` that are decidedly faster than the diagnosed
-    case.
-
-    Each row comes with the ratio of the diagnosed case's step time to its step time.
-    """
+    """Return, fastest first, the decidedly faster rows, with the ratios of the step times."""
     found = [(row, context.ratio(row)) for row in others]
     decided = [pair for pair in found if stats.verdict(pair[1]) == "faster"]
     return sorted(decided, key=lambda pair: -pair[1].value)
@@ -249,11 +227,7 @@ def _name(row: Row) -> str:
 
 
 def _unmeasured(context: CaseContext, findings: Sequence[Finding]) -> str:
-    """Return sentences for a run in which no other case of the same work is decidedly faster.
-
-    The sentences name the other cases, and recommend the remedy of the largest finding (see
-    `_recommended`).
-    """
+    """Return sentences that name the other cases, none decidedly faster, and recommend a remedy."""
     tried = context.rivals
     nothing = (
         "No measured alternative is decidedly faster on the same work"

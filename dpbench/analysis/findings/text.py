@@ -22,9 +22,7 @@ WIDTH = 100
 CURES = 2
 """The largest number of measured cases that a finding names as remedies, the fastest first."""
 NEXT, UNMEASURED = "command", "not measured in this run; measure it with"
-"""The titles of a finding's command: one for a command that applies the remedy, one for a command
-that measures it.
-"""
+"""The titles of a finding's command: one that applies the remedy, one that measures it."""
 NO_FINDING = "no finding exceeds the measurement noise"
 NOTHING = (
     "Nothing to explain: no training step on several devices has a verified result in this run."
@@ -42,11 +40,10 @@ def explain(
     rows: Sequence[Row] = (),
     samples: int = 0,
 ) -> str:
-    """Return the answers as text, each with three bullets, followed by the cases in `rows` that
-    have no result.
+    """Return the answers as text, followed by the cases in `rows` without a result.
 
-    If `samples`, the number of samples in an epoch, is not 0, each answer also states the time of
-    an epoch.
+    If `samples`, the number of samples in an epoch, is not 0, each answer states the time of an
+    epoch.
     """
     said = ["\n".join(_bullets(one, diagnosis_of(one, diagnoses), samples)) for one in answers] or [
         NOTHING
@@ -55,9 +52,7 @@ def explain(
 
 
 def render(diagnoses: Sequence[Diagnosis], rows: Sequence[Row] = ()) -> str:
-    """Return all diagnoses as text, followed by the cases in `rows` that have no result, each with
-    the reason.
-    """
+    """Return all diagnoses as text, followed by the cases in `rows` without a result."""
     explained = ["\n".join(_lines(one)) for one in diagnoses] or [NOTHING]
     note = [textwrap.fill(NOTE, WIDTH)] if diagnoses else []
     return "\n\n".join([*explained, *note, *_without_result(rows)])
@@ -68,10 +63,7 @@ def _without_result(rows: Sequence[Row]) -> list[str]:
 
 
 def diagnosis_of(answer: Answer, diagnoses: Sequence[Diagnosis]) -> Diagnosis | None:
-    """Return the diagnosis of a case that the answer compares with the baseline.
-
-    None if there is no diagnosis.
-    """
+    """Return the diagnosis of a case that the answer compares with the baseline, or None."""
     alike = [one for one in diagnoses if one.row.source is answer.source]
     return next((one for one in alike if one.row.case in answer.compared), None)
 
@@ -139,9 +131,7 @@ def _filled(start: str, text: str, hang: int = 0) -> str:
 
 
 def headline(finding: Finding) -> str:
-    """Return one clause with the problem of a finding and its cost, in seconds and as a share of
-    the step.
-    """
+    """Return a clause with the problem and its cost, in seconds and as a share of the step."""
     size = finding.evidence.size_s
     if size is None:
         return (
@@ -156,11 +146,10 @@ def headline(finding: Finding) -> str:
 
 
 def parts(finding: Finding) -> list[tuple[str, str]]:
-    """Return pairs (title, text): the evidence, the remedy, its measured gains, the line of code,
-    and the command.
+    """Return pairs (title, text): the evidence, the remedy, its gains, the code, and the command.
 
-    The measured gains and the command are left out if the evidence itself is a measured gain. The
-    command is also left out if the gains were measured.
+    Gains and command are left out if the evidence is a measured gain; the command also if the gains
+    were measured.
     """
     pairs = [("evidence", finding.evidence.numbers), ("remedy", finding.rule.remedy)]
     if finding.cures and not finding.evidence.measured:
