@@ -125,7 +125,7 @@ def test_every_extra_that_a_text_names_is_one_of_this_distribution() -> None:
     named = [
         (path.name, *found) for path, text in texts.items() for found in re.findall(PIP_EXTRA, text)
     ]
-    assert len(named) >= 3
+    assert len(named) >= 4
     extras = {"", *project["optional-dependencies"]}
     assert [one for one in named if one[1] != project["name"] or one[2] not in extras] == []
 

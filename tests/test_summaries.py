@@ -162,6 +162,7 @@ def test_a_summary_of_version_2_which_lacks_the_places_of_spans_is_computed_from
     [
         ("keys", [("no phase", 0)]),
         ("middle", {"no phase": 1.0}),
+        ("concurrency", {"unattributed": (1.0, 1.0)}),
         ("charged", [b"\0" * 8]),
         ("seconds", bytes(8 * 30)),
         ("ends", b""),

@@ -161,8 +161,11 @@ def unpacked(summary: bytes | None) -> StoredLedger | None:
 
 def _consistent(summary: _Packed) -> bool:
     """Return whether phases are known and sum to the steps, and the parts fit together."""
-    phases = {phase for phase, _ in summary.keys} | {span[0] for span in summary.spans}
-    if not {*phases, *summary.concurrency, *summary.middle} <= {*_PHASES, UNATTRIBUTED}:
+    charged = {phase for phase, _ in summary.keys}
+    spanned = {span[0] for span in summary.spans}
+    if not charged | {*summary.middle} <= {*_PHASES, UNATTRIBUTED}:
+        return False
+    if not spanned | {*summary.concurrency} <= {*_PHASES}:
         return False
     steps = len(summary.warmup)
     timed = summary.warmup.count(0)
