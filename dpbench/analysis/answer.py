@@ -308,9 +308,9 @@ def _reason(question: Question, decision: Decision, machine: Resources) -> str:
 
 
 def _added(row: Row, question: Question) -> str:
-    """Return a clause on the speed-up of `row` over the next fewer devices; "" if unknown.
+    """Return a clause on the speed-up of `row` over fewer devices; "" if unknown.
 
-    These are at least two.
+    Their number is the next smaller one that was measured, and at least two.
     """
     same = [
         one

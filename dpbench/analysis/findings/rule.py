@@ -67,7 +67,7 @@ class CaseContext:
 
     @property
     def engine(self) -> bool:
-        """Return whether one process runs all devices and device 0 coordinates them, as in dp."""
+        """Return whether one process runs all devices, as in torch.nn.DataParallel."""
         return self.case.traits.threads
 
     @property
@@ -179,7 +179,7 @@ class CaseContext:
         return stats.difference(self.row.series, other.series, level=self.level)
 
     def fewer(self) -> Row | None:
-        """Return the row of the same case on the next fewer measured devices, at least two.
+        """Return the row of the same case on the next smaller number of devices, at least 2.
 
         It has the same global batch size or, if not measured, the same batch size per device. None
         for emulated devices and for replicas that share a GPU: more of them cannot make a step
