@@ -149,8 +149,8 @@ def answers(rows: Sequence[Row], machine: Resources) -> list[Answer]:
     return [_answer(one, asked, machine) for one in asked]
 
 
-def _subject(question: Question, asked: Sequence[Question]) -> str:
-    alike = [one for one in asked if one.home.model == question.home.model]
+def _subject(question: Question, all_questions: Sequence[Question]) -> str:
+    alike = [one for one in all_questions if one.home.model == question.home.model]
     each = " per device" if question.weak else ""
     several = len({(one.home.batch_size, one.weak) for one in alike}) > 1
     batch = [f"batch {question.home.batch_size}{each}"] if several else []
@@ -159,16 +159,18 @@ def _subject(question: Question, asked: Sequence[Question]) -> str:
     )
     kind = [question.home.device_kind] if len({one.home.device_kind for one in alike}) > 1 else []
     source = [question.source.value] if len({one.source for one in alike}) > 1 else []
-    found = [*batch, *settings, *kind, *source]
-    return f"{question.home.model} ({', '.join(found)})" if found else question.home.model
+    details = [*batch, *settings, *kind, *source]
+    return f"{question.home.model} ({', '.join(details)})" if details else question.home.model
 
 
-def _answer(question: Question, asked: Sequence[Question], machine: Resources) -> Answer:
+def _answer(question: Question, all_questions: Sequence[Question], machine: Resources) -> Answer:
     decision = decide(question)
-    measured = {one.home.batch_size for one in asked if one.home.model == question.home.model}
+    measured = {
+        one.home.batch_size for one in all_questions if one.home.model == question.home.model
+    }
     shown = decision.row or (question.candidates or question.rows)[0]
     return Answer(
-        subject=_subject(question, asked),
+        subject=_subject(question, all_questions),
         home=question.home,
         source=question.source,
         compared=frozenset(row.case for row in question.others),
@@ -296,7 +298,7 @@ def _reason(question: Question, decision: Decision, machine: Resources) -> str:
         )
     if dp.speedup is None or dp.speedup.doubt:
         return ""
-    said = (
+    subject = (
         "it"
         if dp is decision.row
         else f"DataParallel gives {words.times(dp.speedup)} on {devices(dp.case)} and"
@@ -305,13 +307,13 @@ def _reason(question: Question, decision: Decision, machine: Resources) -> str:
         f"; {words.count(len(dp.case.rows), 'device')} share {words.count(machine.cores, 'core')}"
     )
     shared = dp.case.device_kind == "cpu" and 0 < machine.cores < len(dp.case.rows)
-    return f"{said} {_loses(dp, question)}{share if shared else ''}{_added(dp, question)}"
+    return f"{subject} {_loses(dp, question)}{share if shared else ''}{_added(dp, question)}"
 
 
 def _added(row: Row, question: Question) -> str:
-    """Return a clause on the speed-up of `row` over the next fewer devices; "" if unknown.
+    """Return a clause on the speed-up of `row` over fewer devices; "" if unknown.
 
-    These are at least two.
+    Their number is the next smaller one that was measured, and at least two.
     """
     same = [
         one
@@ -439,13 +441,14 @@ def _of_all_steps(question: Question, row: Row) -> Iterator[str]:
 def _gaps(question: Question, row: Row) -> Iterator[str]:
     if question.failed:
         yield f"without a result: {_failures(question.failed)}"
-    for one in [
+    for reported in [
         row,
         *([question.baseline] if question.baseline and question.baseline is not row else []),
     ]:
-        if one.lost:
-            rounds = f"{len(one.lost)} of {one.rounds + len(one.lost)} rounds"
-            yield f"no result in {rounds} of {_name(one)} ({', '.join(dict.fromkeys(one.lost))})"
+        if reported.lost:
+            outcomes = ", ".join(dict.fromkeys(reported.lost))
+            rounds = f"{len(reported.lost)} of {reported.rounds + len(reported.lost)} rounds"
+            yield f"no result in {rounds} of {_name(reported)} ({outcomes})"
     if row.case.working < row.case.devices:
         idle = row.case.devices - row.case.working
         yield f"{idle} of {devices(row.case)} {words.verb(idle, 'gets', 'get')} no sample"

@@ -85,11 +85,11 @@ def caveats(
     )
 
 
-def summary(found: Sequence[Caveat]) -> str:
+def summary(problems: Sequence[Caveat]) -> str:
     """Return the numbers of kinds of problems and of cases, such as "3 kinds in 12 cases"."""
-    cases = {case for caveat in found for case, _ in caveat.cases}
+    cases = {case for caveat in problems for case, _ in caveat.cases}
     among = f" in {words.count(len(cases), 'case')}" if cases else ""
-    return words.count(len({caveat.kind for caveat in found}), "kind") + among
+    return words.count(len({caveat.kind for caveat in problems}), "kind") + among
 
 
 def _of_run(status: str, provenance: Mapping[str, Any]) -> Iterator[Caveat]:
@@ -156,15 +156,17 @@ def _of_steps(rows: Sequence[Row], trials: Sequence[Trial]) -> Iterator[Caveat]:
     for row in filter(uneven.differs, rows):
         assert row.step
         assert row.mean
-        mine = [trial for trial in trials if trial.case == row.case and trial.source is row.source]
-        slow = uneven.period(shown(mine))
-        said = f"the mean is {words.duration(row.mean)}, the median {words.duration(row.step)}"
+        trials_of_row = [
+            trial for trial in trials if trial.case == row.case and trial.source is row.source
+        ]
+        slow = uneven.period(shown(trials_of_row))
+        averages = f"the mean is {words.duration(row.mean)}, the median {words.duration(row.step)}"
         every = (
             f"; every {words.ordinal(slow.steps)} step takes {words.time(slow.longer_s)} longer"
             if slow
             else ""
         )
-        cases.append((row.case, said + every))
+        cases.append((row.case, averages + every))
     if cases:
         yield Caveat(
             kind="uneven",
@@ -229,16 +231,16 @@ def _of_loops(rows: Sequence[Row], trials: Sequence[Trial]) -> Iterator[Caveat]:
             ),
         )
     unknown = {
-        (trial.case, one): None
+        (trial.case, part): None
         for trial in trials
         if (loop := observed(trial))
-        for one in loop.unknown
+        for part in loop.unknown
     }
-    for case, one in unknown:
+    for case, part in unknown:
         yield Caveat(
             kind="not understood",
-            text=str(one),
-            cases=((case, f"in {words.count(one.steps, 'step')}" if one.steps else ""),),
+            text=str(part),
+            cases=((case, f"in {words.count(part.steps, 'step')}" if part.steps else ""),),
         )
 
 

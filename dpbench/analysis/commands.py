@@ -46,7 +46,7 @@ def measure(cases: Sequence[Case], *, machine: Resources, **how: Any) -> str:
     shares = {case.batch_size // case.devices for case in cases}
     batches = {case.batch_size for case in cases}
     weak = len(shares) == 1 < len(batches)
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         **_apart("models", "model", [first.model]),
         **_apart("strategies", "strategy", _strategies(cases)),
         "schedules": _schedules(cases),
@@ -64,7 +64,9 @@ def measure(cases: Sequence[Case], *, machine: Resources, **how: Any) -> str:
         **how,
     }
     try:
-        return Options.of(**{name: value for name, value in given.items() if value != ()}).command()
+        return Options.of(
+            **{name: value for name, value in options.items() if value != ()}
+        ).command()
     except (
         ValueError
     ):  # another version of dpbench has stored a name that this version does not know
@@ -241,11 +243,11 @@ def _sorted(values: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted(set(values)))
 
 
-def _apart(known: str, own: str, names: Sequence[str]) -> dict[str, Any]:
-    """Return two options: `known` gets the names of dpbench, `own` those of the user's code."""
+def _apart(of_dpbench: str, of_user: str, names: Sequence[str]) -> dict[str, Any]:
+    """Return two options: for the names that dpbench has, and for those of the user's code."""
     return {
-        known: tuple(name for name in names if ":" not in name),
-        own: tuple(name for name in names if ":" in name),
+        of_dpbench: tuple(name for name in names if ":" not in name),
+        of_user: tuple(name for name in names if ":" in name),
     }
 
 

@@ -122,7 +122,8 @@ def between(
 
 def unlikes(before: Report, after: Report) -> list[Unlike]:
     """Return the facts that step times depend on, and in which two runs differ."""
-    first, second = _facts(before), _facts(after)
+    first = _facts(before)
+    second = _facts(after)
     return [
         Unlike(name, first[name], second[name]) for name in first if first[name] != second[name]
     ]

@@ -227,17 +227,17 @@ def _may_gain(ratio: Estimate) -> bool:
     )
 
 
-def ratio_of(one: Row, other: Row, *, level: float = stats.CONFIDENCE) -> Estimate:
+def ratio_of(row: Row, other: Row, *, level: float = stats.CONFIDENCE) -> Estimate:
     """Return the ratio of the speeds, from timed steps or, without them, from speed-ups.
 
     `level` is the probability with which the interval of a ratio from timed steps holds.
     """
-    if one.series and other.series:
-        found = stats.ratio(other.series, one.series, level=level)
-        return scaled(found, one.case.batch_size / other.case.batch_size)
-    assert one.speedup
+    if row.series and other.series:
+        found = stats.ratio(other.series, row.series, level=level)
+        return scaled(found, row.case.batch_size / other.case.batch_size)
+    assert row.speedup
     assert other.speedup
-    return stats.quotient(one.speedup, other.speedup)
+    return stats.quotient(row.speedup, other.speedup)
 
 
 def questions(rows: Iterable[Row]) -> list[Question]:
@@ -260,7 +260,7 @@ def questions(rows: Iterable[Row]) -> list[Question]:
             (baseline for baseline in homes(case) if (baseline, source) in table), homes(case)[0]
         )
         groups.setdefault((home, source, home.batch_size != case.batch_size), []).append(row)
-    asked = []
+    grouped = []
     for (home, source, weak), group in groups.items():
         alone = (
             [row for row in groups.get((home, source, False), ()) if row.case.devices == 1]
@@ -268,7 +268,7 @@ def questions(rows: Iterable[Row]) -> list[Question]:
             else []
         )
         others = tuple(row for row in (*alone, *group) if row.case != home)
-        asked.append(
+        grouped.append(
             Question(
                 home=home,
                 source=source,
@@ -277,11 +277,11 @@ def questions(rows: Iterable[Row]) -> list[Question]:
                 weak=weak,
             )
         )
-    several = {(question.home.model, question.source) for question in asked if question.several}
-    real = {question.home.model for question in asked if question.home.device_kind != "emulated"}
+    several = {(question.home.model, question.source) for question in grouped if question.several}
+    real = {question.home.model for question in grouped if question.home.device_kind != "emulated"}
     kept = [
         question
-        for question in asked
+        for question in grouped
         if (question.several or (question.home.model, question.source) not in several)
         and (question.home.device_kind != "emulated" or question.home.model not in real)
     ]

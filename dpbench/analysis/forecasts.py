@@ -53,13 +53,13 @@ def forecasts(
         for row in rows
         if row.source is Source.MEASURED and row.step and not row.step.doubt
     }
-    found: dict[tuple[Case, str], Forecast] = {}
+    by_case: dict[tuple[Case, str], Forecast] = {}
     described = [one.trials for one in past if _same_hardware(one.run.provenance, provenance)]
     predicted = [(one, _machine(trials)) for trials in described for one in summary.rows(trials)]
     for row, machine in [*((row, "") for row in rows), *predicted]:
         there = measured.get(row.case)
         if row.source is Source.PREDICTED and row.step and there and there.step:
-            found[row.case, machine] = Forecast(
+            by_case[row.case, machine] = Forecast(
                 case=row.case,
                 machine=machine,
                 predicted=row.step,
@@ -67,16 +67,16 @@ def forecasts(
                 labels=tuple(dict.fromkeys((*row.labels, *there.labels))),
             )
     order = list(measured)
-    return tuple(sorted(found.values(), key=lambda one: order.index(one.case)))
+    return tuple(sorted(by_case.values(), key=lambda one: order.index(one.case)))
 
 
 def _machine(trials: Sequence[Any]) -> str:
     return str(trials[0].provenance.get("machine", ""))
 
 
-def _same_hardware(described: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+def _same_hardware(described: Mapping[str, Any], machine: Mapping[str, Any]) -> bool:
     """Return whether both have GPUs, all with the same name."""
-    names = _gpus(here)
+    names = _gpus(machine)
     return len(names) == 1 and _gpus(described) == names
 
 

@@ -97,12 +97,14 @@ def _commit(facts: Mapping[str, Any]) -> tuple[str, str] | None:
 
 def _points(case: Case, past: Iterable[tuple[tuple[str, str], PastRun]]) -> tuple[CommitPoint, ...]:
     groups: dict[tuple[str, str], list[tuple[str, list[Trial]]]] = {}
-    for commit, one in past:
+    for commit, past_run in past:
         trials = [
-            trial for trial in one.trials if trial.case == case and trial.source is Source.MEASURED
+            trial
+            for trial in past_run.trials
+            if trial.case == case and trial.source is Source.MEASURED
         ]
         if trials:
-            groups.setdefault(commit, []).append((one.run.id, trials))
+            groups.setdefault(commit, []).append((past_run.run.id, trials))
     by_project = len({project for _, project in groups}) > 1
     points = []
     for (code, project), runs in groups.items():

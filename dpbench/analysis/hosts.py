@@ -109,12 +109,12 @@ def warnings(provenance: Mapping[str, Any]) -> Iterator[str]:
 
 def failures(trials: Sequence[Trial]) -> Iterator[str]:
     """Yield a warning for each machine that could not run the baseline, with its reason."""
-    found = {
+    reasons = {
         host: reason
         for trial in trials
         for host, reason in trial.provenance.get(FAILED_HOSTS, {}).items()
     }
-    for host, reason in found.items():
+    for host, reason in reasons.items():
         yield (
             f"{host} could not run the baseline, so that it is not compared with the other"
             f" machines: {reason}"
@@ -142,17 +142,18 @@ def unlike(trials: Sequence[Trial]) -> Iterator[str]:
 
 
 def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
-    for name, own, others in (
+    for name, expected, actual in (
         ("processor", first["host"]["cpu"], other["host"]["cpu"]),
         ("cores", first["host"]["cores"], other["host"]["cores"]),
         ("GPUs", _gpus(first), _gpus(other)),
         ("torch", first["software"]["torch"], other["software"]["torch"]),
     ):
-        if own != others:
-            yield f"{name} {others or 'none'} instead of {own or 'none'}"
-    own, others = first["host"]["memory_bytes"], other["host"]["memory_bytes"]
-    if abs(others - own) > ALIKE * own:
-        yield f"memory {words.size(others)} instead of {words.size(own)}"
+        if expected != actual:
+            yield f"{name} {actual or 'none'} instead of {expected or 'none'}"
+    expected = first["host"]["memory_bytes"]
+    actual = other["host"]["memory_bytes"]
+    if abs(actual - expected) > ALIKE * expected:
+        yield f"memory {words.size(actual)} instead of {words.size(expected)}"
 
 
 def _gpus(facts: Mapping[str, Any]) -> str:

@@ -225,10 +225,8 @@ def _index(
         return found if found and found.basis == readings.basis else None
 
     is_control = case.traits.role is Role.CONTROL
-    balanced, alone = (
-        None if is_control else alike(control_of(case)),
-        alike(plan.alone(case, case.batch_size)),
-    )
+    balanced = None if is_control else alike(control_of(case))
+    alone = alike(plan.alone(case, case.batch_size))
     control = balanced.balance.first if balanced and balanced.several else None
     return Index(
         case=case,
@@ -271,13 +269,13 @@ def columns(
     `runs` has pairs of a run's id and its trials; `rows` the run's id, case and source of each line
     of the table. The column names are the same for all runs.
     """
-    known = {
+    index_of = {
         (run, i.case, i.source, i.quantity): i for run, trials in runs for i in indexes(trials)
     }
     values_of: dict[str, list[object]] = {}
     for quantity in QUANTITIES:
         name = f"imbalance_{quantity.name.replace(', ', '_').replace(' ', '_')}"
-        of_rows = [known.get((*row, quantity.name)) for row in rows]
+        of_rows = [index_of.get((*row, quantity.name)) for row in rows]
         for kind in ("first", "most"):
             estimates: list[Estimate | None] = [getattr(index, kind, None) for index in of_rows]
             for part, column in (
@@ -362,5 +360,4 @@ QUANTITIES = (
     Quantity("energy", "J", (("NVML's counter", _energy),)),
     Quantity("bytes moved", "bytes", (("computed from shapes", _moved),)),
 )
-"""The compared quantities; conclusions rest on busy time and memory, which the others corroborate.
-"""
+"""The compared quantities; conclusions rest on busy time and memory, the others corroborate."""

@@ -107,7 +107,7 @@ def ladders(rows: Iterable[Row]) -> list[Ladder]:
     for (case, source), row in table.items():
         if case.traits.scheduled and case.devices > 1:
             groups.setdefault((replace(case, schedule=""), source), {})[case.schedule] = row
-    found = []
+    result = []
     for (case, source), schedules in groups.items():
         steps = {name: row for name, row in schedules.items() if row.step and row.series}
         if len(steps.keys() & schedule.RUNGS.keys()) >= ENOUGH:
@@ -117,8 +117,8 @@ def ladders(rows: Iterable[Row]) -> list[Ladder]:
                 if whose is source and row.series
             }
             lost = tuple(row for row in schedules.values() if not row.step)
-            found.append(_ladder(case, steps, rivals, lost))
-    return found
+            result.append(_ladder(case, steps, rivals, lost))
+    return result
 
 
 def _ladder(
@@ -191,40 +191,40 @@ def _ablated(steps: Mapping[str, Row]) -> tuple[str, tuple[RungGain, ...], tuple
     An ablation has one switch set back to its first position. Rungs are often ablations of other
     rungs, so only ablations that are not rungs count for the choice. ("", (), ()) without any.
     """
-    found: dict[str, dict[str, str]] = {}
+    measured: dict[str, dict[str, str]] = {}
     for text in sorted(steps):
-        if (mine := schedule.known(text)) is None:
+        if (parsed := schedule.known(text)) is None:
             continue
-        back = schedule.ablations(mine)
-        found[text] = {switch: str(one) for switch, one in back.items() if str(one) in steps}
-    own = {
+        back = schedule.ablations(parsed)
+        measured[text] = {switch: str(one) for switch, one in back.items() if str(one) in steps}
+    beyond_rungs = {
         text: sum(one not in schedule.RUNGS for one in ones.values())
-        for text, ones in found.items()
+        for text, ones in measured.items()
     }
-    base = max(own, key=lambda text: own[text])
-    if not own[base]:
+    base = max(beyond_rungs, key=lambda text: beyond_rungs[text])
+    if not beyond_rungs[base]:
         return "", (), ()
-    level = stats.together(len(found[base]))
+    level = stats.together(len(measured[base]))
     changes = (
         _change(switch, steps[one], steps[base], over=one, level=level)
-        for switch, one in found[base].items()
+        for switch, one in measured[base].items()
     )
-    best, fixed = schedule.parse(base), []
-    for switch in best.turned().keys() - found[base].keys():
+    best = schedule.parse(base)
+    fixed = []
+    for switch in best.turned().keys() - measured[base].keys():
         missing = replace(best, **{switch: schedule.SWITCHES[switch][0]}).missing()
         fixed.append(f"{switch}: {'; '.join(missing) or 'not measured'}")
     return base, tuple(changes), tuple(sorted(fixed))
 
 
-def notable(rows: Sequence[Row], found: Sequence[Ladder]) -> list[Row]:
+def notable(rows: Sequence[Row], ladders: Sequence[Ladder]) -> list[Row]:
     """Return the rows for a short overview.
 
-    Of each ladder in `found`, only these are kept: the reference, the fastest rung, the schedule
-    that TrainStep chose, and schedules that only another version of dpbench has. The limit of a
-    ladder is the row of `single` on one device's share of the batch.
+    Of each ladder, only the reference, the fastest rung, the schedule that TrainStep chose, and
+    schedules that only another version of dpbench has are kept.
     """
-    kept = {schedule.REFERENCE, *(ladder.fastest.name for ladder in found)}
-    climbed = {_setting(ladder.case) for ladder in found}
+    kept = {schedule.REFERENCE, *(ladder.fastest.name for ladder in ladders)}
+    climbed = {_setting(ladder.case) for ladder in ladders}
     return [
         row
         for row in rows
@@ -248,21 +248,21 @@ def short(text: str) -> str:
 
     `text` is unchanged if it cannot be parsed, or if the name would not list fewer switches.
     """
-    mine = schedule.known(text)
-    if mine is None:
+    parsed = schedule.known(text)
+    if parsed is None:
         return text
-    if str(mine) in schedule.RUNGS:
-        return str(mine)
+    if str(parsed) in schedule.RUNGS:
+        return str(parsed)
     differ = {
-        rung: [s for s in schedule.SWITCHES if getattr(mine, s) != getattr(other, s)]
+        rung: [s for s in schedule.SWITCHES if getattr(parsed, s) != getattr(other, s)]
         for rung, other in schedule.RUNGS.items()
     }
     nearest = min(reversed(differ), key=lambda rung: len(differ[rung]))
-    if len(differ[nearest]) >= len(mine.turned()):
+    if len(differ[nearest]) >= len(parsed.turned()):
         return text
     return (
         f"{nearest} but"
-        f" {','.join(f'{switch}={getattr(mine, switch)}' for switch in differ[nearest])}"
+        f" {','.join(f'{switch}={getattr(parsed, switch)}' for switch in differ[nearest])}"
     )
 
 

@@ -119,13 +119,13 @@ def _closest(rounds: Sequence[Lanes], step_s: float) -> Lanes:
 def of_trial(trial: Trial) -> Lanes | None:
     """Return the timeline of a trial's typical step, None without a timed step with spans."""
     number, spans = trial.ledger.median_step or (0, ())
-    own = [span for span in spans if span.step == number]
-    if not own:
+    of_step = [span for span in spans if span.step == number]
+    if not of_step:
         return None
     step = trial.steps[number]
     bars = {
         device: _bars(step, number, [span for span in spans if span.device == device])
-        for device in sorted({span.device for span in own})
+        for device in sorted({span.device for span in of_step})
     }
     return Lanes(
         case=trial.case,
@@ -134,7 +134,7 @@ def of_trial(trial: Trial) -> Lanes | None:
         step=number,
         seconds=step.seconds,
         timed=len(trial.timed),
-        path=_path(step, own, bars),
+        path=_path(step, of_step, bars),
         lanes=tuple(
             _lane(device, bars[device], step.seconds) for device in sorted(bars, key=_place)
         ),
@@ -158,14 +158,14 @@ def _bars(step: Step, number: int, spans: Iterable[Span]) -> tuple[Bar, ...]:
         if span.step != number:
             start, end = max(start, begin_s), min(end, step.end_s)
         start, end = start - step.start_s, end - step.start_s
-        known = opened.setdefault((span.phase, span.step - number, span.joint), [])
-        if known and start <= known[-1][1]:
-            known[-1] = known[-1][0], max(end, known[-1][1])
+        merged = opened.setdefault((span.phase, span.step - number, span.joint), [])
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
         elif start < end:
-            known.append((start, end))
+            merged.append((start, end))
     bars: list[Bar] = []
     ends: list[float] = []
-    intervals = sorted((*interval, *key) for key, known in opened.items() for interval in known)
+    intervals = sorted((*interval, *key) for key, merged in opened.items() for interval in merged)
     for start, end, phase, place, joint in intervals:
         row = next((row for row, reach in enumerate(ends) if reach <= start), len(ends))
         ends[row : row + 1] = [end]

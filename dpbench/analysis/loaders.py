@@ -185,34 +185,34 @@ def _shape(knee: int | None, possible: Sequence[int], counts: Sequence[int]) -> 
     return Shape.UNDECIDED if knee in (None, counts[-1]) else Shape.KNEE
 
 
-def said(found: LoaderCurve) -> list[str]:
+def said(curve: LoaderCurve) -> list[str]:
     """Return the verdicts on a curve as sentences, and the number of workers to use, if known."""
-    against = [_bound_said(found, found.step)] if found.step and found.points else []
-    use = [] if found.advised is None else [f"Use num_workers={found.advised}."]
-    return [_knee_said(found), *against, *use]
+    against = [_bound_said(curve, curve.step)] if curve.step and curve.points else []
+    use = [] if curve.advised is None else [f"Use num_workers={curve.advised}."]
+    return [_knee_said(curve), *against, *use]
 
 
-def _knee_said(found: LoaderCurve) -> str:
-    if not found.counts:
+def _knee_said(curve: LoaderCurve) -> str:
+    if not curve.counts:
         return "Cannot tell where the knee is: no measurement of the DataLoader succeeded."
-    first, last = found.counts[0], found.counts[-1]
-    if len(found.counts) < 2:
+    first, last = curve.counts[0], curve.counts[-1]
+    if len(curve.counts) < 2:
         return (
             "Cannot tell where the knee is from a single number of workers: give several with"
             " --workers."
         )
-    if found.shape is Shape.FLAT:
+    if curve.shape is Shape.FLAT:
         return (
             f"Flat: the rate with up to {workers_said([last])} is not clearly higher than with"
             f" {first}."
         )
-    if found.shape is Shape.RISING:
+    if curve.shape is Shape.RISING:
         return (
             f"No knee up to {workers_said([last])}: the rate still rises; give more with --workers."
         )
-    possible = among(found.possible)
-    if found.shape is Shape.KNEE and found.knee is not None:
-        return f"Knee: {workers_said([found.knee])} (95 %: {possible})."
+    possible = among(curve.possible)
+    if curve.shape is Shape.KNEE and curve.knee is not None:
+        return f"Knee: {workers_said([curve.knee])} (95 %: {possible})."
     return (
         f"Cannot tell where the knee is: it may be at {possible} workers; {words.REMEDY} would"
         " help."

@@ -20,18 +20,18 @@ def habits(rows: Sequence[Row], trials: Sequence[Trial]) -> list[str]:
     than three pairs, the sentence gives only the smallest and the largest effect.
     """
     table = {(row.case, row.source): row for row in rows if row.series}
-    found: dict[str, list[tuple[Case, Estimate]]] = {}
+    effects: dict[str, list[tuple[Case, Estimate]]] = {}
     neighbours: dict[str, list[tuple[Case, Estimate]]] = {}
     for (case, source), row in table.items():
         for name in HABITS:
             habit = case.habit(name)
             usual = table.get((case.without(name), source)) if habit else None
             if usual and usual is not row:
-                group = neighbours if name == "neighbour" else found
+                group = neighbours if name == "neighbour" else effects
                 group.setdefault(habit, []).append(
                     (usual.case, stats.ratio(row.series, usual.series))
                 )
-    clauses = [_of_habit(habit, pairs) for habit, pairs in found.items()]
+    clauses = [_of_habit(habit, pairs) for habit, pairs in effects.items()]
     concurrent = [_of_habit(habit, pairs) for habit, pairs in neighbours.items()]
     longest_s = max((trial.setup.get("compile_s", 0.0) for trial in trials), default=0.0)
     compiled = (
@@ -61,24 +61,24 @@ def climbs(ladders: Sequence[Ladder]) -> str:
     """Return a sentence on each ladder's best rung and its largest decided gain."""
     if not ladders:
         return ""
-    several = len({found.case.devices for found in ladders}) > 1
+    several = len({ladder.case.devices for ladder in ladders}) > 1
     parts = []
-    for found in ladders:
-        many = f" ×{found.case.devices}" if several else ""
-        batch = _batch(found.fastest.row, [one.fastest.row for one in ladders])
-        where = f"{found.case.model}{many}{batch}"
-        if found.fastest is found.rungs[0]:
-            parts.append(f"on {where} no rung is faster than {found.fastest.name}")
+    for ladder in ladders:
+        many = f" ×{ladder.case.devices}" if several else ""
+        batch = _batch(ladder.fastest.row, [one.fastest.row for one in ladders])
+        where = f"{ladder.case.model}{many}{batch}"
+        if ladder.fastest is ladder.rungs[0]:
+            parts.append(f"on {where} no rung is faster than {ladder.fastest.name}")
             continue
-        if found.whole.ratio.doubt:
+        if ladder.whole.ratio.doubt:
             parts.append(f"on {where} there are {words.NOT_ENOUGH} to determine the best rung")
             continue
-        doubt = " (undecided)" if found.whole.verdict == "undecided" else ""
-        first = f"{words.times(found.whole.ratio)} over {found.whole.over}{doubt}"
-        big = found.biggest
+        doubt = " (undecided)" if ladder.whole.verdict == "undecided" else ""
+        first = f"{words.times(ladder.whole.ratio)} over {ladder.whole.over}{doubt}"
+        big = ladder.biggest
         gain = f"{big.name}, {words.times(big.ratio)} over {big.over}" if big else ""
         step = f", and the rung with the largest gain is {gain}" if gain else ""
-        parts.append(f"on {where} the best rung is {found.fastest.name}, {first}{step}")
+        parts.append(f"on {where} the best rung is {ladder.fastest.name}, {first}{step}")
     host_only = " (host time alone)" if ladders[0].case.device_kind == "emulated" else ""
     return f"Ladder of schedules{host_only}: {'; '.join(parts)}."
 

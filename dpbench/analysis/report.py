@@ -76,7 +76,8 @@ class Report:
         `alternatives` are predictions for observed loops, and `unreadable` are the store's
         unreadable rows; the other arguments are facts stored with the run.
         """
-        rows, machine = summary.rows(trials), Resources.of(provenance)
+        rows = summary.rows(trials)
+        machine = Resources.of(provenance)
         ladders = ladder.ladders(rows)
         loading = loaders.curve(rows)
         diagnoses = findings.diagnose(rows, trials, machine, alternatives)

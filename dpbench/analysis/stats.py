@@ -360,7 +360,8 @@ def _drawn(
             here = chosen == number
             before = sum(sizes[:number])
             first, second = _middles(n, int(here.sum()), generator)
-            low[here], high[here] = before + first, before + second
+            low[here] = before + first
+            high[here] = before + second
         middles.append((low, high))
     return tuple(middles)
 

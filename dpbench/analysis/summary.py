@@ -203,7 +203,8 @@ def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
     stated = _stated(good[-1])
     step, mean = (stated, stated) if stated else (stats.median(series), stats.mean(series))
     if row.source is Source.PREDICTED:
-        step, mean = replace(step, n=0), replace(mean, n=0)
+        step = replace(step, n=0)
+        mean = replace(mean, n=0)
     busy, source = _busy(good)
     memory = _memory(good)
     return replace(
@@ -400,13 +401,13 @@ def _phases(trials: Sequence[Trial], step_s: float) -> dict[str, float]:
 def _busy(trials: Sequence[Trial]) -> tuple[dict[int, list[float]], str]:
     """Return each device's busy seconds in the timed steps, and their source; ({}, "") if none."""
     for metric, source in BUSY_METRICS.items():
-        found: dict[int, list[float]] = {}
+        seconds: dict[int, list[float]] = {}
         for device, values in (
             pair for trial in trials for pair in trial.readings(metric, timed=True).items()
         ):
-            found.setdefault(device, []).extend(values)
-        if found:
-            return dict(sorted(found.items())), source
+            seconds.setdefault(device, []).extend(values)
+        if seconds:
+            return dict(sorted(seconds.items())), source
     return {}, ""
 
 

@@ -218,7 +218,8 @@ class SlowLink:
             if self.one_way
             else f"between {start} and device {second}"
         )
-        rate, others = number(self.rate / 1e9), number(self.others / 1e9)
+        rate = number(self.rate / 1e9)
+        others = number(self.others / 1e9)
         return f"the link {ends} is slow: {rate} GB/s, the others {others} GB/s"
 
 

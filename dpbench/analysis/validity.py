@@ -25,8 +25,7 @@ TREND_FROM = 10
 READINGS = 3
 """The least number of clock readings from which a change of the clock is computed."""
 LONG_S = 1.0
-"""The least seconds of timed steps for `foreign_gpu`; else a trial's own worker may seem foreign.
-"""
+"""The least seconds of timed steps for `foreign_gpu`; else a trial's worker may seem foreign."""
 
 SLOWDOWNS = {
     0x04: "power cap",
@@ -266,12 +265,14 @@ def _oversubscribed(trial: Trial, cores: int) -> Deviation | None:
         return None
     each = trial.case.traits.devices_per_replica
     machines = Counter(host.machine for host in trial.hosts for _ in host.ranks)
-    own = {host.machine: host.cores or cores for host in trial.hosts}
-    worst = max(machines, key=lambda machine: machines[machine] * each - own[machine], default=None)
+    cores_of = {host.machine: host.cores or cores for host in trial.hosts}
+    worst = max(
+        machines, key=lambda machine: machines[machine] * each - cores_of[machine], default=None
+    )
     devices, cores = (
         (len(trial.case.rows) * each, cores)
         if worst is None
-        else (machines[worst] * each, own[worst])
+        else (machines[worst] * each, cores_of[worst])
     )
     return max(0.0, float(devices - cores)), {"devices": devices, "cores": cores}
 

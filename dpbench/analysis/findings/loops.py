@@ -141,14 +141,14 @@ def _reads(context: CaseContext, loop: Observed) -> Judgement:
     seconds = context.phase(Phase.READ.value)
     steps = context.row.steps
     places = sorted(loop.reads.items(), key=lambda pair: (-pair[1], pair[0]))
-    said = ", ".join(
+    named = ", ".join(
         f"{place} in {number} of {count(steps, 'step')}" for place, number in places[:PLACES]
     )
     more = f" and {count(len(places) - PLACES, 'more place')}" if len(places) > PLACES else ""
     return Evidence(
         says="the host waits for values from a device",
         numbers=(
-            f"{duration(seconds)} per step; read at {said or 'an unknown place'}{more}; on a GPU,"
+            f"{duration(seconds)} per step; read at {named or 'an unknown place'}{more}; on a GPU,"
             " part of this time is computation that the host would have to wait for later"
         ),
         size_s=seconds,
@@ -314,10 +314,10 @@ def _strays(held: Sequence[Held], loop: Observed) -> str:
     return f"{subject} {size(sum(one.held_bytes for one in held))} on {place}"
 
 
-def _aside(name: str, what: str, code: str) -> Callable[[CaseContext, Observed], Judgement]:
+def _aside(name: str, activity: str, code: str) -> Callable[[CaseContext, Observed], Judgement]:
     """Return a function that judges an activity outside the steps.
 
-    `name` is the field of `Observed` with its seconds, `what` names it, and `code` is the remedy.
+    `name` is the field of `Observed` with its seconds, and `code` the remedy.
     """
 
     def judge(context: CaseContext, loop: Observed) -> Judgement:
@@ -326,10 +326,10 @@ def _aside(name: str, what: str, code: str) -> Callable[[CaseContext, Observed],
         if aside_s < ASIDE * (aside_s + steps_s) or not steps_s:
             return None
         return Evidence(
-            says=f"{what} takes {long_time(aside_s)}, all steps together {long_time(steps_s)}",
+            says=f"{activity} takes {long_time(aside_s)}, all steps together {long_time(steps_s)}",
             numbers=(
-                f"{what} takes {percent(aside_s / (aside_s + steps_s))} of the time that {what} and"
-                " all steps take together; the step times do not include it"
+                f"{activity} takes {percent(aside_s / (aside_s + steps_s))} of the time that"
+                f" {activity} and all steps take together; the step times do not include it"
             ),
             size_s=None,
             aside=aside_s / (aside_s + steps_s),

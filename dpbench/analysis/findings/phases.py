@@ -149,7 +149,7 @@ def _unattributed(context: CaseContext) -> Judgement:
 
 
 def _serial(phase: Phase) -> Callable[[CaseContext], Judgement]:
-    """Return a rule on the time of `phase` in excess of perfect scaling."""
+    """Return a `FindingRule.when` on the time of `phase` in excess of perfect scaling."""
 
     def when(context: CaseContext) -> Judgement:
         # torch's backward includes the reduction, which has no counterpart on one device

@@ -67,7 +67,7 @@ class CaseContext:
 
     @property
     def engine(self) -> bool:
-        """Return whether one process runs all devices and device 0 coordinates them, as in dp."""
+        """Return whether one process runs all devices, as in torch.nn.DataParallel."""
         return self.case.traits.threads
 
     @property
@@ -179,7 +179,7 @@ class CaseContext:
         return stats.difference(self.row.series, other.series, level=self.level)
 
     def fewer(self) -> Row | None:
-        """Return the row of the same case on the next fewer measured devices, at least two.
+        """Return the row of the same case on the next smaller number of devices, at least 2.
 
         It has the same global batch size or, if not measured, the same batch size per device. None
         for emulated devices and for replicas that share a GPU: more of them cannot make a step
@@ -218,13 +218,14 @@ class CaseContext:
 
     def excess(self, name: str) -> Estimate | None:
         """Return the seconds per step of a phase in excess of perfect scaling, None if unknown."""
-        found = self.ideal()
-        if found is None:
+        reference = self.ideal()
+        if reference is None:
             return None
-        (row, divisor), mine = found, self._series(self.case, [name])
+        row, divisor = reference
+        diagnosed = self._series(self.case, [name])
         alone = scaled(self._series(row.case, [name]), 1 / divisor)
         value = self.row.phases.get(name, 0.0) - row.phases.get(name, 0.0) / divisor
-        return around(value, stats.difference(mine, alone)) if mine and alone else None
+        return around(value, stats.difference(diagnosed, alone)) if diagnosed and alone else None
 
     def _series(self, case: Case, names: Sequence[str]) -> stats.Rounds:
         trials = [trial for trial in self.trials_of.get(case, ()) if trial.trusted and trial.timed]
@@ -399,13 +400,13 @@ def remedial(
     """Return the rungs with one of the `switches`, and the strategies with `roles`."""
     wanted = [(switch, position) for switch, several in switches.items() for position in several]
     rungs = [name for name, switched in schedule.LADDER.items() if switched in wanted]
-    found = [replace(case, strategy=registry.of_role(Role.ENGINE), schedule=rung) for rung in rungs]
-    found += [
+    cases = [replace(case, strategy=registry.of_role(Role.ENGINE), schedule=rung) for rung in rungs]
+    cases += [
         plan.normalise(replace(case, strategy=registry.of_role(role), schedule=""))
         for role in roles
     ]
     # emulated devices belong to one process
-    return [one for one in found if not (one.device_kind == "emulated" and one.traits.ranks)]
+    return [one for one in cases if not (one.device_kind == "emulated" and one.traits.ranks)]
 
 
 @dataclass(frozen=True, kw_only=True)

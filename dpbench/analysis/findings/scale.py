@@ -52,18 +52,18 @@ def _busy(context: CaseContext) -> Judgement:
     if row.imbalance is None or len(row.busy) < 2:
         return None
     others = [seconds for device, seconds in row.busy.items() if 0 < device < context.case.working]
-    rest = sum(others) / len(others)
+    others_s = sum(others) / len(others)
     # the upper bound: all the extra work of device 0 is shared equally
     factor = 1 - 1 / (1 + len(others))
     e = row.imbalance
     if e.doubt:
         return _doubted("whether device 0 is busier than the others")
-    value, low, high = ((ratio - 1) * rest * factor for ratio in (e.value, e.low, e.high))
+    value, low, high = ((ratio - 1) * others_s * factor for ratio in (e.value, e.low, e.high))
     return Evidence(
         says=f"device 0 is busy {times(row.imbalance)} as long as the others on average",
         numbers=(
             f"device 0 is busy for {time(row.busy.get(0, 0.0))} per step, the others for"
-            f" {time(rest)} on average ({row.busy_source})"
+            f" {time(others_s)} on average ({row.busy_source})"
         ),
         size_s=Estimate(value, low, high, e.n, signed=True),
     )
@@ -103,8 +103,8 @@ def _slow_device(context: CaseContext) -> Judgement:
         return _doubted("whether one device is slower than the others") if e.value > LEVEL else None
     if e.low <= LEVEL:
         return None
-    rest = sum(row.busy[device] for device in peers) / len(peers)
-    value, low, high = ((ratio - 1) * rest for ratio in (e.value, e.low, e.high))
+    peers_s = sum(row.busy[device] for device in peers) / len(peers)
+    value, low, high = ((ratio - 1) * peers_s for ratio in (e.value, e.low, e.high))
     return Evidence(
         says=(
             f"device {slow} is slow: it is busy {times(e)} as long as"
@@ -113,7 +113,7 @@ def _slow_device(context: CaseContext) -> Judgement:
         ),
         numbers=(
             f"device {slow} is busy for {time(row.busy[slow])} per step,"
-            f" {'the others' if len(peers) > 1 else f'device {peers[0]}'} for {time(rest)}"
+            f" {'the others' if len(peers) > 1 else f'device {peers[0]}'} for {time(peers_s)}"
             f" ({row.busy_source})"
         ),
         size_s=Estimate(value, low, high, e.n, signed=True),
@@ -319,7 +319,7 @@ def _bigger(context: CaseContext) -> Judgement:
     if best.step.doubt:
         return _doubted(f"whether batch {best.case.batch_size} scales better")
     work = context.case.batch_size / best.case.batch_size
-    own, its = (
+    speedup, bigger_speedup = (
         f"{times(r.speedup)} ({r.scaling} scaling)" if r.speedup else "unknown"
         for r in (context.row, best)
     )
@@ -330,8 +330,8 @@ def _bigger(context: CaseContext) -> Judgement:
         ),
         numbers=(
             f"with a batch of {context.case.batch_size}, a step takes {time(context.step_s)}; the"
-            f" speed-up over one device is {its} at batch {best.case.batch_size} and {own} at batch"
-            f" {context.case.batch_size}"
+            f" speed-up over one device is {bigger_speedup} at batch"
+            f" {best.case.batch_size} and {speedup} at batch {context.case.batch_size}"
         ),
         size_s=stats.difference(context.row.series, scaled(best.series, work)),
         measured=True,
@@ -385,7 +385,8 @@ def _diminishing(context: CaseContext) -> Judgement:
             "the gain over fewer devices (measure it with --devices and several numbers, such as"
             " 2,4)"
         )
-    most, before = context.case.devices, fewer.case.devices
+    most = context.case.devices
+    before = fewer.case.devices
     work = context.case.batch_size / fewer.case.batch_size
     gained = stats.ratio(scaled(fewer.series, work), context.row.series)
     if gained.doubt:

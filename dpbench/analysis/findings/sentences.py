@@ -105,7 +105,8 @@ def _steps(context: CaseContext) -> str:
     fewer = context.fewer()
     if fewer is None:
         return ""
-    most, before = context.case.devices, fewer.case.devices
+    most = context.case.devices
+    before = fewer.case.devices
     gained = stats.ratio(
         scaled(fewer.series, context.case.batch_size / fewer.case.batch_size), context.row.series
     )
@@ -169,7 +170,7 @@ def _fix(context: CaseContext, findings: Sequence[Finding]) -> str:
     better = _faster(context, context.rivals)
     if not better:
         return f"{_unmeasured(context, findings)}{_alone(context)}"
-    said = [f"{_name(row)} is {times(ratio)} as fast" for row, ratio in better[:LARGEST]]
+    clauses = [f"{_name(row)} is {times(ratio)} as fast" for row, ratio in better[:LARGEST]]
     best, _ = better[0]
     shown = best.speedup if best.speedup and not best.speedup.doubt else None
     after = (
@@ -177,7 +178,7 @@ def _fix(context: CaseContext, findings: Sequence[Finding]) -> str:
         if shown
         else ""
     )
-    return f"Measured to help: {'; '.join(said)}.{after}{_alone(context)}"
+    return f"Measured to help: {'; '.join(clauses)}.{after}{_alone(context)}"
 
 
 def _alone(context: CaseContext) -> str:

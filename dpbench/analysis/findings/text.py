@@ -21,8 +21,10 @@ from dpbench.records.words import duration, percent, time, times, withheld
 WIDTH = 100
 CURES = 2
 """The largest number of measured cases that a finding names as remedies, the fastest first."""
-NEXT, UNMEASURED = "command", "not measured in this run; measure it with"
-"""The titles of a finding's command: one that applies the remedy, one that measures it."""
+NEXT = "command"
+"""The title of a command that applies a finding's remedy."""
+UNMEASURED = "not measured in this run; measure it with"
+"""The title of a command that measures it."""
 NO_FINDING = "no finding exceeds the measurement noise"
 NOTHING = (
     "Nothing to explain: no training step on several devices has a verified result in this run."
