@@ -344,7 +344,6 @@ class Group:
 
     @contextmanager
     def _connected(self) -> Iterator[None]:
-        """Raise RanksLost if a collective in this context fails."""
         try:
             yield
         except RuntimeError as error:

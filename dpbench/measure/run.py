@@ -212,7 +212,6 @@ def statuses(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _groups(cases: Sequence[Case], *, paired: bool) -> list[tuple[Case, ...]]:
-    """Return the cases in groups; one worker measures a group, with alternating blocks of steps."""
     return plan.side_by_side(cases) if paired else [(case,) for case in cases]
 
 
@@ -441,7 +440,6 @@ class _Session:
         return self._left_s <= 0
 
     def _trace(self, case: Case, number: int) -> str:
-        """Return the path for a profile; empty if no profiles are requested."""
         if self._traces is None:
             return ""
         words = re.sub(r"[^\w.,=]+", "-", case.label).strip("-")
@@ -465,7 +463,6 @@ class _Session:
 
 
 def _checked(trial: Trial) -> Trial:
-    """Return the trial with the results of its validity checks in its provenance."""
     found = validity.facts(trial, provenance.usable_cores())
     return replace(trial, provenance={**trial.provenance, "validity": found}) if found else trial
 

@@ -155,7 +155,6 @@ def _check_together(options: Options, cluster: Cluster | None) -> None:
 
 
 def _two_models(options: Options, swept: dict[str, Any]) -> list[Case]:
-    """Return the cases for --together, which measure two models at the same time."""
     devices = options.devices or (1,)
     several = [
         name

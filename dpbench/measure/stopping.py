@@ -120,7 +120,6 @@ class Stopping:
 
 
 def _noise(series: Sequence[float]) -> float:
-    """Return the interquartile range as a fraction of the median."""
     low, middle, high = np.percentile(series, [25, 50, 75])
     return float((high - low) / middle)
 

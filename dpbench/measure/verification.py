@@ -222,7 +222,6 @@ def _check_own_losses(mean: nn.Module, rows: Sequence[int]) -> None:
 
 
 def _averaging(module: nn.Module, whole: nn.Module, rows: int) -> Averaging:
-    """Return the range of the errors of the module's gradients, relative to those of `whole`."""
     errors = _errors(_gradients(module, whole), ())
     trained = [
         errors[name] for name, parameter in whole.named_parameters() if parameter.requires_grad
@@ -283,7 +282,6 @@ def check_weights(module: nn.Module) -> None:
 
 
 def _not_finite(tensor: torch.Tensor) -> str:
-    """Return "NaN" or "infinity" if the tensor has such an element, otherwise an empty string."""
     if bool(tensor.isfinite().all()):
         return ""
     return "NaN" if bool(tensor.isnan().any()) else "infinity"

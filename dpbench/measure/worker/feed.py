@@ -84,8 +84,6 @@ def fed(
 
 
 class _Feed:
-    """A step that takes its batch from a DataLoader."""
-
     def __init__(self, case: Case, step: StepOfBatch, batches: Sequence[Batch], mark: Mark) -> None:
         self._step = step
         self._mark = mark

@@ -113,7 +113,6 @@ def _batches(
 
 
 def _named(case: Case, error: Exception, batch: int, indices: Sequence[int]) -> str:
-    """Return a message that names the batch with this number, and the worker that loads it."""
     examples = indices[batch * case.batch_size : (batch + 1) * case.batch_size]
     batch_name = f"the batch of examples {', '.join(map(str, examples))}"
     if not case.loader:

@@ -383,7 +383,6 @@ class _Facts:
             )
 
     def built_again(self, module: nn.Module) -> None:
-        """Note if `module`, which build() returned for the same seed, has other weights."""
         if not _equal(
             list(self._model.module.state_dict().values()), list(module.state_dict().values())
         ):

@@ -311,7 +311,6 @@ def _placed(batch: tuple[Any, Any], case: Case, device: Device) -> tuple[Any, An
 
 
 def _rows_of(batch: tuple[Any, Any], case: Case, rank: int) -> tuple[Any, Any]:
-    """Return the part of a batch that the DataLoader of this rank loads."""
     rows: tuple[Any, Any] = tree_map_only(
         torch.Tensor, lambda value: value.split(case.rows)[rank], batch
     )
