@@ -1,7 +1,7 @@
 """The interface of every device: CUDA, logical CPU or emulated.
 
-The engine, the clock and the strategies use devices through this protocol only, so that the same
-code can run and be tested without a GPU.
+The engine, the clock and the strategies use only this protocol, so that the same code runs and is
+tested without a GPU.
 """
 
 from __future__ import annotations
@@ -17,21 +17,15 @@ if TYPE_CHECKING:  # for annotations only: this module does not load torch
 class Collectives(Protocol):
     """In-place collectives over distinct devices.
 
-    `tensors[i]` is on device i, and all tensors have the same layout.
-
-    Collectives run concurrently with other work on the devices. `follow` makes later collectives
-    wait for other work, and `lead` makes later work wait for collectives.
+    `tensors[i]` is on device i, and all tensors have the same layout. Collectives run concurrently
+    with other work on the devices.
     """
 
     def follow(self, i: int) -> None:
-        """Make collectives that are queued from now on wait for the work that this thread has
-        queued on device i.
-        """
+        """Make later collectives wait for the work that this thread has queued on device i."""
 
     def lead(self, i: int) -> None:
-        """Make work queued on device i from now on wait for all collectives that are queued so
-        far.
-        """
+        """Make later work on device i wait for all collectives that are queued so far."""
 
     def reduce(self, tensors: Sequence[torch.Tensor], root: int) -> None:
         """Write the sum of all tensors into `tensors[root]`; the other tensors stay unchanged."""
@@ -40,14 +34,13 @@ class Collectives(Protocol):
         """Write the sum of all tensors into every tensor."""
 
     def reduce_scatter(self, tensors: Sequence[torch.Tensor]) -> None:
-        """For each device i, add up part i of all tensors, and write the sum into part i of
-        `tensors[i]`.
+        """Write the sum of part i of all tensors into part i of `tensors[i]`, for each device i.
 
         Each tensor consists of one equal part per device.
         """
 
     def all_gather(self, tensors: Sequence[torch.Tensor]) -> None:
-        """For each device i, copy part i of `tensors[i]` into part i of every other tensor.
+        """Copy part i of `tensors[i]` into part i of every other tensor, for each device i.
 
         Each tensor consists of one equal part per device.
         """
@@ -60,9 +53,8 @@ class Collectives(Protocol):
 class Device(Protocol):
     """A device on which a replica runs.
 
-    `index` is the number of the device's replica, counted from 0; spans and other records refer to
-    the device by this number. `name` is the device's name in messages ("cuda:1", "cpu:1").
-    `torch_device` is the value of `.device` of its tensors.
+    `index` is the number of the device's replica, by which records refer to the device. `name` is
+    for messages ("cuda:1", "cpu:1"). `torch_device` is the value of `.device` of its tensors.
     """
 
     index: int
@@ -70,54 +62,44 @@ class Device(Protocol):
     torch_device: torch.device
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a new copy of `tensor` in this device's memory; `tensor` may be on any device."""
+        """Return a new copy of `tensor`, from any device, in this device's memory."""
 
     def clone(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy `tensors` into this device's memory, in few transfers, and return the copies.
+        """Return copies of `tensors` in this device's memory, made in few transfers.
 
-        All of `tensors` must be on one device, which may be this device or another one.
+        All of `tensors` must be on one device, which may be this one.
         """
 
     def guard(self) -> AbstractContextManager[Any]:
-        """Return a context manager that makes this device and its stream current in the thread that
-        enters it.
-        """
+        """Return a context manager that makes this device and its stream current in the thread."""
 
     def hold(self) -> AbstractContextManager[Any]:
-        """Return a context manager in which all threads use the calling thread's current stream for
-        this device.
-        """
+        """Return a context in which all threads use the calling thread's stream for this device."""
 
     def settle(self) -> None:
-        """Bind the calling thread to the CPU core that is assigned to this device, if there is
-        one.
-        """
+        """Bind the calling thread to the CPU core that is assigned to this device, if any."""
 
     def wait(self, other: Device) -> None:
-        """Make work queued on this device from now on wait for all work that is queued on `other`
-        so far.
-        """
+        """Make later work on this device wait for all work that is queued on `other` so far."""
 
     def borrow(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Declare that work queued on this device reads `tensors`, whose memory may belong to other
-        streams.
+        """Declare that work queued on this device reads `tensors`, which other streams may own.
 
-        The memory of `tensors` is then not reused before this work is done.
+        Their memory is then not reused before this work is done.
         """
 
     def event(self, reuse: Any = None) -> Any:
         """Queue a timing event after the work of this device, and return the event.
 
-        `reuse` is an earlier event of this device whose time is no longer needed; None creates a
-        new event. Return None if the work of this device is timed with the clock of the host.
+        `reuse` is an earlier event of this device whose time is no longer needed. Return None if
+        the work of this device is timed with the clock of the host.
         """
 
     def synchronize(self) -> None:
         """Block the host until this device has finished all queued work."""
 
     def take_peaks(self) -> dict[str, int]:
-        """Return the memory peaks since the last reset, in bytes by kind (`allocated`, `reserved`),
-        and reset them.
+        """Return the memory peaks in bytes (`allocated`, `reserved`) since the last call.
 
         The dict is empty if the device does not report its memory.
         """
@@ -126,16 +108,12 @@ class Device(Protocol):
         """Release cached memory, and reset the memory peaks to the bytes that are in use."""
 
     def can_collect(self, devices: Sequence[Device]) -> bool:
-        """Return whether collectives can run over `devices`, for example distinct GPUs.
-
-        This device is the first.
-        """
+        """Return whether collectives can run over `devices`, of which this device is the first."""
 
     def broadcast(
         self, tensors: Sequence[torch.Tensor], devices: Sequence[Device]
     ) -> list[list[torch.Tensor]]:
-        """Return, for each of `devices`, the list of `tensors` on that device, copied by a
-        collective.
+        """Return, for each of `devices`, the list of `tensors` there, copied by a collective.
 
         Call this method only if `can_collect` returns True.
         """
@@ -143,15 +121,13 @@ class Device(Protocol):
     def reduce_add(
         self, tensors: Sequence[Sequence[torch.Tensor]], devices: Sequence[Device]
     ) -> list[torch.Tensor]:
-        """Return the sums over `devices`, computed by a collective: item k is the sum of
-        `tensors[i][k]` over all i.
+        """Return sums over `devices` on this device: item k is the sum of all `tensors[i][k]`.
 
-        `tensors[i]` are on device i, and the sums are on this device. Call this method only if
-        `can_collect` returns True.
+        `tensors[i]` are on device i. Call this method only if `can_collect` returns True.
         """
 
     def collectives(self, devices: Sequence[Device]) -> Collectives | None:
-        """Return the in-place collectives over `devices`, of which this device is the first.
+        """Return the in-place collectives over `devices`; None if there are none.
 
-        None if there are none.
+        This device is the first of `devices`.
         """

@@ -1,12 +1,9 @@
-"""Foreign load: measure the share of the cores' time that other processes use, and wait until this
-share is low.
+"""Foreign load: the share of the cores' time that other processes use, and the wait for a low one.
 
-The kernel counts the CPU time of each core and of each process. The time of a process includes that
-of the children that it has reaped. The foreign load is the busy time of this process's cores minus
-the CPU time of this process tree, as a fraction of the cores' capacity. Steal is the time that a
-hypervisor gave to other virtual machines. If the counts do not exist, or do not describe the
-capacity of this process (for example in a container with a CPU quota), the load is reported as
-unknown, never as low.
+The foreign load is the busy time of this process's cores minus the CPU time of this process tree
+(with the children that it has reaped), as a fraction of the cores' capacity. Steal is the time that
+a hypervisor gave to other virtual machines. If the kernel's counts do not exist, or do not describe
+the capacity of this process (as in a container with a CPU quota), the load is unknown, never low.
 """
 
 from __future__ import annotations
@@ -22,33 +19,24 @@ from dpbench.hardware.processes import CORES, TICKS_PER_S, Ticks, parse_ticks
 from dpbench.records import Case, Trial
 
 LIMIT = 0.10
-"""The fraction of the cores' capacity that other processes and steal may take.
-
-Above it, a measurement is NOISY.
+"""The fraction of the cores' capacity that others may take before a measurement is NOISY.
 
 For a trial, `tolerated` may be less.
 """
 SPARE_CORES = 0.25
-"""The number of cores, besides those that a case leaves free, that others may take during a trial
-of this case.
+"""The number of cores, besides those that a case leaves free, that others may take in a trial.
 
-A rank that shares its core delays all ranks. On a machine with many cores, a process that takes
-half a core from a case with a rank on each core takes a small fraction of the capacity, but may
-double the step.
+A rank that shares its core delays all ranks: on a machine with many cores, half a core is a small
+fraction of the capacity, but may double the step of a case with a rank on each core.
 """
 WINDOW_S = 0.5
 SHORTEST_S = 0.2
-"""The minimum duration of a measurement.
-
-In a shorter one, the rounding to ticks of 10 ms would dominate.
-"""
+"""The minimum duration of a measurement, below which the rounding to ticks would dominate."""
 PATIENCE_S = 30.0
 PATIENCE = "DPBENCH_PATIENCE"
 """The environment variable that sets the default of --patience, in seconds."""
 COUNTED = 0.5
-"""If the kernel's counts cover at most this fraction of the elapsed core-seconds, the load is
-unknown.
-"""
+"""If the kernel counts at most this fraction of the core-seconds, the load is unknown."""
 NOISY = "NOISY"
 FACT = "foreign_load"
 """The key of the foreign load in the provenance of a run and of a trial."""
@@ -57,19 +45,16 @@ _QUOTAS = (
     ("/sys/fs/cgroup/cpu.max", None),
     ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
 )
-"""The files with a container's CPU quota: (file of the quota, file of its period).
+"""The files of a container's CPU quota and of its period.
 
-The first pair is for version 2 of control groups, where one file has both values; the second is for
-version 1.
+Version 2 of control groups has both values in one file; version 1 has two files.
 """
 
 
 def patience(given_s: float | None = None) -> float:
-    """Return the maximum seconds to wait for a low load.
+    """Return the seconds to wait for a low load: `given_s`, else DPBENCH_PATIENCE, else the default.
 
-    The value is `given_s` unless it is None, otherwise the value of the environment variable
-    DPBENCH_PATIENCE, otherwise the default. Raises ValueError if the environment variable is not a
-    number of 0 or more.
+    Raises ValueError if the environment variable is not a number of 0 or more.
     """
     if given_s is not None:
         return given_s
@@ -84,9 +69,7 @@ def patience(given_s: float | None = None) -> float:
 
 
 def wait(patience_s: float, say: Callable[[str], None]) -> Measured:
-    """Measure the foreign load until it is not high or `patience_s` seconds have passed.
-
-    Return the last measurement.
+    """Return the first foreign load that is not high, or the last within `patience_s` seconds.
 
     If the first measurement is high and `patience_s` is above 0, `say` is called with one line of
     text before the wait. An unknown load ends the wait.
@@ -104,7 +87,7 @@ def wait(patience_s: float, say: Callable[[str], None]) -> Measured:
 
 
 def measure(seconds: float = WINDOW_S) -> Measured:
-    """Measure for `seconds` seconds, and return the foreign load during this time."""
+    """Return the foreign load during the next `seconds` seconds."""
     before = snapshot()
     time.sleep(seconds)
     return since(before)
@@ -113,39 +96,30 @@ def measure(seconds: float = WINDOW_S) -> Measured:
 def since(before: Snapshot | UnknownLoad, roots: Collection[int] = ()) -> Measured:
     """Return the foreign load between the snapshot `before` and now.
 
-    Return `before` if it is an unknown load.
-
     For `roots`, see `snapshot`.
     """
     return before if isinstance(before, UnknownLoad) else _to(before, snapshot(roots))
 
 
 def busy(load: Measured) -> bool:
-    """Return whether the load is known and the sum of foreign load and steal exceeds `LIMIT`."""
+    """Return whether the load is known, and foreign load plus steal exceed `LIMIT`."""
     return isinstance(load, Load) and load.taken > LIMIT
 
 
 def during(trial: Trial) -> Measured:
-    """Return the foreign load that is stored with a trial.
-
-    If the trial has no such record, return an unknown load.
-    """
+    """Return the foreign load that is stored with a trial."""
     facts = trial.provenance.get(FACT)
     return UnknownLoad("no load is stored with the trial") if facts is None else Load(**facts)
 
 
 def noisy(trial: Trial) -> bool:
-    """Return whether the load during a trial is known, and others took more cores than
-    `tolerated`.
-    """
+    """Return whether others took more cores than `tolerated` during a trial, if this is known."""
     load = during(trial)
     return isinstance(load, Load) and load.taken * load.cores > tolerated(trial.case, load.cores)
 
 
 def tolerated(case: Case, cores: int) -> float:
-    """Return the number of cores that other processes and steal may take during a trial of a case.
-
-    Above it: NOISY.
+    """Return the number of cores that others may take during a trial before it is NOISY.
 
     It is the fraction `LIMIT` of the `cores` of a machine or, if this is less, the number of cores
     that the devices of a CPU case leave free, plus `SPARE_CORES`.
@@ -161,8 +135,8 @@ def tolerated(case: Case, cores: int) -> float:
 def snapshot(roots: Collection[int] = ()) -> Snapshot | UnknownLoad:
     """Return the CPU time that the cores and this process tree have used until now.
 
-    The processes with the ids `roots`, and their descendants, count as part of this tree. Return an
-    unknown load, with the reason, if the system does not provide these times.
+    The processes `roots` and their descendants count as part of this tree. If the system does not
+    provide these times, return an unknown load with the reason.
     """
     if not CORES:
         return UnknownLoad("this system does not provide the list of cores that a process may use")
@@ -176,8 +150,8 @@ def snapshot(roots: Collection[int] = ()) -> Snapshot | UnknownLoad:
         ticks = parse_ticks(Path("/proc/stat").read_bytes())
     except (OSError, ValueError) as error:
         return UnknownLoad(f"/proc/stat cannot be read: {error}")
-    mine = {core: ticks[core] for core in CORES if core in ticks}
-    return Snapshot(time_s=time.monotonic(), ticks=mine, own_s=_own_s({os.getpid(), *roots}))
+    usable = {core: ticks[core] for core in CORES if core in ticks}
+    return Snapshot(time_s=time.monotonic(), ticks=usable, own_s=_own_s({os.getpid(), *roots}))
 
 
 def _to(before: Snapshot, now: Snapshot | UnknownLoad) -> Measured:
@@ -187,8 +161,8 @@ def _to(before: Snapshot, now: Snapshot | UnknownLoad) -> Measured:
 def between(before: Snapshot, now: Snapshot) -> Measured:
     """Return the foreign load between two snapshots.
 
-    Return an unknown load if the time between them is below `SHORTEST_S` seconds, or if the kernel
-    counted at most the fraction `COUNTED` of the cores' time.
+    It is unknown if the time between them is below `SHORTEST_S` seconds, or if the kernel counted
+    at most the fraction `COUNTED` of the cores' time.
     """
     cores = before.ticks.keys() & now.ticks.keys()
     seconds = now.time_s - before.time_s
@@ -221,17 +195,15 @@ def between(before: Snapshot, now: Snapshot) -> Measured:
 
 
 def _own_s(roots: Collection[int]) -> float:
-    """Return the CPU seconds of these processes and their descendants, including the children that
-    each has reaped.
-    """
+    """Include the children that each process has reaped."""
     import psutil
 
     total = 0.0
     for root in roots:
-        with suppress(
-            psutil.Error
-        ):  # the process has ended; its parent's count includes it from now on
-            for process in ((own := psutil.Process(root)), *own.children(recursive=True)):
+        # a process that has ended is in its parent's count from now on
+        with suppress(psutil.Error):
+            top = psutil.Process(root)
+            for process in (top, *top.children(recursive=True)):
                 with suppress(psutil.Error):
                     spent = process.cpu_times()
                     total += spent.user + spent.system + spent.children_user + spent.children_system
@@ -239,10 +211,7 @@ def _own_s(roots: Collection[int]) -> float:
 
 
 def _quota() -> float | None:
-    """Return the CPU quota of this container as a number of CPUs, such as 1.5.
-
-    None if there is no quota.
-    """
+    """Return the CPU quota of this container in CPUs, such as 1.5; None if there is none."""
     for limit, period in _QUOTAS:
         with suppress(OSError, ValueError):
             words = Path(limit).read_text(encoding="utf-8").split() + (
@@ -268,12 +237,10 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """The fractions, from 0 to 1, of the cores' time that others took from this process tree during
-    a period.
+    """The fractions, from 0 to 1, of the cores' time that others took during a period.
 
-    `foreign` is the fraction that other processes used, and `steal` is the fraction that a
-    hypervisor gave to other virtual machines. `cores` is the number of cores, and `seconds` the
-    duration of the period.
+    Other processes used `foreign`, and a hypervisor gave `steal` to other virtual machines. `cores`
+    is the number of cores, and `seconds` the duration of the period.
     """
 
     foreign: float
@@ -308,8 +275,5 @@ Measured = Load | UnknownLoad
 
 
 def plain(load: Measured) -> dict[str, float | str]:
-    """Return a foreign load as a dictionary to store.
-
-    An unknown load gives one key, `unknown`, with the reason.
-    """
+    """Return a load as a dict to store; an unknown one has the key `unknown`, with the reason."""
     return {"unknown": load.reason} if isinstance(load, UnknownLoad) else asdict(load)

@@ -1,11 +1,10 @@
-"""NVML: counters and facts of the GPUs that are visible to CUDA, from NVIDIA's management library.
+"""NVML: counters and facts of the GPUs that are visible to CUDA, from NVIDIA's library.
 
 1. Only this module imports pynvml, and only when a function needs it. It never imports torch or
-   creates a CUDA context.
-2. If the library, the driver, the GPU or a counter is missing, the value is None or left out. A
-   missing value is never reported as zero, and it raises no error.
-3. All calls use one object, the module pynvml or a substitute with the same functions, so that
-   tests can replace it.
+creates a CUDA context.
+2. If the library, the driver, the GPU or a counter is missing, the value is None or left out, never
+zero, and no error is raised.
+3. All calls use one object, the module pynvml or a substitute, so that tests can replace it.
 """
 
 from __future__ import annotations
@@ -27,9 +26,7 @@ Handle = Any  # NVML's handle of a device, opaque here
 Reader = Callable[[Library, Handle], float]
 
 ORDER, PCI_ORDER, FASTEST_FIRST = "CUDA_DEVICE_ORDER", "PCI_BUS_ID", "FASTEST_FIRST"
-"""The environment variable for the order of CUDA's GPU numbers, its value for NVML's order, and its
-default value.
-"""
+"""The environment variable for the order of CUDA's GPU numbers, NVML's order, and the default."""
 
 # Constants of NVML's C interface, which never change
 _CLOCK_SM, _CLOCK_MEMORY, _TEMPERATURE_GPU, _PCIE_TX, _PCIE_RX = 1, 2, 0, 0, 1
@@ -106,10 +103,7 @@ class NvmlGpu:
     answers: dict[Any, bool] = field(default_factory=dict, repr=False)
 
     def read(self, metric: str) -> float | None:
-        """Return the present value of the counter `metric`.
-
-        None if NVML does not support it, or cannot read it now.
-        """
+        """Return the present value of the counter `metric`; None if NVML cannot read it."""
         for reader in _READERS[metric]:
             value = self._ask(reader)
             if value is not None:
@@ -119,8 +113,8 @@ class NvmlGpu:
     def process_memory_bytes(self, pids: Collection[int]) -> float | None:
         """Return the memory of this GPU that the processes `pids` use, in bytes.
 
-        Return None if NVML lists none of these processes. This happens in a container, where NVML
-        lists the host's process ids.
+        Return None if NVML lists none of them, as in a container, where it lists the host's process
+        ids.
         """
         used = [size for pid, size in self._held() if pid in pids]
         return float(sum(used)) if used else None
@@ -128,7 +122,7 @@ class NvmlGpu:
     def foreign_memory_bytes(self, pids: Collection[int]) -> float | None:
         """Return the memory of this GPU that processes other than `pids` use, in bytes.
 
-        Return None if NVML lists none of `pids`, because NVML's process ids then belong to another
+        Return None if NVML lists none of `pids`, because its process ids then belong to another
         namespace.
         """
         held = self._held()
@@ -144,7 +138,7 @@ class NvmlGpu:
         ]
 
     def describe(self) -> dict[str, Any]:
-        """Return the known facts about this GPU by name, for the provenance of a measurement."""
+        """Return the known facts about this GPU by name."""
         facts = {
             "index": self.index,
             "name": self.name,
@@ -155,10 +149,7 @@ class NvmlGpu:
         return _known(facts)
 
     def _ask(self, reader: Callable[[Library, Handle], Any]) -> Any:
-        """Return the result of `reader`, or None after an error.
-
-        Unsupported calls are not repeated.
-        """
+        """Return None after an error; unsupported calls are not repeated."""
         if self.answers.get(reader) is False:
             return None
         try:
@@ -177,9 +168,7 @@ class NvmlGpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Nvml:
-    """An open NVML session: `gpus` are the GPUs that are visible to CUDA, `physical_gpus` is the
-    number of all GPUs.
-    """
+    """An open NVML session: the GPUs that are visible to CUDA, and the number of all GPUs."""
 
     gpus: tuple[NvmlGpu, ...]
     physical_gpus: int
@@ -190,12 +179,11 @@ class Nvml:
 def open_nvml(
     library: Library = None, environ: Mapping[str, str] = os.environ
 ) -> Iterator[Nvml | None]:
-    """Open NVML until the `with` block ends.
+    """Open NVML until the `with` block ends; yield None if there is no library, driver or GPU.
 
-    Yield None if the library or the driver is missing, or if NVML reports no GPU. `environ`
-    provides CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER. If the latter is not set, it counts as
-    PCI_BUS_ID, as in the processes that measure. Raises LookupError if it is unknown which number
-    CUDA gives each GPU (see `_visible_handles`).
+    `environ` provides CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER. If the latter is not set, it
+    counts as PCI_BUS_ID, as in the processes that measure. Raises LookupError if it is unknown
+    which number CUDA gives each GPU (see `_visible_handles`).
     """
     library = library or _import_library()
     if not library or not _tell(library, lambda: library.nvmlInit() or True):
@@ -211,8 +199,7 @@ def open_nvml(
 
 
 def describe(library: Library = None, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Return facts for provenance: driver versions, the number of physical GPUs, and the GPUs that
-    are visible to CUDA.
+    """Return driver versions, the number of physical GPUs, and the GPUs that are visible to CUDA.
 
     `physical_gpus` is 0 if NVML reports no GPU. For `environ` and errors, see `open_nvml`.
     """
@@ -231,9 +218,9 @@ def describe_for(
 ) -> dict[str, Any]:
     """Return the facts of `describe` for a process in which dpbench did not set CUDA_DEVICE_ORDER.
 
-    If the variable is not set, CUDA uses the order FASTEST_FIRST. NVML does not know this order if
-    the GPUs are of different models. The result then has only the GPUs with the UUIDs `uuids`, in
-    the order of `uuids`. CUDA reports these UUIDs in this process.
+    CUDA's default order is FASTEST_FIRST, which NVML does not know if the GPUs are of different
+    models. The result then has only the GPUs with the UUIDs `uuids`, which CUDA reports in this
+    process, in their order.
     """
     try:
         return describe(library, {ORDER: FASTEST_FIRST, **environ})
@@ -247,8 +234,7 @@ def describe_for(
 
 
 def held_by(pid: int, library: Library = None) -> list[tuple[NvmlGpu, int]]:
-    """Return (GPU, bytes held) for each GPU on which the process `pid` holds memory, including GPUs
-    hidden from CUDA.
+    """Return (GPU, bytes held) for each GPU, visible to CUDA or not, on which `pid` holds memory.
 
     The GPUs have the indices of nvidia-smi. The list is empty if NVML is missing or does not list
     the process, as in a container, where NVML lists the host's process ids.
@@ -259,32 +245,27 @@ def held_by(pid: int, library: Library = None) -> list[tuple[NvmlGpu, int]]:
 
 
 def same_gpu(uuid: str, other: str) -> bool:
-    """Return whether two UUIDs denote the same GPU.
-
-    Each may lack the prefix "GPU-" or "MIG-", as torch's UUIDs do.
-    """
+    """Return whether two UUIDs, with or without "GPU-" or "MIG-", denote the same GPU."""
     return _bare(uuid) == _bare(other)
 
 
 def cuda_device_count(library: Library = None) -> int:
-    """Return the number of GPUs that are visible to CUDA, without loading CUDA; 0 if NVML is not
-    available.
-    """
+    """Return the number of GPUs that are visible to CUDA, without loading CUDA; 0 without NVML."""
     with open_nvml(library) as nvml:
         return 0 if nvml is None else len(nvml.gpus)
 
 
 def cuda_ordinals(uuids: Sequence[str], library: Library = None) -> list[int]:
-    """Return the CUDA ordinals of the GPUs with these UUIDs, which may be abbreviated, without
-    loading CUDA.
+    """Return the CUDA ordinals of the GPUs with these, possibly abbreviated, UUIDs.
 
-    Raises LookupError for a UUID that does not belong to exactly one GPU that is visible to CUDA.
+    CUDA is not loaded. Raises LookupError for a UUID that does not belong to exactly one visible
+    GPU.
     """
     with open_nvml(library) as nvml:
         visible = [gpu.uuid for gpu in nvml.gpus] if nvml else []
     ordinals = []
     for uuid in uuids:
-        matches = [ordinal for ordinal, one in enumerate(visible) if one.startswith(uuid)]
+        matches = [ordinal for ordinal, name in enumerate(visible) if name.startswith(uuid)]
         if len(matches) != 1:
             raise LookupError(
                 f"--device-ids {uuid} matches {len(matches)} GPUs, but must match exactly one of"
@@ -297,10 +278,10 @@ def cuda_ordinals(uuids: Sequence[str], library: Library = None) -> list[int]:
 def cuda_visible(visible: str | None, uuids: Sequence[str]) -> tuple[int, ...]:
     """Return the positions in `uuids` of the GPUs that CUDA would show, in CUDA's order.
 
-    `visible` is the value of CUDA_VISIBLE_DEVICES, or None if it is not set. The rules are those of
-    CUDA and torch. The first entry decides whether the list has numbers or UUIDs. Text after the
-    digits of a number is ignored. A UUID may be abbreviated if the abbreviation is unique. An
-    unknown entry ends the list; with a repeated entry, no GPU is visible.
+    `visible` is the value of CUDA_VISIBLE_DEVICES, or None if it is not set. As in CUDA and torch,
+    the first entry decides whether the list has numbers or UUIDs, text after the digits of a number
+    is ignored, and a UUID may be abbreviated if this is unique. An unknown entry ends the list;
+    with a repeated entry, no GPU is visible.
     """
     if visible is None:
         return tuple(range(len(uuids)))
@@ -326,29 +307,27 @@ def cuda_visible(visible: str | None, uuids: Sequence[str]) -> tuple[int, ...]:
 def replicas_of(
     ordinals: Sequence[int], uuids: Sequence[str], visible: Sequence[Mapping[str, Any]]
 ) -> dict[int, int]:
-    """Return a dict from the CUDA ordinal of each GPU, as samplers report it, to the index of the
-    replica on this GPU.
+    """Return a dict from the CUDA ordinal of each GPU to the index of the replica on it.
 
-    `visible` are the facts about the visible GPUs from `describe`. Item i of `ordinals` is the CUDA
-    ordinal of replica i's GPU, and item i of `uuids` is the UUID that CUDA reports for this GPU;
-    both may be empty. Replicas are matched to GPUs by UUID. A replica whose UUID is not in
-    `visible` is left out: its GPU may be a MIG instance, for which NVML has only the counters of
-    the whole GPU. If `uuids` is empty, or only a MIG instance is visible, replicas are matched by
-    `ordinals`. If `ordinals` is empty too, replica i is on visible GPU i.
+    `visible` are the visible GPUs from `describe`. Item i of `ordinals` is the CUDA ordinal of
+    replica i's GPU, and item i of `uuids` the UUID that CUDA reports for it; both may be empty.
+    Replicas are matched by UUID. One whose UUID is not in `visible` is left out: its GPU may be a
+    MIG instance, for which NVML has only the counters of the whole GPU. If `uuids` is empty, or
+    only a MIG instance is visible, replicas are matched by `ordinals`; if that is empty too,
+    replica i is on visible GPU i.
     """
     if uuids and (len(visible) > 1 or any(gpu["uuid"].startswith("GPU-") for gpu in visible)):
-        known = {_bare(gpu["uuid"]): int(gpu["index"]) for gpu in visible}
+        ordinal_of = {_bare(gpu["uuid"]): int(gpu["index"]) for gpu in visible}
         return {
-            known[_bare(uuid)]: index for index, uuid in enumerate(uuids) if _bare(uuid) in known
+            ordinal_of[_bare(uuid)]: index
+            for index, uuid in enumerate(uuids)
+            if _bare(uuid) in ordinal_of
         }
     return {ordinal: index for index, ordinal in enumerate(ordinals or range(len(visible)))}
 
 
 def _bare(uuid: str) -> str:
-    """Return a UUID without its prefix "GPU-" or "MIG-".
-
-    NVML writes this prefix, and torch does not.
-    """
+    """NVML writes the prefix, and torch does not."""
     return uuid.removeprefix("GPU-").removeprefix("MIG-")
 
 
@@ -358,9 +337,9 @@ def _visible_handles(
     """Return the NVML handles of the GPUs that are visible to CUDA, in the order of CUDA's numbers.
 
     `physical` maps UUIDs to handles. NVML numbers GPUs in PCI order. CUDA's order FASTEST_FIRST
-    cannot be determined without CUDA, but GPUs of the same model have the same numbers in both
-    orders. Raises LookupError if the GPUs are of different models and CUDA's order is not
-    PCI_BUS_ID, unless CUDA_VISIBLE_DEVICES contains UUIDs or shows no GPU.
+    cannot be determined without CUDA, but is the same for GPUs of one model. Raises LookupError if
+    the GPUs are of different models and CUDA's order is not PCI_BUS_ID, unless CUDA_VISIBLE_DEVICES
+    contains UUIDs or shows no GPU.
     """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip().startswith("MIG-"):
@@ -387,10 +366,7 @@ def _visible_handles(
 
 
 def _physical(library: Library) -> dict[str, Handle]:
-    """Return the handles of all GPUs by UUID, in PCI order.
-
-    GPUs that do not respond are left out.
-    """
+    """Return the handles of all GPUs by UUID, in PCI order, without GPUs that do not respond."""
     handles = {}
     for index in range(_tell(library, library.nvmlDeviceGetCount) or 0):
         handle = _tell(library, library.nvmlDeviceGetHandleByIndex, index)
@@ -414,18 +390,17 @@ def _field(library: Library, handle: Handle, field: int, scope: int) -> int:
 
     Raises NVMLError if the GPU does not have the field.
     """
-    (found,) = library.nvmlDeviceGetFieldValues(handle, [(field, scope)])
-    if found.nvmlReturn:
-        raise library.NVMLError(found.nvmlReturn)
-    return int(found.value.ullVal)
+    (result,) = library.nvmlDeviceGetFieldValues(handle, [(field, scope)])
+    if result.nvmlReturn:
+        raise library.NVMLError(result.nvmlReturn)
+    return int(result.value.ullVal)
 
 
 def _tell(library: Library, call: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return call(*arguments)
-    except (
-        library.NVMLError
-    ) as error:  # if nvmlInit fails, the machine usually has no NVIDIA driver
+    except library.NVMLError as error:
+        # if nvmlInit fails, the machine usually has no NVIDIA driver
         log.info("an NVML call failed: %s", error)
         return None
 
@@ -441,10 +416,7 @@ def _processes(library: Library, handle: Handle) -> Any:
 
 
 def _import_library() -> Library | None:
-    """Return the module pynvml.
-
-    None, after a warning, if the module is missing or is not NVIDIA's.
-    """
+    """Return pynvml; None, after a warning, if it is missing or is not NVIDIA's."""
     try:
         import pynvml
     except ImportError:
@@ -453,9 +425,8 @@ def _import_library() -> Library | None:
             " install it"
         )
         return None
-    if not hasattr(
-        pynvml, "_nvmlGetFunctionPointer"
-    ):  # missing from the older package of that name
+    # missing from the older package of that name
+    if not hasattr(pynvml, "_nvmlGetFunctionPointer"):
         log.warning(
             "no GPU counters are recorded, because %s is not NVIDIA's; uninstall the package"
             " pynvml, and install the package nvidia-ml-py",

@@ -1,6 +1,4 @@
-"""Processes: bind threads to cores, make malloc keep freed memory, and end a process when its
-parent ends.
-"""
+"""Processes: bind threads to cores, make malloc keep memory, end a process with its parent."""
 
 from __future__ import annotations
 
@@ -21,13 +19,12 @@ from dpbench.hardware import signals
 
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
-"""The number of kernel ticks per second; the kernel counts the CPU time of cores in ticks."""
+"""The kernel ticks per second; the kernel counts the CPU time of cores in ticks."""
 _here = threading.local()
 
 
 def spread(cores: Sequence[int], topology: Path = _TOPOLOGY) -> tuple[int, ...]:
-    """Return `cores`, which are logical cores, in an order that uses each physical core once before
-    any is used again.
+    """Return the logical `cores` in an order that uses each physical core before any is used again.
 
     `topology` is the folder in which the kernel lists the logical cores of each physical core.
     """
@@ -47,15 +44,11 @@ def spread(cores: Sequence[int], topology: Path = _TOPOLOGY) -> tuple[int, ...]:
 CORES: tuple[int, ...] = (
     spread([*os.sched_getaffinity(0)]) if hasattr(os, "sched_getaffinity") else ()
 )
-"""The cores available to this process at import, in the order of `spread`.
-
-Empty if the system cannot bind threads.
-"""
+"""The cores of this process at import, ordered by `spread`; empty if threads cannot be bound."""
 
 
 def stay(number: int) -> None:
-    """Bind the calling thread, and the threads that it starts, to the core at position `number` of
-    `CORES`.
+    """Bind the calling thread, and the threads that it starts, to core `number` of `CORES`.
 
     Positions beyond the last core start again at the first. Without this binding, schedulers that
     pack threads on few cores leave two threads on one core for milliseconds after they wake. Does
@@ -72,9 +65,7 @@ def stay(number: int) -> None:
 
 
 def roam() -> None:
-    """Undo `stay`: allow the calling thread to use all cores that it could use before `stay` bound
-    it.
-    """
+    """Undo `stay`: allow the calling thread to use all cores that it could use before."""
     if (before := getattr(_here, "before", None)) is not None:
         with suppress(OSError):
             os.sched_setaffinity(0, before)
@@ -83,9 +74,7 @@ def roam() -> None:
 
 @contextmanager
 def staying(number: int) -> Iterator[None]:
-    """Bind the calling thread to the core at position `number` of `CORES` inside the context, as
-    `stay` does.
-    """
+    """Bind the calling thread to a core inside the context, as `stay` does."""
     stay(number)
     try:
         yield
@@ -94,9 +83,7 @@ def staying(number: int) -> Iterator[None]:
 
 
 def parse_ticks(stat: bytes) -> dict[int, Ticks]:
-    """Return the times of each core in kernel ticks, by core number, from the content of
-    /proc/stat.
-    """
+    """Return the times of each core in kernel ticks, from the content of /proc/stat."""
     cores: dict[int, Ticks] = {}
     for line in stat.splitlines()[1:]:  # the first line is the sum
         if not line.startswith(b"cpu"):
@@ -123,13 +110,11 @@ class Ticks(NamedTuple):
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # M_... of glibc's malloc.h
 _OPTIONS = {
-    _MMAP_THRESHOLD: (
-        2**25
-    ),  # the largest value glibc accepts; it maps and unmaps larger blocks each time
+    # the largest value glibc accepts; it maps and unmaps larger blocks each time
+    _MMAP_THRESHOLD: 2**25,
     _TRIM_THRESHOLD: 2**31 - 1,
-    _TOP_PAD: (
-        2**26
-    ),  # the maximum size of a thread's heap, so that no heap is returned to the system
+    # the maximum size of a thread's heap, so that no heap is returned to the system
+    _TOP_PAD: 2**26,
 }
 
 
@@ -143,8 +128,8 @@ def keep() -> None:
     """Make malloc keep freed memory, in this process and in processes forked from it.
 
     By default, malloc returns large freed blocks to the system, and every page of the blocks that a
-    step allocates next causes a page fault. The page faults take a tenth of the time of a small
-    transformer's step on two threads. Does nothing unless malloc is glibc's.
+    step allocates next causes a page fault: a tenth of the time of a small transformer's step on
+    two threads. Does nothing unless malloc is glibc's.
     """
     if libc := _libc():
         for option, value in _OPTIONS.items():
@@ -152,10 +137,7 @@ def keep() -> None:
 
 
 def release() -> None:
-    """Return all unused memory that malloc keeps to the system.
-
-    Memory that is freed later is kept again.
-    """
+    """Return the unused memory that malloc keeps to the system; memory freed later is kept."""
     if libc := _libc():
         libc.malloc_trim(ctypes.c_size_t(0))
 
@@ -168,13 +150,10 @@ CHILD_POLL_S = 0.002
 def die_with_parent(parent: int, by: int = signal.SIGKILL) -> None:
     """Make the kernel send the signal `by` to this process when its parent ends.
 
-    Exit if the parent has ended already.
-
-    `parent` is the parent's process id. The kernel already sends the signal when the parent's
-    *thread* that started this process ends. That thread must live as long as the child is needed.
-
-    Only Linux sends this signal. On other systems, children end when their stdin is closed or their
-    work is done.
+    Exit if the parent, whose process id is `parent`, has ended already. The signal is sent as soon
+    as the parent's *thread* that started this process ends; that thread must live as long as the
+    child is needed. Only Linux sends this signal; on other systems, children end when their stdin
+    is closed or their work is done.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by, 0, 0, 0)
@@ -183,7 +162,7 @@ def die_with_parent(parent: int, by: int = signal.SIGKILL) -> None:
 
 
 def adopt() -> None:
-    """Make this process the parent of its descendants whose own parents end, on Linux.
+    """Make this process the parent of descendants whose own parents end, on Linux.
 
     See `end_children`.
     """
@@ -192,9 +171,7 @@ def adopt() -> None:
 
 
 def end_children() -> None:
-    """Kill all children of this process, also descendants that become its children, and wait until
-    all have ended.
-    """
+    """Kill all children of this process, and adopted descendants, and wait until all have ended."""
     import psutil
 
     while True:
@@ -222,20 +199,15 @@ def end_tree(pid: int) -> None:
 
 
 def ending(exit_status: int | None) -> str:
-    """Return text that describes how a process ended.
-
-    A negative status is a signal, None an unknown status.
-    """
+    """Return text on how a process ended; a negative status is a signal, None an unknown status."""
     if exit_status is None or exit_status >= 0:
         return f"exit status {'unknown' if exit_status is None else exit_status}"
-    known = {each.value: each.name for each in signal.Signals}
-    return f"killed by {known.get(-exit_status, f'signal {-exit_status}')}"
+    names = {each.value: each.name for each in signal.Signals}
+    return f"killed by {names.get(-exit_status, f'signal {-exit_status}')}"
 
 
 def killed_for_memory(root: Path = Path("/")) -> int | None:
-    """Return the number of processes that the kernel has killed because memory ran out.
-
-    None if unknown.
+    """Return how many processes the kernel has killed because memory ran out; None if unknown.
 
     The number is that of this process's cgroup or, if no counter of a cgroup can be read, of the
     whole system. `root` is the folder with the kernel's file systems `proc` and `sys`.
@@ -250,10 +222,7 @@ def killed_for_memory(root: Path = Path("/")) -> int | None:
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:
-    """Return the bytes of memory that this process's cgroup may use, at most the machine's memory.
-
-    None if unknown.
-    """
+    """Return the bytes of memory that this process's cgroup may use; None if unknown."""
     limits = []
     for file in _of_cgroup(root, "memory.max", "memory.limit_in_bytes"):
         with suppress(OSError, ValueError):  # the word "max" means no limit
@@ -264,11 +233,7 @@ def memory_limit(root: Path = Path("/")) -> int | None:
 
 
 def _of_cgroup(root: Path, second: str, first: str) -> list[Path]:
-    """Return the paths of the file `second` in this process's cgroup of version 2, and of `first`
-    in that of version 1.
-
-    `root` is the folder with the kernel's file systems `proc` and `sys`.
-    """
+    """Return the paths of `second` in the cgroup of version 2, and of `first` in version 1."""
     cgroups: dict[str, str] = {}
     with suppress(OSError, ValueError):
         for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
@@ -282,9 +247,7 @@ def _of_cgroup(root: Path, second: str, first: str) -> list[Path]:
 
 
 NEARLY_ALL = 0.8
-"""If the resident set of a killed process reached this fraction of the memory limit, memory
-probably ran out.
-"""
+"""The fraction of the memory limit at which a killed process probably lacked memory."""
 
 
 def advice(
@@ -293,9 +256,9 @@ def advice(
     """Return the likely cause of a process's end and the remedy, as a clause to append to `ending`.
 
     The clause is empty if SIGKILL did not end the process. `killed_before` is the result of
-    `killed_for_memory` before the process began, and `peak_bytes` is the peak of the process's
-    resident set. Lack of memory is named only if `killed_for_memory` has increased, or if the
-    resident set reached the fraction `NEARLY_ALL` of the memory limit.
+    `killed_for_memory` before the process began, and `peak_bytes` the peak of its resident set.
+    Lack of memory is named only if `killed_for_memory` has increased, or if the resident set
+    reached the fraction `NEARLY_ALL` of the memory limit.
     """
     if exit_status != -signal.SIGKILL:
         return ""
@@ -322,12 +285,11 @@ def advice(
 def killed_from_outside(
     exit_status: int | None, killed_before: int | None, peak_bytes: int | None = None
 ) -> bool:
-    """Return whether a signal of another process ended a process, and no sign shows that memory had
-    run out.
+    """Return whether a signal of another process ended a process, without a sign of lacking memory.
 
-    The signal is SIGKILL, or one of those that ask a process to end. It tells nothing about the
-    case that was measured. Signals of a crash, such as SIGSEGV and SIGABRT, do not count. The
-    arguments are those of `advice`. This process must not have sent the signal.
+    The signal is SIGKILL, or one that asks a process to end. It tells nothing about the case that
+    was measured, unlike signals of a crash, such as SIGSEGV. The arguments are those of `advice`.
+    This process must not have sent the signal.
     """
     if exit_status != -signal.SIGKILL:
         return exit_status in [-number for number in signals.ENDING]
@@ -339,9 +301,7 @@ def killed_from_outside(
 
 
 def peak_of_children() -> int:
-    """Return the largest peak of the resident sets of the children that have ended and were waited
-    for, in bytes.
-    """
+    """Return the largest peak of the resident sets, in bytes, of children that have ended."""
     import resource  # not on every system
 
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024

@@ -1,6 +1,6 @@
 """Provenance: the facts about host, software and code that are needed to repeat a measurement.
 
-This module does not load torch; the worker process adds the facts for which torch must be loaded.
+The worker process adds the facts for which torch must be loaded.
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ VARIABLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """The resources of a run's machine: the number of cores that the run may use, and the bytes of
-    memory of each GPU.
+    """The cores that a run may use, and the bytes of memory of each GPU; 0 if unknown.
 
-    A number is 0 if it is unknown. `described` is the name or the file of the machine for which a
-    run is predicted; it is empty for a machine that is measured.
+    `described` is the name or the file of the machine for which a run is predicted; it is empty for
+    a machine that is measured.
     """
 
     described: str = ""
@@ -52,18 +51,14 @@ class Resources:
         return "cuda" if self.gpu_memory_bytes else "cpu"
 
     def memory_of(self, case: Case, device: int) -> int:
-        """Return the bytes of memory of the GPU that `case` uses as device `device`; 0 if it is
-        unknown.
-        """
+        """Return the memory in bytes of the GPU that `case` uses as `device`; 0 if unknown."""
         gpu = case.device_ids[device] if device < len(case.device_ids) else device
-        known = case.device_kind == "cuda" and case.hosts == 1 and gpu < len(self.gpu_memory_bytes)
-        return self.gpu_memory_bytes[gpu] if known else 0
+        local = case.device_kind == "cuda" and case.hosts == 1
+        return self.gpu_memory_bytes[gpu] if local and gpu < len(self.gpu_memory_bytes) else 0
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Self:
-        """Return the resources in `facts`, which are the result of `collect` or a run's stored
-        provenance.
-        """
+        """Return the resources in the result of `collect` or a run's stored provenance."""
         gpus = (facts.get("gpus") or {}).get("gpus") or ()
         sizes = tuple(gpu.get("memory_bytes") or 0 for gpu in gpus)
         return cls(cores=(facts.get("host") or {}).get("cores", 0), gpu_memory_bytes=sizes)
@@ -87,9 +82,7 @@ def collect(gpus: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def host_facts() -> dict[str, Any]:
-    """Return the facts about this machine that are the same in every run, such as its CPU, cores
-    and memory.
-    """
+    """Return the facts about this machine that are the same in every run."""
     import psutil
 
     return {
@@ -114,19 +107,18 @@ def host_key(facts: dict[str, Any]) -> str:
     containers. For a launch, the hash identifies each of its machines, with its ranks and software.
     """
     others = facts.get("hosts", {}).get("machines", ())
-    same = [
-        one["machine"] for one in others
-    ]  # ids that change with each boot: only their equality counts below
+    # ids that change with each boot: only their equality counts below
+    ids = [host["machine"] for host in others]
     stable = [
         _stable(facts),
         *(
             (
-                _stable(one["facts"]),
-                one["ranks"],
-                one["facts"]["software"],
-                same.index(one["machine"]),
+                _stable(host["facts"]),
+                host["ranks"],
+                host["facts"]["software"],
+                ids.index(host["machine"]),
             )
-            for one in others
+            for host in others
         ),
     ]
     return hashlib.sha256(
@@ -140,9 +132,9 @@ def _stable(facts: dict[str, Any]) -> list[Any]:
 
 
 def code_key(facts: dict[str, Any]) -> str:
-    """Return a key that identifies the code that ran, from `facts`, the result of `collect`.
+    """Return a key of the code that ran, from `facts`, the result of `collect`.
 
-    The key consists of dpbench's version and commit, the project's commit, and torch's version.
+    It consists of dpbench's version and commit, the project's commit, and torch's version.
     """
     parts = [
         facts["dpbench"]["version"],
@@ -153,9 +145,7 @@ def code_key(facts: dict[str, Any]) -> str:
 
 
 def torch_has_cuda() -> bool:
-    """Return False if the version of the installed torch ends in "+cpu", as in builds without CUDA,
-    else True.
-    """
+    """Return False if the version of the installed torch ends in "+cpu", else True."""
     return not version("torch").endswith("+cpu")
 
 
@@ -183,11 +173,7 @@ def _cpu_name() -> str:
 
 
 def _git(folder: Path) -> dict[str, Any]:
-    """Return the `commit` of the checkout that contains `folder`, and whether tracked files have
-    changed (`dirty`).
-
-    The dict is empty if `folder` is not in a checkout.
-    """
+    """Return `commit` and `dirty` (tracked files have changed); empty without a checkout."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(

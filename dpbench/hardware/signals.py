@@ -2,9 +2,9 @@
 
 The first signal raises `EndedBySignal`, so that context managers exit and the run is marked as
 interrupted. Python drops an exception that a signal handler raises inside `__del__` or a callback,
-and a signal that arrives just before a blocking system call does not interrupt that call. The
-signal is therefore also stored, `check` raises `EndedBySignal` again, and `wait` ends when a signal
-arrives. A second Ctrl-C ends the process at once; the processes that it has started end with it.
+and a signal just before a blocking system call does not interrupt that call. The signal is
+therefore also stored, `check` raises `EndedBySignal` again, and `wait` ends when a signal arrives.
+A second Ctrl-C ends the process, and those that it has started, at once.
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ _SHOW_CURSOR = b"\x1b[?25h\n"
 
 
 class EndedBySignal(KeyboardInterrupt):
-    """The exception which reports that a signal has asked this process to end."""
+    """A signal has asked this process to end."""
 
 
 class _State:
-    """The first signal of this process that asks it to end (0: none), and the pipe by which signals
-    end a wait.
-    """
+    """The first signal received (0: none), and the pipe by which signals end a wait."""
 
     number = 0
     wake: int | None = None
@@ -50,17 +48,12 @@ def install() -> None:
 
 
 def received() -> int:
-    """Return the number of the first signal that has asked this process to end; 0 if there was
-    none.
-    """
+    """Return the number of the first signal that has asked this process to end, or 0."""
     return _State.number
 
 
 def check() -> None:
-    """Raise EndedBySignal if a signal has asked this process to end.
-
-    Only the main thread raises it.
-    """
+    """Raise EndedBySignal, in the main thread, if a signal has asked this process to end."""
     if _State.number and threading.current_thread() is threading.main_thread():
         raise EndedBySignal
 
@@ -68,8 +61,8 @@ def check() -> None:
 def wait(descriptor: int, timeout_s: float) -> bool:
     """Wait until a descriptor can be read, up to `timeout_s` seconds; return whether it can.
 
-    In the main thread, a signal that asks this process to end also ends the wait, and EndedBySignal
-    is raised.
+    In the main thread, a signal that asks this process to end ends the wait and raises
+    EndedBySignal.
     """
     check()
     main = threading.current_thread() is threading.main_thread()
@@ -83,8 +76,7 @@ def wait(descriptor: int, timeout_s: float) -> bool:
 
 
 def ignore(numbers: tuple[signal.Signals, ...] = ENDING) -> None:
-    """Ignore signals that a terminal, or a tool such as timeout, sends to all processes of a
-    command.
+    """Ignore signals that a terminal, or a tool such as timeout, sends to all processes.
 
     The process that has started this one handles them, and then ends this one.
     """
@@ -94,11 +86,10 @@ def ignore(numbers: tuple[signal.Signals, ...] = ENDING) -> None:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Block the signals of `ENDING` while this process starts another one, which must call
-    `release` to unblock them.
+    """Block the signals of `ENDING` while this process starts another one, which calls `release`.
 
-    The new process thus receives no signal before it has installed its handlers. This process
-    receives no signal before the `with` block ends, at which time it can end the new process.
+    The new process thus receives no signal before it has installed its handlers, and this process
+    none before it can end the new process.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
@@ -108,10 +99,7 @@ def held() -> Iterator[None]:
 
 
 def release() -> None:
-    """Unblock the signals that were blocked at the start of this process.
-
-    Those that have arrived take effect.
-    """
+    """Unblock the signals that were blocked when this process started; pending ones arrive."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
 
 

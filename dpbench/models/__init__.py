@@ -1,5 +1,4 @@
-"""Models: the reference models in two sizes (plain torch, seeded, dropout 0), and a loader for
-users' models.
+"""Models: the reference models in two sizes (seeded, dropout 0), and a loader for users' models.
 
 A model is a file of this folder, or a user's object (see `_own`). It has three functions:
 
@@ -8,10 +7,8 @@ A model is a file of this folder, or a user's object (see `_own`). It has three 
     loss(output, target) -> 0-dim tensor
 
 `inputs` is a tensor, a tuple of positional arguments, or a dict of keyword arguments; a dict alone
-is a batch without a target. Schedules with loss=local need a loss function of torch.
-
-If forward returns the loss, or a structure with `loss`, the model has `loss = None` instead of this
-function.
+is a batch without a target. Schedules with loss=local need a loss function of torch. If forward
+returns the loss, or a structure with `loss`, the model has `loss = None`.
 """
 
 from __future__ import annotations
@@ -35,11 +32,9 @@ from dpbench.records import Profile, registry
 
 SIZES = ("small", "full")
 _FEW = 2
-"""The number of rows of the batch that shows whether a user's model takes keyword arguments."""
+"""The rows of the batch that shows whether a user's model takes keyword arguments."""
 RECOMPILE_LIMIT = 64
-"""The number of times that torch may compile the same code.
-
-It compiles once for each device and chunk shape.
+"""The number of times that torch may compile the same code, once per device and chunk shape.
 
 Above this limit, torch runs the code uncompiled.
 """
@@ -47,12 +42,10 @@ Above this limit, torch runs the code uncompiled.
 
 @dataclass(frozen=True)
 class Model:
-    """A model of one size: its module, its loss function, and `make_batch(n, seed)`, which returns
-    (inputs, target).
+    """A model of one size; `make_batch(n, seed)` returns (inputs, target).
 
     `owns_loss` is True if the output contains the loss; the function `loss` then returns this loss.
-    `loop` has the optimizer, the scheduler and the clip norm of the user's training loop, for cases
-    with `--optimizer own`.
+    `loop` has the parts of the user's training loop, for cases with `--optimizer own`.
     """
 
     name: str
@@ -63,19 +56,16 @@ class Model:
     loop: _own.LoopParts = _own.NO_LOOP
 
     def batch(self, n: int, seed: int) -> tuple[Any, Any]:
-        """Return (inputs, target) of `n` synthetic samples.
+        """Return (inputs, target) of `n` synthetic samples, the same for the same `seed`.
 
-        The same `seed` always gives the same values.
-
-        Raises ValueError if the first dimension of any tensor in the inputs or the target is not
-        `n`, because the work of the timed step would then differ from the work that the case
-        describes.
+        Raises ValueError if the first dimension of a tensor is not `n`, because the work of the
+        timed step would then differ from the work that the case describes.
         """
         inputs, target = self._pair(self.make_batch(n, seed))
         wrong = [
-            f"{where} has {_shape(one)}"
-            for where, one in _tensors((inputs, target))
-            if one.shape[:1] != (n,)
+            f"{where} has {_shape(tensor)}"
+            for where, tensor in _tensors((inputs, target))
+            if tensor.shape[:1] != (n,)
         ]
         if wrong:
             raise ValueError(
@@ -86,9 +76,7 @@ class Model:
         return inputs, target
 
     def _pair(self, made: Any) -> tuple[Any, Any]:
-        """Return (inputs, target) from `made`, the result of `make_batch`.
-
-        For a dict alone, the target is None.
+        """For a dict alone, the target is None.
 
         Raises TypeError if `made` is neither a pair nor a dict, if it contains an object whose rows
         cannot be split, or if the inputs contain no tensor.
@@ -97,14 +85,14 @@ class Model:
             made = (made, None)
         if not isinstance(made, tuple | list) or len(made) != 2:
             kind = type(made).__name__
-            told = (
+            form = (
                 f"a {kind} of length {len(made)}"
                 if isinstance(made, tuple | list)
                 else f"an object of type {kind}"
             )
             raise TypeError(
                 f"model {self.name}: batch(n, seed, size) must return (inputs, target), or a dict"
-                f" of keyword arguments, but it returned {told}; put several inputs into a tuple or"
+                f" of keyword arguments, but it returned {form}; put several inputs into a tuple or"
                 " a dict"
             )
         inputs, target = made
@@ -125,7 +113,7 @@ class Model:
 
 
 def rows_in(batch: Any) -> int:
-    """Return the number of rows of a batch, which is the length of its first tensor."""
+    """Return the number of rows of a batch, the length of its first tensor."""
     return next(len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
 
 
@@ -135,10 +123,7 @@ def bytes_in(structure: Any) -> int:
 
 
 def _tensors(batch: tuple[Any, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (location, tensor) for each tensor of a batch, at any depth.
-
-    A location is text such as "inputs[0]".
-    """
+    """Yield (location, tensor) for each tensor; a location is text such as "inputs[0]"."""
     for name, part in zip(("inputs", "target"), batch, strict=True):
         for path, leaf in tree_flatten_with_path(part)[0]:
             if isinstance(leaf, torch.Tensor):
@@ -152,17 +137,15 @@ def _shape(tensor: torch.Tensor) -> str:
 def load(name: str, size: str, seed: int) -> Model:
     """Build the model `name` in the size "small" or "full", with random weights drawn from `seed`.
 
-    `name` is the name of a file of this folder, or the name of a user's or a library's model; see
-    `_own`. The state of the random generator is restored, so that building one model does not
-    change the next one. Raises ValueError for an unknown size, and TypeError for an object that is
-    not a model.
+    The state of the random generator is restored, so that building one model does not change the
+    next one. Raises ValueError for an unknown size, and TypeError for an object that is not a
+    model.
     """
     if size not in SIZES:
         raise ValueError(registry.unknown("size", size, list(SIZES)))
     plug = _own.plug(name) if ":" in name else registry.load("models", name)
-    with torch.random.fork_rng(
-        devices=[]
-    ):  # build() runs on the CPU; forking CUDA's generator would initialise CUDA
+    # build() runs on the CPU; forking CUDA's generator would initialise CUDA
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         with _inside(f"build({size!r})", name):
             module = plug.build(size)
@@ -189,9 +172,7 @@ def load(name: str, size: str, seed: int) -> Model:
 
 @contextmanager
 def _inside(call: str, name: str) -> Iterator[None]:
-    """Add a note to an error raised inside this context: `call`, such as "build('small')", and the
-    model's `name`.
-    """
+    """Add a note to an error that names the failing `call` and the model."""
     try:
         yield
     except Exception as error:
@@ -200,16 +181,12 @@ def _inside(call: str, name: str) -> Iterator[None]:
 
 
 def _inputs_of(made: Any) -> Any:
-    """Return the inputs of the batch `made`, which may have a wrong form.
-
-    `Model.batch` reports a wrong form.
-    """
+    """`Model.batch` reports a batch of a wrong form."""
     return made[0] if isinstance(made, tuple | list) and made else made
 
 
 def profile(model: Model, samples: int = 2) -> Profile:
-    """Return the profile of a model: the sizes of its tensors, and the FLOP of forward and
-    backward.
+    """Return a model's profile: the sizes of its tensors, and the FLOP of forward and backward.
 
     torch counts the FLOP on a batch of `samples` rows. FLOP, input bytes and output bytes are per
     sample.
@@ -238,23 +215,19 @@ def profile(model: Model, samples: int = 2) -> Profile:
 def compile_forward(module: nn.Module) -> None:
     """Compile the forward of `module` in place with torch.compile; see `with_forward`.
 
-    A replica of the module is of the same class, and runs the compiled forward with its own
-    weights; `module.compile()` would call the original module in every replica.
+    Each replica runs the compiled forward with its own weights; after `module.compile()`, every
+    replica would call the original module.
     """
-    os.environ.setdefault(
-        "TORCHINDUCTOR_COMPILE_THREADS", "1"
-    )  # no process of the compiler outlives a trial
-    known = (
-        "recompile_limit" in inspect.signature(torch.compile).parameters
-    )  # not in older versions of torch
-    limit: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT} if known else {}
+    # no process of the compiler outlives a trial
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    # not in older versions of torch
+    has_limit = "recompile_limit" in inspect.signature(torch.compile).parameters
+    limit: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT} if has_limit else {}
     with_forward(module, lambda forward: torch.compile(forward, **limit))
 
 
 def compilations() -> Counter[str]:
-    """Return how many graphs and how many graph breaks torch.compile has made in this process so
-    far.
-    """
+    """Return how many graphs and graph breaks torch.compile has made in this process so far."""
     from torch._dynamo.utils import counters
 
     return Counter(
@@ -263,5 +236,5 @@ def compilations() -> Counter[str]:
 
 
 def positional(inputs: Any) -> tuple[Any, ...]:
-    """Return the inputs of a batch as a tuple of the positional arguments of the module."""
+    """Return the inputs of a batch as a tuple of positional arguments of the module."""
     return inputs if isinstance(inputs, tuple) else (inputs,)

@@ -1,10 +1,8 @@
-"""Own: the user's model objects, models of installed libraries, and the forms of their batches and
-losses.
+"""Own: users' model objects, models of installed libraries, and the forms of batches and losses.
 
 An object is given as `file.py:name` or `package.module:name`, and a model of a library as
-`library:name`, such as `transformers:gpt2`. The models of libraries have random weights, and
-nothing is downloaded. The inputs of a batch may be a dict, whose items are the keyword arguments of
-forward. A model whose object has `loss = None` returns its own loss.
+`library:name`, such as `transformers:gpt2`. The models of libraries have random weights; nothing is
+downloaded.
 """
 
 from __future__ import annotations
@@ -25,9 +23,7 @@ from torch.fx import GraphModule
 from dpbench.records import registry
 
 IMAGE = 224
-"""The height and width in pixels of the images for which torchvision's and timm's models were
-published.
-"""
+"""The side in pixels of the images for which torchvision's and timm's models were published."""
 TOKENS = {"small": 32, "full": 512}
 """The length of a sequence in tokens, by size."""
 _GPT2 = {
@@ -48,9 +44,7 @@ _CONFIGURATIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", _GPT2),
     "bert-base-uncased": ("BertConfig", "BertForMaskedLM", _BERT),
 }
-"""For each model of transformers: its configuration, its class with a loss, and the settings of the
-small size.
-"""
+"""By model: its configuration, its class with a loss, and the settings of the small size."""
 VERBS = ("build", "batch")
 
 
@@ -58,8 +52,8 @@ VERBS = ("build", "batch")
 class Library:
     """A library whose models are given as `library:name`.
 
-    `known` has names of models to show in messages. `make(library, name)` returns the model object
-    of a name, or None for an unknown name; its first argument is the imported library.
+    `known` has names of models to show in messages. `make(imported library, name)` returns the
+    model object, or None for an unknown name.
     """
 
     known: tuple[str, ...]
@@ -69,8 +63,8 @@ class Library:
 def of_library(library: str, name: str) -> Any:
     """Return the model object of the model `name` of a library.
 
-    Raises ImportError, with the remedy, if the library is absent or does not work with the
-    installed torch. Raises LookupError for an unknown name.
+    Raises ImportError if the library is absent or does not work with the installed torch, and
+    LookupError for an unknown name.
     """
     form = FORMS[library]
     try:
@@ -80,9 +74,8 @@ def of_library(library: str, name: str) -> Any:
             f"--model {library}:{name} needs {library}, which cannot be imported ({error}): "
             f"pip install 'torch-dpbench[{registry.LIBRARIES[library]}]'"
         ) from error
-    except (
-        Exception
-    ) as error:  # torchvision registers operators at import and raises RuntimeError without them
+    except Exception as error:
+        # torchvision registers operators at import and raises RuntimeError without them
         raise ImportError(
             f"--model {library}:{name}: the installed {library} does not work with torch"
             f" {torch.__version__} ({type(error).__name__}: {error}); install torch and {library}"
@@ -143,14 +136,13 @@ FORMS = {
     "torchvision": Library(("resnet50", "vit_b_16"), _torchvision),
     "timm": Library(("vit_base_patch16_224", "resnet50"), _timm),
 }
-"""The libraries by the name with which they are imported."""
+"""The libraries, by import name."""
 
 
 def plug(name: str) -> Any:
     """Import and return the user's model object `name`, or the object of a library's model.
 
-    The current directory is searched first, as by `python -m`. Raises TypeError if the object is
-    not a model object.
+    The current directory is searched first. Raises TypeError if the object is not a model object.
     """
     place, _, attribute = name.partition(":")
     if place in FORMS:
@@ -205,12 +197,10 @@ def _imported(name: str, place: str, attribute: str) -> Any:
 
 @dataclass(frozen=True)
 class LoopParts:
-    """The parts of the user's training loop that the model's object has.
+    """The parts of the training loop that the user's model object has; None for a missing part.
 
-    None for a part that is missing.
-
-    `optimizer(parameters)` returns an optimizer. `scheduler(optimizer)` returns a scheduler of the
-    learning rate, which takes a step after each update. `clip_norm` is the largest norm of the
+    `optimizer(parameters)` returns an optimizer, and `scheduler(optimizer)` a learning-rate
+    scheduler, which takes a step after each update. `clip_norm` is the largest norm of the
     gradient.
     """
 
@@ -253,13 +243,13 @@ def loop(plug: Any, name: str) -> LoopParts:
 
 
 def take_keywords(module: nn.Module) -> None:
-    """Let the forward of `module` take a dict of keyword arguments as its only positional argument.
+    """Let `module` take a dict of keyword arguments as its only positional argument.
 
     A strategy then treats keyword arguments as one structure of tensors. A dict whose keys are not
-    parameters of forward is passed unchanged. A scripted module keeps its forward. Call this
-    function only for models whose batches have keyword arguments: a new forward costs a call in
-    each step, and torch.fx cannot record it. Raises TypeError if the forward of the module cannot
-    be replaced; see `with_forward`.
+    parameters of forward is passed unchanged, and a scripted module keeps its forward. Use it only
+    for models whose batches have keyword arguments: a new forward costs a call in each step, and
+    torch.fx cannot record it. Raises TypeError if the forward cannot be replaced; see
+    `with_forward`.
     """
 
     def taking(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -288,14 +278,12 @@ def take_keywords(module: nn.Module) -> None:
 def with_forward(
     module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> bool:
-    """Replace the forward of `module` by `make(forward of its class)`.
+    """Replace the forward of `module` by `make(forward of its class)`; return False if impossible.
 
-    Return False if this is impossible.
-
-    The module becomes an instance of a new subclass of its class. The names of its parts therefore
-    stay, and its copies and replicas have the new forward too. A forward cannot be replaced in a
+    The module becomes an instance of a new subclass of its class, so the names of its parts stay,
+    and its copies and replicas have the new forward too. The forward cannot be replaced in a
     scripted module, in a module of torch.fx (each copy of which has a separate class), or in an
-    instance whose own forward hides the forward of the class.
+    instance whose own forward hides that of the class.
     """
     if isinstance(module, torch.jit.ScriptModule | GraphModule) or "forward" in vars(module):
         return False
@@ -307,32 +295,30 @@ def with_forward(
 
 
 def _keywords(forward: Callable[..., Any]) -> Callable[[Set[str]], bool]:
-    """Return a function that returns whether `forward` can be called with exactly the given names
-    as keyword arguments.
+    """Return a function that tells whether `forward` accepts exactly these keyword arguments.
 
-    The signature is read once, because binding it in each step would cost tens of microseconds.
+    The signature is read once, because binding it would cost tens of microseconds in each step.
     """
     parameters = list(inspect.signature(forward).parameters.values())[1:]
-    known = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    needed = {p.name for p in parameters if p.name in known and p.default is p.empty}
+    accepted = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    needed = {p.name for p in parameters if p.name in accepted and p.default is p.empty}
     any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    return lambda names: needed <= names and (any_name or names <= known)
+    return lambda names: needed <= names and (any_name or names <= accepted)
 
 
 def own_loss(output: Any, target: Any) -> torch.Tensor:
-    """Return the loss that a model's forward has returned: the output, or its item or attribute
-    `loss`.
+    """Return the loss that forward has returned: the output, or its item or attribute `loss`.
 
-    After a gather, the loss has one value per replica; return the mean of these values, as training
-    loops with DataParallel do. Raises TypeError if the output has no loss.
+    After a gather, this is the mean of one value per replica, as in training loops with
+    DataParallel. Raises TypeError if the output has no loss.
     """
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    loss = output if isinstance(output, torch.Tensor) else found
+    part = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    loss = output if isinstance(output, torch.Tensor) else part
     if not isinstance(loss, torch.Tensor) or loss.dim() > 1:
         kind = f"an object of type {type(output).__name__} without a loss"
-        told = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else kind
+        form = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else kind
         raise TypeError(
-            f"the model has loss = None, so forward must return its loss, but it returned {told}:"
+            f"the model has loss = None, so forward must return its loss, but it returned {form}:"
             " return a 0-dim tensor or a structure with `loss` from forward, or write loss(output,"
             " target)"
         )

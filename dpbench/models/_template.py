@@ -30,16 +30,10 @@ class Example:
     """The object that `--model {file}:model` names."""
 
     loss = staticmethod(nn.functional.cross_entropy)
-    """CHANGE: a function of (output, target) that returns a 0-dim tensor.
-
-    None if forward returns its own loss.
-    """
+    """CHANGE: a function of (output, target) that returns a 0-dim tensor; None if forward does."""
 
     def build(self, size: str) -> nn.Module:
-        """Return the module on the CPU, with random weights.
-
-        `size` is "small" or "full" (--size).
-        """
+        """Return the module on the CPU, with random weights. `size` is "small" or "full"."""
         return Net({"small": 64, "full": 1024}[size])
 
     def batch(self, n: int, seed: int, size: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -53,10 +47,7 @@ class Example:
         return {"features": features}, torch.randint(10, (n,), generator=generator)
 
     def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """Return the optimizer of `--optimizer own`.
-
-        Leave this function out if you use dpbench's optimizers only.
-        """
+        """Return the optimizer of `--optimizer own`; optional."""
         return torch.optim.AdamW(parameters, lr=3e-4)
 
 

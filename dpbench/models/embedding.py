@@ -1,5 +1,4 @@
-"""A large embedding table with dense gradients: every replica receives all weights, but computes
-little.
+"""A large embedding table with dense gradients: replicas receive all weights, but compute little.
 
 A batch uses only a few rows of the table, but `replicate` copies the whole table, and `reduce` adds
 gradients that are mostly zeros.
@@ -47,16 +46,12 @@ class EmbeddingMean(nn.Module):
 
 
 def build(size: str) -> nn.Module:
-    """Return the model, which has 1,836,138 parameters in the small size and 128,129,000 in the
-    full size.
-    """
+    """Return the model: 1,836,138 parameters in the small size, 128,129,000 in the full size."""
     return EmbeddingMean(DIMS[size])
 
 
 def batch(n: int, seed: int, size: str) -> tuple[Tensor, Tensor]:
-    """Return (inputs, target) of n random samples: table row indices of shape (n, bag), and n class
-    labels.
-    """
+    """Return n random samples: table row indices of shape (n, bag), and n class labels."""
     generator = torch.Generator().manual_seed(seed)
     dims = DIMS[size]
     return (

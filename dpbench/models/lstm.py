@@ -1,10 +1,8 @@
-"""An LSTM over packed sequences of different lengths: the recurrent case of torch's DataParallel
-FAQ.
+"""An LSTM over packed sequences of different lengths, as in the FAQ of torch's DataParallel.
 
 The inputs are a tuple of tokens of shape (n, T) and lengths of shape (n,), both scattered along
-dimension 0. Each row is one sample with one class label. The loss is divided by the number of rows
-and is therefore independent of the padding. Packing needs the lengths on the host; on an
-accelerator, every forward therefore waits until the lengths have been copied to the host.
+dimension 0. The loss is divided by the number of rows, and is therefore independent of the padding.
+Packing needs the lengths on the host; on an accelerator, every forward waits for this copy.
 """
 
 from __future__ import annotations
@@ -38,9 +36,7 @@ DIMS = {
 
 
 class PackedLSTM(nn.Module):
-    """An embedding, an LSTM over packed sequences, the mean over each sequence, and one linear
-    layer.
-    """
+    """An embedding, an LSTM over packed sequences, the mean over a sequence, a linear layer."""
 
     def __init__(self, dims: Dims) -> None:
         super().__init__()
@@ -49,37 +45,29 @@ class PackedLSTM(nn.Module):
         self.head = nn.Linear(dims.hidden, dims.classes)
 
     def states(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """Return the LSTM's outputs of shape (batch, T, hidden), which are zero after the end of
-        each sequence.
-        """
+        """Return the LSTM's outputs of shape (batch, T, hidden), zero after a sequence's end."""
         self.lstm.flatten_parameters()
         x = pack_padded_sequence(
             self.embedding(tokens), lengths.cpu(), batch_first=True, enforce_sorted=False
         )
-        # By default, each replica would pad to the longest sequence *of its chunk*, and gather
-        # cannot concatenate chunks of different widths. total_length pads all chunks to the T of
-        # the whole batch.
+        # without total_length, each replica would pad to the longest sequence of its chunk, and
+        # gather cannot concatenate chunks of different widths
         padded, _ = pad_packed_sequence(
             self.lstm(x)[0], batch_first=True, total_length=tokens.size(1)
         )
         return padded
 
     def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """Return logits of shape (batch, classes) for token ids of shape (batch, T) and lengths of
-        shape (batch,).
-        """
+        """Return logits (batch, classes) for token ids (batch, T) and lengths (batch,)."""
         total = self.states(tokens, lengths).sum(dim=1)
-        mean = total / lengths.to(total.device).unsqueeze(
-            1
-        )  # the layers may be on another device than the inputs
+        # the layers may be on another device than the inputs
+        mean = total / lengths.to(total.device).unsqueeze(1)
         logits: Tensor = self.head(mean)
         return logits
 
 
 def build(size: str) -> nn.Module:
-    """Return the model, which has 131,210 parameters in the small size and 48,538,600 in the full
-    size.
-    """
+    """Return the model: 131,210 parameters in the small size, 48,538,600 in the full size."""
     return PackedLSTM(DIMS[size])
 
 
@@ -87,8 +75,8 @@ def batch(n: int, seed: int, size: str) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """Return the inputs (tokens, lengths) and the class labels of n random sequences.
 
     `tokens` are token ids of shape (n, T), with 0 after the end of each sequence. `lengths` are n
-    values from 1 to T. The lengths are spread evenly over this range and shuffled: the total work
-    is the same for every seed, but the chunks of a batch differ.
+    values spread evenly from 1 to T and shuffled: the total work is the same for every seed, but
+    the chunks of a batch differ.
     """
     generator = torch.Generator().manual_seed(seed)
     dims = DIMS[size]

@@ -1,7 +1,6 @@
 """Three linear layers: the model `SimpleModel` of DataParallel tutorials.
 
-The small size has the layers of the tutorial "Multi-GPU training with DataParallel": widths
-128-256-128-10, ReLU, and cross entropy.
+The small size has the widths of "Multi-GPU training with DataParallel".
 """
 
 from __future__ import annotations
@@ -33,16 +32,12 @@ class SimpleModel(nn.Module):
 
 
 def build(size: str) -> nn.Module:
-    """Return the model, which has 67,210 parameters in the small size and 71,218,152 in the full
-    size.
-    """
+    """Return the model: 67,210 parameters in the small size, 71,218,152 in the full size."""
     return SimpleModel(WIDTHS[size])
 
 
 def batch(n: int, seed: int, size: str) -> tuple[Tensor, Tensor]:
-    """Return (inputs, target) of n random samples: normal values of shape (n, features), and n
-    class labels.
-    """
+    """Return n random samples: normal values of shape (n, features), and n class labels."""
     generator = torch.Generator().manual_seed(seed)
     features, *_, classes = WIDTHS[size]
     return (

@@ -1,5 +1,4 @@
-"""ResNet-18: convolutions with BatchNorm, whose running statistics are buffers that are copied to
-every replica.
+"""ResNet-18: convolutions with BatchNorm, whose running statistics are buffers to replicate.
 
 Topology: K. He et al., "Deep Residual Learning for Image Recognition", 2015, the 18-layer column of
 table 1, with projection shortcuts where the shape changes. The small size is the same network for
@@ -18,9 +17,8 @@ from torch import Tensor, nn
 class Dims(NamedTuple):
     """The dimensions of the model in one size.
 
-    `width` is the number of channels of the first stage.
-
-    `pixels` is the side of an image. `large_stem` selects the stem of the paper, for large images.
+    `width` is the number of channels of the first stage, and `pixels` is the side of an image.
+    `large_stem` selects the stem of the paper, for large images.
     """
 
     pixels: int
@@ -53,9 +51,7 @@ class BasicBlock(nn.Module):
         self.shortcut = nn.Identity() if same_shape else _projection(inputs, outputs, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output of shape (batch, outputs, h / stride, w / stride) for x of shape
-        (batch, inputs, h, w).
-        """
+        """Map (batch, inputs, h, w) to (batch, outputs, h / stride, w / stride)."""
         y = F.relu(self.norm1(self.conv1(x)))
         y = self.norm2(self.conv2(y))
         return F.relu(y + self.shortcut(x))
@@ -82,26 +78,18 @@ class ResNet18(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits of shape (batch, classes) for images of shape (batch, 3, pixels,
-        pixels).
-        """
+        """Return logits (batch, classes) for images (batch, 3, pixels, pixels)."""
         x = self.blocks(self.stem(x))
         logits: Tensor = self.head(x.mean(dim=(2, 3)))
         return logits
 
 
 def _projection(inputs: int, outputs: int, stride: int) -> nn.Module:
-    """Return the shortcut of a block whose input and output have different shapes: a 1x1
-    convolution with BatchNorm.
-    """
     return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
 
 def _stem(dims: Dims) -> nn.Module:
-    """Return the layers before the first block.
-
-    The large stem reduces each side of the image to a quarter.
-    """
+    """The large stem reduces each side of the image to a quarter."""
     kernel, stride = (7, 2) if dims.large_stem else (3, 1)
     layers = [
         nn.Conv2d(3, dims.width, kernel, stride, padding=kernel // 2, bias=False),
@@ -114,16 +102,12 @@ def _stem(dims: Dims) -> nn.Module:
 
 
 def build(size: str) -> nn.Module:
-    """Return the model, which has 176,402 parameters in the small size and 11,689,512 in the full
-    size.
-    """
+    """Return the model: 176,402 parameters in the small size, 11,689,512 in the full size."""
     return ResNet18(DIMS[size])
 
 
 def batch(n: int, seed: int, size: str) -> tuple[Tensor, Tensor]:
-    """Return (inputs, target) of n random samples: images of shape (3, pixels, pixels), and n class
-    labels.
-    """
+    """Return n random samples: images of shape (3, pixels, pixels), and n class labels."""
     return images(n, seed, DIMS[size].pixels, DIMS[size].classes)
 
 

@@ -1,9 +1,7 @@
-"""A transformer encoder that classifies token sequences: many equal layers, many small parameter
-tensors.
+"""A transformer encoder that classifies token sequences: many equal layers, many small tensors.
 
-The full size has the dimensions of BERT-base (J. Devlin et al., "BERT", 2018: 12 layers, width 768,
-12 heads, vocabulary 30,522, 512 positions), but no segment table and no pooling layer. Dropout is
-0.
+The full size has the dimensions of BERT-base (J. Devlin et al., "BERT", 2018), but no segment table
+and no pooling layer. Dropout is 0.
 """
 
 from __future__ import annotations
@@ -18,8 +16,8 @@ from torch import Tensor, nn
 class Dims(NamedTuple):
     """The dimensions of the model in one size.
 
-    `positions` is the maximum length of a sequence, and `tokens` is the length of the sequences in
-    a batch. `width` is the size of an embedding, and `hidden` is the size of a feed-forward layer.
+    `positions` is the maximum length of a sequence, and `tokens` the length in a batch. `width` is
+    the size of an embedding, and `hidden` the size of a feed-forward layer.
     """
 
     vocabulary: int
@@ -41,9 +39,7 @@ DIMS = {
 
 
 class Transformer(nn.Module):
-    """Token and position embeddings, encoder layers, the mean over the sequence, and one linear
-    layer.
-    """
+    """Token and position embeddings, encoder layers, the mean over the sequence, a linear layer."""
 
     def __init__(self, dims: Dims) -> None:
         super().__init__()
@@ -69,16 +65,12 @@ class Transformer(nn.Module):
 
 
 def build(size: str) -> nn.Module:
-    """Return the model, which has 166,794 parameters in the small size and 109,659,112 in the full
-    size.
-    """
+    """Return the model: 166,794 parameters in the small size, 109,659,112 in the full size."""
     return Transformer(DIMS[size])
 
 
 def batch(n: int, seed: int, size: str) -> tuple[Tensor, Tensor]:
-    """Return (inputs, target) of n random samples: token ids of shape (n, tokens), and n class
-    labels.
-    """
+    """Return n random samples: token ids of shape (n, tokens), and n class labels."""
     generator = torch.Generator().manual_seed(seed)
     dims = DIMS[size]
     return (

@@ -1,11 +1,10 @@
-"""VGG-16 without BatchNorm: most parameters are in the fully connected head, the worst case for
-`replicate`.
+"""VGG-16 without BatchNorm: the head has most parameters, the worst case for `replicate`.
 
 Layers: K. Simonyan, A. Zisserman, "Very Deep Convolutional Networks for Large-Scale Image
 Recognition", 2014, configuration D, without its dropout. In the full size, the head has 89 % of the
-parameters but does only 0.8 % of the forward arithmetic, so there is hardly any computation that
-could hide the transfers of `replicate` and `reduce`. In the small size, the head has 91 % of the
-parameters and does 33 % of the arithmetic.
+parameters but does only 0.8 % of the forward arithmetic, so hardly any computation can overlap with
+the transfers of `replicate` and `reduce`. In the small size, it has 91 % of the parameters and does
+33 % of the arithmetic.
 """
 
 from __future__ import annotations
@@ -36,10 +35,7 @@ DIMS = {
     "full": Dims(pixels=224, width=64, hidden=4096, classes=1000),
 }
 STAGES = ((1, 2), (2, 2), (4, 3), (8, 3), (8, 3))
-"""(channels as a multiple of `width`, number of convolutions) of each stage.
-
-A stage halves both sides of the image.
-"""
+"""(channels / `width`, number of convolutions) of each stage, which halves the image's sides."""
 
 
 class VGG16(nn.Module):
@@ -72,24 +68,18 @@ class VGG16(nn.Module):
                 nn.init.zeros_(module.bias)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits of shape (batch, classes) for images of shape (batch, 3, pixels,
-        pixels).
-        """
+        """Return logits (batch, classes) for images (batch, 3, pixels, pixels)."""
         logits: Tensor = self.head(self.features(x))
         return logits
 
 
 def build(size: str) -> nn.Module:
-    """Return the model, which has 2,706,610 parameters in the small size and 138,357,544 in the
-    full size.
-    """
+    """Return the model: 2,706,610 parameters in the small size, 138,357,544 in the full size."""
     return VGG16(DIMS[size])
 
 
 def batch(n: int, seed: int, size: str) -> tuple[Tensor, Tensor]:
-    """Return (inputs, target) of n random samples: images of shape (3, pixels, pixels), and n class
-    labels.
-    """
+    """Return n random samples: images of shape (3, pixels, pixels), and n class labels."""
     return images(n, seed, DIMS[size].pixels, DIMS[size].classes)
 
 

@@ -1,9 +1,8 @@
 """Strategies: ways to train on one or several devices.
 
-A strategy is an instance of a subclass of `Strategy`. Plans, verification, reports and predictions
-depend only on a strategy's methods and traits; no other package uses a strategy's name. Users run
-their own strategies with `--strategy file.py:name`, or by the name of an entry point in the group
-`dpbench.strategies`.
+A strategy is an instance of a subclass of `Strategy`; the rest of dpbench depends only on its
+methods and traits, never on its name. Users run their own strategies with `--strategy
+file.py:name`, or by the name of an entry point in the group `dpbench.strategies`.
 """
 
 from __future__ import annotations
@@ -52,24 +51,21 @@ __all__ = [
 Step = Callable[[Any, Any], "torch.Tensor"]
 """One training step: a function of (inputs, target) that returns the loss as a 0-dim tensor.
 
-If the function is an object with a method `observe()`, the timer calls this method after each step,
-outside the timed region. `observe()` returns the spans that only a library's internal timers
-record, as a list of (phase, device, start_s, end_s).
+If it has a method `observe()`, the timer calls that method after each step, outside the timed
+region. `observe()` returns the spans that only a library's internal timers record, as a list of
+(phase, device, start_s, end_s).
 """
 
 Forward = Callable[..., "torch.Tensor"]
-"""The forward alone: a function that takes the module's positional arguments and returns the
-output.
-"""
+"""The forward alone: a function from the module's positional arguments to its output."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """The split of the batch in one step: `rows` has the number of samples of each forward pass, in
-    order of the batch.
+    """The split of the batch in one step: `rows` has the samples of each forward, in batch order.
 
-    `replays` is True if each forward pass is one call of the module's forward that draws from one
-    generator; verification can then replay the random numbers.
+    `replays` is True if each pass calls the module's forward once and draws from one generator;
+    verification can then replay the random numbers.
     """
 
     rows: tuple[int, ...]
@@ -77,9 +73,7 @@ class Split:
 
 
 class Unpredictable(ValueError):
-    """The step time of a strategy cannot be predicted, because the strategy does not describe its
-    step as tasks.
-    """
+    """The strategy does not describe its step as tasks, so its time cannot be predicted."""
 
 
 class Strategy(Protocol):
@@ -95,10 +89,9 @@ class Strategy(Protocol):
     ) -> AbstractContextManager[Step]:
         """Return a context manager that yields the training step of a case.
 
-        `devices` has the devices of the case; in a strategy with ranks, it has only the devices of
-        this rank. The step runs each phase on a device inside `mark(phase, index)`, where `index`
-        is the index of the device. When the context manager exits, the module of `model` must have
-        the trained weights.
+        `devices` has the devices of the case; with ranks, only those of this rank. The step runs
+        each phase on a device inside `mark(phase, index)`, where `index` is the index of the
+        device. On exit, the module of `model` must have the trained weights.
         """
         ...
 
@@ -107,10 +100,9 @@ class Strategy(Protocol):
     ) -> AbstractContextManager[Forward]:
         """Return a context manager that yields the forward of a case that does not train.
 
-        The arguments have the same meaning as in `start`. The module is in eval mode. The forward
-        leaves the output on a device; in a strategy with ranks, the output has only the rows of
-        this rank. Cases that do not train are skipped under a strategy that does not override this
-        method.
+        The arguments are those of `start`. The module is in eval mode. The output stays on a
+        device; with ranks, it has only the rows of this rank. Cases that do not train are skipped
+        under a strategy that does not override this method.
         """
         raise ValueError(_no_forward(case))
 
@@ -128,18 +120,14 @@ class Strategy(Protocol):
         return rank_backend(case)
 
     def compares_buffers(self, case: Case) -> bool:
-        """Return whether verification of a case compares the module's buffers in addition to the
-        gradients.
-        """
+        """Return whether verification compares the module's buffers as well as the gradients."""
         return True
 
     def split(self, case: Case, module: nn.Module) -> Split:
-        """Return how a step splits the batch.
-
-        Verification splits the batch of the reference in the same way.
+        """Return how a step splits the batch; verification splits the reference's batch alike.
 
         By default, each replica runs its samples in one forward pass. With `Parallelism.OTHER`, one
-        forward pass runs the whole batch.
+        pass runs the whole batch.
         """
         whole = self.traits.parallelism is Parallelism.OTHER
         # each GPU has its own generator
@@ -147,8 +135,7 @@ class Strategy(Protocol):
         return Split((case.batch_size,) if whole else case.rows, replays=not generators)
 
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
-        """Return one step of a case as a graph of tasks, from which the predictor computes the step
-        time.
+        """Return one step of a case as a graph of tasks, from which its time is predicted.
 
         `profile` has the sizes, FLOP and costs of the model. Raises Unpredictable if the strategy
         does not describe its step.
@@ -159,18 +146,14 @@ class Strategy(Protocol):
         )
 
     def one_rank(self, case: Case, profile: Profile) -> list[Task]:
-        """Return the tasks of one typical rank in one step.
+        """Return the tasks of one typical rank in one step, to predict a step of many ranks.
 
-        The predictor predicts a step of many ranks from them.
-
-        By default, return the tasks of the whole step.
+        By default, these are the tasks of the whole step.
         """
         return self.tasks(case, profile)
 
     def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
-        """Return the transfers of bytes between devices in one step.
-
-        Empty if the strategy does not describe them.
+        """Return the transfers of bytes between devices in one step; empty if not described.
 
         `shapes` has the sizes of the model's tensors.
         """
@@ -179,8 +162,8 @@ class Strategy(Protocol):
 
 def load(name: str) -> Strategy:
     """Return the strategy with the given name. Raises LookupError for an unknown name."""
-    found: Strategy = registry.strategy(name)
-    return found
+    strategy: Strategy = registry.strategy(name)
+    return strategy
 
 
 def refusal(strategy: Strategy, case: Case) -> str:
@@ -191,10 +174,6 @@ def refusal(strategy: Strategy, case: Case) -> str:
 
 
 def _no_neighbour(strategy: Strategy, case: Case) -> str:
-    """Return the reason why a case's neighbour cannot have separate devices.
-
-    "" if it can, or if there is none.
-    """
     if not case.neighbour:
         return ""
     if strategy.traits.alone:
@@ -232,12 +211,10 @@ def _no_forward(case: Case) -> str:
 def begin(
     strategy: Strategy, case: Case, model: Model, devices: Sequence[Device], mark: Mark
 ) -> Iterator[Step]:
-    """Start the strategy in the mode of a case, and yield the step: a training step, or the forward
-    alone.
+    """Start the strategy, and yield the step of a case: a training step, or the forward alone.
 
-    The forward alone returns the output, and waits for the devices like a server that sends each
-    output before it takes the next request. The duration of this step is therefore the latency of a
-    request.
+    The forward alone returns the output after all devices have finished, so the duration of the
+    step is the latency of one request.
     """
     if case.trains:
         with strategy.start(case, model, devices, mark) as training:
@@ -264,9 +241,7 @@ def begin(
 
 
 def rank_backend(case: Case) -> str:
-    """Return torch's name of the backend for the ranks of a case: NCCL between distinct GPUs,
-    otherwise gloo.
-    """
+    """Return torch's name of the backend for a case's ranks: NCCL between GPUs, else gloo."""
     # NCCL refuses two ranks on one GPU; gloo reduces through the host, which works for colocated
     # ranks
     spread = case.device_kind == "cuda" and case.placement == "spread"
@@ -276,8 +251,8 @@ def rank_backend(case: Case) -> str:
 def put_all(arguments: Sequence[Any], device: Device) -> list[Any]:
     """Return the arguments with all tensors copied to `device`.
 
-    If `device` is an accelerator, tensors that are already on it are not copied. Tensors in nested
-    tuples, lists, dicts and dataclass instances are copied too.
+    Tensors that are already on an accelerator `device` are not copied. Tensors in nested tuples,
+    lists, dicts and dataclass instances are copied too.
     """
     from dpbench.engine.containers import mapped
 
@@ -289,17 +264,15 @@ def put_all(arguments: Sequence[Any], device: Device) -> list[Any]:
 
 
 def rows_of(value: Any, case: Case, rank: int) -> Any:
-    """Return the structure `value` with only those rows of each tensor on which the rank `rank`
-    trains.
+    """Return the structure `value` with only those rows of each tensor on which `rank` trains.
 
-    A tensor that already has the rank's number of rows is kept, because the rank has loaded only
-    its own rows.
+    A tensor with the rank's number of rows is kept, because the rank has loaded only its own rows.
     """
     from dpbench.engine.containers import mapped
 
-    mine = case.rows[rank]
+    rows = case.rows[rank]
     return mapped(
-        value, lambda tensor: tensor if len(tensor) == mine else tensor.split(case.rows)[rank]
+        value, lambda tensor: tensor if len(tensor) == rows else tensor.split(case.rows)[rank]
     )
 
 
@@ -329,10 +302,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
 
 
 OWN = "own"
-"""The name of the optimizer that the model's object makes.
-
-The object's scheduler and clip norm are then used too.
-"""
+"""The name of the optimizer of the model's object, whose scheduler and clip norm then apply too."""
 
 
 def optimizer_of(
@@ -340,8 +310,7 @@ def optimizer_of(
 ) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
     """Return the function that creates the case's optimizer from parameters.
 
-    Raises LookupError if the name of the optimizer is unknown, or if it is "own" and the model
-    provides no optimizer.
+    Raises LookupError if the optimizer is unknown, or is "own" and the model provides none.
     """
     if case.optimizer == OWN:
         if model is None or model.loop.optimizer is None:
@@ -360,15 +329,11 @@ def optimizer_of(
 
 
 AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
-"""For each precision with autocast: torch's name of the type to which autocast rounds in
-forward.
-"""
+"""torch's name of the type to which autocast rounds in forward, by precision."""
 
 
 def precision_of(case: Case) -> AbstractContextManager[Any]:
-    """Return the context manager for the case's forward: autocast for bf16 and fp16, otherwise one
-    without effect.
-    """
+    """Return the context manager for the case's forward: autocast for bf16 and fp16."""
     if case.precision not in AUTOCAST:
         return nullcontext()
     import torch
@@ -377,10 +342,7 @@ def precision_of(case: Case) -> AbstractContextManager[Any]:
 
 
 def scaler_of(case: Case) -> torch.amp.GradScaler | None:
-    """Return a GradScaler if the case's precision is fp16, in which small gradients would become 0.
-
-    Otherwise None.
-    """
+    """Return a GradScaler for fp16, in which small gradients would become 0; otherwise None."""
     if case.precision != "fp16":
         return None
     import torch
@@ -389,54 +351,39 @@ def scaler_of(case: Case) -> torch.amp.GradScaler | None:
 
 
 def clip_norm_of(case: Case, model: Model) -> float | None:
-    """Return the norm to which the training loop of a case clips the gradient.
-
-    None if the loop does not clip.
-    """
+    """Return the norm to which the loop of a case clips the gradient; None if it does not clip."""
     return model.loop.clip_norm if case.optimizer == OWN else None
 
 
 def scheduler_of(case: Case, model: Model, optimizer: torch.optim.Optimizer) -> Any:
-    """Return the scheduler of the learning rate in the loop of a case.
-
-    None if the loop has none.
-    """
+    """Return the learning-rate scheduler in the loop of a case; None if it has none."""
     make = model.loop.scheduler if case.optimizer == OWN else None
     return None if make is None else make(optimizer)
 
 
 class Updates:
-    """The optimizer of a case's training loop, with the GradScaler if the case's precision needs
-    one.
-    """
+    """The optimizer of a case's training loop, with a GradScaler if the precision needs one."""
 
     def __init__(self, case: Case, model: Model, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = list(parameters)
-        self._optimizer, self._scaler = optimizer_of(case, model)(self._parameters), scaler_of(case)
-        self._clip_norm, self._scheduler = (
-            clip_norm_of(case, model),
-            scheduler_of(case, model, self._optimizer),
-        )
+        self._optimizer = optimizer_of(case, model)(self._parameters)
+        self._scaler = scaler_of(case)
+        self._clip_norm = clip_norm_of(case, model)
+        self._scheduler = scheduler_of(case, model, self._optimizer)
         self._drops = case.zero_grad == "none"
 
     def clear(self) -> None:
-        """Clear the gradients before a step: set them to None or to zero, as `zero_grad` of the
-        case says.
-        """
+        """Clear the gradients before a step, to None or to zero, as the case's `zero_grad` says."""
         self._optimizer.zero_grad(set_to_none=self._drops)
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the tensor on which the loop calls backward: the loss times the scale, or the loss
-        itself.
-        """
+        """Return the tensor on which the loop calls backward: the loss, scaled for a GradScaler."""
         return loss if self._scaler is None else self._scaler.scale(loss)
 
     def step(self) -> None:
-        """Clip the gradients if the loop does, update the weights, and advance the scheduler if
-        there is one.
+        """Clip the gradients if the loop does, then update the weights and step the scheduler.
 
-        A GradScaler first unscales the gradients, and skips the update if one of them is infinite
-        or NaN.
+        A GradScaler first unscales the gradients, and skips the update if one is infinite or NaN.
         """
         if self._clip_norm is not None:
             from torch.nn.utils import clip_grad_norm_

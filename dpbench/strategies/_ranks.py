@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class RankStep:
-    """The training step of one rank, which trains a module on this rank's rows of the batch.
+    """The training step of one rank, on this rank's rows of the batch.
 
-    `wrap` takes the model's module, moves it to the device, and returns the module to train.
+    `wrap` moves the model's module to the device, and returns the module to train.
     """
 
     def __init__(
@@ -37,21 +37,15 @@ class RankStep:
         self.case, self.model, self.device, self.mark = case, model, device, mark
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         if device.torch_device.type != "cpu":
-            torch.accelerator.set_device_index(
-                device.torch_device
-            )  # otherwise all ranks open contexts on GPU 0
+            # otherwise all ranks open contexts on GPU 0
+            torch.accelerator.set_device_index(device.torch_device)
         self.wrapped: Any = wrap(model.module, device)
         self.updates = Updates(case, model, self.wrapped.parameters())
         self.returned_s = 0.0
-        """The time at which the last backward returned, in seconds on the clock of
-        `time.perf_counter`.
-        """
+        """The time at which the last backward returned, on the clock of `time.perf_counter`."""
 
     def __call__(self, inputs: Any, target: Any) -> torch.Tensor:
-        """Train on this rank's chunk, and return the loss.
-
-        The arguments are the whole batch or already this chunk.
-        """
+        """Train on this rank's chunk, given the whole batch or the chunk, and return the loss."""
         from dpbench.models import positional
 
         with self.mark(Phase.OPTIMIZER, self.device.index):
@@ -73,19 +67,15 @@ class RankStep:
         return self.forward_backward(arguments, target, self.share(self.case.rows[self.rank]))
 
     def share(self, rows: int, passes: int = 1) -> float:
-        """Return the factor of the loss of `rows` rows, in one of the `passes` forward passes of
-        this rank's step.
+        """Return the factor of the loss of `rows` rows, in one of the step's `passes` passes.
 
-        With this factor, the mean of the ranks' gradients is the gradient of the global batch. The
-        loss that a model returns itself is a mean with an unknown divisor; each pass then has the
-        same weight.
+        It makes the mean of the ranks' gradients the gradient of the global batch. A loss that a
+        model returns itself is a mean with an unknown divisor; each pass then has the same weight.
         """
         return 1 / passes if self.model.owns_loss else rows * self.world / self.case.batch_size
 
     def forward_backward(self, arguments: Sequence[Any], target: Any, share: float) -> torch.Tensor:
-        """Run forward and backward on some rows, and return the loss, which is multiplied by
-        `share`.
-        """
+        """Run forward and backward on some rows, and return the loss times `share`."""
         mark, i = self.mark, self.device.index
         with precision_of(self.case):
             with mark(Phase.FORWARD, i):
@@ -104,15 +94,14 @@ def forward_of_rank(
     mark: Mark,
     wrap: Callable[[nn.Module, Device], nn.Module],
 ) -> Forward:
-    """Return a function that runs the forward of the module from `wrap` on this rank's rows, and
-    returns its output.
-    """
+    """Return a function that runs the forward of the module from `wrap` on this rank's rows."""
     import torch
     import torch.distributed as dist
 
     if device.torch_device.type != "cpu":
         torch.accelerator.set_device_index(device.torch_device)
-    wrapped, rank = wrap(model.module, device), dist.get_rank()
+    wrapped = wrap(model.module, device)
+    rank = dist.get_rank()
 
     def forward(*inputs: Any) -> torch.Tensor:
         with mark(Phase.SCATTER, device.index):

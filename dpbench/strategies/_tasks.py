@@ -1,8 +1,7 @@
 """Tasks: describe training steps as graphs of tasks, from which the predictor computes step times.
 
-`Graph` builds a list of tasks. `Chain` makes the tasks of a process that drives several devices
-under a schedule. `scheduled` yields the transfers of one step under a schedule, with their phase,
-source, target and bytes.
+`Graph` builds a list of tasks, and `Chain` the tasks of a process that drives several devices under
+a schedule. `scheduled` yields the transfers of one step under a schedule.
 """
 
 from __future__ import annotations
@@ -15,9 +14,7 @@ from dpbench.records.work import BUCKET_BYTES, FIRST_BUCKET_BYTES, Move, Shapes
 
 
 def scheduled(case: Case, shapes: Shapes, schedule: Schedule) -> Iterator[Move]:
-    """Yield the transfers between devices in one step of dpbench's engine under the case's
-    schedule.
-    """
+    """Yield the transfers in one step of dpbench's engine under a schedule."""
     rows = case.rows
     yield from batch(case, shapes, local=schedule.loss == "local")
     if case.devices == 1:
@@ -32,8 +29,7 @@ def batch(case: Case, shapes: Shapes, *, local: bool) -> Iterator[Move]:
     """Yield the transfers of the inputs and the target of a batch to the devices.
 
     If `local`, the rows of the target move to their replicas. Otherwise the whole target moves to
-    device 0, unless the devices are logical CPU devices, which read the target in the host's
-    memory.
+    device 0, unless the devices are logical CPU devices, which read the host's memory.
     """
     on_device = case.inputs == "device"
     for device, count in enumerate(case.rows):
@@ -48,12 +44,10 @@ def batch(case: Case, shapes: Shapes, *, local: bool) -> Iterator[Move]:
 
 
 def _weights(schedule: Schedule, shapes: Shapes, count: int, devices: int) -> Iterator[Move]:
-    """Yield the transfers of weights and buffers from device 0 to the other devices with rows of
-    the batch.
+    """Yield the transfers of weights and buffers to the first `count` of `devices` devices.
 
-    The first `count` of the `devices` devices have rows. Persistent replicas that update their
-    weights themselves receive only the buffers. With `update=sharded`, every device also receives
-    the shards that other devices have updated.
+    Persistent replicas that update their weights themselves receive only the buffers. With
+    `update=sharded`, every device also receives the shards that other devices have updated.
     """
     kept = schedule.replicas == "persistent" and schedule.update != "root"
     for device in range(1, count):
@@ -68,21 +62,17 @@ def _weights(schedule: Schedule, shapes: Shapes, count: int, devices: int) -> It
 
 
 def _outputs(case: Case, shapes: Shapes) -> Iterator[Move]:
-    """Yield the transfers of outputs to device 0 in `gather`, and of their gradients from device 0
-    in `backward`.
-    """
     for device, rows in enumerate(case.rows[1:], start=1):
         yield Move(Phase.GATHER, device, 0, rows * shapes.output_bytes)
         yield Move(Phase.BACKWARD, 0, device, rows * shapes.output_bytes)
 
 
 def _gradients(case: Case, schedule: Schedule, shapes: Shapes) -> Iterator[Move]:
-    """Yield the transfers of the gradients between devices, to the devices that update weights.
+    """Yield the transfers of the gradients to the devices that update weights.
 
     With `update=root`, device 0 receives all gradients. With `update=each`, every device does: on
-    GPUs by a ring all-reduce. With `update=sharded`, every device receives only its shard. With
-    `update=each` or `update=sharded`, devices without rows of the batch also receive gradients, but
-    they send gradients only in the collectives of GPUs.
+    GPUs by a ring all-reduce. With `update=sharded`, every device receives its shard. Devices
+    without rows of the batch receive gradients, but send them only in the collectives of GPUs.
     """
     collective = case.device_kind == "cuda"
     count, devices, each = len(case.rows), case.devices, shapes.trainable_bytes
@@ -97,20 +87,12 @@ def _gradients(case: Case, schedule: Schedule, shapes: Shapes) -> Iterator[Move]
 
 
 def ring(count: int, size: float) -> Iterator[Move]:
-    """Yield the transfers of a ring all-reduce of `size` bytes between `count` devices.
-
-    None for one device.
-    """
+    """Yield the transfers of a ring all-reduce of `size` bytes between `count` devices."""
     for device in range(count if count > 1 else 0):
         yield Move(Phase.REDUCE, device, (device + 1) % count, 2 * (count - 1) / count * size)
 
 
 def _exchanged(phase: Phase, each: float, sources: int, targets: int) -> Iterator[Move]:
-    """Yield transfers of `each` bytes from each of the first `sources` devices to each of the first
-    `targets`.
-
-    No device sends to itself.
-    """
     for source in range(sources):
         for target in range(targets):
             if source != target:
@@ -118,9 +100,7 @@ def _exchanged(phase: Phase, each: float, sources: int, targets: int) -> Iterato
 
 
 PASSES = {"sgd": 5, "adam": 7, "adamw": 9}
-"""For each optimizer: the bytes that its step reads and writes (weights, gradients, state) per byte
-of parameters.
-"""
+"""Bytes of weights, gradients and state that an optimizer moves in a step, per parameter byte."""
 
 
 class Graph:
@@ -153,13 +133,10 @@ class Graph:
         after: Iterable[int] = (),
         overlap: Iterable[int] = (),
     ) -> int:
-        """Append the task of the host's launches and the task of the kernels.
+        """Append the host's launches and the kernels, and return the index of the kernels' task.
 
-        Return the index of the kernels' task.
-
-        `host` is the resource that makes the launches, and `kernels` is the amount of the kernels'
-        work with its unit. The kernels run at the same time as the launches, but never end before
-        them.
+        `host` is the resource that makes the launches, and `kernels` is the amount of work with its
+        unit. The kernels run at the same time as the launches, but never end before them.
         """
         before = tuple(after)
         handed = self.add(phase, device, host, launches, "launches", before, overlap)
@@ -175,12 +152,9 @@ class Graph:
         after: Callable[[int], Iterable[int]],
         overlap: Callable[[int], Iterable[int]] = lambda i: (),
     ) -> list[int]:
-        """Append one collective of `amount` bytes as one task per device.
+        """Append one collective of `amount` bytes as one task per device, and return their indices.
 
-        Return the indices of these tasks.
-
-        `after(device)` and `overlap(device)` return the fields `after` and `overlap` of this
-        device's task.
+        `after(device)` and `overlap(device)` return the fields of this device's task.
         """
         return [
             self.add(phase, i, collective, amount, "bytes", after(i), overlap(i)) for i in devices
@@ -197,9 +171,7 @@ class Graph:
         flat: bool = False,
         share: float = 1.0,
     ) -> int:
-        """Append the launches and the kernels of the optimizer's step on a device.
-
-        Return the kernels' index.
+        """Append the launches and kernels of the optimizer's step; return the kernels' index.
 
         `host` is the resource that makes the launches. With `flat`, the step is one launch for all
         parameters. `share` is the fraction of the parameters that the device updates.
@@ -210,8 +182,7 @@ class Graph:
 
 
 def buckets(profile: Profile, first: int = FIRST_BUCKET_BYTES) -> list[float]:
-    """Return the bytes of each bucket of gradients, in the order in which backward fills the
-    buckets.
+    """Return the bytes of each bucket of gradients, in the order in which backward fills them.
 
     `first` is the size limit of the first bucket in bytes.
     """
@@ -222,9 +193,9 @@ def buckets(profile: Profile, first: int = FIRST_BUCKET_BYTES) -> list[float]:
 class Chain:
     """A builder of the tasks of one step, for one process that drives several devices.
 
-    The default schedule is `reference`. The time to start the replicas' threads is a task of the
-    host if `threads_marked` is True, otherwise of device 0. `reduction` is the phase in which the
-    gradients are added.
+    The default schedule is `reference`. Starting the replicas' threads is a task of the host if
+    `threads_marked` is True, otherwise of device 0. `reduction` is the phase in which the gradients
+    are added.
     """
 
     def __init__(
@@ -259,27 +230,17 @@ class Chain:
         return self._graph.tasks
 
     def _scatter(self) -> list[int]:
-        """Append the copies of each replica's rows from the host, one after the other.
-
-        Return their indices.
-
-        The copies do not overlap, because one thread makes them.
-        """
+        """The copies do not overlap, because one thread makes them."""
         graph, size = self._graph, self._profile.input_bytes
-        found: list[int] = []
+        copies: list[int] = []
         for i, rows in enumerate(self._rows):
-            found.append(
-                graph.add(Phase.SCATTER, i, f"copy:host:{i}", rows * size, "bytes", found[-1:])
+            copies.append(
+                graph.add(Phase.SCATTER, i, f"copy:host:{i}", rows * size, "bytes", copies[-1:])
             )
-        return found
+        return copies
 
     def _replicate(self, scattered: list[int]) -> list[int]:
-        """Append the transfers of weights and buffers to all devices.
-
-        The transfers wait for the tasks `scattered`.
-
-        Return the indices of the tasks that every forward waits for.
-        """
+        """Return the indices of the tasks that every forward waits for."""
         graph, profile, schedule = self._graph, self._profile, self._schedule
         weights = schedule.replicas != "persistent" or schedule.update == "root"
         sent = profile.buffer_bytes + (profile.parameter_bytes if weights else 0)
@@ -308,11 +269,9 @@ class Chain:
         return [*wire, *trees]
 
     def _forward(self, copied: list[int]) -> list[int]:
-        """Append the tasks of every replica's forward, and return the indices of the kernels'
-        tasks.
+        """Return the indices of the kernels' tasks; every forward waits for `copied`.
 
-        `copied` has the indices of the tasks that every forward waits for. Replicas that run in
-        threads share one interpreter lock.
+        Replicas that run in threads share one interpreter lock.
         """
         graph, profile, schedule = self._graph, self._profile, self._schedule
         serial = schedule.workers == "serial"
@@ -321,12 +280,12 @@ class Chain:
             unit = "threads" if schedule.workers == "spawn" else "wakes"
             where = HOST if self._threads_marked else 0
             started = [graph.add(Phase.FORWARD, where, "host", len(self._rows), unit, copied)]
-        found: list[int] = []
+        kernels: list[int] = []
         for i, rows in enumerate(self._rows):
             work = (rows * profile.forward_flop, "flop")
             host = "host" if serial else "gil"
-            handed = graph.tasks[found[-1]].overlap if serial and found else ()
-            found.append(
+            handed = graph.tasks[kernels[-1]].overlap if serial and kernels else ()
+            kernels.append(
                 graph.launch(
                     Phase.FORWARD,
                     i,
@@ -337,13 +296,9 @@ class Chain:
                     started,
                 )
             )
-        return found
+        return kernels
 
     def _gathered_loss(self, forwards: list[int]) -> int:
-        """Append the gather of all outputs on device 0 and the loss there.
-
-        Return the index of the loss.
-        """
         graph, size = self._graph, self._profile.output_bytes
         gathered = [
             graph.add(Phase.GATHER, 0, f"copy:{i}:0", self._rows[i] * size, "bytes", forwards)
@@ -352,16 +307,13 @@ class Chain:
         return graph.add(Phase.LOSS, 0, "device:0", sum(self._rows) * size, "bytes", gathered)
 
     def _local_loss(self, forwards: list[int]) -> list[list[int]]:
-        """Append each replica's loss on its device.
+        """Return, per device, the indices of the tasks that backward waits for.
 
-        Return, per device, the indices of the tasks that backward awaits.
-
-        The sum of the losses is appended on device 0, and every backward waits for it. With
-        backward=local on CPU devices, no backward waits for the sum, so no sum is appended. With
-        backward=local, one further host task per replica precedes the replica's backward.
+        Every backward waits for the sum of the losses on device 0, except with backward=local on
+        CPU devices. With backward=local, one host task per replica precedes its backward.
         """
         graph, size = self._graph, self._profile.output_bytes
-        own = [
+        losses = [
             graph.add(Phase.LOSS, i, f"device:{i}", rows * size, "bytes", [forwards[i]])
             for i, rows in enumerate(self._rows)
         ]
@@ -369,19 +321,18 @@ class Chain:
             # the loss is divided by the count of targets, which the host knows before any replica
             # has finished
             return [
-                [graph.add(Phase.LOSS, i, "gil", 1, "launches", [own[i]])] for i in self._devices
+                [graph.add(Phase.LOSS, i, "gil", 1, "launches", [losses[i]])] for i in self._devices
             ]
-        total = graph.add(Phase.LOSS, 0, "host", 1, "launches", own)
+        total = graph.add(Phase.LOSS, 0, "host", 1, "launches", losses)
         if self._schedule.backward == "joint":
-            return [[own[i], total] for i in self._devices]
+            return [[losses[i], total] for i in self._devices]
         return [
-            [graph.add(Phase.LOSS, i, "gil", 1, "launches", [own[i], total])] for i in self._devices
+            [graph.add(Phase.LOSS, i, "gil", 1, "launches", [losses[i], total])]
+            for i in self._devices
         ]
 
     def _backward(self, losses: list[list[int]]) -> list[int]:
-        """Append each replica's backward and the reductions.
-
-        Return the indices of the tasks that the update waits for.
+        """Return the indices of the tasks that the update waits for.
 
         `losses` has, per device, the indices of the tasks that its backward waits for.
         """
@@ -400,7 +351,7 @@ class Chain:
         for number, size in enumerate(pieces):
             # in a trace, backward's span contains a bucket's span
             overlap = (
-                [at for end in last for at in self._graph.tasks[end].overlap] if beside else []
+                [task for end in last for task in self._graph.tasks[end].overlap] if beside else []
             )
             final = overlap if number == len(pieces) - 1 else []
             reduced = self._reduce(
@@ -409,33 +360,24 @@ class Chain:
         return reduced
 
     def _segments(self, device: int, after: list[int], count: int) -> list[int]:
-        """Append one device's backward in `count` equal parts, one per bucket of gradients.
-
-        Return their indices.
-
-        The first part waits for the tasks `after`.
-        """
-        found, profile = [], self._profile
-        work, launches = (
-            self._rows[device] * profile.backward_flop / count,
-            profile.backward_launches / count,
-        )
+        """Append one device's backward in `count` equal parts, one per bucket of gradients."""
+        parts = []
+        profile = self._profile
+        work = self._rows[device] * profile.backward_flop / count
+        launches = profile.backward_launches / count
         for _ in range(count):
             host = f"host:{device}"
             after = [
                 self._graph.launch(Phase.BACKWARD, device, host, launches, (work, "flop"), after)
             ]
-            found += after
-        return found
+            parts += after
+        return parts
 
     def _reduce(self, size: float, ready: list[int], overlap: list[int]) -> list[int]:
-        """Append the tasks that reduce one message of gradients.
+        """Append the reduction of one message of `size` bytes; return its last task per owner.
 
-        Return the index of the last task of each owner.
-
-        The owners are the devices that update weights. `size` is the size of the message in bytes.
-        The reduction waits for the end of the tasks `ready`, and may run at the same time as the
-        tasks `overlap`.
+        The owners are the devices that update weights. The reduction waits for the end of `ready`,
+        and may run at the same time as `overlap`.
         """
         schedule, graph = self._schedule, self._graph
         share = size / self._bytes if self._bytes else 0.0
@@ -458,15 +400,11 @@ class Chain:
         )
 
     def _update(self, after: list[int]) -> None:
-        """Append the optimizer's step: on device 0 with `update=root`, otherwise on every device.
-
-        With `update=sharded`, each device updates its shard of the weights; then append the
-        all-gather of the updated weights. The optimizer's steps wait for the tasks `after`.
-        """
         schedule, graph, profile = self._schedule, self._graph, self._profile
         owners = self._owners
         share = 1 / len(owners) if schedule.update == "sharded" else 1.0
-        flat, host = schedule.optimizer == "flat", "gil" if len(owners) > 1 else "host"
+        flat = schedule.optimizer == "flat"
+        host = "gil" if len(owners) > 1 else "host"
         stepped = [
             graph.update(self._case, profile, i, host, after, flat=flat, share=share)
             for i in owners
@@ -476,11 +414,9 @@ class Chain:
             graph.each(Phase.REPLICATE, owners, name, profile.parameter_bytes, lambda i: stepped)
 
     def _collective(self, kind: str) -> str:
-        """Return the name of the resource for the next collective of a kind, such as
-        "all_reduce:3".
+        """Return the resource of the next collective of a kind, such as "all_reduce:3".
 
-        Without flat storage, `_coalesced` is appended to the kind, because torch joins tensors into
-        messages of 10 MiB.
+        Without flat storage, torch joins tensors into messages of 10 MiB (`_coalesced`).
         """
         self._collectives += 1
         joined = "" if self._schedule.storage == "flat" else "_coalesced"

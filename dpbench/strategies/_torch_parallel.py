@@ -1,14 +1,13 @@
 """torch.nn.DataParallel with marks, on GPUs and on emulated devices.
 
 On emulated devices, the Python code of torch.nn.parallel runs unchanged, including its threads.
-This module replaces the functions that CUDA builds of torch implement in C++, and some functions
-that torch uses to query devices and precisions. The replacements of C++ functions follow
-`torch/csrc/cuda/comm.cpp`. In three modules of torch, the name `torch` refers to an object that
-provides the replacements and takes every other attribute from torch.
+This module replaces the functions that CUDA builds of torch implement in C++ (following
+`torch/csrc/cuda/comm.cpp`), and some that query devices and precisions. In three modules of torch,
+the name `torch` refers to an object that provides the replacements and takes every other attribute
+from torch.
 
-The replacements differ from `comm.cpp` in one respect. `comm.cpp` copies weights in flat buffers,
-in which a copy may start at any address. This module allocates each copy separately, because on a
-CPU `linear` rounds differently at other alignments.
+`comm.cpp` copies weights in flat buffers, in which a copy may start at any address. This module
+allocates each copy separately, because on a CPU `linear` rounds differently at other alignments.
 """
 
 from __future__ import annotations
@@ -30,9 +29,7 @@ PACKAGE = "torch.nn.parallel"
 
 
 class Marked(nn.DataParallel):  # type: ignore[type-arg]
-    """torch.nn.DataParallel with marks around its methods scatter, replicate, parallel_apply and
-    gather.
-    """
+    """torch.nn.DataParallel with marks around scatter, replicate, parallel_apply and gather."""
 
     def __init__(self, module: nn.Module, ids: list[int], mark: Mark) -> None:
         super().__init__(module, ids)
@@ -72,8 +69,7 @@ class Marked(nn.DataParallel):  # type: ignore[type-arg]
 
 @contextmanager
 def on_emulated_devices(count: int) -> Iterator[None]:
-    """Inside this context, let torch.nn.DataParallel accept the emulated devices 0 to `count - 1`
-    as device ids.
+    """Let torch.nn.DataParallel accept emulated devices as device ids 0 to `count - 1`.
 
     The context affects the whole process.
     """
@@ -85,9 +81,8 @@ def on_emulated_devices(count: int) -> Iterator[None]:
         _scatter=_scatter,
         _gather=_gather,
     )
-    data_parallel = sys.modules[
-        f"{PACKAGE}.data_parallel"
-    ]  # the package's attribute is the function of that name
+    # the package's attribute is the function of that name
+    data_parallel = sys.modules[f"{PACKAGE}.data_parallel"]
     patches: list[tuple[Any, str, Any]] = [
         (data_parallel, "_get_available_device_type", lambda: "lazy"),
         (data_parallel, "_get_all_device_indices", lambda: list(range(count))),
@@ -119,9 +114,7 @@ def on_emulated_devices(count: int) -> Iterator[None]:
 
 
 def emulated(index: int) -> torch.device:
-    """Return the torch.device of the emulated device `index`, or the CPU for -1, torch's index of
-    the host.
-    """
+    """Return the torch.device of the emulated device `index`; the CPU for -1, as torch does."""
     return torch.device("cpu") if index == -1 else torch.device("lazy", index)
 
 
@@ -175,9 +168,7 @@ def _gather(tensors: Sequence[Tensor], dim: int, destination: int | None) -> Ten
 
 
 class _Overlay:
-    """An object that has the attributes `own` and takes all other attributes from the object
-    `below`.
-    """
+    """An object with the attributes `own`, and all other attributes of the object `below`."""
 
     def __init__(self, below: Any, **own: Any) -> None:
         self.__dict__.update(own, _below=below)
@@ -187,10 +178,9 @@ class _Overlay:
 
 
 def _accelerator(*, available: bool) -> Any:
-    """Return a replacement of `torch.accelerator` without streams, whose `is_available` returns
-    `available`.
+    """Return a replacement of `torch.accelerator` without streams.
 
-    Its current accelerator is "cuda"; torch looks up the settings of autocast for this accelerator.
+    Its current accelerator is "cuda", for which torch looks up the settings of autocast.
     """
     return SimpleNamespace(
         is_available=lambda: available,

@@ -1,15 +1,13 @@
-"""torch's DistributedDataParallel: one process per device, with an all-reduce that overlaps with
-backward.
+"""torch's DistributedDataParallel: one process per device, all-reduce overlaps backward.
 
 Outside a launch, the ranks are forked processes on this machine, which connect over the loopback
-interface only. No communication hook is installed, because a hook would change the measurement. The
-exposed part of the reduction, which no compute hides, lasts from the end of backward's compute
-until backward returns. torch's private DDP logger reports the end of backward's compute. Only this
-file uses this logger (`_set_ddp_runtime_logging_sample_rate`, `_get_ddp_logging_data`,
+interface only. No communication hook is installed, because it would change the measurement. The
+exposed part of the reduction lasts from the end of backward's compute, as torch's private DDP
+logger reports it, until backward returns. Only this file uses this logger
+(`_set_ddp_runtime_logging_sample_rate`, `_get_ddp_logging_data`,
 `logger.set_runtime_stats_and_log`).
 
-DDP synchronises buffers inside its forward; the `forward` phase therefore includes the time of this
-synchronisation.
+The phase `forward` includes the synchronisation of buffers.
 """
 
 from __future__ import annotations
@@ -36,9 +34,7 @@ Observed = tuple[Phase, int, float, float]
 
 
 class DistributedDataParallel(Strategy):
-    """torch's DistributedDataParallel: one process per device, with an all-reduce that overlaps
-    with backward.
-    """
+    """torch's DistributedDataParallel: one process per device, all-reduce overlaps backward."""
 
     traits = Traits(
         parallelism=Parallelism.RANKS,
@@ -58,16 +54,11 @@ class DistributedDataParallel(Strategy):
     def infer(
         self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
     ) -> Iterator[Forward]:
-        """Yield the forward of torch's wrapper on this rank's rows.
-
-        Rank 0's buffers are first copied to all ranks.
-        """
+        """Yield the forward of torch's wrapper on this rank's rows, with rank 0's buffers."""
         yield forward_of_rank(case, model, devices[0], mark, wrap)
 
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
-        """Return the tasks of all ranks in one step, with each bucket reduced as soon as backward
-        has filled it.
-        """
+        """Return the tasks of all ranks in one step; a bucket is reduced as soon as it is full."""
         return self._tasks(case, profile, range(len(case.rows)))
 
     def one_rank(self, case: Case, profile: Profile) -> list[Task]:
@@ -93,9 +84,7 @@ class DistributedDataParallel(Strategy):
         return graph.tasks
 
     def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
-        """Yield the transfers in one step: each rank's rows, rank 0's buffers in forward, and a
-        ring all-reduce.
-        """
+        """Yield the transfers in one step: rows, rank 0's buffers, and a ring all-reduce."""
         yield from batch(case, shapes, local=True)
         count = len(case.rows)
         for rank in range(1, count):
@@ -104,9 +93,7 @@ class DistributedDataParallel(Strategy):
 
 
 def wrap(module: nn.Module, device: Device, **options: Any) -> nn.parallel.DistributedDataParallel:
-    """Move a rank's module to its device, and wrap it in torch's class, which takes the
-    `options`.
-    """
+    """Move a rank's module to its device, and wrap it in torch's class with `options`."""
     from torch.nn.parallel import DistributedDataParallel
 
     ids = None if device.torch_device.type == "cpu" else [device.torch_device]
@@ -116,7 +103,7 @@ def wrap(module: nn.Module, device: Device, **options: Any) -> nn.parallel.Distr
 class DdpStep(RankStep):
     """The training step of one rank, which also reports the exposed part of the reduction.
 
-    `wrap` returns the rank's module wrapped in torch's DistributedDataParallel.
+    `wrap` returns the module wrapped in torch's DistributedDataParallel.
     """
 
     def __init__(
@@ -131,18 +118,14 @@ class DdpStep(RankStep):
         self._reduction = ExposedReduction(self.wrapped, device)
 
     def observe(self) -> list[Observed]:
-        """Return a list with the span of the exposed reduction in the last step.
-
-        It is empty on GPUs.
-        """
+        """Return a list with the span of the exposed reduction in the last step; empty on GPUs."""
         return self._reduction.observe(self.returned_s)
 
 
 class ExposedReduction:
-    """The part of the reduction after the end of backward's compute, which the DDP logger of
-    `wrapped` reports.
+    """The part of the reduction after the end of backward's compute.
 
-    `wrapped` is a module that is wrapped in torch's DistributedDataParallel.
+    `wrapped` is a module wrapped in torch's DistributedDataParallel, whose logger reports the end.
     """
 
     def __init__(self, wrapped: Any, device: Device) -> None:
@@ -152,10 +135,10 @@ class ExposedReduction:
             wrapped._set_ddp_runtime_logging_sample_rate(1)
 
     def observe(self, returned_s: float) -> list[Observed]:
-        """Return a list with the span from the end of backward's compute to `returned_s`, at which
-        backward returned.
+        """Return a list with the span from the end of backward's compute to `returned_s`.
 
-        The list is empty on GPUs, where the logger's times do not use the host's clock.
+        `returned_s` is the time at which backward returned. The list is empty on GPUs, where the
+        logger's times do not use the host's clock.
         """
         if not self._on_host:
             return []
@@ -167,26 +150,22 @@ class ExposedReduction:
 
 
 def _backward(graph: Graph, case: Case, profile: Profile, rank: int, count: int) -> list[int]:
-    """Append a rank's tasks up to backward.
-
-    Return, for each of `count` buckets, the task that fills it.
-
-    A rank is a process with a separate interpreter. Backward is `count` tasks, one after the other;
-    the tasks are returned as indices.
-    """
+    """Append a rank's tasks up to backward; return the task that fills each of `count` buckets."""
     rows, host = case.rows[rank], f"host:{rank}"
-    forward, part = (
-        (rows * profile.forward_flop, "flop"),
-        (rows * profile.backward_flop / count, "flop"),
+    forward = (rows * profile.forward_flop, "flop")
+    part = (rows * profile.backward_flop / count, "flop")
+    last = graph.add(Phase.SCATTER, rank, f"copy:host:{rank}", rows * profile.input_bytes, "bytes")
+    last = graph.launch(Phase.FORWARD, rank, host, profile.forward_launches, forward, [last])
+    last = graph.add(
+        Phase.LOSS, rank, f"device:{rank}", rows * profile.output_bytes, "bytes", [last]
     )
-    at = graph.add(Phase.SCATTER, rank, f"copy:host:{rank}", rows * profile.input_bytes, "bytes")
-    at = graph.launch(Phase.FORWARD, rank, host, profile.forward_launches, forward, [at])
-    at = graph.add(Phase.LOSS, rank, f"device:{rank}", rows * profile.output_bytes, "bytes", [at])
-    found = []
+    filled = []
     for _ in range(count):
-        at = graph.launch(Phase.BACKWARD, rank, host, profile.backward_launches / count, part, [at])
-        found.append(at)
-    return found
+        last = graph.launch(
+            Phase.BACKWARD, rank, host, profile.backward_launches / count, part, [last]
+        )
+        filled.append(last)
+    return filled
 
 
 strategy = DistributedDataParallel()

@@ -41,9 +41,8 @@ class Engine(Strategy):
     def skip(self, case: Case) -> str:
         """Return the reason why this strategy cannot run a case, or "" if it can.
 
-        The engine always clears gradients by setting them to None, and emulated devices have no
-        flat storage. The forward alone runs in dpbench.DataParallel, which supports fewer
-        schedules.
+        Emulated devices have no flat storage. The forward alone runs in dpbench.DataParallel, which
+        supports fewer schedules.
         """
         if case.zero_grad == "zero":
             return (
@@ -99,10 +98,7 @@ class Engine(Strategy):
         yield DataParallel(module, list(devices), schedule=case.schedule or "reference", mark=mark)
 
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
-        """Return the tasks of one step under the case's schedule.
-
-        If TrainStep selects the schedule, `schedule_of` gives it.
-        """
+        """Return the tasks of one step under the schedule that `schedule_of` returns."""
         if case.devices == 1:
             return single.strategy.tasks(case, profile)
         return Chain(case, profile, schedule_of(case)).tasks()
@@ -118,15 +114,10 @@ class Engine(Strategy):
 
 
 class _Training:
-    """The engine's training step in the precision of a case, followed by a step of the scheduler,
-    if there is one.
-    """
-
     def __init__(self, case: Case, train_step: TrainStep, scheduler: Any) -> None:
         self._case, self._train_step, self._scheduler = case, train_step, scheduler
 
     def __call__(self, inputs: Any, target: Any) -> torch.Tensor:
-        """Take one training step, and return the loss, detached, on the first device."""
         with precision_of(self._case):
             loss = self._train_step(inputs, target)
         if self._scheduler is not None:
@@ -135,10 +126,7 @@ class _Training:
 
 
 def schedule_of(case: Case) -> Schedule:
-    """Return the schedule of a case.
-
-    For `copying` and `fastest`, the one that TrainStep prefers.
-    """
+    """Return a case's schedule: for `copying` and `fastest`, the one that TrainStep prefers."""
     return SELECTED.get(case.schedule) or parse(case.schedule or REFERENCE)
 
 

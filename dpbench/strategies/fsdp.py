@@ -1,10 +1,9 @@
-"""torch's FSDP2 (`fully_shard`): each rank keeps a part of every weight, gradient and optimizer
-state.
+"""torch's FSDP2: each rank keeps a part of every weight, gradient and optimizer state.
 
-The module's children with parameters are sharded one by one, then the module itself. An all-gather
-therefore precedes the forward and the backward of each child, and a reduce-scatter follows its
-backward. The phases `forward` and `backward` include the time of these collectives, because torch
-does not report which part of it is exposed.
+The module's children with parameters are sharded with `fully_shard` one by one, then the module
+itself. An all-gather therefore precedes the forward and the backward of each child, and a
+reduce-scatter follows its backward. The phases `forward` and `backward` include these collectives,
+because torch does not report which part is exposed.
 """
 
 from __future__ import annotations
@@ -28,9 +27,7 @@ if TYPE_CHECKING:
 
 
 class FullyShardedDataParallel(Strategy):
-    """torch's FSDP2 (`fully_shard`): each rank keeps a part of every weight, gradient and optimizer
-    state.
-    """
+    """torch's FSDP2: each rank keeps a part of every weight, gradient and optimizer state."""
 
     traits = Traits(
         parallelism=Parallelism.RANKS, reduction=Reduction.IN_BACKWARD, shared_stream=True
@@ -40,10 +37,7 @@ class FullyShardedDataParallel(Strategy):
     def start(
         self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
     ) -> Iterator[RankStep]:
-        """Yield this rank's training step.
-
-        On exit, put whole weights and gradients back into the module.
-        """
+        """Yield this rank's training step; on exit, restore whole weights and gradients."""
         yield RankStep(case, model, devices[0], mark, _shard)
         _restore(model.module)
 
@@ -51,18 +45,14 @@ class FullyShardedDataParallel(Strategy):
     def infer(
         self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
     ) -> Iterator[Forward]:
-        """Yield a forward on this rank's rows that gathers the weights.
-
-        On exit, put whole weights into the module.
-        """
+        """Yield a forward on this rank's rows that gathers weights; on exit, restore them."""
         yield forward_of_rank(case, model, devices[0], mark, _shard)
         _restore(model.module)
 
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
         """Return the tasks of all ranks in one step.
 
-        The collectives are all-gathers of weights, in forward and again in backward, and
-        reduce-scatters of gradients.
+        Weights are gathered in forward and again in backward, and gradients are reduce-scattered.
         """
         return _tasks(case, profile, range(len(case.rows)))
 
@@ -71,8 +61,7 @@ class FullyShardedDataParallel(Strategy):
         return _tasks(case, profile, [0])
 
     def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
-        """Yield the transfers in one step: each rank's rows, and the messages of collectives along
-        a ring of ranks.
+        """Yield the transfers in one step: rows, and the messages of collectives along a ring.
 
         The weights are gathered twice, in forward and in backward, and the gradients are reduced
         once.
@@ -91,9 +80,6 @@ class FullyShardedDataParallel(Strategy):
 
 
 def _shard(module: nn.Module, device: Device) -> nn.Module:
-    """Shard the module over all ranks in place, first its children and then the module itself, and
-    return it.
-    """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -125,52 +111,52 @@ def _restore(module: nn.Module) -> None:
 
 
 def _tasks(case: Case, profile: Profile, ranks: Iterable[int]) -> list[Task]:
-    """Return the tasks of `ranks` in one step.
+    """Return the tasks of `ranks`; the collectives of a unit run during the compute of other units.
 
-    The collectives of a unit run during the compute of other units.
-
-    A unit is a group of parameters that one collective gathers. The units are assumed to be as
-    large as DDP's buckets, because a profile does not describe the module's children.
+    A unit is a group of parameters that one collective gathers. Units are assumed to be as large as
+    DDP's buckets, because a profile does not describe the module's children.
     """
-    graph, found = Graph(), list(ranks)
+    graph = Graph()
+    members = list(ranks)
     sizes = buckets(profile) if len(case.rows) > 1 else []
-    parts, numbers = max(1, len(sizes)), count()
-    rows = {i: case.rows[i] for i in found}
+    parts = max(1, len(sizes))
+    numbers = count()
+    rows = {i: case.rows[i] for i in members}
     done = {
         i: graph.add(Phase.SCATTER, i, f"copy:host:{i}", rows[i] * profile.input_bytes, "bytes")
-        for i in found
+        for i in members
     }
 
     def collective(
         phase: Phase, kind: str, size: float, after: dict[int, list[int]]
     ) -> dict[int, int]:
         name = f"{kind}:{next(numbers)}"
-        return {i: graph.add(phase, i, name, size, "bytes", after[i]) for i in found}
+        return {i: graph.add(phase, i, name, size, "bytes", after[i]) for i in members}
 
     for phase, flop, launches, units in (
         (Phase.FORWARD, profile.forward_flop, profile.forward_launches, sizes[::-1]),
         (Phase.BACKWARD, profile.backward_flop, profile.backward_launches, sizes),
     ):
         # the units' weights are gathered one after the other, ahead of the compute that needs them
-        waits = {i: [done[i]] for i in found}
+        waits = {i: [done[i]] for i in members}
         gathered: list[dict[int, int]] = []
         for size in units:
             gathered.append(collective(phase, "all_gather", size, waits))
-            waits = {i: [gathered[-1][i]] for i in found}
+            waits = {i: [gathered[-1][i]] for i in members}
         for part in range(parts):
-            for i in found:
+            for i in members:
                 needs = [done[i], *([gathered[part][i]] if gathered else [])]
                 work = (rows[i] * flop / parts, "flop")
                 done[i] = graph.launch(phase, i, f"host:{i}", launches / parts, work, needs)
             if phase is Phase.BACKWARD and sizes:
                 last = collective(
-                    phase, "reduce_scatter", units[part], {i: [done[i]] for i in found}
+                    phase, "reduce_scatter", units[part], {i: [done[i]] for i in members}
                 )
         if phase is Phase.FORWARD:
-            for i in found:
+            for i in members:
                 output = rows[i] * profile.output_bytes
                 done[i] = graph.add(Phase.LOSS, i, f"device:{i}", output, "bytes", [done[i]])
-    for i in found:
+    for i in members:
         ends = [done[i], *([last[i]] if sizes else [])]
         graph.update(case, profile, i, f"host:{i}", ends, share=1 / len(case.rows))
     return graph.tasks

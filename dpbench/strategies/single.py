@@ -37,9 +37,7 @@ class Single(Strategy):
     def start(
         self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
     ) -> Iterator[Step]:
-        """Yield the training step of a plain training loop, as in torch's tutorials, on the first
-        device.
-        """
+        """Yield the step of a plain training loop, as in torch's tutorials, on the first device."""
         from dpbench.models import positional
 
         device = devices[0]
@@ -82,25 +80,22 @@ class Single(Strategy):
         yield forward
 
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
-        """Return the tasks of one step: scatter, forward, loss, backward and optimizer, one after
-        the other.
-        """
-        graph, rows = Graph(), case.batch_size
-        forward, backward = (
-            (rows * profile.forward_flop, "flop"),
-            (rows * profile.backward_flop, "flop"),
+        """Return the tasks of one step: scatter, forward, loss, backward and optimizer."""
+        graph = Graph()
+        rows = case.batch_size
+        forward = (rows * profile.forward_flop, "flop")
+        backward = (rows * profile.backward_flop, "flop")
+        last = graph.add(Phase.SCATTER, 0, "copy:host:0", rows * profile.input_bytes, "bytes")
+        last = graph.launch(Phase.FORWARD, 0, "host", profile.forward_launches, forward, [last])
+        last = graph.add(Phase.LOSS, 0, "device:0", rows * profile.output_bytes, "bytes", [last])
+        last = graph.launch(
+            Phase.BACKWARD, 0, "host:0", profile.backward_launches, backward, [last]
         )
-        at = graph.add(Phase.SCATTER, 0, "copy:host:0", rows * profile.input_bytes, "bytes")
-        at = graph.launch(Phase.FORWARD, 0, "host", profile.forward_launches, forward, [at])
-        at = graph.add(Phase.LOSS, 0, "device:0", rows * profile.output_bytes, "bytes", [at])
-        at = graph.launch(Phase.BACKWARD, 0, "host:0", profile.backward_launches, backward, [at])
-        graph.update(case, profile, 0, "host", [at])
+        graph.update(case, profile, 0, "host", [last])
         return graph.tasks
 
     def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
-        """Yield the transfer of the batch from the host to the device, unless the device has it
-        before the step.
-        """
+        """Yield the transfer of the batch to the device, unless it is there before the step."""
         if case.inputs == "device":
             return
         yield Move(

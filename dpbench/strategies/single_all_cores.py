@@ -10,17 +10,15 @@ from dpbench.strategies.single import Single
 class SingleAllCores(Single):
     """One device that uses every core: the performance of a CPU without data parallelism.
 
-    With other strategies, each logical CPU device has one thread, so that comparisons of device
-    counts are fair. A speed-up on a CPU is a gain for the whole machine only if it exceeds the
-    speed-up of this strategy.
+    Each logical CPU device of other strategies has one thread, so that comparisons of device counts
+    are fair. A speed-up on a CPU is a gain for the whole machine only if it exceeds that of this
+    strategy.
     """
 
     traits = Traits(parallelism=Parallelism.NONE, role=Role.ALL_CORES)
 
     def skip(self, case: Case) -> str:
-        """Return the reason why this strategy cannot run a case (its devices are not logical CPU
-        devices), or "".
-        """
+        """Return the reason why this strategy cannot run a case, or "" if it can."""
         return (
             ""
             if case.device_kind == "cpu"

@@ -1,8 +1,7 @@
 """torch.nn.DataParallel, with marks in the four methods that subclasses may override.
 
-The reduction runs inside autograd, where no mark can be set. The phase `backward` therefore
-includes the reduction. When phases are compared with those of other strategies, the sums of
-`backward` and `reduce` are compared.
+The reduction runs inside autograd, where no mark can be set, so the phase `backward` includes it.
+Comparisons with other strategies use the sum of `backward` and `reduce`.
 """
 
 from __future__ import annotations
@@ -42,10 +41,7 @@ class TorchDataParallel(Strategy):
     traits = Traits(role=Role.WRAPPER, reduction=Reduction.IN_BACKWARD, shared_stream=True)
 
     def skip(self, case: Case) -> str:
-        """Return the reason why this strategy cannot run a case, or "" if it can.
-
-        The strategy runs neither on logical CPU devices nor in bf16 on several devices.
-        """
+        """Return the reason why this strategy cannot run a case, or "" if it can."""
         if case.device_kind == "cpu":
             return (
                 "torch.nn.DataParallel needs an accelerator, because on the CPU it only calls the"
@@ -59,18 +55,14 @@ class TorchDataParallel(Strategy):
         return ""
 
     def compares_buffers(self, case: Case) -> bool:
-        """Return False if the replicas share one GPU: they then also share their buffers, and each
-        updates them.
-        """
+        """Return False if the replicas share one GPU: each then updates the same buffers."""
         return case.placement != "colocated"
 
     @contextmanager
     def start(
         self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
     ) -> Iterator[Step]:
-        """Yield the training step of torch's tutorials, with the module wrapped in
-        torch.nn.DataParallel.
-        """
+        """Yield the training step of torch's tutorials, with torch.nn.DataParallel."""
         from dpbench.models import positional
         from dpbench.strategies._torch_parallel import Marked, on_emulated_devices
 
@@ -112,18 +104,13 @@ class TorchDataParallel(Strategy):
             yield Marked(model.module, [device.torch_device.index for device in devices], mark)
 
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
-        """Return the tasks of one step under the schedule `reference`, with the reduction in the
-        phase `backward`.
-        """
+        """Return the tasks under the schedule `reference`, with the reduction in `backward`."""
         if case.devices == 1:
             return single.strategy.tasks(case, profile)
         return Chain(case, profile, threads_marked=False, reduction=Phase.BACKWARD).tasks()
 
     def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
-        """Yield the transfers of one step under the schedule `reference`.
-
-        The phase `backward` has the reduction.
-        """
+        """Yield the transfers under the schedule `reference`, with the reduction in `backward`."""
         for move in _tasks.scheduled(case, shapes, Schedule()):
             yield (
                 Move(Phase.BACKWARD, move.source, move.target, move.bytes)
