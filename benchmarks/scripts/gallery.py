@@ -47,8 +47,8 @@ The labels of a run qualify its figures; NOISY says that other processes used th
 <h2>{{ one.title }}</h2>
 <p>{{ one.about }}</p>
 <p>{% for label in one.labels %}<span class="badge {{ label }}">{{ label }}</span> {% endfor %}</p>
-<p class="note">{{ one.date }} UTC on {{ one.machine }};
-{{ one.results }} of {{ one.cases }} cases have a result.</p>
+<p class="note">{{ one.date }} UTC on {{ one.machine }}; {#-
+#} {{ one.results }} of {{ one.cases }} cases have a result.</p>
 {% for answer in one.answers %}
 <p>{{ answer }}</p>
 {% endfor %}

@@ -52,7 +52,7 @@ Version 2 of control groups has both values in one file; version 1 has two files
 
 
 def patience(given_s: float | None = None) -> float:
-    """Return the seconds to wait for a low load: `given_s`, else DPBENCH_PATIENCE, else the default.
+    """Return the seconds to wait for a low load: `given_s`, DPBENCH_PATIENCE, or the default.
 
     Raises ValueError if the environment variable is not a number of 0 or more.
     """

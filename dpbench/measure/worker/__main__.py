@@ -58,9 +58,9 @@ def serve() -> None:
     """
     processes.keep()
     processes.adopt()
-    registry.own("strategies")  # imports them
-    for name in registry.own("models"):
-        registry.load("models", name)
+    for kind in ("strategies", "models"):
+        for name in registry.own(kind):
+            registry.load(kind, name)
     if torch.cuda.is_initialized():
         raise RuntimeError(
             "importing dpbench's strategies and models initialised CUDA, so workers cannot be"
