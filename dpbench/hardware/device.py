@@ -99,9 +99,10 @@ class Device(Protocol):
         """Block the host until this device has finished all queued work."""
 
     def take_peaks(self) -> dict[str, int]:
-        """Return the memory peaks in bytes (`allocated`, `reserved`) since the last call.
+        """Return the memory peaks since the last reset, in bytes by kind, and reset them.
 
-        The dict is empty if the device does not report its memory.
+        The kinds are `allocated` and `reserved`; the dict is empty if the device does not report
+        its memory.
         """
 
     def reset_memory(self) -> None:

@@ -52,9 +52,10 @@ Version 2 of control groups has both values in one file; version 1 has two files
 
 
 def patience(given_s: float | None = None) -> float:
-    """Return the seconds to wait for a low load: `given_s`, DPBENCH_PATIENCE, or the default.
+    """Return the maximum seconds to wait for a low load.
 
-    Raises ValueError if the environment variable is not a number of 0 or more.
+    This is `given_s`, else the value of DPBENCH_PATIENCE, else the default. Raises ValueError if
+    the environment variable is not a number of 0 or more.
     """
     if given_s is not None:
         return given_s

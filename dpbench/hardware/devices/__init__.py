@@ -1,7 +1,6 @@
 """Devices: convert the device ids of users to devices.
 
-Ids are torch's ids of GPUs, "cpu" once for each logical CPU device, or "emulated:0", "emulated:1"
-and so on.
+Ids are torch's ids of GPUs, "cpu" once for each logical CPU device, or "emulated:0" and so on.
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ from dpbench.hardware.devices.host import CpuDevice, EmulatedDevice
 
 DeviceId = int | str | torch.device
 Devices = Sequence[Device | DeviceId]
-"""The type of the argument `devices` of the engine's functions: devices, or ids that `resolve`
-accepts.
-"""
+"""The type of the argument `devices` of the engine's functions: devices, or ids for `resolve`."""
 
 
 def as_devices(devices: Devices) -> list[Device]:
@@ -34,9 +31,7 @@ def as_devices(devices: Devices) -> list[Device]:
 
 @contextmanager
 def holding(devices: Sequence[Device]) -> Iterator[None]:
-    """In the context, all threads use the calling thread's current streams as the streams of
-    `devices`.
-    """
+    """In the context, all threads use the calling thread's current streams for `devices`."""
     with ExitStack() as held:
         for device in devices:
             held.enter_context(device.hold())
@@ -44,14 +39,12 @@ def holding(devices: Sequence[Device]) -> Iterator[None]:
 
 
 def resolve(device_ids: Sequence[DeviceId] | None) -> list[Device]:
-    """Return one device per id.
-
-    None means all GPUs, so the list is empty on a machine without a GPU.
+    """Return one device per id; None means all GPUs, of which there may be none.
 
     An id is the index of a GPU, a torch.device, or the name of a device. If a GPU is listed several
-    times, its replicas are colocated. Each "cpu" is one logical CPU device. "emulated:1" is an
-    emulated device; its tensors report the device "lazy:1". Raises ValueError for ids of an unknown
-    kind, ids of different kinds, and GPUs that do not exist.
+    times, its replicas are colocated. The tensors of the emulated device "emulated:1" report the
+    device "lazy:1". Raises ValueError for ids of an unknown kind, ids of different kinds, and GPUs
+    that do not exist.
     """
     if isinstance(device_ids, DeviceId):
         raise ValueError(
@@ -75,9 +68,6 @@ def resolve(device_ids: Sequence[DeviceId] | None) -> list[Device]:
 
 
 def _parse(device_id: DeviceId) -> torch.device:
-    """Return the torch.device of an id: an integer is the index of a GPU, and "emulated:1" means
-    "lazy:1".
-    """
     if isinstance(device_id, int):
         return torch.device("cuda", device_id)
     name = str(device_id)
@@ -87,7 +77,7 @@ def _parse(device_id: DeviceId) -> torch.device:
 
 
 def _emulated(ordinals: Sequence[int]) -> list[Device]:
-    """Return one emulated device per ordinal; devices with the same ordinal share one memory."""
+    """Devices with the same ordinal share one memory."""
     return [
         cast(Device, EmulatedDevice(index, ordinal, shares_memory=ordinal in ordinals[:index]))
         for index, ordinal in enumerate(ordinals)
@@ -120,8 +110,7 @@ def _cuda(
     """Return one CUDA device per replica; replica i uses the GPU `ordinals[i]`.
 
     A replica that is not the first on its GPU has its own stream, unless `shared_stream` is True.
-    `own_processes` means that each device is used in a separate process, with a separate memory
-    allocator.
+    `own_processes` means that each device is used in a separate process, with a separate allocator.
     """
     devices = []
     for index, ordinal in enumerate(ordinals):

@@ -1,6 +1,4 @@
-"""Ledger: count the bytes of tensor storages on each emulated device, and enforce a limit of
-memory.
-"""
+"""Ledger: count the bytes of tensor storages on each emulated device, and enforce a limit."""
 
 from __future__ import annotations
 
@@ -13,10 +11,7 @@ import torch
 
 
 class DeviceFull(torch.OutOfMemoryError):
-    """The error of an allocation that would exceed the limit of an emulated device.
-
-    `ordinal` is the device's index.
-    """
+    """An allocation would exceed the limit of the emulated device with the index `ordinal`."""
 
     ordinal: int | None = None
 
@@ -37,9 +32,8 @@ class StorageLedger:
     def own(self, storage: torch.UntypedStorage, device: torch.device) -> None:
         """Count the bytes of `storage` as bytes of `device` until the storage is freed.
 
-        If the storage is counted already, update its size. Raises DeviceFull, a
-        torch.OutOfMemoryError, and leaves the count unchanged, if the device would exceed its
-        limit.
+        If the storage is counted already, update its size. Raises DeviceFull, and leaves the count
+        unchanged, if the device would exceed its limit.
         """
         key = id(storage)
         size = storage.nbytes()
@@ -79,9 +73,7 @@ class StorageLedger:
             return self._peak[device]
 
     def take(self, device: torch.device) -> int:
-        """Return the peak of the bytes allocated on `device`, and reset the peak, in one atomic
-        operation.
-        """
+        """Return the peak of the bytes allocated on `device`, and reset it, atomically."""
         with self._lock:
             peak = self._peak[device]
             self._peak[device] = self._now[device]
@@ -102,7 +94,4 @@ class StorageLedger:
 
 
 ledger = StorageLedger()
-"""The ledger of all emulated devices.
-
-The process has only one, because storages may outlive device objects.
-"""
+"""The only ledger of the process, because storages may outlive device objects."""

@@ -1,7 +1,4 @@
-"""Multi-tensor operations, which torch provides only under private names.
-
-No other module uses these names.
-"""
+"""Multi-tensor operations, which torch provides only under private names, used only here."""
 
 from __future__ import annotations
 
@@ -11,16 +8,13 @@ import torch
 
 
 def copy_all(into: Sequence[torch.Tensor], source: Sequence[torch.Tensor]) -> None:
-    """Copy `source[i]` into `into[i]` for all i, in one kernel launch if all tensors are on one
-    device.
-    """
+    """Copy each `source[i]` into `into[i]`, in one kernel launch if all are on one device."""
     if into:
         torch._foreach_copy_(list(into), list(source), non_blocking=True)
 
 
 def sum_all(into: Sequence[torch.Tensor], sources: Sequence[Sequence[torch.Tensor]]) -> None:
-    """Write `sources[0][i] + sources[1][i] + ...`, added from left to right, into `into[i]` for all
-    i.
+    """Write `sources[0][i] + sources[1][i] + ...`, added from left to right, into each `into[i]`.
 
     All tensors must be on one device.
     """

@@ -1,5 +1,4 @@
-"""Emulated tensors: wrappers of ordinary tensors that report the device `lazy:i`, and whose bytes
-are counted.
+"""Emulated tensors: wrappers of tensors that report the device `lazy:i` and count their bytes.
 
 torch has a device type for its lazy backend, but no kernels until the backend is started. This
 module registers three kernels, two that allocate and one that copies. They suffice for factories,
@@ -37,9 +36,7 @@ HOST_ARGUMENTS = {
     aten._pack_padded_sequence.default,
     aten._pack_padded_sequence_backward.default,
 }
-"""Ops that, as on a GPU, accept indices or lengths on the host although their other tensors are on
-a device.
-"""
+"""Ops that, as on a GPU, accept indices or lengths on the host beside tensors on a device."""
 
 
 SPARSE = torch._C.DispatchKeySet(torch._C.DispatchKey.SparseCPU)
@@ -52,9 +49,8 @@ class EmulatedTensor(torch.Tensor):
     """
 
     held: torch.Tensor
-    __torch_function__: Any = (
-        torch._C._disabled_torch_function_impl
-    )  # do not convert results to the subclass
+    # do not convert results to the subclass
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -62,8 +58,7 @@ class EmulatedTensor(torch.Tensor):
     ) -> Any:
         """Run an op on the wrapped tensors.
 
-        In inference mode, torch passes composite ops to this method too; the method decomposes them
-        into other ops.
+        In inference mode, torch passes composite ops too; they are decomposed into other ops.
         """
         if torch.is_inference_mode_enabled():
             result = func.decompose(*args, **(kwargs or {}))
@@ -73,9 +68,7 @@ class EmulatedTensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """Return a tensor that shares the values but has no autograd history, as
-        `torch.Tensor.data` does.
-        """
+        """Return a tensor that shares the values but has no autograd history, as torch does."""
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
 
     @data.setter
@@ -99,10 +92,7 @@ class EmulatedTensor(torch.Tensor):
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], device: Any, size: Any, stride: Any
     ) -> EmulatedTensor:
-        """Return the emulated tensor from the parts that `__tensor_flatten__` names.
-
-        `size` and `stride` are unused.
-        """
+        """`size` and `stride` are unused."""
         return wrap(inner["held"], device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EmulatedTensor:
@@ -135,12 +125,9 @@ class EmulatedTensor(torch.Tensor):
         return f"Parameter containing:\n{text}" if isinstance(self, torch.nn.Parameter) else text
 
     def type(self, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
-        """Return the name of the tensor's type if `dtype` is None.
+        """Return the name of the tensor's type, or the tensor converted to `dtype` if it is given.
 
-        Otherwise return the tensor converted to `dtype`.
-
-        This method composes the name of a sparse type, because torch has no name for sparse tensors
-        on this device.
+        torch has no name for sparse tensors on this device; this method composes it.
         """
         if dtype is None and self.is_sparse:
             return self.held.type().replace("torch.", f"torch.{LAZY}.")
@@ -167,9 +154,7 @@ class EmulatedTensor(torch.Tensor):
 
 
 def wrap(inner: torch.Tensor, device: torch.device) -> EmulatedTensor:
-    """Return an emulated tensor on `device` that wraps `inner`, and count the bytes of `inner` as
-    bytes of `device`.
-    """
+    """Return an emulated tensor that wraps `inner`, and count its bytes as bytes of `device`."""
     if inner.is_conj() or inner.is_neg():  # torch cannot see these two flags of a wrapped tensor
         inner = inner.resolve_conj().resolve_neg()
     geometry: dict[str, Any]
@@ -202,10 +187,7 @@ _home = torch.device("cpu")
 
 
 def set_home(device: torch.device) -> torch.device:
-    """Set the device (cpu or meta) of the tensors that new emulated tensors wrap.
-
-    Return the previous device.
-    """
+    """Set the device (cpu or meta) of the tensors that are wrapped; return the previous one."""
     global _home
     before, _home = _home, device
     return before
@@ -213,11 +195,9 @@ def set_home(device: torch.device) -> torch.device:
 
 @functools.cache
 def install() -> torch.library.Library:
-    """Register the kernels for the lazy backend until the process ends.
+    """Register the kernels for the lazy backend until the process ends; return their library.
 
-    Return the library that contains them.
-
-    Only the first call registers the kernels; later calls return the same library.
+    Later calls return the same library.
     """
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", _empty, LAZY.capitalize())
@@ -238,9 +218,8 @@ def load_operators() -> None:
     for schema in torch._C._jit_get_all_schemas():
         namespace, _, name = schema.name.partition("::")
         if namespace == "aten":
-            getattr(
-                getattr(aten, name, None), schema.overload_name or "default", None
-            )  # None: an op of TorchScript
+            # None: an op of TorchScript
+            getattr(getattr(aten, name, None), schema.overload_name or "default", None)
 
 
 def _empty(
@@ -259,10 +238,7 @@ def _empty_strided(
 def _copy_from(
     source: torch.Tensor, target: EmulatedTensor, non_blocking: bool = False
 ) -> torch.Tensor:
-    """Copy `source` into `target`, and return `target`: the kernel of aten::_copy_from.
-
-    torch calls this kernel within `torch.tensor`, where tensor subclasses are disabled.
-    """
+    """Run within `torch.tensor` by torch, where tensor subclasses are disabled."""
     _held(target).copy_(_held(source))
     return target
 
@@ -273,9 +249,6 @@ def _numbered(device: Any) -> torch.device:
 
 
 def _dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Check the devices of the arguments, run `func` on the wrapped tensors, and wrap the tensors
-    that it returns.
-    """
     tensors = _tensors((*args, *kwargs.values()))
     emulated = [t for t in tensors if isinstance(t, EmulatedTensor)]
     by_position = func.name().startswith("aten::_foreach_")
@@ -306,10 +279,9 @@ def _dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _check_devices(func: Any, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
-    """Raise RuntimeError if one of `tensors` is not on `device`.
+    """0-dim tensors on the host are allowed with any device.
 
-    0-dim tensors on the host are allowed with any device, as are host tensors in the ops of
-    `HOST_ARGUMENTS`. The copying ops of `ANY_DEVICE` are not checked.
+    So are host tensors in the ops of `HOST_ARGUMENTS`. The ops of `ANY_DEVICE` are not checked.
     """
     for tensor in tensors:
         if tensor.device == device or func in ANY_DEVICE:
@@ -331,11 +303,9 @@ def _check_positions(func: Any, args: Sequence[Any]) -> None:
 def _outside(
     tensor: torch.Tensor, arguments: dict[int, torch.Tensor], device: torch.device
 ) -> torch.Tensor:
-    """Return the emulated tensor for a result of an op: the argument that the op wrote to, or a new
-    tensor.
+    """Return the emulated tensor for an op's result: an argument that it wrote to, or a new tensor.
 
-    `tensor` is the result of running the op on wrapped tensors. `arguments` maps the id of each
-    wrapped argument to the argument.
+    `arguments` maps the id of each wrapped argument to the argument.
     """
     argument = arguments.get(id(tensor))
     if argument is None:
@@ -343,9 +313,8 @@ def _outside(
     if isinstance(argument, EmulatedTensor) and (
         argument.shape != tensor.shape or argument.stride() != tensor.stride()
     ):
-        argument.data = wrap(
-            tensor, device
-        )  # the op changed the shape: t_(), unsqueeze_(), or a resized `out`
+        # the op changed the shape: t_(), unsqueeze_(), or a resized `out`
+        argument.data = wrap(tensor, device)
     return argument
 
 
@@ -354,11 +323,6 @@ def _held(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _map(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Return `value`, an argument or a result of an op, with `change` applied to every tensor in
-    it.
-
-    `value` may be a nested list or tuple.
-    """
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, list | tuple):
@@ -369,11 +333,6 @@ def _map(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
 def _tensors(
     values: Sequence[Any], tensors: list[torch.Tensor] | None = None
 ) -> list[torch.Tensor]:
-    """Return the tensors in `values`, the arguments of an op, including those in nested lists and
-    tuples.
-
-    They are appended to `tensors`, if it is given.
-    """
     tensors = [] if tensors is None else tensors
     for value in values:
         if isinstance(value, torch.Tensor):

@@ -1,10 +1,8 @@
 """CUDA devices: each is a GPU and a stream.
 
-The engine calls `torch.cuda` only through this package.
-
 Spread replicas, one per GPU, use the current stream of their GPU, as torch.nn.DataParallel does.
 Colocated replicas share one GPU and by default have separate streams, so that their kernels may
-overlap as far as the GPU allows.
+overlap.
 """
 
 from __future__ import annotations
@@ -24,9 +22,9 @@ from dpbench.hardware.devices._many import copy_all
 class CudaDevice:
     """A GPU, or one stream of a GPU that several replicas share.
 
-    `ordinal` is the GPU's number in CUDA. `own_stream` gives the replica a new stream; without it,
-    the replica uses the current stream of the GPU. `shares_memory` is True if a replica with a
-    lower index already reports the memory of this GPU.
+    `ordinal` is the GPU's number in CUDA. `own_stream` gives the replica a new stream instead of
+    the current stream of the GPU. `shares_memory` is True if a replica with a lower index already
+    reports the memory of this GPU.
     """
 
     def __init__(
@@ -43,20 +41,16 @@ class CudaDevice:
 
     @property
     def stream(self) -> torch.cuda.Stream:
-        """Return the replica's own stream, else the stream that `hold` has set, else this thread's
-        current stream.
-        """
+        """Return the replica's own stream, that of `hold`, or this thread's current stream."""
         return self._own or self._held or torch.cuda.current_stream(self.ordinal)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Inside the context, all threads use the calling thread's current stream on this GPU for
-        this device.
+        """In the context, all threads use the calling thread's current stream for this device.
 
-        Outside the context, each thread uses its own current stream. In the threads in which
-        autograd runs backward, this is the default stream. In a thread that has entered the guard
-        of another replica on the same GPU, it is the stream of that replica. A replica with its own
-        stream always uses its own stream.
+        Outside it, each thread uses its own current stream: the default stream where autograd runs
+        backward, or the stream of another replica in its guard. A replica with its own stream
+        always uses its own stream.
         """
         before, self._held = self._held, self.stream
         try:
@@ -67,10 +61,9 @@ class CudaDevice:
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a new copy of `tensor` on this GPU, made on this device's stream.
 
-        The copy starts after the work that is queued on the current stream of the GPU that `tensor`
-        is on. A tensor of the host is copied in a background stream, as by torch.nn.DataParallel:
-        this device's stream waits for the copy, but the copy does not wait for the work of this
-        device.
+        The copy starts after the work that is queued on the current stream of `tensor`'s GPU. A
+        tensor of the host is copied in a background stream, as by torch.nn.DataParallel: this
+        device's stream waits for the copy, but the copy does not wait for the work of this device.
         """
         if not tensor.is_cuda:
             return self._put_from_host(tensor)
@@ -81,7 +74,6 @@ class CudaDevice:
         return copy
 
     def _put_from_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a new copy of a tensor of the host on this GPU, made in the background stream."""
         self._background = self._background or torch.cuda.Stream(self.ordinal)
         with torch.cuda.stream(self._background):
             copy = tensor.to(self.torch_device, non_blocking=True, copy=True)
@@ -90,8 +82,7 @@ class CudaDevice:
         return copy
 
     def clone(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return copies of `tensors` on this GPU, made in one kernel launch if `tensors` are
-        already on this GPU.
+        """Return copies of `tensors` on this GPU, made in one kernel launch if they are on it.
 
         The device of `tensors` must wait for this device before `tensors` are written or freed.
         """
@@ -102,10 +93,9 @@ class CudaDevice:
         return copies
 
     def guard(self) -> AbstractContextManager[Any]:
-        """Return a context manager that makes this GPU and this device's stream current in the
-        thread that enters it.
+        """Return a context manager that makes this GPU and this device's stream current.
 
-        The stream is that of the thread that calls `guard`, and not of the thread that enters the
+        The stream is that of the thread that calls `guard`, not of the thread that enters the
         context: the current stream of a new thread is the default stream.
         """
         stack = ExitStack()
@@ -117,9 +107,7 @@ class CudaDevice:
         """Do nothing: no CPU core is assigned to a GPU."""
 
     def wait(self, other: Device) -> None:
-        """Make this device's stream wait for the stream of `other`, if `other` has a different
-        stream.
-        """
+        """Make this device's stream wait for a different stream of `other`."""
         stream = getattr(other, "stream", None)
         if stream is not None and stream != self.stream:
             self.stream.wait_stream(stream)
@@ -127,18 +115,14 @@ class CudaDevice:
     def borrow(self, tensors: Sequence[torch.Tensor]) -> None:
         """Register this device's stream as a reader of `tensors`.
 
-        torch's allocator then does not reuse their memory before the work queued on this stream is
-        done.
+        torch's allocator then does not reuse their memory before the work queued on it is done.
         """
         for tensor in tensors:
             if tensor.is_cuda:
                 tensor.record_stream(self.stream)
 
     def event(self, reuse: Any = None) -> Any:
-        """Queue a timing event on this device's stream, and return it.
-
-        None as `reuse` creates a new event.
-        """
+        """Queue a timing event on this device's stream, new unless `reuse`, and return it."""
         event = torch.cuda.Event(enable_timing=True) if reuse is None else reuse
         event.record(self.stream)
         return event
@@ -154,16 +138,14 @@ class CudaDevice:
         """
         if self._shares_memory:
             return {}
-        found = torch.cuda.memory_stats(self.ordinal)
+        stats = torch.cuda.memory_stats(self.ordinal)
         torch.cuda.reset_peak_memory_stats(self.ordinal)
         return {
-            kind: int(found.get(f"{kind}_bytes.all.peak", 0)) for kind in ("allocated", "reserved")
+            kind: int(stats.get(f"{kind}_bytes.all.peak", 0)) for kind in ("allocated", "reserved")
         }
 
     def reset_memory(self) -> None:
-        """Wait until the GPU has finished its work, empty torch's memory cache, and reset the
-        memory peaks.
-        """
+        """Wait for the GPU, empty torch's memory cache, and reset the memory peaks."""
         torch.cuda.synchronize(self.ordinal)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.ordinal)
@@ -176,19 +158,18 @@ class CudaDevice:
     def broadcast(
         self, tensors: Sequence[torch.Tensor], devices: Sequence[Device]
     ) -> list[list[torch.Tensor]]:
-        """Return, for each of `devices`, the list of `tensors` on its GPU, copied as
-        torch.nn.DataParallel does.
+        """Return, for each of `devices`, the list of `tensors` on its GPU.
 
-        The tensors are copied in buffers of 10 MiB, by NCCL if torch has NCCL.
+        As in torch.nn.DataParallel, buffers of 10 MiB are copied, by NCCL if torch has NCCL.
         """
         copies = comm.broadcast_coalesced(list(tensors), [d.torch_device.index for d in devices])
         # torch's collectives return a complex tensor as pairs of reals
         return [
             [
                 torch.view_as_complex(c) if t.is_complex() and not c.is_complex() else c
-                for c, t in zip(one, tensors, strict=True)
+                for c, t in zip(on_gpu, tensors, strict=True)
             ]
-            for one in copies
+            for on_gpu in copies
         ]
 
     def reduce_add(
@@ -233,8 +214,8 @@ class CudaDevice:
 class Nccl:
     """NCCL's collectives over distinct GPUs that are used by one process.
 
-    They run on separate streams, so that backward can continue concurrently. Every call is one NCCL
-    group over all the GPUs. The caller must ensure that no two threads make calls at the same time.
+    They run on separate streams, concurrently with backward. Every call is one NCCL group over all
+    the GPUs; no two threads may make calls at the same time.
     """
 
     def __init__(self, devices: Sequence[Device]) -> None:
@@ -242,15 +223,11 @@ class Nccl:
         self._streams = [torch.cuda.Stream(ordinal) for ordinal in self._ordinals]
 
     def follow(self, i: int) -> None:
-        """Make later collectives wait for the work on this thread's current stream on the GPU of
-        device i.
-        """
+        """Make later collectives wait for this thread's current stream on the GPU of device i."""
         self._streams[i].wait_stream(torch.cuda.current_stream(self._ordinals[i]))
 
     def lead(self, i: int) -> None:
-        """Make this thread's current stream on the GPU of device i wait for all collectives queued
-        so far.
-        """
+        """Make this thread's current stream on device i's GPU wait for all queued collectives."""
         torch.cuda.current_stream(self._ordinals[i]).wait_stream(self._streams[i])
 
     def reduce(self, tensors: Sequence[torch.Tensor], root: int) -> None:
@@ -262,8 +239,7 @@ class Nccl:
         nccl.all_reduce(tensors, streams=self._streams)
 
     def reduce_scatter(self, tensors: Sequence[torch.Tensor]) -> None:
-        """For each device i, add up part i of all tensors, and write the sum into part i of
-        `tensors[i]`.
+        """Write the sum of part i of all tensors into part i of `tensors[i]`, for each device i.
 
         Each tensor consists of one equal part per device. NCCL accepts a part of the input as the
         output, so no other memory is needed.
@@ -271,7 +247,7 @@ class Nccl:
         nccl.reduce_scatter(tensors, self._parts(tensors), streams=self._streams)
 
     def all_gather(self, tensors: Sequence[torch.Tensor]) -> None:
-        """For each device i, copy part i of `tensors[i]` into part i of every other tensor.
+        """Copy part i of `tensors[i]` into part i of every other tensor, for each device i.
 
         Each tensor consists of one equal part per device. NCCL accepts a part of the output as the
         input, so no other memory is needed.
@@ -287,10 +263,7 @@ class Nccl:
 
 
 class _Entered:
-    """A context manager that enters several contexts.
-
-    It may be created in one thread and entered in another.
-    """
+    """Several contexts, which may be created in one thread and entered in another."""
 
     def __init__(self, stack: ExitStack, contexts: Sequence[AbstractContextManager[Any]]) -> None:
         self._stack = stack

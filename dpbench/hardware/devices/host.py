@@ -29,9 +29,7 @@ from dpbench.hardware.processes import stay
 
 
 class HostDevice:
-    """The base class of devices whose tensors are in the host's memory, whatever device the tensors
-    report.
-    """
+    """A device whose tensors are in the host's memory, whatever device they report."""
 
     index: int
     name: str
@@ -45,16 +43,11 @@ class HostDevice:
         return tensor.to(self.torch_device, copy=True)
 
     def clone(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return copies of `tensors`, made one by one, so that each copy is aligned to 64 bytes.
-
-        In one flat copy, all tensors except the first would lose their alignment.
-        """
+        """Return copies of `tensors`, made one by one, so that each is aligned to 64 bytes."""
         return [self.put(tensor) for tensor in tensors]
 
     def guard(self) -> AbstractContextManager[Any]:
-        """Return a context manager that does nothing: the host is always current, and has no
-        streams.
-        """
+        """Return a context manager that does nothing: the host is always current."""
         return nullcontext()
 
     def hold(self) -> AbstractContextManager[Any]:
@@ -68,9 +61,7 @@ class HostDevice:
         """Do nothing: the work of every host device is done when its call returns."""
 
     def borrow(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Do nothing: the host has no streams, so memory is never reused while queued work reads
-        it.
-        """
+        """Do nothing: without streams, no memory is reused while queued work reads it."""
 
     def event(self, reuse: Any = None) -> Any:
         """Return None, because the host's clock times the work of this device."""
@@ -103,8 +94,7 @@ class HostDevice:
 class CpuDevice(HostDevice):
     """A logical device on the host, with separate tensors and, optionally, an assigned core.
 
-    `core` is a position in `processes.CORES`, or None; threads that work for the device are bound
-    to this core.
+    `core` is a position in `processes.CORES`, or None; the device's threads are bound to this core.
     """
 
     def __init__(self, index: int, core: int | None = None) -> None:
@@ -133,8 +123,7 @@ class EmulatedDevice(HostDevice):
     """An emulated device, as used by one replica.
 
     `ordinal` is the number i in the device `lazy:i` of its tensors; it defaults to `index`.
-    `shares_memory` is True if a replica with a lower index already reports the memory of this
-    device.
+    `shares_memory` is True if a replica with a lower index already reports its memory.
     """
 
     def __init__(
@@ -150,8 +139,7 @@ class EmulatedDevice(HostDevice):
         self._shares_memory = shares_memory
 
     def take_peaks(self) -> dict[str, int]:
-        """Return the peak of allocated bytes since the last reset, under the key `allocated`, and
-        reset it.
+        """Return the peak of bytes since the last reset (key `allocated`), and reset it.
 
         The dict is empty if another replica already reports this device's memory.
         """
@@ -168,9 +156,7 @@ class EmulatedDevice(HostDevice):
 
 @contextmanager
 def bytes_only() -> Iterator[None]:
-    """Inside the context, in any thread, create emulated tensors that store no values, so that they
-    use no memory.
-    """
+    """In the context, in any thread, create emulated tensors that store no values."""
     before = set_home(torch.device("meta"))
     try:
         yield

@@ -36,9 +36,7 @@ from dpbench.records import Sample
 def ticks(
     interval_s: float, wait: Callable[[float], bool], now: Callable[[], float] = time.perf_counter
 ) -> Iterator[int]:
-    """Yield k = 0, 1, 2, ... at k * `interval_s` seconds after the start.
-
-    Skip each k whose time has passed.
+    """Yield k = 0, 1, 2, ... at k * `interval_s` seconds after the start; skip each k that is past.
 
     `wait(seconds)` waits for the next time; the iteration stops when it returns True. `now` is the
     clock, in seconds.
@@ -86,9 +84,7 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 2.0
 MOST_BYTES = 1 << 24
-"""If more bytes than this were added to the file since the last reading, only a part of the new
-samples is kept.
-"""
+"""If more bytes were added to the file since the last reading, only some samples are kept."""
 GOLDEN = 0.6180339887498949
 """The fractional part of the golden ratio.
 
@@ -108,15 +104,11 @@ class SampleFile:
 
     @property
     def pid(self) -> int | None:
-        """Return the process id of the sampler.
-
-        None if it was not started, or is known to have ended.
-        """
+        """Return the process id of the sampler; None if it is not known to run."""
         return self._process.pid if self._process else None
 
     def cut(self, start_s: float, end_s: float, settle_s: float = 1.0) -> tuple[Sample, ...]:
-        """Return the samples from `start_s` to `end_s` in chronological order, and discard those
-        before `start_s`.
+        """Return the samples from `start_s` to `end_s` in order, and discard those before.
 
         The sampler process is first asked to write its buffered samples, which takes about a
         millisecond. `settle_s` is the maximum wait for the answer, in seconds; 0 skips the request.
@@ -128,11 +120,7 @@ class SampleFile:
         return tuple(sorted(within, key=lambda sample: sample.time_s))
 
     def _settle(self, timeout_s: float) -> None:
-        """Make the sampler write its buffered samples, and wait up to `timeout_s` seconds for its
-        answer.
-
-        If the sampler process has ended, warn once and do not ask again.
-        """
+        """If the sampler process has ended, warn once and do not ask again."""
         if self._process is None or _closed(self._process):
             return
         self._requests += 1
@@ -145,11 +133,10 @@ class SampleFile:
             self._process = None
 
     def _read(self) -> list[Sample]:
-        """Return the samples in the complete lines that have been added to the file since the last
-        read.
+        """Return the samples in the complete lines added to the file since the last read.
 
-        If these lines have more than `MOST_BYTES`, return only the samples that were taken in some
-        of the seconds. These seconds are spread evenly over the time, and all metrics are kept.
+        If these lines have more than `MOST_BYTES`, return only the samples of some seconds, which
+        are spread evenly over the time; all metrics are kept.
         """
         samples = []
         with (
@@ -173,8 +160,7 @@ class SampleFile:
 def sampling(
     devices: Sequence[int], output: Path, interval_s: float = 0.1, root_pid: int | None = None
 ) -> Iterator[SampleFile]:
-    """Sample the host and the GPUs with the CUDA ordinals `devices` in a separate process, until
-    the `with` block ends.
+    """Sample the host and the GPUs with CUDA ordinals `devices` in a process inside the context.
 
     The process reads the counters every `interval_s` seconds, slow counters less often, and appends
     the samples to the file `output`. If the process fails, samples are lost, but the run continues.
@@ -194,10 +180,7 @@ def sampling(
 def _start(
     devices: Sequence[int], output: Path, interval_s: float, root_pid: int
 ) -> subprocess.Popen[bytes] | None:
-    """Start the sampler process and wait until it takes samples.
-
-    Return None, after a warning, if it fails.
-    """
+    """Wait until the sampler takes samples; return None, after a warning, if it fails."""
     command = [
         sys.executable,
         "-P",
@@ -234,8 +217,7 @@ def _start(
 
 
 def _ask(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> bool:
-    """Send `line` to the sampler, and return whether the sampler answers within `timeout_s`
-    seconds.
+    """Send `line` to the sampler, and return whether it answers within `timeout_s` seconds.
 
     The sampler sends the line back after it has written its samples. Raises EOFError or OSError if
     the sampler process has ended.

@@ -30,23 +30,19 @@ log = logging.getLogger(__name__)
 WRITE_INTERVAL_S = 1.0
 """The maximum seconds between two writes to the file.
 
-Regular writes limit the memory use, and the number of samples that are lost if the process is
-killed.
+It limits the memory use, and the samples that are lost if the process is killed.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write samples to the file until stdin or the parent process ends, or SIGTERM arrives.
 
-    Return the exit status.
-
-    It is 1, after an error message, if the file cannot be written.
+    Return the exit status: 1, after an error message, if the file cannot be written.
     """
     options = _parse(argv)
     logging.basicConfig(level=logging.WARNING, format="dpbench samplers: %(message)s")
-    signals.ignore(
-        (signal.SIGINT, signal.SIGHUP)
-    )  # the parent handles them, and then ends this process
+    # the parent handles them, and then ends this process
+    signals.ignore((signal.SIGINT, signal.SIGHUP))
     stopped = _stop_signal()
     signals.release()
     die_with_parent(options.parent_pid, signal.SIGTERM)
@@ -101,9 +97,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _stop_signal() -> int:
-    """Return a file descriptor that becomes readable on SIGTERM, so that one `select` can wait for
-    all events.
-    """
+    """Return a file descriptor that becomes readable on SIGTERM, for `select`."""
     heard, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
@@ -114,10 +108,7 @@ def _stop_signal() -> int:
 def _start_all(
     samplers: ExitStack, devices: Sequence[int], interval_s: float
 ) -> list[list[Sample]]:
-    """Start all samplers in the exit stack `samplers`, and return their growing lists of samples.
-
-    A sampler that fails to start is logged, and has no list.
-    """
+    """A sampler that fails to start is logged, and has no list."""
     series = []
     for name in registry.names("samplers"):
         try:
@@ -130,8 +121,7 @@ def _start_all(
 
 
 def _requests(stopped: int) -> Iterator[bytes]:
-    """Yield the data from stdin as it arrives, and b"" after each `WRITE_INTERVAL_S` seconds
-    without data.
+    """Yield data from stdin as it arrives, and b"" after `WRITE_INTERVAL_S` seconds without data.
 
     Stop at the end of stdin, or when the file descriptor `stopped` is readable.
     """
@@ -147,9 +137,7 @@ def _requests(stopped: int) -> Iterator[bytes]:
 
 
 def _lines(series: Sequence[list[Sample]]) -> bytes:
-    """Remove the samples from all lists, and return them as lines of JSON, each [time_s, device,
-    metric, value].
-    """
+    """Remove all samples; return them as lines of JSON, each [time_s, device, metric, value]."""
     taken: list[Sample] = []
     for samples in series:
         count = len(samples)  # a sampler's thread may append at the same time, but only at the end

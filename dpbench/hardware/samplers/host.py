@@ -1,12 +1,11 @@
-"""Host sampler: CPU and memory of the run's processes, the load of every core, and CPU use by other
-processes.
+"""Host sampler: memory and CPU use of the run's processes, the cores and other processes.
 
 All samples have device -1. Metrics named `*_ratio` are rates over the time since the previous
-reading; the first reading therefore does not have them. A new process is added to the watched tree
-up to 0.5 s after its start; until then its CPU time counts as foreign. Memory pages that forked
-processes share are counted once for each process. The watched processes are found by the lists of
-children that Linux keeps for each thread, and only the files of these processes are read, because
-reading all of /proc would use several percent of a core.
+reading; the first reading does not have them. A new process is added to the watched tree up to 0.5
+s after its start; until then its CPU time counts as foreign. Memory pages that forked processes
+share are counted once for each process. Only the files of watched processes, found by the lists of
+children that Linux keeps for each thread, are read, because reading all of /proc would use several
+percent of a core.
 """
 
 from __future__ import annotations
@@ -29,19 +28,15 @@ ROOT_PID = "DPBENCH_ROOT_PID"
 
 
 def root_pid() -> int:
-    """Return the process id of the root of the watched tree.
-
-    The id is the value of the environment variable `ROOT_PID`, or, if it is not set, the id of this
-    process's parent.
-    """
+    """Return the process id of the watched tree's root: `ROOT_PID`, or this process's parent."""
     return int(os.environ.get(ROOT_PID) or os.getppid())
 
 
 class ProcessTree:
     """The process `root` and its descendants, without the sampler process.
 
-    The tree is read again only if the last reading is at least `refresh_s` seconds old. `now` is
-    the clock, in seconds.
+    The tree is read again if the last reading is `refresh_s` seconds old. `now` is the clock, in
+    seconds.
     """
 
     def __init__(
@@ -81,9 +76,7 @@ def descendants(root: int) -> frozenset[int]:
 
 
 def has_children_files() -> bool:
-    """Return whether this kernel lists the children of each thread (Linux with
-    CONFIG_PROC_CHILDREN).
-    """
+    """Return whether this kernel lists each thread's children (CONFIG_PROC_CHILDREN)."""
     return os.access(f"/proc/self/task/{os.getpid()}/children", os.R_OK)
 
 
@@ -97,10 +90,7 @@ def read_file(path: str, most_bytes: int = 1 << 16) -> bytes:
 
 
 def _children(pid: int) -> list[int]:
-    """Return the process ids of the children of a process.
-
-    The kernel lists them separately for each thread.
-    """
+    """The kernel lists the children separately for each thread."""
     children: list[int] = []
     with os.scandir(f"/proc/{pid}/task") as threads:
         for thread in threads:
@@ -125,14 +115,11 @@ def _descendants_by_psutil(root: int) -> frozenset[int]:
 log = logging.getLogger(__name__)
 
 CLOCK_INTERVAL_S = 0.5
-"""The minimum seconds between readings of clock frequencies, because on some kernels each reading
-queries each core.
-"""
+"""The minimum seconds between readings of clocks, which on some kernels query each core."""
 SHORTEST_INTERVAL_S = 0.2
 """The minimum seconds between readings of CPU times.
 
-The kernel counts the time of a core in steps of 10 ms, whose rounding would dominate in a shorter
-interval.
+In a shorter interval, the rounding of the kernel's counts to 10 ms would dominate.
 """
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
@@ -143,12 +130,9 @@ _CPU_CLOCK = 2  # CPUCLOCK_SCHED of the kernel's posix-timers.h, which clock_get
 def start(
     devices: Sequence[int], interval_s: float, root: int | None = None
 ) -> Iterator[list[Sample]]:
-    """Sample the host and the process tree of `root`.
+    """Sample the host and the process tree of `root`, in a list that grows until the `with` ends.
 
-    Yield the list of samples, which grows until the `with` ends.
-
-    `root` defaults to `root_pid()`. `devices` is unused. The list stays empty on systems without
-    /proc/stat.
+    `root` defaults to `root_pid()`. `devices` is unused. The list stays empty without /proc/stat.
     """
     samples: list[Sample] = []
     if sys.platform != "linux" or not Path("/proc/stat").exists():
@@ -178,18 +162,15 @@ def start(
 
 
 def cpu_clock_hz(folder: str = "/sys/devices/system/cpu") -> float | None:
-    """Return the highest clock of the cores that this process may use, in Hz.
+    """Return the highest clock, in Hz, of the cores that this process may use; None if unknown.
 
-    None if the kernel does not provide it.
-
-    The highest clock is used, because an idle core's clock is not representative of the working
-    cores.
+    An idle core's lower clock is not representative of the working cores.
     """
-    found = []
+    clocks_hz = []
     for core in os.sched_getaffinity(0):
         with suppress(OSError, ValueError):
-            found.append(int(read_file(f"{folder}/cpu{core}/cpufreq/scaling_cur_freq")) * 1e3)
-    return max(found, default=None)
+            clocks_hz.append(int(read_file(f"{folder}/cpu{core}/cpufreq/scaling_cur_freq")) * 1e3)
+    return max(clocks_hz, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,8 +178,8 @@ class CpuTimes:
     """The cumulative CPU times at the moment `time_s`.
 
     `core_ticks` has the times of each core in kernel ticks of 1/`TICKS_PER_S` seconds. `process_s`
-    has the seconds of each watched process by process id, and `own_s` is the seconds of the sampler
-    process. `rss_bytes` is the resident memory of all watched processes at that moment.
+    has the seconds of each watched process by process id, and `own_s` those of the sampler process.
+    `rss_bytes` is the resident memory of all watched processes.
     """
 
     time_s: float
@@ -209,9 +190,7 @@ class CpuTimes:
 
 
 def take_reading(pids: Collection[int]) -> CpuTimes:
-    """Return the present reading of the cores and of the processes `pids`, without processes that
-    have ended.
-    """
+    """Return the present reading of the cores and of those processes `pids` that still run."""
     before_s = time.perf_counter()
     process_s: dict[int, float] = {}
     rss_bytes = 0
@@ -231,8 +210,7 @@ def take_reading(pids: Collection[int]) -> CpuTimes:
 
 
 def levels(now: CpuTimes) -> dict[str, float]:
-    """Return the values, by metric, that need only one reading: the system's load average and the
-    resident memory.
+    """Return the load average and the resident memory, by metric, from one reading.
 
     The resident memory is left out if no watched process exists.
     """
@@ -241,16 +219,15 @@ def levels(now: CpuTimes) -> dict[str, float]:
 
 
 def rates(before: CpuTimes, now: CpuTimes) -> dict[str, float]:
-    """Return the values, by metric, of the interval between two readings: the CPU use of cores and
-    processes.
+    """Return the CPU use of cores and processes, by metric, between two readings.
 
     A process counts only if both readings include it, because the CPU time before its first reading
-    belongs to no interval. The CPU time of the sampler process counts as time neither of the
-    watched tree nor of foreign processes.
+    belongs to no interval. The CPU time of the sampler process counts as neither the watched tree's
+    nor foreign.
     """
     elapsed_s = now.time_s - before.time_s
-    known = now.process_s.keys() & before.process_s.keys()
-    process_s = sum(max(0.0, now.process_s[pid] - before.process_s[pid]) for pid in known)
+    both = now.process_s.keys() & before.process_s.keys()
+    process_s = sum(max(0.0, now.process_s[pid] - before.process_s[pid]) for pid in both)
     rates_now: dict[str, float] = {}
     all_busy = 0
     for core, ticks in now.core_ticks.items():

@@ -49,11 +49,10 @@ def start(
 def readings(
     gpus: Sequence[NvmlGpu], samples: list[Sample]
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Return two functions that read counters of all GPUs once and append the readings to
-    `samples`.
+    """Return two functions that read counters of all GPUs once and append to `samples`.
 
-    The first function reads the counters that return at once, the second those that block or are
-    needed less often.
+    The first reads the counters that return at once, the second those that block or are needed less
+    often.
     """
     tree = ProcessTree(root_pid())
 
@@ -77,10 +76,7 @@ def readings(
 def _sample(
     samples: list[Sample], device: int, metric: str, read: Callable[[], float | None]
 ) -> None:
-    """Append the result of `read`, with the time of the middle of the call.
-
-    Append nothing if the result is None.
-    """
+    """The time is the middle of the call; None is not appended."""
     before_s = time.perf_counter()
     value = read()
     after_s = time.perf_counter()
