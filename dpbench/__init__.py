@@ -82,7 +82,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the names in `__all__` in alphabetical order, including objects that are not imported
-    yet.
-    """
+    """Return the sorted names in `__all__`, also those of objects that are not imported yet."""
     return sorted(__all__)
