@@ -224,8 +224,9 @@ def test_chunk_sizes_equal_a_reference_with_those_chunks(rung: str) -> None:
     assert sorted(sizes[:6]) == [2, 2, 4, 4, 4, 4]  # the tied layer runs twice
     assert not differing(run("workers=serial", [1, 2, 2])[0], ours)
     assert differing(run("reference", None)[0], ours)
-    with pytest.raises(ValueError, match="one weight above 0 per device, for 3 devices"):
-        run(rung, [1, 2])
+    for wrong in ([1, 2], [1, 2, 0], [1, 2, float("nan")], [1, 2, float("inf")]):
+        with pytest.raises(ValueError, match="one weight above 0 per device, for 3 devices"):
+            run(rung, wrong)
 
 
 def test_losses_without_a_sum_are_refused_or_left_gathered() -> None:

@@ -5,6 +5,7 @@ A device that also does other work can get fewer rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,12 +24,12 @@ def weights_of(
 ) -> tuple[float, ...] | None:
     """Return the weights by which a batch's rows are divided; None means torch's equal chunks.
 
-    Raises ValueError unless there is one weight above 0 per device.
+    Raises ValueError unless there is one finite weight above 0 per device.
     """
     if chunk_sizes is None:
         return None
     weights = tuple(chunk_sizes)
-    if len(weights) != len(devices) or min(weights, default=0) <= 0:
+    if len(weights) != len(devices) or not all(0 < weight < math.inf for weight in weights):
         raise ValueError(
             f"chunk_sizes needs one weight above 0 per device, for {count(len(devices), 'device')};"
             f" got {chunk_sizes}"
