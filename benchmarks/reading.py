@@ -118,9 +118,8 @@ def fill(path: Path, count: int, rounds: int, steps: int, samples: int) -> None:
         for number in range(rounds):
             for case in chosen:
                 slot = store.begin_trial(run_id, case, number)
-                made = trial(
-                    case, number, steps, each, draw
-                )  # a run stores the results of the validity checks too
+                # a run stores the results of the validity checks too
+                made = trial(case, number, steps, each, draw)
                 store.end_trial(
                     slot, replace(made, provenance={"validity": validity.facts(made, 2)})
                 )

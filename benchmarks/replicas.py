@@ -80,18 +80,16 @@ def _call(part: str) -> Callable[[], Any]:
     from dpbench.records import no_mark
 
     copies_of = attribute("engine.collectives", "copies_of")
-    cache_class = attribute(
-        "engine.replicate", "ReplicaCache", "Trees"
-    )  # earlier commits call it Trees
+    # earlier commits call it Trees
+    cache_class = attribute("engine.replicate", "ReplicaCache", "Trees")
     torch.set_num_threads(1)
     with torch.device("cpu" if part == "broadcast" else "meta"):
         network = resnet50()
     cache = cache_class(network)
     sources = [*cache.parameters, *cache.buffers]
     if part == "broadcast":
-        devices = engine.resolve(
-            ["cpu"] * 2
-        )  # one copy of 102 MB: the cost of each additional replica
+        # one copy of 102 MB: the cost of each additional replica
+        devices = engine.resolve(["cpu"] * 2)
         return torch.no_grad()(lambda: copies_of(sources, devices, no_mark))
     copies = [[source.detach() for source in sources] for _ in range(REPLICAS)]
     if part == "rebuild":

@@ -20,9 +20,8 @@ def main(arguments: list[str] | None = None) -> None:
     except BaseException as error:
         if not (number := signals.received()):
             raise
-        if not isinstance(
-            error, SystemExit
-        ):  # with SystemExit, the command has printed how it ended
+        # with SystemExit, the command has printed how it ended
+        if not isinstance(error, SystemExit):
             print("interrupted", file=sys.stderr)
         sys.exit(128 + number)
 

@@ -45,9 +45,8 @@ def _one_thread_and_seed() -> Iterator[None]:
     import torch
 
     torch.set_num_threads(1)
-    torch.default_generator.manual_seed(
-        0
-    )  # torch.manual_seed writes down the stack for each accelerator
+    # torch.manual_seed writes down the stack for each accelerator
+    torch.default_generator.manual_seed(0)
     yield
     processes.roam()  # a trial in this process stays on its device's core
 
@@ -230,9 +229,8 @@ def turn(item: pytest.Item) -> Iterator[None]:
     Processes queue for their turn: without the first lock, tests that share the second could keep a
     test that wants it alone waiting for ever.
     """
-    if not hasattr(
-        item.config, "workerinput"
-    ):  # pytest-xdist's: this process runs all tests, one after the other
+    # pytest-xdist's: this process runs all tests, one after the other
+    if not hasattr(item.config, "workerinput"):
         yield
         return
     folder = item.config._tmp_path_factory.getbasetemp().parent  # type: ignore[attr-defined]

@@ -1,8 +1,7 @@
-"""Golden outputs: what the reading commands print for each run below reports/, recorded below
-tests/golden/.
+"""Golden outputs: the output of the reading commands for each run below reports/.
 
-    python -m tests.golden [RUN...]             print, by command, how today's output differs from the recorded one
-    python -m tests.golden --record [RUN...]    record today's output
+    python -m tests.golden [RUN...]             print how today's output differs from the recorded
+    python -m tests.golden --record [RUN...]    record today's output below tests/golden/
 
 The texts of commands are asserted here only. A commit that changes one lists the change in its
 message.

@@ -235,9 +235,8 @@ def kill(folder: Folder, role: str, number: signal.Signals, after_s: float) -> l
         complaints += late(process, number)
     else:  # the command goes on; it is ended after its next trials
         poll(lambda: process.poll() is not None or len(folder.final()) > len(kept) + 1, ENDS_S)
-        if (
-            process.poll() in (0, 2) and "report: " in folder.err
-        ):  # all trials are done; killed ranks made failed ones
+        # all trials are done; killed ranks made failed ones
+        if process.poll() in (0, 2) and "report: " in folder.err:
             return left(folder, kept)
         if process.poll() is not None:
             complaints.append(f"the command ended with {process.returncode}: {folder.err[-500:]}")

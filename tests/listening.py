@@ -65,9 +65,8 @@ class Seen:
         now: set[Address] = set()
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
-                held = (
-                    getattr(process, "net_connections", None) or process.connections
-                )  # before psutil 6
+                # before psutil 6
+                held = getattr(process, "net_connections", None) or process.connections
                 now |= {
                     (one.laddr.ip, one.laddr.port)
                     for one in held("inet")

@@ -292,9 +292,8 @@ def test_phases_return_samples_of_the_same_steps(suite: dict[str, ModuleType]) -
     from dpbench.records.ledger import UNATTRIBUTED
 
     steps = suite["steps"]
-    engine = [
-        phase for phase in Phase if phase not in (Phase.CLIP, Phase.READ)
-    ]  # which only observed loops have
+    # which only observed loops have
+    engine = [phase for phase in Phase if phase not in (Phase.CLIP, Phase.READ)]
     assert (
         *engine,
         UNATTRIBUTED,

@@ -113,9 +113,8 @@ def test_collectives_make_the_weights_of_ordered_adds_on_every_schedule(
 ) -> None:
     expected, _ = train("odd", "reference", n, 4 * n - 1, "adamw_two_groups")
     assert not together()
-    for schedule in (
-        PERSISTENT if n == 2 else PERSISTENT[::3]
-    ):  # no switch has three positions: each is met in all
+    # no switch has three positions: each is met in all
+    for schedule in PERSISTENT if n == 2 else PERSISTENT[::3]:
         assert not differing(
             expected, train("odd", schedule, n, 4 * n - 1, "adamw_two_groups")[0]
         ), str(schedule)

@@ -197,9 +197,8 @@ def check_scatter(
         assert on(piece, place.device(i))
         assert torch.equal(host(piece), host(part))
         assert not share(piece, x)
-    for wrong in (
-        ((2, 2, 2), (2, 3)) if sizes else ()
-    ):  # ours takes fewer sizes than devices, torch does not
+    # ours takes fewer sizes than devices, torch does not
+    for wrong in ((2, 2, 2), (2, 3)) if sizes else ():
         with pytest.raises(ValueError, match="chunk_sizes"):
             dpbench.scatter(x, place.ids(), dim, chunk_sizes=wrong)
 

@@ -34,9 +34,8 @@ __all__ = ["place"]
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),  # it says so on each use
-    pytest.mark.filterwarnings(
-        "ignore:Converting a tensor to a Python boolean"
-    ),  # torch's own check of batch sizes
+    # torch's own check of batch sizes
+    pytest.mark.filterwarnings("ignore:Converting a tensor to a Python boolean"),
 ]
 
 
@@ -168,9 +167,8 @@ def test_spectral_norm(place: Place, kind: str, learns: bool) -> None:
     norm.wrapped(x).sum().backward()
     optimizer.step()
     output = norm.wrapped(x)
-    if (
-        learns or kind == "old"
-    ):  # training moves both vectors; the new kind starts from converged ones
+    # training moves both vectors; the new kind starts from converged ones
+    if learns or kind == "old":
         assert not any(
             torch.equal(now, then) for now, then in zip(norm.saved(), before, strict=True)
         )
@@ -334,9 +332,8 @@ def test_tensor_sharing_with_forward(place: Place) -> None:
     before = module(xs[0])
     before.sum().backward()
     for parameter in module.parameters():
-        parameter.data -= (
-            parameter.grad
-        )  # .data: the replicas' graph is never used, so its version may stay
+        # .data: the replicas' graph is never used, so its version may stay
+        parameter.data -= parameter.grad
     after = module(xs[0])
     assert not torch.equal(before.cpu(), after.cpu())
     close(replicas[0](xs[0]), after)

@@ -440,9 +440,8 @@ def test_the_next_command_selects_the_cases_of_the_answer(name: str) -> None:
     situation = SITUATIONS[name]
     answer = only(situation.rows, situation.facts)
     if any(row.case.hosts > 1 for row in situation.rows):
-        assert not answer.command.startswith(
-            "dpbench run"
-        )  # a command cannot start ranks on several machines
+        # a command cannot start ranks on several machines
+        assert not answer.command.startswith("dpbench run")
         return
     _, verb, *arguments = shlex.split(answer.command)
     command = {"run": run, "predict": predict}[verb]

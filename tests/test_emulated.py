@@ -370,9 +370,8 @@ def test_the_ledger_is_exact_for_an_mlp() -> None:
 def test_a_storage_counts_once_with_its_present_size() -> None:
     count, device, storage = StorageLedger(), torch.device("cpu"), torch.UntypedStorage(100)
     count.bind(device, 150)
-    for _ in range(
-        2
-    ):  # a view of a tensor has the storage of the tensor, which needs no more memory
+    # a view of a tensor has the storage of the tensor, which needs no more memory
+    for _ in range(2):
         count.own(storage, device)
         assert (count.now(device), count.take(device)) == (100, 100)
     storage.resize_(140)

@@ -82,12 +82,10 @@ def test_evaluation_equals_chunked_reference_and_leaves_no_graph(net: str) -> No
     module.eval()
     wrapped = DataParallel(module, cpus(3))
     copies = [copy.deepcopy(module) for _ in range(3)]
-    for one in copies[
-        1:
-    ]:  # as in torch: replica 0 has the parameters themselves, the others plain copies
-        one.requires_grad_(
-            False
-        )  # which matters, since matmul folds by requires_grad, even without a graph
+    # as in torch: replica 0 has the parameters themselves, the others plain copies
+    for one in copies[1:]:
+        # which matters, since matmul folds by requires_grad, even without a graph
+        one.requires_grad_(False)
     with torch.no_grad():
         output = wrapped(x)
         expected = [one(piece.clone()) for one, piece in zip(copies, x.chunk(3), strict=True)]

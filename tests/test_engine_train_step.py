@@ -235,9 +235,8 @@ def test_marks_name_every_phase_on_its_device_in_order() -> None:
     TrainStep(module, F.mse_loss, OPTIMIZERS["sgd"], cpus(3), schedule="reference", mark=mark)(
         x, torch.randn(7, 27)
     )
-    first = [
-        one for one in dict.fromkeys(mark.opened()) if one != ("forward", -1)
-    ]  # the host starts threads
+    # the host starts threads
+    first = [one for one in dict.fromkeys(mark.opened()) if one != ("forward", -1)]
     expected = [
         *[("optimizer", 0)],
         *[("scatter", i) for i in range(3)],
@@ -313,9 +312,8 @@ def test_marks_are_closed_when_something_raises_and_the_next_step_is_whole(where
         module[2].weight.register_hook(fail)
     step = TrainStep(module, loss, OPTIMIZERS["sgd"], cpus(3), schedule="reference", mark=mark)
     target = torch.randn(7, 1)
-    with pytest.raises(
-        RuntimeError if where == "forward" else Awkward
-    ):  # a replica's error is made anew
+    # a replica's error is made anew
+    with pytest.raises(RuntimeError if where == "forward" else Awkward):
         step(x, target)
     assert mark.still_open() == {}
     assert closed_before_reduce(mark)

@@ -142,9 +142,8 @@ def test_pyperf_and_dpbench_compare_agree_on_a_clear_difference(
     assert (ours[0], compared(ours[1])[0].split()[0]) == (code, word)
     theirs = run_pyperf("compare_to", tmp_path / "a.json", tmp_path / "b.json")
     assert re.search(rf"([\d.]+)x {word}", theirs), theirs
-    ratio = float(
-        re.search(r"([\d.]+)x", ours[1]).group(1)
-    )  # above 1: faster; pyperf turns it round
+    # above 1: faster; pyperf turns it round
+    ratio = float(re.search(r"([\d.]+)x", ours[1]).group(1))
     assert float(re.search(rf"([\d.]+)x {word}", theirs).group(1)) == pytest.approx(
         max(ratio, 1 / ratio), rel=0.05
     )

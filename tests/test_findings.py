@@ -201,9 +201,8 @@ def test_a_phase_that_does_not_divide_is_serial(phase: str) -> None:
     assert ("GIL" in seen.evidence.numbers) is (phase == "forward")  # autograd does not hold it
 
 
-@pytest.mark.parametrize(
-    "clock", ["host", "host_joint"]
-)  # stores of earlier versions do not know joint spans
+# stores of earlier versions do not know joint spans
+@pytest.mark.parametrize("clock", ["host", "host_joint"])
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
@@ -265,9 +264,8 @@ def test_a_slow_device_is_named() -> None:
     seen = found(one(), row({**even, 2: 0.0112}))["slow device"].evidence
     assert "device 2 is slow: it is busy 1.12× (1.12–1.12) as long as the others" in seen.says
     assert seen.size_s.value == pytest.approx(0.0012, rel=0.02)
-    assert (
-        "device 0" in found(one(), row(even, "ddp"))["slow device"].evidence.says
-    )  # the ranks all do the same work
+    # the ranks all do the same work
+    assert "device 0" in found(one(), row(even, "ddp"))["slow device"].evidence.says
     assert (
         "as long as device 0"
         in found(one(), row({0: 0.010, 1: 0.012}))["slow device"].evidence.says
@@ -310,9 +308,8 @@ def test_a_device_without_rows_is_not_one_of_the_others() -> None:
 
 
 def test_a_device_with_fewer_rows_does_not_make_the_others_slow() -> None:
-    last = measured(
-        case(devices=3, batch=65), LEVEL, busy={0: 0.022, 1: 0.022, 2: 0.017}
-    )  # 22, 22 and 21 rows
+    # 22, 22 and 21 rows
+    last = measured(case(devices=3, batch=65), LEVEL, busy={0: 0.022, 1: 0.022, 2: 0.017})
     assert "slow device" not in found(one(), last)
 
 

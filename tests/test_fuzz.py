@@ -95,9 +95,8 @@ def ended(arguments: tuple[str, ...]) -> Iterator[None]:
     before = signal.signal(
         signal.SIGALRM, lambda number, frame: pytest.fail(f"a hang: {arguments}")
     )
-    rest_s, _ = signal.setitimer(
-        signal.ITIMER_REAL, SLOWEST_S
-    )  # the rest of the limit that pytest-timeout has set
+    # the rest of the limit that pytest-timeout has set
+    rest_s, _ = signal.setitimer(signal.ITIMER_REAL, SLOWEST_S)
     try:
         yield
     finally:

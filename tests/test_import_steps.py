@@ -193,9 +193,8 @@ def test_the_devices_wait_for_data_only_where_they_do_no_work(tmp_path) -> None:
         trace.kernel("sgemm", at + 65, at + 65, at + 120)
     found = loop_of(trace.write(tmp_path / "a.json"))
     for phases in found.trial.ledger.phases[1:]:
-        assert phases["data"] == pytest.approx(
-            0.04
-        )  # 20 of the 60 ms pass beside the work of the step before
+        # 20 of the 60 ms pass beside the work of the step before
+        assert phases["data"] == pytest.approx(0.04)
         assert phases["forward"] == pytest.approx(0.06)
     assert found.traces[0].attributed.host[1]["data"] == pytest.approx(0.06)
     assert {span.phase for span in found.trial.spans if span.device == HOST} == {

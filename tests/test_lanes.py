@@ -301,9 +301,8 @@ def test_bars_share_one_axis_and_say_their_phase_device_time_and_share() -> None
         "backward on device 0: 2.00 s from 6.00 s on, 20% of the step; critical for 1.00 s"
     ]
     idle = found["device 1 idle: 5.00 s from 5.00 s on, 50% of the step"]
-    assert (
-        "forward on host: 4.00 s from 1.00 s on, 40% of the step" in found
-    )  # not on the critical path
+    # not on the critical path
+    assert "forward on host: 4.00 s from 1.00 s on, 40% of the step" in found
     unit = (single[2] - single[0]) / 4
     for box, start, seconds in ((backward, 6, 2), (idle, 5, 5)):
         assert box[2] - box[0] == pytest.approx(unit * seconds, abs=0.02)

@@ -509,9 +509,8 @@ class Interrupting(Table):
 
     def _interrupt(self) -> None:
         self.running[0] += 1
-        self.done.wait(
-            0.05
-        )  # most likely the main thread has ended its own replica by then, and waits
+        # most likely the main thread has ended its own replica by then, and waits
+        self.done.wait(0.05)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         self.done.wait(0.3)
         self.running[0] -= 1

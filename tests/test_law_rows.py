@@ -293,9 +293,8 @@ def test_a_parameter_frozen_between_the_calls_of_one_update_is_stepped_once_more
 ) -> None:
     with pair(rung, accumulate=2, devices=devices) as both:
         both.step(*batch(1, 8))
-        both.do(
-            lambda loop: loop.module.first.bias.requires_grad_(False)
-        )  # its gradient of the first call stays
+        # its gradient of the first call stays
+        both.do(lambda loop: loop.module.first.bias.requires_grad_(False))
         for number in range(2, 8):
             both.step(*batch(number, 8))
 
@@ -367,9 +366,8 @@ class Checkpointed(nn.Module):
         return out
 
 
-@pytest.mark.filterwarnings(
-    "ignore:None of the inputs have requires_grad"
-)  # as without any wrapper
+# as without any wrapper
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("schedule", ["reference", "cached", "flat_storage", FASTEST])
 def test_a_forward_without_gradients_may_come_between_forward_and_backward(

@@ -352,9 +352,8 @@ def copies(path, tmp_path):
 
 def test_a_copy_that_was_continued_gives_its_trials_and_its_end(copies):
     path, copy, run_id = copies
-    assert (
-        add(copy, made(number=1), made(), plan="p") == run_id
-    )  # a new round, and the old one once more
+    # a new round, and the old one once more
+    assert add(copy, made(number=1), made(), plan="p") == run_id
     with Store.create(path) as store:
         assert store.merge(copy) == Merged(0, 2, 1)
         assert store.merge(copy) == Merged(0, 0, 1)

@@ -116,9 +116,8 @@ def test_a_command_does_the_same_work_in_a_store_of_many_runs(
         work.append(dict(counted))
     few, many = work
     assert few["steps"] > 100
-    assert (
-        many.pop("steps") < 1.2 * few.pop("steps") + 1000
-    )  # a look-up in an index is a little deeper
+    # a look-up in an index is a little deeper
+    assert many.pop("steps") < 1.2 * few.pop("steps") + 1000
     assert many == few
 
 

@@ -359,9 +359,8 @@ def test_what_a_replica_sees_of_itself(schedule: str) -> None:
             wrap(net, (0, 1, 2))(torch.randn(9, 12))
         return {**seen, 9: [net.count, len(net.log), hasattr(net, "added")]}
 
-    spawned = (
-        schedule != FASTEST and parse(schedule).workers == "spawn"
-    )  # others run replica 0 in the caller's thread
+    # others run replica 0 in the caller's thread
+    spawned = schedule != FASTEST and parse(schedule).workers == "spawn"
     for grad in (True, False):
         assert run(partial(ours, schedule=schedule), grad) == run(theirs, grad)
 

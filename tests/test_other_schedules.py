@@ -86,8 +86,10 @@ def test_no_command_measures_them() -> None:
     other = Case(model="mlp", strategy="dp", batch_size=64, devices=2, schedule="bf16_comm")
     command = commands.measure([case], machine=Resources())
     assert "cached" in command
-    assert commands.measure([case, other], machine=Resources()) == command
-    assert commands.measure([other], machine=Resources()) == ""
+    gone = Case(model="mlp", strategy="ddp_fp16", batch_size=64, devices=2)
+    assert commands.measure([case, other, gone], machine=Resources()) == command
+    for stored in (other, gone):
+        assert commands.measure([stored], machine=Resources()) == ""
 
 
 def test_the_answer_recommends_a_schedule_that_can_run() -> None:

@@ -113,17 +113,15 @@ def ended(folder: commands.Folder, strategy: str) -> list[tuple]:
 def test_a_strategy_in_a_file_is_run_verified_reported_explained_and_exported(
     right_and_wrong: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        Estimate, "WIDEST", math.inf
-    )  # readers leave out figures that other processes made doubtful
+    # readers leave out figures that other processes made doubtful
+    monkeypatch.setattr(Estimate, "WIDEST", math.inf)
     monkeypatch.setattr(Estimate, "ROUNDS", 1)  # or that have few rounds
     folder, done = right_and_wrong
     dpbench = command(folder.path, monkeypatch, capfd)
     assert ended(folder, "mine.py:chunks") == [("ok", "bitwise")], done.stderr
     aside = (folder.path / "mine.py").rename(folder.path / "aside")
-    shown_everywhere(
-        dpbench, "mine.py:chunks"
-    )  # a stored run tells the traits of its strategies without their code
+    # a stored run tells the traits of its strategies without their code
+    shown_everywhere(dpbench, "mine.py:chunks")
     aside.rename(folder.path / "mine.py")
     assert dpbench("report", "--md")[0] == 0
     with Store.read(folder.store) as store:

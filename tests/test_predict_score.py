@@ -82,9 +82,8 @@ def test_intervals_hold_four_in_five_steps_over_machines(
     hard = score.coverage([one for one in scored[0] if one.hard])
     assert hard is not None
     assert hard.low <= 0.80 <= hard.high
-    assert (
-        found.score <= 0.543
-    )  # that of intervals before the costs of hosts and buses were measured
+    # that of intervals before the costs of hosts and buses were measured
+    assert found.score <= 0.543
 
 
 def test_the_interval_of_a_coverage_is_as_wide_as_that_of_a_bootstrap_of_machines() -> None:

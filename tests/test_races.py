@@ -376,9 +376,8 @@ def test_an_operator_on_two_devices_is_an_error() -> None:
 def test_scatter_copies_from_the_host_in_a_background_stream_as_torch_does() -> None:
     with detect() as found:
         devices = [CudaDevice(i, i) for i in range(2)]
-        busy = [
-            ones(device=f"cuda:{i}") for i in range(2)
-        ]  # work of the main streams, for which no copy waits
+        # work of the main streams, for which no copy waits
+        busy = [ones(device=f"cuda:{i}") for i in range(2)]
         before = [dict(torch.cuda.current_stream(i).clock) for i in range(2)]  # type: ignore[attr-defined]
         pieces = scatter(torch.zeros(4), devices)
         for i, (piece, work) in enumerate(zip(pieces, busy, strict=True)):

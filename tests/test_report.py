@@ -316,9 +316,8 @@ ODD = {
 def test_odd_runs_make_a_page_and_a_comment(name: str) -> None:
     run = ODD[name]
     text = page.render(run)
-    assert text.count("<section id=") == 7 + 5 - (
-        not run.provenance
-    )  # of drawings; of others, one with the command
+    # of drawings; of others, one with the command
+    assert text.count("<section id=") == 7 + 5 - (not run.provenance)
     assert text.count('<tbody class="case"') == len(run.rows)
     assert "nan" not in "".join(re.findall(r'(?: d| x| y|points)="[^"]*"', text)).lower()
     assert markdown.render(run)

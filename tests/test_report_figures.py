@@ -72,9 +72,8 @@ def test_a_ladder_of_schedules_keeps_each_line_in_one_panel() -> None:
         "mlp (small), batch 64 (1 of 2)",
         "mlp (small), batch 64 (2 of 2)",
     ]
-    assert (
-        sum(panel.svg.count("on 4</text>") for panel in panels) == 13 + 2
-    )  # each line's key, and each panel's ideal
+    # each line's key, and each panel's ideal
+    assert sum(panel.svg.count("on 4</text>") for panel in panels) == 13 + 2
 
 
 @pytest.mark.slow

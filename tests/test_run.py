@@ -80,9 +80,8 @@ def test_an_interrupted_run_goes_on_where_it_was_in_the_same_order(store, monkey
     before = store.trials()
     assert len(before) == 11
     monkeypatch.setattr(Server, "act", staticmethod(lambda case, effort: {}))
-    outcome = run(
-        list(reversed(CASES)), store, rounds=2
-    )  # the order of the cases names no other plan
+    # the order of the cases names no other plan
+    outcome = run(list(reversed(CASES)), store, rounds=2)
     assert outcome.resumed
     after = store.trials()
     assert after[:11] == before

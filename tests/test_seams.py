@@ -138,9 +138,8 @@ def bounded_device_1(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(memory, "bound", bound)
     with ThreadPoolExecutor(1) as thread:
         done = thread.submit(trial.run, case, TINY, folder).result()
-    while _ledger.ledger.now(
-        torch.device("lazy", 0)
-    ):  # torch frees it after Python's part of the thread has ended
+    # torch frees it after Python's part of the thread has ended
+    while _ledger.ledger.now(torch.device("lazy", 0)):
         gc.collect()
     return done
 

@@ -477,9 +477,8 @@ def test_a_server_killed_in_the_middle_is_replaced_and_the_trial_is_tried_once_m
     killed = []
 
     def kill():
-        killed.append(
-            poll(lambda: len(old.children(recursive=True)) >= 3)
-        )  # the worker and its ranks
+        # the worker and its ranks
+        killed.append(poll(lambda: len(old.children(recursive=True)) >= 3))
         time.sleep(0.3)  # so that the ranks are at work
         old.kill()
 

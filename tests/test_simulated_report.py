@@ -258,9 +258,8 @@ def test_links_that_are_faster_than_the_host_queues_copies_have_their_true_rate(
     for link in found:
         true_s = simulated.link_s(link.source, link.target, link.bytes)
         assert true_s < simulated.timeline.call_s
-        assert link.seconds == pytest.approx(
-            [true_s] * facts.LINK_COPIES, rel=0.03
-        )  # the clock's resolution
+        # the clock's resolution
+        assert link.seconds == pytest.approx([true_s] * facts.LINK_COPIES, rel=0.03)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -28,9 +28,8 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[slurms.Slurm]:
 def start(folder: Folder, slurm: slurms.Slurm, *command: str) -> subprocess.Popen[str]:
     """Start a command in a folder with the test's models; its output is in the folder's files."""
     (folder.path / "nets.py").write_text(MODELS)
-    env = (
-        folder.env | slurm.env | {"MASTER_ADDR": "127.0.0.1"}
-    )  # the nodes' names are known to Slurm only
+    # the nodes' names are known to Slurm only
+    env = folder.env | slurm.env | {"MASTER_ADDR": "127.0.0.1"}
     with (folder.path / "out").open("w") as out, (folder.path / "err").open("w") as err:
         return subprocess.Popen(
             command,

@@ -316,9 +316,8 @@ def watched(
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_watched_script_has_the_same_results_and_covered_steps(name: str, tmp_path: Path) -> None:
-    width = (
-        2048 if name == "engine" else 1024
-    )  # the hand-over to its threads takes longer than a small step's glue
+    # the hand-over to its threads takes longer than a small step's glue
+    width = 2048 if name == "engine" else 1024
     found, recorder, variables = watched(tmp_path, name, width=width)
     expected = ran(tmp_path, name, width=width)
     losses, weights, *states = variables["RESULT"]
@@ -361,9 +360,8 @@ def test_a_watched_step_calls_few_functions_of_dpbench(tmp_path: Path) -> None:
         finally:
             sys.setprofile(None)
     steps = [after - before for before, after in pairwise(until[8:])]
-    moves = (
-        7 if torch.version.cuda else 0
-    )  # clipping moves each norm, which a CPU build has no hook for
+    # clipping moves each norm, which a CPU build has no hook for
+    moves = 7 if torch.version.cuda else 0
     assert statistics.mode(steps) <= 42 + moves
 
 

@@ -91,9 +91,8 @@ def test_the_loops_of_libraries_are_understood(
     source = (
         f"torch.manual_seed(0)\n{source}torch.save([*net.parameters()], __file__ + '.weights')\n"
     )
-    found, _ = really_watched(
-        tmp_path, source, time.thread_time
-    )  # other processes use the cores, too
+    # other processes use the cores, too
+    found, _ = really_watched(tmp_path, source, time.thread_time)
     weights = torch.load(tmp_path / "train.py.weights", weights_only=False)
     assert script.run(str(tmp_path / "train.py"), []) == 0
     alone = torch.load(tmp_path / "train.py.weights", weights_only=False)

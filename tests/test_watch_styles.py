@@ -300,9 +300,8 @@ assert len(compilations) <= 2, len(compilations)
     assert "calls no module" in problems(found)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:This DataLoader will create:UserWarning"
-)  # on a machine with one core
+# on a machine with one core
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 def test_a_loader_with_workers_is_waited_for_and_its_workers_are_counted(tmp_path: Path) -> None:
     found, _ = really_watched(
         tmp_path,

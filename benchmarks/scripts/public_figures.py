@@ -66,9 +66,8 @@ def figures() -> Iterator[Figure]:
             size="full",
             device_kind="cuda",
             inputs="device",  # their loaders copy batches while the step before runs
-            precision=(
-                "fp32" if row["precision"] == "tf32" else row["precision"]
-            ),  # torch's default on such GPUs
+            # torch's default on such GPUs
+            precision=("fp32" if row["precision"] == "tf32" else row["precision"]),
         )
         try:
             found = Predictor(machine.load(row["machine"])).predict(case)

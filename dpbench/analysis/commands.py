@@ -31,12 +31,12 @@ def measure(cases: Sequence[Case], *, machine: Resources, **how: Any) -> str:
     """Return the `dpbench run` command that measures `cases`, and perhaps further combinations.
 
     The cases must differ only in strategy, schedule, devices, batch and habits. `how` are further
-    options. Stored cases with schedules that only another version of dpbench has are left out.
-    Return "" if no case is left, for cases on several machines, models known only to `dpbench
-    predict`, a model that shares the machine with another, and other names that only another
-    version knows.
+    options. Stored cases with schedules or strategies that only another version of dpbench has are
+    left out. Return "" if no case is left, for cases on several machines, models known only to
+    `dpbench predict`, a model that shares the machine with another, and other names that only
+    another version knows.
     """
-    cases = [case for case in cases if schedule.available(case.schedule)]
+    cases = [case for case in cases if _runs_here(case)]
     if not cases:
         return ""
     first = cases[0]
@@ -67,10 +67,14 @@ def measure(cases: Sequence[Case], *, machine: Resources, **how: Any) -> str:
         return Options.of(
             **{name: value for name, value in options.items() if value != ()}
         ).command()
-    except (
-        ValueError
-    ):  # another version of dpbench has stored a name that this version does not know
+    except ValueError:
+        # another version of dpbench has stored a name that this version does not know
         return ""
+
+
+def _runs_here(case: Case) -> bool:
+    own = ":" in case.strategy or case.strategy in registry.names("strategies")
+    return own and schedule.available(case.schedule)
 
 
 def predict(case: Case, described: str = "") -> str:

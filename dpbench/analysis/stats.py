@@ -380,9 +380,8 @@ def _drawn_steps(
     draws = []
     for number, n in enumerate(sizes):
         count = int((rounds == number).sum())
-        few = (
-            min(count, WITHIN) if len(sizes) > 1 else count
-        )  # the variation between rounds is larger
+        # the variation between rounds is larger
+        few = min(count, WITHIN) if len(sizes) > 1 else count
         counts = _counts(n, few, generator)
         draws.append(
             (counts, generator.integers(few, size=count) if few < count else np.arange(count))

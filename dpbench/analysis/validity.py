@@ -164,9 +164,8 @@ def trend(series: Sequence[float]) -> Trend:
     values = np.asarray(series, dtype=float)
     times = np.arange(len(series))
     _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[
-        place
-    ]  # equal values share the mean of their ranks
+    # equal values share the mean of their ranks
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[place]
     rho = float(np.clip(np.corrcoef(times, ranks)[0, 1], -1, 1))
     freedom = len(series) - 2
     p = (

@@ -270,9 +270,8 @@ class _CudaMark:
     def _event(self) -> Any:
         try:
             return self._at.event(self._unused.pop())
-        except (
-            IndexError
-        ):  # no event is unused: in the first blocks, or after another thread took the last one
+        except IndexError:
+            # no event is unused: in the first blocks, or after another thread took the last one
             return self._at.event()
 
 
@@ -383,9 +382,8 @@ class CudaClock:
         for device, event in zip(self._devices, created, strict=True):
             before = self._now()
             device.event(event)
-            anchors.append(
-                (event, (before + self._now()) / 2)
-            )  # the idle device records the event at once
+            # the idle device records the event at once
+            anchors.append((event, (before + self._now()) / 2))
             device.synchronize()
         return anchors
 

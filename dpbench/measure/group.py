@@ -35,9 +35,8 @@ LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 if LOG_LEVEL in os.environ:
     import torch
 else:
-    os.environ[LOG_LEVEL] = (
-        "FATAL"  # the errors that torch would log in this process are raised too
-    )
+    # the errors that torch would log in this process are raised too
+    os.environ[LOG_LEVEL] = "FATAL"
     import torch
 
     del os.environ[LOG_LEVEL]  # workers log as usual

@@ -40,9 +40,8 @@ def of_environment(environ: Mapping[str, str] = os.environ) -> Launch | None:
     try:
         if "TORCHELASTIC_RUN_ID" in environ:
             launch = _torchrun(environ)
-        elif (
-            "SLURM_STEP_NUM_TASKS" in environ
-        ):  # not set in an interactive allocation or in a batch script
+        elif "SLURM_STEP_NUM_TASKS" in environ:
+            # not set in an interactive allocation or in a batch script
             launch = _slurm(environ)
         else:
             return None

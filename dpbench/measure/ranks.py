@@ -87,9 +87,8 @@ def _stay_on(interface: str, size: int) -> None:
         "LOCAL_WORLD_SIZE": str(size),
         "GLOO_SOCKET_IFNAME": interface,
         "TP_SOCKET_IFNAME": interface,
-        "NCCL_SOCKET_IFNAME": (
-            f"={interface}"
-        ),  # without "=", NCCL accepts every name with this prefix
+        # without "=", NCCL accepts every name with this prefix
+        "NCCL_SOCKET_IFNAME": f"={interface}",
     }
 
 
@@ -177,9 +176,8 @@ class _RankProcess:
 
     def look(self) -> None:
         """Receive the report if it has arrived, or record that the rank ended without one."""
-        ended = (
-            self.process.exitcode is not None
-        )  # read before polling, because the last message precedes the end
+        # read before polling, because the last message precedes the end
+        ended = self.process.exitcode is not None
         if self.pipe.poll():
             self._receive()
         elif ended:
@@ -251,9 +249,8 @@ def _be_rank(
     cleanup, which could hang.
     """
     processes.die_with_parent(parent)
-    signal.signal(
-        signal.SIGTERM, signal.SIG_DFL
-    )  # inherited handlers do not run inside a collective
+    # inherited handlers do not run inside a collective
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         import torch.distributed as dist
 

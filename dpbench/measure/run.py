@@ -272,9 +272,8 @@ class _Session:
             self._take(trial)
         with ExitStack() as stack:
             scratch = stack.enter_context(folder())
-            gpus = (
-                [] if self._cluster else ordinals(cases)
-            )  # the ranks of a cluster sample their GPUs
+            # the ranks of a cluster sample their GPUs
+            gpus = [] if self._cluster else ordinals(cases)
             watched = stack.enter_context(samplers.sampling(gpus, scratch / "samples.jsonl"))
             lasting = stack.enter_context(self._workers(scratch)) if paired else None
             number = 0

@@ -146,9 +146,8 @@ def check(
     """
     small = _small(case, lambda one: split(one, model.module))
     parts = split(small, model.module)
-    model = replace(
-        model, loop=replace(model.loop, clip_norm=None)
-    )  # clipped gradients are not those of the reference
+    # clipped gradients are not those of the reference
+    model = replace(model, loop=replace(model.loop, clip_norm=None))
     if not (_replays(case, parts) and replay(model.module)):
         _without_dropout(model.module)
     inputs, target = model.batch(small.batch_size, case.seed + 1)
@@ -275,9 +274,8 @@ def check_results(results: Sequence[Any], last: int, *, trains: bool) -> None:
 def check_weights(module: nn.Module) -> None:
     """Raise ValueError if a trained weight is NaN or infinity: no loss shows the last update."""
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad and (
-            has := _not_finite(parameter.detach().cpu())
-        ):  # a device may be full
+        # a device may be full
+        if parameter.requires_grad and (has := _not_finite(parameter.detach().cpu())):
             raise ValueError(f"after the timed steps, the weight {name} contains {has}; {DIVERGES}")
 
 

@@ -351,9 +351,8 @@ def fitted(points: Sequence[tuple[int, float, float]]) -> Collective:
     from scipy.optimize import nnls
 
     seconds = np.array([spent for _, spent, _ in points])
-    sent = np.array(
-        [spent * rate for _, spent, rate in points]
-    )  # the bytes that each device sends in a ring
+    # the bytes that each device sends in a ring
+    sent = np.array([spent * rate for _, spent, rate in points])
     (start_s, per_byte, root), _ = nnls(
         np.stack([1 / seconds, sent / seconds, np.sqrt(sent) / seconds], 1), np.ones(len(points))
     )

@@ -14,15 +14,13 @@ from dpbench.report import comparing, naming, table
 STYLE = """<style>
 .dpbench { font: 14px/1.45 system-ui, sans-serif; overflow-x: auto; }
 .dpbench .card { border: 1px solid #8884; border-left: 4px solid #0072b2; border-radius: 6px;
-  padding: .5em .9em;
-  margin: .5em 0; max-width: 60em; }
+  padding: .5em .9em; margin: .5em 0; max-width: 60em; }
 .dpbench .card b { display: block; font-size: 1.35em; }
 .dpbench .card p { margin: .1em 0; }
 .dpbench .badge { border: 1px solid; border-radius: 4px; padding: 0 .35em; font-size: .75em; }
 .dpbench table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 .dpbench th, .dpbench td { text-align: right; padding: .2em .5em; border-bottom: 1px solid #8884;
-  vertical-align: top;
-  white-space: nowrap; }
+  vertical-align: top; white-space: nowrap; }
 .dpbench .text { text-align: left; }
 .dpbench small { display: block; opacity: .75; }
 .dpbench code, .dpbench pre { white-space: pre-wrap; overflow-wrap: anywhere; text-align: left; }

@@ -122,9 +122,8 @@ class Styles:
         Text and attributes of a drawing contain no `<` and no `>`, so the pattern matches only in
         tags.
         """
-        return Markup(
-            re.sub(r'(<\w[^<>]*?) style="([^"]*)"', self._named, drawing)
-        )  # svg.render has escaped all text
+        # svg.render has escaped all text
+        return Markup(re.sub(r'(<\w[^<>]*?) style="([^"]*)"', self._named, drawing))
 
     def _named(self, match: re.Match[str]) -> str:
         name = self._names.setdefault(match[2], f"s{len(self._names)}")

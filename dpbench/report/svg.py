@@ -367,9 +367,8 @@ def render(figure: Drawing, *, key: str, title: str, description: str) -> str:
     """
     buffer = io.StringIO()
     for artist in figure.findobj():
-        artist.set_clip_on(
-            False
-        )  # all artists are inside the axes: clip paths would only add bytes
+        # all artists are inside the axes: clip paths would only add bytes
+        artist.set_clip_on(False)
     give_bands(figure)
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     source = ElementTree.fromstring(buffer.getvalue())

@@ -30,43 +30,36 @@ APPLICATION_ID = int.from_bytes(b"dpbn", "big")
 MIGRATIONS = (
     """
     CREATE TABLE run (
-        id TEXT PRIMARY KEY, plan TEXT NOT NULL, host TEXT NOT NULL, code TEXT NOT NULL, status TEXT
-        NOT NULL,
-        started REAL NOT NULL, ended REAL, rounds INTEGER NOT NULL, pid INTEGER NOT NULL, pid_born
-        REAL NOT NULL,
-        provenance TEXT NOT NULL
+        id TEXT PRIMARY KEY, plan TEXT NOT NULL, host TEXT NOT NULL, code TEXT NOT NULL,
+        status TEXT NOT NULL, started REAL NOT NULL, ended REAL, rounds INTEGER NOT NULL,
+        pid INTEGER NOT NULL, pid_born REAL NOT NULL, provenance TEXT NOT NULL
     );
     CREATE TABLE trial (
         id INTEGER PRIMARY KEY, run_id TEXT NOT NULL REFERENCES run(id), fingerprint TEXT NOT NULL,
-        round INTEGER NOT NULL, case_json TEXT NOT NULL, status TEXT NOT NULL, reason TEXT NOT NULL
-        DEFAULT '',
-        verified TEXT, source TEXT, started REAL, schema INTEGER, setup TEXT, provenance TEXT
+        round INTEGER NOT NULL, case_json TEXT NOT NULL, status TEXT NOT NULL,
+        reason TEXT NOT NULL DEFAULT '', verified TEXT, source TEXT, started REAL, schema INTEGER,
+        setup TEXT, provenance TEXT
     );
     CREATE INDEX trial_slot ON trial(run_id, fingerprint, round);
     CREATE TABLE step (
-        trial_id INTEGER NOT NULL REFERENCES trial(id), step INTEGER NOT NULL, seconds REAL NOT
-        NULL,
-        warmup INTEGER NOT NULL, end_s REAL NOT NULL, PRIMARY KEY (trial_id, step)
+        trial_id INTEGER NOT NULL REFERENCES trial(id), step INTEGER NOT NULL,
+        seconds REAL NOT NULL, warmup INTEGER NOT NULL, end_s REAL NOT NULL,
+        PRIMARY KEY (trial_id, step)
     ) WITHOUT ROWID;
     CREATE TABLE span (
-        trial_id INTEGER NOT NULL REFERENCES trial(id), number INTEGER NOT NULL, step INTEGER NOT
-        NULL,
-        phase TEXT NOT NULL, device INTEGER NOT NULL, clock TEXT NOT NULL, start_s REAL NOT NULL,
-        end_s REAL NOT NULL,
-        PRIMARY KEY (trial_id, number)
+        trial_id INTEGER NOT NULL REFERENCES trial(id), number INTEGER NOT NULL,
+        step INTEGER NOT NULL, phase TEXT NOT NULL, device INTEGER NOT NULL, clock TEXT NOT NULL,
+        start_s REAL NOT NULL, end_s REAL NOT NULL, PRIMARY KEY (trial_id, number)
     ) WITHOUT ROWID;
     CREATE TABLE memory (
-        trial_id INTEGER NOT NULL REFERENCES trial(id), device INTEGER NOT NULL, peak_bytes INTEGER
-        NOT NULL,
-        source TEXT NOT NULL
+        trial_id INTEGER NOT NULL REFERENCES trial(id), device INTEGER NOT NULL,
+        peak_bytes INTEGER NOT NULL, source TEXT NOT NULL
     );
     -- one row per series: times and readings are zlib-compressed little-endian doubles
     CREATE TABLE series (
-        trial_id INTEGER NOT NULL REFERENCES trial(id), device INTEGER NOT NULL, metric TEXT NOT
-        NULL,
-        n INTEGER NOT NULL, mean REAL NOT NULL, peak REAL NOT NULL, times BLOB NOT NULL, readings
-        BLOB NOT NULL,
-        PRIMARY KEY (trial_id, device, metric)
+        trial_id INTEGER NOT NULL REFERENCES trial(id), device INTEGER NOT NULL,
+        metric TEXT NOT NULL, n INTEGER NOT NULL, mean REAL NOT NULL, peak REAL NOT NULL,
+        times BLOB NOT NULL, readings BLOB NOT NULL, PRIMARY KEY (trial_id, device, metric)
     ) WITHOUT ROWID
     """,
     """

@@ -368,9 +368,8 @@ def main() -> None:
         "uniform_",
         "xavier_uniform_",
     ):
-        setattr(
-            torch.nn.init, name, lambda tensor, *args, **kwargs: tensor
-        )  # numbers are not wanted
+        # numbers are not wanted
+        setattr(torch.nn.init, name, lambda tensor, *args, **kwargs: tensor)
     builds = {name: lambda name=name: vision(name) for name in VISION} | language()
     wanted = sys.argv[1:] or list(builds)
     opening = "{"

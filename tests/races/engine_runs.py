@@ -151,9 +151,8 @@ class Run:
                     found.recorder.name(tensor, name)
                     tensor.mul_(1.0)  # work that is still queued when the first step begins
             kinds = {"wrapper": self._wrapped, "verbs": self._verbs}
-            with mock.patch(
-                "dpbench.engine.collectives.BUCKET_BYTES", 64
-            ):  # several buckets, although the net is small
+            # several buckets, although the net is small
+            with mock.patch("dpbench.engine.collectives.BUCKET_BYTES", 64):
                 kinds.get(self.kind, self._stepped)(net, x, y)
             assert found.machine.waits == waits, (
                 "the host waited for a device, which orders everything"

@@ -356,9 +356,8 @@ class Witness(clocks.CudaClock):
     @contextmanager
     def mark(self, phase: Phase, device: int) -> Iterator[None]:
         step, mark = len(self.true_ends), super().mark(phase, device)
-        with (
-            self.line.held()
-        ):  # else a call of another thread may come between the event and its true time
+        # else a call of another thread may come between the event and its true time
+        with self.line.held():
             mark.__enter__()
             start_s, ready_s = self._front(device), max(self._front(d.index) for d in self.sims)
         try:

@@ -79,9 +79,8 @@ def _slow_device(context: CaseContext) -> Judgement:
     row = context.row
     case = context.case
     chosen = context.schedule
-    shared = (
-        chosen.update == "sharded" if chosen else case.traits.scheduled
-    )  # `fastest` may share out the update
+    # `fastest` may share out the update
+    shared = chosen.update == "sharded" if chosen else case.traits.scheduled
     devices, vectors = busy_of(
         [trial for trial in context.trials if trial.trusted], row.busy_source
     )

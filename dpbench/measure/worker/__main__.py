@@ -25,9 +25,8 @@ from typing import Any, NoReturn
 
 from dpbench.hardware import processes, signals
 
-if (
-    __name__ == "__main__"
-):  # before importing torch, because the parent may die while torch loads (over 1 s)
+# before importing torch, because the parent may die while torch loads (over 1 s)
+if __name__ == "__main__":
     processes.die_with_parent(int(sys.argv[1]))
     signals.ignore()  # the parent ends this process
     signals.release()
@@ -90,9 +89,8 @@ def serve() -> None:
             os.close(in_group)
             _work(request, server)
         os.close(in_group)
-        os.read(
-            grouped, 1
-        )  # returns when the worker has its process group, which the parent may kill from then on
+        # returns when the worker has its process group, which the parent may kill from then on
+        os.read(grouped, 1)
         os.close(grouped)
         say(pid=pid)
         _, status, usage = os.wait4(pid, 0)

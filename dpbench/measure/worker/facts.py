@@ -108,9 +108,8 @@ def blocked_pairs(case: Case) -> list[list[int]] | None:
     if case.device_kind != "cuda" or case.placement != "spread" or case.devices == 1:
         return None
     ids = _ordinals(case)
-    if (
-        max(ids) >= torch.cuda.device_count()
-    ):  # the ranks of a launch may each see only their own GPUs
+    # the ranks of a launch may each see only their own GPUs
+    if max(ids) >= torch.cuda.device_count():
         return None
     reaches = torch.cuda.can_device_access_peer
     return [

@@ -65,9 +65,8 @@ def measure(case: Case, round_number: int, folder: Path) -> Trial:
         "prefetch_factor": loading.prefetch_factor,
         "persistent_workers": loading.persistent_workers,
         "worker_init_fn": partial(_dump_stacks, folder),
-        "multiprocessing_context": (
-            "fork"
-        ),  # a class of the user's file cannot be pickled by its name
+        # a class of the user's file cannot be pickled by its name
+        "multiprocessing_context": "fork",
     }
     loader = DataLoader(
         dataset,

@@ -70,9 +70,8 @@ def by_phase(
         # the trial is valid without these peaks; if an op fails on tensors without values, retry
         # with values
         except Exception as error:
-            error = (
-                error.__cause__ if isinstance(error.__cause__, Exception) else error
-            )  # the error in the replica
+            # the error in the replica
+            error = error.__cause__ if isinstance(error.__cause__, Exception) else error
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         else:
             found = peaks.memory(source)

@@ -211,9 +211,8 @@ def _devices(case: Case, strategy: Strategy, rank: RankPlace | None) -> list[Dev
         return devices
     mine = devices[rank.place * each :]
     for number, device in enumerate(mine, start=rank.rank * each):
-        device.index = (
-            number  # phases and memory are recorded under the index among the devices of all ranks
-        )
+        # phases and memory are recorded under the index among the devices of all ranks
+        device.index = number
     return mine
 
 
@@ -277,9 +276,8 @@ def _memory(case: Case, devices: Sequence[Device]) -> tuple[Memory, ...]:
 
 
 def _batches(case: Case, model: Model) -> list[tuple[Any, Any]]:
-    count = (
-        1 if case.inputs == "device" else BATCHES
-    )  # a second batch on the device would count as its memory
+    # a second batch on the device would count as its memory
+    count = 1 if case.inputs == "device" else BATCHES
     return [model.batch(case.batch_size, case.seed + i) for i in range(count)]
 
 
