@@ -1,6 +1,4 @@
-"""Seconds of a step on emulated devices with the engine's schedule `reference`, and with
-torch.nn.DataParallel.
-"""
+"""Step times on emulated devices: the engine's schedule `reference` and torch.nn.DataParallel."""
 
 from __future__ import annotations
 

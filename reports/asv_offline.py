@@ -83,9 +83,7 @@ def localise(html: Path, modules: Path) -> str:
 
 
 def _local(tag: re.Match[str]) -> str:
-    """Return the tag with its copy's address, and without the checks that belong to the
-    original.
-    """
+    """Return the tag with the address of the local copy, without the original's checks."""
     url = tag.group(1)
     return _CHECKS.sub("", tag.group().replace(url, f"vendor/{url.rpartition('/')[2]}"))
 

@@ -1,5 +1,6 @@
-"""Hardening: damage stores and kill commands at random, and count what was lost, left behind or
-shown as a traceback.
+"""Hardening: damage stores and kill commands at random, and report what goes wrong.
+
+A complaint is about something lost, left behind or shown as a traceback.
 
 `python -m tests.hardening stores|kills|writers [N] [SEED]` prints one line per complaint and a
 summary; the exit status is 1 if there is a complaint. `make hardening N=...` runs all three;
@@ -47,9 +48,7 @@ def original(path: Path) -> None:
 
 
 def damaged(data: bytes, generator: random.Random) -> bytes:
-    """Return a copy of a file with a cut end, or with one to sixty bytes changed anywhere or in one
-    page.
-    """
+    """Return a file's bytes with the end cut off, or up to 59 changed anywhere or in one page."""
     found = bytearray(data)
     kind = generator.choice(("cut", "anywhere", "anywhere", "page", "first"))
     if kind == "cut":
@@ -223,9 +222,7 @@ def late(process: subprocess.Popen[str], number: signal.Signals) -> Iterator[str
 
 
 def kill(folder: Folder, role: str, number: signal.Signals, after_s: float) -> list[str]:
-    """Start a command, send a signal to one of its processes after `after_s` seconds, and return
-    the complaints.
-    """
+    """Start a command, signal one of its processes after `after_s`, and return the complaints."""
     kept, complaints = folder.final(), []
     process = folder.start(*RUN, "--store", folder.store.name)
     time.sleep(after_s)
@@ -246,8 +243,9 @@ def kill(folder: Folder, role: str, number: signal.Signals, after_s: float) -> l
 
 
 def left(folder: Folder, kept: list[tuple[object, ...]]) -> list[str]:
-    """Return the complaints about processes, output, trials and files that a command that has ended
-    left behind.
+    """Return complaints about a command that has ended.
+
+    They are about the processes, output, trials and files that it left behind.
     """
     complaints = []
     if alive := folder.mark.settles(0):

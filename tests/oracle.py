@@ -1,6 +1,4 @@
-"""The oracle: torch's own torch.nn.DataParallel, run on emulated devices by the adapter of the
-strategy `torch_dp`.
-"""
+"""The oracle: torch.nn.DataParallel on emulated devices, by the adapter of `torch_dp`."""
 
 from __future__ import annotations
 
@@ -102,11 +100,11 @@ def observe(
     during: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     **options: Any,
 ) -> dict[str, Any]:
-    """Return all values after forwards and backwards: the module on `root`, or the first device,
-    inputs on `home`.
+    """Return all values after forward and backward passes of a wrapped module.
 
-    Gradients accumulate over the `calls`, and the weights change between them; the output is that
-    of the last.
+    The module is on `root`, or else on the first device; the inputs are on `home`. Gradients
+    accumulate over the `calls`, and the weights change between them; the output is that of the
+    last.
     """
     torch.manual_seed(0)
     module = make()

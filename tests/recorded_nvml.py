@@ -1,6 +1,4 @@
-"""An NVML that answers from a file, each call as slowly as the real one: what the tests pass for
-pynvml.
-"""
+"""A stand-in for pynvml: it answers from a file, each call as slowly as the real NVML."""
 
 import itertools
 import json

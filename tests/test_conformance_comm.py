@@ -102,8 +102,9 @@ def test_broadcast_gpu(place: Place) -> None:
 
 
 def check_coalesced(place: Place, tensors: list[Tensor]) -> None:
-    """Broadcast many tensors at once: equal to one by one, unchanged on device 0, each with a
-    separate version.
+    """Broadcast many tensors at once: equal to one by one, unchanged on device 0.
+
+    Each copy on device 1 has a version of its own.
     """
     one_by_one = [broadcast(place, [tensor])[1][0] for tensor in tensors]
     first, second = broadcast(place, tensors)
@@ -143,8 +144,9 @@ def test_reduce_add(place: Place) -> None:
 
 
 def check_reduced(place: Place, makers: Sequence[Any]) -> None:
-    """Reduce many tensors at once: equal to one by one, of the same kind, new, each with a separate
-    version.
+    """Reduce many tensors at once: equal to one by one, of the same kind, and new.
+
+    Each total has a version of its own.
     """
     tensors = made(place, makers)
     each = [tensors, [place.put(tensor.cpu(), 1) for tensor in tensors]]
@@ -326,9 +328,7 @@ every_spelling = pytest.mark.parametrize("kind", [Plain, Typed])
 
 @every_spelling
 def test_scatter_namedtuple(place: Place, kind: type) -> None:
-    """Mirror B, test_scatter_namedtuple: each piece is such a tuple, of the pieces of its
-    fields.
-    """
+    """Mirror B, test_scatter_namedtuple: each piece is such a tuple, of its fields' pieces."""
     whole = kind(*(torch.rand(4) for _ in range(2)))
     pieces = dpbench.scatter(kind(*(place.put(tensor) for tensor in whole)), place.ids())
     assert len(pieces) == 2
@@ -342,9 +342,7 @@ def test_scatter_namedtuple(place: Place, kind: type) -> None:
 @every_spelling
 @pytest.mark.parametrize("target", ["cpu", "first"])
 def test_gather_namedtuple(place: Place, kind: type, target: str) -> None:
-    """Mirror B, test_gather_namedtuple: one tuple of wholes, also of tensors on another device than
-    their replica's.
-    """
+    """Mirror B, test_gather_namedtuple: one tuple of wholes, also of tensors on other devices."""
     parts = [kind(*(torch.rand(4) for _ in range(2))) for _ in range(2)]
     outputs = [
         kind(place.put(parts[0].a, 0), place.put(parts[0].b, 1)),

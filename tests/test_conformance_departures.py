@@ -1,5 +1,6 @@
-"""The cases in which torch.nn.DataParallel is wrong or fails, and the engine is right or refuses
-with the reason.
+"""Cases in which torch.nn.DataParallel is wrong or fails, and the engine is right or refuses.
+
+A refusal gives the reason.
 
 Each case of `DEPARTURES` runs with torch's own code and with the engine, both on emulated devices.
 The table "torch / dpbench" of docs/contract.md has the same cases.
@@ -28,8 +29,7 @@ Wrap = Callable[..., nn.Module]
 
 @dataclass(frozen=True)
 class Departure:
-    """A case in which torch is wrong: `why` it is, the outcome in torch, and the outcome in the
-    engine.
+    """A case in which torch is wrong: `why`, and the outcomes in torch and in the engine.
 
     `run(wrap)` wraps a module and calls it. Its outcome is what it returns, or the type of its
     error.
@@ -64,9 +64,7 @@ def returns(forward: Callable[[Tensor], Any]) -> Callable[[Wrap], Any]:
 
 
 def counted(value: Any) -> Any:
-    """Return an output with the numbers of rows in place of tensors, and without addresses in its
-    texts.
-    """
+    """Return an output with row counts in place of tensors, and no addresses in its texts."""
     if isinstance(value, Tensor):
         return len(value)
     if isinstance(value, dict):
@@ -92,9 +90,7 @@ def rows_of_a_dataclass(wrap: Wrap) -> set[int]:
 def seen_in_replicas(
     enter: Callable[[], AbstractContextManager[Any]], read: Callable[[], Any]
 ) -> Callable[[Wrap], set[Any]]:
-    """Return a case: what `read` returns in the replicas if the caller's thread has entered
-    `enter()`.
-    """
+    """Return a case: what `read` returns in the replicas if the caller has entered `enter()`."""
 
     def run(wrap: Wrap) -> set[Any]:
         seen: set[Any] = set()
@@ -109,8 +105,9 @@ def seen_in_replicas(
 
 @contextmanager
 def bf16_autocast() -> Iterator[None]:
-    """Turn autocast on for CUDA, whose place the emulated devices take, with another dtype than its
-    default.
+    """Turn autocast on for CUDA with another dtype than its default.
+
+    The emulated devices take CUDA's place.
     """
     before = torch.get_autocast_dtype("cuda")
     torch.set_autocast_dtype("cuda", torch.bfloat16)

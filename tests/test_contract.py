@@ -1,5 +1,6 @@
-"""Corners of torch.nn.DataParallel's behaviour that docs/contract.md lists: constructor, forward,
-composition.
+"""Corners of torch.nn.DataParallel's behaviour: constructor, forward, composition.
+
+docs/contract.md lists them.
 """
 
 from __future__ import annotations

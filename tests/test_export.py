@@ -1,6 +1,4 @@
-"""Exports for pyperf and Parquet: the samples are equal after reading, and the tools report
-dpbench's numbers.
-"""
+"""Exports for pyperf and Parquet: equal after reading, and the tools report dpbench's numbers."""
 
 from __future__ import annotations
 

@@ -16,9 +16,7 @@ import gate_tries  # noqa: E402
 
 
 def simulated(slowdown: float, seed: int, wall: float = 0.21, cpu: float = 0.035) -> gate.Answer:
-    """Return the rule's answer if the logarithms of the ratios of pairs spread by `wall` and
-    `cpu`.
-    """
+    """Return the rule's answer if the log ratios of pairs spread by `wall` and `cpu`."""
     draw = np.random.default_rng(seed)
     level = gate.ALPHA / (len(gate.CASES) * len(gate.LOOKS) * len(gate.TIMES))
     found = {

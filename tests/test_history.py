@@ -1,5 +1,6 @@
-"""The history of a case over commits, and predictions compared with measurements, from stores made
-by hand.
+"""The history of a case over commits, and predictions compared with measurements.
+
+The stores are made by hand.
 """
 
 from __future__ import annotations
@@ -170,9 +171,7 @@ def predicted(case: Case, seconds: float, low: float, high: float, machine: str)
 
 @pytest.fixture
 def both(tmp_path: Path) -> Path:
-    """Make a store with a measurement of 10 ms on two GPUs, and predictions for these and for other
-    GPUs.
-    """
+    """Make a store with a measurement on two GPUs, and predictions for these and other GPUs."""
     here = {"host": {"cpu": "described"}, "gpus": {"gpus": [{"name": "GeForce RTX 3090"}] * 8}}
     other = {"host": {"cpu": "described"}, "gpus": {"gpus": [{"name": "A100-SXM4-80GB"}] * 8}}
     put = functools.partial(predicted, GPU)

@@ -273,9 +273,7 @@ STEPS = 4
 
 
 class Time:
-    """A time that only a reading and a pause move on, so that the load of the machine has no part
-    in a result.
-    """
+    """A time that only a reading and a pause move on: the machine's load affects no result."""
 
     def __init__(self) -> None:
         self.lock, self.at_s = threading.Lock(), 0.0
@@ -347,9 +345,7 @@ def test_a_planted_pause_shows_where_it_was_planted(plant: str, where: tuple[str
 
 
 def test_a_typical_steps_parts_sum_to_it_and_a_disturbed_step_does_not_count() -> None:
-    """Two parts take turns in taking long: the medians of the parts, 1 and 1, would sum to no step
-    that there was.
-    """
+    """Two parts alternate in being slow: their medians, 1 and 1, sum to no step's duration."""
     each = [(1, 9), (9, 1), (1, 9), (9, 1), (1, 9), (9, 1), (1, 500), (0.5, 0.5)]
     steps = tuple(Step(sum(pair), False, 100.0 + sum(pair)) for pair in each)
     spans = tuple(
@@ -411,9 +407,7 @@ def test_a_reduction_of_ranks_begins_when_the_last_one_arrives() -> None:
 
 
 def test_a_rank_that_waits_inside_backward_charges_the_phase_of_the_last_rank() -> None:
-    """Rank 0 is in backward from 1 on, and waits from 3 to 6 for rank 1, which is in forward until
-    4.
-    """
+    """Rank 0, in backward from 1 on, waits from 3 to 6 for rank 1, which is in forward until 4."""
     case = Case(model="mlp", strategy="ddp", batch_size=2, devices=2)
     parts = [
         Trial(

@@ -1,6 +1,4 @@
-"""Bytes that a step must move, held against the copies that torch really makes between emulated
-devices.
-"""
+"""The bytes that a step must move, compared with torch's copies between emulated devices."""
 
 from __future__ import annotations
 
@@ -49,9 +47,7 @@ def by_way(found: list[Move]) -> dict[Key, float]:
 
 
 class Copies:
-    """Counts what torch copies between emulated devices, and from the host, by the phase that is
-    open.
-    """
+    """Counts torch's copies between emulated devices and from the host, by the open phase."""
 
     def __init__(self) -> None:
         self.bytes: Counter[Key] = Counter()

@@ -1,5 +1,6 @@
-"""DataLoaders: the knee on tables, what a sweep prints and stores, and datasets that fail in the
-worker that loads.
+"""DataLoaders: the knee on tables, what a sweep prints and stores, and datasets that fail.
+
+They fail in the worker that loads.
 """
 
 from __future__ import annotations

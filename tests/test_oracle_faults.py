@@ -174,9 +174,7 @@ def misplaced_buffer(wrap: Run) -> Any:
 
 
 def transformed(transform: Run) -> Run:
-    """Return a call of a wrapper under a transform of torch.func, which autograd's own functions do
-    not take.
-    """
+    """Return a call under a torch.func transform, which autograd's own functions do not take."""
     return lambda wrap: transform(wrap(nn.Linear(4, 4).to("lazy:0"), (0, 1)))
 
 

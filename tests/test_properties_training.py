@@ -63,9 +63,7 @@ class Training:
 
     @property
     def whole_net(self) -> bool:
-        """Return whether every layer is used, so that with one device every parameter gets a
-        gradient.
-        """
+        """Return whether all layers are used, so all parameters get gradients on one device."""
         kinds = {leaf.kind for leaf in leaves(self.case.args)}
         return not self.idle and "index" in kinds
 

@@ -1,6 +1,4 @@
-"""The foreign load from snapshots made by hand, waiting with a fabricated load, and one reading of
-the real counts.
-"""
+"""The foreign load from made-up snapshots, waiting under a made-up load, and one real reading."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ BUSY = Load(foreign=0.34, steal=0.02, cores=2, seconds=0.5)
 
 
 def at(time_s: float, own_s: float, **cores: tuple[float, float]) -> Snapshot:
-    """Return a snapshot whose cores, c0=(busy seconds, stolen seconds), have existed since second
-    0.
-    """
+    """Return a snapshot of cores that exist since second 0: c0=(busy seconds, stolen seconds)."""
     ticks = {
         int(name[1:]): Ticks(round(busy * SECOND), round(steal * SECOND), round(time_s * SECOND))
         for name, (busy, steal) in cores.items()

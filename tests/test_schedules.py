@@ -45,8 +45,9 @@ def two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 class Odd(nn.Module):
-    """Layers whose sizes fit no vector register, a buffer that counts, a tied, a frozen and an
-    unused weight.
+    """Layers whose sizes fit no vector register, and tied, frozen and unused weights.
+
+    A buffer counts the batches.
     """
 
     def __init__(self) -> None:

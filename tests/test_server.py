@@ -1,6 +1,4 @@
-"""The server's laws: every outcome of a worker becomes a trial, and no process or file of it
-remains.
-"""
+"""The server: each outcome of a worker becomes a trial, and no process or file of it remains."""
 
 import errno
 import json
@@ -354,9 +352,7 @@ KILLS = [("worker", "SIGKILL"), ("worker", "SIGTERM"), ("server", "SIGKILL"), ("
 
 
 class Killed:
-    """A model that sends a signal to its worker, to the server or to its rank, in its first
-    attempts.
-    """
+    """A model that signals its worker, the server or its rank in its first attempts."""
 
     def __init__(self, folder: Path) -> None:
         self.path, self._file = folder / "killed.py", folder / "kills"
@@ -551,7 +547,8 @@ def test_the_server_dies_with_its_parent_and_so_do_workers_and_ranks(tmp_path):
         from dpbench.measure.server import Server
         with Server(Path(sys.argv[1])) as server:
             print("there", flush=True)
-            case = Case(model="tests.hungry:STUBBORN_IN_RANK_1", strategy="ddp", batch_size=8, devices=2)
+            model = "tests.hungry:STUBBORN_IN_RANK_1"
+            case = Case(model=model, strategy="ddp", batch_size=8, devices=2)
             server.run(case, Effort(), 0, 600)
     """
     with marked() as own:
@@ -584,7 +581,8 @@ def test_the_server_has_run_no_tensor_operation_and_touched_no_cuda(tmp_path):
         with Recorder():
             from dpbench.measure.worker.__main__ import serve
             serve()
-        loaded = [name for name in sys.modules if name.startswith(("dpbench.models.", "dpbench.strategies."))]
+        folders = ("dpbench.models.", "dpbench.strategies.")
+        loaded = [name for name in sys.modules if name.startswith(folders)]
         result = {"seen": seen, "cuda": torch.cuda.is_initialized(), "loaded": loaded}
         result["pandas"] = "pandas" in sys.modules
         open(sys.argv[1], "w").write(json.dumps(result))

@@ -1,5 +1,4 @@
-"""The Chrome trace in speedscope, in a real browser: every phase of every step on every device is
-there.
+"""The Chrome trace in speedscope, in a real browser: all phases of all steps on all devices.
 
 Takes the npm package `speedscope` (its folder: $SPEEDSCOPE, as in `npm install speedscope`'s
 node_modules/speedscope).
@@ -103,9 +102,7 @@ def opened(browser: Any, site: str, trial: Trial) -> dict[str, Any]:
 
 
 def overlapping() -> Trial:
-    """Return a trial with spans of one phase and device that overlap, and run into the next
-    step's.
-    """
+    """Return a trial whose spans of one phase and device overlap, also with the next step's."""
     trial = made(DP, steps=40, warmup=5)
     found = [s for s in trial.spans if s.phase is Phase.REDUCE]
     late = [

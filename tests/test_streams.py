@@ -1,6 +1,4 @@
-"""Streams: a command works with closed standard streams, in the locale C, and with a home that
-cannot be written.
-"""
+"""Streams: a command works with closed streams, in the locale C, and with an unwritable home."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Traces: work against torch's own counter, parameters against the module, kernels against nets
-counted by hand.
-"""
+"""Traces: work, parameters and kernels against torch's counter, the module and hand counts."""
 
 from __future__ import annotations
 
@@ -164,9 +162,7 @@ def test_optimizers_are_counted_by_their_multi_tensor_kernels() -> None:
 
 
 def test_the_analytic_optimizer_moves_what_torchs_does() -> None:
-    """The host's ops, one parameter after the other, move as many bytes as the multi-tensor kernels
-    counted.
-    """
+    """The host's ops, per parameter, move as many bytes as the multi-tensor kernels counted."""
     for key, name in (("sgd", "SGD"), ("adam", "Adam")):
         traced = of("mlp", optimizer=key)
         moved = sum(op.bytes for op in traced.optimizer)

@@ -1,5 +1,6 @@
-"""Watching: work outside the calls of modules, losses and optimizers gets its phase, or is named
-with its place.
+"""Watching: work outside the calls of modules, losses and optimizers.
+
+Such work gets its phase, or is named with its place.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Writers: 3 to 6 processes run, read, report, remove and merge on one store, and are killed at
-random moments.
+"""Writers: processes use one store at the same time, and are killed at random moments.
+
+3 to 6 processes run, read, report, remove and merge.
 
 After each round, when all its processes have ended, the store must pass SQLite's integrity check
 and have every trial whose storing was acknowledged. A process notes what was acknowledged in a file
@@ -45,9 +46,7 @@ Call = Callable[[Sequence[str]], tuple[int, str, str]]
 
 
 class Process:
-    """One process of a round: it repeats its part until the round ends, and notes what was
-    acknowledged.
-    """
+    """One process of a round: it repeats its part to the end, and notes what was acknowledged."""
 
     def __init__(self, store: Path, notes: Path, call: Call, seed: int) -> None:
         self.store, self.call, self.generator = store, call, random.Random(seed)
@@ -179,9 +178,7 @@ def facts(folder: Path) -> list[dict[str, Any]]:
 
 
 def faults(store: Path, found: Sequence[dict[str, Any]]) -> list[str]:
-    """Return what is wrong with a store that no process uses, given the facts that all processes
-    have noted.
-    """
+    """Return what is wrong with a store that no process uses, given all processes' facts."""
     with closing(sqlite3.connect(store)) as db:
         try:
             complaints = [

@@ -1,5 +1,4 @@
-"""Score: the errors of predictions against published measurements, compared with the errors of
-linear scaling.
+"""Score: errors of predictions against published measurements, compared with linear scaling.
 
 Linear scaling is the assumption that a step takes as long as a step on one device with one device's
 share of the batch.
@@ -64,9 +63,7 @@ Point = tuple[float, float]
 
 
 def calibrated_lines(matched: Sequence[Matched]) -> list[ScoreLine]:
-    """Return scoreboard lines for each group of rows, predicted after a calibration on other models
-    of the machine.
-    """
+    """Return scoreboard lines for each group, calibrated on other models of the machine."""
     found = []
     for group in dict.fromkeys(one.row.group for one in matched):
         mine = [one for one in matched if one.row.group == group]
@@ -82,9 +79,7 @@ def calibrated_lines(matched: Sequence[Matched]) -> list[ScoreLine]:
 
 
 def _machines(matched: Sequence[Matched]) -> list[list[Matched]]:
-    """Return a list of rows for each combination of machine and precision, with rows of all device
-    counts.
-    """
+    """Return the rows, of all device counts, of each combination of machine and precision."""
     found: dict[tuple[str, str, str], list[Matched]] = {}
     for one in matched:
         found.setdefault((one.row.gpu, one.row.interconnect, one.row.precision), []).append(one)
@@ -92,8 +87,7 @@ def _machines(matched: Sequence[Matched]) -> list[list[Matched]]:
 
 
 def _left_out(matched: Sequence[Matched]) -> Iterator[Scored]:
-    """Yield the rows of each model, predicted with the factors that best fit the other models on
-    the same machine.
+    """Yield each model's rows, predicted with the best factors for the machine's other models.
 
     Machines with fewer than `FEW` models are left out.
     """
@@ -117,8 +111,7 @@ def _left_out(matched: Sequence[Matched]) -> Iterator[Scored]:
 
 
 def _one_for_all(matched: Sequence[Matched]) -> Iterator[Scored]:
-    """Yield rows, predicted with the bus bandwidth that was fitted to another model on the same
-    machine.
+    """Yield rows, predicted with a bus bandwidth fitted to another model on the same machine.
 
     For each machine and device count, the bandwidth is fitted to the model with the largest
     overhead, and only the rows of the other models are yielded. Rows with an extrapolated baseline
@@ -154,12 +147,11 @@ def _one_for_all(matched: Sequence[Matched]) -> Iterator[Scored]:
 def _best(
     table: Mapping[Point, Sequence[float]], rows_: Sequence[Matched], use: Sequence[int]
 ) -> Point:
-    """Return the pair (host factor, bus bandwidth) for which the mean absolute relative error plus
-    a penalty is least.
+    """Return the pair (host factor, bus bandwidth) with the least penalized error.
 
-    `table` maps each pair to the predicted durations of all rows. The mean is over the rows whose
-    indices are in `use`. The penalty is `DOUBT` times the sum of the absolute logarithms of the
-    pair.
+    The error is the mean absolute relative error over the rows whose indices are in `use`. `table`
+    maps each pair to the predicted durations of all rows. The penalty, which is added to the error,
+    is `DOUBT` times the sum of the absolute logarithms of the pair.
     """
 
     def missed(point: Point) -> float:
@@ -220,16 +212,12 @@ class Scored:
 
     @property
     def error(self) -> float:
-        """Return the relative error of the prediction: the predicted duration divided by the
-        measured one, minus 1.
-        """
+        """Return the relative error of the prediction: predicted / measured duration - 1."""
         return self.predicted_s / self.measured_s - 1
 
     @property
     def linear_error(self) -> float:
-        """Return the relative error of linear scaling: its predicted duration divided by the
-        measured one, minus 1.
-        """
+        """Return the relative error of linear scaling: its predicted / measured duration - 1."""
         return self.linear_s / self.measured_s - 1
 
     @property
@@ -250,9 +238,7 @@ class Scored:
 
     @property
     def hard(self) -> bool:
-        """Return whether the measured step takes at least `HARD` times as long as under linear
-        scaling.
-        """
+        """Return whether the step takes at least `HARD` times as long as under linear scaling."""
         return self.measured_s >= HARD * self.linear_s
 
 
@@ -287,8 +273,7 @@ class ScoreLine:
 
 @dataclass(frozen=True)
 class Coverage:
-    """The share of intervals that contain the measured step, over `rows` rows of `machines`
-    machines.
+    """The share of intervals that contain the measured step: `rows` rows, `machines` machines.
 
     `low` and `high` are the ends of the 95 % interval of `share`. Rows of one machine share the
     errors of its description, so the interval comes from the variation between machines (Cochran,
@@ -363,9 +348,7 @@ def _by_formula(asked: PublishedCase, constants: Constants) -> float:
 
 
 def _scaled_counts(asked: PublishedCase, factor: float) -> Any:
-    """Return a row's profile with the numbers of modules, parameter tensors and launches multiplied
-    by `factor`.
-    """
+    """Return a row's profile with its modules, parameter tensors and launches times `factor`."""
     p = asked.profile
     return replace(
         p,
@@ -377,8 +360,9 @@ def _scaled_counts(asked: PublishedCase, factor: float) -> Any:
 
 
 def priors(asked: PublishedCase) -> dict[str, float]:
-    """Return the prior of each constant that affects the row's step, by name: a standard deviation
-    of its logarithm.
+    """Return the prior of each constant that affects the row's step, by name.
+
+    A prior is a standard deviation of the constant's logarithm.
     """
     found = priors_of(asked.case, asked.machine.machine)
     if asked.machine.assumed:
@@ -459,9 +443,7 @@ def line(key: tuple[str, str, str], group: Sequence[Scored], excluded: int = 0) 
 
 
 def quantile(ordered: Sequence[float], q: float) -> float:
-    """Return the quantile `q`, between 0 and 1, of values in ascending order, interpolated
-    linearly.
-    """
+    """Return the quantile `q`, from 0 to 1, of ascending values, interpolated linearly."""
     at = q * (len(ordered) - 1)
     low = math.floor(at)
     high = min(low + 1, len(ordered) - 1)

@@ -1,5 +1,4 @@
-"""Coverage: how often the 95 % intervals of reports include the true value, and how often reports
-withhold an estimate.
+"""Coverage: how often 95 % intervals include the true value and reports withhold an estimate.
 
     python benchmarks/scripts/coverage.py [--experiments 10000]
 
@@ -91,9 +90,7 @@ def recorded(paths: Iterable[Path]) -> Noise:
 
 
 def _cases(path: Path) -> list[list[list[float]]]:
-    """Return the seconds of the timed steps of each round of each case, from an export as JSON
-    lines.
-    """
+    """Return the timed steps' seconds by case and round, from an export as JSON lines."""
     found: dict[str, dict[int, list[float]]] = {}
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
         for line in map(json.loads, lines):

@@ -1,5 +1,4 @@
-"""One side of the gate: a server process that imports dpbench from one tree and forks a process for
-each request.
+"""One side of the gate: a server that imports one tree's dpbench and forks for each request.
 
     PYTHONPATH=TREE python benchmarks/scripts/gate_side.py
 

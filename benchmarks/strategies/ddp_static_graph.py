@@ -1,6 +1,4 @@
-"""DistributedDataParallel with `static_graph=True`: torch assumes that every step uses the same
-parameters.
-"""
+"""DistributedDataParallel with `static_graph=True`: every step must use the same parameters."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ from dpbench.strategies import Parallelism, Reduction, Step, Strategy, Traits, d
 
 
 class StaticGraph(Strategy):
-    """DistributedDataParallel with `static_graph=True`: torch assumes that every step uses the same
-    parameters.
-    """
+    """DistributedDataParallel with `static_graph=True`: every step must use the same parameters."""
 
     traits = Traits(
         parallelism=Parallelism.RANKS,

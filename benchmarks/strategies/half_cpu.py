@@ -1,5 +1,4 @@
-"""Part CPU and part GPU: the first half of the layers is on the host, the second half on one
-accelerator.
+"""Part CPU, part GPU: the first half of the layers on the host, the rest on an accelerator.
 
 Activations move to the accelerator in the phase `forward`, and their gradients move back in
 `backward`. The phases of the layers on the host are recorded for the device HOST.
@@ -20,16 +19,12 @@ from .model_parallel import ModelParallel
 
 
 class HalfCpu(ModelParallel):
-    """Part CPU and part GPU: the first half of the layers is on the host, the second half on one
-    accelerator.
-    """
+    """Part CPU, part GPU: the first half of the layers on the host, the rest on an accelerator."""
 
     traits = Traits(parallelism=Parallelism.NONE)
 
     def skip(self, case: Case) -> str:
-        """Return the reason why this strategy cannot run a case (for example, on logical CPU
-        devices), or "".
-        """
+        """Return why this strategy cannot run a case (for example, on logical CPUs), or ""."""
         if case.device_kind == "cpu":
             return "half_cpu needs an accelerator: without a GPU, give --device-kind emulated"
         if case.precision in AUTOCAST:

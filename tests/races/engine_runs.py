@@ -1,5 +1,4 @@
-"""Training steps of the engine on simulated GPUs, and the places at which the engine orders
-streams.
+"""Training steps of the engine on simulated GPUs, and the places where it orders streams.
 
 A place is a call of a method that orders streams or keeps memory (`wait`, `borrow`, ...), named by
 its module, function and text. `without` leaves out one of them, so that a test can show that the
@@ -169,16 +168,12 @@ class Run:
             self._use_memory()
 
     def _use_memory(self) -> None:
-        """Allocate memory on the current stream of each GPU, as a training loop may do between two
-        steps.
-        """
+        """Allocate memory on each GPU's current stream, as a loop may do between two steps."""
         for ordinal in set(self.ordinals):
             torch.ones(3, device=f"cuda:{ordinal}")
 
     def _verbs(self, net: Net, x: Tensor, y: Tensor) -> None:
-        """Use the verbs alone: the replicas run again, and free their results, without a new
-        scatter.
-        """
+        """Use the verbs alone: replicas run again and free their results, without a new scatter."""
         devices, workers = _cuda(self.ordinals), InTurn(backwards=self.backwards)
         with torch.no_grad():
             pieces = scatter((x,), devices)

@@ -1,5 +1,6 @@
-"""Run CUDA programs on the host and find their races: `with detect(2) as found: ...; assert not
-found.races`.
+"""Run CUDA programs on the host and find their races.
+
+For example: `with detect() as found: ...; assert not found.races`.
 
 Inside the context, ordinary tensors of the host pretend to be on GPUs: `tensor.device`,
 `.to("cuda:1")`, factories with `device=`, `record_stream` and `torch.cuda`'s streams and events
@@ -125,9 +126,7 @@ class Detector:
                 near.synchronize()
 
     def moved(self, tensor: torch.Tensor, ordinal: int, *, non_blocking: bool) -> torch.Tensor:
-        """Return a copy of a tensor on another device, or on the same device, without autograd
-        history.
-        """
+        """Return a copy of a tensor on this or another device, without autograd history."""
         with _disable_current_modes(), torch.no_grad():
             copy = tensor.detach().clone()
         self.recorder.allocate(copy, self.machine.current(ordinal), "a copy")
@@ -142,8 +141,7 @@ class Detector:
         *,
         root: int | None,
     ) -> None:
-        """Queue a collective that reads `tensors[i]` and writes the tensors `results[i]` on device
-        i.
+        """Queue a collective that reads `tensors[i]` and writes `results[i]` on device i.
 
         The streams with results get data from all streams, or with `root` only from the stream of
         device `root`.
@@ -193,9 +191,7 @@ PLACES = ("device", "is_cuda", "is_cpu")
 
 
 class Pretending(TorchFunctionMode):
-    """The function mode that answers for the tensors' devices, moves tensors, and notes the streams
-    of forward.
-    """
+    """The function mode that tells tensors' devices, moves tensors and notes forward's streams."""
 
     def __init__(self, detector: Detector) -> None:
         self.detector = detector
@@ -408,9 +404,7 @@ def _in(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
 
 
 def _apply(detector: Detector, kind: Any, *args: Any) -> Any:
-    """Apply an autograd function, and note the stream of its node: that of the first output's
-    device.
-    """
+    """Apply an autograd function, and note its node's stream: that of the first output's device."""
     result = APPLY.__func__(kind, *args)
     outputs = [t for t in _results(result) if t.grad_fn is not None]
     annotate(outputs, detector.machine, detector.recorder)
@@ -460,9 +454,7 @@ def _record_stream(detector: Detector) -> Any:
 
 
 def _cuda(machine: Machine) -> dict[str, Any]:
-    """Return the functions and classes of torch.cuda that work on the simulated machine, by
-    name.
-    """
+    """Return, by name, the parts of torch.cuda that work on the simulated machine."""
     return {
         "Stream": lambda device=None, priority=0: machine.new_stream(number(device) or 0),
         "Event": lambda *args, **kwargs: Event(machine=machine),
