@@ -1,5 +1,4 @@
-"""The asv suite: the time of a training step, its phases, the engine's verbs and an import, for
-each commit.
+"""The asv suite: times of a training step, its phases, the engine's verbs and an import, by commit.
 
 asv takes this folder from the working tree and dpbench from the commit that it measures. Benchmarks
 therefore import dpbench inside their functions. If the commit lacks a name that a benchmark needs,
@@ -60,9 +59,7 @@ module.
 
 
 def module(name: str) -> ModuleType:
-    """Import a module of dpbench by its present name, or by an earlier name if the measured commit
-    is older.
-    """
+    """Import a module of dpbench by its present name, or in an older commit by an earlier name."""
     names = [name, *EARLIER.get(name, ())]
     for number, one in enumerate(names, start=1):
         try:
@@ -75,8 +72,7 @@ def module(name: str) -> ModuleType:
 
 
 def attribute(name: str, *attributes: str) -> Any:
-    """Return the object of a module of dpbench with the first of the names `attributes` that
-    exists.
+    """Return the first of `attributes` that exists in a module of dpbench.
 
     The module is searched for under its present name and its earlier names, because in an earlier
     commit another module may have the present name. Raises ImportError if no object is found.
@@ -159,9 +155,7 @@ def keep(benchmark: Callable[..., Any] | str, params: Sequence[Any], trials: Seq
 
 @contextmanager
 def names_of_the_commit() -> Iterator[None]:
-    """Return a context that converts a missing module, name or field of dpbench to asv's "not
-    applicable".
-    """
+    """Convert a missing module, name or field of dpbench to asv's "not applicable"."""
     try:
         yield
     except ImportError as error:

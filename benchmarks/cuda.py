@@ -75,9 +75,7 @@ def _numbers(strategy: str, model: str, count: int) -> Numbers:
 
 
 def _setup(name: str) -> Any:
-    """Return the setup of a benchmark, which reports a cell without its number as not
-    applicable.
-    """
+    """Return a benchmark's setup, which reports a cell without its number as not applicable."""
 
     def setup_cell(cache: dict[Cell, Numbers], strategy: str, model: str, devices: int) -> None:
         if not gpus():

@@ -1,6 +1,4 @@
-"""Seconds between two readings of the NVML sampler, whose nominal rate is 100 Hz, with recorded
-latencies of NVML.
-"""
+"""Seconds between two readings of the NVML sampler (nominally 100 Hz), with recorded latencies."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ LOOK_S = 0.5 if QUICK else 1.0
 
 
 class Replay:
-    """A replacement for pynvml whose functions return recorded answers after their recorded
-    latencies.
-    """
+    """A replacement for pynvml that returns recorded answers after their recorded latencies."""
 
     class NVMLError(Exception):
         value = 3

@@ -36,9 +36,7 @@ def setup(verb: str, devices: int) -> None:
 
 
 def _call(verb: str, count: int) -> Callable[[], Any]:
-    """Return a function that calls the engine's function `verb` once on `count` devices, as a
-    training step does.
-    """
+    """Return a function that calls `verb` once on `count` devices, as a training step does."""
     import torch
     from torch import nn
 

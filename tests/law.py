@@ -1,5 +1,4 @@
-"""The law of a training loop: a plain chunked loop, the changes a loop can make, and a pair that
-compares both sides.
+"""The law of a training loop: a plain loop, the changes a loop can make, and a pair of sides.
 
 `Plain` is the reference. It uses torch only: each chunk runs on a copy of the tree of modules, the
 gradients are added in chunk order, and autograd accumulates the sum in the module's parameters.
@@ -29,9 +28,7 @@ EXACT = [*RUNGS]
 
 
 class Loop:
-    """One side: a module, a criterion, an optimizer, and everything that a change between steps may
-    touch.
-    """
+    """One side: a module, a criterion, an optimizer, and all else that a change may touch."""
 
     def __init__(
         self, module: nn.Module, criterion: Any, make: Callable[[list[nn.Parameter]], Any]
@@ -154,9 +151,7 @@ class Plain(Loop):
 
 
 def leaf(parameter: nn.Parameter, *, own: bool) -> nn.Parameter:
-    """Return a parameter with the same values that gets gradients of the same dtype, with or
-    without own memory.
-    """
+    """Return a parameter with the same values and gradient dtype, with or without own memory."""
     values = parameter.detach().clone() if own else parameter.detach()
     new = nn.Parameter(values, parameter.requires_grad)
     if hasattr(parameter, "grad_dtype"):
@@ -165,9 +160,7 @@ def leaf(parameter: nn.Parameter, *, own: bool) -> nn.Parameter:
 
 
 def twin(module: nn.Module, parameters: Sequence[Tensor], *, share_buffers: bool) -> nn.Module:
-    """Return a copy of the tree of modules with other parameters, and with the module's buffers or
-    copies of them.
-    """
+    """Return a copy of the tree of modules with `parameters`, and with shared or copied buffers."""
     table = {id(p): other for p, other in zip(module.parameters(), parameters, strict=True)}
     table |= {id(b): b if share_buffers else b.clone() for b in module.buffers()}
     copies = {id(m): m.__new__(type(m)) for m in module.modules()}
@@ -187,9 +180,7 @@ def twin(module: nn.Module, parameters: Sequence[Tensor], *, share_buffers: bool
 
 
 class Joined(torch.autograd.Function):
-    """The chunks' outputs as one tensor, whose backward gives each parameter the sum over the
-    chunks.
-    """
+    """Chunks' outputs as one tensor, whose backward sums each parameter's gradient over chunks."""
 
     @staticmethod
     def forward(
@@ -370,9 +361,7 @@ class Pair:
             self.check()
 
     def _rounds_otherwise(self) -> bool:
-        """Return whether a sum over rows divided at the end may round otherwise than the
-        criterion's own mean.
-        """
+        """Return whether a sum divided at the end may round otherwise than the criterion's mean."""
         return self.ours.asked not in SELECTED and not sums_exactly(self.plain.criterion)
 
     def _check_nearly(self) -> None:
@@ -387,9 +376,7 @@ class Pair:
             theirs.grad = theirs.grad if mine.grad is None else mine.grad.clone()
 
     def move(self, schedule: str, *, same_optimizer: bool) -> None:
-        """Close the engine's side and go on with another schedule, one that can have the
-        criterion.
-        """
+        """Close the engine's side and go on with another schedule that can have the criterion."""
         named = schedule not in SELECTED
         if (
             not hasattr(self.ours.criterion, "reduction")
@@ -418,9 +405,7 @@ class Pair:
         self.check(gradients=False)
 
     def check(self, *, gradients: bool = True, state: bool = False) -> None:
-        """Compare weights, buffers, gradients, the calls of hooks, and, where watched, the
-        optimizer's state.
-        """
+        """Compare weights, buffers, gradients, hook calls and, if watched, optimizer state."""
         assert_same(content(self.ours), content(self.plain), "module")
         if gradients and (self._between or self.plain.updated):
             self._check_gradients()
@@ -465,16 +450,12 @@ def drop_optimizer_hooks(loop: Loop) -> None:
 
 
 def ulps(dtype: torch.dtype) -> float:
-    """Return the permitted error of a loss that was added up by parts: its sum and its divisor
-    round differently.
-    """
+    """Return the permitted error of a loss added up by parts: sum and divisor round differently."""
     return (16 if dtype in (torch.float32, torch.float64) else 2) * torch.finfo(dtype).eps
 
 
 def rungs(lowest: str) -> Any:
-    """Parametrize over the exact rungs from `lowest` up, and the schedules that TrainStep
-    selects.
-    """
+    """Parametrize over the exact rungs from `lowest` up, and the schedules TrainStep selects."""
     return pytest.mark.parametrize("rung", [*EXACT[EXACT.index(lowest) :], *SELECTED])
 
 
@@ -546,9 +527,7 @@ def must_refuse(rung: str | Schedule, *situations: str) -> bool:
 
 @contextlib.contextmanager
 def refusing(rung: str | Schedule, *situations: str) -> Iterator[None]:
-    """Check that the block ends in Refused if the table says so for this schedule, and only
-    then.
-    """
+    """Check that the block ends in Refused if and only if the table says so for this schedule."""
     wanted, refused = must_refuse(rung, *situations), False
     try:
         yield

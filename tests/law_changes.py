@@ -1,6 +1,4 @@
-"""The changes that a training loop may make between two steps: functions of one side and a small
-number `k`.
-"""
+"""The changes a training loop may make between two steps: functions of a side and a number `k`."""
 
 from __future__ import annotations
 
@@ -120,9 +118,7 @@ def assign_data(loop: Loop, k: int) -> None:
 
 
 def reads_memory_order(loop: Loop) -> bool:
-    """Return whether fused kernels step the weights: torch's take no notice of a gradient's strides
-    on the CPU.
-    """
+    """Return whether fused kernels step the weights: on the CPU they ignore gradients' strides."""
     return any(group.get("fused") for group in loop.optimizer.param_groups)
 
 
@@ -212,9 +208,7 @@ def transpose_gradients(loop: Loop, k: int) -> None:
 
 
 def step_other_optimizer(loop: Loop, k: int) -> None:
-    """Let another optimizer step the weights with fused kernels, which torch does not count as
-    writes.
-    """
+    """Let another optimizer's fused kernels step the weights; torch does not count the writes."""
     wanted = [p for p in loop.module.parameters() if p.requires_grad]
     kept = [p.grad for p in wanted]
     for p in wanted:
@@ -226,9 +220,7 @@ def step_other_optimizer(loop: Loop, k: int) -> None:
 
 
 def wrap_step(loop: Loop, k: int) -> None:
-    """Replace `step` by a function that halves the gradients, after or before a scheduler wraps
-    it.
-    """
+    """Replace `step` by one that halves the gradients, before or after a scheduler wraps it."""
     if "step" in vars(loop.optimizer):
         return
     if k % 2:

@@ -1,6 +1,4 @@
-"""Observed training loops made by hand: trials as `dpbench watch` and `dpbench import` store
-them.
-"""
+"""Observed training loops made by hand: trials as `dpbench watch` and `import` store them."""
 
 from __future__ import annotations
 
@@ -76,9 +74,7 @@ def case(**changes: Any) -> Case:
 def with_part(
     phase: Phase, seconds: float, device: int = HOST, groups: Sequence[Group] = PLAIN
 ) -> list[Group]:
-    """Return the groups of a step with other seconds of one phase, which is added at the end if
-    they lack it.
-    """
+    """Return a step's groups with other seconds of one phase, appended if they lack it."""
     found = [group for group in groups if all(one is not phase for one, _, _ in group)]
     place = next(
         (i for i, group in enumerate(groups) if any(one is phase for one, _, _ in group)),

@@ -1,6 +1,4 @@
-"""Two runs compared: the choice of runs, permitted comparisons, verdicts with reasons, and the
-forms of the result.
-"""
+"""Two runs compared: their choice, permitted comparisons, verdicts with reasons, and forms."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""PyTorch's tests of where modules lie, of spectral norm, and of ScriptModules, rewritten for our
-DataParallel.
+"""PyTorch's tests of module placement, spectral norm and ScriptModules, for our DataParallel.
 
 `tests/conformance.py` names the sources.
 """
@@ -85,9 +84,7 @@ PLACEMENTS = {
 @every_schedule
 @pytest.mark.parametrize("case", PLACEMENTS)
 def test_data_parallel_model_device(place: Place, case: str) -> None:
-    """Mirror A, test_data_parallel_model_device: forward, not the constructor, wants all on
-    device_ids[0].
-    """
+    """Mirror A, test_data_parallel_model_device: only forward wants all on device_ids[0]."""
     place.needs_distinct("nothing can lie on the wrong one")
     layers, later, source, order, fails = PLACEMENTS[case]
     parts = [moved(place, nn.Linear(2, 2), i) for i in layers if i is not None]
@@ -157,9 +154,7 @@ class Normed:
 @pytest.mark.parametrize("learns", [True, False], ids=["learns", "frozen"])
 @pytest.mark.parametrize("kind", ["old", "new"])
 def test_spectral_norm(place: Place, kind: str, learns: bool) -> None:
-    """Mirror D, test_new_spectral_norm, and the old test_spectral_norm, their loop `for
-    apply_dp`.
-    """
+    """Mirror D, test_new_spectral_norm and old test_spectral_norm, their loop `for apply_dp`."""
     norm = Normed(place, kind, learns=learns)
     x = place.put(torch.randn(2, 3, dtype=torch.double))
     before = norm.saved()
@@ -215,9 +210,7 @@ def test_spectral_norm_removal(
 @pytest.mark.parametrize("learns", [True, False], ids=["learns", "frozen"])
 @pytest.mark.parametrize("kind", ["old", "new"])
 def test_spectral_norm_evaluation(place: Place, kind: str, learns: bool) -> None:
-    """Mirror D, the same tests, the part on evaluation: it repeats the last training output and
-    moves no vector.
-    """
+    """Mirror D, the same tests on evaluation: it repeats the last output and moves no vector."""
     norm = Normed(place, kind, learns=learns)
     x = place.put(torch.randn(2, 3, dtype=torch.double))
     norm.wrapped(x)
@@ -308,9 +301,7 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 @every_kind
 def test_tensor_sharing(place: Place) -> None:
-    """Mirror C, test_tensor_sharing: replica 0 of a ScriptModule has the module's storage, the
-    other its own.
-    """
+    """Mirror C, test_tensor_sharing: only replica 0 of a ScriptModule shares the storage."""
     module = torch.jit.script(Scripted(block(place)))
     first, second = dpbench.replicate(module, place.ids())
     originals = tensors_of(module)
@@ -322,9 +313,7 @@ def test_tensor_sharing(place: Place) -> None:
 
 @every_kind
 def test_tensor_sharing_with_forward(place: Place) -> None:
-    """Mirror C, test_tensor_sharing_with_forward: a later change of the weights shows in replica 0
-    alone.
-    """
+    """Mirror C, test_tensor_sharing_with_forward: only replica 0 sees a later change of weights."""
     module = torch.jit.script(Scripted(block(place)))
     replicas = dpbench.replicate(module, place.ids())
     xs = [place.put(torch.randn(2, 2, requires_grad=True), i) for i in (0, 1)]

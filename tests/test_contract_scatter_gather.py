@@ -1,6 +1,4 @@
-"""The contract on scatter and gather: the containers and tensors that they cut and join, and
-how.
-"""
+"""The contract on scatter and gather: which containers and tensors they cut and join, and how."""
 
 from __future__ import annotations
 
@@ -31,9 +29,7 @@ class Pair(NamedTuple):
 
 
 class Output(OrderedDict):
-    """A dict with additional attributes and a special constructor, as model outputs of libraries
-    are.
-    """
+    """A dict with attributes and a special constructor, like the model outputs of libraries."""
 
     def __init__(self, *, note: str, **items: Any) -> None:
         super().__init__()
@@ -51,9 +47,7 @@ def _output(note: str, items: Any) -> Output:
 
 @dataclass(frozen=True)
 class Batch:
-    """Data, a setting, and what the constructor makes of the data, in a field and in plain
-    attributes.
-    """
+    """Data, a setting, and what the constructor makes of the data: fields and plain attributes."""
 
     x: Tensor
     scale: float | None = 2.0
@@ -70,9 +64,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Slotted:
-    """A batch without a dict of attributes, whose constructor needs an argument that is no
-    field.
-    """
+    """A batch without a `__dict__`, whose constructor needs an argument that is no field."""
 
     x: Tensor
     factor: InitVar[float]

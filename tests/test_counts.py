@@ -1,6 +1,4 @@
-"""Counts: traced and counted steps of one device against published ones, and models that cannot be
-traced.
-"""
+"""Counts: traced and counted one-device steps against published ones, and untraceable models."""
 
 from __future__ import annotations
 
@@ -61,9 +59,7 @@ GPUS = {
 
 
 def counted_off() -> Iterator[tuple[str, float]]:
-    """Yield the group of each published one-device step, and log(predicted / published), from
-    counts alone.
-    """
+    """Yield each published one-device step's group and log(predicted / published), by counts."""
     with TABLE.open() as file:
         table = [row for row in csv.DictReader(file) if row["n_gpu"] == "1" and row["gpu"] in GPUS]
     for row in table:

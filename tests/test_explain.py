@@ -37,9 +37,7 @@ RUN = (
 
 @pytest.fixture(scope="module", autouse=True)
 def _shown_whatever_the_noise() -> Iterator[None]:
-    """Show every estimate and label none as noisy: one round on a busy machine suffices for tests
-    of the words.
-    """
+    """Show every estimate and label none as noisy, so that one round suffices to test the words."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Estimate, "ROUNDS", 1)
         patch.setattr(Estimate, "WIDEST", math.inf)

@@ -1,6 +1,4 @@
-"""The gallery: reports/index.html lists each report of a real run, with links that lead
-somewhere.
-"""
+"""The gallery: reports/index.html lists each report of a real run, and its links resolve."""
 
 import re
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""Steps of imported traces: they are the distances of their ends on the devices, whatever the host
-does meanwhile.
+"""Steps of imported traces: the times between their ends on the devices, whatever the host does.
 
 The ends are found here by a second reader of the files, which shares no code with dpbench.
 """
@@ -51,9 +50,7 @@ def end_of(event: dict[str, Any]) -> float:
 
 
 def work_of(path: Path) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any]]]:
-    """Return the activities of devices that each step launched, and those whose launch is not in
-    the file.
-    """
+    """Return the device activities that each step launched, and those whose launch is missing."""
     events = events_of(path)
     calls = {
         int(event["args"]["correlation"]): event["ts"]
@@ -136,9 +133,7 @@ def test_whole_traces_have_the_steps_of_their_excerpts() -> None:
 
 
 def lagging(tmp_path: Path, *, numbers: tuple[int, ...] = (1, 2, 3), **facts: Any) -> Path:
-    """Write steps of 10 ms on the host and 30 ms on the device: forward 12 ms, backward 15 ms,
-    optimizer 3 ms.
-    """
+    """Write steps of 10 ms on the host, 30 on the device: forward 12, backward 15, optimizer 3."""
     trace = Writer(**facts)
     for place, number in enumerate(numbers):
         at, device_at = 10.0 * place, 5 + 30.0 * place

@@ -1,6 +1,4 @@
-"""Ordinary training code trains as in a plain loop on every schedule, or is refused before anything
-changes.
-"""
+"""On every schedule, ordinary code trains as in a plain loop or is refused before any change."""
 
 from __future__ import annotations
 
@@ -279,9 +277,7 @@ def test_one_device_trains_with_cached_parametrizations_and_a_wrapper_of_two_ref
 
 
 class Dropping(nn.Module):
-    """Dropout inside a checkpoint, if there is one; 64 rows and columns, so that other masks change
-    every gradient.
-    """
+    """Dropout, checkpointed or not; 64 rows and columns: other masks change every gradient."""
 
     def __init__(self, *, use_reentrant: bool | None) -> None:
         super().__init__()

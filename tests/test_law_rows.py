@@ -1,6 +1,4 @@
-"""The changes between two steps that the engine once took no notice of, or took wrongly, each under
-its name.
-"""
+"""Changes between steps that the engine once ignored or took wrongly, each under its name."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Row by row, torch's own DataParallel and ours leave the same bits behind, on the same emulated
-devices.
-"""
+"""Row by row, torch's DataParallel and ours leave the same bits on the same emulated devices."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The probe: figures of work whose cost is known, a file that is a machine, and the command that
-writes it.
-"""
+"""The probe: figures of work of known cost, a file that is a machine, and its command."""
 
 from __future__ import annotations
 
@@ -300,9 +298,7 @@ def test_the_links_of_gpus_have_their_true_rates_and_nvlinks_share(
 def test_a_file_has_the_peer_access_and_the_nvlink_that_were_measured(
     count: int, access: float, share: float | None, links: list[tuple[str, float]], said: bool
 ) -> None:
-    """Of more than two GPUs, pairs may share a link: the rates of pairs are in the file, but as no
-    links.
-    """
+    """Pairs of more than two GPUs may share a link: the file has their rates, but no links."""
     names = ("all_reduce_bytes_per_s", "all_reduce_start_s")
     more = [Figure(name, 0.00002, "how") for name in names] + [
         Figure("peer_access_ratio", access, "how")

@@ -1,6 +1,4 @@
-"""`dpbench run --profile`: one more step of each trial as torch.profiler's Chrome trace, and
-nothing else changed.
-"""
+"""`dpbench run --profile`: one more step per trial as a Chrome trace, and nothing else changed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Ranks: they listen on loopback alone, report typed failures, and do not outlive the call that
-starts them.
-"""
+"""Ranks: they listen on loopback alone, report typed failures, and do not outlive their call."""
 
 from __future__ import annotations
 
@@ -82,9 +80,7 @@ def test_no_process_of_any_strategy_listens_outside_loopback_or_obeys_a_hostile_
 
 @pytest.fixture
 def own_host_name(tmp_path: Path) -> list[str]:
-    """Return a command's prefix: in its mount namespace, this machine's name resolves to a real
-    interface's address.
-    """
+    """Return a command prefix that resolves this machine's name to a real interface's address."""
     if REAL is None:
         pytest.skip("no interface has an IPv4 address outside loopback")
     hosts = tmp_path / "hosts"
@@ -272,8 +268,19 @@ def test_results_come_in_rank_order_from_one_group_in_a_private_folder(called: C
     def entry(rank):
         total = torch.tensor(rank + 1)
         dist.all_reduce(total)
-        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-        unset = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NCCL_COMM_ID") if name not in os.environ]
+        names = (
+            "RANK",
+            "LOCAL_RANK",
+            "WORLD_SIZE",
+            "GLOO_SOCKET_IFNAME",
+            "NCCL_SOCKET_IFNAME",
+            "TP_SOCKET_IFNAME",
+        )
+        unset = [
+            name
+            for name in ("MASTER_ADDR", "MASTER_PORT", "NCCL_COMM_ID")
+            if name not in os.environ
+        ]
         private, = folder.glob("ranks-*")
         mode = private.stat().st_mode & 0o777
         return [rank, int(total), [os.environ[name] for name in names], unset, mode, "x" * 10**6]
@@ -314,7 +321,8 @@ def test_the_rank_that_failed_first_is_raised_when_others_fail_later(called: Cal
     from multiprocessing.connection import Connection
     parent, send = psutil.Process(), Connection.send_bytes
     def entry(rank):
-        def report(pipe, data):  # the parent is stopped from the first report to the second, and so reads both at once
+        # the parent is stopped from the first report to the second, and so reads both at once
+        def report(pipe, data):
             if rank == 1:
                 parent.suspend()
                 while parent.status() != psutil.STATUS_STOPPED:

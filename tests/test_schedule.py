@@ -1,6 +1,4 @@
-"""Schedules: one table of switches, a ladder that changes one switch per rung, and forbidden
-combinations.
-"""
+"""Schedules: one table of switches, a ladder of one switch per rung, and forbidden combinations."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""dpbench's timing loop, clock, samplers and report on simulated GPUs return the truth that the
-simulation knows.
+"""On simulated GPUs, dpbench's timing loop, clock, samplers and report return the true values.
 
 Every scenario runs the engine on the simulated machine, and compares with the simulation's own
 times within 1 % of the step. The simulation shares no code with the clock and the ledger.
@@ -52,9 +51,7 @@ def machine(
     resolution_s: float = 0.5e-6,
     **changed: Any,
 ) -> Machine:
-    """Return a machine whose event clocks all differ, and whose PCI order is the reverse of
-    CUDA's.
-    """
+    """Return a machine whose event clocks all differ, and whose PCI order reverses CUDA's."""
     gpus = [
         Gpu(
             i,

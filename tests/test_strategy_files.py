@@ -260,9 +260,7 @@ def test_only_the_block_is_split_and_it_is_unwrapped_at_the_end() -> None:
 
 
 def in_ranks(file: str, tmp_path: Path, look: Any, mark: Any = no_mark) -> list[dict[str, Any]]:
-    """Take one step in two ranks, and return what `look` finds in each, given the step and the
-    model.
-    """
+    """Take one step in two ranks, and return each rank's result of `look(step, model)`."""
 
     def entry(rank: int) -> dict[str, Any]:
         device = open_devices("cpu", 2, own_processes=True)[rank : rank + 1]

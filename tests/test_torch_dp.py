@@ -1,6 +1,4 @@
-"""torch.nn.DataParallel itself on emulated devices: it is verified, and copies the same bytes as
-the engine.
-"""
+"""torch.nn.DataParallel on emulated devices: verified, and copies the same bytes as the engine."""
 
 from __future__ import annotations
 
@@ -35,9 +33,7 @@ SMALL = Effort(budget_s=0.05, min_steps=3, max_steps=5, warmup_steps=1, block_st
 
 @contextmanager
 def copies_between_devices() -> Iterator[list[int]]:
-    """Yield a list that gets the bytes of each copy from one emulated device to another, in any
-    thread.
-    """
+    """Yield a list that gets the bytes of each copy between emulated devices, in any thread."""
     copied: list[int] = []
     dispatch = _wrapper._dispatch
 

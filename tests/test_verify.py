@@ -196,9 +196,7 @@ def over_valid_items(output: Tensor, target: Tensor, reduction: str = "mean") ->
 
 
 def averaging_ranks(factor: float = 1.0) -> Any:
-    """Return the start of a strategy whose gradients are `factor` times the mean of those of two
-    ranks' own losses.
-    """
+    """Return the start of a strategy with gradients `factor` times the mean of two ranks' own."""
 
     @contextmanager
     def start(case: Case, model: models.Model, devices: Any, mark: Any) -> Iterator[Any]:

@@ -1,5 +1,4 @@
-"""Compare `fastest` and `copying` in one process, on two logical CPU devices, with two ranks of DDP
-on gloo.
+"""Compare `fastest`, `copying` and two ranks of DDP on gloo, on two logical CPU devices.
 
     python benchmarks/scripts/fastest_vs_ddp.py [--runs 5] [--nets wide,conv,tiny] [--out FOLDER]
 
@@ -48,9 +47,7 @@ Step = Callable[[], Any]
 
 
 def net(name: str) -> Any:
-    """Return a wide MLP, a small convolutional network, or 150 tiny layers, always with the same
-    weights.
-    """
+    """Return a wide MLP, a small convolutional network, or 150 tiny layers, with seeded weights."""
     import torch
     from torch import nn
 
@@ -103,9 +100,7 @@ def trained(step: Any, inputs: Any, target: Any, count: int) -> float:
 
 
 def rank_of(rank: int, name: str, folder: str, keep: bool, pipe: Connection) -> None:
-    """Run one rank: receive a number of steps from the pipe, take them, and send the seconds per
-    step; stop at 0.
-    """
+    """Run one rank: take the number of steps received, send the seconds per step; stop at 0."""
     import torch.distributed as dist
     from torch.nn.functional import cross_entropy
     from torch.nn.parallel import DistributedDataParallel
@@ -163,9 +158,7 @@ class Ranks:
 
 
 def one_run(name: str) -> dict[str, Any]:
-    """Return the seconds per step of each side and block, and the schedule that `fastest`
-    selected.
-    """
+    """Return each side's seconds per step in each block, and the schedule `fastest` selected."""
     import torch.nn.functional as F
 
     import dpbench
@@ -210,9 +203,7 @@ def ratios(run: dict[str, Any]) -> dict[str, float]:
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
-    """Return a Markdown table with one row per net and ratio: the median of the runs, and the value
-    of every run.
-    """
+    """Return a Markdown table of each net's ratios: the median, and the value of every run."""
     lines = ["| net | ratio | median of runs | runs |", "|---|---|---|---|"]
     for name in dict.fromkeys(run["net"] for run in runs):
         found = [ratios(run) for run in runs if run["net"] == name]

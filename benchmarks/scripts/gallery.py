@@ -125,9 +125,7 @@ def add(folder: Path, title: str, about: str, store: Path, run_id: str | None) -
 
 
 def listed(reports: Path) -> str:
-    """Return the HTML text of the list: the runs with facts, the newest first, then the folders
-    with a README alone.
-    """
+    """Return the list as HTML: runs with facts, newest first, then folders with only a README."""
     found = {
         path.parent.name: msgspec.json.decode(path.read_bytes(), type=Entry)
         for path in reports.glob(f"*/{FACTS}")

@@ -1,6 +1,4 @@
-"""DistributedDataParallel with torch's communication hook that rounds gradients to bf16 for the
-all-reduce.
-"""
+"""DistributedDataParallel with torch's hook that rounds gradients to bf16 for the all-reduce."""
 
 from __future__ import annotations
 
@@ -17,9 +15,7 @@ from dpbench.strategies import Parallelism, Reduction, Step, Strategy, Traits, d
 
 
 class Bf16(Strategy):
-    """DistributedDataParallel with torch's communication hook that rounds gradients to bf16 for the
-    all-reduce.
-    """
+    """DistributedDataParallel with torch's hook that rounds gradients to bf16 for all-reduce."""
 
     traits = Traits(
         parallelism=Parallelism.RANKS,
@@ -29,9 +25,7 @@ class Bf16(Strategy):
     )
 
     def skip(self, case: Case) -> str:
-        """Return the reason why this strategy cannot run a case (for example, the ranks do not use
-        NCCL), or "".
-        """
+        """Return why this strategy cannot run a case (for example, without NCCL), or ""."""
         if reason := super().skip(case):
             return reason
         return (

@@ -33,9 +33,7 @@ PER_RANK = 2
 
 
 class DdpModelParallel(Strategy):
-    """DistributedDataParallel with model parallelism: each rank spreads its layers over two
-    devices.
-    """
+    """DistributedDataParallel with model parallelism: each rank's layers span two devices."""
 
     traits = Traits(
         parallelism=Parallelism.RANKS,
@@ -45,9 +43,7 @@ class DdpModelParallel(Strategy):
     )
 
     def skip(self, case: Case) -> str:
-        """Return the reason why this strategy cannot run a case (for example, an odd number of
-        devices), or "".
-        """
+        """Return why this strategy cannot run a case (for example, an odd device count), or ""."""
         if case.devices % PER_RANK:
             return f"each rank needs {PER_RANK} devices: give --devices {case.devices + 1}"
         return super().skip(case)

@@ -1,3 +1,1 @@
-"""A race detector for CUDA programs that run on the host: see `detect` in
-tests/races/machine.py.
-"""
+"""A race detector for CUDA programs that run on the host: `detect` in tests/races/machine.py."""

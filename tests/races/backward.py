@@ -1,5 +1,4 @@
-"""The streams of a backward: torch's rules for CUDA, applied to a backward of torch's engine on the
-host.
+"""The streams of a backward: torch's rules for CUDA, applied to torch's engine on the host.
 
 The rules are those of torch's notes ("CUDA semantics", "Stream semantics of backward passes") and
 of its source:
@@ -40,9 +39,7 @@ STREAM = "stream of forward"
 
 
 def annotate(outputs: Sequence[torch.Tensor], machine: Machine, recorder: Recorder) -> None:
-    """Store in each new node below `outputs` the stream that is current on the device of the node's
-    output.
-    """
+    """Store in each new node below `outputs` the current stream of its output's device."""
     for output in outputs:
         if output.grad_fn is None:
             continue
@@ -58,9 +55,7 @@ def annotate(outputs: Sequence[torch.Tensor], machine: Machine, recorder: Record
 
 @dataclass
 class Buffer:
-    """The gradient that waits for a node: the stream on which it is added up, and the work that
-    must be done before.
-    """
+    """A node's waiting gradient: the stream that adds it up, and the work that must come before."""
 
     stream: Stream
     clock: Clock
