@@ -22,9 +22,7 @@ SAMPLES = 30 if QUICK else 100
 
 
 def bottleneck(inputs: int, planes: int, stride: int) -> Any:
-    """Return the modules of one residual block as a plain sequence, because only the shapes matter
-    here.
-    """
+    """Return the modules of one residual block as a plain sequence: only the shapes matter here."""
     from torch import nn
 
     layers = [

@@ -1,5 +1,4 @@
-"""Seconds of a training step and of its phases, per strategy, measured as `dpbench run` measures
-them.
+"""Seconds of a training step and its phases, per strategy, measured as by `dpbench run`.
 
 The devices are logical CPU devices. A machine with GPUs measures the benchmarks of `cuda` instead.
 """

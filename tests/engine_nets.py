@@ -1,6 +1,4 @@
-"""The nets of the engine's tests, and their reference: copies of the module, one per chunk, run one
-after the other.
-"""
+"""The nets of the engine's tests, and their reference: a copy of the module per chunk, in turn."""
 
 from __future__ import annotations
 
@@ -80,9 +78,7 @@ class Unused(nn.Module):
 
 
 class Normed(nn.Module):
-    """Parametrizations, old and new: weights that are computed in the forward, with buffers that
-    move.
-    """
+    """Old and new parametrizations: weights computed in the forward, with buffers that change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,8 +146,9 @@ def chunked(
 def chunked_gradients(
     module: nn.Module, x: Tensor, n: int, loss: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, dict[str, Tensor | None], Tensor | None, dict[str, Tensor]]:
-    """Return output, each parameter's gradient added in replica order, the input's gradient, and
-    the buffers.
+    """Return the output, the gradients of parameters and input, and the buffers.
+
+    The gradients of each parameter are added in replica order.
     """
     whole, copies, pieces, outputs = chunked(module, x, n)
     whole.requires_grad_()

@@ -1,6 +1,4 @@
-"""Models that ask for more memory than there is, and others that misbehave: `--model
-tests.hungry:CPU`.
-"""
+"""Models that ask for more memory than there is, or misbehave: `--model tests.hungry:CPU`."""
 
 from __future__ import annotations
 
@@ -89,9 +87,7 @@ def when_told(act: Callable[[Tensor], object]) -> Callable[[Tensor], None]:
 
 
 def _fill_the_disk(x: Tensor) -> None:
-    """Let the file system of temporary files look full to this worker, and to the server that waits
-    for it.
-    """
+    """Let the file system of temporary files look full to this worker and to its server."""
     for folder in Path(tempfile.gettempdir()).glob("trial-*"):
         for name in ("trials.json.part", "probe"):
             (folder / name).symlink_to("/dev/full")

@@ -20,10 +20,10 @@ NAME = "DPBENCH_TEST_MARK"
 
 
 def patience(timeout_s: float) -> float:
-    """Return the seconds to wait where a quiet machine needs `timeout_s`: n times as many if n
-    processes share a core.
+    """Return the seconds to wait where a quiet machine needs `timeout_s`.
 
-    The load is the mean of the last minute, so a wait must ask again while it lasts.
+    They are n times as many if n processes share a core. The load is the mean of the last minute,
+    so a wait must ask again while it lasts.
     """
     return timeout_s * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 

@@ -1,6 +1,4 @@
-"""asv: its configuration, `make history` and its resumption, results saved as benchmarks end, and
-the site.
-"""
+"""asv: configuration, `make history`, its resumption, results saved as benchmarks end, the site."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "asv.conf.json"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # the configuration
 
 
@@ -51,7 +49,7 @@ def test_configuration_agrees_with_the_project() -> None:
     assert all(conf[name].startswith(".asv/") for name in ("env_dir", "results_dir", "html_dir"))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # asv itself
 
 
@@ -110,9 +108,7 @@ def install():
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """Make a git repository with a configuration like ours, a package of one number, and a suite
-    that reads it.
-    """
+    """Make a git repository: a configuration like ours, a package of one number, and its suite."""
     folder = tmp_path / "project"
     (folder / "benchmarks").mkdir(parents=True)
     (folder / "reports").mkdir()
@@ -159,9 +155,7 @@ def results(project: Path, commit: str, name: str) -> dict[str, Any]:
 
 @pytest.fixture
 def tools(project: Path, tmp_path: Path) -> Path:
-    """Make a folder for PATH: a python with an editable install of the project, and an npm that has
-    no network.
-    """
+    """Make a folder for PATH: an npm without network, a python with an editable install."""
     venv.create(tmp_path / "venv", symlinks=True, with_pip=False)
     (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     (packages / "_finder.py").write_text(FINDER.format(package=project / "dpbench"))
@@ -260,7 +254,7 @@ def test_history_refuses_nonsense(project: Path, tools: Path) -> None:
     assert "COMMITS must be an integer of at least 1, got 'three'" in done.stderr
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # what was measured, and what is missing
 
 
@@ -367,7 +361,7 @@ def test_the_expected_time_is_that_of_earlier_results_with_the_same_effort(
     assert "no benchmark's name matches" in saving.expect([COMMIT], "resnet18")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # the page
 
 

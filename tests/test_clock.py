@@ -123,9 +123,7 @@ def test_a_phase_that_a_thread_opens_on_several_devices_at_once_is_joint(
 
 
 def test_a_joint_phase_of_gpus_is_known_by_the_thread_that_opened_it(time: Time) -> None:
-    """Spans of GPUs overlap also if a thread opens them one after the other, because the GPUs work
-    later.
-    """
+    """Spans of GPUs overlap even if one thread opens them in sequence: the GPUs work later."""
     clock = CudaClock(gpus(time, 1.0, 1.0), time.now)
     found = marked_jointly(clock, time)
     assert found == {**NOT_JOINT, (B, 0): True, (B, 1): True}

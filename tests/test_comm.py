@@ -1,6 +1,4 @@
-"""Collectives: the devices that may use them, and the equality of their results with ordered
-additions.
-"""
+"""Collectives: the devices that may use them, and results equal to those of ordered additions."""
 
 from __future__ import annotations
 
@@ -27,8 +25,7 @@ PERSISTENT = [one for one in LEGAL if one.replicas == "persistent"]
 
 
 class Ordered:
-    """Collectives over tensors of the host, which add in replica order, so that the bits are those
-    of ordered adds.
+    """Collectives over tensors of the host, bitwise equal to ordered adds in replica order.
 
     Like NCCL, they refuse tensors that differ in shape or dtype between devices, and tensors that
     are not dense.
@@ -157,9 +154,7 @@ def test_short_batches_options_and_checkpoints_go_with_collectives(
 
 
 class Again(nn.Module):
-    """A net whose backward re-enters autograd, so that gradients are added to after a bucket was
-    thought full.
-    """
+    """A net whose backward re-enters autograd, which adds to gradients of a bucket thought full."""
 
     def __init__(self) -> None:
         super().__init__()

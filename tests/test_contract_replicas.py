@@ -97,9 +97,7 @@ def test_buffers_may_be_tied_and_may_want_gradients() -> None:
 
 
 class Looking(nn.Module):
-    """An embedding with sparse gradients, whose weight is also read densely for rows that begin
-    with `dense`.
-    """
+    """An embedding with sparse gradients, also read densely for rows that begin with `dense`."""
 
     def __init__(self, dense: int = -1) -> None:
         super().__init__()
@@ -236,9 +234,7 @@ class Doubling(TorchFunctionMode):
 
 
 class Recording(TorchDispatchMode):
-    """A mode that records the operators it sees: threads may append to a list at once, but not
-    count in a dict.
-    """
+    """A mode that lists operators: threads may append to a list at once, not count in a dict."""
 
     def __init__(self) -> None:
         super().__init__()

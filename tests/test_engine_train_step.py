@@ -1,6 +1,4 @@
-"""TrainStep compared with a hand-written training loop, and the marks that it sets around the
-phases of a step.
-"""
+"""TrainStep compared with a hand-written training loop, and its marks around the phases."""
 
 from __future__ import annotations
 

@@ -163,9 +163,7 @@ FILES = [
 
 @st.composite
 def machines(draw: st.DrawFn) -> str:
-    """Return a machine file in which lines were replaced, removed, doubled or given another
-    value.
-    """
+    """Return a machine file in which lines were replaced, removed, doubled or given new values."""
     lines = list(draw(st.sampled_from(FILES)))
     for _ in range(draw(st.integers(1, 3))):
         place = draw(st.integers(0, len(lines) - 1))

@@ -1,5 +1,4 @@
-"""Busy times of imported traces are those of Holistic Trace Analysis, under its rules, to the
-microsecond.
+"""Busy times of imported traces equal those of Holistic Trace Analysis to the microsecond.
 
 The figures were computed by HolisticTraceAnalysis 0.5.0 (`get_temporal_breakdown` and
 `get_comm_comp_overlap`) from the same files. Its rules: it leaves out the work launched after the
@@ -27,9 +26,7 @@ from tests.kineto_files import EXCERPTS, WHOLE, needs_whole_traces
 
 
 class Figures(NamedTuple):
-    """The figures of one trace in whole microseconds, and the share of communication that overlaps
-    in percent.
-    """
+    """Whole microseconds of one trace, and the percentage of communication that overlaps."""
 
     idle: int
     compute: int
@@ -55,9 +52,7 @@ OF_WHOLE_TRACES = {
 
 
 def ours(profile: TraceEvents) -> Figures:
-    """Return the figures of a trace under the rules of HTA, by dpbench's arithmetic of
-    intervals.
-    """
+    """Return the figures of a trace under HTA's rules, by dpbench's arithmetic of intervals."""
     last = max(
         math.ceil(event.start_us) for event in profile.host if event.name.startswith("ProfilerStep")
     )
@@ -105,7 +100,8 @@ analysis = TraceAnalysis(trace_files={0: sys.argv[1]})
 (times,) = analysis.get_temporal_breakdown(visualize=False).to_dict("records")
 (overlap,) = analysis.get_comm_comp_overlap(visualize=False).to_dict("records")
 names = ("idle_time(us)", "compute_time(us)", "non_compute_time(us)", "kernel_time(us)")
-print(json.dumps([*(times[name] for name in names), overlap["comp_comm_overlap_pctg"]], default=float))
+figures = [*(times[name] for name in names), overlap["comp_comm_overlap_pctg"]]
+print(json.dumps(figures, default=float))
 """
 OPENED = [
     *(EXCERPTS / name for name in OF_EXCERPTS),

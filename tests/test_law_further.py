@@ -1,6 +1,4 @@
-"""Rarer things that a loop does between two steps: each acts as in a plain loop, or a named
-schedule refuses it.
-"""
+"""Rarer actions between steps: each works as in a plain loop, or a named schedule refuses it."""
 
 from __future__ import annotations
 
@@ -490,9 +488,7 @@ def test_autocast_gives_the_bits_of_reference(rung: str) -> None:
 
 
 class Interrupting(Table):
-    """Sends the main thread an interrupt from the forward of another one, which goes on until
-    `done` is set.
-    """
+    """Interrupts the main thread from the forward of another, which goes on until `done` is set."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -453,9 +453,7 @@ def test_a_list_that_is_replaced_before_each_step_is_filled(rung: str) -> None:
 
 
 class Storing(Plain):
-    """A forward that stores its rows, and reads them after another thread may have stored
-    others.
-    """
+    """A forward that stores its rows, and reads them after other threads may have stored theirs."""
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         self.h = ids

@@ -1,6 +1,4 @@
-"""The options of a run: the same names, defaults, checks and cases from the command line and from
-Python.
-"""
+"""Runs from the command line and Python have the same options, defaults, checks and cases."""
 
 from __future__ import annotations
 

@@ -28,9 +28,7 @@ FEW = Effort(
 
 
 class Net(nn.Module):
-    """A net of which only the first gradient overflows fp16, and only if the loss is scaled by more
-    than about 16.
-    """
+    """A net of which only the first gradient overflows fp16, with a loss scale above about 16."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -109,9 +107,7 @@ def test_a_skipped_update_is_no_wrong_gradient(
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_ranks_skip_the_same_updates(strategy: str, tmp_path: Path) -> None:
-    """Under fsdp, the infinite elements are in the shard of one rank, and the other rank must skip
-    the update too.
-    """
+    """Under fsdp, only one rank's shard has infinite elements, but both must skip the update."""
     case = replace(
         FP16, model=f"{__name__}:overflowing", strategy=strategy, devices=2, batch_size=11
     )
@@ -120,9 +116,7 @@ def test_ranks_skip_the_same_updates(strategy: str, tmp_path: Path) -> None:
 
 
 class Forgetful(strategies.Strategy):
-    """A loop that scales the loss and steps without the GradScaler, so that the gradients stay
-    scaled.
-    """
+    """A loop that scales the loss and steps without the GradScaler: the gradients stay scaled."""
 
     @contextmanager
     def start(self, case: Case, model: models.Model, devices: Any, mark: Any) -> Iterator[Any]:

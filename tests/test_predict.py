@@ -310,9 +310,7 @@ def test_an_interval_holds_80_percent() -> None:
 
 
 def test_errors_that_two_steps_share_cancel_in_their_speed_up() -> None:
-    """A counted step may err by a factor of two, but the step on one device errs by the same
-    factor.
-    """
+    """A counted step may err by a factor of two, but the step on one device errs as much."""
     predictor = cases.Predictor(machine.load("dgx-a100"))
     single, many = (
         predictor.predict(replace(case, model="resnet50"))
@@ -329,8 +327,9 @@ def test_errors_that_two_steps_share_cancel_in_their_speed_up() -> None:
 
 
 def test_named_convolutional_nets_compute_in_tf32_as_torch_does_by_default() -> None:
-    """NVIDIA's DeepLearningExamples trains ResNet-50 on one A100 at 938 images per second in TF32
-    at batch 256.
+    """NVIDIA's examples train ResNet-50 on one A100 at 938 images/s in TF32.
+
+    The figure is that of DeepLearningExamples at batch 256.
     """
     predictor = cases.Predictor(machine.load("dgx-a100"))
     case = replace(case_of("single", 1), model="resnet50", batch_size=256)

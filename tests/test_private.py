@@ -1,6 +1,4 @@
-"""The private parts of torch on which dpbench depends, each in one file: a torch without them fails
-here first.
-"""
+"""Private parts of torch that dpbench needs, each in one file: a torch without them fails here."""
 
 from __future__ import annotations
 

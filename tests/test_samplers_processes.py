@@ -379,7 +379,8 @@ def test_process_dies_with_its_parent(tmp_path, child):
 
 HEIR = """
 import os
-if os.fork() == 0:  # holds the other end of the sampler's stdin, so that only the kernel tells of the death
+# the child holds the other end of the sampler's stdin, so only the kernel tells of the death
+if os.fork() == 0:
     time.sleep(60)
     os._exit(0)
 """

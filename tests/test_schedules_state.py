@@ -1,6 +1,4 @@
-"""State on every schedule: checkpoints, overflows, changes between steps, and the state after a
-step is closed.
-"""
+"""State on every schedule: checkpoints, overflows, changes between steps, a closed step."""
 
 from __future__ import annotations
 
@@ -158,8 +156,9 @@ def test_a_module_that_moves_between_steps_takes_its_gradients_along(rung: str) 
 
 
 class Stateful(nn.Module):
-    """A forward that depends on an attribute it writes: torch's replicas forget it after every
-    call.
+    """A forward that depends on an attribute it writes.
+
+    Torch's replicas forget it after every call.
     """
 
     def __init__(self) -> None:

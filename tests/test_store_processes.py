@@ -1,6 +1,4 @@
-"""The store used by several processes: acknowledged trials survive any kill, and a run has one
-writer.
-"""
+"""A store shared by processes: acknowledged trials survive any kill, and a run has one writer."""
 
 from __future__ import annotations
 
@@ -37,9 +35,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="uses Linux's capabil
 
 
 class _Opened:
-    """The files that Python opens, as the interpreter reports them to an audit hook, which cannot
-    be removed.
-    """
+    """The files that Python opens, as reported to an audit hook, which cannot be removed."""
 
     def __init__(self) -> None:
         self._names: frozenset[str] = frozenset()
@@ -52,9 +48,7 @@ class _Opened:
 
     @contextmanager
     def __call__(self, *stores: Path) -> Iterator[list[str]]:
-        """Yield the list to which each opened file of these stores is appended until the end of the
-        context.
-        """
+        """Yield the list that gets each opened file of these stores until the context ends."""
         self._seen = []
         self._names = frozenset(
             f"{store}{end}" for store in stores for end in ("", "-wal", "-shm", "-journal")
@@ -105,7 +99,10 @@ def trial(number, n=200):
     steps = tuple(Step(0.5, False, float(i)) for i in range(n))
     spans = tuple(Span(i, Phase.FORWARD, 0, "host", float(i), i + 0.5) for i in range(n))
     samples = tuple(Sample(float(i), 0, "power_w", float(i)) for i in range(n))
-    return Trial(case=case, round=number, steps=steps, spans=spans, samples=samples, memory=(Memory(0, 1, "rss"),))
+    memory = (Memory(0, 1, "rss"),)
+    return Trial(
+        case=case, round=number, steps=steps, spans=spans, samples=samples, memory=memory
+    )
 """
 # -- kills
 
@@ -161,7 +158,8 @@ def test_a_process_killed_within_a_rollback_journal_does_not_lock_out_the_next(p
     code = """
         import sqlite3
         db = sqlite3.connect(path, isolation_level=None)
-        db.execute("PRAGMA cache_size=1")  # changed pages are written to the file before the end of the transaction
+        # changed pages are written to the file before the end of the transaction
+        db.execute("PRAGMA cache_size=1")
         db.execute("BEGIN")
         db.execute("UPDATE span SET clock=hex(zeroblob(500))")
         os._exit(0)
@@ -316,16 +314,15 @@ def test_writers_of_different_runs_share_a_fresh_file(path, child):
 
 
 def test_a_process_that_ends_leaves_the_log_of_a_running_writer_alone(path, child):
-    """A writer that has also read its store, as every run does for its forecast, still holds its
-    locks.
-    """
+    """A writer that has also read its store, as runs do for a forecast, still holds its locks."""
     visitor = """
         with Store.create(path) as store:
             try:
                 begin(store)
             except StoreError:
                 run_id, _ = begin(store, plan="other")
-                store.end_trial(store.begin_trial(run_id, case, int(sys.argv[2])), trial(int(sys.argv[2]), 50))
+                number = int(sys.argv[2])
+                store.end_trial(store.begin_trial(run_id, case, number), trial(number, 50))
                 print("refused, then another run")
     """
     wal = path.with_name(f"{path.name}-wal")
@@ -348,9 +345,7 @@ def test_a_process_that_ends_leaves_the_log_of_a_running_writer_alone(path, chil
 
 
 def test_python_never_opens_the_file_of_a_store(dpbench, path, opened_files):
-    """To close any descriptor of a file drops all locks that the process has on it, those of SQLite
-    too.
-    """
+    """Closing any descriptor of a file drops all the process's locks on it, also SQLite's."""
     part = path.with_name("part.db")
     first = stored(part, made(), naming=Naming(name="part"))
     with Store.create(path) as store:
@@ -461,8 +456,9 @@ def test_a_reader_never_writes(path):
 
 
 def without_privilege():
-    """Give up root's right to write anywhere, from the next exec on: CAP_DAC_OVERRIDE and
-    CAP_DAC_READ_SEARCH.
+    """Give up root's right to write anywhere, from the next exec on.
+
+    The capabilities are CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH.
     """
     libc = ctypes.CDLL(None)
     for capability in (1, 2):

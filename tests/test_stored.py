@@ -1,6 +1,4 @@
-"""Profiles from a results file: the newest run's steps of one device, and the message if there are
-none.
-"""
+"""Profiles from a results file: a device's steps in the newest run, or the message if none."""
 
 from __future__ import annotations
 

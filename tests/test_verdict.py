@@ -1,6 +1,4 @@
-"""The answers about observed loops: the rule by its situations, then each finding on both sides of
-its threshold.
-"""
+"""Answers about observed loops: the rule, and each finding on both sides of its threshold."""
 
 from __future__ import annotations
 

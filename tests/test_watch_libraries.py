@@ -1,6 +1,4 @@
-"""Watching: the training loops of libraries have the right steps and phases, where the libraries
-are installed.
-"""
+"""Watching finds the right steps and phases in training loops of installed libraries."""
 
 from __future__ import annotations
 
@@ -33,11 +31,14 @@ for x, y in loader:
 TRAINER = """
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-config = GPT2Config(n_layer=2, n_head=2, n_embd=128, vocab_size=128, n_positions=64, bos_token_id=0, eos_token_id=0)
+config = GPT2Config(
+    n_layer=2, n_head=2, n_embd=128, vocab_size=128, n_positions=64,
+    bos_token_id=0, eos_token_id=0,
+)
 rows = [{"input_ids": torch.arange(64), "labels": torch.arange(64)} for _ in range(160)]
 arguments = TrainingArguments(
-    __file__ + ".out", per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=20, report_to=[],
-    use_cpu=True, save_strategy="no", disable_tqdm=True,
+    __file__ + ".out", per_device_train_batch_size=4, gradient_accumulation_steps=2,
+    max_steps=20, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True,
 )
 net = GPT2LMHeadModel(config)
 Trainer(model=net, args=arguments, train_dataset=rows).train()
@@ -49,7 +50,9 @@ import lightning
 class Module(lightning.LightningModule):
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 3))
+        self.net = nn.Sequential(
+            nn.Linear(8, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 3)
+        )
 
     def training_step(self, batch, at):
         loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
@@ -65,8 +68,9 @@ class Module(lightning.LightningModule):
 
 kept = lightning.pytorch.callbacks.ModelCheckpoint(__file__ + ".out", every_n_train_steps=8)
 trainer = lightning.Trainer(
-    max_epochs=1, accelerator="cpu", logger=False, callbacks=[kept], accumulate_grad_batches=2, gradient_clip_val=1.0,
-    val_check_interval=20, enable_progress_bar=False, enable_model_summary=False,
+    max_epochs=1, accelerator="cpu", logger=False, callbacks=[kept],
+    accumulate_grad_batches=2, gradient_clip_val=1.0, val_check_interval=20,
+    enable_progress_bar=False, enable_model_summary=False,
 )
 net = Module()
 trainer.fit(net, batches(40), batches(10))

@@ -1,8 +1,7 @@
-"""The models of reports/public-figures/memory.csv, written from their papers: --model
-benchmarks.models.published:NAME.
+"""The models of reports/public-figures/memory.csv, written from their papers.
 
-The names of the transformers end in the number of tokens of a sequence. Transformers use dropout of
-0.1, as their scripts do.
+Run one with `--model benchmarks.models.published:NAME`. The names of the transformers end in the
+number of tokens of a sequence. Transformers use dropout of 0.1, as their scripts do.
 """
 
 from __future__ import annotations
@@ -107,8 +106,9 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Embeddings, layers and a head: "masked" (BERT), "causal" (GPT-2), "pooled" or "dense"
-    (RoBERTa) with classes.
+    """Embeddings, layers and a head.
+
+    The head is "masked" (BERT), "causal" (GPT-2), or "pooled" or "dense" (RoBERTa) with classes.
     """
 
     def __init__(self, dims: Dims, head: str, classes: int = 2) -> None:
@@ -143,8 +143,9 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """A block of ConvNeXt: depthwise convolution, two linear layers, a scale, a shortcut with
-    stochastic depth.
+    """A block of ConvNeXt.
+
+    A depthwise convolution, two linear layers, a scale, and a shortcut with stochastic depth.
     """
 
     def __init__(self, width: int, drop: float) -> None:

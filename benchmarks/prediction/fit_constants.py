@@ -1,5 +1,4 @@
-"""Fit the constants that microbenchmarks do not determine, using published step times of several
-machines.
+"""Fit the constants that microbenchmarks do not determine, using published step times.
 
     python -m benchmarks.prediction.fit_constants FILE.csv
 
@@ -118,9 +117,7 @@ def error(matched: Sequence[Matched], constants: Constants, host: float) -> floa
 
 
 def main(path: Path) -> None:
-    """Print the constants fitted to all groups of a table, then the constants fitted without each
-    group in turn.
-    """
+    """Print the constants fitted to all groups of a table, then those fitted without each group."""
     table, _ = published.read(path)
     matched, _ = published.match(table)
     groups = {name: [one for one in matched if one.row.group == name] for name in FITTED_ON}

@@ -1,6 +1,4 @@
-"""DistributedDataParallel with torch's communication hook that rounds gradients to fp16 for the
-all-reduce.
-"""
+"""DistributedDataParallel with torch's hook to all-reduce gradients rounded to fp16."""
 
 from __future__ import annotations
 
@@ -17,9 +15,7 @@ from dpbench.strategies import Parallelism, Reduction, Step, Strategy, Traits, d
 
 
 class Fp16(Strategy):
-    """DistributedDataParallel with torch's communication hook that rounds gradients to fp16 for the
-    all-reduce.
-    """
+    """DistributedDataParallel with torch's hook to all-reduce gradients rounded to fp16."""
 
     traits = Traits(
         parallelism=Parallelism.RANKS,

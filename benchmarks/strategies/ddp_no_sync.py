@@ -1,6 +1,4 @@
-"""DistributedDataParallel with gradient accumulation: two micro-batches per step, the first under
-`no_sync`.
-"""
+"""DistributedDataParallel accumulating two micro-batches per step, the first in `no_sync`."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ PARTS = 2
 
 
 class NoSync(Strategy):
-    """DistributedDataParallel with gradient accumulation: two micro-batches per step, the first
-    under `no_sync`.
-    """
+    """DistributedDataParallel accumulating two micro-batches per step, the first in `no_sync`."""
 
     traits = Traits(
         parallelism=Parallelism.RANKS,
@@ -37,9 +33,7 @@ class NoSync(Strategy):
         return Split(tuple(count for rows in case.rows for count in chunk_sizes(rows, PARTS)))
 
     def compares_buffers(self, case: Case) -> bool:
-        """Return False: each micro-batch updates the buffers, but the reference updates them
-        once.
-        """
+        """Return False: each micro-batch updates the buffers, but the reference does so once."""
         return False
 
     @contextmanager
@@ -65,9 +59,7 @@ class AccumulatingStep(ddp.DdpStep):
 
 
 def part(batch: Any, rows: Sequence[int], number: int) -> Any:
-    """Return the micro-batch `number`, if the batch is split into micro-batches of `rows`
-    samples.
-    """
+    """Return micro-batch `number` of a batch split into micro-batches of `rows` samples."""
     return mapped(batch, lambda tensor: tensor.split(rows)[number])
 
 

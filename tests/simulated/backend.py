@@ -59,9 +59,7 @@ def values_only() -> Iterator[None]:
 
 
 class SimulatedDevice(EmulatedDevice):
-    """A GPU of a simulated machine, used through the current stream, as spread replicas do on real
-    GPUs.
-    """
+    """A GPU of a simulated machine, used through the current stream, as spread replicas do."""
 
     def __init__(self, index: int, machine: Machine) -> None:
         super().__init__(index)
@@ -286,9 +284,7 @@ def _copies(func: Any, args: Sequence[Any], result: Any) -> list[tuple[torch.Ten
 
 
 def _copy(machine: Machine, source: torch.Tensor, target: torch.Tensor) -> None:
-    """Queue one copy: a kernel on one device, or a transfer between devices or between a device and
-    the host.
-    """
+    """Queue one copy: a kernel on one device, or a transfer between devices or with the host."""
     of, to, line = source.device, target.device, machine.timeline
     if of == to:
         line.kernel(
@@ -331,8 +327,7 @@ class TrueSpan:
 
 
 class Witness(clocks.CudaClock):
-    """A `CudaClock` over simulated devices, which also notes the true times that the simulation
-    knows.
+    """A `CudaClock` over simulated devices, which also notes the true times of the simulation.
 
     `true_ends` has the true end of each step: the time at which the work queued so far is complete
     on all devices.
@@ -385,9 +380,7 @@ class Witness(clocks.CudaClock):
 
 
 def _profiled(machine: Machine) -> Callable[..., list[list[Activity]]]:
-    """Return a replacement of `bench.profiled` that reads the activities of the steps from the
-    timeline.
-    """
+    """Return a replacement of `bench.profiled` that reads the activities from the timeline."""
 
     def profiled(
         step: Callable[[], object], devices: Sequence[Device], count: int

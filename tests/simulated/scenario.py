@@ -1,6 +1,4 @@
-"""Runs of dpbench's own timing loop on a simulated machine, with the true times of the same
-steps.
-"""
+"""Runs of dpbench's own timing loop on a simulated machine, with the true times of its steps."""
 
 from __future__ import annotations
 
@@ -26,8 +24,9 @@ EFFORT = Effort(budget_s=0.01, min_steps=6, max_steps=6, warmup_steps=2, block_s
 
 @dataclass(frozen=True)
 class Truth:
-    """The true times of a trial, in seconds: its steps as (start, end), its spans, and the timed
-    steps' numbers.
+    """The true times of a trial in seconds: its steps, its spans, the timed steps' numbers.
+
+    A step is a pair (start, end).
     """
 
     steps: list[tuple[float, float]]
@@ -39,14 +38,13 @@ class Truth:
         return float(np.median([self.steps[k][1] - self.steps[k][0] for k in self.timed]))
 
     def occupied_s(self, device: int) -> float:
-        """Return the median over the timed steps of the seconds in which a phase of the device was
-        open.
-        """
+        """Return the median seconds per timed step in which a phase of the device was open."""
         return float(np.median([self._open_s(device, *self.steps[k]) for k in self.timed]))
 
     def waits_and_works_s(self, phase: Phase) -> tuple[float, float]:
-        """Return the median seconds per timed step that a phase of device 0 waits for other
-        devices, and then works.
+        """Return the median seconds that a phase of device 0 waits for other devices, and works.
+
+        The medians are over the timed steps.
         """
         mine = [
             [s for s in self.spans if (s.step, s.phase, s.device) == (k, phase, 0)]
@@ -59,9 +57,7 @@ class Truth:
         return float(np.median(waits)), float(np.median(works))
 
     def _open_s(self, device: int, start_s: float, end_s: float) -> float:
-        """Return the seconds between two times in which a span of the device, of any step, was
-        open.
-        """
+        """Return the seconds between two times in which any span of the device was open."""
         edges = sorted(
             {
                 start_s,
