@@ -1,7 +1,7 @@
-"""CPU seconds and peak memory of the commands that read a store, each in a fresh process on one
-core.
+"""CPU seconds and peak memory of the commands that read a store.
 
-The store has 60 cases of 3 rounds and 300 steps, and 100,000 samples.
+Each runs in a fresh process on one core. The store has 60 cases of 3 rounds and 300 steps, and
+100,000 samples.
 """
 
 from __future__ import annotations
@@ -55,9 +55,7 @@ COMMANDS = {
 
 
 def cases(count: int) -> list[Case]:
-    """Return `count` cases: models and batch sizes, each with one device, and with two devices
-    under two strategies.
-    """
+    """Return `count` cases: models and batch sizes, on one device or two (two strategies)."""
     found = []
     for number in range(-(-count // 3)):
         model = ("mlp", "resnet18", "vgg16", "transformer", "lstm")[number % 5]
@@ -71,9 +69,7 @@ def cases(count: int) -> list[Case]:
 
 
 def trial(case: Case, number: int, steps: int, samples: int, draw: np.random.Generator) -> Trial:
-    """Return a trial with made-up times: `steps` steps after a warm-up, and `samples` samples of
-    two metrics.
-    """
+    """Return a trial with made-up times: `steps` steps, and `samples` samples of two metrics."""
     at, made, spans = 1000.0 * number, [], []
     scale = {"single": 1.0, "dp": 0.7, "ddp": 0.6}[case.strategy] * case.batch_size / 8 * 1e-3
     phases = PHASES[case.strategy]
@@ -127,9 +123,7 @@ def fill(path: Path, count: int, rounds: int, steps: int, samples: int) -> None:
 
 
 def measured(command: str, store: Path) -> dict[str, float]:
-    """Return the CPU seconds and the peak memory in MB of a command in a fresh process on one
-    core.
-    """
+    """Return CPU seconds and peak memory in MB of a command in a fresh process on one core."""
     arguments = [
         sys.executable,
         "-m",

@@ -1,5 +1,4 @@
-"""Conformance: the kinds of devices on which each case runs, and the comparisons that the tests
-share.
+"""The kinds of devices, and the comparisons, that the conformance tests share.
 
 Each `test_conformance_*.py` holds our own rewriting of PyTorch's tests for DataParallel and its
 parts: what they assert, of our engine, on logical CPU devices, on emulated ones, on one GPU
@@ -39,9 +38,7 @@ SCHEDULES = (
     "workers=pool,replicas=cached,reduce=overlap",
     "workers=serial,replicas=cached,storage=flat,reduce=overlap",
 )
-"""The rungs that a wrapper can climb, and combinations in which each position of each of its
-switches occurs.
-"""
+"""The rungs that a wrapper can climb, and combinations with each position of its switches."""
 
 LEGAL = tuple(
     str(schedule)
@@ -50,15 +47,11 @@ LEGAL = tuple(
         train_step=False
     )
 )
-"""Every schedule that needs neither TrainStep nor a kind of device, and promises the bits of
-`reference`.
-"""
+"""Every schedule that gives the bits of `reference` and needs no TrainStep or kind of device."""
 
 
 def is_flat(schedule: str) -> bool:
-    """Return whether a wrapper under this schedule keeps its weights in one buffer, which emulated
-    devices refuse.
-    """
+    """Return whether a schedule keeps weights in one buffer, which emulated devices refuse."""
     return schedule != FASTEST and parse(schedule).storage == "flat"
 
 
@@ -93,9 +86,7 @@ every_schedule = pytest.mark.parametrize(
 
 
 class Place:
-    """Devices of one kind, and a wrapper's schedule on them: ids, torch devices, and how tensors
-    get there.
-    """
+    """Devices of one kind, how tensors get there, and a wrapper's schedule on them."""
 
     def __init__(self, kind: str, schedule: str = "reference") -> None:
         self.kind, self.schedule = kind, schedule
@@ -160,9 +151,7 @@ def place(request: pytest.FixtureRequest) -> Place:
 def known_fault(
     request: pytest.FixtureRequest, error: type[Exception], reason: str, *, when: bool = True
 ) -> None:
-    """Expect the test to fail with `error`, and to be red once it passes, where the engine has a
-    known fault.
-    """
+    """Expect the test to fail with `error` for a known fault, and to be red once it passes."""
     if when:
         request.applymarker(pytest.mark.xfail(strict=True, raises=error, reason=reason))
 
@@ -171,9 +160,7 @@ SWAP = (
     "cached replicas hold tensors of the last call, so torch.utils.swap_tensors refuses the"
     " module's parameters"
 )
-"""A fault of the engine: conversions and removals that swap a parameter's contents fail after a
-call.
-"""
+"""A fault of the engine: after a call, what swaps a parameter's contents fails."""
 
 
 def settle(tensor: Tensor) -> None:
@@ -242,8 +229,7 @@ def check_gradients(
 
 @contextmanager
 def young_garbage() -> Iterator[None]:
-    """Let the collector visit only objects made from here on: `gc.collect()` then takes
-    microseconds.
+    """Let the collector visit only new objects: `gc.collect()` then takes microseconds.
 
     A cycle among new objects is found and counted as usual; objects that exist already are never
     collected from now on.

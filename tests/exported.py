@@ -1,6 +1,4 @@
-"""Runs made by hand, for the exports: a trial with every phase, a store of trials, and the command
-line.
-"""
+"""Handmade runs for the exports: a trial with every phase, a store, and the command line."""
 
 from __future__ import annotations
 
@@ -107,9 +105,7 @@ Command = Callable[..., tuple[int, str, str]]
 def command(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Command:
-    """Return a call of the command line in this process, in a folder: exit code, stdout and
-    stderr.
-    """
+    """Return a call of the command line in a folder: exit code, stdout and stderr."""
     monkeypatch.chdir(folder)
 
     def call(*arguments: object) -> tuple[int, str, str]:

@@ -1,5 +1,6 @@
-"""Plant one fault for each law, and check whether the law's tests detect it: `python
-tests/faults.py [NAME...]`.
+"""Plant one fault for each law, and check whether the law's tests detect it.
+
+    python tests/faults.py [NAME...]
 
 A fault is planted in a temporary copy of this checkout, where the tests that are named for it then
 run. It is `caught` where one of them fails. A fault whose code is not found, or whose tests do not
@@ -32,12 +33,11 @@ PASSED, FAILED = 0, 1
 
 @dataclass(frozen=True)
 class Fault:
-    """Code of dpbench, `old`, its replacement that breaks a law, `new`, and the tests that must
-    detect it.
+    """Code, its replacement that breaks a law, and the tests that must detect it.
 
-    Each is an expression, or a run of statements. `old` is found by its syntax tree, so that its
-    formatting does not matter. Where the same code occurs elsewhere, `where` names its module,
-    class or function below dpbench.
+    `old` is code of dpbench, and `new` replaces it. Each is an expression, or a run of statements.
+    `old` is found by its syntax tree, so that its formatting does not matter. Where the same code
+    occurs elsewhere, `where` names its module, class or function below dpbench.
     """
 
     name: str
@@ -68,9 +68,7 @@ class Module:
 
     @cached_property
     def nodes(self) -> dict[type[ast.AST], list[tuple[str, list[ast.AST]]]]:
-        """For each type of node: the definition that has a node, and this node with its following
-        siblings.
-        """
+        """Each node with its following siblings, and its definition's name, by type of node."""
         found = defaultdict(list)
         for where, nodes in located(self.tree, self.name):
             found[type(nodes[0])].append((where, nodes))
@@ -111,9 +109,7 @@ def words_of(tree: ast.AST) -> set[str]:
 
 
 def located(node: ast.AST, where: str) -> Iterator[tuple[str, list[ast.AST]]]:
-    """Yield all nodes below `node`, each with its following siblings, and the dotted name of their
-    definition.
-    """
+    """Yield nodes below `node`, their following siblings, and their definition's dotted name."""
     for value in vars(node).values():
         children = [
             child
@@ -403,7 +399,10 @@ FAULTS = (
         """(
             is_watched(optimizer) != self.watched
             or len(groups) != len(self._groups)
-            or not all(_same(group["params"], seen) for group, seen in zip(groups, self._groups, strict=True))
+            or not all(
+                _same(group["params"], seen)
+                for group, seen in zip(groups, self._groups, strict=True)
+            )
         )""",
         "is_watched(optimizer) != self.watched",
         ("tests/test_law_rows.py::test_a_group_that_is_added_is_stepped",),
@@ -855,11 +854,13 @@ FAULTS = (
         "a time is expected from trials of this machine only",
         """query = (
             "SELECT trial.id FROM trial CROSS JOIN run ON run.id=run_id "
-            f"WHERE fingerprint=? AND trial.status=? AND host=? ORDER BY trial.id DESC LIMIT {EARLIER}"
+            "WHERE fingerprint=? AND trial.status=? AND host=? "
+            f"ORDER BY trial.id DESC LIMIT {EARLIER}"
         )""",
         """query = (
             "SELECT trial.id FROM trial CROSS JOIN run ON run.id=run_id "
-            f"WHERE fingerprint=? AND trial.status=? AND host>=? ORDER BY trial.id DESC LIMIT {EARLIER}"
+            "WHERE fingerprint=? AND trial.status=? AND host>=? "
+            f"ORDER BY trial.id DESC LIMIT {EARLIER}"
         )""",
         (
             "tests/test_outputs.py::test_the_expected_time_is_that_of_earlier_trials_of_this_machine_only",

@@ -88,9 +88,7 @@ class Writer(nn.Module):
 
 
 class Codebook(nn.Module):
-    """A forward that moves a frozen weight towards its rows in place: a plain loop keeps what chunk
-    0 writes.
-    """
+    """A forward that changes a frozen weight in place: a plain loop keeps what chunk 0 writes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""The Python interface: measure, read a store or an export, and look at the results in a script or
-a notebook.
-"""
+"""The Python interface: measure, read a store or an export, and look at the results."""
 
 from __future__ import annotations
 
@@ -359,7 +357,8 @@ import dpbench as dp
 assert not {"torch", "pandas", "numpy", "click", "matplotlib"} & sys.modules.keys()
 print("main")
 run: dp.Run = dp.run(
-    models=["mlp"], strategies="single", batch_sizes=8, devices=[1], rounds=1, budget=2, patience=0, quiet=True
+    models=["mlp"], strategies="single", batch_sizes=8, devices=[1],
+    rounds=1, budget=2, patience=0, quiet=True
 )
 seconds: float = run.steps["seconds"].sum()
 headlines: list[str] = [answer.headline for answer in run.answers]
@@ -407,9 +406,7 @@ follow_imports = skip
 
 @pytest.mark.slow
 def test_a_type_checker_knows_the_interface(tmp_path: Path) -> None:
-    """Libraries without a type in the interface are left out, because their analysis takes most of
-    the time.
-    """
+    """The slow analysis of libraries without a type in the interface is left out."""
     for name, code in (("right", SCRIPT), ("wrong", WRONG)):
         (tmp_path / f"{name}.py").write_text(code)
     (tmp_path / "mypy.ini").write_text(MYPY)

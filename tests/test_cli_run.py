@@ -65,9 +65,7 @@ class Net:
 
 @pytest.fixture(scope="module")
 def own_models(tmp_path_factory):
-    """A run of a user's models, of which one can be measured and four cannot, and the output of the
-    command.
-    """
+    """A run of a user's models, and its output: one can be measured, and four cannot."""
     with commands.folder(tmp_path_factory.mktemp("models")) as folder:
         package = folder.path / "mine" / "nets"
         package.mkdir(parents=True)

@@ -1,6 +1,4 @@
-"""torch.compile: each replica runs the compiled forward with its own weights, and the time of
-compilation is apart.
-"""
+"""torch.compile: replicas run the result with their weights, and compilation is timed apart."""
 
 from __future__ import annotations
 
@@ -53,9 +51,7 @@ Backend = Callable[[Any, Any], Any]
 
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """Compile with a backend that needs no C++ compiler, and yield the list of its graphs'
-    inputs.
-    """
+    """Compile without a C++ compiler, and yield the list of the graphs' inputs."""
     torch.compiler.reset()
     seen: list[Any] = []
 

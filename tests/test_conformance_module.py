@@ -146,9 +146,7 @@ def test_data_parallel_multiple_input(
 
 
 def test_data_parallel_module_zero_inputs(place: Place) -> None:
-    """Mirror A, test_data_parallel_module_zero_inputs: a forward without arguments runs once, on
-    device 0.
-    """
+    """Mirror A, test_data_parallel_module_zero_inputs: the only replica is on device 0."""
 
     class Ones(nn.Module):
         def forward(self) -> Tensor:
@@ -172,9 +170,7 @@ def test_data_parallel_module_zero_inputs(place: Place) -> None:
 
 
 def test_data_parallel_buffers_requiring_grad(place: Place) -> None:
-    """Mirror A, test_data_parallel_buffers_requiring_grad: derivatives reach a buffer that wants
-    them.
-    """
+    """Mirror A, test_data_parallel_buffers_requiring_grad: such a buffer gets its gradient."""
 
     class Scaled(nn.Module):
         def __init__(self, scale: Tensor) -> None:
@@ -234,9 +230,7 @@ def test_data_parallel_lazy_linear(place: Place, request: pytest.FixtureRequest)
 
 
 def test_parameter_list_dict_replica(place: Place) -> None:
-    """Mirror A, test_parameter_list_dict_replica: entries of lists and dicts are copies within the
-    graph.
-    """
+    """Mirror A, test_parameter_list_dict_replica: entries are copies within the graph."""
     first, second = (nn.Parameter(torch.rand(10)) for _ in range(2))
     runs = []
 
@@ -286,9 +280,7 @@ def test_zero_grad(place: Place) -> None:
 
 
 def test_data_parallel_model_no_refcycles(place: Place) -> None:
-    """Mirror A, test_data_parallel_model_no_refcycles: a forward leaves nothing to the garbage
-    collector.
-    """
+    """Mirror A, test_data_parallel_model_no_refcycles: a forward leaves no garbage cycles."""
 
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -307,8 +299,9 @@ def test_data_parallel_model_no_refcycles(place: Place) -> None:
 
 
 def test_data_parallel_function_deletion(place: Place) -> None:
-    """Mirror A, test_data_parallel_function_deletion: a gradient penalty's exact gradients (pytorch
-    issue 16532).
+    """Mirror A, test_data_parallel_function_deletion: a gradient penalty has exact gradients.
+
+    pytorch issue 16532.
     """
     module = nn.Linear(4, 1).to(place.device())
     wrapped = place.wrap(module)
@@ -327,8 +320,9 @@ def test_data_parallel_function_deletion(place: Place) -> None:
 
 
 def test_data_parallel_complex(place: Place) -> None:
-    """Mirror A, test_data_parallel_complex: complex stays complex (the original expects torch's old
-    extra dim).
+    """Mirror A, test_data_parallel_complex: complex stays complex.
+
+    The original expects torch's old extra dim.
     """
 
     class Shifted(nn.Module):
@@ -398,16 +392,12 @@ def train_beside_single(place: Place, module: nn.Module, dtypes: tuple[torch.dty
 
 
 def test_data_parallel_complex_parameters(place: Place) -> None:
-    """Mirror A', test_data_parallel_complex_parameters: complex weights train for five epochs as on
-    one device.
-    """
+    """Mirror A', test_data_parallel_complex_parameters: five epochs train as on one device."""
     train_beside_single(place, Complex(), (torch.cfloat,))
 
 
 def test_data_parallel_complex_mixed_parameters(place: Place) -> None:
-    """Mirror A', test_data_parallel_complex_mixed_parameters: real and complex weights side by
-    side.
-    """
+    """Mirror A', test_data_parallel_complex_mixed_parameters: real and complex weights train."""
     train_beside_single(place, Mixed(), (torch.float, torch.cfloat))
 
 
@@ -455,8 +445,9 @@ ROWS, LAST = torch.contiguous_format, torch.channels_last
 def test_strided_grad_layout(
     place: Place, layouts: tuple[torch.memory_format, ...], halves: int
 ) -> None:
-    """Mirror A, test_strided_grad_layout: gradients keep their weight's layout, with and without
-    one there before.
+    """Mirror A, test_strided_grad_layout: gradients keep their weight's layout.
+
+    That holds with and without a gradient there before.
     """
     dtypes = (torch.float,) * (4 - halves) + (torch.half,) * halves
     single = Convolutions(layouts, dtypes).to(place.device() if place.is_gpu else "cpu")

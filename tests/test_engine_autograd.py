@@ -86,9 +86,7 @@ def test_the_call_between_two_stages_runs_under_the_callers_settings(workers: Wo
 
 
 class LastFirst:
-    """Workers for two devices, of which device 0 begins a stage only after device 1 has ended
-    it.
-    """
+    """Workers for two devices: device 0 begins a stage only after device 1 has ended it."""
 
     concurrent = True
 

@@ -133,9 +133,7 @@ def floor(module: str) -> int:
 
 
 def circles(pairs: set[tuple[str, str]]) -> list[set[str]]:
-    """Return the largest sets of modules of which each imports every other one, directly or through
-    others.
-    """
+    """Return the largest sets of modules that all import each other, directly or not."""
     below: dict[str, set[str]] = {}
     for module, other in pairs:
         below.setdefault(module, set()).add(other)

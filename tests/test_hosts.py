@@ -1,6 +1,4 @@
-"""Launches without their processes: environments, clocks of several machines, and sentences about
-machines.
-"""
+"""Launches without their processes: environments, clocks, and sentences about machines."""
 
 from __future__ import annotations
 
@@ -197,9 +195,7 @@ def test_the_error_of_a_clocks_offset_covers_its_drift() -> None:
 
 
 def test_the_offset_of_a_clock_is_never_wrong_by_more_than_its_error() -> None:
-    """Ranks enter barriers at random times, and each leaves a random time after the last has
-    entered.
-    """
+    """Ranks enter barriers at random times, and leave at random times after the last entry."""
     chance = random.Random(0)
     for _ in range(100):
         passed: list[list[Crossing]] = [[], []]
@@ -221,9 +217,7 @@ def crossings(ahead_s: float, spread_s: float) -> list[Crossing]:
 
 
 class Standing(Group):
-    """The group of two ranks whose answers are known: rank 1 is on another machine, whose clock is
-    ahead.
-    """
+    """Two ranks whose answers are known: rank 1 is on another machine, whose clock is ahead."""
 
     def __init__(self, ahead_s: float) -> None:
         super().__init__(Launch(rank=0, size=2, node=0, host="a"))
@@ -351,9 +345,7 @@ def test_default_cases_use_one_rank_one_machine_and_all(cluster: Cluster) -> Non
 
 
 def alone(number: int, ratio: float) -> Trial:
-    """Return a round's trial of the baseline, in which machine b takes `ratio` times as long as
-    machine a.
-    """
+    """Return a trial of the baseline: machine b takes `ratio` times as long as machine a."""
     samples = [
         Sample(1.0 + i, host_device(at), ALONE, s)
         for i in range(9)

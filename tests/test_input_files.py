@@ -1,7 +1,7 @@
-"""Files that a command reads: one rule for those that are missing or of another kind, and for byte
-order marks.
+"""Files that a command reads: missing ones, ones of another kind, and byte order marks.
 
-Such a file ends every command with exit code 2, and a wrong argument ends it with 64.
+A file that is missing or of another kind ends every command with exit code 2, and a wrong argument
+ends it with 64.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The switches that `fastest` avoids to stay exact, and the refusals of a named schedule before
-anything changes.
+"""The switches that `fastest` avoids to stay exact, and named schedules that are refused.
+
+A refusal comes before anything changes.
 """
 
 from __future__ import annotations
@@ -209,9 +210,7 @@ PROBLEMS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], torch.optim.O
 
 @rungs("reference")
 def test_parameters_with_holes_train_as_on_reference(rung: str) -> None:
-    """They differ from a plain loop in the last bits: the copies in other replicas have no holes,
-    as in torch.
-    """
+    """A plain loop differs in the last bits: other replicas' copies have no holes, as in torch."""
 
     def train(schedule: str) -> dict[str, Tensor]:
         torch.manual_seed(0)

@@ -30,9 +30,7 @@ DP = Case(model="mlp", strategy="dp", devices=2, batch_size=64, schedule="refere
 QUIET_MS = {SINGLE: 14.0, DDP: 10.0, DP: 21.0}
 """The step without a load: ddp gives 1.4 times, dp 0.67 times."""
 LOADED_MS = {SINGLE: 14.5, DDP: 20.0, DP: 12.0}
-"""The step with a load, which takes cores from cases with several processes first: wrongly, ddp
-gives 0.73 times.
-"""
+"""The loaded step: cases of several processes lose cores first; wrongly, ddp gives 0.73 times."""
 FACTS = {"host": {"name": "bench-07", "cpu": "EPYC", "cores": 2}, "packages": {"torch": "2.13.0"}}
 ROUNDS = range(5)
 ALL = frozenset(ROUNDS)
@@ -256,9 +254,7 @@ def test_a_load_is_noisy_if_it_takes_cores_that_the_case_needs(
 
 
 def test_the_headline_the_findings_and_the_table_say_the_same_of_one_interval() -> None:
-    """With several cases on one page, the interval of one alone may exclude 1, and that of all
-    together not.
-    """
+    """With several cases, the interval of one alone may exclude 1, and that of all not."""
     told = set()
     others = [replace(DP, schedule=name) for name in ("pool", "cached", "overlap")]
     for spread in range(2, 15):

@@ -1,6 +1,4 @@
-"""A strategy from outside: one file of the user's, run, verified, reported, explained and exported
-like any other.
-"""
+"""A strategy in a user's file is run, verified, reported, explained and exported like any other."""
 
 from __future__ import annotations
 
@@ -44,7 +42,8 @@ MINE = textwrap.dedent('''
             def step(inputs, target):
                 optimizer.zero_grad()
                 total = 0.0
-                for number, (x, y) in enumerate(zip(inputs.chunk(case.devices), target.chunk(case.devices))):
+                chunks = zip(inputs.chunk(case.devices), target.chunk(case.devices))
+                for number, (x, y) in enumerate(chunks):
                     with mark(Phase.FORWARD, number):
                         loss = model.loss(model.module(x), y) * (len(y) / len(target))
                     with mark(Phase.BACKWARD, number):
@@ -81,9 +80,7 @@ def shown_everywhere(dpbench: Command, name: str) -> None:
 def right_and_wrong(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[commands.Folder, subprocess.CompletedProcess[str]]]:
-    """A run of strategies in a file, one of which has wrong gradients, and of one that is
-    installed; and its output.
-    """
+    """A run, and its output: strategies in files, one of them wrong, and an installed one."""
     with commands.folder(tmp_path_factory.mktemp("outside")) as folder:
         (folder.path / "mine.py").write_text(MINE.replace("FACTOR", "1.0"))
         (folder.path / "wrong.py").write_text(MINE.replace("FACTOR", "1.01"))

@@ -1,6 +1,4 @@
-"""Users' models: batches and outputs of any structure, their own loss, dropout, and mistakes in
-their files.
-"""
+"""Users' models: batches and outputs of any structure, own losses, dropout, and mistakes."""
 
 from __future__ import annotations
 
@@ -100,9 +98,7 @@ class Cache:
 
 
 class OwnLoss(Net):
-    """A net with keyword inputs that returns a dict, with its own loss and a cache, after every
-    kind of dropout.
-    """
+    """A net with keyword inputs, a dict as output, its own loss, every kind of dropout, a cache."""
 
     def __init__(self, wrap: Callable[[Tensor, Tensor, Tensor], Any]) -> None:
         super().__init__()

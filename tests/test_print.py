@@ -28,7 +28,8 @@ def test_the_printed_page_has_two_drawings_a_row_and_no_lonely_heading(
         lefts, breaks, hidden = browser.execute_script("""
             const style = (e) => getComputedStyle(e);
             return [
-              [...document.querySelectorAll('#throughput figure')].map(e => e.getBoundingClientRect().left),
+              [...document.querySelectorAll('#throughput figure')].map(
+                e => e.getBoundingClientRect().left),
               [...document.querySelectorAll('h2, h3, .head')].map(e => style(e).breakAfter),
               [...document.querySelectorAll('aside, .tools, .copy')].map(e => e.checkVisibility()),
             ];

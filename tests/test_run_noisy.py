@@ -18,9 +18,7 @@ BUSY = Load(foreign=0.5, steal=0.0, cores=2, seconds=1.0)
 
 @pytest.fixture
 def crowded(quick, monkeypatch):
-    """Let other processes use the cores during the trials with these numbers, counted from the
-    first.
-    """
+    """Let other processes use the cores during the trials with these numbers, from 0."""
     numbers: set[int] = set()
     began = []
 
@@ -36,9 +34,7 @@ def crowded(quick, monkeypatch):
 
 
 def measured(outcome, store):
-    """Return how many trials the run has, how many of them count, and the reasons to call it
-    noisy.
-    """
+    """Return the run's number of trials, how many count, and the reasons to call it noisy."""
     (found,) = [one for one in store.runs() if one.id == outcome.run_id]
     every = store.trials(outcome.run_id, superseded=True)
     return len(every), len(store.trials(outcome.run_id)), found.provenance["noisy"]

@@ -1,6 +1,4 @@
-"""The samplers' laws: the contract of every plug-in, the intervals of ticks, and the calls of
-NVML.
-"""
+"""Laws of the samplers: every plug-in's contract, the intervals of ticks, and NVML's calls."""
 
 from __future__ import annotations
 

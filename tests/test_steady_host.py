@@ -131,7 +131,8 @@ def run(work):
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    while len(os.listdir("/proc/self/task")) > threads:  # until then, the next thread would get another arena
+    # until then, the next thread would get another arena
+    while len(os.listdir("/proc/self/task")) > threads:
         os.sched_yield()
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -37,9 +37,7 @@ FIVE = Effort(
 
 @pytest.fixture(autouse=True)
 def known_traits() -> None:
-    """Look up all traits before a test replaces `registry.strategy`, because the registry keeps
-    them.
-    """
+    """Look up all traits, which the registry keeps, before a test replaces `registry.strategy`."""
     for name in registry.own("strategies"):
         registry.traits(name)
 
@@ -57,9 +55,7 @@ def test_the_neighbour_has_the_next_devices() -> None:
 
 
 class Counting(Strategy):
-    """A strategy whose steps of the neighbour count, and whose other steps record the count of the
-    neighbour.
-    """
+    """A strategy whose steps in the neighbour count, and whose other steps record that count."""
 
     def __init__(self) -> None:
         self.counted = multiprocessing.get_context("fork").Value("i", 0)

@@ -1,6 +1,4 @@
-"""Watching: scripts in the styles that people use keep their results, and their delays appear in
-the right phase.
-"""
+"""Watched scripts of usual styles keep their results, and delays appear in the right phase."""
 
 from __future__ import annotations
 
@@ -51,7 +49,7 @@ SLEPT = []
 
 
 def plant(name):
-    """Sleep in every second step if this is the place of the planted delay; note the step and the seconds."""
+    """Sleep in every second step if the delay is planted here; note the step and the seconds."""
     if name == PLANT and len(losses) % 2:
         at = time.perf_counter()
         time.sleep(0.006)
@@ -114,7 +112,8 @@ losses = []
 '''
 TAIL = """
 import random
-RESULT = [losses, [p.detach().clone() for p in net.parameters()], torch.get_rng_state(), random.getstate()]
+WEIGHTS = [p.detach().clone() for p in net.parameters()]
+RESULT = [losses, WEIGHTS, torch.get_rng_state(), random.getstate()]
 """
 SCRIPTS = {
     "plain": (
@@ -500,9 +499,7 @@ def test_a_script_that_ends_early_keeps_its_exit_code_and_its_steps(
 
 
 class Samplers:
-    """A replacement of the samplers: a reading of the host and of two GPUs every millisecond,
-    without a process.
-    """
+    """Fake samplers without a process: each millisecond, they read the host and two GPUs."""
 
     pid: int | None = 1
 
@@ -731,7 +728,8 @@ kinds, ports = (text.split(",") for text in sys.argv[1:])
 for kind in kinds:
     for how in ("alone", "watched"):
         train = ["train.py", kind, f"{kind}-{how}"]
-        sys.argv = train if how == "alone" else ["dpbench", "watch", "--output", f"{kind}.db", *train]
+        watch = ["dpbench", "watch", "--output", f"{kind}.db", *train]
+        sys.argv = train if how == "alone" else watch
         try:
             if how == "alone":
                 runpy.run_path("train.py", run_name="__main__")
@@ -742,9 +740,7 @@ for kind in kinds:
         # torchrun's own store serves one group of ranks
         os.environ |= {"MASTER_PORT": ports.pop(), "TORCHELASTIC_USE_AGENT_STORE": "False"}
 """
-"""A rank that runs and watches one script after the other, because each new process would load
-torch again.
-"""
+"""A rank that runs and watches every script, because each new process would load torch again."""
 
 
 def test_the_ranks_of_torchrun_are_one_run(tmp_path: Path) -> None:

@@ -1,6 +1,4 @@
-"""Compilers, transforms of torch.func, conversions and nested tensors meet the wrapper, on each of
-its schedules.
-"""
+"""Compilers, torch.func, conversions and nested tensors meet the wrapper on every schedule."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ class Net(nn.Module):
 def compare(
     place: Place, single: nn.Module, wrapped: Callable[..., Tensor], weights: nn.Module, x: Tensor
 ) -> None:
-    """Call both twice, and compare outputs and the accumulated gradients of `weights` with those of
-    `single`.
-    """
+    """Call both twice, and compare outputs and accumulated gradients with those of `single`."""
     for _ in range(2):
         expected, found = single(x), wrapped(place.put(x))
         close(found, expected)

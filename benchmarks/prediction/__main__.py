@@ -64,9 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _text(scored: Sequence[Scored], excluded: Sequence[Excluded]) -> str:
-    """Return the scoreboard, the coverage, the scores of calibrated predictions, and the rows left
-    out.
-    """
+    """Return the scoreboard, coverage, scores of calibrated predictions, and rows left out."""
     parts = [_table(score.lines(scored, excluded))]
     for kind, rows in (("rows", scored), ("hard rows", [one for one in scored if one.hard])):
         if coverage := score.coverage(rows):
@@ -115,8 +113,7 @@ def _coverage_line(kind: str, found: Coverage) -> str:
 
 
 def _left_out(rows: Iterable[Excluded], most: int = 5) -> str:
-    """Return one line of text per reason for which rows were left out, the most frequent reason
-    first.
+    """Return one line of text per reason to leave out rows, the most frequent first.
 
     A line has the number of rows, the reason, and the ids of the first `most` rows.
     """

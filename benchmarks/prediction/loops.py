@@ -1,6 +1,4 @@
-"""Loops: steps of published measurements, which may lack phases or differ from the strategy's own
-step.
-"""
+"""Steps of published measurements: they may lack phases, or differ from the strategy's own."""
 
 from __future__ import annotations
 

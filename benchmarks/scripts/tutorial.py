@@ -52,9 +52,7 @@ COLUMNS = {
 
 
 def table(command: str, marker: str) -> str:
-    """Return the table that a command prints, in Markdown, with the columns that belong to the
-    marker.
-    """
+    """Return the marker's columns of the table that a command prints, in Markdown."""
     with TemporaryDirectory() as folder, chdir(folder):  # some commands write a page
         done = CliRunner().invoke(cli, shlex.split(command), catch_exceptions=False)
     if done.exit_code:

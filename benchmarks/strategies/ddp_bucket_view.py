@@ -1,6 +1,4 @@
-"""DistributedDataParallel whose gradients are views of the communication buckets, which saves a
-copy of each.
-"""
+"""DistributedDataParallel whose gradients are views of the buckets, which saves copies."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ from dpbench.strategies import Parallelism, Reduction, Step, Strategy, Traits, d
 
 
 class BucketView(Strategy):
-    """DistributedDataParallel whose gradients are views of the communication buckets, which saves a
-    copy of each.
-    """
+    """DistributedDataParallel whose gradients are views of the buckets, which saves copies."""
 
     traits = Traits(
         parallelism=Parallelism.RANKS,

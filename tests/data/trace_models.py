@@ -1,5 +1,4 @@
-"""Count what well-known models are made of, without weights or a GPU:
-dpbench/predict/data/models.json.
+"""Count what well-known models are made of, without weights or a GPU.
 
 Needs torchvision and transformers, which nothing else here does:
 
@@ -154,9 +153,7 @@ VIEWS = [
 
 
 class Operations(TorchDispatchMode):
-    """Counts operations that launch a kernel, and the bytes of the tensors that they take and
-    give.
-    """
+    """Counts operations that launch a kernel, and the bytes of their input and output tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -300,9 +297,7 @@ def language() -> dict[str, Callable[[], tuple[torch.nn.Module, tuple[Any, ...],
 
 
 def buckets(sizes: list[int]) -> list[int]:
-    """Return the bytes of DDP's buckets: closed by the tensor with which they reach 1 MiB, then 25
-    MiB.
-    """
+    """Return the bytes of DDP's buckets: each is closed once it has 25 MiB, the first 1 MiB."""
     found, full = [0], 2**20
     for size in sizes:
         if found[-1] >= full:

@@ -35,8 +35,9 @@ TORCH = str(Path(torch.__file__).parent)
 
 @dataclass(frozen=True)
 class Access:
-    """A read or write of the bytes [start, stop) of a storage by operation number `time` of
-    `stream`, at `where`.
+    """A read or write of the bytes [start, stop) of a storage.
+
+    Operation number `time` of `stream` made it, at `where`.
     """
 
     start: int
@@ -68,9 +69,7 @@ class Race:
 
 @dataclass
 class Block:
-    """The memory of one storage: its GPU (or HOST), the stream that allocated it, and its last
-    accesses.
-    """
+    """One storage's memory: its GPU (or HOST), allocating stream, and last accesses."""
 
     ordinal: int
     owner: Stream
@@ -147,9 +146,7 @@ class Recorder:
             return self._blocks[key]
 
     def borrow(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Keep a tensor's memory, once it is freed, from reuse until `stream` has done its work:
-        `record_stream`.
-        """
+        """Keep a freed tensor's memory from reuse until `stream` is done: `record_stream`."""
         block = self.block(tensor)
         if stream is not block.owner:
             block.borrowers.add(stream)
@@ -217,9 +214,7 @@ def ordered(old: Access, clock: Clock) -> bool:
 
 
 def place() -> str:
-    """Return the innermost line outside torch and this package that the calling thread is at, as
-    FILE:LINE.
-    """
+    """Return the calling thread's innermost line outside torch and this package: FILE:LINE."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if file := _outside(frame.f_code.co_filename):
