@@ -1,7 +1,6 @@
-"""axe-core, which checks the accessibility of a page: fetched by npm at one version, and checked by
-its hash.
+"""axe-core, which checks a page's accessibility: npm fetches one version, checked by its hash.
 
-python tests/axe.py     fetch it now, so that no test needs a network; it fails if that is impossible
+python tests/axe.py     fetch it now, so that no test needs a network; fail if impossible
 """
 
 from __future__ import annotations
@@ -15,7 +14,10 @@ import tempfile
 from pathlib import Path
 
 VERSION = "4.10.3"
-INTEGRITY = "sha512-Xm7bpRXnDSX2YE2YFfBk2FnF0ep6tmG7xPh8iHee8MIcrgq762Nkce856dYtJYLkuIoYZvGfTs/PbZhideTcEg=="
+INTEGRITY = (
+    "sha512-Xm7bpRXnDSX2YE2YFfBk2FnF0ep6tmG7xPh8iHee8MIc"
+    "rgq762Nkce856dYtJYLkuIoYZvGfTs/PbZhideTcEg=="
+)
 """The hash that the registry states for the package of this version."""
 FILE = Path(__file__).parent.parent / "build" / f"axe-core-{VERSION}.min.js"
 """The script, in a folder that git ignores, so that it is fetched once."""

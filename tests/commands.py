@@ -30,9 +30,7 @@ class Folder:
 
     @property
     def env(self) -> dict[str, str]:
-        """Return the environment of its commands, in which a new commit does not change dpbench's
-        identity.
-        """
+        """Return the environment of its commands: no new commit changes dpbench's identity."""
         paths = [str(ROOT), *map(str, self.paths)]
         own = {
             "PYTHONPATH": os.pathsep.join(paths),
@@ -91,9 +89,7 @@ class Folder:
         )
 
     def wait_for(self, process: subprocess.Popen[str], trials: int, timeout_s: float = 90) -> bool:
-        """Wait until this number of trials are final and another one is running, or the command has
-        ended.
-        """
+        """Wait until `trials` trials are final and another one runs, or the command has ended."""
 
         def there() -> bool:
             busy = (

@@ -1,8 +1,7 @@
-"""What all tests share: one thread per operation, a fixed seed, fixtures, and marks that skip by
-name without a GPU.
+"""What all tests share: one thread per operation, a fixed seed, fixtures, and marks for GPUs.
 
-`--fast` leaves out slow tests, takes a sample of many parameters, and skips a test at the moment at
-which it would start a process.
+A test is skipped without the GPUs that its mark requires. `--fast` leaves out slow tests, takes a
+sample of many parameters, and skips a test at the moment at which it would start a process.
 """
 
 from __future__ import annotations
@@ -111,9 +110,7 @@ def dpbench(
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server for all tests of this process that only need trials, because every new server
-    loads torch again.
-    """
+    """One server for all tests of this process that only need trials: each new one loads torch."""
     with Server(tmp_path_factory.mktemp("server")) as server:
         server.prepare()  # here, and not in the folder of the first test that uses it
         yield server
@@ -128,8 +125,9 @@ def one_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def short_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the small LSTM have 6 tokens a row, each of whose operations an emulated device runs from
-    Python.
+    """Let the small LSTM have 6 tokens a row.
+
+    An emulated device runs the operations of each token from Python.
     """
     from dpbench.models import lstm
 
@@ -138,9 +136,7 @@ def short_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def lock(path: Path, kind: int) -> Iterator[IO[str]]:
-    """Hold a lock that all processes of this run know, exclusive (fcntl.LOCK_EX) or shared
-    (fcntl.LOCK_SH).
-    """
+    """Hold a lock known to all processes of this run, exclusive (LOCK_EX) or shared (LOCK_SH)."""
     with path.open("a") as file:
         fcntl.flock(file, kind)
         yield file
@@ -209,8 +205,9 @@ def _skip_at_a_process(event: str, arguments: tuple[Any, ...]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Iterator[None]:
-    """Skip a test that fails because dpbench has caught the exception of `_skip_at_a_process`, as a
-    trial does.
+    """Skip a test that fails because dpbench caught the exception of `_skip_at_a_process`.
+
+    A trial, for instance, catches it.
     """
     global kept_from_a_process
     kept_from_a_process = False
@@ -303,9 +300,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Let the collector visit only objects made from here on: of torch and the tests there are a
-    million.
-    """
+    """Let the collector skip all objects made so far: torch and the tests have a million."""
     # the first optimizer of a process loads it, and so would each rank that is forked before
     importlib.import_module("torch._dynamo")
     gc.collect()
@@ -315,11 +310,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """Let the collector skip what a file of tests has left, such as compiled graphs and modules
-    that it imported.
+    """Let the collector skip what a file of tests leaves, such as compiled graphs and modules.
 
-    A trial collects five times. With the leavings of some files, each collection takes a tenth of a
-    second.
+    A trial collects five times. With the objects that some files leave, each collection takes a
+    tenth of a second.
     """
     yield
     if nextitem is None or nextitem.path != item.path:

@@ -42,9 +42,7 @@ def assert_same(ours: Any, plain: Any, where: str) -> None:
 
 
 def sums_exactly(criterion: Any) -> bool:
-    """Return whether the gradients of a criterion's mean are those of its sum divided at the end,
-    bit by bit.
-    """
+    """Return whether the gradients of the mean are bitwise those of the sum divided at the end."""
     if getattr(criterion, "reduction", "mean") == "sum" or isinstance(criterion, nn.MSELoss):
         return True
     if isinstance(criterion, nn.SmoothL1Loss):

@@ -1,6 +1,4 @@
-"""Stand-ins for the processes of a run: a server that answers at once, and samples that are always
-the same.
-"""
+"""Stand-ins for a run's processes: a server that answers at once, and samples that do not vary."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ QUIET = Load(foreign=0.0, steal=0.0, cores=2, seconds=1.0)
 
 
 class Server:
-    """A replacement for a server: it answers at once, records its requests, and can be set to
-    misbehave.
-    """
+    """A replacement for a server: answers at once, records requests, can be set to misbehave."""
 
     made: ClassVar[list] = []
     checked: ClassVar[list] = []

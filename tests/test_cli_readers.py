@@ -1,6 +1,4 @@
-"""The output of a finished run, and the results of compare, export, report and list on stored
-runs.
-"""
+"""The output of a finished run, and of compare, export, report and list on stored runs."""
 
 from __future__ import annotations
 

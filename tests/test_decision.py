@@ -1,6 +1,4 @@
-"""The rule that makes a run's answers, on a table of situations that was written before the
-rule.
-"""
+"""The rule that makes a run's answers, on a table of situations written before the rule."""
 
 from __future__ import annotations
 
@@ -101,9 +99,7 @@ SINGLE = replace(row("single"), phases={"forward": 0.05, "backward": 0.05})
 
 @dataclass(frozen=True)
 class Situation:
-    """The rows of a run, and the expected choice with the case that is recommended (strategy,
-    devices) or None.
-    """
+    """A run's rows, the expected choice, and the recommended case (strategy, devices) or None."""
 
     rows: Sequence[Row]
     choice: Choice
@@ -535,9 +531,7 @@ def test_a_busy_machine_is_waited_for_in_the_next_command() -> None:
 
 
 def test_an_undecided_small_gain_needs_the_rounds_that_separate_it_from_a_worthwhile_one() -> None:
-    """The interval excludes 1 already: no number of rounds beyond those that there are is needed
-    for this.
-    """
+    """The interval already excludes 1: no further rounds are needed for this."""
     small = row("ddp", 2, 1.02, off=0.09)
     needed = commands.rounds_needed([small])
     assert small.speedup.n < stats.rounds_to_decide(small.speedup, against=1.05) == needed
@@ -597,9 +591,7 @@ def test_an_epoch_is_computed_from_the_throughputs() -> None:
 
 
 def test_rounds_of_real_series_are_compared_pairwise() -> None:
-    """Of two cases that are both decidedly faster than one device, the ratio of their own rounds
-    decides.
-    """
+    """Of two cases decidedly faster than one device, the ratio of their own rounds decides."""
     rounds = range(8)
     base = {n: [0.100 * (1 + 0.01 * n)] * 5 for n in rounds}
     fast = {n: [seconds / 2 for seconds in base[n]] for n in rounds}

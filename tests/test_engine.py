@@ -1,6 +1,4 @@
-"""The engine's laws on logical CPU devices: the exact bits of a call's results, and the messages of
-its errors.
-"""
+"""The engine's laws on logical CPU devices: exact bits of results, and messages of errors."""
 
 from __future__ import annotations
 

@@ -292,9 +292,7 @@ def test_devices_that_are_not_known_to_be_replicas_are_not_compared() -> None:
 
 
 def test_a_device_without_rows_is_not_one_of_the_others() -> None:
-    """Persistent replicas without rows still receive gradients, which takes the last device 1
-    ms.
-    """
+    """Persistent replicas without rows still get gradients, which takes the last device 1 ms."""
     trials = measured(
         case(devices=4, batch=3), LEVEL, busy={0: 0.020, 1: 0.010, 2: 0.010, 3: 0.001}
     )

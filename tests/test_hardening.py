@@ -118,8 +118,9 @@ def changed_case(path: Path, **changes: object) -> None:
 
 
 def is_left_out(dpbench, path: Path, table: str = "trial") -> None:
-    """Check that each command on a store of three trials counts row 2 of a table as unreadable, and
-    shows the rest.
+    """Check that each command counts row 2 of a table as unreadable, and shows the rest.
+
+    `path` is a store of three trials.
     """
     for command in (
         ("report", "--json"),

@@ -84,16 +84,15 @@ class Training(RuleBasedStateMachine):
         self.pair.do(law_changes.save, 0)
 
     def exact(self, schedule: str) -> str:
-        """Return another schedule where fused kernels would step a flat buffer, which rounds
-        otherwise.
+        """Return another schedule where fused kernels would step a flat buffer.
+
+        Such a step rounds differently.
         """
         flat = schedule not in SELECTED and RUNGS[schedule].optimizer == "flat"
         return "allreduce" if self.fused and flat else schedule
 
     def batch(self, size: int) -> law_nets.Batch:
-        """Return the next batch: an even one, an uneven one, or one with fewer chunks than
-        devices.
-        """
+        """Return the next batch: even, uneven, or with fewer chunks than devices."""
         self.number += 1
         rows = (4 * self.devices, 3 * self.devices - 1, 4)[size % 3]
         return law_nets.batch(self.number, rows, self.pair.plain.criterion, self.dtype)

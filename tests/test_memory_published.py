@@ -1,6 +1,4 @@
-"""Memory on GPUs: operators that keep other tensors than on the CPU, gradients that are kept, and
-published figures.
-"""
+"""Memory on GPUs: operators that keep other tensors there, kept gradients, published figures."""
 
 from __future__ import annotations
 
@@ -47,9 +45,7 @@ class Layer(nn.Module):
 
 
 class Twice(nn.Module):
-    """A linear layer between two normalisations, so that the second one gets 16 bits under
-    autocast.
-    """
+    """A linear layer between two normalisations: the second gets 16 bits under autocast."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,9 +163,7 @@ def test_kept_gradients_are_right_to_the_byte(strategy: str, devices: int, zero_
 
 @pytest.mark.slow
 def test_published_figures_are_within_a_tenth() -> None:
-    """Four figures that were committed before they were predicted: the allocator's, and the total
-    of a device.
-    """
+    """Four figures committed before they were predicted: the allocator's, and a device's total."""
     rows = {
         row["id"]: row for row in csv.DictReader(FIGURES.read_text(encoding="utf-8").splitlines())
     }

@@ -1,6 +1,4 @@
-"""The memory of a described machine's devices: what fits, what does not and where first, and the
-largest batch.
-"""
+"""Device memory of a described machine: what fits, where it first does not, the largest batch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Stored trials under schedules that this version of dpbench does not have are shown, and never
-recommended.
-"""
+"""Trials stored under schedules that this version lacks are shown, and never recommended."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ PREDICTED = {"graphs", "replicas=persistent,loss=local,backward=local,graphs=on"
 
 @pytest.fixture
 def store(tmp_path: Path) -> str:
-    """Return a store of an earlier version: one measured run and one predicted run, each with such
-    schedules.
-    """
+    """Return an earlier version's store: a measured and a predicted run with such schedules."""
     path = tmp_path / "earlier.db"
     with closing(sqlite3.connect(path)) as db:
         db.executescript(

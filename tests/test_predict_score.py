@@ -1,6 +1,4 @@
-"""The scoreboard: rows that it reads, rows that it leaves out with a reason, and errors that do not
-grow.
-"""
+"""The scoreboard: rows read, rows left out with a reason, and errors that do not grow."""
 
 from __future__ import annotations
 

@@ -222,9 +222,7 @@ def test_whatever_a_worker_returns_is_stored_and_ends_nothing(store, monkeypatch
 
 @pytest.mark.usefixtures("quick")
 def test_a_trial_has_the_samples_of_its_timed_steps_alone(store, monkeypatch, tmp_path):
-    """No readings of its warm-up, of the time before and after, or of devices that it does not
-    use.
-    """
+    """No readings of its warm-up, of the time before and after, or of devices not in use."""
     output = tmp_path / "samples.jsonl"
     times = (100.5, 101.0, 101.9, 102.0, 102.5, 103.0, 103.1, 103.9)
     output.write_text(

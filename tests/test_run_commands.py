@@ -71,11 +71,10 @@ def refuses_a_second(folder, first, command):
 def test_however_it_is_ended_the_same_command_completes_the_run_once_without_repeating_a_trial(
     folder,
 ):
-    """Five cases; the command is ended in five ways, each time while a rank hangs that no signal
-    but SIGKILL ends.
+    """The command is ended in five ways, each time while a rank hangs that only SIGKILL ends.
 
-    Each command but the first completes a trial before. The last one goes on while the same command
-    is refused.
+    There are five cases. Each command but the first completes a trial before. The last one goes on
+    while the same command is refused.
     """
     axes = ("--strategies", "ddp", "--devices", "2", "--batch-sizes", "16,20,24,28,32")
     command = (

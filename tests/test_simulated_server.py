@@ -1,6 +1,4 @@
-"""A run with simulated GPUs through the real server, whose forked worker verifies, times and
-profiles the case.
-"""
+"""A run with simulated GPUs: the real server's forked worker verifies, times and profiles it."""
 
 from __future__ import annotations
 

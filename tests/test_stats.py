@@ -43,9 +43,7 @@ def test_value_is_the_median_of_the_rounds_medians(given: stats.Rounds) -> None:
 
 
 def test_interval_of_many_rounds_agrees_with_scipy() -> None:
-    """With one step a round the two levels are one, and scipy's bootstrap of the median must
-    agree.
-    """
+    """With one step a round the two levels are one: scipy's bootstrap of the median must agree."""
     for seed in range(5):
         sample = np.random.default_rng(seed).lognormal(0, 0.3, 41)
         ours = stats.median(dict(enumerate([v] for v in sample)))
@@ -184,9 +182,7 @@ def test_the_rounds_to_decide_are_those_after_which_the_interval_decides() -> No
 
 
 def test_interval_is_no_wider_than_it_must_be() -> None:
-    """A useless interval would also be right: this one must shrink with the rounds like the spread
-    of a median.
-    """
+    """The interval must shrink with the rounds like the spread of a median."""
     generator = np.random.default_rng(5)
     few, many = (
         np.median(
@@ -218,18 +214,14 @@ def test_interval_is_students_at_95_percent(count: int) -> None:
 
 
 def test_interval_of_one_round_is_95_percent_of_its_resamples() -> None:
-    """Of 1001 steps the median's rank is nearly normal around 501, with a deviation of sqrt(1001) /
-    2.
-    """
+    """The median's rank of 1001 steps is about normal: mean 501, deviation sqrt(1001) / 2."""
     found = stats.median({0: list(range(1, 1002))})
     half = scipy.stats.norm.ppf(0.975) * math.sqrt(1001) / 2  # 31.0; at 90 % it would be 26.0
     assert (501 - found.low, found.high - 501) == pytest.approx((half, half), abs=2.5)
 
 
 def test_steps_alone_do_not_narrow_what_rounds_spread() -> None:
-    """A hundred times as many steps in two rounds that differ do not hide the difference of the
-    rounds.
-    """
+    """A hundred times as many steps in two rounds do not hide how the rounds differ."""
     found = stats.median({0: [1.0] * 1000, 1: [2.0] * 1000})
     assert (found.value, found.n) == (pytest.approx(1.5), 2)
     assert found.low < 1.0
@@ -421,9 +413,7 @@ def test_a_handful_of_steps_is_never_called_precise(steps: int) -> None:
 
 @pytest.mark.parametrize("n", [10, 15, 30, 100])
 def test_half_width_covers_the_median_about_as_often_as_it_says(n: int) -> None:
-    """The interval by order statistics assumes no distribution: its coverage follows from the
-    binomial distribution.
-    """
+    """The interval by order statistics assumes no distribution: its coverage is binomial."""
     ordered = list(np.linspace(1.0, 2.0, n))
     spread = half_width(ordered) * ordered[n // 2] * 2
     kept = round(spread / (1 / (n - 1))) + 1

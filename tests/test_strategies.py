@@ -76,9 +76,7 @@ def measured(server: Server, case: Case) -> Trial:
 
 
 def collapsed(tasks: Sequence[Task], *, overlap: bool) -> set[tuple[DevicePhase, DevicePhase]]:
-    """Return the edges between different (phase, device), those marked overlap alone or left
-    out.
-    """
+    """Return the edges between different (phase, device): those marked overlap, or the others."""
     found = set()
     for task in tasks:
         for before in task.overlap if overlap else task.after:
@@ -136,9 +134,7 @@ def test_a_trace_of_every_rung_is_what_tasks_say(
 
 
 def hold(done: Trial, tasks: Sequence[Task], first: int = 0) -> None:
-    """Hold a trace, from step `first` on, against the tasks: the phases on each device, and their
-    dependencies.
-    """
+    """Check a trace from step `first` on against the tasks' phases per device and dependencies."""
     assert len(done.steps) >= SHORT.warmup_steps + SHORT.min_steps
     edges = collapsed(tasks, overlap=False)
     strict = edges - collapsed(tasks, overlap=True)

@@ -60,9 +60,7 @@ def tracks(trace: dict[str, Any]) -> dict[tuple[str, str], list[dict[str, Any]]]
 
 
 def check_nesting(events: Iterable[dict[str, Any]]) -> None:
-    """Check that of any two events on one track each is over before the other, or lies within
-    it.
-    """
+    """Check that any two events on one track are disjoint or nested."""
     ends: list[float] = []
     for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
         end = event["ts"] + event["dur"]  # in floating point, as readers add them
@@ -377,7 +375,10 @@ kernels = analysis.get_gpu_kernel_breakdown(visualize=False)[1]
 print(json.dumps({
     "ranks": ranks,
     "temporal": analysis.get_temporal_breakdown(visualize=False).to_dict("records"),
-    "idle": [analysis.get_idle_time_breakdown(ranks=[r], visualize=False)[0].to_dict("records") for r in ranks],
+    "idle": [
+        analysis.get_idle_time_breakdown(ranks=[r], visualize=False)[0].to_dict("records")
+        for r in ranks
+    ],
     "overlap": analysis.get_comm_comp_overlap(visualize=False).to_dict("records"),
     "kernels": kernels.to_dict("records"),
     "iterations": [len(analysis.t.get_iterations(r)) for r in ranks],

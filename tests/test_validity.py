@@ -1,6 +1,4 @@
-"""Validity on trials made by hand: each check at its limit, its wording, and no guess without
-data.
-"""
+"""Validity on trials made by hand: each check at its limit, its wording, no guess without data."""
 
 from __future__ import annotations
 

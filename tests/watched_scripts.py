@@ -58,8 +58,7 @@ optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 
 
 class Clock:
-    """A replacement of the host's clock that only sleeping moves, so that no other process
-    lengthens a step.
+    """A host clock that only sleeping moves, so that no other process lengthens a step.
 
     Each look at the clock takes a microsecond, so that no two moments are equal.
     """

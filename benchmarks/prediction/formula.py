@@ -142,26 +142,25 @@ class _Terms:
         return step * (1 + self.c.variation * math.sqrt(2 * math.log(self.case.devices)))
 
     def pageable(self, rows: int) -> float:
-        """Return the duration in seconds of copying the inputs of `rows` samples from pageable
-        memory to one device.
+        """Return the duration in seconds of copying the inputs of `rows` samples to one device.
+
+        The inputs are in pageable memory.
         """
         size = rows * self.p.input_bytes
         rate = self.machine.host.pageable_bytes_per_s or self.c.pageable_bytes_per_s
         return self.c.copy_s + size / rate if size else 0.0
 
     def scatter(self) -> float:
-        """Return the duration in seconds of copying the inputs of the batch from the host to all
-        devices.
-        """
+        """Return the duration in seconds of copying a batch's inputs from host to all devices."""
         if self.loop.batch_first:
             return self.pageable(sum(self.case.rows)) + self.moved(self.p.input_bytes)
         return sum(self.pageable(rows) for rows in self.case.rows)
 
     def moved(self, size: float) -> float:
-        """Return the duration in seconds of copies between device 0 and each of the other devices,
-        one after another.
+        """Return the duration in seconds of copies between device 0 and every other device.
 
-        Each copy contains the samples of one device, and `size` is the number of bytes per sample.
+        The copies run one after another. Each contains the samples of one device, and `size` is the
+        number of bytes per sample.
         """
         if not size:
             return 0.0
@@ -170,9 +169,7 @@ class _Terms:
         return (self.n - 1) * (self.c.copy_s + self.rows * size / rate)
 
     def forward(self, threads: int) -> float:
-        """Return the duration in seconds of forward on `threads` devices, with one thread per
-        device in one process.
-        """
+        """Return the duration in seconds of forward on `threads` threads, one per device."""
         known = _at(self.p.forward, self.rows)
         launches = min(self.host.launch_s * self.p.forward_launches, self.c.host_share * known)
         crowded = launches * threads * (1 + self.host.hand_off * (threads - 1))

@@ -1,5 +1,4 @@
-"""Rows: convert a published row with its baseline into a case, and predict the duration of the
-row's step.
+"""Rows: convert a published row with its baseline into a case, and predict its step's duration.
 
 The machine of a row is derived from the free text in the row's columns. Properties that the text
 does not state get common values and are listed as assumed; any assumption widens the interval of
@@ -138,9 +137,7 @@ def describe(
 
 
 def _nodes(text: str, count: int) -> tuple[int, int]:
-    """Return the number of GPUs per node and the number of nodes for `count` GPUs, from the text or
-    by assumption.
-    """
+    """Return the GPUs per node and the number of nodes for `count` GPUs, as stated or assumed."""
     if match := re.search(r"(\d+) (?:gpus?|x) ?(?:/|per|a) ?node", text):
         node = int(match[1])
     elif match := re.search(r"\b(\d+) nodes", text):
@@ -160,10 +157,10 @@ def _networked(text: str) -> bool:
 
 
 def _network(interconnect: str, assumed: list[str]) -> float:
-    """Return the total rate of the network cards of a node in bytes per second: 12 GB/s per 100
-    Gbit/s, as in NCCL.
+    """Return the total rate of a node's network cards in bytes per second.
 
-    If the text states no rate, append an assumption to `assumed`.
+    As in NCCL, 100 Gbit/s count as 12 GB/s. If the text states no rate, append an assumption to
+    `assumed`.
     """
     match = re.search(r"(?:(\d+) ?x ?)?(\d+) ?g(?:b|bit|bps|be|b/s|bit/s)?\b", interconnect.lower())
     if not match:
@@ -173,10 +170,10 @@ def _network(interconnect: str, assumed: list[str]) -> float:
 
 
 def _nvlink(text: str, figures: dict[str, Any], node: int, assumed: list[str]) -> Iterator[Link]:
-    """Yield the NVLinks of a node with `node` GPUs: to a switch, in a mesh, or as bridges between
-    pairs of GPUs.
+    """Yield the NVLinks of a node: to a switch, in a mesh, or as bridges between pairs of GPUs.
 
-    `figures` is the data of the GPU. Assumptions are appended to `assumed`.
+    `node` is the number of its GPUs, and `figures` is the data of the GPU. Assumptions are appended
+    to `assumed`.
     """
     absent = re.search(
         r"no nvlink|without nvlink|nvlink (?:bridge )?unknown|bridge unknown|p2p disable", text
@@ -296,9 +293,7 @@ number of steps.
 
 @dataclass(frozen=True)
 class PublishedCase:
-    """A published row, converted into a case to predict, with the model's profile, the machine and
-    the timed phases.
-    """
+    """A published row as a case to predict, with its profile, machine and timed phases."""
 
     row: PublishedRow
     case: Case
@@ -322,9 +317,7 @@ class PublishedCase:
 
 
 def timed(row: PublishedRow) -> frozenset[Phase]:
-    """Return the phases that a published duration includes, according to the row's columns `timed`
-    and `optimizer`.
-    """
+    """Return the phases in a published duration, by the row's columns `timed` and `optimizer`."""
     phases = set(Phase)
     words = row.timed.lower()
     if words and "backward" not in words and "step" not in words and "forward" in words:
@@ -399,8 +392,7 @@ def _profile(
     other: tuple[float, int] | None,
     phases: frozenset[Phase],
 ) -> Profile:
-    """Return `counted` with timings such that the `phases` of a step on one device take `step_s`
-    seconds.
+    """Return `counted` with timings such that a step's `phases` take `step_s` on one device.
 
     `other` is a known step at another batch size as (seconds, samples), which determines the part
     that does not depend on the batch size.
@@ -440,9 +432,7 @@ def _accumulated(row: PublishedRow, known: Features, each: int) -> float:
 
 
 def predicted_s(asked: PublishedCase, constants: Constants = DEFAULT) -> float:
-    """Return the duration of a row's step as the simulation predicts it, in the unit of
-    `PublishedRow.step_s`.
-    """
+    """Return the simulated duration of a row's step, in the unit of `PublishedRow.step_s`."""
     machine = asked.machine.machine
     step = loops.step(
         asked.case, asked.profile, machine, constants, phases=asked.phases, loop=asked.loop
@@ -455,8 +445,7 @@ def predicted_s(asked: PublishedCase, constants: Constants = DEFAULT) -> float:
 
 
 def linear_s(asked: PublishedCase, constants: Constants = DEFAULT) -> float:
-    """Return the duration of a row's step under linear scaling, in the unit of
-    `PublishedRow.step_s`.
+    """Return a row's step duration under linear scaling, in the unit of `PublishedRow.step_s`.
 
     This is the duration of a step on a single device with one device's share of the batch.
     """

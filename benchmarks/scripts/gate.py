@@ -64,11 +64,10 @@ class Answer(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """The answer on one case after `pairs` pairs, with the ratio of this checkout to BASE and its
-    interval.
+    """The answer on one case after `pairs` pairs, with the ratio of this checkout to BASE.
 
-    `time` is the time that decided, "wall_s" or "cpu_s". The interval has the level of the
-    one-sided tests.
+    `time` is the time that decided, "wall_s" or "cpu_s". The interval of the ratio has the level of
+    the one-sided tests.
     """
 
     case: str
@@ -188,8 +187,9 @@ def server(tree: Path) -> Iterator[Side]:
 
 
 def pair(case: str, base: Side, head: Side, turned: bool) -> dict[str, float]:
-    """Return the ratios of one pair of forked processes: the median block of `head` over that of
-    `base`, by time.
+    """Return the ratios of one pair of forked processes, by time.
+
+    A ratio is the median block of `head` over that of `base`.
     """
     sides = {"A": head, "B": base} if turned else {"A": base, "B": head}
     for side in sides.values():
@@ -213,9 +213,7 @@ def pair(case: str, base: Side, head: Side, turned: bool) -> dict[str, float]:
 def decide(
     base: Path, head: Path, *, cases: Sequence[str], seconds: float, margin: float
 ) -> list[Finding]:
-    """Return a finding on each case for the packages in the trees `base` and `head`, within about
-    `seconds`.
-    """
+    """Return a finding on each case for the trees `base` and `head`, within about `seconds`."""
     level = ALPHA / (len(cases) * len(LOOKS) * len(TIMES))
     end = time.monotonic() + seconds
     ratios: dict[str, dict[str, list[float]]] = {
@@ -246,8 +244,9 @@ def decide(
 
 
 def on_one_core() -> None:
-    """Bind this process, and the servers that it will start, to one core, so that no step moves
-    between cores.
+    """Bind this process, and the servers that it will start, to one core.
+
+    No step then moves between cores.
     """
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
@@ -274,9 +273,7 @@ def tree_of(commit: str) -> Iterator[Path]:
 
 
 def main() -> None:
-    """Compare this checkout with the commit that the command line names, print the findings, and
-    exit.
-    """
+    """Compare this checkout with the given commit, print the findings, and exit."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -75,9 +75,7 @@ class Limited(Dataset[torch.Tensor]):
 
 
 def limit(knee: int) -> float:
-    """Return the limit of the rate, in examples per second, with which `knee` workers are
-    needed.
-    """
+    """Return the rate limit in examples per second with which `knee` workers are needed."""
     return (knee - 0.3) / WAIT_S
 
 
@@ -89,9 +87,7 @@ globals().update({name.replace("-", "_"): dataset for name, dataset in DATASETS.
 
 
 def measured(cases: Sequence[Case]) -> tuple[list[Trial], str]:
-    """Return the trials of the cases, and a text that says why the run was NOISY, or an empty
-    text.
-    """
+    """Return the trials of the cases, and why the run was NOISY, or an empty text."""
     with TemporaryDirectory() as folder, Store.create(Path(folder) / "x.db") as store:
         outcome = runner.run(cases, store, rounds=ROUNDS)
         (run,) = store.runs()

@@ -1,5 +1,4 @@
-"""Public figures: predict other people's published step times and memory, without any of their
-measurements.
+"""Public figures: predict others' published step times and memory without their measurements.
 
     python -m benchmarks.scripts.public_figures [--memory]
 

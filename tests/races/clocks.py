@@ -1,5 +1,4 @@
-"""Vector clocks of streams and events: which work on simulated GPUs is ordered after which other
-work.
+"""Vector clocks of streams and events: which work on simulated GPUs is ordered after which.
 
 Each stream counts its operations. Its clock has, for each stream, the number of operations that are
 done before its next operation starts. The rules are those of CUDA and of torch:
@@ -99,8 +98,7 @@ class Event:
 
 
 class Machine:
-    """Simulated GPUs: their streams, and the streams and the device that are current in each
-    thread.
+    """Simulated GPUs: their streams, and each thread's current streams and device.
 
     `waits` counts the times at which the host has waited for work.
     """
@@ -140,9 +138,7 @@ class Machine:
         return self._defaults[ordinal]
 
     def current(self, ordinal: int) -> Stream:
-        """Return the stream of a GPU that is current in this thread, or the host's work for
-        `HOST`.
-        """
+        """Return this thread's current stream of a GPU, or the host's work for `HOST`."""
         return self.streams.get(ordinal) or self.default(ordinal)
 
     def new_stream(self, ordinal: int) -> Stream:
@@ -164,9 +160,7 @@ class Machine:
         return Entered(self, None, ordinal)
 
     def select(self, stream: Stream | None, ordinal: int) -> None:
-        """Make a device current in this thread, and a stream, unless it is None, current on its
-        device.
-        """
+        """Make a device current in this thread, and a stream, if given, current on its device."""
         self.streams = self.streams if stream is None else {**self.streams, stream.ordinal: stream}
         self._local.ordinal = ordinal
 

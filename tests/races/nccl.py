@@ -1,7 +1,6 @@
-"""NCCL and torch's coalesced broadcast on simulated GPUs: they compute on the host, and queue
-collectives.
+"""NCCL and torch's coalesced broadcast on simulated GPUs.
 
-The rules are those of `Detector.collective`.
+They compute on the host, and queue collectives by the rules of `Detector.collective`.
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ if TYPE_CHECKING:  # machine imports this module
 
 
 def collectives(detector: Detector) -> dict[str, Any]:
-    """Return the functions of torch.cuda.nccl, which compute on the host and queue collectives, by
-    name.
+    """Return the functions of torch.cuda.nccl by name.
+
+    They compute on the host and queue collectives.
     """
 
     def summed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -79,8 +79,9 @@ def collectives(detector: Detector) -> dict[str, Any]:
 
 
 def coalesced_broadcast(detector: Detector) -> Any:
-    """Return torch's coalesced broadcast: a flat buffer of the root, a broadcast of it, and views
-    of each copy.
+    """Return torch's coalesced broadcast.
+
+    It makes a flat buffer of the root, a broadcast of it, and views of each copy.
     """
 
     def broadcast(
