@@ -1,5 +1,4 @@
-"""An asv plugin that saves each benchmark's result as it ends, and the plan of
-benchmarks/history.sh.
+"""An asv plugin that saves each result as it ends, and the plan of benchmarks/history.sh.
 
 asv saves the results of a commit after its last benchmark, so that a kill would lose all of them.
 The plugin saves them after each benchmark, and notes whether the result is quick or full, and how
@@ -73,9 +72,7 @@ def setup() -> None:
             _note(RESULTS.parent / EFFORTS, *key, spent[key])
 
     def _save_finished(results: Any) -> None:
-        """Save all results but those of benchmarks that have rounds left, which a later run would
-        take for complete.
-        """
+        """Save the results with no rounds left: a later run would take the others for complete."""
         whole = results._results
         results._results = {
             name: value for name, value in whole.items() if name not in results.unfinished
@@ -111,9 +108,7 @@ def stored(commit: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def benchmarks(pattern: str) -> dict[str, str]:
-    """Return the version of each benchmark that asv discovered and whose name matches, as with
-    asv's --bench.
-    """
+    """Return the version of each discovered benchmark whose name matches, as asv's --bench does."""
     found = json.loads((RESULTS / "benchmarks.json").read_text())
     return {
         name: one["version"]
@@ -151,8 +146,7 @@ def selection(commit: str, pattern: str) -> list[str]:
 
 
 def expect(commits: Sequence[str], pattern: str) -> str:
-    """Return a sentence on the time that the missing benchmarks of the commits will take, and its
-    basis.
+    """Return a sentence on the time that the commits' missing benchmarks take, and its basis.
 
     The time of a benchmark is the median of its earlier results with the same effort.
     """

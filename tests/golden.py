@@ -65,9 +65,7 @@ def printed(arguments: Sequence[str]) -> str:
 
 
 def with_spans(trial: Trial) -> Trial:
-    """Return an exported trial with one span of the host for each phase of a step, from the phase's
-    seconds.
-    """
+    """Return an exported trial with a host span for each phase of a step, from its seconds."""
     spans: list[Span] = []
     for index, (step, phases) in enumerate(zip(trial.steps, trial.ledger.phases, strict=True)):
         at_s = step.end_s - step.seconds
@@ -91,9 +89,7 @@ def store(path: Path, trials: Sequence[Trial]) -> None:
 
 
 def one_round(name: str, text: str) -> str:
-    """Return the text of an export with its first round only: all rounds have the same form, and
-    are long.
-    """
+    """Return the first round of an export: all rounds have the same form, and are long."""
     if name == "export jsonl":
         lines = text.splitlines(keepends=True)
         return "".join(
@@ -108,9 +104,7 @@ def one_round(name: str, text: str) -> str:
 
 
 def of_run(trials: Sequence[Trial]) -> Outputs:
-    """Return the output of each command on a store with these trials, and the page of its
-    report.
-    """
+    """Return the output of each command on a store with these trials, and its report's page."""
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         store(Path("dpbench.db"), trials)
         outputs = {name: one_round(name, printed(command)) for name, command in COMMANDS.items()}
@@ -137,9 +131,7 @@ def of_comparisons() -> Outputs:
 
 
 def failed_and_noisy() -> list[Trial]:
-    """Return a run in which half of the rounds are NOISY, and one case fails in a different way in
-    each round.
-    """
+    """Return a run: half its rounds are NOISY, and one case fails differently in each round."""
     trials = test_noisy.run(noisy={1, 3})
     case = replace(exported.DP, devices=4)
     failures = (
@@ -152,9 +144,7 @@ def failed_and_noisy() -> list[Trial]:
 
 
 def runs() -> dict[str, Callable[[], Outputs]]:
-    """Return the functions that render the outputs of each run, by the name of its recorded
-    file.
-    """
+    """Return the functions that render each run's outputs, by the name of its recorded file."""
     stored = {path.parent.name for path in REPORTS.glob(f"*/{TRIALS}")}
     return {
         **{name: partial(of_report, name) for name in sorted(stored)},
@@ -188,9 +178,7 @@ def differences(name: str, before: Outputs, after: Outputs) -> Iterator[str]:
 
 
 def pieces(text: str) -> list[str]:
-    """Return the lines of a text, with a line of HTML or JSON split at each element, so that a diff
-    is short.
-    """
+    """Return a text's lines, with HTML and JSON split at each element to keep a diff short."""
     return [
         part for line in text.splitlines() for part in re.split(r"(?<=>)(?=<)|(?<=,) (?=\")", line)
     ]

@@ -1,6 +1,4 @@
-"""Traces of torch.profiler for tests: excerpts of real ones, whole real ones, and files that are
-written by hand.
-"""
+"""Traces of torch.profiler for tests: excerpts, whole real traces, and hand-written files."""
 
 from __future__ import annotations
 

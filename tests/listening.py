@@ -1,5 +1,4 @@
-"""List the sockets at which processes of dpbench listen: `python -m tests.listening trial
-strategies probe`.
+"""List where dpbench's processes listen: `python -m tests.listening trial strategies probe`.
 
 Prints for each of the named works, a trial, a trial of every strategy, and the probe's ranks, a
 line of JSON: how the work ended, every address that was listened at, and those of them that a
@@ -59,9 +58,7 @@ class Seen:
         return {one for one in self.listening if one[0] not in LOOPBACK}
 
     def look(self) -> None:
-        """Add the addresses at which the processes below this one listen now, and try to connect to
-        the new ones.
-        """
+        """Add the addresses where processes below listen, and try to connect to the new ones."""
         now: set[Address] = set()
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
@@ -135,9 +132,7 @@ class Touch:
 
 
 def message(path: Path) -> bytes:
-    """Return bytes that make a folder if a receiver unpickles them, with and without their length
-    in front.
-    """
+    """Return bytes that make a folder if unpickled, with and without their length in front."""
     data = pickle.dumps(Touch(path))
     return len(data).to_bytes(8, "little") + data + data
 

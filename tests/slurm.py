@@ -1,6 +1,4 @@
-"""A real Slurm of two nodes on this machine: its daemons, started and ended by the test that needs
-them.
-"""
+"""A real Slurm of two nodes on this machine, started and ended by the test that needs it."""
 
 from __future__ import annotations
 
@@ -89,9 +87,7 @@ class Slurm:
 
 @contextmanager
 def slurm(folder: Path) -> Iterator[Slurm]:
-    """Start the daemons, wait until both nodes are idle, and end the daemons by their ids
-    afterwards.
-    """
+    """Start the daemons, wait until both nodes are idle, and end the daemons by id afterwards."""
     (folder / "state").mkdir()
     folder.chmod(0o755)
     values = {"host": socket.gethostname().partition(".")[0], "folder": folder, "port": free_port()}

@@ -1,6 +1,4 @@
-"""The report in a real browser: from a file, with the network off, wide and narrow, light and
-dark.
-"""
+"""The report in a browser: from a file, with no network, wide and narrow, light and dark."""
 
 import csv
 import io
@@ -21,7 +19,8 @@ SPOILT = """
 const found = [];
 for (const svg of document.querySelectorAll('svg')) {
   const frame = svg.getBoundingClientRect();
-  const texts = [...svg.querySelectorAll('text')].filter(e => e.textContent.trim() && e.getBoundingClientRect().width);
+  const texts = [...svg.querySelectorAll('text')]
+    .filter(e => e.textContent.trim() && e.getBoundingClientRect().width);
   const boxes = texts.map(e => e.getBoundingClientRect());
   boxes.forEach((a, i) => {
     const sideways = a.left < frame.left - 1 || a.right > frame.right + 1;
@@ -246,7 +245,8 @@ def test_a_filter_closes_the_gaps_in_a_drawing_and_keeps_its_axis(
         const wide = (e) => e.getBoundingClientRect().width;
         const texts = [...svg.querySelectorAll('text')].filter(wide).map(e => e.textContent);
         const bottom = svg.getBoundingClientRect().bottom;
-        const label = [...svg.querySelectorAll('text')].find(e => e.textContent === 'samples per second');
+        const label = [...svg.querySelectorAll('text')]
+          .find(e => e.textContent === 'samples per second');
         return [texts, svg.viewBox.baseVal.height, bottom - label.getBoundingClientRect().bottom];
         """
     before, height, below = browser.execute_script(look)
@@ -259,10 +259,11 @@ def test_a_filter_closes_the_gaps_in_a_drawing_and_keeps_its_axis(
         const svg = document.querySelector('#throughput svg');
         const bars = [...svg.querySelectorAll('[data-bar]')].filter(e => !e.hasAttribute('hidden'));
         const ends = bars.map(e => e.getBoundingClientRect());
-        const whiskers = [...svg.querySelectorAll('[data-lane]')].filter(e => e.getBoundingClientRect().height < 3)
+        const whiskers = [...svg.querySelectorAll('[data-lane]')]
+          .filter(e => e.getBoundingClientRect().height < 3)
           .filter(e => e.getBoundingClientRect().width > 3).map(e => e.getBoundingClientRect());
-        return [bars.length, whiskers.filter(w => ends.some(b => w.left < b.right && w.right > b.right
-          && w.top > b.top && w.bottom < b.bottom)).length];
+        return [bars.length, whiskers.filter(w => ends.some(b => w.left < b.right
+          && w.right > b.right && w.top > b.top && w.bottom < b.bottom)).length];
         """
     assert browser.execute_script(astray) == [2, 2], "each whisker stays at the end of its bar"
     assert {text for text in before if "k" in text} <= {*after}, "the axis stays"

@@ -1,6 +1,4 @@
-"""Emulated devices: they refuse the calls that a GPU refuses, count every byte, and compute as
-logical CPU devices.
-"""
+"""Emulated devices refuse what a GPU refuses, count bytes, and compute as logical CPU devices."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The search for the largest batch: on made-up limits, and on emulated devices whose bytes can be
-counted.
-"""
+"""The search for the largest batch: on made-up limits, and on emulated devices."""
 
 from __future__ import annotations
 

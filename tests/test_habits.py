@@ -1,6 +1,4 @@
-"""Habits of a training loop: where the batch is before a step, and how often the loop reads the
-loss.
-"""
+"""Habits of a training loop: where the batch is before a step, and how often loss is read."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""dpbench import: steps, phases, devices and clocks of traces, what the store keeps, and files that
-are none.
-"""
+"""dpbench import: steps, phases, devices and clocks of traces, the store, and invalid files."""
 
 from __future__ import annotations
 
@@ -30,9 +28,7 @@ def loop_of(*paths):
 
 
 def phases_ms(path, step=0):
-    """Return the milliseconds of the phases of one step on the critical path, without those that do
-    not occur.
-    """
+    """Return the milliseconds of one step's phases on the critical path, if they occur."""
     trial = loop_of(path).trial
     return {
         name: pytest.approx(1e3 * seconds, abs=1e-3)
@@ -53,9 +49,7 @@ def test_intervals_are_added_up_once() -> None:
     assert length(difference(one, other)) == length(one) - length(intersection(one, other))
 
 
-def test_communication_is_exposed_where_no_kernel_computes_and_copies_between_gpus_are_communication() -> (
-    None
-):
+def test_communication_includes_copies_between_gpus_and_is_exposed_where_nothing_computes() -> None:
     found = busy(
         [
             Activity(0, "sgemm", 0.0, 4.0),
@@ -92,9 +86,7 @@ def test_communication_is_exposed_where_no_kernel_computes_and_copies_between_gp
 
 
 def step_of(trace: Writer, at_ms: float = 0.0, *, profiler: bool = True, number: int = 1) -> None:
-    """Write one step of 100 ms with all phases of one device, and with backward in a thread of
-    autograd.
-    """
+    """Write one step of 100 ms with all phases of one device, its backward in autograd's thread."""
     if profiler:
         trace.note(f"ProfilerStep#{number}", at_ms, at_ms + 100)
     trace.op("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", at_ms, at_ms + 20)
@@ -215,9 +207,7 @@ def test_the_closure_of_an_optimizer_is_no_optimizer(tmp_path) -> None:
 
 
 def test_after_a_loss_an_operator_without_gradients_is_not_clipping(tmp_path) -> None:
-    """A loop evaluates after a backward: its loss, under `no_grad`, ends the time in which
-    gradients are clipped.
-    """
+    """The loss of an evaluation under `no_grad` ends the time in which gradients are clipped."""
     trace = Writer()
     trace.note("ProfilerStep#1", 0, 100)
     trace.op("aten::linear", 0, 10, **{"Sequence number": 1})
@@ -348,9 +338,7 @@ def test_a_host_without_devices_computes_itself(tmp_path) -> None:
 
 
 def rank_of(tmp_path, rank, *, late_ms=0.0, skew_ms=0.0, world=2):
-    """Write the trace of a rank that is late to each all-reduce, and whose clock differs by
-    `skew_ms`.
-    """
+    """Write the trace of a rank that is late to each all-reduce; its clock differs by `skew_ms`."""
     trace = Writer(distributedInfo={"backend": "nccl", "rank": rank, "world_size": world})
     for number in range(4):
         at = skew_ms + 100.0 * number
@@ -427,9 +415,7 @@ def test_two_traces_of_one_rank_are_refused(tmp_path) -> None:
 
 
 def waits_of(found):
-    """Return the seconds that the device waits for data in each timed step, and that the host waits
-    in each step.
-    """
+    """Return the seconds that the device, in timed steps, and the host wait for data per step."""
     rows = zip(found.trial.steps, found.trial.ledger.phases, strict=True)
     return (
         [phases.get("data", 0.0) for step, phases in rows if not step.warmup],

@@ -1,6 +1,4 @@
-"""The profiled step of dpbench's own runs on GPUs, with the activities of real traces: busy times
-and reductions.
-"""
+"""Busy times and reductions of dpbench's own profiled step, with activities of real traces."""
 
 from __future__ import annotations
 
@@ -31,9 +29,7 @@ def profile():
 
 
 def events(profile, **changes):
-    """Return the device events of a trace as torch.profiler's `events()` gives them, in
-    microseconds.
-    """
+    """Return a trace's device events as torch.profiler's `events()` does, in microseconds."""
     zero_us = profile.zero_us  # it is searched for at each call
     return [
         SimpleNamespace(
@@ -73,9 +69,7 @@ COMMUNICATION, MOVED = re.compile("nccl|Memcpy PtoP"), re.compile("Memcpy|Memset
 
 @pytest.mark.parametrize("path", sorted(EXCERPTS.glob("*.json.gz")), ids=lambda path: path.name)
 def test_busy_times_of_real_traces_are_the_counted_microseconds(path: Path) -> None:
-    """The path of a run's profiled step, compared with counts of the tenths of a microsecond in
-    which a GPU works.
-    """
+    """Compare a run's profiled step with counts of the tenths of a microsecond a GPU works in."""
     trace = kineto.read(path)
     (device,) = {one.device for one in trace.device}
     found = busy(bench.activities_of(events(trace), {device: 0}))[0]

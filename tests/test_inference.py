@@ -1,6 +1,4 @@
-"""The forward alone: its outputs are verified, its latency has percentiles, and strategies without
-it are skipped.
-"""
+"""The forward alone: verified outputs, percentiles of latency, and skipped strategies."""
 
 from __future__ import annotations
 
@@ -222,9 +220,7 @@ def test_the_interval_of_a_percentile_contains_it_in_95_of_100_samples() -> None
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    """Return the report of a run with enough steps for the 95th percentile, and too few for the
-    99th.
-    """
+    """Return the report of a run with enough steps for the 95th percentile, not the 99th."""
     on_two = replace(CASE, strategy="dp", schedule="reference", devices=2)
     made = [
         *trials(CASE, 0.010, 100),

@@ -1,6 +1,4 @@
-"""Memory by phase, bounds of emulated devices, and who ran out first: bytes that can be worked out
-from shapes.
-"""
+"""Memory by phase, bounds of emulated devices, and who ran out first: bytes known from shapes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The readers of observed loops: reports, tables, exports and comparisons of watched runs and
-imported traces.
-"""
+"""Reports, tables, exports and comparisons of watched runs and imported traces."""
 
 from __future__ import annotations
 
@@ -108,9 +106,7 @@ def test_an_imported_trace_is_labelled_and_its_few_steps_are_parts() -> None:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a store with two watched runs of one script, the second slower in its loader, and an
-    imported trace.
-    """
+    """Return a store with an imported trace and two watched runs, one with a slower loader."""
     path = tmp_path_factory.mktemp("observed") / "dpbench.db"
     stored(path, *loops.loop(), provenance=loops.FACTS, naming=Naming(name="before"))
     slow = loops.loop(loops.with_part(Phase.DATA, 0.01), loader_workers=0, seed=1)

@@ -1,6 +1,4 @@
-"""The output of commands other than tables: JSON of documented shapes, plans of runs, and
-progress.
-"""
+"""Output other than tables: JSON of documented shapes, plans of runs, and progress."""
 
 from __future__ import annotations
 
@@ -47,9 +45,7 @@ SPEEDS = {SINGLE: 1.0, DP: 0.5}
 
 
 def trials(rounds: int = 3) -> Iterator[Trial]:
-    """Yield trials of `single` and of dp, which is twice as fast, with a little noise over the
-    rounds.
-    """
+    """Yield trials of `single` and of dp, twice as fast, with a little noise over the rounds."""
     for number in range(rounds):
         for case, speed in SPEEDS.items():
             trial = made(case, number=number)
@@ -60,9 +56,7 @@ def trials(rounds: int = 3) -> Iterator[Trial]:
 
 @pytest.fixture
 def measured(monkeypatch):
-    """Replace the measurement of a run by one that stores made trials, and tells the listener of
-    each.
-    """
+    """Replace a run's measurement by one that stores made trials and tells the listener of each."""
 
     def run(cases, store, *, rounds, listen, **_):
         run_id, resumed = store.begin_run(
@@ -102,9 +96,7 @@ def names(monkeypatch):
 
 
 def read(kind: type, out: str) -> typing.Any:
-    """Return the record of a JSON text, whose keys and types must be exactly those of the
-    record.
-    """
+    """Return the record of a JSON text, which must have exactly the record's keys and types."""
     record = msgspec.json.decode(out, type=kind)
     assert strict(msgspec.json.encode(record).decode()) == strict(out)
     assert strict(out)["schema"] == shapes.SCHEMA

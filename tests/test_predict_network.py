@@ -1,6 +1,4 @@
-"""The ground of predictions: how links are shared, how simulated jobs run, and how fast collectives
-are.
-"""
+"""The basis of predictions: shared links, simulated jobs, and the speed of collectives."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Calls over whatever hypothesis draws, held bit by bit against the chunked reference: one deep
-copy per chunk.
+"""Random calls, held bit by bit against the chunked reference: one deep copy per chunk.
 
 Inputs, rows, devices and schedules are drawn. `call`, and `train` of
 tests/test_properties_training.py, are the engine's side and the only places that know of schedules;
@@ -65,9 +64,7 @@ class Tag:
 
 @dataclass(frozen=True)
 class Case:
-    """One batch: arguments with leaves for tensors, rows, devices, and the rows of each where they
-    are given.
-    """
+    """One batch: arguments with leaves for tensors, rows, devices, and their rows where given."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -87,9 +84,7 @@ class Case:
 
 
 def build(value: Any, change: Callable[[Leaf], Any]) -> Any:
-    """Return a nested value with its leaves changed and all else, other than containers, the same
-    object.
-    """
+    """Return a nested value with its leaves changed and other non-containers the same objects."""
     if isinstance(value, Leaf):
         return change(value)
     if isinstance(value, dict):
@@ -149,9 +144,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 class Net(nn.Module):
-    """Layers shared by all tensors it is given, a frozen and an idle one, and buffers that each
-    forward moves.
-    """
+    """Layers shared by all tensors, a frozen and an idle one, and buffers that a forward moves."""
 
     def __init__(self, *, idle: bool = True) -> None:
         super().__init__()
@@ -233,8 +226,7 @@ def expect(
     call: int = 0,
     pull: Callable[[list[Tensor]], list[Tensor]] = slopes,
 ) -> Result:
-    """Return what forward and backward must leave: a copy of the module for each chunk, one after
-    the other.
+    """Return what forward and backward must leave, from one module copy per chunk, run in turn.
 
     `pull` gives the gradients of the whole outputs. Of the schedule only the dtype matters that
     gradients are sent in.
@@ -308,9 +300,7 @@ def assert_same(ours: Any, expected: Any, what: str) -> None:
 
 
 def check(case: Case, kind: str, schedule: Schedule) -> None:
-    """Hold the first call of a wrapper, and another that finds what the first has kept, against the
-    reference.
-    """
+    """Hold two calls of a wrapper, so also one with kept state, against the reference."""
     place = Place(kind)
     ids = place.ids(*range(case.devices))
     dpbench.engine.resolve(ids)
@@ -332,9 +322,7 @@ every_kind = pytest.mark.parametrize("kind", ["cpu", "emulated"])
 
 
 def on_kind(schedule: Schedule, kind: str) -> Schedule:
-    """Return the schedule as far as devices of this kind can have it: emulated ones have no flat
-    buffers.
-    """
+    """Return the schedule as this kind can have it: emulated devices have no flat buffers."""
     return (
         schedule
         if kind == "cpu"

@@ -1,6 +1,4 @@
-"""Remedies of findings: their commands select the cases that apply them, and their lines of code
-run.
-"""
+"""Remedies of findings: commands select the cases that apply them, and lines of code run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Rounds until a speed-up is known: the cases that get more rounds, the end of a run, and paired
-measurements.
-"""
+"""Rounds until a speed-up is known: cases that get more, a run's end, paired measurements."""
 
 from __future__ import annotations
 
@@ -54,9 +52,7 @@ def test_nothing_is_wanted_when_all_is_precise_or_the_most_rounds_are_reached() 
 
 
 def test_rounds_end_when_the_interval_is_as_narrow_as_was_asked() -> None:
-    """The count of rounds follows the noise: (1.96 x spread / precision)^2, and it really is that
-    narrow then.
-    """
+    """The count of rounds follows the noise, (1.96 x spread / precision)^2, and is enough."""
     counts = {}
     for noise in (0.01, 0.03):
         rule, number = UntilPrecise(precision=0.02, most=500), 0

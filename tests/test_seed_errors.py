@@ -1,5 +1,4 @@
-"""Errors that people meet with DataParallel: each is provoked, its message says the cause, and its
-cure is tried.
+"""Common DataParallel errors: each is provoked, its message explains it, its cure is tried.
 
 The four of a well-known tutorial: tensors on different devices, too little memory, an attribute of
 the wrapped module, and names of a checkpoint with or without "module.".

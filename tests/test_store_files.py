@@ -1,6 +1,4 @@
-"""The files that the store opens: files of other programs are not changed, and older stores are
-migrated.
-"""
+"""The store leaves files of other programs unchanged, and migrates older stores."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def newer(path: Path, kind: str) -> None:
-    """Make the file of a newer dpbench: closed well, in either journal mode, or killed with its log
-    left behind.
-    """
+    """Make a newer dpbench's file: closed in either journal mode, or killed with its log left."""
     code = f"""
 import os, sqlite3, sys
 db = sqlite3.connect(sys.argv[1], isolation_level=None)

@@ -1,6 +1,4 @@
-"""Steps that are not all alike: samples per second and epochs come from all steps, and a period is
-named.
-"""
+"""Uneven steps: samples per second and epochs come from all steps, and a period is named."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Predictions from a watched or imported run: its seconds and sizes become a profile, or the
-missing fact is named.
-"""
+"""Predictions from a watched or imported run: a profile of it, or the missing fact's name."""
 
 from __future__ import annotations
 

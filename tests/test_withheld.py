@@ -1,6 +1,4 @@
-"""Estimates in doubt: they are computed and exported, and no report, headline, axis or verdict
-shows them.
-"""
+"""Estimates in doubt are exported, but no report, headline, axis or verdict shows them."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ OUTLIER = 50.0
 def rounds(
     case: Case, step_s: float, factors: tuple[float, ...] = (1.0, 1.01, 0.99)
 ) -> list[Trial]:
-    """Return a trial for each factor: its steps take `step_s` times the factor, half of that in
-    forward.
-    """
+    """Return a trial per factor: its steps take `step_s` times the factor, half in forward."""
     return [_round(case, step_s * factor, number) for number, factor in enumerate(factors)]
 
 
@@ -136,9 +132,7 @@ def test_every_report_says_so_in_the_place_of_the_number_and_what_would_help(nam
 
 
 def test_the_issues_line_is_gone() -> None:
-    """Three rounds of which one is off by orders of magnitude: neither the step nor the speed-up is
-    printed.
-    """
+    """One of three rounds is off by orders of magnitude: step and speed-up are not printed."""
     shown = content(rounds(SINGLE, 0.0142), rounds(DP, 0.02146, (1.0, 4e3, 1e-3)))
     (line,) = [
         line for line in tables.table(shown.rows).splitlines() if re.match(r"mlp +dp ", line)

@@ -1,5 +1,4 @@
-"""GPU check: run the tests that need GPUs and a short benchmark, and write one page of text to send
-back.
+"""GPU check: run the GPU tests and a short benchmark, and write a page of text to send back.
 
     make gpu-check        or:  python benchmarks/scripts/gpu_check.py [OUTPUT.txt]
 
@@ -32,9 +31,7 @@ RUN = ("run", "--rounds", "3", "--budget", "300", "--quiet")
 
 @dataclass(frozen=True, kw_only=True)
 class Tests:
-    """The outcome of the tests: the numbers of those that passed and that were skipped, and an
-    error per failed one.
-    """
+    """The outcome of the tests: the numbers passed and skipped, and an error per failed one."""
 
     passed: int
     skipped: Mapping[str, int]

@@ -1,5 +1,4 @@
-"""Planted: the mlp with a slowdown in one phase of a step, which `verdicts.py` expects dpbench to
-find.
+"""The mlp with a slowdown in one phase, which `verdicts.py` expects dpbench to find.
 
 The phase spins for DPBENCH_PLANTED_S seconds once per step, whatever the number of replicas.
 """

@@ -1,5 +1,4 @@
-"""DataParallel on one block of a plain module: its largest child runs on all devices, the rest on
-device 0.
+"""DataParallel on one block, a plain module's largest child; the rest runs on device 0.
 
 dpbench.DataParallel wraps the child with the most bytes of parameters, as in torch's tutorial on
 model parallelism. The block marks its own phases; `backward` includes the addition of the replicas'
@@ -37,16 +36,12 @@ from .layers import Flow
 
 
 class DataParallelBlock(Strategy):
-    """DataParallel on one block of a plain module: its largest child runs on all devices, the rest
-    on device 0.
-    """
+    """DataParallel on one block, a plain module's largest child; the rest runs on device 0."""
 
     traits = Traits(reduction=Reduction.IN_BACKWARD)
 
     def skip(self, case: Case) -> str:
-        """Return the reason why this strategy cannot run a case (for example, a compiled case), or
-        "".
-        """
+        """Return why this strategy cannot run a case (for example, a compiled one), or ""."""
         if case.compile:
             return (
                 "torch.compile would compile only the layers around the block: leave out --compile"

@@ -1,5 +1,4 @@
-"""Model parallelism: the layers are spread over the devices, and the whole batch passes through all
-of them.
+"""Model parallelism: the whole batch passes through layers spread over the devices.
 
 Activations move between two devices in the phase `forward`, and their gradients move back in
 `backward`. The loss is computed on the last device. Only one device computes at a time.
@@ -30,9 +29,7 @@ from .layers import on, spread
 
 
 class ModelParallel(Strategy):
-    """Model parallelism: the layers are spread over the devices, and the whole batch passes through
-    all of them.
-    """
+    """Model parallelism: the whole batch passes through layers spread over the devices."""
 
     traits = Traits(parallelism=Parallelism.OTHER, shared_stream=True)
 

@@ -1,5 +1,4 @@
-"""The worker server of a machine with simulated GPUs, in which the real server and its forked
-workers run.
+"""The worker server of a machine with simulated GPUs: the real server and its forked workers.
 
 `python -m tests.simulated.server SCENARIO -m dpbench.measure.worker PARENT` is the command that
 `executable` writes; the scenario is JSON with the arguments of `machine_of`. A worker opens the
@@ -28,9 +27,7 @@ TRUTH = "truth"
 
 
 def executable(folder: Path, **scenario: Any) -> Path:
-    """Write a program that takes the arguments of the Python interpreter, and runs the server with
-    simulated GPUs.
-    """
+    """Write a program that takes Python's arguments and runs the server with simulated GPUs."""
     command = [sys.executable, "-m", "tests.simulated.server", json.dumps(scenario)]
     path = folder / "python-with-gpus"
     path.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
@@ -44,9 +41,7 @@ def machine_of(count: int, speeds: Sequence[float]) -> Machine:
 
 
 def install(scenario: dict[str, Any]) -> None:
-    """Let the workers that this process forks open the GPUs of a simulated machine, which each
-    makes for itself.
-    """
+    """Let each worker that this process forks make a simulated machine and open its GPUs."""
     from dpbench.measure.worker import trial as worker
     from tests.simulated.backend import SimulatedDevice, Witness, running
 
@@ -73,9 +68,7 @@ def install(scenario: dict[str, Any]) -> None:
 
 
 def truth_of(machine: Machine, witness: Any) -> dict[str, Any]:
-    """Return the true ends of the steps and each device's busy time by profiled step in seconds,
-    and the process id.
-    """
+    """Return the steps' true ends, busy seconds by device and profiled step, and the process id."""
     busy = [
         [
             machine.busy_s(gpu.index, *window, kinds=("compute", "copy"))
