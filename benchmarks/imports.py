@@ -1,6 +1,4 @@
-"""Seconds to start an interpreter and import the command line, or print its help: the start-up time
-of each command.
-"""
+"""Start-up time: seconds to start an interpreter and import the command line or print its help."""
 
 from __future__ import annotations
 

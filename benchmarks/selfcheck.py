@@ -1,6 +1,4 @@
-"""The overhead of measuring: steps with and without recorded marks, and the Python code of one mark
-of GPUs.
-"""
+"""The overhead of measuring: steps with and without marks, and the Python code of one GPU mark."""
 
 from __future__ import annotations
 
@@ -14,8 +12,7 @@ BLOCKS, BLOCK_S = 10 if QUICK else 400, 0.01
 
 
 def in_turns() -> dict[str, list[float]]:
-    """Return the mean seconds of a step, by block and arm: "listening" with recorded marks,
-    "silent" without.
+    """Return mean step seconds by block, with ("listening") and without ("silent") recorded marks.
 
     Blocks of both arms alternate, so that slow drift affects them alike. asv caches the result for
     both arms; it is empty if the commit lacks a name that the benchmark needs.
@@ -106,9 +103,7 @@ def setup_clock(gpus: int) -> None:
 
 @timing(params=((GPUS,),), param_names=("gpus",), setup=setup_clock)
 def track_cuda_mark_seconds(gpus: int) -> dict[str, Any]:
-    """Return the CPU seconds of Python code per mark, by block: neither a GPU nor the reading of
-    marks is in them.
-    """
+    """Return the Python CPU seconds per mark, by block, without GPUs and the reading of marks."""
     from dpbench.records import Phase
 
     clock = module("measure.clocks").CudaClock([NoGpu(index) for index in range(gpus)])

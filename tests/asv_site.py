@@ -1,6 +1,6 @@
 """A site that asv publishes from results made by hand, and the libraries that its page loads.
 
-python tests/asv_site.py     fetch the libraries now, so that no test needs a network; it fails if that is impossible
+python tests/asv_site.py     fetch the libraries, so that no test needs a network, or fail
 """
 
 from __future__ import annotations

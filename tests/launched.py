@@ -1,6 +1,4 @@
-"""Launches: start the processes that torchrun or srun would start on several machines, on this
-machine.
-"""
+"""Launches: start on this machine the processes that torchrun or srun would start on several."""
 
 from __future__ import annotations
 
@@ -41,7 +39,9 @@ def batch(n, seed, size):
 
 
 def model(fault=None):
-    return SimpleNamespace(build=lambda size: Net(fault), batch=batch, loss=nn.functional.cross_entropy)
+    return SimpleNamespace(
+        build=lambda size: Net(fault), batch=batch, loss=nn.functional.cross_entropy
+    )
 
 
 def raises():
@@ -66,9 +66,7 @@ good, broken, dead, late = model(), model(raises), model(dies), model(waits)
 
 @dataclass
 class Launched:
-    """The processes of a launch: `nodes` machines with `each` ranks, in the order of their
-    ranks.
-    """
+    """The processes of a launch in the order of their ranks: `nodes` machines, `each` ranks."""
 
     folder: Folder
     processes: list[subprocess.Popen[str]]

@@ -100,9 +100,7 @@ def made(case: Case, step_s: float, single_s: float = 0.0, **changes) -> Row:
 
 
 def spans_of(row: Row, number: int, step: Step) -> list[Span]:
-    """Return the spans of one step of a row: on each device its phases one after the other, device
-    0 the longest.
-    """
+    """Return the spans of one step of a row: each device's phases in turn, device 0 the longest."""
     spans = []
     for device in range(row.case.devices):
         at = step.start_s
@@ -119,9 +117,7 @@ def spans_of(row: Row, number: int, step: Step) -> list[Span]:
 
 
 def ran(row: Row, seed: int = 0, *, spans: bool = False) -> list[Trial]:
-    """Return one trial per round for a row, with warm-up and utilisation, and with spans if
-    `spans`.
-    """
+    """Return one trial per round of a row, with warm-up, utilisation and, if `spans`, spans."""
     draw = random.Random(f"{row.case.label} {seed}")
     trials = []
     for number in range(row.rounds):

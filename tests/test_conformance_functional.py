@@ -43,9 +43,7 @@ def test_parallel_apply(place: Place, wrapped: bool) -> None:
 
 @pytest.mark.parametrize("wrapped", [True, False], ids=["tuples", "tensors"])
 def test_parallel_apply_autocast(place: Place, wrapped: bool) -> None:
-    """Mirror A, test_parallel_apply_autocast: the caller's autocast holds in every replica, its
-    dtype too (ours).
-    """
+    """Mirror A, test_parallel_apply_autocast: autocast holds in replicas, its dtype too (ours)."""
     place.not_on("emulated", "autocast has no rules for them")
     modules = [nn.Linear(10, 5).to(place.device(i)) for i in (0, 1)]
     inputs = [place.put(torch.randn(2, 10), i) for i in (0, 1)]
@@ -72,9 +70,7 @@ def test_parallel_apply_forwards_the_dtype_of_autocast(place: Place) -> None:
 
 
 def test_parallel_apply_passes_exception(place: Place) -> None:
-    """Mirror A, test_parallel_apply_passes_exception: the error keeps its type and tells replica
-    and traceback.
-    """
+    """Mirror A, test_parallel_apply_passes_exception: same type; tells replica and traceback."""
 
     class Fails(nn.Module):
         def forward(self, *args: Any) -> Any:
@@ -119,9 +115,7 @@ def test_data_parallel(place: Place, order: tuple[int, int]) -> None:
 
 
 def test_data_parallel_without_device_ids(place: Place) -> None:
-    """Mirror A, the end of test_data_parallel: device_ids=None takes all GPUs, and passes through
-    without any.
-    """
+    """Mirror A, end of test_data_parallel: None takes all GPUs, and passes through without any."""
     layer = nn.Linear(10, 5)
     x = torch.randn(20, 10)
     expected = layer(x)
@@ -168,9 +162,7 @@ def test_data_parallel_no_grad(place: Place) -> None:
 
 
 def test_data_parallel_nested_output(place: Place) -> None:
-    """Mirror A, test_data_parallel_nested_output: lists, tuples and dicts of outputs keep types and
-    values.
-    """
+    """Mirror A, test_data_parallel_nested_output: containers keep their types and values."""
 
     def nested(x: Tensor) -> list[Any]:
         return [x, (x.sin(), x.cos(), [x.add(1)]), x, OrderedDict(a=x, b=[x.sin()])]
@@ -200,9 +192,7 @@ def test_data_parallel_nested_output(place: Place) -> None:
 
 
 def test_data_parallel_nested_input(place: Place) -> None:
-    """Mirror A, test_data_parallel_nested_input: a tuple among the arguments arrives as a tuple of
-    pieces.
-    """
+    """Mirror A, test_data_parallel_nested_input: a tuple arrives as a tuple of pieces."""
 
     class Net(nn.Module):
         def forward(self, *inputs: Any) -> Tensor:
@@ -268,9 +258,7 @@ def test_scatter_gpu(place: Place) -> None:
 
 
 def gathered(place: Place, target: str, device: torch.device) -> None:
-    """Check values, device, gradients and second derivatives of two matrices, then of two
-    scalars.
-    """
+    """Check values, device, first and second derivatives of two matrices, then of two scalars."""
     for shape in ((2, 4), ()):
         xs = [
             place.put(torch.randn(shape, dtype=torch.double, requires_grad=True), i) for i in (0, 1)
@@ -327,9 +315,7 @@ def test_gather_different_len_dicts(place: Place) -> None:
 
 @pytest.mark.parametrize("sequence", [tuple, list])
 def test_replicate(place: Place, sequence: type) -> None:
-    """Mirror A, test_replicate: each replica has its weights on its device and computes what the
-    module does.
-    """
+    """Mirror A, test_replicate: each replica is on its device and computes the same."""
     module = nn.Linear(10, 5)
     x = torch.randn(2, 10)
     expected = module(x)

@@ -1,6 +1,4 @@
-"""Every command that the README or a document shows is run as written, in a folder that has the
-files it names.
-"""
+"""Every command in the README or a document runs as written, in a folder with its files."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Endings: how a failure is told: a message that cannot be shown, SIGKILL, changed threads, one
-line of a traceback.
-"""
+"""Endings: how failures are told: messages that cannot be shown, SIGKILL, threads, tracebacks."""
 
 from __future__ import annotations
 
@@ -189,8 +187,11 @@ class Net(torch.nn.Linear):
         torch.set_num_threads(3)
         return super().forward(x)
 
-net = SimpleNamespace(build=lambda size: Net(4, 2), batch=lambda n, seed, size: (torch.ones(n, 4), torch.ones(n, 2)),
-                      loss=torch.nn.functional.mse_loss)
+net = SimpleNamespace(
+    build=lambda size: Net(4, 2),
+    batch=lambda n, seed, size: (torch.ones(n, 4), torch.ones(n, 2)),
+    loss=torch.nn.functional.mse_loss,
+)
 """
 
 
@@ -213,9 +214,7 @@ def test_a_trial_whose_model_changes_the_number_of_threads_fails(tmp_path: Path)
 
 
 class Loop(Strategy):
-    """A strategy whose losses are given, and which spoils the model's weights in the step
-    `weights`.
-    """
+    """A strategy with given losses, which spoils the model's weights in the step `weights`."""
 
     def __init__(self, losses: dict[int, float], *, weights: int = 0, shared: bool = False) -> None:
         self._losses, self._weights, self._taken = losses, weights, 0

@@ -1,6 +1,4 @@
-"""A loop that takes its batches from a DataLoader: the same batches, its wait as a phase, and each
-rank's own rows.
-"""
+"""A loop fed by a DataLoader: the same batches, its wait as a phase, and each rank's own rows."""
 
 from __future__ import annotations
 

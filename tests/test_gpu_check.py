@@ -1,6 +1,4 @@
-"""The page of `make gpu-check`: it has each failure, no host name, and a machine without GPUs gets
-none.
-"""
+"""The page of `make gpu-check`: each failure, no host name, and no page without GPUs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Hostile texts: no text of a store, an export or a trace controls a terminal, reorders a line or
-starts a formula.
-"""
+"""Texts of a store, export or trace control no terminal, reorder no line and start no formula."""
 
 from __future__ import annotations
 
@@ -29,7 +27,10 @@ HIDDEN = re.compile(
     "[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
 """What must never be printed; a line feed may, because it ends the lines."""
-TEXT = "\x1b]0;x\x07\x1b[31m\x00\x9b1m\u202ea\u2066b\u200fc\u2028d\x85e\r\n=1\t<script>alert(1)</script>|`"
+TEXT = (
+    "\x1b]0;x\x07\x1b[31m\x00\x9b1m\u202ea\u2066b\u200fc\u2028d\x85e\r\n"
+    "=1\t<script>alert(1)</script>|`"
+)
 FORMULAS = tuple(f"{start}cmd|'/c calc'!A1{TEXT}" for start in ("=", "+", "-", "@", "\t=", "\r="))
 DRIVERS = {"strategy", "schedule", "mode", "declared"}
 """The fields of a case that choose code: an unknown value is refused, and the refusal must be

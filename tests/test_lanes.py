@@ -1,6 +1,4 @@
-"""The timeline of a median step, and its swim lanes: bars, idle time and critical path of steps
-with known answers.
-"""
+"""The timeline of a median step, and its swim lanes: known bars, idle time and critical path."""
 
 from __future__ import annotations
 
@@ -41,9 +39,7 @@ first second.
 def trial(
     case: Case, seconds: list[float], number: int = 0, given: list[Span] = GIVEN, **more
 ) -> Trial:
-    """Return a trial with two warm-up steps and these timed steps, each with the given spans,
-    scaled to the step.
-    """
+    """Return a trial of two warm-up steps and these timed steps, with the spans scaled to each."""
     steps, placed, end = [], [], 0.0
     for index, took in enumerate([7.0, 7.0, *seconds]):
         end += took
@@ -149,8 +145,7 @@ DDP = Case(model="mlp", strategy="ddp", devices=2, batch_size=64)
 
 
 def ranks_of_which_one_ran_ahead(*, lead: float = 6.0) -> Trial:
-    """Return a trial of two ranks in which rank 1 begins the second step `lead` seconds before rank
-    0.
+    """Return a trial of two ranks: rank 1 begins the second step `lead` seconds before rank 0.
 
     Rank 1 computes for 5 s, and then waits for rank 0, which computes for 5 s too. Both reduce for
     2 s. Rank 1 ends the step 1 s before rank 0, and begins the next one at once.
@@ -284,9 +279,7 @@ BAR = re.compile(
 
 
 def bars(drawing: str) -> dict[str, tuple[float, float, float, float]]:
-    """Return the left, top, right and bottom edge of each bar of a drawing, by the text that names
-    the bar.
-    """
+    """Return the left, top, right and bottom edges of each bar of a drawing, by the bar's text."""
     return {unescape(said): tuple(map(float, edges)) for said, *edges in BAR.findall(drawing)}
 
 

@@ -1,6 +1,4 @@
-"""Runs are manageable: they have names and tags, are listed, shown, removed, and merged from other
-stores.
-"""
+"""Runs have names and tags, and are listed, shown, removed, and merged from other stores."""
 
 from __future__ import annotations
 
@@ -113,9 +111,7 @@ def test_a_tag_that_is_none_is_an_error_that_names_it(dpbench, tmp_path, given, 
 
 @pytest.fixture
 def three(tmp_path):
-    """The ids of three runs in dpbench.db, the oldest first: the second and the third have the same
-    name.
-    """
+    """The ids of three runs in dpbench.db, the oldest first; the last two have the same name."""
     path = tmp_path / "dpbench.db"
     named = Naming(name="nightly", tags={"driver": "550"}, command="dpbench run --models mlp")
     failed = made(SINGLE, number=1, status=Status.FAILED)

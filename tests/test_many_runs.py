@@ -1,6 +1,4 @@
-"""A store of many runs: what a command does depends on the runs that it shows, and not on the
-others.
-"""
+"""A store of many runs: what a command does depends only on the runs that it shows."""
 
 from __future__ import annotations
 

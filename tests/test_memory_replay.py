@@ -1,6 +1,4 @@
-"""Memory: the allocator's rules by hand, and the replay against the ledger of emulated devices, to
-the byte.
-"""
+"""Memory: the allocator's rules, and the replay against emulated devices' ledger, to the byte."""
 
 from __future__ import annotations
 
@@ -138,9 +136,7 @@ def replayed(case: Case, traces: Traces) -> list[int]:
 
 @functools.cache
 def traced(model: str, optimizer: str) -> Traces:
-    """Return the traces of a model on emulated devices, which all schedules and numbers of devices
-    share.
-    """
+    """Return a model's traces on emulated devices, for all schedules and numbers of devices."""
     return traces_of(emulated(model, 1, optimizer))
 
 
@@ -204,9 +200,7 @@ def test_schedules_are_right_to_the_byte(schedule: str, optimizer: str, devices:
     "schedule", ["loss=local", "replicas=persistent,loss=local,backward=local"]
 )
 def test_local_losses_are_right_but_for_their_scalars(schedule: str) -> None:
-    """Each device's weight (an int64) and its quotient, and on the first device the others' copies,
-    are left out.
-    """
+    """Left out: each device's int64 weight and quotient, and on the first the others' copies."""
     case = emulated("mlp", 2, "adam", schedule)
     found, right = replayed(case, traced("mlp", "adam")), measured(case)
     for device, (mine, real) in enumerate(zip(found, right, strict=True)):
@@ -214,9 +208,7 @@ def test_local_losses_are_right_but_for_their_scalars(schedule: str) -> None:
 
 
 def test_a_fault_in_the_splice_is_seen() -> None:
-    """The check can fail: leave out that device 0 keeps its gradients for the sum, and the bytes
-    differ.
-    """
+    """The check can fail: if device 0 does not keep its gradients for the sum, the bytes differ."""
     case = emulated("mlp", 2, "sgd")
     tape = tape_of(case, traced("mlp", "sgd"))
     tape.changes = [change for change in tape.changes if change.kind != "gradients"]
@@ -227,9 +219,7 @@ def test_a_fault_in_the_splice_is_seen() -> None:
 
 
 class Bert(nn.Module):
-    """An encoder of BERT-base's shape: 12 layers of width 768, 30,522 words, 512 positions, 2
-    segments.
-    """
+    """BERT-base's shape: 12 layers of width 768, 30,522 words, 512 positions and 2 segments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,9 +273,7 @@ def excess_bytes(devices: list[DeviceMemory]) -> int:
 
 @pytest.mark.slow
 def test_gpu_0_has_three_more_sizes_of_a_bert(bert: Traces) -> None:
-    """Its excess is Adam's averages and the sum of the gradients, where weights and not activations
-    are the peak.
-    """
+    """Where weights are the peak, the excess is Adam's averages and the sum of the gradients."""
     devices = needed(cuda(2, 4), bert)
     sizes = bert.of(4).parameters.bytes
     assert 109e6 < sizes / 4 < 111e6
@@ -304,9 +292,7 @@ def test_gpu_0_has_three_more_sizes_of_a_bert(bert: Traces) -> None:
 
 @pytest.mark.slow
 def test_torchs_other_gpus_let_weights_go_while_they_go_backward(bert: Traces) -> None:
-    """Its replicas die when its forward returns: no other GPU ever has all weights and all
-    gradients at once.
-    """
+    """Replicas die when forward returns: no other GPU has all weights and gradients at once."""
     ours, theirs = needed(cuda(2, 4), bert), needed(cuda(2, 4, "torch_dp"), bert)
     sizes = bert.of(4).parameters.bytes
     assert theirs[0].peak.allocated_bytes == pytest.approx(ours[0].peak.allocated_bytes, rel=0.01)

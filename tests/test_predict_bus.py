@@ -1,6 +1,4 @@
-"""The measured bus of a prediction: a number, the output of nccl-tests, and the intervals without
-one.
-"""
+"""The measured bus of a prediction: a number or nccl-tests' output, and intervals without one."""
 
 from __future__ import annotations
 

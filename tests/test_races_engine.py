@@ -1,5 +1,4 @@
-"""The engine has no race under any schedule, and each of its calls that order streams or keep
-memory is needed.
+"""No schedule has a race; each engine call that orders streams or keeps memory is needed.
 
 tests/races simulates the GPUs, and tests/test_races.py shows that the detector finds known races.
 `REPORTING` names a run for each such call of the engine, which has a race when the call is left
@@ -28,9 +27,7 @@ PAIR, SHARED, MIXED, FOUR = (0, 1), (0, 0), (0, 0, 1, 1), (0, 1, 2, 3)
 
 
 def runs(schedule: Schedule) -> Iterator[Run]:
-    """Yield the runs of a schedule: on 2 and 4 devices, spread and colocated, in both orders, with
-    other loops.
-    """
+    """Yield a schedule's runs: 2 or 4 devices, spread or colocated, both orders, other loops."""
     yield from (Run(schedule, ordinals) for ordinals in (PAIR, SHARED, MIXED, FOUR))
     yield from (Run(schedule, ordinals, backwards=True) for ordinals in (SHARED, MIXED))
     yield Run(schedule, PAIR, side=False, nccl=False)

@@ -27,9 +27,7 @@ DDP = Case(model="mlp", strategy="ddp", devices=2, batch_size=8)
 def in_ranks(
     case: Case, tmp_path: Path, look: Callable[[Any, models.Model], dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Take one step in every rank of a case, and return what `look` finds in each, given the step
-    and the model.
-    """
+    """Take one step in every rank of a case, and return `look(step, model)` of each."""
 
     def entry(rank: int) -> dict[str, Any]:
         device = open_devices("cpu", case.devices, own_processes=True)[rank : rank + 1]

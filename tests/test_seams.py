@@ -61,9 +61,7 @@ def parents(tree: ast.AST) -> dict[ast.AST, ast.AST]:
 
 
 def decides(node: ast.AST, above: dict[ast.AST, ast.AST]) -> bool:
-    """Return whether a constant is compared with the strategy of something, or given as the
-    strategy of a case.
-    """
+    """Return whether a constant is compared with a strategy, or given as a case's strategy."""
     around = above[node]
     if isinstance(around, ast.keyword):
         return around.arg == "strategy"

@@ -1,5 +1,4 @@
-"""Ranks with overlapped reduction on simulated GPUs: the reduce phase, for which no event can be
-recorded, is true.
+"""Overlapped reduction on simulated GPUs: the reduce phase is true, although it has no event.
 
 Every rank has a separate CudaClock, as in its process. Backward fills buckets of gradients; each
 bucket is reduced on another stream of the GPU, and the main stream waits for the last bucket before
@@ -25,8 +24,7 @@ FORWARD_S, BUCKET_S, UPDATE_S, STEPS, RANKS = 2e-3, 2e-3, 1e-3, 6, 4
 
 
 def trained(machine: Machine, reduce_s: float, buckets: int = 2, *, in_turn: bool = False) -> Trial:
-    """Return the merged trial of ranks, of which each bucket of gradients is all-reduced in
-    `reduce_s` seconds.
+    """Return the merged trial of ranks that all-reduce each gradient bucket in `reduce_s` seconds.
 
     With `in_turn`, in each step another rank needs twice as long as the others. All steps but the
     first are profiled.
@@ -147,9 +145,7 @@ def test_ranks_that_are_late_in_turn_do_not_make_the_reduction_longer() -> None:
 
 
 def check(trial: Trial, phases_s: list[float]) -> None:
-    """Check that the ledger has these seconds of forward, backward, reduce and optimizer within 1 %
-    of their sum.
-    """
+    """Check the ledger's seconds of forward, backward, reduce and optimizer to 1 % of their sum."""
     expected = dict(zip(("forward", "backward", "reduce", "optimizer"), phases_s, strict=True))
     step_s = sum(expected.values())
     found = trial.ledger.typical()

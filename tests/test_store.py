@@ -1,6 +1,4 @@
-"""The store's laws: trials are read as they were written, bit by bit, and SQL can read their
-columns.
-"""
+"""The store's laws: trials are read bit by bit as written, and SQL can read their columns."""
 
 from __future__ import annotations
 
@@ -86,9 +84,7 @@ def put(store: Store, run_id: str, trial: Trial) -> int:
 
 
 def same(found: Trial, stored: Trial) -> bool:
-    """Compare two trials without the order of their series and without the time of start, which the
-    store sets.
-    """
+    """Compare two trials, except the order of their series and the start time set by the store."""
     plain = [
         replace(t, samples=tuple(sorted(t.samples, key=repr)), started_s=0.0)
         for t in (found, stored)

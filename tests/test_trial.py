@@ -49,9 +49,7 @@ def test_an_error_in_a_replica_is_told_as_it_was_raised(
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_trial_leaves_to_the_collector_what_it_had_and_no_more(frozen: bool) -> None:
-    """A server freezes torch's half a million objects, whose collection would take longer than a
-    small trial.
-    """
+    """A server freezes torch's half a million objects: collecting them outlasts a small trial."""
     seen: list[tuple[bool, bool]] = []
 
     def block() -> None:

@@ -1,6 +1,4 @@
-"""Watching: loops in which a step is easily counted wrongly have the right steps, rows and
-phases.
-"""
+"""Watching loops whose steps are easily miscounted gives the right steps, rows and phases."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Published measurements: each row of a table is matched with a baseline on one device, or excluded
-with a reason.
+"""Published measurements, each matched with a baseline on one device or excluded with a reason.
 
 The columns of a table are id, model, params_M, framework, strategy, gpu, n_gpu, interconnect,
 precision, batch_per_gpu, batch_global, metric, value, timed, optimizer, repeats_of and notes. The
@@ -109,9 +108,7 @@ class PublishedRow:
 
     @property
     def steps(self) -> int:
-        """Return the number of measured steps according to the notes; 0 if the notes do not state
-        the number.
-        """
+        """Return the number of measured steps that the notes state, or 0 if they state none."""
         if found := re.search(r"for (\d+) (?:optimizer )?(?:steps|iterations)", self.notes):
             return int(found[1])
         found = re.search(r"\b(\d+) epochs? (?:x|of) (\d+) (?:steps|iterations)", self.notes)
@@ -119,8 +116,7 @@ class PublishedRow:
 
     @property
     def tokens(self) -> float:
-        """Return the number of tokens per sample if the metric counts tokens (64 if the number is
-        unknown), else 1.
+        """Return the tokens per sample (64 if unknown) if the metric counts tokens, else 1.
 
         Any clause of the notes may state the unit, as "unit tokens/s" or "tokens per second".
         """
@@ -147,17 +143,13 @@ class Matched:
 
     @property
     def extrapolated(self) -> bool:
-        """Return whether the baseline has another batch size per device than the row, and no second
-        baseline exists.
-        """
+        """Return whether the only baseline has another batch size per device than the row."""
         return self.other is None and self.row.batch > 0 and self.one_samples != self.row.batch
 
 
 @dataclass(frozen=True)
 class Excluded:
-    """A row that is not scored: the id of the row in the table, and the reason for the
-    exclusion.
-    """
+    """A row that is not scored: its id in the table, and the reason for the exclusion."""
 
     id: str
     reason: str
@@ -198,8 +190,7 @@ number.
 
 
 def read(path: Path) -> tuple[list[PublishedRow], list[Excluded]]:
-    """Return the rows of a table in CSV, and the rows that are excluded because they cannot be
-    parsed.
+    """Return the rows of a CSV table, and those excluded because they cannot be parsed.
 
     Raises UnreadableFile if the file is not such a table, or if a required column is missing.
     """

@@ -1,5 +1,4 @@
-"""Tries of the gate: how often it calls an unchanged engine slower, and how often it finds 5 % of
-planted work.
+"""How often the gate calls an unchanged engine slower, and how often it finds 5 % planted work.
 
     python benchmarks/scripts/gate_tries.py OUTPUT.jsonl [--tries 20] [--minutes 10]
 
@@ -81,9 +80,7 @@ def run(planted: bool, seconds: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Make the missing tries, alternately with the exact copy and with planted work, and print the
-    counts.
-    """
+    """Make the missing tries, alternately exact and planted, and print the counts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

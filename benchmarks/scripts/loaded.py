@@ -86,9 +86,7 @@ def measured(store: Path, budget_s: float, *options: str) -> None:
 
 
 def noisy(store: Path) -> dict[str, list[int]]:
-    """Return, by case of the newest run, the number of trials that are labelled NOISY, and the
-    number of trials.
-    """
+    """Return, by case of the newest run, the numbers of NOISY ok trials and of all ok trials."""
     found: dict[str, list[int]] = {}
     for line in dpbench("export", "jsonl", "--store", str(store)).splitlines():
         trial = json.loads(line)

@@ -1,5 +1,4 @@
-"""Layers over devices: place the layers of a module on several devices, and mark the device that
-computes.
+"""Place the layers of a module on several devices, and mark the device that computes.
 
 The strategies in the files beside this one use it. The layers are the module's children that have
 parameters or buffers. A child that is an `nn.Sequential` is replaced by its children. The layers
@@ -124,8 +123,7 @@ def _is_packed(value: Any) -> bool:
 
 
 def _place(layer: nn.Module, device: Device, flow: Flow) -> Any:
-    """Move a layer to a device, and return the handle of the hook that moves the layer's inputs
-    there.
+    """Move a layer to a device, and return the handle of the hook that moves its inputs there.
 
     Where the flow comes from another device, the marks switch: to this device in forward, and back
     to the other device as soon as backward has computed the gradient of the input.

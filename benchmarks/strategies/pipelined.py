@@ -1,5 +1,4 @@
-"""Model parallelism with micro-batches: the layers are spread over the devices, as stages of a
-pipeline.
+"""Model parallelism with micro-batches: the devices are the stages of a pipeline.
 
 A step starts the forward of all micro-batches, then their backward. The host does not wait for
 GPUs, so that one GPU computes a micro-batch while the next GPU computes the micro-batch before it.
@@ -36,9 +35,7 @@ MICRO_BATCHES = 4
 
 
 class Pipelined(Strategy):
-    """Model parallelism with micro-batches: the layers are spread over the devices, as stages of a
-    pipeline.
-    """
+    """Model parallelism with micro-batches: the devices are the stages of a pipeline."""
 
     traits = Traits(parallelism=Parallelism.OTHER, shared_stream=True)
 
@@ -49,9 +46,7 @@ class Pipelined(Strategy):
         )
 
     def compares_buffers(self, case: Case) -> bool:
-        """Return False: each micro-batch updates the buffers, but the reference updates them
-        once.
-        """
+        """Return False: each micro-batch updates the buffers, but the reference does so once."""
         return False
 
     @contextmanager
@@ -98,9 +93,7 @@ class Pipelined(Strategy):
 
 
 def part(batch: Any, rows: Sequence[int], number: int) -> Any:
-    """Return the micro-batch `number`, if the batch is split into micro-batches of `rows`
-    samples.
-    """
+    """Return micro-batch `number` of a batch that is split into micro-batches of `rows` samples."""
     return mapped(batch, lambda tensor: tensor.split(rows)[number])
 
 

@@ -1,3 +1,1 @@
-"""A simulated machine with several GPUs: a test double of CUDA on a discrete-event timeline, whose
-truth is known.
-"""
+"""A test double of CUDA: simulated GPUs on a discrete-event timeline, whose truth is known."""

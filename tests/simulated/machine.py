@@ -16,9 +16,7 @@ THERMAL = 0x20
 
 @dataclass(frozen=True)
 class Rates:
-    """The speeds of a machine's parts: a normal GPU in flop/s and bytes/s, and its links in bytes/s
-    and seconds.
-    """
+    """The speeds of a normal GPU in flop/s and bytes/s, and of links in bytes/s and seconds."""
 
     flops: float = 1e9
     memory: float = 1e9
@@ -69,18 +67,14 @@ class Machine:
         )
 
     def ring_s(self, devices: list[int], size: int) -> float:
-        """Return the seconds in which each of `devices` sends `size` bytes to the next, as its
-        slowest link allows.
-        """
+        """Return the slowest link's seconds when each device sends `size` bytes to the next."""
         pairs = zip(devices, [*devices[1:], devices[0]], strict=True)
         return max(self.link_s(source, target, size) for source, target in pairs)
 
     def busy_s(
         self, device: int, start_s: float, end_s: float, kinds: tuple[str, ...] = ("compute",)
     ) -> float:
-        """Return the true seconds between two times in which a device does work of one of
-        `kinds`.
-        """
+        """Return the true seconds between two times in which a device does work of `kinds`."""
         done, seconds = start_s, 0.0
         mine = [
             w
@@ -168,8 +162,6 @@ class Nvml:
         return one.speed(self._period()[1]) / one.speeds[0][1]
 
     def _period(self) -> tuple[float, float]:
-        """Return the true times of the beginning and the end of the last complete sampling
-        period.
-        """
+        """Return the true start and end of the last complete sampling period."""
         end_s = math.floor(self.at_s / self.machine.lag_s) * self.machine.lag_s
         return end_s - self.machine.lag_s, end_s

@@ -1,5 +1,4 @@
-"""The timeline of a simulated machine: streams, events, kernels, copies and collectives with true
-start and end times.
+"""The timeline of a simulated machine: streams, events and work with true start and end times.
 
 The host calls are made in program order, and a call can only depend on calls before it. The true
 times of a piece of work are therefore known when the host queues it, although the host's own time
@@ -77,9 +76,7 @@ class Gpu:
     )
 
     def clock_s(self, true_s: float) -> float:
-        """Return the time in seconds that the event clock of this device shows at the true time
-        `true_s`.
-        """
+        """Return the seconds that this device's event clock shows at the true time `true_s`."""
         ticks = np.floor((self.offset_s + (1 + self.drift) * true_s) / self.resolution_s)
         return float(ticks) * self.resolution_s
 
@@ -88,9 +85,7 @@ class Gpu:
         return self.speeds[max(0, bisect_right([at for at, _ in self.speeds], true_s) - 1)][1]
 
     def finish(self, start_s: float, normal_s: float) -> float:
-        """Return the true second at which a kernel ends that needs `normal_s` seconds on a normal
-        device.
-        """
+        """Return the true end of a kernel that needs `normal_s` seconds on a normal device."""
         at = start_s
         for change_s, _ in [*self.speeds, (float("inf"), 0.0)]:
             if change_s <= at:
@@ -181,9 +176,7 @@ class Timeline:
             self._now_s += seconds
 
     def front(self, stream: Stream) -> float:
-        """Return the true time at which the work queued so far has completed, at the earliest
-        now.
-        """
+        """Return the true time at which the work queued so far has completed, or now if later."""
         if os.getpid() != self._pid:
             raise CudaError("cannot re-initialize CUDA in a forked subprocess")
         return max(stream.end_s, self._now_s)
@@ -212,9 +205,7 @@ class Timeline:
             self.work.append(Work(on.device, kind, name, start_s, start_s + seconds, start_s))
 
     def read(self, source: Stream, seconds: float) -> None:
-        """Copy to the host's pageable memory: the host waits until the copy is complete, as in
-        `tensor.item()`.
-        """
+        """Copy to the host's pageable memory and wait for the copy, as `tensor.item()` does."""
         with self._lock:
             self._now_s += self.call_s
             start_s = max(self.front(source), self.gpus[source.device].engines["out"])
