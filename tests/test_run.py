@@ -256,7 +256,7 @@ def refuse(model):
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_model_that_fails_its_check_is_told_once_and_stored_once_a_case_while_the_others_are_measured(
+def test_a_model_that_fails_its_check_is_told_once_and_stored_per_case_and_the_others_are_measured(
     store, monkeypatch
 ):
     monkeypatch.setattr(Server, "verdict", staticmethod(refuse("bad")))
