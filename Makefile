@@ -13,11 +13,14 @@
 # make gate       decide whether this checkout's engine is slower than BASE=main: slower, not slower, or cannot tell
 # make gpu-check  on a machine with GPUs: the tests that need them and a short run, as one page gpu-check.txt to send back
 #
-# Each target makes the .venv it needs; a second run reuses it. TORCH=system takes torch, and whatever else is
-# installed, from the Python that runs make (a GPU machine with its own build) and downloads nothing.
+# Each target makes the .venv it needs; a second run reuses it. TORCH=system takes torch and all other packages from the
+# Python that runs make, and downloads nothing; it is the default on a machine with a GPU. TORCH=pinned installs a torch
+# for CPUs.
 
 PYTHON ?= python3
-TORCH  ?= pinned
+# the pinned torch is a build for CPUs, so that a machine with a GPU takes that of its Python
+GPU    := $(or $(firstword $(wildcard /dev/nvidia[0-9]*)),$(shell nvidia-smi -L 2>/dev/null))
+TORCH  ?= $(if $(GPU),system,pinned)
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
@@ -37,14 +40,10 @@ SPREAD = $(shell $(BIN)/python -c 'import xdist' 2>/dev/null && echo "--numproce
 .PHONY: bench test test-fast faults hardening check history gate gpu-check clean
 
 ifeq ($(TORCH),system)
-# No registry is asked: the Python that runs make lends its packages (also when it is a virtual environment itself,
-# which --system-site-packages would look past), and a path file lends this checkout.
+# No registry is asked: the Python that runs make lends its packages, after a check that all are there.
 $(VENV)/base.stamp: pyproject.toml
-	$(PYTHON) -m venv --without-pip $(VENV)
-	$(PYTHON) -c 'import site; [print(f"import site; site.addsitedir({d!r})") for d in site.getsitepackages()]; print("$(CURDIR)")' \
-	  > "$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')/lent.pth"
-	printf '#!%s\nfrom dpbench.cli import main\nmain()\n' "$(abspath $(BIN))/python" > $(BIN)/dpbench
-	chmod +x $(BIN)/dpbench
+	$(if $(GPU),@echo "This machine has a GPU ($(GPU)): torch is that of $(PYTHON) (TORCH=system).")
+	$(PYTHON) benchmarks/scripts/system_torch.py $(VENV)
 	@touch $@
 
 $(VENV)/dev.stamp: $(VENV)/base.stamp

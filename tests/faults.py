@@ -1044,6 +1044,25 @@ FAULTS = (
     ),
     # -- hardware and store
     Fault(
+        "unequal-gpus",
+        "a run without --device-ids uses GPUs of one model",
+        "return tuple(max(groups.values(), key=len)) if groups else ()",
+        "return tuple(sum(groups.values(), []))",
+        (
+            "tests/test_gpus.py::test_of_unequal_gpus_a_run_uses_the_largest_equal_group_and_says_so",
+        ),
+    ),
+    Fault(
+        "silent-cpu",
+        "a run on the CPU says why it leaves this machine's GPUs unused",
+        'log.warning("this run measures the CPU: %s", reason)',
+        "pass",
+        (
+            "tests/test_gpus.py::"
+            "test_a_build_for_cpus_does_not_measure_a_machine_with_gpus_silently",
+        ),
+    ),
+    Fault(
         "nvml-ordinal",
         "GPUs have CUDA's numbers, and not NVML's",
         "chosen = [handles[position] for position in cuda_visible(visible, list(physical))]",

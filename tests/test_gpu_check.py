@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.hardware import provenance
+from dpbench.hardware import gpus, provenance
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "scripts"))
 
@@ -47,9 +47,10 @@ def test_the_page_names_machine_failures_and_run(tmp_path: Path) -> None:
 def test_without_gpus_there_is_no_page(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gpu_check.nvml, "describe", lambda: {"physical_gpus": 0, "gpus": []})
+    missing = gpus.TorchGpus(missing="torch 2.14 finds no GPU: no driver")
+    monkeypatch.setattr(gpu_check.gpus, "of_torch", lambda: missing)
     monkeypatch.setattr(sys, "argv", ["gpu_check.py"])
     with pytest.raises(SystemExit) as raised:
         gpu_check.main()
     assert raised.value.code == 2
-    assert "no GPU is visible to CUDA" in capsys.readouterr().err
+    assert missing.missing in capsys.readouterr().err

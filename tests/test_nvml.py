@@ -199,7 +199,6 @@ def test_without_driver_or_gpu_there_is_none(without):
     with nvml.open_nvml(library, {}) as opened:
         assert opened is None
     assert library.open == 0
-    assert nvml.cuda_device_count(library) == 0
     assert nvml.describe(library) == {"physical_gpus": 0, "gpus": []}
 
 
@@ -246,17 +245,6 @@ def test_gpu_that_fell_off_the_bus_is_left_out():
 
     with nvml.open_nvml(Lossy(recorded("h100_x4").recording), {}) as opened:
         assert [gpu.uuid for gpu in opened.gpus] == [UUIDS[0], UUIDS[2], UUIDS[3]]
-
-
-def test_a_uuid_is_the_gpu_that_cuda_shows_under_its_ordinal(monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert nvml.cuda_ordinals([UUIDS[2], UUIDS[0][:10]], recorded("h100_x4")) == [2, 0]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,2")
-    assert nvml.cuda_ordinals([UUIDS[2]], recorded("h100_x4")) == [1], "the order is that of CUDA"
-    with pytest.raises(LookupError, match=f"{UUIDS[0]} matches 0 GPUs, .* {UUIDS[3]}, {UUIDS[2]}"):
-        nvml.cuda_ordinals([UUIDS[0]], recorded("h100_x4"))
-    with pytest.raises(LookupError, match="GPU- matches 2 GPUs"):
-        nvml.cuda_ordinals(["GPU-"], recorded("h100_x4"))
 
 
 def unlike():
@@ -335,7 +323,6 @@ def test_a_script_numbers_unlike_gpus_as_cuda_does():
 
 def test_description_names_driver_and_gpus(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-e")
-    assert nvml.cuda_device_count(recorded("h100_x4")) == 1
     assert nvml.describe(recorded("h100_x4")) == {
         "driver": "570.86.15",
         "cuda_driver": "12.8",

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from dpbench.hardware import nvml, provenance
+from dpbench.hardware import gpus, provenance
 
 ROOT = Path(__file__).parents[2]
 TESTS_S, RUN_S = 1800, 1200
@@ -61,14 +61,14 @@ def page(facts: Mapping[str, Any], tests: Tests | None, run: str) -> str:
 
     `tests` is None if pytest did not end.
     """
-    gpus = facts["gpus"]
+    nvidia = facts["gpus"]
     lines = ["# dpbench on GPUs", "", "## Machine"]
     lines += [
         f"{gpu['index']}: {gpu['name']}, {gpu.get('memory_bytes') or 0:,} bytes"
-        for gpu in gpus.get("gpus", ())
+        for gpu in nvidia.get("gpus", ())
     ]
     lines += [
-        f"{name}: {gpus.get(name, 'unknown')}"
+        f"{name}: {nvidia.get(name, 'unknown')}"
         for name in ("driver", "cuda_driver", "physical_gpus")
     ]
     lines += [
@@ -130,15 +130,11 @@ def main() -> None:
     )
     parser.add_argument("output", type=Path, nargs="?", default=Path("gpu-check.txt"))
     output = parser.parse_args().output
-    facts = provenance.collect(nvml.describe())
-    if not facts["gpus"].get("gpus") or not provenance.torch_has_cuda():
-        build = (
-            ""
-            if provenance.torch_has_cuda()
-            else "; the installed torch has no CUDA (make TORCH=system gpu-check)"
-        )
-        print(f"gpu-check: no GPU is visible to CUDA{build}", file=sys.stderr)
+    usable = gpus.of_torch()
+    if not usable.gpus:
+        print(f"gpu-check: {usable.missing}", file=sys.stderr)
         sys.exit(2)
+    facts = provenance.collect(gpus.describe())
     with tempfile.TemporaryDirectory() as name:
         tests = _tests(Path(name))
         code, said = _run(Path(name))

@@ -260,8 +260,7 @@ def _loader_cases(
 
 def _step_of(model: str, batch_size: int) -> Case:
     """Return the case of a step on one device, without importing the user's model."""
-    from dpbench.hardware.nvml import cuda_device_count
-    from dpbench.hardware.provenance import torch_has_cuda
+    from dpbench.measure.selection import default_kind
     from dpbench.records import Case, registry
     from dpbench.records.registry import Role
 
@@ -273,5 +272,5 @@ def _step_of(model: str, batch_size: int) -> Case:
         model=model,
         strategy=registry.of_role(Role.BASELINE),
         batch_size=batch_size,
-        device_kind="cuda" if cuda_device_count() and torch_has_cuda() else "cpu",
+        device_kind=default_kind(),
     )

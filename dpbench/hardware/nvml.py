@@ -246,33 +246,7 @@ def held_by(pid: int, library: Library = None) -> list[tuple[NvmlGpu, int]]:
 
 def same_gpu(uuid: str, other: str) -> bool:
     """Return whether two UUIDs, with or without "GPU-" or "MIG-", denote the same GPU."""
-    return _bare(uuid) == _bare(other)
-
-
-def cuda_device_count(library: Library = None) -> int:
-    """Return the number of GPUs that are visible to CUDA, without loading CUDA; 0 without NVML."""
-    with open_nvml(library) as nvml:
-        return 0 if nvml is None else len(nvml.gpus)
-
-
-def cuda_ordinals(uuids: Sequence[str], library: Library = None) -> list[int]:
-    """Return the CUDA ordinals of the GPUs with these, possibly abbreviated, UUIDs.
-
-    CUDA is not loaded. Raises LookupError for a UUID that does not belong to exactly one visible
-    GPU.
-    """
-    with open_nvml(library) as nvml:
-        visible = [gpu.uuid for gpu in nvml.gpus] if nvml else []
-    ordinals = []
-    for uuid in uuids:
-        matches = [ordinal for ordinal, name in enumerate(visible) if name.startswith(uuid)]
-        if len(matches) != 1:
-            raise LookupError(
-                f"--device-ids {uuid} matches {len(matches)} GPUs, but must match exactly one of"
-                f" the GPUs that are visible to CUDA: {', '.join(visible) or 'none'}"
-            )
-        ordinals += matches
-    return ordinals
+    return bare(uuid) == bare(other)
 
 
 def cuda_visible(visible: str | None, uuids: Sequence[str]) -> tuple[int, ...]:
@@ -317,17 +291,17 @@ def replicas_of(
     replica i is on visible GPU i.
     """
     if uuids and (len(visible) > 1 or any(gpu["uuid"].startswith("GPU-") for gpu in visible)):
-        ordinal_of = {_bare(gpu["uuid"]): int(gpu["index"]) for gpu in visible}
+        ordinal_of = {bare(gpu["uuid"]): int(gpu["index"]) for gpu in visible}
         return {
-            ordinal_of[_bare(uuid)]: index
+            ordinal_of[bare(uuid)]: index
             for index, uuid in enumerate(uuids)
-            if _bare(uuid) in ordinal_of
+            if bare(uuid) in ordinal_of
         }
     return {ordinal: index for index, ordinal in enumerate(ordinals or range(len(visible)))}
 
 
-def _bare(uuid: str) -> str:
-    """NVML writes the prefix, and torch does not."""
+def bare(uuid: str) -> str:
+    """Return a UUID without the prefix, which NVML writes and torch does not."""
     return uuid.removeprefix("GPU-").removeprefix("MIG-")
 
 
@@ -413,6 +387,19 @@ def _processes(library: Library, handle: Handle) -> Any:
     # with the version suffix, because on older drivers the bare name raises an exception other than
     # NVMLError
     return library.nvmlDeviceGetComputeRunningProcesses_v3(handle)
+
+
+def problem() -> str:
+    """Return why NVML does not answer; empty if it does."""
+    library = _import_library()
+    if library is None:
+        return "NVIDIA's package nvidia-ml-py is missing"
+    try:
+        library.nvmlInit()
+    except library.NVMLError as error:
+        return str(error)
+    library.nvmlShutdown()
+    return ""
 
 
 def _import_library() -> Library | None:

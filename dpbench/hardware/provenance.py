@@ -67,7 +67,7 @@ class Resources:
 def collect(gpus: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return facts about host, software and version control as plain data.
 
-    `gpus` are the facts of `nvml.describe`.
+    `gpus` are the facts of `gpus.describe`.
     """
     return {
         "host": host_facts(),
@@ -142,11 +142,6 @@ def code_key(facts: dict[str, Any]) -> str:
         facts["project"].get("commit", ""),
     ]
     return " ".join([*parts, facts["packages"].get("torch", "")])
-
-
-def torch_has_cuda() -> bool:
-    """Return False if the version of the installed torch ends in "+cpu", else True."""
-    return not version("torch").endswith("+cpu")
 
 
 def version(name: str) -> str:

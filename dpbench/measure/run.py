@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.analysis import validity
 from dpbench.hardware import foreign_load, provenance, samplers, signals
-from dpbench.hardware.nvml import describe, replicas_of
+from dpbench.hardware.gpus import describe
+from dpbench.hardware.nvml import replicas_of
 from dpbench.measure import checks
 from dpbench.measure.scratch import folder
 from dpbench.measure.server import Server, TrialRunner

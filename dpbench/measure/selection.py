@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from dpbench.measure.cluster import Cluster
     from dpbench.measure.run import Listener, Outcome
     from dpbench.store import Naming, Store
+
+log = logging.getLogger(__name__)
 
 QUICK_BUDGET_S = {"cpu": 80.0, "cuda": 180.0, "emulated": 80.0}
 """The budget in seconds of a run without options that select cases, by device kind.
@@ -47,15 +50,13 @@ def cases_of(options: Options, cluster: Cluster | None = None) -> tuple[list[Cas
     for options that exclude each other, or that this machine cannot run, and LookupError for
     unknown names.
     """
-    from dpbench.hardware.nvml import cuda_device_count, cuda_ordinals
-    from dpbench.hardware.provenance import torch_has_cuda, usable_cores
+    from dpbench.hardware.gpus import of_torch
+    from dpbench.hardware.provenance import usable_cores
 
     _check_together(options, cluster)
-    ids = tuple(
-        cuda_ordinals([one])[0] if isinstance(one, str) else one for one in options.device_ids
-    )
-    gpus = len(ids) or cuda_device_count()
-    kind = options.device_kind or ("cuda" if gpus and torch_has_cuda() else "cpu")
+    kind = options.device_kind or ("cuda" if options.device_ids else default_kind())
+    ids = _gpu_ids(options, cluster) if kind == "cuda" else tuple(options.device_ids)
+    gpus = len(ids) or (len(of_torch().gpus) if kind == "cuda" else 0)
     # the default sweep has four devices at most: its time grows with their number
     available = {"cuda": gpus, "cpu": min(usable_cores(), 4), "emulated": 4}[kind]
     placement = options.placement or (
@@ -104,6 +105,53 @@ def cases_of(options: Options, cluster: Cluster | None = None) -> tuple[list[Cas
     )
     budget_s = options.budget or (QUICK_BUDGET_S[kind] if options.quick else None)
     return cases, AUTO_BUDGET_S if options.rounds == AUTO and not budget_s else budget_s
+
+
+def default_kind() -> str:
+    """Return the kind of devices of a run without --device-kind.
+
+    A warning says why a run on the CPU leaves this machine's GPUs unused.
+    """
+    from dpbench.hardware import gpus
+
+    if gpus.of_torch().gpus:
+        return "cuda"
+    if reason := gpus.unused():
+        log.warning("this run measures the CPU: %s", reason)
+    return "cpu"
+
+
+def _gpu_ids(options: Options, cluster: Cluster | None) -> tuple[int, ...]:
+    """Return the CUDA numbers of the GPUs to use; empty for all, which are then of one model.
+
+    Without --device-ids, a run on one machine uses the largest group of equal GPUs. Raises
+    ValueError if torch can use no GPU, or if the group is too small.
+    """
+    from dpbench.hardware.gpus import of_torch
+
+    usable = of_torch()
+    if not usable.gpus:
+        raise ValueError(f"--device-kind cuda needs a GPU, but {usable.missing}")
+    if options.device_ids or cluster:
+        return tuple(
+            usable.ordinals([one])[0] if isinstance(one, str) else one for one in options.device_ids
+        )
+    alike = usable.alike()
+    others = [gpu["index"] for gpu in usable.gpus if gpu["index"] not in alike]
+    if not others:
+        return ()
+    unequal = (
+        f"the GPUs of this machine differ: {usable.names(alike)} are alike,"
+        f" {usable.names(others)} not"
+    )
+    every = ",".join(str(gpu["index"]) for gpu in usable.gpus)
+    if max(options.devices or (1,)) > len(alike) and options.placement != "colocated":
+        raise ValueError(
+            f"{max(options.devices)} devices are requested, but {unequal}; to measure unequal GPUs"
+            f" together, give --device-ids {every}"
+        )
+    log.warning("%s; this run uses the former, and --device-ids %s uses all", unequal, every)
+    return alike
 
 
 def _check_together(options: Options, cluster: Cluster | None) -> None:

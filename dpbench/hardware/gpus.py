@@ -1,0 +1,173 @@
+"""GPUs: which GPUs the installed torch can use and, if it can use none, why.
+
+torch alone decides: NVML may be missing although torch works, and may list GPUs that torch cannot
+use. A subprocess asks torch, so that planning a run loads neither torch nor CUDA.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import runpy
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from dpbench.hardware import nvml
+
+log = logging.getLogger(__name__)
+
+ASK_LIMIT_S = 120.0
+"""The most seconds that torch gets to load and to answer."""
+_DEVICES = Path("/dev")
+_QUESTION = """
+import json, warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import torch
+    found, error = [], ""
+    try:
+        if torch.cuda.is_available():
+            for index in range(torch.cuda.device_count()):
+                gpu = torch.cuda.get_device_properties(index)
+                found.append({
+                    "index": index,
+                    "name": gpu.name,
+                    "uuid": str(getattr(gpu, "uuid", "")),
+                    "memory_bytes": gpu.total_memory,
+                })
+    except Exception as raised:
+        found, error = [], str(raised)
+    said = error or next((str(one.message) for one in caught if "CUDA" in str(one.message)), "")
+print(json.dumps([found, said]))
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchGpus:
+    """The GPUs that torch can use, in the order of CUDA's numbers.
+
+    Each has its `index`, `name`, `uuid` (empty if torch does not tell it) and `memory_bytes`. If
+    there are none, `missing` says why.
+    """
+
+    gpus: tuple[dict[str, Any], ...] = ()
+    missing: str = ""
+
+    def alike(self) -> tuple[int, ...]:
+        """Return the CUDA numbers of the largest group of GPUs of one name and size of memory."""
+        groups: dict[Any, list[int]] = defaultdict(list)
+        for gpu in self.gpus:
+            groups[gpu["name"], round(gpu["memory_bytes"] / 2**30)].append(gpu["index"])
+        return tuple(max(groups.values(), key=len)) if groups else ()
+
+    def names(self, ordinals: Sequence[int]) -> str:
+        """Return the GPUs with these CUDA numbers as text, such as "0 (T4), 1 (T4)"."""
+        return ", ".join(f"{i} ({self.gpus[i]['name']})" for i in ordinals)
+
+    def ordinals(self, uuids: Sequence[str]) -> list[int]:
+        """Return the CUDA numbers of the GPUs with these, possibly abbreviated, UUIDs.
+
+        Raises LookupError for a UUID that does not belong to exactly one of the GPUs.
+        """
+        found = []
+        for uuid in uuids:
+            wanted = nvml.bare(uuid)
+            matches = [
+                gpu["index"] for gpu in self.gpus if nvml.bare(gpu["uuid"]).startswith(wanted)
+            ]
+            if not wanted or len(matches) != 1:
+                listed = ", ".join(gpu["uuid"] for gpu in self.gpus)
+                raise LookupError(
+                    f"--device-ids {uuid} matches {len(matches)} GPUs, but must match exactly one"
+                    f" of the GPUs that torch can use: {listed or 'none'}"
+                )
+            found += matches
+        return found
+
+
+@cache
+def of_torch() -> TorchGpus:
+    """Return the GPUs that the installed torch can use; the first call may take some seconds."""
+    name, built_for_gpus = _build()
+    if not built_for_gpus:
+        return TorchGpus(
+            missing=f"{name} is a build for CPUs; install a CUDA build of torch, or let make take"
+            " one from the Python that runs it: make TORCH=system"
+        )
+    try:
+        answer = subprocess.run(
+            [sys.executable, "-P", "-c", _QUESTION],  # -P: no file of the working folder is torch
+            env={nvml.ORDER: nvml.PCI_ORDER, **os.environ},
+            capture_output=True,
+            text=True,
+            timeout=ASK_LIMIT_S,
+            check=True,
+        )
+        gpus, error = json.loads(answer.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        return TorchGpus(missing=f"{name} did not list its GPUs within {ASK_LIMIT_S:.0f} s")
+    except subprocess.CalledProcessError as failed:
+        last = (failed.stderr.strip().splitlines() or ["no output"])[-1]
+        return TorchGpus(missing=f"{name} failed while it listed its GPUs: {last}")
+    if gpus:
+        return TorchGpus(gpus=tuple(gpus))
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None and not error:
+        error = f"CUDA_VISIBLE_DEVICES={hidden} shows none"
+    return TorchGpus(missing=f"{name} finds no GPU: {error or 'no driver, or no device'}")
+
+
+def unused() -> str:
+    """Return why torch uses none of the GPUs that this machine seems to have.
+
+    The result is empty if torch uses GPUs, and if nothing shows that there is one.
+    """
+    if of_torch().gpus:
+        return ""
+    files = sorted(one.name for one in _DEVICES.glob("nvidia[0-9]*"))
+    if files:
+        return f"this machine has a GPU ({_DEVICES / files[0]}), but {of_torch().missing}"
+    listed = nvml.describe()["physical_gpus"]
+    return f"NVML lists {listed} GPU(s), but {of_torch().missing}" if listed else ""
+
+
+def describe() -> dict[str, Any]:
+    """Return the facts of `nvml.describe`, with one entry for each GPU that torch can use.
+
+    The facts of a GPU that NVML does not list are only those of torch.
+    """
+    usable = of_torch().gpus
+    facts = nvml.describe()
+    by_uuid = {nvml.bare(gpu["uuid"]): gpu for gpu in facts["gpus"]}
+    unknown = [gpu for gpu in usable if nvml.bare(gpu["uuid"]) not in by_uuid]
+    if unknown:
+        log.warning(
+            "NVML does not list %d of the %d GPUs that torch uses: their power, clocks, load and"
+            " memory in use are not recorded (%s)",
+            len(unknown),
+            len(usable),
+            nvml.problem() or "they may be parts of a GPU",
+        )
+    gpus = [{**by_uuid.get(nvml.bare(gpu["uuid"]), gpu), "index": gpu["index"]} for gpu in usable]
+    return {**facts, "physical_gpus": max(facts["physical_gpus"], len(gpus)), "gpus": gpus}
+
+
+def _build() -> tuple[str, bool]:
+    """Return the name of the installed torch, and whether it is a build for GPUs; load no torch."""
+    try:
+        installed = metadata.distribution("torch")
+    except metadata.PackageNotFoundError:
+        return "no installed torch", False
+    facts = Path(str(installed.locate_file("torch/version.py")))
+    if not facts.exists():  # a build that runs from its sources: only torch itself knows
+        return f"torch {installed.version}", True
+    named = runpy.run_path(str(facts))
+    return f"torch {named['__version__']}", bool(named.get("cuda") or named.get("hip"))
