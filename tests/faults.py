@@ -1046,8 +1046,8 @@ FAULTS = (
     Fault(
         "unequal-gpus",
         "a run without --device-ids uses GPUs of one model",
-        "return tuple(max(groups.values(), key=len)) if groups else ()",
-        "return tuple(sum(groups.values(), []))",
+        "max(groups.values(), key=len, default=[])",
+        "sum(groups.values(), [])",
         (
             "tests/test_gpus.py::test_of_unequal_gpus_a_run_uses_the_largest_equal_group_and_says_so",
         ),

@@ -66,7 +66,8 @@ class TorchGpus:
         groups: dict[Any, list[int]] = defaultdict(list)
         for gpu in self.gpus:
             groups[gpu["name"], round(gpu["memory_bytes"] / 2**30)].append(gpu["index"])
-        return tuple(max(groups.values(), key=len)) if groups else ()
+        largest: list[int] = max(groups.values(), key=len, default=[])
+        return tuple(largest)
 
     def names(self, ordinals: Sequence[int]) -> str:
         """Return the GPUs with these CUDA numbers as text, such as "0 (T4), 1 (T4)"."""
