@@ -1044,6 +1044,26 @@ FAULTS = (
     ),
     # -- hardware and store
     Fault(
+        "slow-by-first-step",
+        "the second step, and not the first, decides whether a case is slow",
+        "_agreed(self._block(1) > SLOW_S)",
+        "_agreed(self._listener.steps()[-1].seconds > -SLOW_S)",
+        (
+            "tests/test_rounds.py::"
+            "test_the_second_step_decides_whether_all_cases_of_a_worker_are_slow",
+        ),
+    ),
+    Fault(
+        "dropped-round",
+        "on GPUs, a round that does not fit into the budget is left out as a whole",
+        "on_gpus(cases) and len(cases) * self._usual_s > self._left_s",
+        "False",
+        (
+            "tests/test_run.py::test_on_gpus_a_round_that_does_not_fit_is_left_out_and_named_and_no"
+            "_trial_is_shortened",
+        ),
+    ),
+    Fault(
         "unequal-gpus",
         "a run without --device-ids uses GPUs of one model",
         "max(groups.values(), key=len, default=[])",

@@ -16,7 +16,7 @@ from dpbench.analysis.decision import Choice
 from dpbench.analysis.summary import Row
 from dpbench.cli.predicting import predict
 from dpbench.cli.running import run
-from dpbench.hardware import foreign_load
+from dpbench.hardware import foreign_load, gpus
 from dpbench.hardware.provenance import Resources
 from dpbench.measure.selection import cases_of
 from dpbench.records import CASE_FIELDS, Case, Fault, Source, Status, Trial, plan
@@ -27,6 +27,15 @@ USE, STAY, UNKNOWN = Choice.USE, Choice.STAY, Choice.UNKNOWN
 GPU = {"device_kind": "cuda"}
 CPU = {"device_kind": "cpu"}
 GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def _eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = [
+        {"index": i, "name": "T4", "uuid": str(i), "memory_bytes": GIB, "capability": [7, 5]}
+        for i in range(8)
+    ]
+    monkeypatch.setattr(gpus, "of_torch", lambda: gpus.TorchGpus(gpus=tuple(listed)))
 
 
 def row(
@@ -604,3 +613,22 @@ def test_rounds_of_real_series_are_compared_pairwise() -> None:
     answer = only(rows, {})
     assert "undecided" not in answer.text
     assert answer.row is rows[2]
+
+
+@pytest.mark.parametrize(
+    ("busy_s", "source", "begins"),
+    [
+        (0.02, summary.KERNELS, True),
+        (0.07, summary.KERNELS, False),
+        (0.02, "thread CPU time", False),
+    ],
+)
+def test_an_answer_begins_with_a_gpu_that_is_idle_for_most_of_a_step(
+    busy_s: float, source: str, begins: bool
+) -> None:
+    baseline = row("single", 1, 1.0, busy={0: busy_s}, busy_source=source)
+    (found,) = answering.answers(
+        [baseline, row("ddp", 2, 1.6)], Resources(gpu_memory_bytes=(GIB,) * 2)
+    )
+    assert found.choice is USE
+    assert ("idle for 80%" in found.headline.partition(";")[0]) is begins

@@ -32,11 +32,22 @@ def _asked_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def torch_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Given:
     """Let the subprocess import a torch of which `torch.cuda` has the given GPUs or source."""
 
-    def given(*listed: tuple[str, float], uuids: Any = (), cuda: str = "") -> None:
+    def given(
+        *listed: tuple[str, float],
+        uuids: Any = (),
+        cuda: str = "",
+        capability: tuple[int, int] = (7, 5),
+    ) -> None:
         package = tmp_path / "torch"
         package.mkdir()
         known = [
-            {"name": name, "total_memory": int(gib * 2**30), "uuid": uuid}
+            {
+                "name": name,
+                "total_memory": int(gib * 2**30),
+                "uuid": uuid,
+                "major": capability[0],
+                "minor": capability[1],
+            }
             for (name, gib), uuid in zip(
                 listed, uuids or [f"1{i}aa-bb" for i in range(len(listed))], strict=True
             )
@@ -172,3 +183,31 @@ def test_without_a_sign_of_a_gpu_nothing_is_said(
     monkeypatch.setattr(nvml, "describe", lambda: {"physical_gpus": 0, "gpus": []})
     assert {kind for kind, *_ in _cases()} == {"cpu"}
     assert not caplog.text
+
+
+@pytest.mark.usefixtures("no_nvml")
+@pytest.mark.parametrize(
+    ("gpu", "capability", "batch", "precisions"),
+    [
+        (("NVIDIA GeForce RTX 3090", 23.7), (8, 6), 64, {"tf32", "bf16"}),
+        (("Quadro P2000", 4.9), (6, 1), 16, {"fp32"}),
+    ],
+)
+def test_by_default_gpus_train_full_models_in_the_precision_of_their_generation(
+    torch_with: Given,
+    gpu: tuple[str, float],
+    capability: tuple[int, int],
+    batch: int,
+    precisions: set[str],
+) -> None:
+    torch_with(gpu, gpu, capability=capability)
+    cases, budget_s = selection.cases_of(Options())
+    assert {case.size for case in cases} == {"full"}
+    assert {case.batch_size // case.devices for case in cases} == {batch}
+    assert {case.precision for case in cases} == precisions
+    assert {case.model for case in cases} == {"resnet18", "transformer"}
+    assert budget_s == 600.0
+    chosen, _ = selection.cases_of(Options(models=("mlp",)))
+    assert {(case.size, case.precision, case.batch_size) for case in chosen} == {
+        ("small", "fp32", 64)
+    }

@@ -183,6 +183,34 @@ def test_side_by_side_an_error_in_a_step_ends_all_and_says_so(tmp_path, monkeypa
     assert all("planted" in t.reason and "other cases that failed too: 1" in t.reason for t in done)
 
 
+@pytest.mark.parametrize(
+    ("second_s", "told", "slow"),
+    [
+        ({"single": 0.01, "dp": 0.01}, None, False),
+        ({"single": 0.01, "dp": 9.0}, None, True),
+        ({"single": 9.0, "dp": 9.0}, False, False),
+        ({"single": 0.01, "dp": 0.01}, True, True),
+    ],
+)
+def test_the_second_step_decides_whether_all_cases_of_a_worker_are_slow(
+    tmp_path, monkeypatch, second_s, told, slow
+) -> None:
+    from dpbench.measure.worker import bench, trial
+    from dpbench.records import Effort
+
+    original = bench.CaseTimer._block
+
+    def planted(self, steps):
+        original(self, steps)
+        return 9.0 if self._taken == 1 else second_s[self._prepared.case.strategy]
+
+    monkeypatch.setattr(bench.CaseTimer, "_block", planted)
+    effort = Effort(budget_s=0.0, min_steps=8, max_steps=40, slow=told)
+    done = trial.run_together([SINGLE, DP], effort, tmp_path)
+    assert [(t.status, t.slow) for t in done] == [(Status.OK, slow)] * 2
+    assert {len(t.timed) >= 8 for t in done} == {not slow}
+
+
 def test_a_budget_that_cannot_hold_the_trials_is_said_after_the_first_round() -> None:
     assert shortage(100.0, 52, 1.8) == ""
     assert shortage(float("inf"), 10_000, 5.0) == ""

@@ -359,3 +359,60 @@ def test_the_same_call_measures_again_what_was_killed_and_nothing_else(store, mo
     assert (second.run_id, second.resumed, second.counts) == (first.run_id, True, {Status.OK: 6})
     assert [case.model for server in Server.made for case, _, _ in server.asked] == ["m1", "m1"]
     assert store.runs()[0].status == "finished"
+
+
+# -- on GPUs
+
+
+ON_GPUS = [
+    Case(model=f"m{i % 2}", strategy="single", batch_size=8 + i, device_kind="cuda")
+    for i in range(6)
+]
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_first_trial_of_a_model_decides_whether_all_its_trials_take_few_steps(
+    store, monkeypatch
+):
+    def act(case, effort):
+        slow = case.model == "m0" if effort.slow is None else effort.slow
+        return {"provenance": {"slow": slow}}
+
+    monkeypatch.setattr(Server, "act", staticmethod(act))
+    run(ON_GPUS, store, rounds=2)
+    asked = [(case, effort.slow) for server in Server.made for case, _, effort in server.asked]
+    for model, slow in (("m0", True), ("m1", False)):
+        told = [how for case, how in asked if case.model == model]
+        assert told == [None] + [slow] * 5
+    found = {(trial.case.model, trial.slow) for trial in store.trials()}
+    assert found == {("m0", True), ("m1", False)}
+
+
+@pytest.mark.usefixtures("quick")
+def test_on_gpus_a_round_that_does_not_fit_is_left_out_and_named_and_no_trial_is_shortened(
+    store, monkeypatch
+):
+    clock = SimpleNamespace(now_s=0.0)
+
+    def act(case, effort):
+        clock.now_s += 5.0
+        return {}
+
+    monkeypatch.setattr(module.time, "perf_counter", lambda: clock.now_s)
+    monkeypatch.setattr(Server, "act", staticmethod(act))
+    notes = []
+    outcome = run(
+        ON_GPUS,
+        store,
+        rounds=4,
+        budget_s=75.0,
+        listen=lambda event: notes.append(event.text) if isinstance(event, Note) else None,
+    )
+    assert outcome.counts == {Status.OK: 12}, "two rounds of 30 s fit into 75 s"
+    assert any("rounds 3 to 4" in text for text in notes)
+    efforts = {(effort.budget_s, effort.least_s) for s in Server.made for _, _, effort in s.asked}
+    assert efforts == {(Effort().budget_s, 0.5)}
+    assert store.runs()[0].status == "interrupted"
+    again = run(ON_GPUS, store, rounds=4, budget_s=75.0)
+    assert again.resumed
+    assert again.counts == {Status.OK: 24}

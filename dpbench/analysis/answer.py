@@ -19,7 +19,7 @@ from dpbench.analysis.decision import (
     unusual,
 )
 from dpbench.analysis.naming import devices, strategy
-from dpbench.analysis.summary import Row
+from dpbench.analysis.summary import KERNELS, Row
 from dpbench.hardware import foreign_load
 from dpbench.hardware.provenance import Resources
 from dpbench.records import (
@@ -36,6 +36,8 @@ from dpbench.records import (
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
 
+MOSTLY = 0.5
+"""The share of a step for which a GPU must be idle for an answer to begin with it."""
 _OBSTACLES = {
     Basis.EMULATED: "emulated devices show host cost only, and no speed-up",
     Basis.COLOCATED: "the replicas share one GPU, so that no speed-up was possible",
@@ -177,7 +179,7 @@ def _answer(question: Question, all_questions: Sequence[Question], machine: Reso
         choice=decision.choice,
         row=decision.row,
         baseline=question.baseline,
-        headline=_headline(question, decision),
+        headline=_too_small(question) + _headline(question, decision),
         reason=_reason(question, decision, machine),
         certainty=_certainty(question, decision),
         memory=_memory(question, decision, machine),
@@ -211,6 +213,18 @@ def _name(row: Row) -> str:
 
 def _one(case: Case) -> str:
     return "one GPU" if case.device_kind == "cuda" else "one device"
+
+
+def _too_small(question: Question) -> str:
+    """Return the start of an answer for a model that leaves one GPU idle for most of a step."""
+    row = question.baseline
+    measured = row and row.busy_source == KERNELS and row.step and not row.step.doubt
+    if not row or not row.step or not measured or row.source is not Source.MEASURED:
+        return ""
+    idle = 1 - max(row.busy.values()) / row.step.value
+    if idle <= MOSTLY:
+        return ""
+    return f"one GPU is idle for {words.percent(idle)} of a step, which is too short for it; "
 
 
 def _headline(question: Question, decision: Decision) -> str:

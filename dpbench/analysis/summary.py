@@ -31,7 +31,8 @@ from dpbench.records.work import DRAWS
 
 PERCENTILES = (95, 99)
 """The percentiles of step durations that a row has; the median is `Row.step`."""
-BUSY_METRICS = {"kernel_busy_s": "kernels of profiled steps", "busy_s": "thread CPU time"}
+KERNELS = "kernels of profiled steps"
+BUSY_METRICS = {"kernel_busy_s": KERNELS, "busy_s": "thread CPU time"}
 """The metrics from which busy time is taken, the best first, each with its source."""
 COLOCATED = "COLOCATED"
 Value = TypeVar("Value")

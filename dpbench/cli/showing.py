@@ -133,8 +133,13 @@ def expectation(planned: RunForecast) -> str:
         f"expected time: about {words.long_time(planned.seconds)} ({planned.basis})",
     ]
     if planned.budget_s:
+        limit = (
+            "later rounds that do not fit into it are left out"
+            if planned.on_gpus
+            else "it limits the steps of each trial"
+        )
         lines.append(
-            f"time budget: {words.long_time(planned.budget_s)}; it limits the steps of each trial,"
-            " and trials that have not started by its end are skipped"
+            f"time budget: {words.long_time(planned.budget_s)}; {limit}, and trials that have not"
+            " started by its end are skipped"
         )
     return "\n".join(lines)

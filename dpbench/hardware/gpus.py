@@ -42,6 +42,7 @@ with warnings.catch_warnings(record=True) as caught:
                     "name": gpu.name,
                     "uuid": str(getattr(gpu, "uuid", "")),
                     "memory_bytes": gpu.total_memory,
+                    "capability": [gpu.major, gpu.minor],
                 })
     except Exception as raised:
         found, error = [], str(raised)
@@ -54,8 +55,8 @@ print(json.dumps([found, said]))
 class TorchGpus:
     """The GPUs that torch can use, in the order of CUDA's numbers.
 
-    Each has its `index`, `name`, `uuid` (empty if torch does not tell it) and `memory_bytes`. If
-    there are none, `missing` says why.
+    Each has its `index`, `name`, `uuid` (empty if torch does not tell it), `memory_bytes` and
+    `capability` (major, minor). If there are none, `missing` says why.
     """
 
     gpus: tuple[dict[str, Any], ...] = ()

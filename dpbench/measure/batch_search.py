@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from dpbench.hardware import provenance
-from dpbench.hardware.nvml import describe
+from dpbench.hardware.gpus import describe
 from dpbench.measure.scratch import folder
 from dpbench.measure.server import Server
 from dpbench.records import Case, Effort, Status, Trial, plan, words

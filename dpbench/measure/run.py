@@ -25,10 +25,11 @@ from dpbench.hardware.nvml import replicas_of
 from dpbench.measure import checks
 from dpbench.measure.scratch import folder
 from dpbench.measure.server import Server, TrialRunner
-from dpbench.measure.stopping import LEAST_S, Fixed, RoundsRule, shortage
+from dpbench.measure.stopping import GPU_LEAST_S, LEAST_S, Fixed, RoundsRule, shortage
 from dpbench.records import HOST, Case, Effort, Sample, Status, Trial, plan, registry
 from dpbench.records.trial import HOSTS
 from dpbench.records.words import count
+from dpbench.records.words import time as time_text
 from dpbench.store import FINAL, Store
 
 if TYPE_CHECKING:
@@ -115,14 +116,15 @@ def run(
     one worker, which runs their blocks of steps in turn. `effort` limits the steps and the time of
     each trial (None: the defaults).
 
-    `budget_s` limits the total duration of the trials in seconds (None: no limit). The timed part
-    of each trial is shortened to fit this budget. Trials that have not started when the budget is
-    spent are stored as skipped. The budget does not include the checks of the models. The foreign
-    load is the share of the cores' time that other processes use. The wait before the first trial
-    until the foreign load is low is not part of the budget; `patience_s` is its longest duration in
-    seconds (None: the environment variable DPBENCH_PATIENCE, or the default). Trials during which
-    the foreign load was too high are measured once more at the end, if the budget permits; if
-    `patience_s` is 0, they are only labelled as noisy.
+    `budget_s` limits the total duration of the trials in seconds (None: no limit). On CPUs, the
+    timed part of each trial is shortened to fit this budget; on GPUs, whole rounds after the first
+    are left out instead, and named. Trials of a round that has started are stored as skipped if
+    they have not started when the budget is spent. The budget does not include the checks of the
+    models. The foreign load is the share of the cores' time that other processes use. The wait
+    before the first trial until the foreign load is low is not part of the budget; `patience_s` is
+    its longest duration in seconds (None: the environment variable DPBENCH_PATIENCE, or the
+    default). Trials during which the foreign load was too high are measured once more at the end,
+    if the budget permits; if `patience_s` is 0, they are only labelled as noisy.
 
     `limit_s` limits the duration of one trial in seconds. `retry` has names of statuses: trials
     that ended with one of them are measured again, even if the latest run of this plan has
@@ -163,7 +165,8 @@ def run(
         )
         session.measure(cases, store.done(run_id, retry=again), paired=paired)
         store.annotate(run_id, "noisy", _noise(load, session.noisy))
-        finished = session.killed <= store.done(run_id)
+        # the same command goes on with a run of which a trial was killed or rounds were left out
+        finished = session.killed <= store.done(run_id) and not session.shortened
     finally:
         if reasons := rule.reasons(cases):
             store.annotate(run_id, "rounds", reasons)
@@ -216,6 +219,11 @@ def _groups(cases: Sequence[Case], *, paired: bool) -> list[tuple[Case, ...]]:
     return plan.side_by_side(cases) if paired else [(case,) for case in cases]
 
 
+def on_gpus(cases: Sequence[Case]) -> bool:
+    """Return whether the cases use GPUs."""
+    return any(case.device_kind == "cuda" for case in cases)
+
+
 def ordinals(cases: Sequence[Case]) -> list[int]:
     """Return the sorted ordinals of all GPUs that the cases use."""
     used: set[int] = set()
@@ -258,8 +266,14 @@ class _Session:
         self._done = self._total = 0
         self._models = checks.Models(limit_s)
         self._times: Counter[Slot] = Counter()
+        self._slow: dict[str, bool] = {}
+        """Whether the trials of each model take only a few steps; its first trial decides."""
+        self._trial_s: list[float] = []
+        """The seconds of each trial of this session."""
         self.noisy: set[Slot] = set()
         """The slots whose last trusted trial (`Trial.trusted`) ran under too much load."""
+        self.shortened = False
+        """Whether rounds were left out, because the budget is too short for them."""
         self.killed: set[tuple[str, int]] = set()
         """The pairs (case fingerprint, round) of trials that a signal from outside has ended."""
 
@@ -285,6 +299,9 @@ class _Session:
                 pending = [case for case in wanted if (case.fingerprint, number) not in done]
                 # a new server per round widens the intervals by a server's effect; in paired cases,
                 # the effect cancels
+                if pending and number and self._too_long(pending):
+                    self._drop(number, pending, fixed)
+                    break
                 if pending:
                     with nullcontext(lasting) if lasting else self._workers(scratch) as server:
                         refused = self._refuse(pending, number, server)
@@ -296,7 +313,7 @@ class _Session:
                         self._total = self._done + max(len(remaining), len(pending))
                         self._round(pending, number, server, watched, paired=paired)
                         short = shortage(self._left_s, self._total - self._done, self._overhead_s)
-                        if short and number == 0:
+                        if short and number == 0 and not on_gpus(pending):
                             self._listen(Note(short))
                 number += 1
             if self._patience_s > 0 and self._repeatable():
@@ -332,6 +349,8 @@ class _Session:
     def _take(self, trial: Trial) -> None:
         """Pass a trial to the rule; record if it was killed or ran under too much load."""
         self._rule.add(trial)
+        if trial.status is Status.OK:
+            self._slow.setdefault(trial.case.model, trial.slow)
         slot = trial.case, trial.round
         self._times[slot] += trial.trusted
         if trial.trusted:
@@ -394,7 +413,7 @@ class _Session:
         ids = [self._store.begin_trial(self._run_id, case, number) for case in group]
         began = time.perf_counter()
         load = None
-        effort = self._affordable()
+        effort = self._affordable(group)
         if effort is None:
             reason = (
                 "not measured, because the run's budget was spent before this trial; give a larger"
@@ -408,7 +427,8 @@ class _Session:
             # memory by phase is deterministic: measure it in the first round only
             by_phase = effort.memory_by_phase and number == 0
             trace = self._trace(group[0], number) if len(group) == 1 else ""
-            effort = replace(effort, trace=trace, memory_by_phase=by_phase)
+            slow = self._slow.get(group[0].model)
+            effort = replace(effort, trace=trace, memory_by_phase=by_phase, slow=slow)
             before = foreign_load.snapshot()
             trials = server.run_together(group, effort, number, self._limit_s)
             load = foreign_load.since(before)
@@ -427,6 +447,9 @@ class _Session:
             self._take(checked)
             self._done += 1
             self._listen(Ended(checked, self._done, self._total, (ended - began) / len(group)))
+            self._trial_s.append((ended - began) / len(group))
+        if len(self._trial_s) == len(group) and on_gpus(group):
+            self._listen(Note(self._expected()))
         if all(trial.status is Status.OK for trial in trials):
             timed = sum(step.seconds for trial in trials for step in trial.steps)
             self._overhead_s += 0.3 * ((ended - began - timed) / len(group) - self._overhead_s)
@@ -449,15 +472,46 @@ class _Session:
             / f"{words}-{case.fingerprint[:8]}-r{number}.json"
         )
 
-    def _affordable(self) -> Effort | None:
-        """Return the effort for the next trial, at most an equal share of the remaining budget.
+    def _too_long(self, cases: Sequence[Case]) -> bool:
+        """Return whether a further round of these cases would exceed the budget, on GPUs."""
+        return on_gpus(cases) and len(cases) * self._usual_s > self._left_s
 
-        None if the budget is spent.
+    @property
+    def _usual_s(self) -> float:
+        return sum(self._trial_s) / len(self._trial_s) if self._trial_s else 0.0
+
+    def _drop(self, number: int, cases: Sequence[Case], fixed: int) -> None:
+        """Say that round `number` and all later ones are left out."""
+        rounds = f"rounds {number + 1} to {fixed}" if number + 1 < fixed else f"round {number + 1}"
+        self._listen(
+            Note(
+                f"{rounds} left out: one round of {count(len(cases), 'case')} takes about"
+                f" {time_text(len(cases) * self._usual_s)}, and {time_text(max(0.0, self._left_s))}"
+                " of the budget is left; the same command goes on with them"
+            )
+        )
+        self.shortened = True
+        self._total = self._done
+
+    def _expected(self) -> str:
+        """Return a line on the duration of the run, estimated from its first trial."""
+        left = self._total - self._done
+        return (
+            f"the first trial took {time_text(self._usual_s)}; the other {count(left, 'trial')}"
+            f" take about {time_text(left * self._usual_s)}"
+        )
+
+    def _affordable(self, group: Sequence[Case]) -> Effort | None:
+        """Return the effort for the next trial, or None if the budget is spent.
+
+        On CPUs, a trial takes at most an equal share of the remaining budget.
         """
+        if self._deadline is not None and self._spent():
+            return None
+        if on_gpus(group):
+            return replace(self._effort, least_s=min(GPU_LEAST_S, self._effort.budget_s))
         if self._deadline is None:
             return self._effort
-        if self._spent():
-            return None
         share_s = SHARED * self._left_s / max(1, self._total - self._done) - self._overhead_s
         return replace(self._effort, budget_s=min(self._effort.budget_s, max(LEAST_S, share_s)))
 

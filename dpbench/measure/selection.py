@@ -26,15 +26,30 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-QUICK_BUDGET_S = {"cpu": 80.0, "cuda": 180.0, "emulated": 80.0}
+QUICK_BUDGET_S = {"cpu": 80.0, "cuda": 600.0, "emulated": 80.0}
 """The budget in seconds of a run without options that select cases, by device kind.
 
 On two cores, such a run ends within 120 s. The budget for GPUs is larger, because each trial
 creates a CUDA context and loads libraries.
 """
+GPU_MODELS = {"resnet18": "tf32", "transformer": "bf16"}
+"""The models of such a run on GPUs, in full size, each with the precision in which it is trained.
+
+GPUs older than Ampere have neither: there, the precision is fp32.
+"""
+GPU_BATCH, SMALL_GPU_BATCH, SMALL_GPU_BYTES = 64, 16, 8e9
+"""The samples per device of such a run, and those on GPUs with less memory than the third value.
+
+In fp32, the strategy that needs most memory needs 7.1 GiB with 64 samples on each of 4 GPUs, and
+3.5 GiB with 16 (`dpbench predict --memory`).
+"""
+AMPERE = (8, 0)
 AUTO_BUDGET_S = 300.0
-ASSUMED_S = OVERHEAD_S + Effort().budget_s
-"""The assumed seconds of a case's first trial: the overhead plus the default budget for steps."""
+ASSUMED_S = {"cpu": OVERHEAD_S + Effort().budget_s, "cuda": 6.0}
+"""The assumed seconds of a case's first trial: the overhead plus the default budget for steps.
+
+On GPUs, the overhead is the start of CUDA and of its libraries, which takes 3 to 5 s.
+"""
 LEFT_OUT = (
     "the check of each model, the start of the workers' server in each round, and the wait for idle"
     " cores"
@@ -55,7 +70,7 @@ def cases_of(options: Options, cluster: Cluster | None = None) -> tuple[list[Cas
 
     _check_together(options, cluster)
     kind = options.device_kind or ("cuda" if options.device_ids else default_kind())
-    ids = _gpu_ids(options, cluster) if kind == "cuda" else tuple(options.device_ids)
+    ids = _gpu_ids(options, cluster) if kind == "cuda" else options.device_ids
     gpus = len(ids) or (len(of_torch().gpus) if kind == "cuda" else 0)
     # the default sweep has four devices at most: its time grows with their number
     available = {"cuda": gpus, "cpu": min(usable_cores(), 4), "emulated": 4}[kind]
@@ -67,6 +82,7 @@ def cases_of(options: Options, cluster: Cluster | None = None) -> tuple[list[Cas
     devices = options.devices or (
         cluster.counts() if cluster else plan.default_devices(available, placement)
     )
+    on_gpus = options.quick and kind == "cuda" and not cluster
     swept: dict[str, Any] = {
         "models": (
             *(options.models or (() if options.model else ("mlp", "resnet18"))),
@@ -95,7 +111,13 @@ def cases_of(options: Options, cluster: Cluster | None = None) -> tuple[list[Cas
         schedules = tuple(one for text in options.schedules for one in plan.split_schedules(text))
         usual = plan.default_strategies("launch" if cluster else kind)
         strategies = (*(options.strategies or usual), *options.strategy)
-        cases = plan.sweep(strategies=strategies, schedules=schedules or ("reference",), **swept)
+        cases = [
+            case
+            for changed in (_trained_on_gpus(options, ids) if on_gpus else ({},))
+            for case in plan.sweep(
+                strategies=strategies, schedules=schedules or ("reference",), **swept | changed
+            )
+        ]
     if cluster:
         cases = list(dict.fromkeys(cluster.placed(case) for case in cases))
     optimizer = options.optimizer
@@ -152,6 +174,28 @@ def _gpu_ids(options: Options, cluster: Cluster | None) -> tuple[int, ...]:
         )
     log.warning("%s; this run uses the former, and --device-ids %s uses all", unequal, every)
     return alike
+
+
+def _trained_on_gpus(options: Options, ids: Sequence[int | str]) -> list[dict[str, Any]]:
+    """Return the settings of a default run on GPUs: what people train on them, by model."""
+    from dpbench.hardware.gpus import of_torch
+
+    if (options.size, options.precision) != (Options.size, Options.precision):
+        return [{}]
+    gpus = [gpu for gpu in of_torch().gpus if not ids or gpu["index"] in ids]
+    least_bytes = min(gpu["memory_bytes"] for gpu in gpus)
+    old = min(tuple(gpu["capability"]) for gpu in gpus) < AMPERE
+    batch = SMALL_GPU_BATCH if least_bytes < SMALL_GPU_BYTES else GPU_BATCH
+    return [
+        {
+            "models": (model,),
+            "size": "full",
+            "precision": "fp32" if old else precision,
+            "batch_sizes": (),
+            "batch_per_device": (batch,),
+        }
+        for model, precision in GPU_MODELS.items()
+    ]
 
 
 def _check_together(options: Options, cluster: Cluster | None) -> None:
@@ -306,8 +350,18 @@ class RunForecast:
     def seconds(self) -> float:
         """Return the expected seconds of all trials, with `ASSUMED_S` for unknown ones."""
         return sum(
-            one.left * (ASSUMED_S if one.trial_s is None else one.trial_s) for one in self.cases
+            one.left * (self._assumed_s if one.trial_s is None else one.trial_s)
+            for one in self.cases
         )
+
+    @property
+    def on_gpus(self) -> bool:
+        """Return whether the cases use GPUs."""
+        return run.on_gpus([one.case for one in self.cases])
+
+    @property
+    def _assumed_s(self) -> float:
+        return ASSUMED_S["cuda" if self.on_gpus else "cpu"]
 
     @property
     def basis(self) -> str:
@@ -320,7 +374,7 @@ class RunForecast:
             else []
         )
         if new:
-            assumed = f"the planner assumes {words.time(ASSUMED_S)} per trial"
+            assumed = f"the planner assumes {words.time(self._assumed_s)} per trial"
             parts.append(
                 f"{words.count(new, 'case')} without an earlier trial, for which {assumed}"
             )

@@ -23,7 +23,9 @@ AUTO = "auto"
 LEAST, MOST = 3, 200
 PRECISION = 0.01
 LEAST_S = 0.05
-"""The least seconds of timed steps of each trial, as long as the budget is not spent."""
+"""The least seconds of timed steps of each trial on CPUs, as long as the budget is not spent."""
+GPU_LEAST_S = 0.5
+"""The same on GPUs, where no budget shortens a trial, and a clock needs time to settle."""
 
 
 def warmup(series: Sequence[float], *, least: int = 0) -> int:
@@ -58,7 +60,8 @@ class Stopping:
     interval is at most the fraction `precision` of the median. The noise, which is the relative
     interquartile range, is known if it stays nearly constant; from then on, further steps add less
     information than further rounds in other processes. At least `least_warmup` steps count as
-    warm-up. `reason` says why the series ended; it is empty until then.
+    warm-up. Before `least_s` seconds of timed steps, too, only `max_steps` ends the series.
+    `reason` says why the series ended; it is empty until then.
     """
 
     budget_s: float
@@ -66,6 +69,7 @@ class Stopping:
     max_steps: int = 1000
     precision: float = 0.005
     least_warmup: int = 0
+    least_s: float = 0.0
     reason: str = ""
     _series: list[float] = field(default_factory=list)
     _noise: list[tuple[int, float]] = field(default_factory=list)
@@ -82,7 +86,7 @@ class Stopping:
     def finished(self) -> bool:
         """Return whether the series has enough steps, and set `reason` if it has."""
         timed = self._series[self.warmup :]
-        if len(timed) >= self.min_steps:
+        if len(timed) >= self.min_steps and sum(timed) >= self.least_s:
             self._noise.append((len(timed), _noise(timed)))
             if half_width(timed) <= self.precision:
                 self.reason = (

@@ -291,6 +291,10 @@ class Effort:
     """The least number of warm-up steps; more count until the step times are steady."""
     min_steps: int = 10
     max_steps: int = 300
+    least_s: float = 0.0
+    """The least total seconds of timed steps, as long as `max_steps` is not reached."""
+    slow: bool | None = None
+    """Whether to take only a few steps (see `Trial.slow`); None: the second step decides."""
     block_steps: int = 10
     """The number of steps after which all ranks check again whether to stop."""
     trace: str = ""

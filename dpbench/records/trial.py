@@ -82,6 +82,8 @@ samples.
 """
 
 
+SLOW = "slow"
+"""The key in a trial's provenance of whether it took only a few steps, because they are long."""
 HOSTS = "hosts"
 """The key of the provenance of a trial, and of a run, for the machines of the ranks."""
 FAILED_HOSTS = "failed_hosts"
@@ -248,6 +250,11 @@ class Trial:
     def grouped(self) -> Samples:
         """Return the samples, grouped by device and metric."""
         return Samples.of(self.samples)
+
+    @property
+    def slow(self) -> bool:
+        """Return whether the trial took only a few steps, with one warm-up step."""
+        return bool(self.provenance.get(SLOW))
 
     @property
     def hosts(self) -> tuple[TrialHost, ...]:

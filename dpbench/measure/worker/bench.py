@@ -48,6 +48,7 @@ from dpbench.records import (
     no_mark,
 )
 from dpbench.records.activity import EXPOSED_REDUCTION, Activity, busy
+from dpbench.records.trial import SLOW
 from dpbench.strategies import Strategy, begin
 
 PROFILED_STEPS = 5
@@ -127,10 +128,10 @@ def trace(step: Callable[[], object], devices: Sequence[Device], path: Path) -> 
     profiler.export_chrome_trace(str(path))
 
 
-SLOW = 10
-"""The largest duration of a block of steps, as a multiple of the budget of a trial.
+SLOW_S = 1.5
+"""The seconds of a step above which a case is slow.
 
-If a case's blocks would be longer, each block has one step, and so has the warm-up.
+Each block of a slow case has one step, and so has the warm-up.
 """
 SLOW_STEPS = 3
 COMPILING_PASSES = 10
@@ -244,23 +245,32 @@ class CaseTimer:
         self._steps_s = 0.0
         self._taken = 0
         self._profiled_steps = PROFILED_STEPS
+        self._slow = False
         self._stopping = Stopping(
-            effort.budget_s, effort.min_steps, effort.max_steps, least_warmup=effort.warmup_steps
+            effort.budget_s,
+            effort.min_steps,
+            effort.max_steps,
+            least_warmup=effort.warmup_steps,
+            least_s=effort.least_s,
         )
 
-    def first(self) -> None:
-        """Take the first step and choose the length of the blocks.
+    def first(self) -> bool:
+        """Take the first two steps; return whether the case is slow (see `SLOW_S`).
 
-        If a block would take too long (see `SLOW`), all further blocks have one step. The series
-        then needs only one warm-up step and `SLOW_STEPS` timed steps, and only one step is
-        profiled.
+        The second step decides, because the first one also loads libraries and allocates memory.
         """
-        first_s = self._block(1)
-        if _agreed(first_s * self._effort.block_steps > SLOW * self._effort.budget_s):
-            self._block_steps = 1
-            self._stopping.least_warmup = 1
-            self._profiled_steps = 1
-            self._stopping.min_steps = min(self._effort.min_steps, SLOW_STEPS)
+        self._block(1)
+        if self._effort.slow is not None:
+            return self._effort.slow
+        return _agreed(self._block(1) > SLOW_S)
+
+    def slow_down(self) -> None:
+        """Take one step per block, one warm-up step and `SLOW_STEPS` timed steps; profile one."""
+        self._slow = True
+        self._block_steps = 1
+        self._stopping.least_warmup = 1
+        self._profiled_steps = 1
+        self._stopping.min_steps = min(self._effort.min_steps, SLOW_STEPS)
 
     def block(self) -> None:
         """Take one block of steps, shortened if it would exceed the maximum number of steps."""
@@ -340,7 +350,7 @@ class CaseTimer:
             samples=tuple(samples),
             memory=memory,
             setup={**prepared.setup, "steps_s": self._steps_s, **cost},
-            provenance=prepared.facts,
+            provenance={**prepared.facts, SLOW: self._slow},
         )
 
     def trace(self, path: str) -> None:
@@ -369,8 +379,11 @@ def run_timers(timers: Sequence[CaseTimer]) -> None:
         gc.freeze()  # the collections between blocks then skip all objects that exist now
     gc.disable()  # a collection inside a step would be charged to the phase that it interrupts
     try:
-        for timer in timers:
-            timer.first()
+        # in one worker, all cases are slow if one is: only then can they be compared
+        slow = [timer.first() for timer in timers]
+        if any(slow):
+            for timer in timers:
+                timer.slow_down()
         turn = list(timers)
         while not all(timer.finished for timer in timers):
             for timer in turn:
