@@ -23,10 +23,11 @@ import torch
 
 from dpbench.hardware import foreign_load, processes
 from dpbench.hardware.devices import open_devices
-from dpbench.hardware.nvml import open_nvml
+from dpbench.hardware.nvml import describe, open_nvml
 from dpbench.measure.server import environment
 from dpbench.probe import all_reduce, gpu, host
 from dpbench.probe.figures import Figure, over_passes
+from dpbench.records import fake
 
 PASSES = 3
 """The planned number of passes."""
@@ -116,7 +117,7 @@ def probe(
     result = Probe(
         name=_processor(),
         cores=os.cpu_count() or 1,
-        gpus=tuple(torch.cuda.get_device_name(i) for i in range(count)),
+        gpus=_gpu_names(count),
         gpu_memory_bytes=torch.cuda.get_device_properties(0).total_memory,
         figures=over_passes(passes),
         seconds=time.perf_counter() - begin,
@@ -125,6 +126,16 @@ def probe(
     for line in _endings(result):
         say(line)
     return result
+
+
+def _gpu_names(count: int) -> tuple[str, ...]:
+    """Return the names of the GPUs; those of fake ones say so, which labels predictions."""
+    names = [torch.cuda.get_device_name(i) for i in range(count)]
+    fakes = fake.fake_gpus({"gpus": describe()})
+    return tuple(
+        f"{fake.NAME} {name}" if fakes and not name.startswith(fake.NAME) else name
+        for name in names
+    )
 
 
 def _worst(loads: Sequence[foreign_load.Measured]) -> foreign_load.Measured:
