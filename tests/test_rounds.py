@@ -186,6 +186,7 @@ def test_side_by_side_an_error_in_a_step_ends_all_and_says_so(tmp_path, monkeypa
 def test_a_budget_that_cannot_hold_the_trials_is_said_after_the_first_round() -> None:
     assert shortage(100.0, 52, 1.8) == ""
     assert shortage(float("inf"), 10_000, 5.0) == ""
+    assert shortage(-0.1, 0, 1.8) == "", "the last trial has spent the budget"
     said = shortage(93.0, 52, 1.8)
     assert "52 more trials would take" in said
     assert "96.2 s" in said

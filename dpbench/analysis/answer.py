@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from dpbench.analysis import commands, stats, summary, uneven
+from dpbench.analysis import commands, stats, summary, uneven, validity
 from dpbench.analysis.decision import (
     WORTH,
     Basis,
@@ -317,7 +317,7 @@ def _reason(question: Question, decision: Decision, machine: Resources) -> str:
     share = (
         f"; {words.count(len(dp.case.rows), 'device')} share {words.count(machine.cores, 'core')}"
     )
-    shared = dp.case.device_kind == "cpu" and 0 < machine.cores < len(dp.case.rows)
+    shared = validity.oversubscribed(dp.case, machine.cores)
     return f"{subject} {_loses(dp, question)}{share if shared else ''}{_added(dp, question)}"
 
 
