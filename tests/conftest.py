@@ -14,11 +14,10 @@ import pickle
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import IO, Any
 
-import hypothesis
 import pytest
 
 from dpbench.hardware import processes
@@ -35,8 +34,14 @@ gc.disable()  # until all tests are collected: see pytest_collection_finish
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 os.environ["DPBENCH_PATIENCE"] = "0"  # runs neither wait for a quiet machine nor repeat trials
 
-hypothesis.settings.register_profile("dpbench", deadline=None, derandomize=True, print_blob=True)
-hypothesis.settings.load_profile("dpbench")
+# a GPU machine's own Python may lack it: the tests that need it are then left out
+with suppress(ModuleNotFoundError):
+    import hypothesis
+
+    hypothesis.settings.register_profile(
+        "dpbench", deadline=None, derandomize=True, print_blob=True
+    )
+    hypothesis.settings.load_profile("dpbench")
 
 
 @pytest.fixture(autouse=True)

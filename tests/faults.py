@@ -807,6 +807,30 @@ FAULTS = (
         "False",
         ("tests/test_hosts.py::test_hosts_on_one_machine_are_labelled_colocated",),
     ),
+    Fault(
+        "fake-label",
+        "the facts of a stored run on fake GPUs label its trials FAKE-GPU",
+        "{fake.FACT: True} if found and _says_fake(found[0]) else {}",
+        "{}",
+        (
+            "tests/test_fake.py::test_the_facts_of_a_stored_run_label_its_trials",
+            "tests/test_fake.py::test_every_export_carries_the_label",
+        ),
+    ),
+    Fault(
+        "fake-decision",
+        "a run on fake GPUs decides nothing",
+        "any(row.on_fake_gpus for row in question.rows)",
+        "False",
+        ("tests/test_fake.py::test_a_run_on_fake_gpus_is_no_answer_and_says_why",),
+    ),
+    Fault(
+        "fake-comparison",
+        "fake GPUs are compared with no real devices",
+        "any(one.name == FAKES for one in differing)",
+        "False",
+        ("tests/test_fake.py::test_a_comparison_of_fake_with_real_gpus_is_refused",),
+    ),
     # -- runs
     Fault(
         "run-name",

@@ -158,8 +158,15 @@ def test_an_all_reduce_takes_longer_for_more() -> None:
 
 
 def test_a_rank_that_fails_says_why() -> None:
-    with pytest.raises(RuntimeError, match="magic"):
+    with pytest.raises(all_reduce.NoResult, match="magic") as failed:
         list(all_reduce.figures(2, "magic", [4]))
+    assert len(str(failed.value).splitlines()) == 1
+
+
+def test_ranks_that_are_slow_are_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(all_reduce, "LIMIT_S", 0.01)
+    with pytest.raises(all_reduce.NoResult, match=r"within 0\.01 s"):
+        list(all_reduce.figures(2, "gloo", [4]))
 
 
 QUIET = foreign_load.Load(foreign=0.01, steal=0.0, cores=2, seconds=0.5)
@@ -169,6 +176,7 @@ FAKE = Probe(
     cores=2,
     gpus=("A100",),
     gpu_memory_bytes=8 * 2**30,
+    passes=3,
     seconds=12.0,
     load=QUIET,
     figures=tuple(
@@ -319,12 +327,87 @@ def test_a_file_has_the_peer_access_and_the_nvlink_that_were_measured(
     assert ("# Add the NVLinks" in text) is said
 
 
-def test_a_pass_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_pass_that_fails_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(foreign_load, "measure", lambda: QUIET)
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    with pytest.raises(RuntimeError, match="a pass of the probe ended with exit status 1"):
-        probe.probe()
+    done = CliRunner().invoke(cli, ["probe"])
+    assert done.exit_code == 2
+    assert isinstance(done.exception, SystemExit), "no traceback"
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: a pass of the probe ended with exit status 1")
+
+
+def test_all_reduces_that_are_too_slow_are_left_out_and_all_other_figures_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def slow(count: int) -> Iterator[Figure]:
+        yield from ()
+        raise all_reduce.NoResult("the probe's ranks did not end within 60 s")
+
+    monkeypatch.setattr(host, "figures", lambda: iter(FAKE.figures))
+    monkeypatch.setattr(gpu, "figures", lambda: iter(()))
+    monkeypatch.setattr(all_reduce, "figures", slow)
+    monkeypatch.setattr(probe, "_links", lambda count: iter(()))
+    monkeypatch.setattr(processes, "keep", lambda: None)
+    said = passing(monkeypatch, QUIET, QUIET)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(
+        probe, "_pass", lambda *_: [one for one in probe.measure() if not isinstance(one, str)]
+    )
+    data = tomllib.loads(to_toml(probe.probe(said.append)))
+    why = "left out: all-reduces between GPUs, because the probe's ranks did not end within 60 s"
+    assert said == [why]
+    assert why in data["source"]
+    assert "collective" not in data
+    assert {*data["probe"]} == {one.name for one in FAKE.figures}
+    assert all(row["passes"] == 3 for row in data["probe"].values())
+    assert machine.read(data, "here").collective is None
+
+
+def test_what_a_pass_leaves_out_comes_from_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "python"
+    script.write_text('#!/bin/sh\necho \'{"left_out": "it, because"}\'\n')
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    assert probe._pass("pass 1", lambda line: None) == [probe.LeftOut("it, because")]
+
+
+def test_a_later_pass_that_fails_leaves_the_figures_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said, passes = passing(monkeypatch, QUIET, QUIET), [[*FAKE.figures]]
+
+    def failing(name: str, say: probe.Say) -> list[Figure]:
+        if passes:
+            return passes.pop()
+        raise probe.PassFailed("a pass of the probe ended with exit status 1")
+
+    monkeypatch.setattr(probe, "_pass", failing)
+    found = probe.probe(said.append)
+    assert said == ["left out: 2 of 3 passes, because a pass of the probe ended with exit status 1"]
+    assert (found.passes, len(found.figures)) == (1, len(FAKE.figures))
+    assert "in 1 of 3 passes" in tomllib.loads(to_toml(found))["source"]
+
+
+@pytest.mark.parametrize(("pass_s", "passes"), [(1.0, 3), (36.0, 3), (50.0, 2), (200.0, 1)])
+def test_the_number_of_passes_follows_from_the_time_of_the_first(
+    monkeypatch: pytest.MonkeyPatch, pass_s: float, passes: int
+) -> None:
+    """A pass on four GPUs takes 36 s."""
+    said, now = passing(monkeypatch, QUIET, QUIET), [0.0]
+
+    def lasting(name: str, say: probe.Say) -> list[Figure]:
+        now[0] += pass_s
+        return [*FAKE.figures]
+
+    monkeypatch.setattr(probe, "_pass", lasting)
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    data = tomllib.loads(to_toml(probe.probe(said.append)))
+    assert {row["passes"] for row in data["probe"].values()} == {passes}
+    assert f"in {passes} of 3 passes" in data["source"]
 
 
 @pytest.mark.skipif(not CORES, reason="threads cannot be bound to cores here")
@@ -457,7 +540,6 @@ def test_passes_that_the_budget_leaves_out_are_told_for_each_figure(
     monkeypatch.setattr(probe, "BUDGET_S", 60.0)
     data = tomllib.loads(to_toml(probe.probe(said.append)))
     assert said == [
-        "stopped early: 8 of 8 figures are from 2 of 3 passes, because another pass would have"
-        " exceeded the probe's budget of 60 s"
+        "left out: 1 of 3 passes, because another would have exceeded the probe's budget of 60 s"
     ]
     assert all(row["passes"] == 2 and row["stopped_early"] for row in data["probe"].values())

@@ -214,6 +214,7 @@ def test_the_second_step_decides_whether_all_cases_of_a_worker_are_slow(
 def test_a_budget_that_cannot_hold_the_trials_is_said_after_the_first_round() -> None:
     assert shortage(100.0, 52, 1.8) == ""
     assert shortage(float("inf"), 10_000, 5.0) == ""
+    assert shortage(-0.1, 0, 1.8) == "", "the last trial has spent the budget"
     said = shortage(93.0, 52, 1.8)
     assert "52 more trials would take" in said
     assert "96.2 s" in said

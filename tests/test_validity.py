@@ -209,12 +209,12 @@ def test_a_short_trial_tells_nothing_of_other_processes_on_a_gpu() -> None:
         (CASE, 2, False),
         (CASE, 1, True),
         (CASE, 0, False),
-        (GPU, 1, True),
+        (GPU, 1, False),
         (replace(CASE, devices=8, batch_size=5), 4, True),
         (replace(CASE, device_kind="emulated"), 1, False),
     ],
 )
-def test_each_device_needs_a_core_but_emulated_ones_take_turns(
+def test_each_logical_cpu_device_needs_a_core_and_other_devices_need_none(
     of: Case, cores: int, found: bool
 ) -> None:
     assert ("oversubscribed" in bad(trial(of=of), cores)) is found

@@ -21,7 +21,9 @@ import msgspec
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from dpbench.analysis.summary import FAKE_GPU
 from dpbench.api import reports, stored
+from dpbench.records import fake
 from dpbench.report import naming, page
 from dpbench.store import Store
 from dpbench.store.export import formats
@@ -100,9 +102,14 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def add(folder: Path, title: str, about: str, store: Path, run_id: str | None) -> None:
-    """Write the page, the trials and the facts of a stored run into a folder."""
+    """Write the page, the trials and the facts of a stored run into a folder.
+
+    Raises ValueError for a run on fake GPUs, which no reader must take for one on GPUs.
+    """
     run, trials, unreadable = stored.read(store, run_id)
     report = reports.report_of(run, trials, unreadable=unreadable)
+    if any(row.on_fake_gpus for row in report.rows):
+        raise ValueError(f"the run {run.id[:12]} is labelled {FAKE_GPU}: {fake.WHY}")
     facts = dict(naming.facts(report))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "index.html").write_text(page.render(report), encoding="utf-8")
@@ -165,13 +172,16 @@ def main() -> None:
     if given.name:
         if not given.about:
             parser.error("--about is missing: the list has a paragraph on each run")
-        add(
-            given.reports / given.name,
-            given.title or given.name,
-            given.about,
-            given.store,
-            given.run,
-        )
+        try:
+            add(
+                given.reports / given.name,
+                given.title or given.name,
+                given.about,
+                given.store,
+                given.run,
+            )
+        except ValueError as error:
+            parser.error(str(error))
     given.reports.mkdir(parents=True, exist_ok=True)
     (given.reports / "index.html").write_text(listed(given.reports) + "\n", encoding="utf-8")
     print(given.reports / "index.html")

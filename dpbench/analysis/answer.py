@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from dpbench.analysis import commands, stats, summary, uneven
+from dpbench.analysis import commands, stats, summary, uneven, validity
 from dpbench.analysis.decision import (
     WORTH,
     Basis,
@@ -28,6 +28,7 @@ from dpbench.records import (
     Fault,
     Source,
     Status,
+    fake,
     plan,
     registry,
     schedule,
@@ -39,6 +40,7 @@ from dpbench.records.trial import Estimate
 MOSTLY = 0.5
 """The share of a step for which a GPU must be idle for an answer to begin with it."""
 _OBSTACLES = {
+    Basis.FAKE_GPU: fake.WHY,
     Basis.EMULATED: "emulated devices show host cost only, and no speed-up",
     Basis.COLOCATED: "the replicas share one GPU, so that no speed-up was possible",
     Basis.ONE_DEVICE: "no case ran on several devices",
@@ -111,9 +113,10 @@ class Answer:
         """Return the seconds of an epoch, from mean steps: now, and with the recommended case.
 
         Now means on one device or in the observed loop. Each is None if it is unknown or in doubt;
-        the second also without another recommended case, and both for emulated devices.
+        the second also without another recommended case, and both for emulated devices and fake
+        GPUs.
         """
-        if self.home.device_kind == "emulated":
+        if self._timeless:
             return None, None
         start = self.row if self.home.traits.observed else self.baseline
         now = _epoch_s(start, samples)
@@ -125,10 +128,18 @@ class Answer:
         gain = uneven.gain_of_means(self.row, start) or self.row.speedup
         return now, stats.quotient(now, gain) if gain and not gain.doubt else None
 
+    @property
+    def _timeless(self) -> str:
+        """The reason why steps on these devices say nothing about the time of training, or ""."""
+        if summary.FAKE_GPU in self.labels:
+            return fake.WHY
+        host_only = self.home.device_kind == "emulated"
+        return "emulated devices show host cost only" if host_only else ""
+
     def _no_epoch(self, amount: str) -> str:
         row = self.row if self.home.traits.observed else self.baseline
-        if self.home.device_kind == "emulated":
-            why = "emulated devices show host cost only"
+        if self._timeless:
+            why = self._timeless
         elif row is None:
             why = f"the strategy {self.home.strategy} was not measured"
         elif row.throughput:
@@ -257,7 +268,7 @@ def _unknown(question: Question, decision: Decision) -> str:
         hosts = any(row.case.hosts > 1 for row in question.several)
         return (
             "the hosts are one machine, so that no speed-up was possible"
-            if hosts
+            if hosts and decision.basis is Basis.COLOCATED
             else _OBSTACLES[decision.basis]
         )
     if decision.basis is Basis.NO_RESULT:
@@ -320,7 +331,7 @@ def _reason(question: Question, decision: Decision, machine: Resources) -> str:
     share = (
         f"; {words.count(len(dp.case.rows), 'device')} share {words.count(machine.cores, 'core')}"
     )
-    shared = dp.case.device_kind == "cpu" and 0 < machine.cores < len(dp.case.rows)
+    shared = validity.oversubscribed(dp.case, machine.cores)
     return f"{subject} {_loses(dp, question)}{share if shared else ''}{_added(dp, question)}"
 
 

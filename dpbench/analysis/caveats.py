@@ -8,9 +8,9 @@ from typing import Any
 
 from dpbench.analysis import hosts, uneven, validity
 from dpbench.analysis.ladder import label
-from dpbench.analysis.summary import Row, shown
+from dpbench.analysis.summary import FAKE_GPU, Row, shown
 from dpbench.hardware import foreign_load
-from dpbench.records import Case, Source, Status, Trial, words
+from dpbench.records import Case, Source, Status, Trial, fake, words
 from dpbench.records.observed import observed
 from dpbench.store import UnreadableRow
 
@@ -203,6 +203,13 @@ def _of_devices(rows: Sequence[Row]) -> Iterator[Caveat]:
             text=(
                 "EMULATED devices run one at a time on the host: their steps show host cost only,"
                 " and no speed-up is computed from them"
+            ),
+        )
+    if any(row.on_fake_gpus for row in rows):
+        yield Caveat(
+            kind="fake",
+            text=(
+                f"{FAKE_GPU}: {fake.WHY}; the run shows that the code works with torch's CUDA build"
             ),
         )
     if any(row.case.placement == "colocated" for row in rows):

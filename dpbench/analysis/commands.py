@@ -150,7 +150,7 @@ def _lacking(question: Question, decision: Decision, machine: Resources) -> str:
     if question.source is Source.PREDICTED and basis is Basis.OPEN:
         return measure([home, best_of(decision.open).case], machine=Resources())
     if (
-        basis is Basis.EMULATED
+        basis in (Basis.EMULATED, Basis.FAKE_GPU)
         or question.source is Source.PREDICTED
         or (basis in ELSEWHERE and few)
     ):

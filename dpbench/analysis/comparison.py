@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from dpbench.analysis import stats
-from dpbench.analysis.summary import all_labels, measured, order, shown
+from dpbench.analysis.summary import FAKE_GPU, all_labels, measured, order, shown
 from dpbench.records import Case, Source, Trial, words
 from dpbench.records.trial import Estimate
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from dpbench.analysis.report import Report
 
 UNKNOWN = "unknown"
+FAKES = "fake GPUs"
+"""The name of the fact whether a run is on fake GPUs."""
 SURE = 0.99
 """The probability with which the intervals of all ratios of a comparison hold together.
 
@@ -101,9 +103,15 @@ def between(
     """Return the comparison of two runs.
 
     `margin` is the relative difference up to which two cases count as the same. Raises ValueError
-    without a common measured case and, unless `unlike`, if machines or software differ.
+    without a common measured case, if only one run is on fake GPUs and, unless `unlike`, if
+    machines or software differ.
     """
     differing = unlikes(before, after)
+    if any(one.name == FAKES for one in differing):
+        raise ValueError(
+            f"one of the two runs is labelled {FAKE_GPU}: the times on fake GPUs mean nothing, and"
+            " are not compared with those on real devices; give two runs on real devices"
+        )
     if differing and not unlike:
         said = "; ".join(map(str, differing))
         raise ValueError(
@@ -140,6 +148,7 @@ def _facts(report: Report) -> dict[str, str]:
         "processor": str(host.get("cpu", UNKNOWN)),
         "cores": str(host.get("cores", UNKNOWN)),
         "GPUs": ", ".join(f"{count} {name}" for name, count in sorted(models.items())) or "none",
+        FAKES: "yes" if any(trial.on_fake_gpus for trial in report.trials) else "no",
         "torch": ", ".join(versions) or str(installed),
         "devices": (
             ", ".join(sorted({trial.case.device_kind for trial in report.trials})) or UNKNOWN

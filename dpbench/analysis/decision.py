@@ -2,8 +2,8 @@
 
 `decide` is the rule. A question is one model at one setting: the cases that are compared with one
 baseline, the strategy `single` on one device. A case on several devices is recommended only if it
-is decidedly faster than the baseline, by at least `WORTH`; emulated devices, and replicas that
-share a GPU, never are. A result on a CPU holds for this CPU alone.
+is decidedly faster than the baseline, by at least `WORTH`; emulated devices, fake GPUs, and
+replicas that share a GPU, never are. A result on a CPU holds for this CPU alone.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class Basis(StrEnum):
     """No case on several devices has a result."""
     COLOCATED = auto()
     EMULATED = auto()
+    FAKE_GPU = auto()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +139,7 @@ def decide(question: Question) -> Decision:
     `WORTH`. A speed-up in doubt, such as one from NOISY rounds, decides nothing.
     """
     candidates = question.candidates
-    obstacle = _obstacle(question)
+    obstacle = _timeless(question) or _obstacle(question)
     if obstacle is Basis.ONLY_FITS:
         # without a baseline there are no speed-ups of this question
         return Decision(choice=Choice.USE, basis=obstacle, row=_simplest(candidates, _rate))
@@ -157,11 +158,16 @@ def decide(question: Question) -> Decision:
     return Decision(choice=Choice.STAY, basis=Basis.NO_GAIN, row=question.baseline, open=unsure)
 
 
+def _timeless(question: Question) -> Basis | None:
+    """Return the reason why steps on these devices say nothing about time, if there is one."""
+    if any(row.on_fake_gpus for row in question.rows):
+        return Basis.FAKE_GPU
+    return Basis.EMULATED if question.home.device_kind == "emulated" else None
+
+
 def _obstacle(question: Question) -> Basis | None:
     several = question.several
     baseline = question.baseline
-    if question.home.device_kind == "emulated":
-        return Basis.EMULATED
     if all(row.colocated for row in several):
         return Basis.COLOCATED if several else Basis.ONE_DEVICE
     if not any(schedule.available(row.case.schedule) for row in several):

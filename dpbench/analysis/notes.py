@@ -9,7 +9,7 @@ from dpbench.analysis import stats
 from dpbench.analysis.ladder import Ladder, label
 from dpbench.analysis.summary import Row
 from dpbench.hardware import foreign_load
-from dpbench.records import HABITS, Case, Trial, words
+from dpbench.records import HABITS, Case, Trial, fake, words
 from dpbench.records.trial import Estimate
 
 
@@ -80,7 +80,8 @@ def climbs(ladders: Sequence[Ladder]) -> str:
         step = f", and the rung with the largest gain is {gain}" if gain else ""
         parts.append(f"on {where} the best rung is {ladder.fastest.name}, {first}{step}")
     host_only = " (host time alone)" if ladders[0].case.device_kind == "emulated" else ""
-    return f"Ladder of schedules{host_only}: {'; '.join(parts)}."
+    fakes = f" ({fake.WHY})" if ladders[0].fastest.row.on_fake_gpus else ""
+    return f"Ladder of schedules{host_only}{fakes}: {'; '.join(parts)}."
 
 
 def _batch(row: Row, rows: Sequence[Row]) -> str:

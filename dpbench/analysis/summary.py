@@ -34,7 +34,7 @@ PERCENTILES = (95, 99)
 KERNELS = "kernels of profiled steps"
 BUSY_METRICS = {"kernel_busy_s": KERNELS, "busy_s": "thread CPU time"}
 """The metrics from which busy time is taken, the best first, each with its source."""
-COLOCATED = "COLOCATED"
+COLOCATED, FAKE_GPU = "COLOCATED", "FAKE-GPU"
 Value = TypeVar("Value")
 
 
@@ -91,6 +91,11 @@ class Row:
     def colocated(self) -> bool:
         """Return whether replicas share a GPU, or hosts a machine, so that nothing can speed up."""
         return COLOCATED in self.labels
+
+    @property
+    def on_fake_gpus(self) -> bool:
+        """Return whether the GPUs were fake, so that times mean nothing."""
+        return FAKE_GPU in self.labels
 
     @property
     def outcome(self) -> str:
@@ -285,6 +290,8 @@ def labels(trial: Trial) -> tuple[str, ...]:
         names.append("EXPERIMENTAL")
     if case.device_kind != "cuda":
         names.append({"cpu": "CPU-ONLY"}.get(case.device_kind, case.device_kind.upper()))
+    if trial.on_fake_gpus:
+        names.append(FAKE_GPU)
     if case.unverified:
         names.append("UNVERIFIED")
     if case.placement == "colocated" or len({host.machine for host in trial.hosts}) < len(

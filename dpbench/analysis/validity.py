@@ -16,7 +16,7 @@ from typing import Any
 
 from dpbench.hardware import foreign_load
 from dpbench.records import HOST, UNATTRIBUTED, Case, Fault, Status, Trial, Verified, words
-from dpbench.records.trial import AVERAGING
+from dpbench.records.trial import AVERAGING, TrialHost
 
 SIGNIFICANT = 0.01
 """The p-value of Spearman's test below which a trend counts as real."""
@@ -256,24 +256,34 @@ def _foreign_cpu(trial: Trial, cores: int) -> Deviation | None:
 
 
 def _oversubscribed(trial: Trial, cores: int) -> Deviation | None:
-    """Return the excess of devices over cores, at least 0, on the machine where it is largest.
-
-    None if the number of cores is unknown, and for emulated devices, which take turns by design.
-    """
-    if not cores or trial.case.device_kind == "emulated":
+    """Return the excess of devices over cores, at least 0, on the machine where it is largest."""
+    found = sharing(trial.case, cores, trial.hosts)
+    if found is None:
         return None
-    each = trial.case.traits.devices_per_replica
-    machines = Counter(host.machine for host in trial.hosts for _ in host.ranks)
-    cores_of = {host.machine: host.cores or cores for host in trial.hosts}
-    worst = max(
-        machines, key=lambda machine: machines[machine] * each - cores_of[machine], default=None
-    )
-    devices, cores = (
-        (len(trial.case.rows) * each, cores)
-        if worst is None
-        else (machines[worst] * each, cores_of[worst])
-    )
+    devices, cores = found
     return max(0.0, float(devices - cores)), {"devices": devices, "cores": cores}
+
+
+def oversubscribed(case: Case, cores: int) -> bool:
+    """Return whether the devices of a case on one machine must take turns on its cores."""
+    devices, cores = sharing(case, cores) or (0, 0)
+    return devices > cores
+
+
+def sharing(case: Case, cores: int, hosts: Sequence[TrialHost] = ()) -> tuple[int, int] | None:
+    """Return the numbers of devices and of cores where most devices have to share cores.
+
+    `hosts` are the machines of a launch, `cores` is the number of cores of others; 0 means unknown.
+    None if it is unknown, and for devices other than logical CPU devices: GPUs compute without a
+    core, and emulated devices take turns by design.
+    """
+    if not cores or case.device_kind != "cpu":
+        return None
+    each = case.traits.devices_per_replica
+    ranks = Counter(host.machine for host in hosts for _ in host.ranks)
+    cores_of = {host.machine: host.cores or cores for host in hosts}
+    by_machine = [(count * each, cores_of[machine]) for machine, count in ranks.items()]
+    return max(by_machine or [(case.working, cores)], key=lambda pair: pair[0] - pair[1])
 
 
 def _clocks(trial: Trial, cores: int) -> Deviation | None:

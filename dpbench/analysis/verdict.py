@@ -19,7 +19,7 @@ from dpbench.analysis.findings.rule import Evidence
 from dpbench.analysis.summary import Row
 from dpbench.hardware import foreign_load
 from dpbench.hardware.provenance import Resources
-from dpbench.records import UNATTRIBUTED, Source, Trial, words
+from dpbench.records import UNATTRIBUTED, Source, Trial, fake, words
 from dpbench.records.observed import Observed, observed
 from dpbench.records.trial import Doubt, Estimate
 
@@ -45,6 +45,7 @@ class Ground(StrEnum):
     FEW = auto()
     """The step time is in doubt: there are too few steps, or the interval is too wide."""
     NO_RESULT = auto()
+    FAKE_GPU = auto()
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,11 @@ def _answer(
     timed = [(one, cost) for one in problems if (cost := _cost(one, row))]
     affected = max((one.steps for one in loop.unknown), default=0)
     total = sum(len(trial.steps) for trial in trials)
-    verdict = decide(row.step, [cost for _, cost in timed], affected / total if total else 0.0)
+    verdict = (
+        Verdict(Choice.UNKNOWN, Ground.FAKE_GPU)
+        if row.on_fake_gpus
+        else decide(row.step, [cost for _, cost in timed], affected / total if total else 0.0)
+    )
     problem = timed[verdict.cost] if verdict.cost is not None else None
     finding = next((one for one in findings if problem and one.evidence is problem[0]), None)
     command = finding.command or finding.code if finding else _again(row, loop)
@@ -169,6 +174,8 @@ def _headline(
             "dpbench did not understand parts of at least half of the steps:"
             f" {loop.unknown[0].problem}"
         )
+    elif verdict.ground is Ground.FAKE_GPU:
+        why = fake.WHY
     elif verdict.ground is Ground.FEW and row.step:
         steps = words.count(row.steps, "timed step")
         varies = "the step time varies too much: its interval spans more than a factor of"

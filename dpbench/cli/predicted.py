@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dpbench.cli import shapes
-from dpbench.records import UNATTRIBUTED, Case, Source, Step, Trial, ledger, schedule, words
+from dpbench.records import UNATTRIBUTED, Case, Step, ledger, schedule, words
 from dpbench.records.words import aligned
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def _cells(prediction: Prediction, others: Sequence[Prediction]) -> tuple[str, .
         f"{words.number(ratio.value)}x ({words.interval(ratio)}){weak}" if ratio else "",
         _phases(prediction),
         prediction.profile,
-        ", ".join(labels(Trial(case=case, source=Source.PREDICTED))),
+        ", ".join(labels(prediction.trial())),
     )
 
 

@@ -365,7 +365,10 @@ def _check(
     short_help="Measure this machine's GPUs, and write a machine file.",
     exits=EXITS
     | {
-        EXIT_FAILED: "other processes use the cores (see --anyway), or the file cannot be written",
+        EXIT_FAILED: (
+            "other processes use the cores (see --anyway), a pass failed, or the file cannot be"
+            " written"
+        ),
         EXIT_USAGE: "wrong usage, or a machine without GPUs",
     },
 )
@@ -378,22 +381,22 @@ def _check(
     "--anyway", is_flag=True, help="Measure even if the machine is busy, and label the file NOISY."
 )
 def probe(output: Path | None, patience: float | None, as_json: bool, anyway: bool) -> None:
-    """Measure this machine's GPUs, in a minute in which nothing else should run.
+    """Measure this machine's GPUs, in one or two minutes in which nothing else should run.
 
     The machine file is what `dpbench predict --machine FILE.toml` reads.
     """
     import platform
     import tomllib
 
-    from dpbench.probe import BusyMachine, measure_toml
+    from dpbench.probe import BusyMachine, PassFailed, measure_toml
     from dpbench.records import machine
 
     try:
         text = measure_toml(
             lambda line: click.echo(line, err=True), patience_s=patience, anyway=anyway
         )
-    except BusyMachine as busy:
-        click.echo(f"error: {busy}", err=True)
+    except (BusyMachine, PassFailed) as error:
+        click.echo(f"error: {error}", err=True)
         sys.exit(EXIT_FAILED)
     if output is not None:
         output.write_text(text, encoding="utf-8")

@@ -287,10 +287,11 @@ class Fixed:
 def shortage(left_s: float, trials: int, overhead_s: float) -> str:
     """Return a warning that `left_s` seconds of budget are too short for `trials` trials, or "".
 
-    `overhead_s` is the measured time in seconds of a trial without its steps.
+    It is never too short for 0 trials. `overhead_s` is the measured time in seconds of a trial
+    without its steps.
     """
     needed_s = trials * (overhead_s + LEAST_S)
-    if needed_s <= left_s:
+    if not trials or needed_s <= left_s:
         return ""
     return (
         f"the budget is too short: {words.count(trials, 'more trial')} would take at least"

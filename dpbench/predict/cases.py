@@ -141,8 +141,8 @@ LAUNCHES = (HOST_FACTOR, "launch_s")
 class Prediction:
     """The predicted seconds of a case's step with their 80 % interval, and the step's spans.
 
-    `profile` is the source of the profile ("measured", "given", "traced" or "counted"). `need` is
-    None if the memory was not predicted.
+    `profile` is the source of the profile ("measured", "given", "traced" or "counted"), and `gpu`
+    the name of the machine's GPUs. `need` is None if the memory was not predicted.
     """
 
     case: Case
@@ -152,6 +152,7 @@ class Prediction:
     profile: str
     spans: tuple[Span, ...] = ()
     machine: str = ""
+    gpu: str = ""
     need: Need | None = None
     draws: tuple[float, ...] = ()
     """log(duration / seconds) in each random draw; draw i is the same in all predictions."""
@@ -160,6 +161,7 @@ class Prediction:
         """Return the prediction as a trial: OOM without steps if the case does not fit."""
         facts = {
             "machine": self.machine,
+            "gpu": self.gpu,
             "profile": self.profile,
             "interval_80_s": [self.low_s, self.high_s],
             DRAWS: [round(draw, 4) for draw in self.draws],
@@ -240,7 +242,15 @@ class Predictor:
         low_s, high_s = interval(seconds, draws)
         spans = tuple(timeline.spans())
         return Prediction(
-            case, seconds, low_s, high_s, profile.source, spans, self.machine.name, draws=draws
+            case,
+            seconds,
+            low_s,
+            high_s,
+            profile.source,
+            spans,
+            self.machine.name,
+            self.machine.gpu.name,
+            draws=draws,
         )
 
     def unmeasured_bus(self, found: Sequence[Prediction]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from dpbench.predict import counts
 from dpbench.predict.stored import Stored, fit_profile, gpu_of, of_trials
-from dpbench.records import HOST, Case, Phase, Profile, Source, Span, Trial, ledger
+from dpbench.records import HOST, Case, Phase, Profile, Source, Span, Trial, fake, ledger
 from dpbench.records.machine import Machine, UnknownMachine
 
 NEEDED = ("parameter_tensors", "parameter_bytes", "buffer_bytes", "input_bytes", "output_bytes")
@@ -57,6 +57,10 @@ class ObservedLoop:
         lacking = [name for name in NEEDED if name not in self._model]
         problems = [
             (not self.trials, "it has no usable timed step; watch more steps"),
+            (
+                any(trial.on_fake_gpus for trial in self.trials),
+                f"{fake.WHY}; watch the loop on a real GPU",
+            ),
             (
                 not self.case.batch_size,
                 "its batch size is unknown; give --model FILE.py:NAME and --step-s instead",

@@ -133,15 +133,18 @@ def read(path: Path, cases: Sequence[Case], machine: Machine) -> dict[counts.Key
     """Return the measured profile for each case, by key.
 
     It comes from the newest run in the results file that measured the case's model, size,
-    precision, optimizer and kind of device on one device. Raises UnknownMachine if there is none,
-    with the command that measures it.
+    precision, optimizer and kind of device on one device, which is no fake GPU. Raises
+    UnknownMachine if there is none, with the command that measures it.
     """
     wanted = {counts.key(case): case for case in reversed(cases)}
     found: dict[counts.Key, Stored] = {}
     settings: set[str] = set()
+    fakes = False
     with Store.read(path) as store:
         for run in store.newest():
-            trials = [trial for trial in store.trials(run.id) if _usable(trial)]
+            measured = [trial for trial in store.trials(run.id) if _usable(trial)]
+            trials = [trial for trial in measured if not trial.on_fake_gpus]
+            fakes |= len(trials) < len(measured)
             settings |= {_setting(trial.case) for trial in trials}
             for key, case in wanted.items():
                 if key not in found and (
@@ -151,10 +154,11 @@ def read(path: Path, cases: Sequence[Case], machine: Machine) -> dict[counts.Key
             if len(found) == len(wanted):
                 return found
     missing = next(case for key, case in wanted.items() if key not in found)
+    without = ", not counting those on fake GPUs, whose times mean nothing" if fakes else ""
     raise UnknownMachine(
         f"{path} has no measured step of {_setting(missing)} on one device, which a prediction for"
         f" {machine.name} needs (the file has:"
-        f" {', '.join(sorted(settings)) or 'no steps of the strategy single'});"
+        f" {', '.join(sorted(settings)) or 'no steps of the strategy single'}{without});"
         f" {way_out(missing, path)}"
     )
 

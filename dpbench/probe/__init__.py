@@ -23,15 +23,19 @@ import torch
 
 from dpbench.hardware import foreign_load, processes
 from dpbench.hardware.devices import open_devices
-from dpbench.hardware.nvml import open_nvml
+from dpbench.hardware.nvml import describe, open_nvml
 from dpbench.measure.server import environment
 from dpbench.probe import all_reduce, gpu, host
-from dpbench.probe.figures import Figure, over_passes
+from dpbench.probe.figures import Figure, last_line, over_passes
+from dpbench.records import fake
 
 PASSES = 3
 """The planned number of passes."""
-BUDGET_S = 58.0
-"""The seconds in which all passes must end; each is expected to last as long as the one before."""
+BUDGET_S = 120.0
+"""The seconds in which all passes must end; each is expected to last as long as the one before.
+
+A pass on four GPUs takes about 36 s.
+"""
 MOSTLY = 0.5
 """The share of a copy's bytes above which NVLink counts as the link between two GPUs."""
 MODULE_S = 16e-6
@@ -44,8 +48,8 @@ class Probe:
     """The result of a probe: the measured machine and its figures.
 
     `name` is the processor's, and `cores` its number of logical cores. `gpus` are the names of the
-    GPUs, at least one; `gpu_memory_bytes` is the memory of GPU 0. `seconds` is the duration of the
-    probe.
+    GPUs, at least one; `gpu_memory_bytes` is the memory of GPU 0. `passes` is the number of passes
+    that were made, and `seconds` the duration of the probe.
     """
 
     name: str
@@ -53,9 +57,12 @@ class Probe:
     gpus: tuple[str, ...]
     gpu_memory_bytes: int
     figures: tuple[Figure, ...]
+    passes: int
     seconds: float
     load: foreign_load.Measured
     """The highest load of other processes, before the probe or in a pass."""
+    left_out: tuple[str, ...] = ()
+    """What was left out of a pass, and why, each as a clause."""
 
     @property
     def peer_access(self) -> bool:
@@ -77,6 +84,17 @@ class BusyMachine(RuntimeError):
     """The load of other processes is too high for a probe."""
 
 
+class PassFailed(RuntimeError):
+    """The process of a pass failed."""
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A part that a pass could not measure, and the reason, as the clause `left_out`."""
+
+    left_out: str
+
+
 class NoGpu(ValueError):
     """Torch finds no GPU on the machine."""
 
@@ -88,8 +106,8 @@ def probe(
 
     `say` is called with each line of progress and each warning. If other processes keep the cores
     busy, wait up to `patience_s` seconds; None means DPBENCH_PATIENCE or the default. Raises
-    BusyMachine if the cores are still busy then, unless `anyway`; NoGpu without a GPU; RuntimeError
-    if a pass fails.
+    BusyMachine if the cores are still busy then, unless `anyway`; NoGpu without a GPU; PassFailed
+    if the first pass fails. A later pass that fails ends the probe, and is left out.
     """
     count = torch.cuda.device_count()
     if not count:
@@ -106,25 +124,49 @@ def probe(
         )
     begin = time.perf_counter()
     passes: list[list[Figure]] = []
+    left_out: dict[str, None] = {}
+    ended = f"another would have exceeded the probe's budget of {BUDGET_S:.0f} s"
     last_s = 0.0
     while len(passes) < PASSES and time.perf_counter() - begin + last_s < BUDGET_S:
         began = time.perf_counter()
         before = foreign_load.snapshot()
-        passes.append(_pass(f"pass {len(passes) + 1} of {PASSES}", say))
+        try:
+            found = _pass(f"pass {len(passes) + 1} of {PASSES}", say)
+        except PassFailed as failed:
+            if not passes:
+                raise
+            ended = str(failed)
+            break
+        passes.append([one for one in found if isinstance(one, Figure)])
+        left_out |= {one.left_out: None for one in found if isinstance(one, LeftOut)}
         loads.append(foreign_load.since(before))
         last_s = time.perf_counter() - began
+    if missing := PASSES - len(passes):
+        left_out[f"{missing} of {PASSES} passes, because {ended}"] = None
     result = Probe(
         name=_processor(),
         cores=os.cpu_count() or 1,
-        gpus=tuple(torch.cuda.get_device_name(i) for i in range(count)),
+        gpus=_gpu_names(count),
         gpu_memory_bytes=torch.cuda.get_device_properties(0).total_memory,
         figures=over_passes(passes),
+        passes=len(passes),
         seconds=time.perf_counter() - begin,
         load=_worst(loads),
+        left_out=tuple(left_out),
     )
     for line in _endings(result):
         say(line)
     return result
+
+
+def _gpu_names(count: int) -> tuple[str, ...]:
+    """Return the names of the GPUs; those of fake ones say so, which labels predictions."""
+    names = [torch.cuda.get_device_name(i) for i in range(count)]
+    fakes = fake.fake_gpus({"gpus": describe()})
+    return tuple(
+        f"{fake.NAME} {name}" if fakes and not name.startswith(fake.NAME) else name
+        for name in names
+    )
 
 
 def _worst(loads: Sequence[foreign_load.Measured]) -> foreign_load.Measured:
@@ -136,14 +178,7 @@ def _worst(loads: Sequence[foreign_load.Measured]) -> foreign_load.Measured:
 
 
 def _endings(result: Probe) -> Iterator[str]:
-    for passes in range(1, PASSES):
-        early = [one for one in result.figures if one.passes == passes]
-        if early:
-            yield (
-                f"stopped early: {len(early)} of {len(result.figures)} figures are from {passes} of"
-                f" {PASSES} passes, because another pass would have exceeded the probe's budget of"
-                f" {BUDGET_S:.0f} s"
-            )
+    yield from (f"left out: {one}" for one in result.left_out)
     yield from _noise(result.load)
 
 
@@ -154,10 +189,10 @@ def _noise(load: foreign_load.Measured) -> Iterator[str]:
         yield str(load)
 
 
-def _pass(name: str, say: Say) -> list[Figure]:
+def _pass(name: str, say: Say) -> list[Figure | LeftOut]:
     """Run one pass in a fresh process; as in a worker, torch uses one thread per operation."""
     command = [sys.executable, "-m", "dpbench.probe", str(os.getpid())]
-    figures: list[Figure] = []
+    measured: list[Figure | LeftOut] = []
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(
@@ -170,18 +205,21 @@ def _pass(name: str, say: Say) -> list[Figure]:
             if isinstance(found, str):
                 say(f"measuring {found}, {name} ...")
             else:
-                figures.append(Figure(**found))
+                measured.append(LeftOut(**found) if "left_out" in found else Figure(**found))
         if process.wait():
             errors.seek(0)
-            raise RuntimeError(
-                f"a pass of the probe ended with exit status {process.returncode}; its error output"
-                f" ends with: {errors.read()[-500:]}"
+            raise PassFailed(
+                f"a pass of the probe ended with exit status {process.returncode}; the last line of"
+                f" its error output is: {last_line(errors.read())}"
             )
-    return figures
+    return measured
 
 
-def measure() -> Iterator[str | Figure]:
-    """Yield the name of each part of the probe, then its figures, measured in this process."""
+def measure() -> Iterator[str | Figure | LeftOut]:
+    """Yield the name of each part of the probe, then its figures, measured in this process.
+
+    All-reduces without a result, for example because a rank is slow, are left out.
+    """
     torch.set_num_threads(1)
     processes.keep()
     yield "the host"
@@ -195,7 +233,10 @@ def measure() -> Iterator[str | Figure]:
         yield "links between GPUs"
         yield from _links(count)
         yield "all-reduce between GPUs"
-        yield from all_reduce.figures(count)
+        try:
+            yield from all_reduce.figures(count)
+        except all_reduce.NoResult as failed:
+            yield LeftOut(f"all-reduces between GPUs, because {failed}")
 
 
 def measure_toml(
@@ -230,8 +271,10 @@ def to_toml(result: Probe) -> str:
     NVLink between two GPUs becomes a link of the file. With more GPUs, copies between pairs do not
     show which links the pairs share, so a comment says how to add the links.
     """
-    how = f"measured by dpbench probe in {result.seconds:.0f} s with torch {torch.__version__}"
-    how = "; ".join([how, *_noise(result.load)])
+    passes = f"{result.passes} of {PASSES} passes in {result.seconds:.0f} s"
+    how = f"measured by dpbench probe in {passes} with torch {torch.__version__}"
+    without = (f"left out: {one}" for one in result.left_out)
+    how = "; ".join([how, *without, *_noise(result.load)])
     noisy = f" ({foreign_load.NOISY})" if foreign_load.busy(result.load) else ""
     count = len(result.gpus)
     what = f"{result.name}, {result.cores} cores: {count} x {result.gpus[0]}{noisy}"
@@ -262,7 +305,7 @@ def to_toml(result: Probe) -> str:
         f"bytes_per_s = {_number(result['pinned_to_device_bytes_per_s'])}",
     ]
     lines += _between(result)
-    if count > 1:
+    if any(one.name == "all_reduce_bytes_per_s" for one in result.figures):
         lines += [
             "",
             "[collective]",

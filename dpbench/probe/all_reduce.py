@@ -23,7 +23,7 @@ import torch.distributed as dist
 from dpbench.hardware import processes
 from dpbench.measure import scratch
 from dpbench.measure.ranks import run
-from dpbench.probe.figures import Figure, Timing, figure, lines, spread, timing
+from dpbench.probe.figures import Figure, Timing, figure, last_line, lines, spread, timing
 
 KIB = 2**10
 MIB = 2**20
@@ -36,12 +36,16 @@ WARM = 3
 LIMIT_S = 60.0
 
 
+class NoResult(RuntimeError):
+    """The ranks failed, or took longer than `LIMIT_S`."""
+
+
 def figures(ranks: int, backend: str = "nccl", sizes: Sequence[int] = SIZES) -> Iterator[Figure]:
     """Yield the seconds of an all-reduce of each size, and the start-up time and rate of a line.
 
     `sizes` are in bytes. `backend` is torch.distributed's: "nccl" between GPUs, "gloo" between CPU
     processes. The line is fitted to the seconds over the bytes that each of n ranks sends in a ring
-    all-reduce: 2 (n - 1) / n times the size. Raises RuntimeError if a rank fails.
+    all-reduce: 2 (n - 1) / n times the size. Raises NoResult if a rank fails or is too slow.
     """
     timings = _measured(ranks, backend, sizes)
     for size, spent in timings:
@@ -68,17 +72,20 @@ def figures(ranks: int, backend: str = "nccl", sizes: Sequence[int] = SIZES) -> 
 def _measured(ranks: int, backend: str, sizes: Sequence[int]) -> list[tuple[int, Timing]]:
     with scratch.folder() as folder:
         command = [sys.executable, "-m", "dpbench.probe.all_reduce", str(os.getpid()), str(folder)]
-        done = subprocess.run(
-            [*command, str(ranks), backend, json.dumps(sizes)],
-            timeout=LIMIT_S,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        try:
+            done = subprocess.run(
+                [*command, str(ranks), backend, json.dumps(sizes)],
+                timeout=LIMIT_S,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise NoResult(f"the probe's ranks did not end within {LIMIT_S:g} s") from None
     if done.returncode:
-        raise RuntimeError(
-            f"the probe's ranks ended with exit status {done.returncode}; their error output ends"
-            f" with: {done.stderr[-500:]}"
+        raise NoResult(
+            f"the probe's ranks ended with exit status {done.returncode}; the last line of their"
+            f" error output is: {last_line(done.stderr)}"
         )
     answer = json.loads(done.stdout.splitlines()[-1])
     return [(size, Timing(**seconds)) for size, seconds in answer]

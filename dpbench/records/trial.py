@@ -18,6 +18,7 @@ import msgspec
 
 from dpbench.records import visible
 from dpbench.records.case import Case, Phase
+from dpbench.records.fake import fake_gpus
 from dpbench.records.ledger import Ledger
 from dpbench.records.series import Sample, Samples, Span, Step, Steps
 
@@ -260,6 +261,11 @@ class Trial:
     def hosts(self) -> tuple[TrialHost, ...]:
         """Return the machines of the trial's ranks, rank 0's first; empty without a launch."""
         return tuple(TrialHost.from_dict(one) for one in self.provenance.get(HOSTS, ()))
+
+    @property
+    def on_fake_gpus(self) -> bool:
+        """Return whether the trial ran on fake GPUs, or was predicted for them."""
+        return self.case.device_kind == "cuda" and fake_gpus(self.provenance)
 
     @cached_property
     def timed(self) -> tuple[float, ...]:

@@ -93,7 +93,7 @@ PHASES: Mapping[str, Look] = {
 Every two colours differ by at least 10 in CIEDE2000, also for readers with protanopia, deuteranopia
 or tritanopia. Each colour has a contrast of at least 3 to the background of every theme.
 """
-ODD = ("PREDICTED", "COLOCATED", "EMULATED")
+ODD = ("PREDICTED", "COLOCATED", "EMULATED", "FAKE-GPU")
 """The labels that the legend of a speed-up panel shows with the name of a line."""
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",

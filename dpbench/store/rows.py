@@ -17,7 +17,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from dpbench.records import Case, Sample, Status, Trial, visible
+from dpbench.records import Case, Sample, Status, Trial, fake, visible
 from dpbench.records.series import Samples, Series
 from dpbench.store import facts, file, summaries
 from dpbench.store.file import StoreError
@@ -25,7 +25,7 @@ from dpbench.store.runs import StoredRun
 
 TRIAL = (
     "fingerprint, round, case_json, status, reason, verified, source, started, schema, setup,"
-    " provenance, failed_device"
+    " provenance, failed_device, run_id"
 )
 STEP = "seconds, warmup, end_s"
 SPAN = "step, phase, device, clock, start_s, end_s"
@@ -93,7 +93,7 @@ def trial(db: file.Connection, row: int) -> Trial:
     with _reading(db, "trial", row):
         steps = _part(db, "step", STEP, row, "step")
         plain = {
-            **_plain(_row(db, "trial", TRIAL, row)),
+            **_plain(db, _row(db, "trial", TRIAL, row)),
             "steps": _columns(STEP, [(seconds, bool(warm), end) for seconds, warm, end in steps]),
             "spans": _columns(SPAN, _part(db, "span", SPAN, row, "number")),
             "memory": _columns(MEMORY, _part(db, "memory", MEMORY, row, "rowid")),
@@ -115,7 +115,7 @@ def summary(db: file.Connection, row: int) -> Trial:
         if ledger is None:
             return trial(db, row).summary()
         memory = _columns(MEMORY, _part(db, "memory", MEMORY, row, "rowid"))
-        plain = {**_plain(head), "memory": memory}
+        plain = {**_plain(db, head), "memory": memory}
         made = replace(Trial.from_dict(plain), steps=ledger.steps, samples=_samples(db, row))
         facts.check_trial(made.provenance, made.started_s)
         return made.with_ledger(ledger)
@@ -132,7 +132,7 @@ def _samples(db: file.Connection, row: int) -> Samples:
     return Samples({key: partial(Series, *columns) for key, columns in columns_by_series.items()})
 
 
-def _plain(head: Sequence[Any]) -> dict[str, Any]:
+def _plain(db: file.Connection, head: Sequence[Any]) -> dict[str, Any]:
     """Return the columns `TRIAL` as data for `Trial.from_dict`."""
     (
         fingerprint,
@@ -147,6 +147,7 @@ def _plain(head: Sequence[Any]) -> dict[str, Any]:
         setup,
         provenance,
         failed,
+        run_id,
     ) = head
     return {
         "status": status,
@@ -156,11 +157,27 @@ def _plain(head: Sequence[Any]) -> dict[str, Any]:
         "started_s": started,
         "schema": schema,
         "setup": _object(setup),
-        "provenance": _object(provenance),
+        "provenance": {**_object(provenance), **_of_run(db, run_id)},
         "round": number,
         "failed_device": failed,
         "case": case(text, fingerprint).to_dict(),
     }
+
+
+def _of_run(db: file.Connection, run_id: str) -> dict[str, Any]:
+    """Return the fact of a trial's run that qualifies the trial: whether its GPUs are fake."""
+    try:
+        found = db.execute("SELECT provenance FROM run WHERE id=?", (run_id,)).fetchone()
+        return {fake.FACT: True} if found and _says_fake(found[0]) else {}
+    except file.Locked:
+        raise
+    except _DATA:
+        return {}  # a damaged run is reported where it is read; its trials stay readable
+
+
+@lru_cache(maxsize=256)
+def _says_fake(provenance: str) -> bool:
+    return fake.fake_gpus(_object(provenance))
 
 
 def outcome(db: file.Connection, row: int) -> tuple[Case, str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 
-from dpbench.analysis import stats
+from dpbench.analysis import stats, validity
 from dpbench.analysis.summary import Row, parts
 from dpbench.hardware import foreign_load
 from dpbench.hardware.provenance import Resources
@@ -73,9 +73,7 @@ class CaseContext:
     @property
     def oversubscribed(self) -> bool:
         """Return whether logical CPU devices must take turns, because they outnumber the cores."""
-        return (
-            bool(self.cores) and self.case.device_kind == "cpu" and len(self.case.rows) > self.cores
-        )
+        return validity.oversubscribed(self.case, self.cores)
 
     @cached_property
     def schedule(self) -> schedule.Schedule | None:

@@ -8,7 +8,7 @@ from dpbench.analysis import stats
 from dpbench.analysis.findings.rule import CaseContext, Finding, scaled
 from dpbench.analysis.naming import devices, strategy
 from dpbench.analysis.summary import Row
-from dpbench.records import UNATTRIBUTED, schedule
+from dpbench.records import UNATTRIBUTED, fake, schedule
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
 from dpbench.records.words import (
@@ -32,9 +32,11 @@ LARGEST = 3
 def paragraph(context: CaseContext, findings: Sequence[Finding]) -> str:
     """Return one paragraph about the diagnosed case.
 
-    If there are not enough rounds for its step time, the paragraph says only this. An observed loop
-    is compared with no other case.
+    If there are not enough rounds for its step time, or if the GPUs were fake, the paragraph says
+    only this. An observed loop is compared with no other case.
     """
+    if context.row.on_fake_gpus:
+        return f"{_subject(context)}: {fake.WHY}."
     if context.row.step and context.row.step.doubt:
         remedy = "Observe more steps." if context.observed else _REMEDY
         return (

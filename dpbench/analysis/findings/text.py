@@ -15,7 +15,7 @@ from dpbench.analysis.findings.rule import Cure, Finding
 from dpbench.analysis.ladder import label
 from dpbench.analysis.naming import devices, strategy
 from dpbench.analysis.summary import Row
-from dpbench.records import Case, words
+from dpbench.records import Case, fake, words
 from dpbench.records.words import duration, percent, time, times, withheld
 
 WIDTH = 100
@@ -84,7 +84,7 @@ def _bullets(answer: Answer, diagnosis: Diagnosis | None, samples: int) -> Itera
     change = _remedy_clauses(costly[0]) if costly else []
     first = "certainty" if observed else "gain"
     bullets = {first: [answer.certainty, answer.memory, epoch], "cause": cause, "change": change}
-    unexplained = NO_FINDING if diagnosis else "no case was diagnosed"
+    unexplained = _no_finding(diagnosis) if diagnosis else "no case was diagnosed"
     nothing = {
         first: words.MISSING,
         "cause": unexplained,
@@ -97,6 +97,10 @@ def _bullets(answer: Answer, diagnosis: Diagnosis | None, samples: int) -> Itera
     yield from (
         f"  {name}: {line}" for name, line in (("code", code), ("next", answer.command)) if line
     )
+
+
+def _no_finding(diagnosis: Diagnosis) -> str:
+    return fake.WHY if diagnosis.row.on_fake_gpus else NO_FINDING
 
 
 def _named(case: Case) -> str:
@@ -115,7 +119,8 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
     yield f"[{' '.join(diagnosis.labels)}]"
     yield textwrap.fill(diagnosis.text, WIDTH)
     if not diagnosis.findings:
-        yield f"\n{NO_FINDING[0].upper()}{NO_FINDING[1:]}."
+        why = _no_finding(diagnosis)
+        yield f"\n{why[0].upper()}{why[1:]}."
     for number, finding in enumerate(diagnosis.findings, 1):
         yield ""
         yield _filled(f"{number:>2}. ", f"{headline(finding)} [{' '.join(finding.labels)}]")
