@@ -1,8 +1,11 @@
-"""The page of `make gpu-check`: each failure, no host name, no page without GPUs, tests that ran."""
+"""The page of `make gpu-check`: tests that ran, each failure, no host name, none without GPUs."""
 
 from __future__ import annotations
 
+import re
+import shlex
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -168,3 +171,12 @@ def test_without_gpus_there_is_no_page(
         gpu_check.main()
     assert raised.value.code == 2
     assert "no GPU is visible to CUDA" in capsys.readouterr().err
+
+
+def test_the_document_installs_all_that_is_needed_but_torch() -> None:
+    text = (gpu_check.ROOT / "docs" / "first-gpu-run.md").read_text(encoding="utf-8")
+    project = tomllib.loads((gpu_check.ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    needed = [re.split(r"[<>=]", one)[0] for one in project["project"]["dependencies"]]
+    (command,) = re.findall(r"^python -m pip install ((?:.|\\\n)+?[^\\])$", text, re.M)
+    named = [re.split(r"[<>=]", one)[0] for one in shlex.split(command)]
+    assert sorted([*named, "torch"]) == sorted([*needed, *gpu_check.USED])

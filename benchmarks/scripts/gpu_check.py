@@ -198,6 +198,8 @@ def main() -> None:
         )
         print(f"gpu-check: no GPU is visible to CUDA{build}", file=sys.stderr)
         sys.exit(2)
+    if packages := lacking():
+        print(f"gpu-check: {packages}", file=sys.stderr)
     with tempfile.TemporaryDirectory() as name:
         tests = _tests(Path(name))
         code, said = _run(Path(name))
