@@ -831,6 +831,33 @@ FAULTS = (
         "False",
         ("tests/test_fake.py::test_a_comparison_of_fake_with_real_gpus_is_refused",),
     ),
+    Fault(
+        "cores-of-gpus",
+        "only logical CPU devices take turns on cores",
+        'not cores or case.device_kind != "cpu"',
+        'not cores or case.device_kind == "emulated"',
+        (
+            "tests/test_validity.py::test_each_logical_cpu_device_needs_a_core_and_other_devices_need_none",
+            "tests/test_findings.py::test_gpus_are_not_oversubscribed_by_cores",
+        ),
+    ),
+    Fault(
+        "spent-budget",
+        "a budget is not too short after the last trial",
+        "not trials or needed_s <= left_s",
+        "needed_s <= left_s",
+        (
+            "tests/test_rounds.py::test_a_budget_that_cannot_hold_the_trials_is_said_after_the_first_round",
+        ),
+    ),
+    Fault(
+        "slow-ranks",
+        "the probe leaves out all-reduces whose ranks are too slow",
+        "subprocess.TimeoutExpired",
+        "subprocess.CalledProcessError",
+        ("tests/test_probe.py::test_ranks_that_are_slow_are_no_result",),
+        "probe.all_reduce",
+    ),
     # -- runs
     Fault(
         "run-name",

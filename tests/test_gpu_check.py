@@ -1,8 +1,11 @@
-"""The page of `make gpu-check`: each failure, no host name, no page without GPUs, tests that ran."""
+"""The page of `make gpu-check`: tests that ran, each failure, no host name, none without GPUs."""
 
 from __future__ import annotations
 
+import re
+import shlex
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -138,9 +141,9 @@ def test_the_exit_code_says_whether_tests_ran_and_passed(
     run: int,
     expected: int,
 ) -> None:
-    gpus = {"gpus": [{"index": 0, "name": "NVIDIA A2"}]}
-    monkeypatch.setattr(gpu_check.nvml, "describe", lambda: gpus)
-    monkeypatch.setattr(gpu_check.provenance, "torch_has_cuda", lambda: True)
+    listed = ({"index": 0, "name": "NVIDIA A2"},)
+    monkeypatch.setattr(gpu_check.gpus, "of_torch", lambda: gpus.TorchGpus(gpus=listed))
+    monkeypatch.setattr(gpu_check.gpus, "describe", lambda: {"gpus": [*listed]})
     monkeypatch.setattr(gpu_check, "_tests", lambda folder: tests)
     monkeypatch.setattr(gpu_check, "_run", lambda folder: (run, ""))
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", str(tmp_path / "page.txt")])
@@ -169,3 +172,12 @@ def test_without_gpus_there_is_no_page(
         gpu_check.main()
     assert raised.value.code == 2
     assert missing.missing in capsys.readouterr().err
+
+
+def test_the_document_installs_all_that_is_needed_but_torch() -> None:
+    text = (gpu_check.ROOT / "docs" / "first-gpu-run.md").read_text(encoding="utf-8")
+    project = tomllib.loads((gpu_check.ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    needed = [re.split(r"[<>=]", one)[0] for one in project["project"]["dependencies"]]
+    (command,) = re.findall(r"^python -m pip install (.+)$", text.replace("\\\n", ""), re.M)
+    named = [re.split(r"[<>=]", one)[0] for one in shlex.split(command)]
+    assert sorted([*named, "torch"]) == sorted([*needed, *gpu_check.USED])

@@ -193,6 +193,8 @@ def main() -> None:
     if not usable.gpus:
         print(f"gpu-check: {usable.missing}", file=sys.stderr)
         sys.exit(2)
+    if packages := lacking():
+        print(f"gpu-check: {packages}", file=sys.stderr)
     facts = provenance.collect(gpus.describe())
     with tempfile.TemporaryDirectory() as name:
         tests = _tests(Path(name))
