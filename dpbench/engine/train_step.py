@@ -101,7 +101,9 @@ class TrainStep:
         self.module = module
         self.loss_fn = loss_fn
         self.optimizer = optimizer_fn(module.parameters())
-        self.devices = as_devices(device_ids or ()) or resolve(None) or resolve(["cpu"])
+        self.devices = (
+            as_devices(device_ids or (), own_streams=True) or resolve(None) or resolve(["cpu"])
+        )
         self.note = ""
         self._accumulate = accumulate
         self._clip_norm = clip_norm

@@ -1,8 +1,8 @@
 """CUDA devices: each is a GPU and a stream.
 
-Spread replicas, one per GPU, use the current stream of their GPU, as torch.nn.DataParallel does.
-Colocated replicas share one GPU and by default have separate streams, so that their kernels may
-overlap.
+Replicas use the current stream of their GPU, as in torch.nn.DataParallel. In a `TrainStep`, which
+joins the streams of its replicas, colocated replicas, which share one GPU, have separate streams,
+so that their kernels may overlap.
 """
 
 from __future__ import annotations
@@ -98,10 +98,7 @@ class CudaDevice:
         The stream is that of the thread that calls `guard`, not of the thread that enters the
         context: the current stream of a new thread is the default stream.
         """
-        stack = ExitStack()
-        device = torch.cuda.device(self.ordinal)
-        stream = torch.cuda.stream(self.stream)
-        return _Entered(stack, (device, stream))
+        return torch.cuda.stream(self.stream)  # entering it makes the stream's GPU current
 
     def settle(self) -> None:
         """Do nothing: no CPU core is assigned to a GPU."""
@@ -118,8 +115,9 @@ class CudaDevice:
         torch's allocator then does not reuse their memory before the work queued on it is done.
         """
         for tensor in tensors:
-            if tensor.is_cuda:
-                tensor.record_stream(self.stream)
+            for part in _stored(tensor):
+                if part.is_cuda:
+                    part.record_stream(self.stream)
 
     def event(self, reuse: Any = None) -> Any:
         """Queue a timing event on this device's stream, new unless `reuse`, and return it."""
@@ -211,6 +209,26 @@ class CudaDevice:
                 self.stream.wait_stream(source)
 
 
+_COMPRESSED = {
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+"""The methods that return the stored tensors of a sparse tensor, by its layout."""
+
+
+def _stored(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return the tensors that store the values of `tensor`; only these can record streams."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()  # the public methods need a coalesced tensor
+    if tensor.layout in _COMPRESSED:
+        return [getattr(tensor, name)() for name in _COMPRESSED[tensor.layout]]
+    if tensor.is_nested and tensor.layout is torch.strided:
+        return (tensor.values(),)
+    return (tensor,)
+
+
 class Nccl:
     """NCCL's collectives over distinct GPUs that are used by one process.
 
@@ -260,18 +278,3 @@ class Nccl:
 
     def _parts(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [tensor.view(len(tensors), -1)[i] for i, tensor in enumerate(tensors)]
-
-
-class _Entered:
-    """Several contexts, which may be created in one thread and entered in another."""
-
-    def __init__(self, stack: ExitStack, contexts: Sequence[AbstractContextManager[Any]]) -> None:
-        self._stack = stack
-        self._contexts = contexts
-
-    def __enter__(self) -> None:
-        for context in self._contexts:
-            self._stack.enter_context(context)
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
