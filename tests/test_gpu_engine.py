@@ -1,6 +1,8 @@
-"""The verbs and the engine on GPUs, where they differ from the host: sparse tensors and NCCL."""
+"""The engine and the strategies on GPUs, where these differ from the host."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,7 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dpbench
+from dpbench import models
 from dpbench.engine import TrainStep
+from dpbench.hardware.devices import open_devices
+from dpbench.records import Case, no_mark, registry
 
 pytestmark = pytest.mark.gpu
 
@@ -63,3 +68,31 @@ def test_sparse_gradients_are_reduced(ids: list[int], grad_mode: bool) -> None:
     with torch.set_grad_enabled(grad_mode):
         (total,) = dpbench.reduce(gradients, ids)
     assert (total.layout, total.device) == (torch.sparse_coo, torch.device("cuda:0"))
+
+
+def streams_of(step: Callable[[], object]) -> tuple[set[int], set[int]]:
+    """Return the streams on which a step copies from the host, and those on which it computes."""
+    step()  # libraries initialize their streams
+    torch.cuda.synchronize()
+    both = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=both) as profiler:
+        step()
+        torch.cuda.synchronize()
+    streams: dict[str, set[int]] = {"gpu_memcpy": set(), "kernel": set()}
+    for event in profiler.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.activity_type() in streams and "DtoH" not in event.name():
+            streams[event.activity_type()].add(event.device_resource_id())
+    return streams["gpu_memcpy"], streams["kernel"]
+
+
+@pytest.mark.parametrize("name", ["single", "dp", "torch_dp"])
+def test_only_data_parallel_copies_its_inputs_beside_the_stream_that_computes(name: str) -> None:
+    """torch.nn.DataParallel copies inputs in background streams; an ordinary loop does not."""
+    case = Case(model="mlp", strategy=name, devices=1, batch_size=64, device_kind="cuda")
+    model = models.load("mlp", "small", 0)
+    inputs, _ = (tensor.pin_memory() for tensor in model.batch(64, 0))
+    target = model.batch(64, 0)[1].cuda()
+    with registry.strategy(name).start(case, model, open_devices("cuda", 1), no_mark) as step:
+        copies, kernels = streams_of(lambda: step(inputs, target))
+    assert len(copies) == 1
+    assert (copies <= kernels) == (name == "single")
