@@ -284,6 +284,23 @@ FAULTS = (
         ("tests/test_engine_verbs.py::test_reduce_adds_in_replica_order_and_spares_its_inputs",),
     ),
     Fault(
+        "overlap-growth",
+        "no collective runs during backward after a step that allocated a device's memory",
+        "together and allocations != self._before",
+        "False",
+        (
+            "tests/test_comm.py::"
+            "test_collectives_overlap_with_backward_while_no_device_allocates_memory",
+        ),
+    ),
+    Fault(
+        "blocking-launches",
+        "NCCL over several GPUs is refused where launches block, because it would hang",
+        "distinct and blocks and _has_nccl()",
+        "False",
+        ("tests/test_comm.py::test_blocking_launches_are_refused_on_distinct_gpus",),
+    ),
+    Fault(
         "buffers",
         "every step starts from replica 0's buffers on all replicas",
         "buffers = copies_of(cache.buffers, self._devices[:count], self._mark)",

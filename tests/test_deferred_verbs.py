@@ -36,6 +36,7 @@ every_placement = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 def test_the_verbs_are_right_in_random_orders_of_execution() -> None:
     if not torch.cuda.get_device_name().startswith("Fake") or os.environ.get(DEFERRED):
         pytest.skip("needs fake GPUs, in a process that is not in deferred mode yet")

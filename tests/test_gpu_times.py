@@ -39,6 +39,7 @@ def computes() -> bool:
 needs_times = pytest.mark.skipif(computes(), reason="these fake GPUs keep no time")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not computes(), reason="the GPUs of this process keep time")
 def test_times_on_fake_gpus_that_compute_no_values() -> None:
     done = subprocess.run(

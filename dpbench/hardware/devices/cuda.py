@@ -7,6 +7,7 @@ so that their kernels may overlap.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -148,10 +149,28 @@ class CudaDevice:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.ordinal)
 
+    def allocations(self) -> int:
+        """Return how often torch's allocator has got memory of this GPU from the driver."""
+        stats = torch.cuda.memory.memory_stats_as_nested_dict(self.ordinal)
+        return int(stats.get("num_device_alloc", 0))
+
     def can_collect(self, devices: Sequence[Device]) -> bool:
-        """Return whether `devices` are two or more CUDA devices, all on distinct GPUs."""
+        """Return whether `devices` are two or more CUDA devices, all on distinct GPUs.
+
+        Raises RuntimeError if they are, but NCCL would hang: it launches a kernel on one GPU after
+        the other, and with blocking launches waits for the first, which waits for the others.
+        """
         ordinals = [getattr(device, "ordinal", None) for device in devices]
-        return None not in ordinals and len(set(ordinals)) == len(ordinals) > 1
+        distinct = None not in ordinals and len(set(ordinals)) == len(ordinals) > 1
+        blocks = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
+        if distinct and blocks and _has_nccl():
+            raise RuntimeError(
+                "CUDA_LAUNCH_BLOCKING is set, but NCCL then hangs if one process uses several GPUs:"
+                " the launch on the first GPU waits for its kernel, which waits for the kernels of"
+                " the other GPUs; unset CUDA_LAUNCH_BLOCKING, or find the error with one GPU or"
+                " with replicas that share a GPU, as in device_ids=[0, 0]"
+            )
+        return distinct
 
     def broadcast(
         self, tensors: Sequence[torch.Tensor], devices: Sequence[Device]
@@ -207,6 +226,10 @@ class CudaDevice:
             source = torch.cuda.current_stream(ordinal)
             if source != self.stream:
                 self.stream.wait_stream(source)
+
+
+def _has_nccl() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_nccl_available()
 
 
 _COMPRESSED = {
