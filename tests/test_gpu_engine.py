@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -71,6 +72,20 @@ def test_sparse_gradients_are_reduced(ids: list[int], grad_mode: bool) -> None:
     with torch.set_grad_enabled(grad_mode):
         (total,) = dpbench.reduce(gradients, ids)
     assert (total.layout, total.device) == (torch.sparse_coo, torch.device("cuda:0"))
+
+
+def test_a_device_uses_the_current_stream_of_its_gpu_and_thread() -> None:
+    (device,) = open_devices("cuda", 1)
+    usual, other = torch.cuda.current_stream(0), torch.cuda.Stream(0)
+    elsewhere: list[torch.cuda.Stream] = []
+    for _ in range(2):
+        assert device.stream == usual
+        with torch.cuda.stream(other):
+            assert device.stream == other
+            thread = threading.Thread(target=lambda: elsewhere.append(device.stream))
+            thread.start()
+            thread.join()
+    assert elsewhere == [usual, usual]
 
 
 def streams_of(step: Callable[[], object]) -> tuple[set[int], set[int]]:
