@@ -894,8 +894,8 @@ FAULTS = (
     Fault(
         "device-clock",
         "steps of GPUs have times of the host, as the host's spans do",
-        "return [first_s + seconds * stretch for seconds in raw[:-1]]",
-        "return [seconds * stretch for seconds in raw[:-1]]",
+        "return [first_s + seconds * stretch for seconds in raw]",
+        "return [seconds * stretch for seconds in raw]",
         ("tests/test_simulated_loader.py",),
     ),
     Fault(
@@ -1002,8 +1002,8 @@ FAULTS = (
     Fault(
         "mark-stream",
         "a mark does not look up the stream of a GPU",
-        "return self._own or self._held or torch.cuda.current_stream(self.ordinal)",
-        "return self._own or torch.cuda.current_stream(self.ordinal)",
+        "return self._own or self._held or current_stream(self.ordinal)",
+        "return self._own or current_stream(self.ordinal)",
         ("tests/test_clock.py::test_a_mark_costs_the_driver_two_records",),
     ),
     Fault(
