@@ -124,9 +124,7 @@ class Place:
 
     def put(self, tensor: Tensor, i: int = 0) -> Tensor:
         """Return a leaf on device i that wants gradients if `tensor` does."""
-        copy = tensor.detach().to(self.device(i)).requires_grad_(tensor.requires_grad)
-        settle(copy)
-        return copy
+        return tensor.detach().to(self.device(i)).requires_grad_(tensor.requires_grad)
 
     def needs_distinct(self, why: str) -> None:
         if not self.distinct:
@@ -163,16 +161,8 @@ SWAP = (
 """A fault of the engine: after a call, what swaps a parameter's contents fails."""
 
 
-def settle(tensor: Tensor) -> None:
-    """Wait for a GPU: verbs alone leave their work on the replicas' own streams."""
-    if tensor.is_cuda:
-        for i in range(torch.cuda.device_count()):
-            torch.cuda.synchronize(i)
-
-
 def host(tensor: Tensor) -> Tensor:
-    """Return a tensor on the host, finished and out of the graph."""
-    settle(tensor)
+    """Return a tensor on the host, out of the graph."""
     return tensor.detach().cpu()
 
 

@@ -304,6 +304,28 @@ def test_nothing_synchronises_inside_a_block(time: Time) -> None:
         assert [d.synchronised for d in devices] == before
 
 
+def test_no_event_of_earlier_blocks_is_compared_again(
+    time: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = gpus(time, 1.0, 1.0)
+    clock, asked = CudaClock(devices, time.now), list[Event]()
+    elapsed_time = Event.elapsed_time
+
+    def counted(one: Event, other: Event) -> float:
+        asked.append(other)
+        return elapsed_time(one, other)
+
+    monkeypatch.setattr(Event, "elapsed_time", counted)
+    for _ in range(5):
+        with clock.block():
+            for _ in range(3):
+                with clock.step(warmup=False):
+                    devices[0].launch(1.0)
+        asked.clear()
+        assert [step.seconds for step in clock.steps()[-3:]] == pytest.approx([1.0] * 3)
+        assert len(asked) == 2 * (1 + 3 + 1), "begin, ends and last anchor of the new block"
+
+
 def test_clocks_that_run_at_other_rates_meet_on_the_hosts(time: Time) -> None:
     devices = gpus(time, 1.0, 1.0001, 0.9999)
     clock = CudaClock(devices, time.now)

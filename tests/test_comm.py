@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -235,6 +237,41 @@ def test_only_distinct_gpus_have_collectives(monkeypatch: pytest.MonkeyPatch) ->
     assert collectives.choose(spread, weights) is None
     for ids in (["cpu", "cpu"], ["emulated:0", "emulated:1"]):
         assert collectives.choose(resolve(ids), weights) is None
+
+
+def test_blocking_launches_are_refused_on_distinct_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dpbench.hardware.devices.cuda._has_nccl", lambda: True)
+    spread, shared = [_cuda(0, 0), _cuda(1, 1)], [_cuda(0, 0), _cuda(1, 0)]
+    for value in ("1", "2"):
+        monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", value)
+        with pytest.raises(RuntimeError, match="unset CUDA_LAUNCH_BLOCKING"):
+            spread[0].can_collect(spread)
+        assert not shared[0].can_collect(shared)
+    for value in ("0", ""):
+        monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", value)
+        assert spread[0].can_collect(spread)
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    monkeypatch.setattr("dpbench.hardware.devices.cuda._has_nccl", lambda: False)
+    assert spread[0].can_collect(spread)
+
+
+def test_collectives_overlap_with_backward_while_no_device_allocates_memory() -> None:
+    allocations = [3, 5]
+    devices: Any = [
+        SimpleNamespace(allocations=partial(allocations.__getitem__, i)) for i in (0, 1)
+    ]
+    overlapping = collectives.Overlapping()
+
+    def begins(together: bool = True) -> bool:
+        begun = overlapping.begin(devices, together=together)
+        assert begun == (overlapping.postponed == "")
+        return begun
+
+    assert [begins() for _ in range(3)] == [False, True, True]
+    allocations[1] += 1
+    assert [begins() for _ in range(2)] == [False, True]
+    assert begins(together=False)
+    assert not begins(), "nothing is known about the step before"
 
 
 def test_nccl_is_called_in_place_with_its_own_streams(monkeypatch: pytest.MonkeyPatch) -> None:

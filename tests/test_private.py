@@ -18,6 +18,7 @@ PRIVATE = {
     r"_set_ddp_runtime_logging_sample_rate|_get_ddp_logging_data|set_runtime_stats_and_log": (
         "strategies/ddp.py"
     ),
+    r"_cuda_getCurrentStream": "hardware/devices/cuda.py",
     r"_foreach_copy_|_foreach_add_": "hardware/devices/_many.py",
     r"dropout\._DropoutNd": "measure/verification.py",
     r"torch\._C\._autograd import|_ExperimentalConfig": "measure/worker/bench.py",

@@ -82,15 +82,15 @@ REPORTING = {
         parse("persistent"), MIXED
     ),
     "update.copy: device.wait(self._devices[j])": Run(parse("zero1"), SHARED),
-    "cuda.put: self._follow([tensor])": Run(Schedule(), SHARED),
-    "cuda.put: self.borrow([tensor])": Run(Schedule(), SHARED),
+    "cuda.put: self._follow([tensor])": Run(Schedule(), SHARED, kind="verbs"),
+    "cuda.put: self.borrow([tensor])": Run(Schedule(), SHARED, kind="verbs"),
     "cuda._put_from_host: self.stream.wait_stream(self._background)": Run(
         Schedule(), PAIR, kind="host"
     ),
     "cuda._put_from_host: self.borrow([copy])": Run(Schedule(), PAIR, kind="host"),
     "cuda.clone: self._follow(tensors)": Run(Schedule(), SHARED, kind="host"),
     "cuda.wait: self.stream.wait_stream(stream)": Run(Schedule(), SHARED),
-    "cuda.borrow: tensor.record_stream(self.stream)": Run(Schedule(), SHARED),
+    "cuda.borrow: part.record_stream(self.stream)": Run(Schedule(), SHARED, kind="verbs"),
     "cuda.reduce_add: device.wait(cast(Device, self))": Run(Schedule(), PAIR, kind="wrapper"),
     "cuda._follow: self.stream.wait_stream(source)": Run(Schedule(), SHARED),
     "cuda.follow: self._streams[i].wait_stream(torch.cuda.current_stream(self._ordinals[i]))": Run(
@@ -149,7 +149,7 @@ def test_no_strategy_within_one_process_has_a_race(
     with detect() as found:
         model, runner = load(case.model, "small", 0), registry.strategy(strategy)
         batch = model.batch(8, 0)
-        devices = _cuda(ordinals[:count], shared_stream=runner.traits.shared_stream)
+        devices = _cuda(ordinals[:count], own_streams=not runner.traits.shared_stream)
         with runner.start(case, model, devices, no_mark) as step:
             step(*batch)
             waits = found.machine.waits

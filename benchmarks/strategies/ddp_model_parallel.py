@@ -75,9 +75,9 @@ class SpreadStep(ddp.DdpStep):
         root, last = self.flow.devices
         with precision_of(self.case):
             with self.flow.during(Phase.FORWARD, root):
-                output = self.wrapped(*arguments)
+                output, target = on((self.wrapped(*arguments), target), last)
             with self.mark(Phase.LOSS, last.index):
-                loss = self.model.loss(on(output, last), on(target, last)) * share
+                loss = self.model.loss(output, target) * share
         with self.flow.during(Phase.BACKWARD, last):
             self.updates.scaled(loss).backward()
         return loss.detach()

@@ -125,25 +125,27 @@ def _is_packed(value: Any) -> bool:
 def _place(layer: nn.Module, device: Device, flow: Flow) -> Any:
     """Move a layer to a device, and return the handle of the hook that moves its inputs there.
 
-    Where the flow comes from another device, the marks switch: to this device in forward, and back
-    to the other device as soon as backward has computed the gradient of the input.
+    Where the flow comes from another device, the marks switch: to this device when its inputs have
+    arrived, and back to the other device when the gradients have arrived there in backward. The
+    time of a copy thus belongs to the device that sends.
     """
     layer.to(device.torch_device)
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
         source = flow.at
-        if source is not device:
-            flow.enter(Phase.FORWARD, device)
 
         def moved(value: Any) -> Any:
-            copy = value.to(device.torch_device)
-            tensor = copy.data if isinstance(copy, PackedSequence) else copy
-            if source is not device and tensor.requires_grad:
+            tensor = value.data if isinstance(value, PackedSequence) else value
+            sent = source is not device and tensor.device == source.torch_device
+            if sent and tensor.requires_grad:
                 tensor.register_hook(lambda gradient: flow.enter(Phase.BACKWARD, source))
-            return copy
+            return value.to(device.torch_device)
 
-        return tree_map_only(
+        inputs = tree_map_only(
             (torch.Tensor, PackedSequence), moved, (args, kwargs), is_leaf=_is_packed
         )
+        if source is not device:
+            flow.enter(Phase.FORWARD, device)
+        return inputs
 
     return layer.register_forward_pre_hook(enter, with_kwargs=True)

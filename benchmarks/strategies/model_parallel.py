@@ -50,9 +50,9 @@ class ModelParallel(Strategy):
                     (target,) = put_all([target], last)
                 with precision_of(case):
                     with flow.during(Phase.FORWARD, root):
-                        output = model.module(*arguments)
+                        output = on(model.module(*arguments), last)
                     with mark(Phase.LOSS, last.index):
-                        loss = model.loss(on(output, last), target)
+                        loss = model.loss(output, target)
                 with flow.during(Phase.BACKWARD, last):
                     updates.scaled(loss).backward()
                 with flow.during(Phase.OPTIMIZER, *devices):

@@ -65,9 +65,9 @@ class Pipelined(Strategy):
             def forward(arguments: Any, target: Any, share: float) -> torch.Tensor:
                 with precision_of(case):
                     with flow.during(Phase.FORWARD, root):
-                        output = model.module(*arguments)
+                        output = on(model.module(*arguments), last)
                     with mark(Phase.LOSS, last.index):
-                        return model.loss(on(output, last), target) * share
+                        return model.loss(output, target) * share
 
             def step(inputs: Any, target: Any) -> torch.Tensor:
                 with mark(Phase.OPTIMIZER, root.index):

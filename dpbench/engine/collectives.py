@@ -79,6 +79,39 @@ def choose(devices: Sequence[Device], tensors: Sequence[torch.Tensor]) -> Collec
     return devices[0].collectives(devices)
 
 
+class Overlapping:
+    """The decision, for each step, whether collectives sum gradients while backward still runs.
+
+    They do not in a step after one in which a device got memory from its driver, and not in the
+    first. For one collective, NCCL launches a kernel on each GPU in turn, and each kernel waits for
+    the others. If meanwhile the backward of another GPU, in another thread, allocates memory or
+    loads a kernel, the driver may make it wait for a kernel that runs already, and make NCCL's next
+    launch wait for the allocation: neither would end.
+    """
+
+    def __init__(self) -> None:
+        self._before: list[int] = []
+        self.postponed = ""
+        """The reason why the present step does not overlap; empty if it does."""
+
+    def begin(self, devices: Sequence[Device], *, together: bool) -> bool:
+        """Return whether the step that begins may overlap the two.
+
+        It always may without collectives: if not `together`.
+        """
+        allocations = [device.allocations() for device in devices] if together else []
+        grew = together and allocations != self._before
+        self._before = allocations
+        self.postponed = POSTPONED if grew else ""
+        return not grew
+
+
+POSTPONED = (
+    "gradients are reduced after backward, because the step before allocated memory of a GPU, and"
+    " collectives during backward could wait for an allocation for ever"
+)
+
+
 @dataclass(frozen=True)
 class Bucket:
     """Elements [start, stop) of the flat buffer `flat`, and the indices of its parameters."""

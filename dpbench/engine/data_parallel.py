@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from dpbench.engine import legal
+from dpbench.engine.collectives import Overlapping
 from dpbench.engine.errors import Refused, call_on
 from dpbench.engine.gather import gather, target_of
 from dpbench.engine.legal import Identity
@@ -213,7 +214,7 @@ class DataParallel(nn.Module):
             raise Refused(reason)
         flat = flat_weights(self.module, None, self.schedule, devices[0])
         self._identity = Identity(flat.parameters) if flat else None
-        return maker(self.module, self.schedule, flat)
+        return maker(self.module, self.schedule, flat, Overlapping())
 
     def parallel_apply(
         self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any

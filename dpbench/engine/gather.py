@@ -23,7 +23,6 @@ class Gather(Function):
         ctx: Any, target: Device, devices: Sequence[Device], dim: int, *tensors: torch.Tensor
     ) -> torch.Tensor:
         """Return the tensors concatenated along `dim` on the target; scalars become a vector."""
-        ctx.devices = devices
         ctx.dim = dim
         ctx.homes = [tensor.device for tensor in tensors]
         ctx.scalars = dim == 0 and all(tensor.dim() == 0 for tensor in tensors)
@@ -47,11 +46,15 @@ class Gather(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        """Return each device's part of the gradient, as a copy: a slice may be unaligned."""
+        """Return each device's part of the gradient, as a copy: a slice may be unaligned.
+
+        The copies are made on the current streams, for which autograd makes other streams wait.
+        """
         parts = gradient.split(ctx.sizes, ctx.dim)
+        # the host would read non-blocking copies before they are done
         placed = [
-            device.put(part) if home == device.torch_device else part.to(home)
-            for device, home, part in zip(ctx.devices, ctx.homes, parts, strict=True)
+            part.to(home, non_blocking=home.type != "cpu", copy=True)
+            for home, part in zip(ctx.homes, parts, strict=True)
         ]
         return None, None, None, *(part[0] if ctx.scalars else part for part in placed)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from dpbench.engine.collectives import buckets_of, reduce
+from dpbench.engine.collectives import Overlapping, buckets_of, reduce
 from dpbench.engine.flat_storage import FlatWeights
 from dpbench.engine.legal import GradientHooks, Identity, Muted
 from dpbench.engine.optimizer_state import finish
@@ -65,6 +65,7 @@ class PersistentReplicas:
         self._written_in_forward = False
         self.unusual = ""
         self._closed = False
+        self.overlapping = Overlapping()
         self._overlap: Overlap | None = None
         if schedule.reduce == "overlap" and not self._whole:
             self._overlap = Overlap(self._weights, self._buckets(), self._ready, self._stage)
@@ -110,7 +111,10 @@ class PersistentReplicas:
         if not self._root_only:
             self._begun = self._weights.all_versions(count)
         if self._overlap:
-            self._overlap.begin(count)
+            together = self._update.exchange is not None
+            beside = self.overlapping.begin(self._devices, together=together)
+            # without a replica to wait for, all buckets are left to the end of the step
+            self._overlap.begin(count if beside else 0)
             if exchange := self._update.exchange:
                 exchange.wait()  # a failed step may have left collectives running
                 for i in range(count, len(self._devices)):

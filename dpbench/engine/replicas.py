@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from dpbench.engine.collectives import Copier, copies_of
+from dpbench.engine.collectives import Copier, Overlapping, copies_of
 from dpbench.engine.flat_storage import FlatWeights
 from dpbench.engine.legal import Identity
 from dpbench.engine.optimizer_state import finish, groups_of
@@ -80,18 +80,22 @@ class CachePerThread(threading.local):
 Maker = Callable[[Sequence[Device], bool, Mark, Callable[[], None]], list[nn.Module]]
 
 
-def maker(module: nn.Module, schedule: Schedule, flat: FlatWeights | None) -> Maker:
+def maker(
+    module: nn.Module, schedule: Schedule, flat: FlatWeights | None, overlapping: Overlapping
+) -> Maker:
     """Return a function that replicates the module through autograd, as the schedule says.
 
     `flat` has the buffers that hold the module's parameters; None means separate storage.
     """
     caches = CachePerThread(module) if schedule.replicas == "cached" else None
     copier = flat_copier(flat) if flat else copies_of
-    overlap = schedule.reduce == "overlap"
 
     def make(
         devices: Sequence[Device], detach: bool, mark: Mark, on_reduce: Callable[[], None]
     ) -> list[nn.Module]:
+        overlap = schedule.reduce == "overlap"
+        if overlap and not detach:
+            overlap = overlapping.begin(devices, together=devices[0].can_collect(devices))
         return replicate(
             module,
             list(devices),
@@ -118,6 +122,7 @@ class Autograd:
         optimizer: torch.optim.Optimizer,
         devices: Sequence[Device],
         make: Maker,
+        overlapping: Overlapping,
         flat: FlatWeights | None,
         mark: Mark,
     ) -> None:
@@ -126,6 +131,7 @@ class Autograd:
         self._devices = devices
         self._mark = mark
         self._make = make
+        self.overlapping = overlapping
         self._flat = flat
         self._identity = Identity(flat.parameters, optimizer) if flat else None
 
@@ -190,11 +196,14 @@ def replicas_of(
     With `whole_gradient`, the `.grad` of the module's parameters is the sum over all replicas
     before the optimizer steps.
     """
+    overlapping = Overlapping()
     if len(devices) == 1:  # the module itself runs
-        return Autograd(module, optimizer, devices, maker(module, Schedule(), None), None, mark)
+        make = maker(module, Schedule(), None, overlapping)
+        return Autograd(module, optimizer, devices, make, overlapping, None, mark)
     flat = flat_weights(module, optimizer, schedule, devices[0], len(devices))
     if schedule.replicas == "persistent":
         return PersistentReplicas(
             module, optimizer, devices, schedule, flat, whole_gradient=whole_gradient, mark=mark
         )
-    return Autograd(module, optimizer, devices, maker(module, schedule, flat), flat, mark)
+    make = maker(module, schedule, flat, overlapping)
+    return Autograd(module, optimizer, devices, make, overlapping, flat, mark)

@@ -101,7 +101,9 @@ class TrainStep:
         self.module = module
         self.loss_fn = loss_fn
         self.optimizer = optimizer_fn(module.parameters())
-        self.devices = as_devices(device_ids or ()) or resolve(None) or resolve(["cpu"])
+        self.devices = (
+            as_devices(device_ids or (), own_streams=True) or resolve(None) or resolve(["cpu"])
+        )
         self.note = ""
         self._accumulate = accumulate
         self._clip_norm = clip_norm
@@ -272,7 +274,7 @@ class TrainStep:
         with ExitStack() as running:  # the `backward` phase ends when autograd starts the reduction
             pieces = self._scatter(arguments, mark)
             devices = self.devices[: len(pieces)]
-            replicas = self._replicas.modules(len(pieces), self._workers, on_reduce=running.close)
+            replicas = self._modules(len(pieces), on_reduce=running.close)
             outputs = parallel_apply(
                 replicas, pieces, None, devices, workers=self._workers, mark=mark
             )
@@ -353,8 +355,19 @@ class TrainStep:
             raise Refused(
                 f"schedule {str(self._wanted)!r}: {reason}; use a schedule with loss=gathered"
             )
-        self.schedule = replace(self._best, **legal.FALLBACKS["loss"])
-        self.note = "; ".join(filter(None, [self._why, reason]))
+        self._change(reason, **legal.FALLBACKS["loss"])
+
+    def _change(self, reason: str, **switches: str) -> None:
+        """Change switches of the schedule in this step only."""
+        self.schedule = replace(self.schedule, **switches)
+        self.note = "; ".join(filter(None, [self.note, reason]))
+
+    def _modules(self, count: int, on_reduce: Callable[[], None] = lambda: None) -> list[nn.Module]:
+        """Return the first `count` replicas."""
+        replicas = self._replicas.modules(count, self._workers, on_reduce)
+        if reason := self._replicas.overlapping.postponed:
+            self._change(reason, reduce="after")
+        return replicas
 
     def _local(
         self, arguments: tuple[Any, ...], target: Any, summed: Summed, mark: Mark
@@ -363,7 +376,7 @@ class TrainStep:
         root = self.devices[0]
         pieces = self._scatter((arguments, checked_target(target, root)), mark)
         devices = self.devices[: len(pieces)]
-        replicas = self._replicas.modules(len(pieces), self._workers)
+        replicas = self._modules(len(pieces))
         alone = self.schedule.backward == "local" and root.torch_device.type == "cpu"
         weight = summed.weight_of(target) if alone else None
         parts = LocalLoss(

@@ -108,8 +108,14 @@ class Device(Protocol):
     def reset_memory(self) -> None:
         """Release cached memory, and reset the memory peaks to the bytes that are in use."""
 
+    def allocations(self) -> int:
+        """Return how often torch has got memory from the device's driver; 0 without a driver."""
+
     def can_collect(self, devices: Sequence[Device]) -> bool:
-        """Return whether collectives can run over `devices`, of which this device is the first."""
+        """Return whether collectives can run over `devices`, of which this device is the first.
+
+        Raises RuntimeError if they would never end.
+        """
 
     def broadcast(
         self, tensors: Sequence[torch.Tensor], devices: Sequence[Device]

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, Protocol
 
 from dpbench.hardware.device import Device
@@ -315,6 +315,8 @@ class CudaClock:
         self._read: list[tuple[Opened, float, float]] = []
         self._first = list[tuple[Any, float]]()
         self._last = list[tuple[Any, float]]()
+        # the seconds from the first anchor to each event, by device: no event is compared twice
+        self._raw: list[list[float]] = [[] for _ in devices]
         self._count = 0
         self._idle_s = 0.0
         self.drift = tuple[float, ...]()
@@ -417,14 +419,14 @@ class CudaClock:
             for event in (block.begin[i], *(end[i] for end in block.ends))
         ]
         (first, first_s), (last, last_s) = self._first[i], self._last[i]
-        raw = list(
-            accumulate(
-                one.elapsed_time(other) / 1e3 for one, other in pairwise((first, *events, last))
-            )
-        )
-        stretch = (last_s - first_s) / raw[-1] if raw[-1] > 0 else 1.0
+        raw = self._raw[i]
+        chain = (first, *events, last)
+        for one, other in pairwise(chain[len(raw) : -1]):
+            raw.append((raw[-1] if raw else 0.0) + one.elapsed_time(other) / 1e3)
+        whole_s = (raw[-1] if raw else 0.0) + chain[-2].elapsed_time(last) / 1e3
+        stretch = (last_s - first_s) / whole_s if whole_s > 0 else 1.0
         self.drift = (*self.drift[:i], stretch - 1.0)
-        return [first_s + seconds * stretch for seconds in raw[:-1]]
+        return [first_s + seconds * stretch for seconds in raw]
 
     def spans(self) -> tuple[Span, ...]:
         """Return the spans, converted to the host's time base.

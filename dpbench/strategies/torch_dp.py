@@ -67,6 +67,7 @@ class TorchDataParallel(Strategy):
         from dpbench.strategies._torch_parallel import Marked, on_emulated_devices
 
         root = devices[0]
+        root.can_collect(devices)  # refuses what torch would never end
         model.module.to(root.torch_device)
         updates = Updates(case, model, model.module.parameters())
         used = range(len(case.rows))
@@ -99,6 +100,7 @@ class TorchDataParallel(Strategy):
         """Yield the forward of torch.nn.DataParallel."""
         from dpbench.strategies._torch_parallel import Marked, on_emulated_devices
 
+        devices[0].can_collect(devices)
         model.module.to(devices[0].torch_device)
         with on_emulated_devices(case.devices) if case.device_kind == "emulated" else nullcontext():
             yield Marked(model.module, [device.torch_device.index for device in devices], mark)

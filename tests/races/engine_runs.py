@@ -159,7 +159,7 @@ class Run:
             return found
 
     def _wrapped(self, net: Net, x: Tensor, y: Tensor) -> None:
-        wrapper = DataParallel(net, _cuda(self.ordinals), schedule=self.schedule)
+        wrapper = DataParallel(net, _cuda(self.ordinals, own_streams=True), schedule=self.schedule)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
         for _ in range(2):
             optimizer.zero_grad()
@@ -174,9 +174,10 @@ class Run:
 
     def _verbs(self, net: Net, x: Tensor, y: Tensor) -> None:
         """Use the verbs alone: replicas run again and free their results, without a new scatter."""
-        devices, workers = _cuda(self.ordinals), InTurn(backwards=self.backwards)
+        devices, workers = _cuda(self.ordinals, own_streams=True), InTurn(backwards=self.backwards)
         with torch.no_grad():
-            pieces = scatter((x,), devices)
+            pieces = scatter((x * 1,), devices)
+            torch.ones_like(x)  # may get the memory of the product
             replicas = replicate(net, devices, detach=True)
             for _ in range(2):
                 outputs = parallel_apply(replicas, pieces, None, devices, workers=workers)
@@ -195,7 +196,7 @@ class Run:
             net,
             loss,
             lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-            _cuda(self.ordinals),
+            _cuda(self.ordinals, own_streams=True),
             self.schedule,
             **options,
         ) as step:

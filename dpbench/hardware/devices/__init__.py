@@ -21,12 +21,14 @@ Devices = Sequence[Device | DeviceId]
 """The type of the argument `devices` of the engine's functions: devices, or ids for `resolve`."""
 
 
-def as_devices(devices: Devices) -> list[Device]:
+def as_devices(devices: Devices, *, own_streams: bool = False) -> list[Device]:
     """Return `devices` as a list; if they are ids, `resolve` converts them to devices."""
     if isinstance(devices, DeviceId):
         return resolve(devices)  # raises ValueError, because this is one id and not a list
     given: list[Any] = list(devices)
-    return given if given and hasattr(given[0], "put") else resolve(given)
+    if given and hasattr(given[0], "put"):
+        return given
+    return resolve(given, own_streams=own_streams)
 
 
 @contextmanager
@@ -38,13 +40,15 @@ def holding(devices: Sequence[Device]) -> Iterator[None]:
         yield
 
 
-def resolve(device_ids: Sequence[DeviceId] | None) -> list[Device]:
+def resolve(device_ids: Sequence[DeviceId] | None, *, own_streams: bool = False) -> list[Device]:
     """Return one device per id; None means all GPUs, of which there may be none.
 
     An id is the index of a GPU, a torch.device, or the name of a device. If a GPU is listed several
-    times, its replicas are colocated. The tensors of the emulated device "emulated:1" report the
-    device "lazy:1". Raises ValueError for ids of an unknown kind, ids of different kinds, and GPUs
-    that do not exist.
+    times, its replicas are colocated. They use the current stream of the GPU, as all work of a
+    caller who knows no other stream. With `own_streams`, each of them but the first has a stream of
+    its own: other work on the GPU must then wait for the device. The tensors of the emulated device
+    "emulated:1" report the device "lazy:1". Raises ValueError for ids of an unknown kind, ids of
+    different kinds, and GPUs that do not exist.
     """
     if isinstance(device_ids, DeviceId):
         raise ValueError(
@@ -64,7 +68,7 @@ def resolve(device_ids: Sequence[DeviceId] | None) -> list[Device]:
         return [cast(Device, CpuDevice(index)) for index in range(len(parsed))]
     if kinds == [LAZY]:
         return _emulated([device.index or 0 for device in parsed])
-    return _cuda([_ordinal(device) for device in parsed])
+    return _cuda([_ordinal(device) for device in parsed], own_streams=own_streams)
 
 
 def _parse(device_id: DeviceId) -> torch.device:
@@ -105,11 +109,11 @@ def _ordinal(device: torch.device) -> int:
 
 
 def _cuda(
-    ordinals: Sequence[int], *, shared_stream: bool = False, own_processes: bool = False
+    ordinals: Sequence[int], *, own_streams: bool, own_processes: bool = False
 ) -> list[Device]:
     """Return one CUDA device per replica; replica i uses the GPU `ordinals[i]`.
 
-    A replica that is not the first on its GPU has its own stream, unless `shared_stream` is True.
+    With `own_streams`, a replica that is not the first on its GPU has its own stream.
     `own_processes` means that each device is used in a separate process, with a separate allocator.
     """
     devices = []
@@ -117,7 +121,7 @@ def _cuda(
         again = ordinal in ordinals[:index]
         shares_memory = again and not own_processes  # each process has its own allocator
         device = CudaDevice(
-            index, ordinal, own_stream=again and not shared_stream, shares_memory=shares_memory
+            index, ordinal, own_stream=again and own_streams, shares_memory=shares_memory
         )
         devices.append(cast(Device, device))
     return devices
@@ -163,6 +167,6 @@ def open_devices(
         )
     return _cuda(
         [_ordinal(torch.device("cuda", i)) for i in wanted],
-        shared_stream=shared_stream,
+        own_streams=not shared_stream,
         own_processes=own_processes,
     )

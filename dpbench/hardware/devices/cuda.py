@@ -1,12 +1,13 @@
 """CUDA devices: each is a GPU and a stream.
 
-Spread replicas, one per GPU, use the current stream of their GPU, as torch.nn.DataParallel does.
-Colocated replicas share one GPU and by default have separate streams, so that their kernels may
-overlap.
+Replicas use the current stream of their GPU, as in torch.nn.DataParallel. In a `TrainStep`, which
+joins the streams of its replicas, colocated replicas, which share one GPU, have separate streams,
+so that their kernels may overlap.
 """
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -17,6 +18,24 @@ from torch.cuda import comm, nccl
 
 from dpbench.hardware.device import Collectives, Device
 from dpbench.hardware.devices._many import copy_all
+
+_key_of_stream = getattr(torch._C, "_cuda_getCurrentStream", None)  # absent in CPU builds
+_streams: dict[Any, torch.cuda.Stream] = {}
+"""The streams that were current so far, by the key that torch's C++ code gives them."""
+
+
+def current_stream(ordinal: int) -> torch.cuda.Stream:
+    """Return the calling thread's current stream on a GPU.
+
+    torch.cuda.current_stream makes a new object in each call, which takes 90 % of the time of a
+    mark's event. Here, each stream has one object.
+    """
+    if _key_of_stream is None:
+        return torch.cuda.current_stream(ordinal)
+    key = _key_of_stream(ordinal)
+    if key not in _streams:
+        _streams[key] = torch.cuda.current_stream(ordinal)
+    return _streams[key]
 
 
 class CudaDevice:
@@ -42,7 +61,7 @@ class CudaDevice:
     @property
     def stream(self) -> torch.cuda.Stream:
         """Return the replica's own stream, that of `hold`, or this thread's current stream."""
-        return self._own or self._held or torch.cuda.current_stream(self.ordinal)
+        return self._own or self._held or current_stream(self.ordinal)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -98,10 +117,7 @@ class CudaDevice:
         The stream is that of the thread that calls `guard`, not of the thread that enters the
         context: the current stream of a new thread is the default stream.
         """
-        stack = ExitStack()
-        device = torch.cuda.device(self.ordinal)
-        stream = torch.cuda.stream(self.stream)
-        return _Entered(stack, (device, stream))
+        return torch.cuda.stream(self.stream)  # entering it makes the stream's GPU current
 
     def settle(self) -> None:
         """Do nothing: no CPU core is assigned to a GPU."""
@@ -118,8 +134,9 @@ class CudaDevice:
         torch's allocator then does not reuse their memory before the work queued on it is done.
         """
         for tensor in tensors:
-            if tensor.is_cuda:
-                tensor.record_stream(self.stream)
+            for part in _stored(tensor):
+                if part.is_cuda:
+                    part.record_stream(self.stream)
 
     def event(self, reuse: Any = None) -> Any:
         """Queue a timing event on this device's stream, new unless `reuse`, and return it."""
@@ -150,10 +167,28 @@ class CudaDevice:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.ordinal)
 
+    def allocations(self) -> int:
+        """Return how often torch's allocator has got memory of this GPU from the driver."""
+        stats = torch.cuda.memory.memory_stats_as_nested_dict(self.ordinal)
+        return int(stats.get("num_device_alloc", 0))
+
     def can_collect(self, devices: Sequence[Device]) -> bool:
-        """Return whether `devices` are two or more CUDA devices, all on distinct GPUs."""
+        """Return whether `devices` are two or more CUDA devices, all on distinct GPUs.
+
+        Raises RuntimeError if they are, but NCCL would hang: it launches a kernel on one GPU after
+        the other, and with blocking launches waits for the first, which waits for the others.
+        """
         ordinals = [getattr(device, "ordinal", None) for device in devices]
-        return None not in ordinals and len(set(ordinals)) == len(ordinals) > 1
+        distinct = None not in ordinals and len(set(ordinals)) == len(ordinals) > 1
+        blocks = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
+        if distinct and blocks and _has_nccl():
+            raise RuntimeError(
+                "CUDA_LAUNCH_BLOCKING is set, but NCCL then hangs if one process uses several GPUs:"
+                " the launch on the first GPU waits for its kernel, which waits for the kernels of"
+                " the other GPUs; unset CUDA_LAUNCH_BLOCKING, or find the error with one GPU or"
+                " with replicas that share a GPU, as in device_ids=[0, 0]"
+            )
+        return distinct
 
     def broadcast(
         self, tensors: Sequence[torch.Tensor], devices: Sequence[Device]
@@ -211,6 +246,30 @@ class CudaDevice:
                 self.stream.wait_stream(source)
 
 
+def _has_nccl() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_nccl_available()
+
+
+_COMPRESSED = {
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+"""The methods that return the stored tensors of a sparse tensor, by its layout."""
+
+
+def _stored(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return the tensors that store the values of `tensor`; only these can record streams."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()  # the public methods need a coalesced tensor
+    if tensor.layout in _COMPRESSED:
+        return [getattr(tensor, name)() for name in _COMPRESSED[tensor.layout]]
+    if tensor.is_nested and tensor.layout is torch.strided:
+        return (tensor.values(),)
+    return (tensor,)
+
+
 class Nccl:
     """NCCL's collectives over distinct GPUs that are used by one process.
 
@@ -260,18 +319,3 @@ class Nccl:
 
     def _parts(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [tensor.view(len(tensors), -1)[i] for i, tensor in enumerate(tensors)]
-
-
-class _Entered:
-    """Several contexts, which may be created in one thread and entered in another."""
-
-    def __init__(self, stack: ExitStack, contexts: Sequence[AbstractContextManager[Any]]) -> None:
-        self._stack = stack
-        self._contexts = contexts
-
-    def __enter__(self) -> None:
-        for context in self._contexts:
-            self._stack.enter_context(context)
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)

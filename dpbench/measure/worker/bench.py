@@ -274,7 +274,7 @@ class CaseTimer:
 
     def block(self) -> None:
         """Take one block of steps, shortened if it would exceed the maximum number of steps."""
-        left = self._effort.max_steps + self._stopping.least_warmup - len(self._listener.steps())
+        left = self._effort.max_steps + self._stopping.least_warmup - self._taken
         self._block(max(1, min(self._block_steps, left)))
 
     @property
@@ -315,10 +315,11 @@ class CaseTimer:
             verification.check_results(results, self._taken, trains=case.trains)
         # seconds from the clock, not from the calls: on CUDA, a call returns before its work is
         # done
-        for one in self._listener.steps()[-steps:]:
+        timed = self._listener.steps()[-steps:]
+        for one in timed:
             self._stopping.add(one.seconds)
         self._steps_s += time.perf_counter() - began_s
-        return self._listener.steps()[-1].seconds
+        return timed[-1].seconds
 
     def trial(self, memory: tuple[Memory, ...] = ()) -> Trial:
         """Return the case's trial: all measurements and `memory`, with the warm-up's steps flagged.
