@@ -247,12 +247,30 @@ def _foreign_cpu(trial: Trial, cores: int) -> Deviation | None:
     load = foreign_load.during(trial)
     if isinstance(load, foreign_load.UnknownLoad):
         return None
-    limit = foreign_load.tolerated(trial.case, load.cores)
+    share = foreign_load.gpu_share(trial)
+    needed = foreign_load.needed_cores(trial.case, load.cores)
     return load.taken * load.cores, {
         "cores": load.cores,
         "steal": load.steal * load.cores,
-        "limit": limit,
+        "limit": foreign_load.tolerated_in(trial, load.cores),
+        "by": (
+            f"needs {words.count(math.ceil(needed), 'core')}"
+            if share is None
+            else f"the GPU computes for {words.percent(share)} of the step"
+        ),
     }
+
+
+def _gpu_in_use(trial: Trial, cores: int) -> Deviation | None:
+    """Return the share of the time in which others used a GPU before the round, where it is most.
+
+    None without an answer of NVML.
+    """
+    known = [(gpu.share, gpu) for gpu in foreign_load.gpus_during(trial) if gpu.share is not None]
+    if not known:
+        return None
+    share, gpu = max(known, key=lambda pair: pair[0])
+    return share, {"use": str(gpu)}
 
 
 def _oversubscribed(trial: Trial, cores: int) -> Deviation | None:
@@ -343,6 +361,12 @@ def _on(check: Check) -> str:
 def _cores(check: Check) -> str:
     cores = int(check.about["cores"])
     return words.count(cores, "core") if cores else "? cores"
+
+
+def _foreign_cores(check: Check) -> str:
+    """Say what the case depends on, where an earlier dpbench has stored it, and it is a GPU's."""
+    by = check.about.get("by", "")
+    return f"{check.value:.1f} of {check.about['cores'] or '?'} cores" + (f", {by}" if by else "")
 
 
 def _fell(check: Check) -> str:
@@ -436,7 +460,17 @@ RULES: Sequence[ValidityRule] = (
             f"{foreign_load.NOISY}: other processes took more than {foreign_load.LIMIT:.0%} of the"
             " cores, or cores that the case needs, while a trial ran"
         ),
-        item=lambda check: f"{check.value:.1f} of {check.about['cores'] or '?'} cores",
+        item=_foreign_cores,
+    ),
+    ValidityRule(
+        name="gpu_in_use",
+        limit=foreign_load.LIMIT,
+        measure=_gpu_in_use,
+        headline=(
+            f"{foreign_load.NOISY}: other processes used a GPU for more than"
+            f" {foreign_load.LIMIT:.0%} of the time before a round"
+        ),
+        item=lambda check: str(check.about["use"]),
     ),
     ValidityRule(
         name="oversubscribed",

@@ -30,6 +30,7 @@ ORDER, PCI_ORDER, FASTEST_FIRST = "CUDA_DEVICE_ORDER", "PCI_BUS_ID", "FASTEST_FI
 
 # Constants of NVML's C interface, which never change
 _CLOCK_SM, _CLOCK_MEMORY, _TEMPERATURE_GPU, _PCIE_TX, _PCIE_RX = 1, 2, 0, 0, 1
+_UTILIZATION_SAMPLES = 1
 # Errors after which a call is not repeated: invalid argument, not supported, no permission,
 # function not found, version mismatch, deprecated
 _NEVER = frozenset((2, 3, 4, 13, 25, 26))
@@ -131,11 +132,36 @@ class NvmlGpu:
 
     def _held(self) -> list[tuple[int, int]]:
         """Return (process id, bytes of GPU memory) of each compute process on this GPU."""
+        return [(pid, size) for pid, size in self.processes().items() if size is not None]
+
+    def processes(self) -> dict[int, int | None]:
+        """Return the bytes of this GPU's memory of each compute process, None if unknown, by id."""
+        return {one.pid: one.usedGpuMemory for one in self._ask(_processes) or ()}
+
+    def utilization_samples(self, since_s: float) -> list[tuple[float, float]]:
+        """Return the driver's buffered utilisation since `since_s`, in seconds since the epoch.
+
+        Each pair has a time, and the fraction of the time since the previous sample in which a
+        kernel ran. The list is empty if the driver has no buffer, or no sample since then.
+        """
+        found = self._ask(_utilization_samples, int(since_s * 1e6))
+        _, samples = found or (0, ())
         return [
-            (p.pid, p.usedGpuMemory)
-            for p in self._ask(_processes) or ()
-            if p.usedGpuMemory is not None
+            (one.timeStamp / 1e6, one.sampleValue.uiVal / 100)
+            for one in samples
+            if one.timeStamp > since_s * 1e6
         ]
+
+    def process_utilization(self, since_s: float) -> dict[int, float]:
+        """Return the mean share of the GPU that each process has used since `since_s`, by id.
+
+        `since_s` is in seconds since the epoch. The dict is empty if the driver does not report it.
+        """
+        shares: dict[int, list[float]] = {}
+        for one in self._ask(_process_utilization, int(since_s * 1e6)) or ():
+            if one.timeStamp > since_s * 1e6:
+                shares.setdefault(one.pid, []).append(one.smUtil / 100)
+        return {pid: sum(each) / len(each) for pid, each in shares.items()}
 
     def describe(self) -> dict[str, Any]:
         """Return the known facts about this GPU by name."""
@@ -148,12 +174,12 @@ class NvmlGpu:
         facts.update((fact, self._ask(reader)) for fact, reader in _FACTS.items())
         return _known(facts)
 
-    def _ask(self, reader: Callable[[Library, Handle], Any]) -> Any:
+    def _ask(self, reader: Callable[..., Any], *arguments: Any) -> Any:
         """Return None after an error; unsupported calls are not repeated."""
         if self.answers.get(reader) is False:
             return None
         try:
-            value = reader(self.library, self.handle)
+            value = reader(self.library, self.handle, *arguments)
         except AttributeError:  # this pynvml does not have the call
             self.answers[reader] = False
         except self.library.NVMLError as error:
@@ -413,6 +439,14 @@ def _processes(library: Library, handle: Handle) -> Any:
     # with the version suffix, because on older drivers the bare name raises an exception other than
     # NVMLError
     return library.nvmlDeviceGetComputeRunningProcesses_v3(handle)
+
+
+def _utilization_samples(library: Library, handle: Handle, since_us: int) -> Any:
+    return library.nvmlDeviceGetSamples(handle, _UTILIZATION_SAMPLES, since_us)
+
+
+def _process_utilization(library: Library, handle: Handle, since_us: int) -> Any:
+    return library.nvmlDeviceGetProcessUtilization(handle, since_us)
 
 
 def _import_library() -> Library | None:

@@ -317,7 +317,7 @@ def _described(
         HOSTS: [asdict(host) for host in hosts],
         "clock_error_s": worst.error_s,
     }
-    facts |= {foreign_load.FACT: asdict(load)} if load else {}
+    facts |= {foreign_load.FACT: foreign_load.plain(load)} if load else {}
     return replace(trial, provenance={**trial.provenance, **facts})
 
 

@@ -144,9 +144,12 @@ def run(
     )
     finished = False
     try:
-        load = foreign_load.wait(patience_s, lambda words: listen(Note(words)))
+        # the ranks of a cluster measure their own machines
+        gpus = [] if cluster else ordinals(cases)
+        load = foreign_load.wait(patience_s, lambda words: listen(Note(words)), cases, gpus)
+        before = foreign_load.told(load, cases) if foreign_load.busy(load, cases) else ""
         store.annotate(run_id, foreign_load.FACT, foreign_load.plain(load))
-        store.annotate(run_id, "noisy", _noise(load, ()))
+        store.annotate(run_id, "noisy", _noise(before, ()))
         session = _Session(
             store,
             run_id,
@@ -159,9 +162,11 @@ def run(
             traces,
             cluster,
             facts["gpus"].get("gpus", ()),
+            gpus,
+            load.gpus,
         )
         session.measure(cases, store.done(run_id, retry=again), paired=paired)
-        store.annotate(run_id, "noisy", _noise(load, session.noisy))
+        store.annotate(run_id, "noisy", _noise(before, session.noisy, session.gpus_used))
         finished = session.killed <= store.done(run_id)
     finally:
         if reasons := rule.reasons(cases):
@@ -187,17 +192,19 @@ def identity(
     }
 
 
-def _noise(load: foreign_load.Measured, trials: Collection[Slot]) -> dict[str, str]:
-    """Return the reasons for labelling a run NOISY: `before` (the load before it) and `during`.
+def _noise(
+    before: str, trials: Collection[Slot], gpus: Mapping[int, str] | None = None
+) -> dict[str, str]:
+    """Return the reasons for labelling a run NOISY: `before` and `during`, each a text.
 
-    `trials` are those measured under too much load.
+    `before` is the high load before the run, if any. `trials` are those measured under too much
+    load, and `gpus` has who used which GPU in a round after the first.
     """
-    reasons = {"before": str(load)} if foreign_load.busy(load) else {}
-    return reasons | (
-        {"during": f"{count(len(trials), 'trial')} ran under too much foreign load"}
-        if trials
-        else {}
-    )
+    reasons = {"before": before} if before else {}
+    if trials:
+        used = f" ({'; '.join(gpus.values())})" if gpus else ""
+        reasons["during"] = f"{count(len(trials), 'trial')} ran under too much foreign load{used}"
+    return reasons
 
 
 def statuses(names: Iterable[str]) -> tuple[str, ...]:
@@ -241,11 +248,18 @@ class _Session:
         traces: Path | None,
         cluster: Cluster | None,
         visible: Sequence[Mapping[str, Any]],
+        gpus: Sequence[int],
+        gpus_before: Sequence[foreign_load.GpuLoad],
     ) -> None:
         self._traces = traces
         self._patience_s = patience_s
         self._cluster = cluster
         self._visible = visible
+        self._gpus = gpus
+        self._gpu_loads = gpus_before
+        self._gpu_busy_s: dict[Case, float] = {}
+        self.gpus_used: dict[int, str] = {}
+        """Who used which GPU in a round after the first, by its CUDA ordinal."""
         self._store = store
         self._run_id = run_id
         self._rule = rule
@@ -272,9 +286,7 @@ class _Session:
             self._take(trial)
         with ExitStack() as stack:
             scratch = stack.enter_context(folder())
-            # the ranks of a cluster sample their GPUs
-            gpus = [] if self._cluster else ordinals(cases)
-            watched = stack.enter_context(samplers.sampling(gpus, scratch / "samples.jsonl"))
+            watched = stack.enter_context(samplers.sampling(self._gpus, scratch / "samples.jsonl"))
             lasting = stack.enter_context(self._workers(scratch)) if paired else None
             number = 0
             while wanted := self._rule.wanted(cases, number):
@@ -285,6 +297,10 @@ class _Session:
                 # a new server per round widens the intervals by a server's effect; in paired cases,
                 # the effect cancels
                 if pending:
+                    if number and self._gpus:
+                        # a GPU that stays in use is waited for only once
+                        in_use = any(load.busy for load in self._gpu_loads)
+                        self._look(0.0 if in_use else self._patience_s, pending)
                     with nullcontext(lasting) if lasting else self._workers(scratch) as server:
                         refused = self._refuse(pending, number, server)
                         cases = [case for case in cases if case not in refused]
@@ -299,7 +315,7 @@ class _Session:
                             self._listen(Note(short))
                 number += 1
             if self._patience_s > 0 and self._repeatable():
-                self._wait()
+                self._look(self._patience_s, cases)
                 with nullcontext(lasting) if lasting else self._workers(scratch) as server:
                     self._repeat(cases, server, watched, paired=paired)
 
@@ -342,11 +358,16 @@ class _Session:
         """Return the slots in `noisy` that were not repeated yet; none if the budget is spent."""
         return [] if self._spent() else [slot for slot in self.noisy if self._times[slot] == 1]
 
-    def _wait(self) -> None:
-        """Wait for a low foreign load, limited by the run's patience and the remaining budget."""
-        foreign_load.wait(
-            min(self._patience_s, self._left_s), lambda words: self._listen(Note(words))
+    def _look(self, patience_s: float, cases: Sequence[Case]) -> None:
+        """Wait for a low foreign load within the budget, and keep what others use of the GPUs."""
+        load = foreign_load.wait(
+            min(patience_s, self._left_s),
+            lambda words: self._listen(Note(words)),
+            cases,
+            self._gpus,
         )
+        self._gpu_loads = load.gpus
+        self.gpus_used |= {gpu.gpu: str(gpu) for gpu in load.gpus if gpu.busy}
 
     def _repeat(
         self,
@@ -414,13 +435,8 @@ class _Session:
         ended = time.perf_counter()
         for trial_id, trial in zip(ids, trials, strict=True):
             samples = (*trial.samples, *_watched(watched, began, ended, trial, self._visible))
-            load_facts = (
-                {foreign_load.FACT: asdict(load)} if isinstance(load, foreign_load.Load) else {}
-            )
-            facts = {
-                **load_facts,
-                **trial.provenance,
-            }  # the load that the ranks of a cluster measured takes precedence
+            # the load that the ranks of a cluster measured takes precedence
+            facts = {**self._load_facts(trial, load), **trial.provenance}
             checked = _checked(replace(trial, samples=samples, provenance=facts))
             self._store.end_trial(trial_id, checked)
             self._take(checked)
@@ -429,6 +445,20 @@ class _Session:
         if all(trial.status is Status.OK for trial in trials):
             timed = sum(step.seconds for trial in trials for step in trial.steps)
             self._overhead_s += 0.3 * ((ended - began - timed) / len(group) - self._overhead_s)
+
+    def _load_facts(self, trial: Trial, load: foreign_load.Measured | None) -> dict[str, Any]:
+        """Return what others used during a trial, and how long the GPU computes in a step."""
+        facts: dict[str, Any] = {}
+        if isinstance(load, foreign_load.Load):
+            facts[foreign_load.FACT] = foreign_load.plain(load)
+        mine = ordinals([trial.case])
+        if gpus := [asdict(gpu) for gpu in self._gpu_loads if gpu.gpu in mine]:
+            facts[foreign_load.GPUS] = gpus
+        # only the first round is profiled
+        busy_s = foreign_load.gpu_busy_s(trial) or self._gpu_busy_s.get(trial.case)
+        if busy_s:
+            self._gpu_busy_s[trial.case] = facts[foreign_load.GPU_BUSY] = busy_s
+        return facts
 
     @property
     def _left_s(self) -> float:

@@ -26,7 +26,7 @@ class Doubt(StrEnum):
     """The reason why an estimate is not shown as a result."""
 
     ROUNDS = "too few rounds"
-    NOISY = "other processes used the cores"
+    NOISY = "other processes used the cores or a GPU"
     WIDTH = "interval too wide"
 
 

@@ -202,7 +202,7 @@ def doubt(estimate: Estimate) -> str:
         )
     if estimate.doubt is Doubt.NOISY:
         return (
-            f"other processes used the cores (NOISY), and fewer than {Estimate.ROUNDS} rounds"
+            f"other processes used the cores or a GPU (NOISY), and fewer than {Estimate.ROUNDS} rounds"
             " without them are left"
         )
     if estimate.doubt is Doubt.WIDTH:
