@@ -170,7 +170,7 @@ def _timed(case: Case, effort: Effort) -> dict[str, Any]:
 
 
 @pytest.fixture
-def used(quick: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[GpuLoad, ...]]]:
+def used(quick: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[GpuLoad, ...]]:
     """Return the list of what others use at each look; the last item stays."""
     loads: list[tuple[GpuLoad, ...]] = [()]
     monkeypatch.setattr(Server, "act", staticmethod(_timed))
@@ -178,7 +178,7 @@ def used(quick: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Gp
     monkeypatch.setattr(
         foreign_load, "of_gpus", lambda gpus: loads.pop(0) if len(loads) > 1 else loads[0]
     )
-    yield loads
+    return loads
 
 
 def _noisy(store: Any, outcome: Any) -> list[tuple[str, int]]:

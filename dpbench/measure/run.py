@@ -503,19 +503,20 @@ def _watched(
     trial: Trial,
     visible: Sequence[Mapping[str, Any]],
 ) -> tuple[Sample, ...]:
-    """Return the samplers' readings during the timed steps, or from `began` to `ended` without any.
+    """Return the GPUs' readings from `began` to `ended`, and the host's during the timed steps.
 
-    `visible` are NVML's facts about the GPUs that CUDA shows.
+    Some counters of GPUs are averages or totals, of which the timed steps have a part only with the
+    readings around them. Without timed steps, all readings are returned. `visible` are NVML's facts
+    about the GPUs that CUDA shows.
     """
-    timed = [step for step in trial.steps if not step.warmup]
-    if timed:
-        began, ended = timed[0].start_s, timed[-1].end_s
+    start_s, end_s = trial.window
     # samplers identify GPUs by CUDA ordinal, trials by the index of the replica
     place = {
         HOST: HOST,
         **replicas_of(trial.case.device_ids, trial.provenance.get("gpu_uuids", ()), visible),
     }
-    samples = series.cut(began, ended)
     return tuple(
-        replace(sample, device=place[sample.device]) for sample in samples if sample.device in place
+        replace(sample, device=place[sample.device])
+        for sample in series.cut(began, ended)
+        if sample.device in place and (sample.device != HOST or start_s <= sample.time_s <= end_s)
     )

@@ -100,9 +100,9 @@ def probe(
     loads = [foreign_load.wait(foreign_load.patience(patience_s), say, gpus=range(count))]
     if foreign_load.busy(loads[0]) and not anyway:
         raise BusyMachine(
-            f"the machine is too busy for a probe: {foreign_load.told(loads[0])}; end the other processes, wait longer"
-            " (--patience SECONDS), or measure anyway and label the machine file"
-            f" {foreign_load.NOISY} (--anyway)"
+            f"the machine is too busy for a probe: {foreign_load.told(loads[0])}; end the other"
+            " processes, wait longer (--patience SECONDS), or measure anyway and label the machine"
+            f" file {foreign_load.NOISY} (--anyway)"
         )
     begin = time.perf_counter()
     passes: list[list[Figure]] = []
