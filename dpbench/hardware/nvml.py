@@ -13,7 +13,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,17 +71,36 @@ _NVLINK_SENT, _ALL_LINKS = 138, 2**32 - 1
 _TOTALS: dict[str, tuple[Reader, ...]] = {
     "nvlink_sent_bytes": (lambda nvml, gpu: _field(nvml, gpu, _NVLINK_SENT, _ALL_LINKS) * 1024,),
 }
-# Facts that do not change during a run; for the PCIe link, the maximum that GPU and slot support,
-# not the present state
-_FACTS: dict[str, Reader] = {
+# Facts about the state of a GPU when a run starts. An idle GPU lowers its clocks and its PCIe link:
+# `pcie_generation` and `pcie_width` are the highest that GPU and slot support, `*_now` the present.
+_FACTS: dict[str, Callable[[Library, Handle], Any]] = {
     "power_limit_w": lambda nvml, gpu: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3,
+    "default_power_limit_w": lambda nvml, gpu: (
+        nvml.nvmlDeviceGetPowerManagementDefaultLimit(gpu) / 1e3
+    ),
+    "sm_clock_hz": _FAST["sm_clock_hz"][0],
+    "memory_clock_hz": _FAST["memory_clock_hz"][0],
+    "application_sm_clock_hz": lambda nvml, gpu: (
+        nvml.nvmlDeviceGetApplicationsClock(gpu, _CLOCK_SM) * 1e6
+    ),
+    "application_memory_clock_hz": lambda nvml, gpu: (
+        nvml.nvmlDeviceGetApplicationsClock(gpu, _CLOCK_MEMORY) * 1e6
+    ),
     "max_sm_clock_hz": lambda nvml, gpu: nvml.nvmlDeviceGetMaxClockInfo(gpu, _CLOCK_SM) * 1e6,
     "max_memory_clock_hz": lambda nvml, gpu: (
         nvml.nvmlDeviceGetMaxClockInfo(gpu, _CLOCK_MEMORY) * 1e6
     ),
     "pcie_generation": lambda nvml, gpu: nvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu),
     "pcie_width": lambda nvml, gpu: nvml.nvmlDeviceGetMaxPcieLinkWidth(gpu),
+    "pcie_generation_now": lambda nvml, gpu: nvml.nvmlDeviceGetCurrPcieLinkGeneration(gpu),
+    "pcie_width_now": lambda nvml, gpu: nvml.nvmlDeviceGetCurrPcieLinkWidth(gpu),
+    "ecc": lambda nvml, gpu: bool(nvml.nvmlDeviceGetEccMode(gpu)[0]),
+    "persistence_mode": lambda nvml, gpu: bool(nvml.nvmlDeviceGetPersistenceMode(gpu)),
+    "compute_mode": lambda nvml, gpu: _COMPUTE_MODES[nvml.nvmlDeviceGetComputeMode(gpu)],
 }
+_COMPUTE_MODES = ("default", "exclusive thread", "prohibited", "exclusive process")
+_MOST_NVLINKS = 36
+"""The largest number of NVLink links of a GPU, NVML's NVML_NVLINK_MAX_LINKS."""
 _READERS = {**_FAST, **_SLOW, **_TOTALS}
 FAST_METRICS = tuple(_FAST)  # their calls return at once
 SLOW_METRICS = tuple(_SLOW)  # their calls block for about 20 ms each
@@ -172,7 +191,17 @@ class NvmlGpu:
             "memory_bytes": self.memory_bytes,
         }
         facts.update((fact, self._ask(reader)) for fact, reader in _FACTS.items())
+        facts["nvlinks"] = self._nvlinks()
         return _known(facts)
+
+    def _nvlinks(self) -> dict[str, int] | None:
+        """Return the numbers of `active` and `inactive` NVLink links; None without any link."""
+        states = []
+        for link in range(_MOST_NVLINKS):
+            # an error for one link, such as one that this GPU lacks, says nothing about the others
+            with suppress(AttributeError, self.library.NVMLError):
+                states.append(self.library.nvmlDeviceGetNvLinkState(self.handle, link))
+        return {"active": sum(map(bool, states)), "inactive": states.count(0)} if states else None
 
     def _ask(self, reader: Callable[..., Any], *arguments: Any) -> Any:
         """Return None after an error; unsupported calls are not repeated."""

@@ -57,7 +57,7 @@ def readings(
     often.
     """
     tree = ProcessTree(root_pid())
-    seen_s = dict.fromkeys((gpu.index for gpu in gpus), time.time())
+    seen_s = dict.fromkeys((gpu.index for gpu in gpus), 0.0)
 
     def fast() -> None:
         for gpu in gpus:
@@ -72,11 +72,11 @@ def readings(
                 _sample(samples, gpu.index, metric, partial(gpu.read, metric))
             others = partial(gpu.foreign_memory_bytes, tree.pids())
             _sample(samples, gpu.index, "foreign_memory_bytes", others)
-            # the driver's times are those since the epoch
-            ahead_s = time.time() - time.perf_counter()
             for at_s, value in gpu.utilization_samples(seen_s[gpu.index]):
                 seen_s[gpu.index] = at_s
-                samples.append(Sample(at_s - ahead_s, gpu.index, BUFFERED, value))
+                # the driver's times are those since the epoch
+                since_s = time.time() - at_s
+                samples.append(Sample(time.perf_counter() - since_s, gpu.index, BUFFERED, value))
 
     return fast, slow
 

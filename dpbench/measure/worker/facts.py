@@ -9,6 +9,7 @@ from itertools import pairwise, permutations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
@@ -75,6 +76,8 @@ def torch_facts(case: Case, device: Device) -> dict[str, Any]:
     }
     if case.device_kind == "cuda":
         facts |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+        if dist.is_nccl_available():
+            facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         facts |= {"cudnn_tf32": torch.backends.cudnn.allow_tf32}
         facts |= {
             "gpu": torch.cuda.get_device_name(device.torch_device),
