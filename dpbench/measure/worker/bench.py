@@ -30,6 +30,7 @@ from torch._C._autograd import DeviceType
 from torch._C._profiler import _ExperimentalConfig
 
 from dpbench.hardware.device import Device
+from dpbench.hardware.devices.cuda import heat
 from dpbench.measure import clocks, verification
 from dpbench.measure.merging import PROFILED, exposed_reductions, reductions
 from dpbench.measure.stopping import Stopping
@@ -133,6 +134,8 @@ SLOW = 10
 If a case's blocks would be longer, each block has one step, and so has the warm-up.
 """
 SLOW_STEPS = 3
+HEAT_S = 0.5
+"""The seconds for which GPUs compute before their steps are timed, but no longer than those."""
 COMPILING_PASSES = 10
 """The most passes over the batches in which torch.compile may compile."""
 
@@ -242,6 +245,7 @@ class CaseTimer:
         self._observe = getattr(step, "observe", list)
         self._block_steps = effort.block_steps
         self._steps_s = 0.0
+        self._heat_s = 0.0
         self._taken = 0
         self._profiled_steps = PROFILED_STEPS
         self._stopping = Stopping(
@@ -261,6 +265,19 @@ class CaseTimer:
             self._stopping.least_warmup = 1
             self._profiled_steps = 1
             self._stopping.min_steps = min(self._effort.min_steps, SLOW_STEPS)
+
+    def heat(self) -> None:
+        """Raise the clocks of the GPUs for the rest of `HEAT_S` that the warm-up does not last.
+
+        The second step shows how long a step takes; the first one also loads libraries. A slow
+        case, whose warm-up is its first step, needs no heating.
+        """
+        on_gpus = self._prepared.devices[0].torch_device.type == "cuda"
+        if not on_gpus or self._stopping.least_warmup < 2:
+            return
+        warmup_s = self._block(1) * self._stopping.least_warmup
+        rest_s = min(HEAT_S, self._effort.budget_s) - warmup_s
+        self._heat_s = heat(self._prepared.devices, rest_s)
 
     def block(self) -> None:
         """Take one block of steps, shortened if it would exceed the maximum number of steps."""
@@ -326,6 +343,7 @@ class CaseTimer:
             self._step, prepared.batches[0], prepared.devices, self._listener, self._profiled_steps
         )
         cost = {"profile_s": time.perf_counter() - began_s} if profile else {}
+        cost |= {"heat_s": self._heat_s} if self._heat_s else {}
         samples = [*self._listener.samples(), *_busy_samples(profile)]
         for device, each in exposed_reductions(prepared.case, profile).items():
             samples += [Sample(0.0, device, EXPOSED_REDUCTION, seconds) for seconds in each]
@@ -371,6 +389,8 @@ def run_timers(timers: Sequence[CaseTimer]) -> None:
     try:
         for timer in timers:
             timer.first()
+        for timer in timers:
+            timer.heat()
         turn = list(timers)
         while not all(timer.finished for timer in timers):
             for timer in turn:
