@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from dpbench.analysis import sampled, stats, transfers
+from dpbench.analysis import sampled, stats, summary, transfers
 from dpbench.records import UNATTRIBUTED, Case, Phase, Source, Trial, plan, registry, words
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
@@ -207,7 +207,7 @@ def _figures(quantity: Quantity, trials: Iterable[Trial]) -> _Found | None:
                 n: stats.beside([figures[device] for device in columns])
                 for n, figures in whole.items()
             }
-            return _Found(vectors, columns, basis)
+            return _Found(summary.by_profiled_step(vectors, basis), columns, basis)
     return None
 
 
@@ -335,10 +335,7 @@ QUANTITIES = (
     Quantity(
         "busy time",
         "s",
-        (
-            ("kernels of profiled steps", _steps_of("kernel_busy_s")),
-            ("thread CPU time", _steps_of("busy_s")),
-        ),
+        (*((basis, _steps_of(metric)) for metric, basis in summary.BUSY_METRICS.items()),),
     ),
     Quantity(
         "occupied time", "s", (("phases open on the device", lambda trial: trial.ledger.occupied),)

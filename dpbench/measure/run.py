@@ -28,6 +28,7 @@ from dpbench.measure.stopping import LEAST_S, Fixed, RoundsRule, shortage
 from dpbench.records import HOST, Case, Effort, Sample, Status, Trial, plan, registry
 from dpbench.records.trial import HOSTS
 from dpbench.records.words import count
+from dpbench.records.work import LINKS, times_links
 from dpbench.store import FINAL, Store
 
 if TYPE_CHECKING:
@@ -257,7 +258,11 @@ class _Session:
         self._visible = visible
         self._gpus = gpus
         self._gpu_loads = gpus_before
-        self._gpu_busy_s: dict[Case, float] = {}
+        self._profiled: dict[Case, tuple[int, float]] = {}
+        """The round in which a case was profiled, and the busy seconds of its busiest GPU."""
+        self._widest = 0
+        self._linked: Slot | None = None
+        """The slot whose trial has the times of copies over the links of the most GPUs."""
         self.gpus_used: dict[int, str] = {}
         """Who used which GPU in a round after the first, by its CUDA ordinal."""
         self._store = store
@@ -281,6 +286,7 @@ class _Session:
         fixed = self._rule.name if isinstance(self._rule.name, int) else 0
         self._total = max(len(done), len(cases) * fixed)
         self._done = len(done)
+        self._widest = max((case.devices for case in cases if times_links(case)), default=0)
         self._listen(Started(self._run_id, self._total, self._done))
         for trial in self._store.trials(self._run_id, superseded=True) if done else ():
             self._take(trial)
@@ -348,6 +354,10 @@ class _Session:
         """Pass a trial to the rule; record if it was killed or ran under too much load."""
         self._rule.add(trial)
         slot = trial.case, trial.round
+        if LINKS in trial.provenance:
+            self._linked = slot
+        if busy_s := foreign_load.gpu_busy_s(trial):
+            self._profiled.setdefault(trial.case, (trial.round, busy_s))
         self._times[slot] += trial.trusted
         if trial.trusted:
             (self.noisy.add if foreign_load.noisy(trial) else self.noisy.discard)(slot)
@@ -425,10 +435,8 @@ class _Session:
                 for case in group
             ]
         else:
-            # memory by phase is deterministic: measure it in the first round only
-            by_phase = effort.memory_by_phase and number == 0
             trace = self._trace(group[0], number) if len(group) == 1 else ""
-            effort = replace(effort, trace=trace, memory_by_phase=by_phase)
+            effort = replace(self._once(effort, group, number), trace=trace)
             before = foreign_load.snapshot()
             trials = server.run_together(group, effort, number, self._limit_s)
             load = foreign_load.since(before)
@@ -455,10 +463,34 @@ class _Session:
         if gpus := [asdict(gpu) for gpu in self._gpu_loads if gpu.gpu in mine]:
             facts[foreign_load.GPUS] = gpus
         # only the first round is profiled
-        busy_s = foreign_load.gpu_busy_s(trial) or self._gpu_busy_s.get(trial.case)
-        if busy_s:
-            self._gpu_busy_s[trial.case] = facts[foreign_load.GPU_BUSY] = busy_s
+        _, earlier_s = self._profiled.get(trial.case, (0, None))
+        if busy_s := foreign_load.gpu_busy_s(trial) or earlier_s:
+            facts[foreign_load.GPU_BUSY] = busy_s
         return facts
+
+    def _once(self, effort: Effort, group: Sequence[Case], number: int) -> Effort:
+        """Return the effort without what a run measures only once, and has measured.
+
+        It is the memory by phase and the profile of a case, and the links of the most GPUs. A trial
+        that is repeated measures again what its predecessor had. Where gradients are reduced during
+        backward, the profile shows the phase `reduce` of each round.
+        """
+        by_profile = any(
+            case.traits.ranks and case.traits.reduction is registry.Reduction.OVERLAPPED
+            for case in group
+        )
+        first = any(self._profiled.get(case, (number, 0.0))[0] == number for case in group)
+        unlinked = any(
+            case.devices == self._widest and self._linked in (None, (case, number))
+            for case in group
+            if times_links(case)
+        )
+        return replace(
+            effort,
+            memory_by_phase=effort.memory_by_phase and number == 0,
+            profile=effort.profile and (first or by_profile),
+            links=effort.links and unlinked,
+        )
 
     @property
     def _left_s(self) -> float:

@@ -339,8 +339,18 @@ class CaseTimer:
         )
         spans = self._listener.spans()
         began_s = time.perf_counter()
-        profile = _profiled(
-            self._step, prepared.batches[0], prepared.devices, self._listener, self._profiled_steps
+        # a slow case has one profiled step in each round, because one round's would be too few
+        profiles = self._effort.profile or self._profiled_steps == 1
+        profile = (
+            _profiled(
+                self._step,
+                prepared.batches[0],
+                prepared.devices,
+                self._listener,
+                self._profiled_steps,
+            )
+            if profiles
+            else []
         )
         cost = {"profile_s": time.perf_counter() - began_s} if profile else {}
         cost |= {"heat_s": self._heat_s} if self._heat_s else {}
