@@ -526,7 +526,9 @@ FAULTS = (
         "a trial has the host's samples of its timed steps alone",
         "start_s, end_s = trial.window",
         "start_s, end_s = trial.window[0], trial.window[1] + 1.0",
-        ("tests/test_run.py::test_a_trial_has_the_samples_of_its_timed_steps_alone",),
+        (
+            "tests/test_sampled.py::test_gpus_are_sampled_over_the_whole_trial_and_the_host_while_steps_are_timed",
+        ),
     ),
     Fault(
         "resume",
@@ -1055,7 +1057,9 @@ FAULTS = (
         "a trial's samples have the places of its devices, and not CUDA's numbers",
         "replace(sample, device=place[sample.device])",
         "replace(sample, device=sample.device)",
-        ("tests/test_run.py::test_a_trial_has_the_samples_of_its_timed_steps_alone",),
+        (
+            "tests/test_sampled.py::test_gpus_are_sampled_over_the_whole_trial_and_the_host_while_steps_are_timed",
+        ),
     ),
     Fault(
         "migration",

@@ -410,6 +410,7 @@ def test_variables_that_change_results_are_recorded_without_paths_and_names_of_u
         "NCCL_ALGO": "Ring",
         "NCCL_DEBUG_FILE": "alice.log",
         "NCCL_TOPO_FILE": "/home/alice/topo.xml",
+        "NCCL_CONF_FILE": "/opt/nccl.conf",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
         "PYTORCH_ALLOC_CONF": "backend:native",
@@ -424,5 +425,5 @@ def test_variables_that_change_results_are_recorded_without_paths_and_names_of_u
     found = provenance.variables(environ)
     assert environ.keys() - found.keys() == {"USER", "OMP_NUM_THREADS_OTHER", "HF_TOKEN"}
     hidden = {name for name, value in found.items() if value == provenance.HIDDEN}
-    assert hidden == {"NCCL_DEBUG_FILE", "NCCL_TOPO_FILE"}
+    assert hidden == {"NCCL_DEBUG_FILE", "NCCL_TOPO_FILE", "NCCL_CONF_FILE"}
     assert all(found[name] == environ[name] for name in found.keys() - hidden)

@@ -145,14 +145,15 @@ def _sample(at_s: float, value: int) -> Any:
 def test_gpus_are_sampled_over_the_whole_trial_and_the_host_while_steps_are_timed(
     tmp_path: Path,
 ) -> None:
+    """GPUs that the case does not use have no samples; the others have the index of the device."""
     path = tmp_path / "samples.jsonl"
-    both = ((0, "power_w"), (HOST, "rss_bytes"))
-    times = [98.0, 99.0, 101.0, 103.0, 105.0]
-    path.write_text("".join(f'[{t}, {d}, "{m}", 1.0]\n' for t in times for d, m in both))
+    devices = ((3, "power_w"), (1, "power_w"), (HOST, "rss_bytes"))
+    times = [98.0, 99.0, 101.0, 102.5, 103.0, 105.0]
+    path.write_text("".join(f'[{t}, {d}, "{m}", 1.0]\n' for t in times for d, m in devices))
     series = samplers.SampleFile(path, 0, None)
-    found = module._watched(series, 98.5, 104.0, trial(), [{"index": 0, "uuid": "GPU-a"}])
-    assert [one.time_s for one in found if one.device == 0] == [99.0, 101.0, 103.0]
-    assert [one.time_s for one in found if one.device == HOST] == [101.0]
+    one = trial(case=replace(ALONE, device_ids=(3,)))
+    found = [(s.time_s, s.device) for s in module._watched(series, 98.5, 104.0, one, [])]
+    assert found == [(99.0, 0), (101.0, 0), (101.0, HOST), (102.5, 0), (103.0, 0)]
 
 
 # -- clocks
