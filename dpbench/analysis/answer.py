@@ -419,7 +419,7 @@ def _certainty(question: Question, decision: Decision) -> str:
     if any(foreign_load.NOISY in row.labels for row in question.rows):
         left_out = ", and the comparison leaves these rounds out" if decision.row else ""
         clauses.append(
-            "other processes used the cores or a GPU in some rounds"
+            f"other processes used {foreign_load.shared(question.home)} in some rounds"
             f" ({foreign_load.NOISY}){left_out}"
         )
     if question.home.device_kind == "cpu":

@@ -436,9 +436,10 @@ def busy_of(trials: Sequence[Trial], source: str) -> tuple[tuple[int, ...], stat
         if values:
             devices.add(tuple(sorted(values)))
             vectors[trial.round] = stats.beside([values[device] for device in sorted(values)])
-    vectors = by_profiled_step(vectors, source)
     idle = any(readings.min() <= 0 for readings in vectors.values())
-    return ((), {}) if len(devices) != 1 or idle else (devices.pop(), vectors)
+    if len(devices) != 1 or idle:
+        return (), {}
+    return devices.pop(), by_profiled_step(vectors, source)
 
 
 def by_profiled_step(vectors: stats.Vectors, source: str) -> stats.Vectors:

@@ -283,18 +283,23 @@ def _foreign_cpu(trial: Trial, cores: int) -> Deviation | None:
     load = foreign_load.during(trial)
     if isinstance(load, foreign_load.UnknownLoad):
         return None
-    share = foreign_load.gpu_share(trial)
-    needed = foreign_load.needed_cores(trial.case, load.cores)
-    return load.taken * load.cores, {
+    about: dict[str, Any] = {
         "cores": load.cores,
         "steal": load.steal * load.cores,
         "limit": foreign_load.tolerated_in(trial, load.cores),
-        "by": (
-            f"needs {words.count(math.ceil(needed), 'core')}"
-            if share is None
-            else f"the GPU computes for {words.percent(share)} of the step"
-        ),
     }
+    if trial.case.device_kind == "cuda":
+        about["by"] = _depends_on(trial, load.cores)
+    return load.taken * load.cores, about
+
+
+def _depends_on(trial: Trial, cores: int) -> str:
+    """Return, as text, what decides whether the cores matter to a trial on GPUs."""
+    share = foreign_load.gpu_share(trial)
+    if share is not None:
+        return f"the GPU computes for {words.percent(share)} of the step"
+    needed = math.ceil(foreign_load.needed_cores(trial.case, cores))
+    return f"the case needs {words.count(needed, 'core')}"
 
 
 def _gpu_in_use(trial: Trial, cores: int) -> Deviation | None:
@@ -400,7 +405,7 @@ def _cores(check: Check) -> str:
 
 
 def _foreign_cores(check: Check) -> str:
-    """Say what the case depends on, where an earlier dpbench has stored it, and it is a GPU's."""
+    """Return the cores that others took and, for GPUs, why they matter."""
     by = check.about.get("by", "")
     return f"{check.value:.1f} of {check.about['cores'] or '?'} cores" + (f", {by}" if by else "")
 

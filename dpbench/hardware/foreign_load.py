@@ -206,6 +206,11 @@ def tolerated(case: Case, cores: int) -> float:
     return free if case.device_kind == "cuda" else min(LIMIT * cores, free)
 
 
+def shared(case: Case) -> str:
+    """Return, as text, what other processes may take from a case."""
+    return "the cores or a GPU" if case.device_kind == "cuda" else "the cores"
+
+
 def needed_cores(case: Case, cores: int) -> float:
     """Return how many of the `cores` of each machine a case keeps busy."""
     if case.traits.loads:
@@ -240,15 +245,15 @@ def _of_gpu(gpu: NvmlGpu, began_s: float, own: Collection[int]) -> GpuLoad:
     others = [pid for pid in (every | shares) if pid not in own]
     samples = [value for _, value in gpu.utilization_samples(began_s)]
     share = statistics.mean(samples) if samples else gpu.read("utilization_ratio")
+    memory: float | None = 0
     if others:
         known = [shares[pid] for pid in others if pid in shares]
         share = sum(known) if known else share
-        sizes = [every.get(pid) for pid in others]
-        memory = sum(size for size in sizes if size is not None)
+        memory = sum(size for pid in others if (size := every.get(pid)) is not None)
         if len(others) == 1 and not known and share is not None:
             shares = {others[0]: share}
     elif every:
-        share, memory = 0.0, 0
+        share = 0.0
     else:  # NVML lists no processes, as in a container: nobody of this tree uses the GPU now
         memory = gpu.read("memory_used_bytes")
     return GpuLoad(

@@ -31,6 +31,7 @@ ORDER, PCI_ORDER, FASTEST_FIRST = "CUDA_DEVICE_ORDER", "PCI_BUS_ID", "FASTEST_FI
 # Constants of NVML's C interface, which never change
 _CLOCK_SM, _CLOCK_MEMORY, _TEMPERATURE_GPU, _PCIE_TX, _PCIE_RX = 1, 2, 0, 0, 1
 _UTILIZATION_SAMPLES = 1
+_COMPUTE_MODES = ("default", "exclusive thread", "prohibited", "exclusive process")
 # Errors after which a call is not repeated: invalid argument, not supported, no permission,
 # function not found, version mismatch, deprecated
 _NEVER = frozenset((2, 3, 4, 13, 25, 26))
@@ -98,7 +99,6 @@ _FACTS: dict[str, Callable[[Library, Handle], Any]] = {
     "persistence_mode": lambda nvml, gpu: bool(nvml.nvmlDeviceGetPersistenceMode(gpu)),
     "compute_mode": lambda nvml, gpu: _COMPUTE_MODES[nvml.nvmlDeviceGetComputeMode(gpu)],
 }
-_COMPUTE_MODES = ("default", "exclusive thread", "prohibited", "exclusive process")
 _MOST_NVLINKS = 36
 """The largest number of NVLink links of a GPU, NVML's NVML_NVLINK_MAX_LINKS."""
 _READERS = {**_FAST, **_SLOW, **_TOTALS}
