@@ -540,10 +540,12 @@ FAULTS = (
     ),
     Fault(
         "trial-samples",
-        "a trial has the samples of its timed steps alone",
-        "began, ended = timed[0].start_s, timed[-1].end_s",
-        "began, ended = timed[0].start_s, timed[-1].end_s + 1.0",
-        ("tests/test_run.py::test_a_trial_has_the_samples_of_its_timed_steps_alone",),
+        "a trial has the host's samples of its timed steps alone",
+        "start_s, end_s = trial.window",
+        "start_s, end_s = trial.window[0], trial.window[1] + 1.0",
+        (
+            "tests/test_sampled.py::test_gpus_are_sampled_over_the_whole_trial_and_the_host_while_steps_are_timed",
+        ),
     ),
     Fault(
         "resume",
@@ -1030,8 +1032,8 @@ FAULTS = (
     Fault(
         "link-queue",
         "copies over a fast link are queued before the first of them begins",
-        "(tensor, buffer)",
-        "(tensor,)",
+        "own[cover].copy_(buffer[cover], non_blocking=True)",
+        "pass",
         (
             "tests/test_simulated_report.py::test_links_that_are_faster_than_the_host_queues_copies_have_their_true_rate",
         ),
@@ -1106,8 +1108,8 @@ FAULTS = (
     Fault(
         "probed-links",
         "the probe measures the link of each pair of GPUs",
-        "permutations(zip(devices, places, strict=True), 2)",
-        "pairwise(zip(devices, places, strict=True))",
+        "permutations(ends, 2)",
+        "pairwise(ends)",
         ("tests/test_probe.py::test_the_links_of_gpus_have_their_true_rates_and_nvlinks_share",),
     ),
     # -- hardware and store
@@ -1162,7 +1164,9 @@ FAULTS = (
         "a trial's samples have the places of its devices, and not CUDA's numbers",
         "replace(sample, device=place[sample.device])",
         "replace(sample, device=sample.device)",
-        ("tests/test_run.py::test_a_trial_has_the_samples_of_its_timed_steps_alone",),
+        (
+            "tests/test_sampled.py::test_gpus_are_sampled_over_the_whole_trial_and_the_host_while_steps_are_timed",
+        ),
     ),
     Fault(
         "migration",
@@ -1668,9 +1672,111 @@ FAULTS = (
     Fault(
         "noisy-no-free-core",
         "on many cores, a load that takes a part of a core that the case needs is NOISY",
-        "return min(LIMIT * cores, max(0.0, cores - used) + SPARE_CORES)",
-        "return LIMIT * cores",
+        "min(LIMIT * cores, free)",
+        "LIMIT * cores",
         ("tests/test_noisy.py::test_a_load_is_noisy_if_it_takes_cores_that_the_case_needs",),
+    ),
+    Fault(
+        "noisy-shared-server",
+        "a case on GPUs is not NOISY while the cores that it needs are free",
+        'free if case.device_kind == "cuda" else min(LIMIT * cores, free)',
+        "min(LIMIT * cores, free)",
+        (
+            "tests/test_gpu_load.py::test_the_cores_matter_to_a_case_on_gpus_as_far_as_it_depends_on_them",
+        ),
+    ),
+    Fault(
+        "noisy-gpu-bound",
+        "a case whose GPU computes for the whole step is not NOISY by the cores",
+        "share is not None and share >= 1 - LIMIT",
+        "False",
+        (
+            "tests/test_gpu_load.py::test_the_cores_matter_to_a_case_on_gpus_as_far_as_it_depends_on_them",
+        ),
+    ),
+    Fault(
+        "noisy-gpu-of-another",
+        "a GPU in use makes only the cases on it NOISY",
+        "gpu.gpu in mine",
+        "True",
+        ("tests/test_gpu_load.py::test_only_cases_on_the_gpu_in_use_are_noisy",),
+    ),
+    Fault(
+        "noisy-gpu-once",
+        "the GPUs are asked again between rounds",
+        "number and self._gpus",
+        "False",
+        (
+            "tests/test_gpu_load.py::test_a_gpu_that_others_begin_to_use_between_rounds_is_found",
+            "tests/test_gpu_load.py::test_a_gpu_that_stays_in_use_is_waited_for_once",
+        ),
+    ),
+    Fault(
+        "nvml-own-work",
+        "what dpbench itself ran on a GPU before is no load of others",
+        "one.timeStamp > since_s * 1e6",
+        "True",
+        ("tests/test_gpu_load.py::test_without_process_ids_the_use_of_the_whole_gpu_counts",),
+        "hardware.nvml.NvmlGpu.utilization_samples",
+    ),
+    Fault(
+        "nvml-outside",
+        "a reading outside the timed steps says nothing about them",
+        "inside = [start_s <= time_s <= end_s for time_s in series.times]",
+        "inside = [True for time_s in series.times]",
+        (
+            "tests/test_sampled.py::test_what_was_read_before_and_after_the_timed_steps_says_nothing_about_them",
+        ),
+    ),
+    Fault(
+        "nvml-average",
+        "an average of the driver covers the second before it",
+        "yield time_s - AVERAGED_S, time_s, value",
+        "yield time_s - 1e-9, time_s, value",
+        (
+            "tests/test_sampled.py::test_an_average_counts_only_if_all_of_its_time_is_in_the_timed_steps",
+        ),
+    ),
+    Fault(
+        "nvml-too-few",
+        "checks of GPUs with too few readings are told",
+        'trial.case.device_kind != "cuda" or not measured or not trial.timed',
+        "True",
+        ("tests/test_sampled.py::test_a_short_window_is_not_checked_and_a_long_one_is",),
+    ),
+    Fault(
+        "clocks-apart",
+        "a speed-up between GPUs at clocks that differ is a caveat",
+        "abs(mine / other - 1) > CLOCKS",
+        "False",
+        ("tests/test_sampled.py::test_a_speed_up_between_clocks_that_differ_names_both",),
+    ),
+    Fault(
+        "links-each-trial",
+        "a run times its links once",
+        "self._linked in (None, (case, number))",
+        "True",
+        (
+            "tests/test_gpu_state.py::test_links_are_timed_once_in_a_run_and_profiles_are_of_the_first_round",
+        ),
+    ),
+    Fault(
+        "profile-lost",
+        "a repeated trial has the profile that its predecessor had",
+        "self._profiled.get(case, (number, 0.0))[0] == number",
+        "case not in self._profiled",
+        (
+            "tests/test_gpu_state.py::test_a_trial_that_is_repeated_measures_again_what_its_predecessor_had",
+        ),
+    ),
+    Fault(
+        "variables-private",
+        "no path is recorded from the environment",
+        'HIDDEN if "/" in value or "\\\\" in value or personal else value',
+        "HIDDEN if personal else value",
+        (
+            "tests/test_nvml.py::test_variables_that_change_results_are_recorded_without_paths_and_names_of_users",
+        ),
     ),
     Fault(
         "noisy-label",

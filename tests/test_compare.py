@@ -169,7 +169,7 @@ def of(value: float, half: float, n: int = 5) -> Estimate:
             0,
             replace(of(1.5, 0.01), noisy=True),
             "undecided",
-            "not enough quiet rounds: other processes used the cores",
+            "not enough quiet rounds: other processes used the cores or a GPU",
         ),
     ],
 )

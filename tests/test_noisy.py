@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from dpbench.analysis import comparison, ladder, stats, summary, validity
 from dpbench.analysis.decision import Choice
 from dpbench.analysis.report import Report
 from dpbench.api.progress import RunningSpeedups
-from dpbench.hardware.foreign_load import FACT, Load
+from dpbench.hardware.foreign_load import FACT, Load, plain
 from dpbench.measure.stopping import UntilPrecise
 from dpbench.records import Case, Phase, Span, Step, Trial, Verified
 from dpbench.records.trial import Doubt
@@ -51,7 +51,7 @@ def trial(case: Case, number: int, step_s: float, taken: float = 0.0, *, steps: 
         for device in range(case.devices):
             spans.append(Span(index, Phase.FORWARD, device, "host", start_s, middle_s))
             spans.append(Span(index, Phase.BACKWARD, device, "host", middle_s, end_s))
-    load = asdict(Load(foreign=taken, steal=0.0, cores=2, seconds=3.0))
+    load = plain(Load(foreign=taken, steal=0.0, cores=2, seconds=3.0))
     return Trial(
         case=case,
         round=number,
@@ -237,13 +237,15 @@ def test_a_difference_in_seconds_leaves_noisy_rounds_out_too() -> None:
         (SINGLE, 8, 0.5, False),
         (replace(DDP, devices=4), 8, 0.9, True),
         (replace(DDP, devices=16, hosts=2), 8, 0.5, True),
-        (replace(DDP, devices=8, device_kind="cuda"), 8, 0.5, False),
+        # the cores of a shared machine with GPUs are busy, but those that the case needs are free
+        (replace(DDP, devices=8, device_kind="cuda"), 8, 0.5, True),
+        (replace(DDP, devices=8, device_kind="cuda"), 64, 32.0, False),
     ],
 )
 def test_a_load_is_noisy_if_it_takes_cores_that_the_case_needs(
     case: Case, cores: int, taken_cores: float, noisy: bool
 ) -> None:
-    load = asdict(Load(foreign=taken_cores / cores, steal=0.0, cores=cores, seconds=3.0))
+    load = plain(Load(foreign=taken_cores / cores, steal=0.0, cores=cores, seconds=3.0))
     one = replace(trial(case, 0, 0.01), provenance={FACT: load})
     assert ("NOISY" in summary.labels(one)) is noisy
     (check,) = [found for found in validity.check(one, cores) if found.name == "foreign_cpu"]

@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from dpbench.hardware import nvml
+from dpbench.hardware import nvml, provenance
 from dpbench.measure.server import environment
 from tests.recorded_nvml import DRIVER_NOT_LOADED, NOT_SUPPORTED, RECORDINGS, Recorded, recorded
 
@@ -334,10 +334,21 @@ def test_description_names_driver_and_gpus(monkeypatch):
                 "uuid": UUIDS[3],
                 "memory_bytes": 85520809984,
                 "power_limit_w": 700.0,
+                "default_power_limit_w": 700.0,
+                "sm_clock_hz": 345e6,
+                "memory_clock_hz": 2619e6,
+                "application_sm_clock_hz": 1980e6,
+                "application_memory_clock_hz": 2619e6,
                 "max_sm_clock_hz": 1980e6,
                 "max_memory_clock_hz": 2619e6,
                 "pcie_generation": 5,
                 "pcie_width": 16,
+                "pcie_generation_now": 1,
+                "pcie_width_now": 16,
+                "ecc": True,
+                "persistence_mode": True,
+                "compute_mode": "exclusive process",
+                "nvlinks": {"active": 17, "inactive": 1},
             }
         ],
     }
@@ -346,7 +357,9 @@ def test_description_names_driver_and_gpus(monkeypatch):
 def test_description_leaves_out_what_is_not_told():
     library = recorded("gtx1080")
     del library.recording["gpu"]["nvmlDeviceGetEnforcedPowerLimit"]
-    assert "power_limit_w" not in nvml.describe(library)["gpus"][0]
+    told = nvml.describe(library)["gpus"][0]
+    assert not told.keys() & {"power_limit_w", "ecc", "persistence_mode", "nvlinks"}
+    assert None not in told.values()
 
 
 def test_numbers_and_names_are_those_of_the_real_library():
@@ -367,3 +380,37 @@ def test_numbers_and_names_are_those_of_the_real_library():
     called = set(re.findall(r"\bnvml[A-Z]\w+", inspect.getsource(nvml)))
     fields = {name for name, _ in pynvml.c_nvmlFieldValue_t._fields_}
     assert called - {*dir(pynvml), *fields} == set()
+
+
+def test_the_names_of_compute_modes_are_in_the_order_of_the_real_library():
+    pynvml = pytest.importorskip("pynvml")
+    modes = ("DEFAULT", "EXCLUSIVE_THREAD", "PROHIBITED", "EXCLUSIVE_PROCESS")
+    assert [getattr(pynvml, f"NVML_COMPUTEMODE_{name}") for name in modes] == [0, 1, 2, 3]
+    assert [mode.replace("_", " ").lower() for mode in modes] == list(nvml._COMPUTE_MODES)
+    assert pynvml.NVML_NVLINK_MAX_LINKS <= nvml._MOST_NVLINKS
+
+
+def test_variables_that_change_results_are_recorded_without_paths_and_names_of_users():
+    environ = {
+        "USER": "alice",
+        "CUDA_LAUNCH_BLOCKING": "1",
+        "NCCL_ALGO": "Ring",
+        "NCCL_DEBUG_FILE": "alice.log",
+        "NCCL_TOPO_FILE": "/home/alice/topo.xml",
+        "NCCL_CONF_FILE": "/opt/nccl.conf",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "PYTORCH_ALLOC_CONF": "backend:native",
+        "NVIDIA_TF32_OVERRIDE": "0",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "CUDA_MODULE_LOADING": "EAGER",
+        "OMP_NUM_THREADS": "4",
+        "OMP_NUM_THREADS_OTHER": "4",
+        "HF_TOKEN": "secret",
+    }
+    found = provenance.variables(environ)
+    assert environ.keys() - found.keys() == {"USER", "OMP_NUM_THREADS_OTHER", "HF_TOKEN"}
+    hidden = {name for name, value in found.items() if value == provenance.HIDDEN}
+    assert hidden == {"NCCL_DEBUG_FILE", "NCCL_TOPO_FILE", "NCCL_CONF_FILE"}
+    assert all(found[name] == environ[name] for name in found.keys() - hidden)

@@ -20,6 +20,7 @@ PRIVATE = {
     ),
     r"_cuda_getCurrentStream": "hardware/devices/cuda.py",
     r"_foreach_copy_|_foreach_add_": "hardware/devices/_many.py",
+    r"cuda\._sleep": "hardware/devices/cuda.py",
     r"dropout\._DropoutNd": "measure/verification.py",
     r"torch\._C\._autograd import|_ExperimentalConfig": "measure/worker/bench.py",
     r"_(?:function|dispatch)_mode_stack|_saved_tensors_|_autocast_supported|_is_any_autocast": (
@@ -56,6 +57,7 @@ def test_private_parts_exist_in_this_torch() -> None:
     assert hasattr(ddp, "_set_ddp_runtime_logging_sample_rate"), where
     assert hasattr(ddp, "_get_ddp_logging_data"), where
     assert hasattr(torch, "_foreach_copy_"), where
+    assert hasattr(torch.cuda, "_sleep"), where
     assert not torch.nn.Linear(1, 1)._forward_hooks, where
     assert not torch.nn.Linear(1, 1)._backward_pre_hooks, where
     assert hasattr(torch._utils, "_flatten_dense_tensors"), where

@@ -6,15 +6,13 @@ Nothing that happens loses or repeats what was measured.
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 
-from dpbench.hardware import samplers
 from dpbench.measure import run as module
 from dpbench.measure.run import Ended, Note, Started, run
-from dpbench.records import Case, Effort, Sample, Status, Step
+from dpbench.records import Case, Effort, Sample, Status
 from dpbench.store import Store
 from tests.standing_in import Server
 
@@ -218,32 +216,6 @@ def test_whatever_a_worker_returns_is_stored_and_ends_nothing(store, monkeypatch
     monkeypatch.setattr(Server, "act", staticmethod(lambda case, effort: odd[int(case.model[1:])]))
     outcome = run(CASES[: len(odd)], store, rounds=1)
     assert len(store.trials(outcome.run_id)) == len(odd)
-
-
-@pytest.mark.usefixtures("quick")
-def test_a_trial_has_the_samples_of_its_timed_steps_alone(store, monkeypatch, tmp_path):
-    """No readings of its warm-up, of the time before and after, or of devices not in use."""
-    output = tmp_path / "samples.jsonl"
-    times = (100.5, 101.0, 101.9, 102.0, 102.5, 103.0, 103.1, 103.9)
-    output.write_text(
-        "".join(f'[{at}, {device}, "power_w", 1.0]\n' for at in times for device in (1, 3))
-    )
-
-    @contextmanager
-    def sampling(ordinals, path):
-        yield samplers.SampleFile(output, 0, None)
-
-    steps = tuple(
-        Step(1.0, warmup, end_s)
-        for warmup, end_s in ((True, 101.0), (False, 102.0), (False, 103.0))
-    )
-    monkeypatch.setattr(samplers, "sampling", sampling)
-    monkeypatch.setattr(Server, "act", staticmethod(lambda case, effort: {"steps": steps}))
-    case = Case(model="m", strategy="single", batch_size=8, device_kind="cuda", device_ids=(3,))
-    (trial,) = store.trials(run([case], store, rounds=1).run_id)
-    assert [(one.time_s, one.device) for one in trial.samples] == [
-        (at, 0) for at in times if 101.0 <= at <= 103.0
-    ]
 
 
 # -- models that fail their check

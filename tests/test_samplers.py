@@ -191,7 +191,8 @@ def test_pcie_counters_keep_a_slow_cadence_of_their_own():
     pcie = sum(count for (call, _), count in library.calls.items() if "Pcie" in call)
     assert pcie == 300 * 4 * 2
     assert {call for call, _ in library.calls if "Pcie" not in call} == {
-        "nvmlDeviceGetComputeRunningProcesses_v3"
+        "nvmlDeviceGetComputeRunningProcesses_v3",
+        "nvmlDeviceGetSamples(1)",
     }
 
 

@@ -56,7 +56,7 @@ def test_a_trial_leaves_to_the_collector_what_it_had_and_no_more(frozen: bool) -
         seen.append((gc.isenabled(), gc.get_freeze_count() > 0))
         fake.finished = True
 
-    fake = SimpleNamespace(first=block, block=block, finished=False)
+    fake = SimpleNamespace(first=block, heat=lambda: None, block=block, finished=False)
     gc.unfreeze()
     if frozen:
         gc.freeze()

@@ -40,7 +40,7 @@ def trial(
         at += one
         steps.append(Step(one, False, at))
     samples = tuple(
-        Sample(100.0 + i, device, metric, value)
+        Sample(100.0 + (at - 100.0) * (i + 1) / (len(readings) + 1), device, metric, value)
         for (metric, device), readings in (metrics or {}).items()
         for i, value in enumerate(readings)
     )

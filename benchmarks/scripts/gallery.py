@@ -43,7 +43,8 @@ TEMPLATE = """<!doctype html>
 <main class="runs">
 <h1>dpbench: reports of real runs</h1>
 <p>{% if only_cpu %}Every run here was made on a CPU, and says nothing about GPUs. {% endif %}
-The labels of a run qualify its figures; NOISY says that other processes used the cores.</p>
+The labels of a run qualify its figures;
+NOISY says that other processes used the cores or a GPU.</p>
 {% for name, one in entries %}
 <section id="{{ name }}">
 <h2>{{ one.title }}</h2>

@@ -444,7 +444,8 @@ def _certainty(question: Question, decision: Decision) -> str:
     if any(foreign_load.NOISY in row.labels for row in question.rows):
         left_out = ", and the comparison leaves these rounds out" if decision.row else ""
         clauses.append(
-            f"other processes used the cores in some rounds ({foreign_load.NOISY}){left_out}"
+            f"other processes used {foreign_load.shared(question.home)} in some rounds"
+            f" ({foreign_load.NOISY}){left_out}"
         )
     if question.home.device_kind == "cpu":
         clauses.append("this says nothing about GPUs")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpbench.analysis import hosts, uneven, validity
+from dpbench.analysis import hosts, sampled, uneven, validity
 from dpbench.analysis.ladder import label
-from dpbench.analysis.summary import FAKE_GPU, Row, shown
+from dpbench.analysis.summary import FAKE_GPU, Row, baseline_in, shown
 from dpbench.hardware import foreign_load
 from dpbench.records import Case, Source, Status, Trial, fake, words
 from dpbench.records.observed import observed
@@ -20,6 +21,8 @@ PARTS = (
     "the rounds of an observed loop are consecutive parts of one execution, so intervals leave out"
     " the variation between executions"
 )
+CLOCKS = 0.03
+"""The largest difference of two cases' mean clocks, as a fraction, that is not a caveat."""
 NAMES = 8
 """The largest number of cases that the text of one caveat names."""
 
@@ -77,6 +80,7 @@ def caveats(
                 *(Caveat(kind="hosts", text=text) for text in machines),
                 *_of_cases(rows, trials, cores),
                 *_of_steps(rows, trials),
+                *_of_clocks(rows, trials, cores),
                 *_of_devices(rows),
                 *_of_loops(rows, trials),
                 *_of_code(provenance),
@@ -147,6 +151,12 @@ def _of_cases(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> Itera
                 by_problem.setdefault(("doubt", few), []).append((row.case, ""))
     for rule, details in validity.troubles(trials, cores).items():
         by_problem[rule.name, rule.headline] = list(details.items())
+    if lacking := validity.unchecked(trials, cores):
+        few = (
+            f"{sampled.NOT_CHECKED}, because NVML gave fewer than {sampled.READINGS} readings in"
+            " the timed steps"
+        )
+        by_problem[sampled.NOT_CHECKED, few] = list(lacking.items())
     for (kind, text), cases in by_problem.items():
         yield Caveat(kind=kind, text=text, cases=tuple(cases), every=len(cases) == len(rows) > 1)
 
@@ -175,6 +185,38 @@ def _of_steps(rows: Sequence[Row], trials: Sequence[Trial]) -> Iterator[Caveat]:
             text=(
                 "the mean step differs from the median step: samples/s and times of epochs are"
                 " those of all steps, but step times and their ratios are medians"
+            ),
+        )
+
+
+def _of_clocks(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> Iterator[Caveat]:
+    """Yield the caveat on cases whose GPUs ran at another clock than those of their baseline."""
+    clocks: dict[Case, dict[int, float]] = {}
+    for trial in trials:
+        clock_hz = validity.mean_clock_hz(trial, cores)
+        if clock_hz and trial.trusted:
+            clocks.setdefault(trial.case, {})[trial.round] = clock_hz
+    series = {row.case: row.series for row in rows if row.case in clocks}
+    cases = []
+    for case in series:
+        base = baseline_in(case, series)
+        if base is None:
+            continue
+        common = clocks[case].keys() & clocks[base].keys() or None
+        mine, other = (
+            statistics.median(hz for n, hz in clocks[one].items() if common is None or n in common)
+            for one in (case, base)
+        )
+        if abs(mine / other - 1) > CLOCKS:
+            apart = f"{mine / 1e6:.0f} MHz, and {label(base)} at {other / 1e6:.0f} MHz"
+            cases.append((case, apart))
+    if cases:
+        yield Caveat(
+            kind="clocks",
+            cases=tuple(cases),
+            text=(
+                f"the GPUs ran at clocks that differ by more than {CLOCKS:.0%} from those of the"
+                " baseline, so a part of the speed-up is that of the clock"
             ),
         )
 

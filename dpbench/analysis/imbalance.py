@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from dpbench.analysis import stats, transfers
+from dpbench.analysis import sampled, stats, summary, transfers
 from dpbench.records import UNATTRIBUTED, Case, Phase, Source, Trial, plan, registry, words
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
@@ -79,7 +79,7 @@ def footprints(trials: Iterable[Trial]) -> list[Footprint]:
     used: dict[tuple[Case, Source], dict[int, int]] = {}
     for trial in (trial for trial in trials if trial.trusted):
         most = used.setdefault((trial.case, trial.source), {})
-        for device, values in trial.readings("memory_used_bytes").items():
+        for device, values in sampled.momentary(trial, "memory_used_bytes").items():
             if 0 <= device < trial.case.working:
                 most[device] = max(most.get(device, 0), int(max(values)))
         for peak in trial.memory:
@@ -207,7 +207,7 @@ def _figures(quantity: Quantity, trials: Iterable[Trial]) -> _Found | None:
                 n: stats.beside([figures[device] for device in columns])
                 for n, figures in whole.items()
             }
-            return _Found(vectors, columns, basis)
+            return _Found(summary.by_profiled_step(vectors, basis), columns, basis)
     return None
 
 
@@ -313,18 +313,14 @@ def _peak(kind: str, source: str) -> Callable[[Trial], Figures]:
 
 def _used(trial: Trial) -> Figures:
     """Return each device's highest memory use in the timed steps according to NVML, in bytes."""
-    return {
-        device: [max(values)] for device, values in _steps_of("memory_used_bytes")(trial).items()
-    }
+    readings = sampled.momentary(trial, "memory_used_bytes")
+    return {device: [max(values)] for device, values in readings.items()}
 
 
 def _energy(trial: Trial) -> Figures:
     """Return each device's energy per timed step in joules, from its counter."""
     steps = len(trial.timed)
-    rises = {
-        device: values[-1] - values[0] for device, values in _steps_of("energy_j")(trial).items()
-    }
-    return {device: [rise / steps] for device, rise in rises.items() if rise > 0}
+    return {device: [used / steps] for device, used in sampled.energy_j(trial).items() if used > 0}
 
 
 def _moved(trial: Trial) -> Figures:
@@ -339,10 +335,7 @@ QUANTITIES = (
     Quantity(
         "busy time",
         "s",
-        (
-            ("kernels of profiled steps", _steps_of("kernel_busy_s")),
-            ("thread CPU time", _steps_of("busy_s")),
-        ),
+        (*((basis, _steps_of(metric)) for metric, basis in summary.BUSY_METRICS.items()),),
     ),
     Quantity(
         "occupied time", "s", (("phases open on the device", lambda trial: trial.ledger.occupied),)

@@ -445,7 +445,19 @@ def busy_of(trials: Sequence[Trial], source: str) -> tuple[tuple[int, ...], stat
             devices.add(tuple(sorted(values)))
             vectors[trial.round] = stats.beside([values[device] for device in sorted(values)])
     idle = any(readings.min() <= 0 for readings in vectors.values())
-    return ((), {}) if len(devices) != 1 or idle else (devices.pop(), vectors)
+    if len(devices) != 1 or idle:
+        return (), {}
+    return devices.pop(), by_profiled_step(vectors, source)
+
+
+def by_profiled_step(vectors: stats.Vectors, source: str) -> stats.Vectors:
+    """Return the readings of profiled steps with each step as a round, if few rounds have any.
+
+    A run profiles only its first round. Readings of another source are returned unchanged.
+    """
+    if source != BUSY_METRICS["kernel_busy_s"] or len(vectors) >= Estimate.ROUNDS:
+        return vectors
+    return dict(enumerate(step[None] for number in sorted(vectors) for step in vectors[number]))
 
 
 def _occupied(trials: Sequence[Trial]) -> dict[int, float]:

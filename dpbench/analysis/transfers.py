@@ -8,8 +8,9 @@ docs/measuring.md lists the limits.
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from dpbench.analysis import stats
 from dpbench.records import HOST, Case, Phase, Source, Trial, registry
@@ -18,7 +19,8 @@ from dpbench.records.registry import Reduction
 from dpbench.records.schedule import known
 from dpbench.records.trial import Estimate
 from dpbench.records.words import number
-from dpbench.records.work import CopyTimes, Move, Shapes, received, sent
+from dpbench.records.work import LINKS as TIMED_LINKS
+from dpbench.records.work import CopyTimes, Move, Shapes, received, sent, times_links
 
 FORWARD_ALONE = (Phase.SCATTER, Phase.REPLICATE, Phase.FORWARD, Phase.GATHER)
 """The phases of a step that does not train."""
@@ -42,6 +44,8 @@ def moves(case: Case, shapes: Shapes) -> list[Move]:
     ]
 
 
+MOST_ROUNDS = 10_000
+"""A number above that of every round, by which the passes over links in one round are apart."""
 LINKS = ("pcie", "nvlink")
 """The kinds of links that have byte counters; the names of their metrics begin with these texts."""
 
@@ -223,6 +227,38 @@ class SlowLink:
         return f"the link {ends} is slow: {rate} GB/s, the others {others} GB/s"
 
 
+def with_links(case: Case, trials_of: Mapping[Case, Sequence[Trial]]) -> list[Trial]:
+    """Return the trials that timed the links between the GPUs of a case: its own, or another's.
+
+    A run times the links only once, in a trial of a case with the most GPUs. `trials_of` has all
+    trials of the run by case. The links of GPUs that the case does not use are left out.
+    """
+
+    def timed(other: Case) -> list[Trial]:
+        return [trial for trial in trials_of.get(other, ()) if TIMED_LINKS in trial.provenance]
+
+    def alike(other: Case) -> bool:
+        known = times_links(other) and other.device_ids[:count] == case.device_ids[:count]
+        return known and other.devices >= count
+
+    count = case.devices
+    on_gpus = case.device_kind == "cuda" and case.placement == "spread" and case.hosts == 1
+    if (own := timed(case)) or not on_gpus:
+        return own
+    others = [trial for other in filter(alike, trials_of) for trial in timed(other)]
+    return [_only(trial, count) for trial in others]
+
+
+def _only(trial: Trial, devices: int) -> Trial:
+    """Return the trial with the links between the host and its first `devices` devices."""
+    kept = [
+        asdict(one)
+        for one in CopyTimes.all_of(trial.provenance)
+        if max(one.source, one.target) < devices
+    ]
+    return replace(trial, provenance={**trial.provenance, TIMED_LINKS: kept})
+
+
 def slow_links(trials: Iterable[Trial], *, to_host: bool) -> list[SlowLink]:
     """Return the slow links between two GPUs or, if `to_host`, from the host; [] for a single link.
 
@@ -258,12 +294,17 @@ def slow_links(trials: Iterable[Trial], *, to_host: bool) -> list[SlowLink]:
 
 
 def _copies(trials: Iterable[Trial]) -> dict[tuple[int, int], stats.Rounds]:
-    """Return, by source and target, the seconds per byte of the timed copies, by round."""
+    """Return, by source and target, the seconds per byte of the timed copies, by pass."""
     by_ends: dict[tuple[int, int], dict[int, list[float]]] = {}
     for trial in trials:
+        passes: Counter[tuple[int, int]] = Counter()
         for copies in CopyTimes.all_of(trial.provenance) if trial.trusted else ():
+            ends = copies.source, copies.target
             seconds = [duration / copies.bytes for duration in copies.seconds]
-            by_ends.setdefault((copies.source, copies.target), {})[trial.round] = seconds
+            # the passes of one trial are rounds; older versions made one pass in each round
+            number = trial.round + MOST_ROUNDS * passes[ends]
+            by_ends.setdefault(ends, {})[number] = seconds
+            passes[ends] += 1
     return dict(by_ends)
 
 

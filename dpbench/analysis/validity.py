@@ -14,16 +14,29 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dpbench.analysis import sampled
 from dpbench.hardware import foreign_load
-from dpbench.records import HOST, UNATTRIBUTED, Case, Fault, Status, Trial, Verified, words
+from dpbench.records import (
+    HOST,
+    UNATTRIBUTED,
+    Case,
+    Fault,
+    Source,
+    Status,
+    Trial,
+    Verified,
+    words,
+)
 from dpbench.records.trial import AVERAGING, TrialHost
 
 SIGNIFICANT = 0.01
 """The p-value of Spearman's test below which a trend counts as real."""
 TREND_FROM = 10
 """The least number of timed steps for which a trend is computed."""
-READINGS = 3
-"""The least number of clock readings from which a change of the clock is computed."""
+MEANS = "mean_hz"
+"""The fact of the check `gpu_clock` for pairs of a device and its mean clock in a trial."""
+BY_NVML = ("throttling", "gpu_clock")
+"""The checks of every trial on GPUs that need readings of NVML in its timed steps."""
 LONG_S = 1.0
 """The least seconds of timed steps for `foreign_gpu`; else a trial's worker may seem foreign."""
 
@@ -138,6 +151,30 @@ def troubles(trials: Iterable[Trial], cores: int) -> dict[ValidityRule, dict[Cas
     return by_rule
 
 
+def unchecked(trials: Iterable[Trial], cores: int) -> dict[Case, str]:
+    """Return which checks by NVML a case on GPUs lacks, and in how many rounds, as text."""
+    missing: dict[Case, list[str]] = {}
+    rounds: Counter[Case] = Counter()
+    for trial in trials:
+        measured = trial.status is Status.OK and trial.source is Source.MEASURED
+        if trial.case.device_kind != "cuda" or not measured or not trial.timed:
+            continue
+        rounds[trial.case] += 1
+        done = {result.name for result in of(trial, cores)}
+        if lacks := [name for name in BY_NVML if name not in done]:
+            missing.setdefault(trial.case, []).append(" and ".join(lacks))
+    return {
+        case: f"{max(lacks, key=len)}, {len(lacks)} of {words.count(rounds[case], 'round')}"
+        for case, lacks in missing.items()
+    }
+
+
+def mean_clock_hz(trial: Trial, cores: int) -> float | None:
+    """Return the mean clock of a trial's GPUs in its timed steps, as stored; None if unknown."""
+    means = [hz for one in of(trial, cores) for _, hz in one.about.get(MEANS, ())]
+    return statistics.mean(means) if means else None
+
+
 # -- measurements
 
 
@@ -195,7 +232,7 @@ def _drift(trial: Trial, cores: int) -> Deviation | None:
 def _throttled(trial: Trial, cores: int) -> Deviation | None:
     """Return the fraction of the most throttled GPU's readings with throttling, and the causes."""
     worst: Deviation | None = None
-    for device, readings in trial.readings("throttle_reasons").items():
+    for device, readings in sampled.momentary(trial, "throttle_reasons").items():
         bits = [int(value) for value in readings]
         slowed = [one for one in bits if any(one & bit for bit in SLOWDOWNS)]
         causes = [cause for bit, cause in SLOWDOWNS.items() if any(one & bit for one in slowed)]
@@ -212,17 +249,15 @@ def _clock(metric: str) -> Callable[[Trial, int], Deviation | None]:
     """
 
     def measure(trial: Trial, cores: int) -> Deviation | None:
-        worst: Deviation | None = None
-        for device, readings in trial.readings(metric).items():
+        worst: tuple[float, dict[str, Any]] | None = None
+        for device, readings in sampled.momentary(trial, metric).items():
             ordered = sorted(readings)
             cut = len(readings) // 20
             low, high = ordered[cut], ordered[len(ordered) - 1 - cut]
-            if (
-                len(ordered) >= READINGS
-                and high > 0
-                and (worst is None or 1 - low / high > worst[0])
-            ):
+            if high > 0 and (worst is None or 1 - low / high > worst[0]):
                 worst = 1 - low / high, {"device": device, "low_hz": low, "high_hz": high}
+        if worst and metric == "sm_clock_hz":
+            worst[1][MEANS] = sorted(sampled.mean_clock_hz(trial).items())
         return worst
 
     return measure
@@ -234,7 +269,8 @@ def _foreign_gpu(trial: Trial, cores: int) -> Deviation | None:
     None without readings, or if the timed steps took less than `LONG_S` seconds.
     """
     held = {
-        d: statistics.median(values) for d, values in trial.readings("foreign_memory_bytes").items()
+        device: statistics.median(values)
+        for device, values in sampled.momentary(trial, "foreign_memory_bytes").items()
     }
     if not held or sum(trial.timed) < LONG_S:
         return None
@@ -247,12 +283,35 @@ def _foreign_cpu(trial: Trial, cores: int) -> Deviation | None:
     load = foreign_load.during(trial)
     if isinstance(load, foreign_load.UnknownLoad):
         return None
-    limit = foreign_load.tolerated(trial.case, load.cores)
-    return load.taken * load.cores, {
+    about: dict[str, Any] = {
         "cores": load.cores,
         "steal": load.steal * load.cores,
-        "limit": limit,
+        "limit": foreign_load.tolerated_in(trial, load.cores),
     }
+    if trial.case.device_kind == "cuda":
+        about["by"] = _depends_on(trial, load.cores)
+    return load.taken * load.cores, about
+
+
+def _depends_on(trial: Trial, cores: int) -> str:
+    """Return, as text, what decides whether the cores matter to a trial on GPUs."""
+    share = foreign_load.gpu_share(trial)
+    if share is not None:
+        return f"the GPU computes for {words.percent(share)} of the step"
+    needed = math.ceil(foreign_load.needed_cores(trial.case, cores))
+    return f"the case needs {words.count(needed, 'core')}"
+
+
+def _gpu_in_use(trial: Trial, cores: int) -> Deviation | None:
+    """Return the share of the time in which others used a GPU before the round, where it is most.
+
+    None without an answer of NVML.
+    """
+    known = [(gpu.share, gpu) for gpu in foreign_load.gpus_during(trial) if gpu.share is not None]
+    if not known:
+        return None
+    share, gpu = max(known, key=lambda pair: pair[0])
+    return share, {"use": str(gpu)}
 
 
 def _oversubscribed(trial: Trial, cores: int) -> Deviation | None:
@@ -355,6 +414,12 @@ def _cores(check: Check) -> str:
     return words.count(cores, "core") if cores else "? cores"
 
 
+def _foreign_cores(check: Check) -> str:
+    """Return the cores that others took and, for GPUs, why they matter."""
+    by = check.about.get("by", "")
+    return f"{check.value:.1f} of {check.about['cores'] or '?'} cores" + (f", {by}" if by else "")
+
+
 def _fell(check: Check) -> str:
     low, high = (check.about[name] / 1e6 for name in ("low_hz", "high_hz"))
     return f"{check.value:.0%}{_on(check)}: {low:.0f} to {high:.0f} MHz"
@@ -446,7 +511,17 @@ RULES: Sequence[ValidityRule] = (
             f"{foreign_load.NOISY}: other processes took more than {foreign_load.LIMIT:.0%} of the"
             " cores, or cores that the case needs, while a trial ran"
         ),
-        item=lambda check: f"{check.value:.1f} of {check.about['cores'] or '?'} cores",
+        item=_foreign_cores,
+    ),
+    ValidityRule(
+        name="gpu_in_use",
+        limit=foreign_load.LIMIT,
+        measure=_gpu_in_use,
+        headline=(
+            f"{foreign_load.NOISY}: other processes used a GPU for more than"
+            f" {foreign_load.LIMIT:.0%} of the time before a round"
+        ),
+        item=lambda check: str(check.about["use"]),
     ),
     ValidityRule(
         name="oversubscribed",

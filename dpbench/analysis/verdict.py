@@ -230,7 +230,7 @@ def _certainty(row: Row, trials: Sequence[Trial], loop: Observed) -> Iterator[st
         yield f"from a profiler's trace{where}; the profiler itself slows the host"
     yield from loops.unclear(loop)
     if foreign_load.NOISY in row.labels:
-        yield f"other processes used the cores ({foreign_load.NOISY})"
+        yield f"other processes used {foreign_load.shared(row.case)} ({foreign_load.NOISY})"
     if row.case.device_kind == "cpu":
         yield "this says nothing about GPUs"
 

@@ -46,11 +46,17 @@ METRICS = {
         "time that GPUs need to finish after a block of steps, less one step; as a share of the"
         " block"
     ),
-    "utilization_ratio": "fraction of the time in which a GPU ran any kernel, from NVML",
+    "utilization_ratio": (
+        "fraction of the last 1/6 to 1 second in which a GPU ran any kernel, from NVML"
+    ),
+    "buffered_utilization_ratio": (
+        "fraction of the time since the previous sample in which a GPU ran any kernel, from the"
+        " driver's buffer"
+    ),
     "memory_used_bytes": "memory in use on a GPU, from NVML",
     "process_memory_bytes": "memory of this run's processes on a GPU, from NVML",
     "foreign_memory_bytes": "memory of other processes on a GPU, from NVML",
-    "power_w": "power of a GPU",
+    "power_w": "power of a GPU; on some models the mean of the last second",
     "energy_j": "cumulative energy counter of a GPU",
     "sm_clock_hz": "clock of a GPU's multiprocessors",
     "memory_clock_hz": "clock of a GPU's memory",

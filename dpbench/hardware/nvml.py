@@ -13,7 +13,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,8 @@ ORDER, PCI_ORDER, FASTEST_FIRST = "CUDA_DEVICE_ORDER", "PCI_BUS_ID", "FASTEST_FI
 
 # Constants of NVML's C interface, which never change
 _CLOCK_SM, _CLOCK_MEMORY, _TEMPERATURE_GPU, _PCIE_TX, _PCIE_RX = 1, 2, 0, 0, 1
+_UTILIZATION_SAMPLES = 1
+_COMPUTE_MODES = ("default", "exclusive thread", "prohibited", "exclusive process")
 # Errors after which a call is not repeated: invalid argument, not supported, no permission,
 # function not found, version mismatch, deprecated
 _NEVER = frozenset((2, 3, 4, 13, 25, 26))
@@ -70,17 +72,35 @@ _NVLINK_SENT, _ALL_LINKS = 138, 2**32 - 1
 _TOTALS: dict[str, tuple[Reader, ...]] = {
     "nvlink_sent_bytes": (lambda nvml, gpu: _field(nvml, gpu, _NVLINK_SENT, _ALL_LINKS) * 1024,),
 }
-# Facts that do not change during a run; for the PCIe link, the maximum that GPU and slot support,
-# not the present state
-_FACTS: dict[str, Reader] = {
+# Facts about the state of a GPU when a run starts. An idle GPU lowers its clocks and its PCIe link:
+# `pcie_generation` and `pcie_width` are the highest that GPU and slot support, `*_now` the present.
+_FACTS: dict[str, Callable[[Library, Handle], Any]] = {
     "power_limit_w": lambda nvml, gpu: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3,
+    "default_power_limit_w": lambda nvml, gpu: (
+        nvml.nvmlDeviceGetPowerManagementDefaultLimit(gpu) / 1e3
+    ),
+    "sm_clock_hz": _FAST["sm_clock_hz"][0],
+    "memory_clock_hz": _FAST["memory_clock_hz"][0],
+    "application_sm_clock_hz": lambda nvml, gpu: (
+        nvml.nvmlDeviceGetApplicationsClock(gpu, _CLOCK_SM) * 1e6
+    ),
+    "application_memory_clock_hz": lambda nvml, gpu: (
+        nvml.nvmlDeviceGetApplicationsClock(gpu, _CLOCK_MEMORY) * 1e6
+    ),
     "max_sm_clock_hz": lambda nvml, gpu: nvml.nvmlDeviceGetMaxClockInfo(gpu, _CLOCK_SM) * 1e6,
     "max_memory_clock_hz": lambda nvml, gpu: (
         nvml.nvmlDeviceGetMaxClockInfo(gpu, _CLOCK_MEMORY) * 1e6
     ),
     "pcie_generation": lambda nvml, gpu: nvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu),
     "pcie_width": lambda nvml, gpu: nvml.nvmlDeviceGetMaxPcieLinkWidth(gpu),
+    "pcie_generation_now": lambda nvml, gpu: nvml.nvmlDeviceGetCurrPcieLinkGeneration(gpu),
+    "pcie_width_now": lambda nvml, gpu: nvml.nvmlDeviceGetCurrPcieLinkWidth(gpu),
+    "ecc": lambda nvml, gpu: bool(nvml.nvmlDeviceGetEccMode(gpu)[0]),
+    "persistence_mode": lambda nvml, gpu: bool(nvml.nvmlDeviceGetPersistenceMode(gpu)),
+    "compute_mode": lambda nvml, gpu: _COMPUTE_MODES[nvml.nvmlDeviceGetComputeMode(gpu)],
 }
+_MOST_NVLINKS = 36
+"""The largest number of NVLink links of a GPU, NVML's NVML_NVLINK_MAX_LINKS."""
 _READERS = {**_FAST, **_SLOW, **_TOTALS}
 FAST_METRICS = tuple(_FAST)  # their calls return at once
 SLOW_METRICS = tuple(_SLOW)  # their calls block for about 20 ms each
@@ -131,11 +151,36 @@ class NvmlGpu:
 
     def _held(self) -> list[tuple[int, int]]:
         """Return (process id, bytes of GPU memory) of each compute process on this GPU."""
+        return [(pid, size) for pid, size in self.processes().items() if size is not None]
+
+    def processes(self) -> dict[int, int | None]:
+        """Return the bytes of this GPU's memory of each compute process, None if unknown, by id."""
+        return {one.pid: one.usedGpuMemory for one in self._ask(_processes) or ()}
+
+    def utilization_samples(self, since_s: float) -> list[tuple[float, float]]:
+        """Return the driver's buffered utilisation since `since_s`, in seconds since the epoch.
+
+        Each pair has a time, and the fraction of the time since the previous sample in which a
+        kernel ran. The list is empty if the driver has no buffer, or no sample since then.
+        """
+        found = self._ask(_utilization_samples, int(since_s * 1e6))
+        _, samples = found or (0, ())
         return [
-            (p.pid, p.usedGpuMemory)
-            for p in self._ask(_processes) or ()
-            if p.usedGpuMemory is not None
+            (one.timeStamp / 1e6, one.sampleValue.uiVal / 100)
+            for one in samples
+            if one.timeStamp > since_s * 1e6
         ]
+
+    def process_utilization(self, since_s: float) -> dict[int, float]:
+        """Return the mean share of the GPU that each process has used since `since_s`, by id.
+
+        `since_s` is in seconds since the epoch. The dict is empty if the driver does not report it.
+        """
+        shares: dict[int, list[float]] = {}
+        for one in self._ask(_process_utilization, int(since_s * 1e6)) or ():
+            if one.timeStamp > since_s * 1e6:
+                shares.setdefault(one.pid, []).append(one.smUtil / 100)
+        return {pid: sum(each) / len(each) for pid, each in shares.items()}
 
     def describe(self) -> dict[str, Any]:
         """Return the known facts about this GPU by name."""
@@ -146,14 +191,24 @@ class NvmlGpu:
             "memory_bytes": self.memory_bytes,
         }
         facts.update((fact, self._ask(reader)) for fact, reader in _FACTS.items())
+        facts["nvlinks"] = self._nvlinks()
         return _known(facts)
 
-    def _ask(self, reader: Callable[[Library, Handle], Any]) -> Any:
+    def _nvlinks(self) -> dict[str, int] | None:
+        """Return the numbers of `active` and `inactive` NVLink links; None without any link."""
+        states = []
+        for link in range(_MOST_NVLINKS):
+            # an error for one link, such as one that this GPU lacks, says nothing about the others
+            with suppress(AttributeError, self.library.NVMLError):
+                states.append(self.library.nvmlDeviceGetNvLinkState(self.handle, link))
+        return {"active": sum(map(bool, states)), "inactive": states.count(0)} if states else None
+
+    def _ask(self, reader: Callable[..., Any], *arguments: Any) -> Any:
         """Return None after an error; unsupported calls are not repeated."""
         if self.answers.get(reader) is False:
             return None
         try:
-            value = reader(self.library, self.handle)
+            value = reader(self.library, self.handle, *arguments)
         except AttributeError:  # this pynvml does not have the call
             self.answers[reader] = False
         except self.library.NVMLError as error:
@@ -387,6 +442,14 @@ def _processes(library: Library, handle: Handle) -> Any:
     # with the version suffix, because on older drivers the bare name raises an exception other than
     # NVMLError
     return library.nvmlDeviceGetComputeRunningProcesses_v3(handle)
+
+
+def _utilization_samples(library: Library, handle: Handle, since_us: int) -> Any:
+    return library.nvmlDeviceGetSamples(handle, _UTILIZATION_SAMPLES, since_us)
+
+
+def _process_utilization(library: Library, handle: Handle, since_us: int) -> Any:
+    return library.nvmlDeviceGetProcessUtilization(handle, since_us)
 
 
 def problem() -> str:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -22,15 +23,24 @@ from dpbench.records import Case
 
 PACKAGES = ("torch", "numpy", "pandas", "matplotlib", "nvidia-ml-py", "asv", "scipy")
 VARIABLES = (
-    "CUDA_VISIBLE_DEVICES",
-    "CUDA_DEVICE_ORDER",
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "NCCL_P2P_DISABLE",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "CUBLAS_WORKSPACE_CONFIG",
     "ASV_COMMIT",
+    "CUBLAS_",
+    "CUDA_",
+    "CUDNN_",
+    "MKL_NUM_THREADS",
+    "NCCL_",
+    "NVIDIA_TF32_OVERRIDE",
+    "OMP_NUM_THREADS",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TORCH_CUDNN_",
+    "TORCH_NCCL_",
 )
+"""The environment variables that change results; a name that ends in "_" is a prefix."""
+HIDDEN = "(not recorded)"
+"""The text in place of the value of a variable, if it has a path or the name of the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +86,28 @@ def collect(gpus: dict[str, Any] | None = None) -> dict[str, Any]:
         "packages": {name: found for name in PACKAGES if (found := version(name))},
         "dpbench": {"version": own_version(), **_git(Path(__file__).parent)},
         "project": _git(Path.cwd()),
-        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+        "variables": variables(os.environ),
         "command": shlex.join(["dpbench", *sys.argv[1:]]),
+    }
+
+
+def variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return those environment variables that change results, sorted by name.
+
+    A value with a path or with the name of the user is replaced by `HIDDEN`.
+    """
+    users = {environ[name] for name in ("USER", "LOGNAME", "USERNAME") if environ.get(name)}
+
+    def shown(value: str) -> str:
+        personal = users & set(re.split(r"\W+", value))
+        return HIDDEN if "/" in value or "\\" in value or personal else value
+
+    return {
+        name: shown(value)
+        for name, value in sorted(environ.items())
+        if any(
+            name.startswith(known) if known.endswith("_") else name == known for known in VARIABLES
+        )
     }
 
 

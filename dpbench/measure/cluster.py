@@ -253,18 +253,19 @@ class Cluster:
     def _sampled(
         self, host: int, rank: int, answer: Answer, part: Trial, offset: Offset
     ) -> Iterator[Sample]:
-        """Yield the samples that a rank has taken of its machine during its timed steps.
+        """Yield the samples that a rank has taken of its GPUs, and of the host in timed steps.
 
         `host` is the index of the rank's machine. Times are converted to rank 0's clock, and GPUs
         to the case's device indices. Left out are the host's counters on rank 0's machine, which
         the run itself samples, and GPUs that the case does not use.
         """
-        timed = [step for step in part.steps if not step.warmup]
+        start_s, end_s = part.window
         devices = {HOST: host_device(host)} if host else {}
         devices |= self._devices_of(part.case, rank) if part.case.device_kind == "cuda" else {}
         for sample in answer.samples:
             at_s = sample.time_s - offset.seconds
-            if timed and timed[0].start_s <= at_s <= timed[-1].end_s and sample.device in devices:
+            timed = part.timed and start_s <= at_s <= end_s
+            if sample.device in devices and (timed or sample.device != HOST):
                 yield replace(sample, time_s=at_s, device=devices[sample.device])
 
     def _failed(self, request: Request, failures: Sequence[Failure]) -> Trial:
@@ -317,7 +318,7 @@ def _described(
         HOSTS: [asdict(host) for host in hosts],
         "clock_error_s": worst.error_s,
     }
-    facts |= {foreign_load.FACT: asdict(load)} if load else {}
+    facts |= {foreign_load.FACT: foreign_load.plain(load)} if load else {}
     return replace(trial, provenance={**trial.provenance, **facts})
 
 

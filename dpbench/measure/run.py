@@ -30,6 +30,7 @@ from dpbench.records import HOST, Case, Effort, Sample, Status, Trial, plan, reg
 from dpbench.records.trial import HOSTS
 from dpbench.records.words import count
 from dpbench.records.words import time as time_text
+from dpbench.records.work import LINKS, times_links
 from dpbench.store import FINAL, Store
 
 if TYPE_CHECKING:
@@ -147,9 +148,12 @@ def run(
     )
     finished = False
     try:
-        load = foreign_load.wait(patience_s, lambda words: listen(Note(words)))
+        # the ranks of a cluster measure their own machines
+        gpus = [] if cluster else ordinals(cases)
+        load = foreign_load.wait(patience_s, lambda words: listen(Note(words)), cases, gpus)
+        before = foreign_load.told(load, cases) if foreign_load.busy(load, cases) else ""
         store.annotate(run_id, foreign_load.FACT, foreign_load.plain(load))
-        store.annotate(run_id, "noisy", _noise(load, ()))
+        store.annotate(run_id, "noisy", _noise(before, ()))
         session = _Session(
             store,
             run_id,
@@ -162,9 +166,11 @@ def run(
             traces,
             cluster,
             facts["gpus"].get("gpus", ()),
+            gpus,
+            load.gpus,
         )
         session.measure(cases, store.done(run_id, retry=again), paired=paired)
-        store.annotate(run_id, "noisy", _noise(load, session.noisy))
+        store.annotate(run_id, "noisy", _noise(before, session.noisy, session.gpus_used))
         # the same command goes on with a run of which a trial was killed or rounds were left out
         finished = session.killed <= store.done(run_id) and not session.shortened
     finally:
@@ -191,17 +197,19 @@ def identity(
     }
 
 
-def _noise(load: foreign_load.Measured, trials: Collection[Slot]) -> dict[str, str]:
-    """Return the reasons for labelling a run NOISY: `before` (the load before it) and `during`.
+def _noise(
+    before: str, trials: Collection[Slot], gpus: Mapping[int, str] | None = None
+) -> dict[str, str]:
+    """Return the reasons for labelling a run NOISY: `before` and `during`, each a text.
 
-    `trials` are those measured under too much load.
+    `before` is the high load before the run, if any. `trials` are those measured under too much
+    load, and `gpus` has who used which GPU in a round after the first.
     """
-    reasons = {"before": str(load)} if foreign_load.busy(load) else {}
-    return reasons | (
-        {"during": f"{count(len(trials), 'trial')} ran under too much foreign load"}
-        if trials
-        else {}
-    )
+    reasons = {"before": before} if before else {}
+    if trials:
+        used = f" ({'; '.join(gpus.values())})" if gpus else ""
+        reasons["during"] = f"{count(len(trials), 'trial')} ran under too much foreign load{used}"
+    return reasons
 
 
 def statuses(names: Iterable[str]) -> tuple[str, ...]:
@@ -250,11 +258,22 @@ class _Session:
         traces: Path | None,
         cluster: Cluster | None,
         visible: Sequence[Mapping[str, Any]],
+        gpus: Sequence[int],
+        gpus_before: Sequence[foreign_load.GpuLoad],
     ) -> None:
         self._traces = traces
         self._patience_s = patience_s
         self._cluster = cluster
         self._visible = visible
+        self._gpus = gpus
+        self._gpu_loads = gpus_before
+        self._profiled: dict[Case, tuple[int, float]] = {}
+        """The round in which a case was profiled, and the busy seconds of its busiest GPU."""
+        self._widest = 0
+        self._linked: Slot | None = None
+        """The slot whose trial has the times of copies over the links of the most GPUs."""
+        self.gpus_used: dict[int, str] = {}
+        """Who used which GPU in a round after the first, by its CUDA ordinal."""
         self._store = store
         self._run_id = run_id
         self._rule = rule
@@ -282,14 +301,13 @@ class _Session:
         fixed = self._rule.name if isinstance(self._rule.name, int) else 0
         self._total = max(len(done), len(cases) * fixed)
         self._done = len(done)
+        self._widest = max((case.devices for case in cases if times_links(case)), default=0)
         self._listen(Started(self._run_id, self._total, self._done))
         for trial in self._store.trials(self._run_id, superseded=True) if done else ():
             self._take(trial)
         with ExitStack() as stack:
             scratch = stack.enter_context(folder())
-            # the ranks of a cluster sample their GPUs
-            gpus = [] if self._cluster else ordinals(cases)
-            watched = stack.enter_context(samplers.sampling(gpus, scratch / "samples.jsonl"))
+            watched = stack.enter_context(samplers.sampling(self._gpus, scratch / "samples.jsonl"))
             lasting = stack.enter_context(self._workers(scratch)) if paired else None
             number = 0
             while wanted := self._rule.wanted(cases, number):
@@ -303,6 +321,10 @@ class _Session:
                     self._drop(number, pending, fixed)
                     break
                 if pending:
+                    if number and self._gpus:
+                        # a GPU that stays in use is waited for only once
+                        in_use = any(load.busy for load in self._gpu_loads)
+                        self._look(0.0 if in_use else self._patience_s, pending)
                     with nullcontext(lasting) if lasting else self._workers(scratch) as server:
                         refused = self._refuse(pending, number, server)
                         cases = [case for case in cases if case not in refused]
@@ -317,7 +339,7 @@ class _Session:
                             self._listen(Note(short))
                 number += 1
             if self._patience_s > 0 and self._repeatable():
-                self._wait()
+                self._look(self._patience_s, cases)
                 with nullcontext(lasting) if lasting else self._workers(scratch) as server:
                     self._repeat(cases, server, watched, paired=paired)
 
@@ -352,6 +374,10 @@ class _Session:
         if trial.status is Status.OK:
             self._slow.setdefault(trial.case.model, trial.slow)
         slot = trial.case, trial.round
+        if LINKS in trial.provenance:
+            self._linked = slot
+        if busy_s := foreign_load.gpu_busy_s(trial):
+            self._profiled.setdefault(trial.case, (trial.round, busy_s))
         self._times[slot] += trial.trusted
         if trial.trusted:
             (self.noisy.add if foreign_load.noisy(trial) else self.noisy.discard)(slot)
@@ -362,11 +388,16 @@ class _Session:
         """Return the slots in `noisy` that were not repeated yet; none if the budget is spent."""
         return [] if self._spent() else [slot for slot in self.noisy if self._times[slot] == 1]
 
-    def _wait(self) -> None:
-        """Wait for a low foreign load, limited by the run's patience and the remaining budget."""
-        foreign_load.wait(
-            min(self._patience_s, self._left_s), lambda words: self._listen(Note(words))
+    def _look(self, patience_s: float, cases: Sequence[Case]) -> None:
+        """Wait for a low foreign load within the budget, and keep what others use of the GPUs."""
+        load = foreign_load.wait(
+            min(patience_s, self._left_s),
+            lambda words: self._listen(Note(words)),
+            cases,
+            self._gpus,
         )
+        self._gpu_loads = load.gpus
+        self.gpus_used |= {gpu.gpu: str(gpu) for gpu in load.gpus if gpu.busy}
 
     def _repeat(
         self,
@@ -424,24 +455,17 @@ class _Session:
                 for case in group
             ]
         else:
-            # memory by phase is deterministic: measure it in the first round only
-            by_phase = effort.memory_by_phase and number == 0
             trace = self._trace(group[0], number) if len(group) == 1 else ""
             slow = self._slow.get(group[0].model)
-            effort = replace(effort, trace=trace, memory_by_phase=by_phase, slow=slow)
+            effort = replace(self._once(effort, group, number), trace=trace, slow=slow)
             before = foreign_load.snapshot()
             trials = server.run_together(group, effort, number, self._limit_s)
             load = foreign_load.since(before)
         ended = time.perf_counter()
         for trial_id, trial in zip(ids, trials, strict=True):
             samples = (*trial.samples, *_watched(watched, began, ended, trial, self._visible))
-            load_facts = (
-                {foreign_load.FACT: asdict(load)} if isinstance(load, foreign_load.Load) else {}
-            )
-            facts = {
-                **load_facts,
-                **trial.provenance,
-            }  # the load that the ranks of a cluster measured takes precedence
+            # the load that the ranks of a cluster measured takes precedence
+            facts = {**self._load_facts(trial, load), **trial.provenance}
             checked = _checked(replace(trial, samples=samples, provenance=facts))
             self._store.end_trial(trial_id, checked)
             self._take(checked)
@@ -453,6 +477,44 @@ class _Session:
         if all(trial.status is Status.OK for trial in trials):
             timed = sum(step.seconds for trial in trials for step in trial.steps)
             self._overhead_s += 0.3 * ((ended - began - timed) / len(group) - self._overhead_s)
+
+    def _load_facts(self, trial: Trial, load: foreign_load.Measured | None) -> dict[str, Any]:
+        """Return what others used during a trial, and how long the GPU computes in a step."""
+        facts: dict[str, Any] = {}
+        if isinstance(load, foreign_load.Load):
+            facts[foreign_load.FACT] = foreign_load.plain(load)
+        mine = ordinals([trial.case])
+        if gpus := [asdict(gpu) for gpu in self._gpu_loads if gpu.gpu in mine]:
+            facts[foreign_load.GPUS] = gpus
+        # only the first round is profiled
+        _, earlier_s = self._profiled.get(trial.case, (0, None))
+        if busy_s := foreign_load.gpu_busy_s(trial) or earlier_s:
+            facts[foreign_load.GPU_BUSY] = busy_s
+        return facts
+
+    def _once(self, effort: Effort, group: Sequence[Case], number: int) -> Effort:
+        """Return the effort without what a run measures only once, and has measured.
+
+        It is the memory by phase and the profile of a case, and the links of the most GPUs. A trial
+        that is repeated measures again what its predecessor had. Where gradients are reduced during
+        backward, the profile shows the phase `reduce` of each round.
+        """
+        by_profile = any(
+            case.traits.ranks and case.traits.reduction is registry.Reduction.OVERLAPPED
+            for case in group
+        )
+        first = any(self._profiled.get(case, (number, 0.0))[0] == number for case in group)
+        unlinked = any(
+            case.devices == self._widest and self._linked in (None, (case, number))
+            for case in group
+            if times_links(case)
+        )
+        return replace(
+            effort,
+            memory_by_phase=effort.memory_by_phase and number == 0,
+            profile=effort.profile and (first or by_profile),
+            links=effort.links and unlinked,
+        )
 
     @property
     def _left_s(self) -> float:
@@ -528,19 +590,20 @@ def _watched(
     trial: Trial,
     visible: Sequence[Mapping[str, Any]],
 ) -> tuple[Sample, ...]:
-    """Return the samplers' readings during the timed steps, or from `began` to `ended` without any.
+    """Return the GPUs' readings from `began` to `ended`, and the host's during the timed steps.
 
-    `visible` are NVML's facts about the GPUs that CUDA shows.
+    Some counters of GPUs are averages or totals, of which the timed steps have a part only with the
+    readings around them. Without timed steps, all readings are returned. `visible` are NVML's facts
+    about the GPUs that CUDA shows.
     """
-    timed = [step for step in trial.steps if not step.warmup]
-    if timed:
-        began, ended = timed[0].start_s, timed[-1].end_s
+    start_s, end_s = trial.window
     # samplers identify GPUs by CUDA ordinal, trials by the index of the replica
     place = {
         HOST: HOST,
         **replicas_of(trial.case.device_ids, trial.provenance.get("gpu_uuids", ()), visible),
     }
-    samples = series.cut(began, ended)
     return tuple(
-        replace(sample, device=place[sample.device]) for sample in samples if sample.device in place
+        replace(sample, device=place[sample.device])
+        for sample in series.cut(began, ended)
+        if sample.device in place and (sample.device != HOST or start_s <= sample.time_s <= end_s)
     )

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from pathlib import Path
 
@@ -115,12 +115,12 @@ def probe(
             "torch finds no GPU on this machine, and predictions are for GPUs only; `dpbench run`"
             " measures steps on this processor within minutes"
         )
-    loads = [foreign_load.wait(foreign_load.patience(patience_s), say)]
+    loads = [foreign_load.wait(foreign_load.patience(patience_s), say, gpus=range(count))]
     if foreign_load.busy(loads[0]) and not anyway:
         raise BusyMachine(
-            f"the machine is too busy for a probe: {loads[0]}; end the other processes, wait longer"
-            " (--patience SECONDS), or measure anyway and label the machine file"
-            f" {foreign_load.NOISY} (--anyway)"
+            f"the machine is too busy for a probe: {foreign_load.told(loads[0])}; end the other"
+            " processes, wait longer (--patience SECONDS), or measure anyway and label the machine"
+            f" file {foreign_load.NOISY} (--anyway)"
         )
     begin = time.perf_counter()
     passes: list[list[Figure]] = []
@@ -170,11 +170,15 @@ def _gpu_names(count: int) -> tuple[str, ...]:
 
 
 def _worst(loads: Sequence[foreign_load.Measured]) -> foreign_load.Measured:
-    """Return the highest known load, if it is too high or all are known; else an unknown load."""
+    """Return the highest known load, if it is too high or all are known; else an unknown load.
+
+    GPUs were measured in the first of `loads` only, before the passes.
+    """
     known = [load for load in loads if isinstance(load, foreign_load.Load)]
     unknown = [load for load in loads if isinstance(load, foreign_load.UnknownLoad)]
     highest = max(known, key=lambda load: load.taken, default=None)
-    return highest if highest and (foreign_load.busy(highest) or not unknown) else unknown[0]
+    worst = highest if highest and (foreign_load.busy(highest) or not unknown) else unknown[0]
+    return replace(worst, gpus=loads[0].gpus)
 
 
 def _endings(result: Probe) -> Iterator[str]:
@@ -184,7 +188,7 @@ def _endings(result: Probe) -> Iterator[str]:
 
 def _noise(load: foreign_load.Measured) -> Iterator[str]:
     if foreign_load.busy(load):
-        yield f"{foreign_load.NOISY}: {load}"
+        yield f"{foreign_load.NOISY}: {foreign_load.told(load)}"
     elif isinstance(load, foreign_load.UnknownLoad):
         yield str(load)
 

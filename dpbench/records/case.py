@@ -301,3 +301,7 @@ class Effort:
     """The file for a Chrome trace of one additional step; empty: no trace."""
     memory_by_phase: bool = True
     """Whether two additional steps measure each device's memory peak in each phase."""
+    profile: bool = True
+    """Whether additional steps on GPUs are profiled."""
+    links: bool = True
+    """Whether copies over the links of the GPUs are timed."""

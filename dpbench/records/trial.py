@@ -20,14 +20,14 @@ from dpbench.records import visible
 from dpbench.records.case import Case, Phase
 from dpbench.records.fake import fake_gpus
 from dpbench.records.ledger import Ledger
-from dpbench.records.series import Sample, Samples, Span, Step, Steps
+from dpbench.records.series import Sample, Samples, Series, Span, Step, Steps
 
 
 class Doubt(StrEnum):
     """The reason why an estimate is not shown as a result."""
 
     ROUNDS = "too few rounds"
-    NOISY = "other processes used the cores"
+    NOISY = "other processes used the cores or a GPU"
     WIDTH = "interval too wide"
 
 
@@ -241,6 +241,30 @@ class Trial:
             for device, series in self.grouped.series(metric).items()
         }
         return {device: values for device, values in by_device.items() if values}
+
+    def within(self, metric: str) -> dict[int, Series]:
+        """Return the readings of a metric by device that were taken while steps were timed.
+
+        Counters of GPUs are sampled during the whole trial. Without timed steps, all readings are
+        returned.
+        """
+        start_s, end_s = self.window
+        found = {}
+        for device, series in self.grouped.series(metric).items():
+            inside = [start_s <= time_s <= end_s for time_s in series.times]
+            if any(inside):
+                columns = (list(compress(column, inside)) for column in series)
+                found[device] = Series(*columns)
+        return found
+
+    @cached_property
+    def window(self) -> tuple[float, float]:
+        """Return the start and the end of the timed steps in seconds; unlimited without any."""
+        steps = self.by_column
+        ends = steps.timed(steps.ends)
+        if not ends:
+            return float("-inf"), float("inf")
+        return ends[0] - steps.timed(steps.seconds)[0], ends[-1]
 
     @cached_property
     def by_column(self) -> Steps:

@@ -202,8 +202,8 @@ def doubt(estimate: Estimate) -> str:
         )
     if estimate.doubt is Doubt.NOISY:
         return (
-            f"other processes used the cores (NOISY), and fewer than {Estimate.ROUNDS} rounds"
-            " without them are left"
+            "other processes used the cores or a GPU (NOISY), and fewer than"
+            f" {Estimate.ROUNDS} rounds without them are left"
         )
     if estimate.doubt is Doubt.WIDTH:
         return f"the estimate's interval spans more than a factor of {exact(Estimate.WIDEST)}"

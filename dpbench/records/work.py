@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self, TypeVar
 
-from dpbench.records.case import Phase
+from dpbench.records.case import Case, Phase
 
 Size = TypeVar("Size", int, float)
 
@@ -226,11 +226,17 @@ LINKS = "links"
 """The key of a trial's provenance for its `CopyTimes`."""
 
 
+def times_links(case: Case) -> bool:
+    """Return whether one process drives two or more GPUs of a case, and can time their links."""
+    on_gpus = case.device_kind == "cuda" and case.placement == "spread"
+    return on_gpus and case.devices > 1 and not case.traits.ranks
+
+
 @dataclass(frozen=True, kw_only=True)
 class CopyTimes:
     """The seconds of copies of `bytes` bytes from device `source` to `target`; -1 is the host.
 
-    They were timed after the steps of a trial.
+    They were timed after the steps of a trial; each item of a trial is one pass over all links.
     """
 
     source: int

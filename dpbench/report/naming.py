@@ -18,7 +18,7 @@ from dpbench.hardware import foreign_load
 from dpbench.records import Case, Trial, words
 from dpbench.records.trial import Estimate
 
-OF_A_TRIAL = ("validity", "foreign_load", "neighbour_steps")
+OF_A_TRIAL = ("validity", "foreign_load", "foreign_gpus", "gpu_busy_s", "neighbour_steps")
 """The facts that `environment` leaves out because they differ between trials."""
 _PLAIN = Case(model="", strategy="", batch_size=0)
 

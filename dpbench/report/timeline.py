@@ -17,6 +17,7 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from numpy.typing import NDArray
 
+from dpbench.analysis import sampled
 from dpbench.analysis.summary import Row
 from dpbench.records import Case, Trial, words
 from dpbench.records.registry import Role
@@ -41,9 +42,11 @@ Series = dict[Place, list[tuple[float, float]]]
 def utilisation(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
     """Return the section on utilisation over time, of GPUs if sampled, else of CPU cores."""
     by_case: dict[Case, list[Series]] = {}
+    means: dict[Case, list[str]] = {}
     for trial in trials:
         if trial.source.timed and (series := _series(trial)):
             by_case.setdefault(trial.case, []).append(series)
+            means.setdefault(trial.case, []).append(_mean(trial, series))
     sampled = [row for row in rows if row.source.timed and row.case in by_case]
     panels, left_out = small_multiples.split(sampled, per=12)
     return Section(
@@ -51,18 +54,15 @@ def utilisation(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
         "Utilisation over time",
         "One row per GPU, or per CPU core on machines without GPUs. The rounds of a case are drawn"
         " one after another. A gap is time without readings.",
-        [_strips(facet, by_case, f"heat{i}") for i, facet in enumerate(panels)],
+        [_strips(facet, by_case, means, f"heat{i}") for i, facet in enumerate(panels)],
         left_out if panels else "Utilisation was not sampled.",
     )
 
 
 def _series(trial: Trial) -> Series:
     samples = trial.grouped
-    places = {
-        ("GPU", device): series
-        for device, series in samples.series("utilization_ratio").items()
-        if device >= 0
-    } or {
+    gpus = sampled.utilisation_within(trial)
+    places = {("GPU", device): series for device, series in gpus.items() if device >= 0} or {
         ("core", int(core[1])): series
         for metric in samples.metrics
         if (core := _CORE.fullmatch(metric))
@@ -71,7 +71,27 @@ def _series(trial: Trial) -> Series:
     return {place: sorted(zip(*series, strict=True)) for place, series in sorted(places.items())}
 
 
-def _strips(facet: small_multiples.Facet, by_case: dict[Case, list[Series]], key: str) -> Panel:
+def _mean(trial: Trial, series: Series) -> str:
+    """Return the mean utilisation of a trial as text."""
+    of_gpus = any(kind == "GPU" for kind, _ in series)
+    shares = (
+        sampled.utilisation(trial).values()
+        if of_gpus
+        else [value for readings in series.values() for _, value in readings]
+    )
+    return (
+        f"{words.percent(float(np.mean([*shares])))} busy on average"
+        if shares
+        else (f"{sampled.NOT_CHECKED}, because there are too few readings")
+    )
+
+
+def _strips(
+    facet: small_multiples.Facet,
+    by_case: dict[Case, list[Series]],
+    means: dict[Case, list[str]],
+    key: str,
+) -> Panel:
     groups = [by_case[row.case] for row in facet.rows]
     devices = [
         sorted({device for series in group for device in series})[:DEVICES] for group in groups
@@ -83,8 +103,10 @@ def _strips(facet: small_multiples.Facet, by_case: dict[Case, list[Series]], key
     )
     pause = PAUSE * max(_length(series) for group in groups for series in group)
     ends = [
-        _case(axes, name, group, rows, top + 17, thick, pause)
-        for name, group, rows, top in zip(facet.names, groups, devices, tops, strict=True)
+        _case(axes, name, group, means[row.case], places, top + 17, thick, pause)
+        for name, row, group, places, top in zip(
+            facet.names, facet.rows, groups, devices, tops, strict=True
+        )
     ]
     axes.set(
         xlim=(0, max(ends) * 1.01 or 1), xlabel="seconds, one round after another", aspect="auto"
@@ -114,6 +136,7 @@ def _case(
     axes: Axes,
     name: str,
     group: Iterable[Series],
+    means: Iterable[str],
     devices: Sequence[Place],
     y: float,
     thick: float,
@@ -124,12 +147,11 @@ def _case(
     `y` is the top edge of the drawing, `thick` the height of a device's row.
     """
     left = 0.0
-    for number, series in enumerate(group, start=1):
+    for number, (series, mean) in enumerate(zip(group, means, strict=True), start=1):
         image, width = _image(series, devices)
         extent = (left, left + width, y + thick * len(devices), y)
         strip = axes.imshow(image, extent=extent, interpolation="none", zorder=2)
-        mean = float(np.mean([value for readings in series.values() for _, value in readings]))
-        marks.explain(strip, f"{name}, round {number}: {words.percent(mean)} busy on average")
+        marks.explain(strip, f"{name}, round {number}: {mean}")
         left += width + pause
     return left - pause
 

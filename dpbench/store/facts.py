@@ -98,6 +98,19 @@ class _Load(msgspec.Struct, forbid_unknown_fields=True):
     seconds: float
 
 
+class _GpuProcess(msgspec.Struct, forbid_unknown_fields=True):
+    pid: int
+    share: float | None
+    memory_bytes: int | None
+
+
+class _GpuLoad(msgspec.Struct, forbid_unknown_fields=True):
+    gpu: int
+    share: float | None
+    memory_bytes: int | None
+    processes: list[_GpuProcess]
+
+
 class _Check(msgspec.Struct):
     value: float
     limit: float
@@ -110,6 +123,8 @@ class _Trial(msgspec.Struct):
     hosts: list[TrialHost] = []
     failed_hosts: dict[str, str] = {}
     foreign_load: _Load | None = None
+    foreign_gpus: list[_GpuLoad] = []
+    gpu_busy_s: float | None = None
     model: dict[str, float | None] | None = None
     links: list[CopyTimes] = []
     observed: Observed | None = None

@@ -36,6 +36,7 @@ from dpbench.records.words import (
     verb,
     withheld,
 )
+from dpbench.records.work import CopyTimes
 
 LEVEL = 1.1
 """The largest ratio of a device's memory or busy time to the others' mean in balance."""
@@ -127,7 +128,8 @@ def _slow_link(phases: Sequence[Phase], *, to_host: bool) -> Callable[[CaseConte
     """
 
     def when(context: CaseContext) -> Judgement:
-        found = transfers.slow_links(context.trials, to_host=to_host)
+        timed = transfers.with_links(context.case, context.trials_of)
+        found = transfers.slow_links(timed, to_host=to_host)
         if any(one.slower.doubt for one in found):
             return _doubted("whether one link is slower than the others")
         slow = [one for one in found if one.slower.low > transfers.SLOW_LINK]
@@ -135,6 +137,7 @@ def _slow_link(phases: Sequence[Phase], *, to_host: bool) -> Callable[[CaseConte
             return None
         slow.sort(key=lambda one: -one.slower.value)
         moving = context.phase(*phases)
+        copied = min(copy.bytes for trial in timed for copy in CopyTimes.all_of(trial.provenance))
         shown = slow[:SHOWN_LINKS]
         more = (
             [f"and {count(len(slow) - len(shown), 'more link')}"] if len(slow) > len(shown) else []
@@ -142,7 +145,8 @@ def _slow_link(phases: Sequence[Phase], *, to_host: bool) -> Callable[[CaseConte
         return Evidence(
             says="; ".join([*map(str, shown), *more]),
             numbers=(
-                f"a copy takes {', '.join(times(one.slower) for one in shown)} as long as over"
+                f"a copy of {size(copied)} takes"
+                f" {', '.join(times(one.slower) for one in shown)} as long as over"
                 f" other links; {', '.join(phases)} {verb(len(phases), 'takes', 'take')}"
                 f" {time(moving.value)} of the step"
             ),

@@ -15,6 +15,8 @@ from dpbench.hardware.samplers import every
 from dpbench.hardware.samplers.host import ProcessTree, root_pid
 from dpbench.records import Sample
 
+BUFFERED = "buffered_utilization_ratio"
+"""The metric of the driver's own samples of utilisation, with the driver's times."""
 SLOW_INTERVAL_S = 0.2
 """The minimum seconds between readings of the PCIe counters, because each reading of a counter
 blocks for 20 ms.
@@ -55,6 +57,7 @@ def readings(
     often.
     """
     tree = ProcessTree(root_pid())
+    seen_s = dict.fromkeys((gpu.index for gpu in gpus), 0.0)
 
     def fast() -> None:
         for gpu in gpus:
@@ -69,6 +72,11 @@ def readings(
                 _sample(samples, gpu.index, metric, partial(gpu.read, metric))
             others = partial(gpu.foreign_memory_bytes, tree.pids())
             _sample(samples, gpu.index, "foreign_memory_bytes", others)
+            for at_s, value in gpu.utilization_samples(seen_s[gpu.index]):
+                seen_s[gpu.index] = at_s
+                # the driver's times are those since the epoch
+                since_s = time.time() - at_s
+                samples.append(Sample(time.perf_counter() - since_s, gpu.index, BUFFERED, value))
 
     return fast, slow
 

@@ -30,6 +30,7 @@ from torch._C._autograd import DeviceType
 from torch._C._profiler import _ExperimentalConfig
 
 from dpbench.hardware.device import Device
+from dpbench.hardware.devices.cuda import heat
 from dpbench.measure import clocks, verification
 from dpbench.measure.merging import PROFILED, exposed_reductions, reductions
 from dpbench.measure.stopping import Stopping
@@ -134,6 +135,8 @@ SLOW_S = 1.5
 Each block of a slow case has one step, and so has the warm-up.
 """
 SLOW_STEPS = 3
+HEAT_S = 0.5
+"""The seconds for which GPUs compute before their steps are timed, but no longer than those."""
 COMPILING_PASSES = 10
 """The most passes over the batches in which torch.compile may compile."""
 
@@ -243,6 +246,7 @@ class CaseTimer:
         self._observe = getattr(step, "observe", list)
         self._block_steps = effort.block_steps
         self._steps_s = 0.0
+        self._heat_s = self._second_s = 0.0
         self._taken = 0
         self._profiled_steps = PROFILED_STEPS
         self._slow = False
@@ -260,9 +264,10 @@ class CaseTimer:
         The second step decides, because the first one also loads libraries and allocates memory.
         """
         self._block(1)
+        self._second_s = self._block(1)
         if self._effort.slow is not None:
             return self._effort.slow
-        return _agreed(self._block(1) > SLOW_S)
+        return _agreed(self._second_s > SLOW_S)
 
     def slow_down(self) -> None:
         """Take one step per block, one warm-up step and `SLOW_STEPS` timed steps; profile one."""
@@ -271,6 +276,18 @@ class CaseTimer:
         self._stopping.least_warmup = 1
         self._profiled_steps = 1
         self._stopping.min_steps = min(self._effort.min_steps, SLOW_STEPS)
+
+    def heat(self) -> None:
+        """Raise the clocks of the GPUs for the rest of `HEAT_S` that the warm-up does not last.
+
+        A slow case, whose warm-up is its first step, needs no heating.
+        """
+        on_gpus = self._prepared.devices[0].torch_device.type == "cuda"
+        if not on_gpus or self._slow:
+            return
+        warmup_s = self._second_s * self._stopping.least_warmup
+        rest_s = min(HEAT_S, self._effort.budget_s) - warmup_s
+        self._heat_s = heat(self._prepared.devices, rest_s)
 
     def block(self) -> None:
         """Take one block of steps, shortened if it would exceed the maximum number of steps."""
@@ -333,10 +350,21 @@ class CaseTimer:
         )
         spans = self._listener.spans()
         began_s = time.perf_counter()
-        profile = _profiled(
-            self._step, prepared.batches[0], prepared.devices, self._listener, self._profiled_steps
+        # a slow case has one profiled step in each round, because one round's would be too few
+        profiles = self._effort.profile or self._profiled_steps == 1
+        profile = (
+            _profiled(
+                self._step,
+                prepared.batches[0],
+                prepared.devices,
+                self._listener,
+                self._profiled_steps,
+            )
+            if profiles
+            else []
         )
         cost = {"profile_s": time.perf_counter() - began_s} if profile else {}
+        cost |= {"heat_s": self._heat_s} if self._heat_s else {}
         samples = [*self._listener.samples(), *_busy_samples(profile)]
         for device, each in exposed_reductions(prepared.case, profile).items():
             samples += [Sample(0.0, device, EXPOSED_REDUCTION, seconds) for seconds in each]
@@ -385,6 +413,8 @@ def run_timers(timers: Sequence[CaseTimer]) -> None:
         if any(slow):
             for timer in timers:
                 timer.slow_down()
+        for timer in timers:
+            timer.heat()
         turn = list(timers)
         while not all(timer.finished for timer in timers):
             for timer in turn:

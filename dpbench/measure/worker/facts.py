@@ -9,6 +9,7 @@ from itertools import pairwise, permutations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
@@ -17,10 +18,15 @@ from dpbench.engine.containers import tensors_in
 from dpbench.hardware.device import Device
 from dpbench.models import Model, bytes_in, positional, rows_in
 from dpbench.records import HOST, Case, Trial
-from dpbench.records.work import LINKS, CopyTimes
+from dpbench.records.work import LINKS, CopyTimes, times_links
 
-LINK_BYTES, LINK_COPIES = 8 * 2**20, 3
-"""The size in bytes of each copy that times a link, and the number of timed copies."""
+LINK_BYTES, LINK_COPIES, LINK_PASSES = 128 * 2**20, 3, 3
+"""The bytes of each copy that times a link, the copies of a link in a pass, and a trial's passes.
+
+Smaller copies do not reach the rate of NVLink.
+"""
+LINK_LEAST_BYTES = 8 * 2**20
+"""The least size of such a copy; without memory for it, no link is timed."""
 
 
 def sizes(module: nn.Module) -> dict[str, float]:
@@ -75,6 +81,8 @@ def torch_facts(case: Case, device: Device) -> dict[str, Any]:
     }
     if case.device_kind == "cuda":
         facts |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+        if dist.is_nccl_available():
+            facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
         facts |= {"cudnn_tf32": torch.backends.cudnn.allow_tf32}
         facts |= {
             "gpu": torch.cuda.get_device_name(device.torch_device),
@@ -124,20 +132,14 @@ def with_links(trial: Trial, devices: Sequence[Device]) -> Trial:
     """Time copies over the links of the devices, and return the trial with these times.
 
     The setup of the returned trial has `links_s`, the seconds that the timing took. The trial is
-    returned unchanged if this process does not drive two or more distinct GPUs, or if a GPU has too
-    little free memory for the copies, because the trial is valid without them.
+    returned unchanged if `times_links` is False for its case, or if a GPU has too little free
+    memory for the copies, because the trial is valid without them.
     """
-    case = trial.case
-    if (
-        case.device_kind != "cuda"
-        or case.placement != "spread"
-        or case.traits.ranks
-        or len(devices) == 1
-    ):
+    if not times_links(trial.case):
         return trial
     began_s = time.perf_counter()
     try:
-        measured = [asdict(link) for link in links(devices)]
+        measured = [asdict(link) for link in links(devices, LINK_PASSES)]
     except torch.OutOfMemoryError:
         return trial
     return replace(
@@ -147,44 +149,67 @@ def with_links(trial: Trial, devices: Sequence[Device]) -> Trial:
     )
 
 
-def links(devices: Sequence[Device]) -> Iterator[CopyTimes]:
+def links(devices: Sequence[Device], passes: int = 1) -> Iterator[CopyTimes]:
     """Time copies from the host's pinned memory to each device, and from each device to the others.
 
-    Yield each link as soon as its copies are done, so that a caller can read counters between two
-    links.
+    Each of the `passes` yields every link once, as soon as its copies are done, so that a caller
+    can read counters between two links. Copies have `LINK_BYTES`, or the largest half, quarter and
+    so on for which all devices have memory. Raises torch.OutOfMemoryError if that is less than
+    `LINK_LEAST_BYTES`.
     """
-    buffer = torch.zeros(LINK_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-    places = [buffer.to(device.torch_device) for device in devices]
-    for device, place in zip(devices, places, strict=True):
-        yield CopyTimes(
-            source=HOST,
-            target=device.index,
-            bytes=LINK_BYTES,
-            seconds=_copy_times(device, place, buffer, buffer),
-        )
-    for (source, there), (target, here) in permutations(zip(devices, places, strict=True), 2):
-        source.synchronize()
-        seconds = _copy_times(target, here, there, buffer)
-        yield CopyTimes(source=source.index, target=target.index, bytes=LINK_BYTES, seconds=seconds)
+    buffer, places = _buffers(devices)
+    ends = list(zip(devices, places, strict=True))
+    for _ in range(passes):
+        for device, place in ends:
+            yield CopyTimes(
+                source=HOST,
+                target=device.index,
+                bytes=buffer.nbytes,
+                seconds=_copy_times(device, place, buffer, buffer),
+            )
+        for (source, there), (target, here) in permutations(ends, 2):
+            target.synchronize()
+            yield CopyTimes(
+                source=source.index,
+                target=target.index,
+                bytes=buffer.nbytes,
+                seconds=_copy_times(source, here, there, buffer),
+            )
+
+
+def _buffers(devices: Sequence[Device]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return a buffer in the host's pinned memory and its copy on each device, all of one size."""
+    size = LINK_BYTES
+    while True:
+        buffer = torch.zeros(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        try:
+            return buffer, [buffer.to(device.torch_device) for device in devices]
+        except torch.OutOfMemoryError:
+            if size // 2 < LINK_LEAST_BYTES:
+                raise
+        size //= 2
 
 
 def _copy_times(
-    target: Device, place: torch.Tensor, tensor: torch.Tensor, buffer: torch.Tensor
+    queue: Device, place: torch.Tensor, tensor: torch.Tensor, buffer: torch.Tensor
 ) -> tuple[float, ...]:
-    """Return the seconds of each copy of `tensor` to `place`, which is on the device `target`.
+    """Return the seconds of each copy of `tensor` to `place`, which runs on the stream of `queue`.
 
-    The copies run one after the other, and allocate no memory. Two untimed copies precede them. The
-    first sets up the access to the other device. The second is a slow copy of `buffer` from the
-    host; while it runs, the host queues all timed copies. Without it, timed copies over a fast link
-    would wait for the host to queue them.
+    Torch queues a copy between two GPUs on the stream of its source: events of the target would
+    also time how the streams wait for each other. The copies run one after the other, and allocate
+    no memory. Two untimed copies precede them. The first sets up the access to the other device.
+    The second is a copy of a part of `buffer` from the host; while it runs, the host queues all
+    timed copies. Without it, small copies over a fast link would wait for the host to queue them.
     """
-    target.synchronize()
-    with target.guard():
-        for one in (tensor, buffer):
-            place.copy_(one, non_blocking=True)
-        events = [target.event()]
+    cover = slice(LINK_LEAST_BYTES)
+    own = place if place.device == queue.torch_device else tensor
+    queue.synchronize()
+    with queue.guard():
+        place.copy_(tensor, non_blocking=True)
+        own[cover].copy_(buffer[cover], non_blocking=True)
+        events = [queue.event()]
         for _ in range(LINK_COPIES):
             place.copy_(tensor, non_blocking=True)
-            events.append(target.event())
-    target.synchronize()
+            events.append(queue.event())
+    queue.synchronize()
     return tuple(start.elapsed_time(end) / 1e3 for start, end in pairwise(events))

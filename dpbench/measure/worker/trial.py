@@ -76,7 +76,7 @@ def measure(case: Case, effort: Effort, strategy: Strategy, rank: RankPlace | No
         _check_weights(prepared)
         del timer  # release the step function and the clock before memory is measured
         timed = _with_memory(timed, prepared) if effort.memory_by_phase else timed
-        return with_links(timed, prepared.devices)
+        return with_links(timed, prepared.devices) if effort.links else timed
 
 
 def measure_together(prepared_cases: Sequence[PreparedCase], effort: Effort) -> list[Trial]:

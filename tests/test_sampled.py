@@ -1,0 +1,191 @@
+"""What NVML's readings say about the timed steps, and where they are too few to say it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dpbench.analysis import caveats, sampled, summary, validity
+from dpbench.hardware import nvml, samplers
+from dpbench.hardware.samplers import nvml as nvml_sampler
+from dpbench.measure import run as module
+from dpbench.records import HOST, Case, Sample, Status, Step, Trial, Verified
+from dpbench.report import timeline
+from tests.recorded_nvml import recorded
+
+ALONE = Case(model="mlp", strategy="single", batch_size=8, device_kind="cuda")
+PAIR = replace(ALONE, strategy="dp", devices=2, schedule="reference")
+STEPS = 20
+Readings = list[tuple[float, float]]
+
+
+def trial(
+    *readings: tuple[str, int, Readings], case: Case = ALONE, seconds: float = 2.0, **facts: Any
+) -> Trial:
+    """Return a trial whose steps are timed from 100 s to 100 + `seconds`, after one of warm-up."""
+    each_s = seconds / STEPS
+    steps = (Step(each_s, False, 100 + each_s * (i + 1)) for i in range(STEPS))
+    return Trial(
+        case=case,
+        verified=Verified.BITWISE,
+        steps=(Step(50.0, True, 100.0), *steps),
+        samples=tuple(Sample(t, d, name, v) for name, d, each in readings for t, v in each),
+        **facts,
+    )
+
+
+def every(interval_s: float, values: list[float]) -> Readings:
+    return [(100.0 + interval_s * (i + 1), value) for i, value in enumerate(values)]
+
+
+def test_what_was_read_before_and_after_the_timed_steps_says_nothing_about_them() -> None:
+    """As the throttling of the verification, or the memory of the copies over links."""
+    around = [(99.0, 0x40), (99.5, 0x40), (100.5, 0), (101.0, 0), (101.5, 0), (102.5, 0x40)]
+    one = trial(("throttle_reasons", 0, around))
+    (check,) = [c for c in validity.check(one, 8) if c.name == "throttling"]
+    assert (check.value, check.about["readings"]) == (0.0, 3)
+
+
+@pytest.mark.parametrize("metric", ["throttle_reasons", "sm_clock_hz", "energy_j"])
+@pytest.mark.parametrize(("count", "said"), [(0, False), (2, False), (3, True)])
+def test_fewer_than_three_readings_say_nothing(metric: str, count: int, said: bool) -> None:
+    one = trial((metric, 0, every(0.3, [4.0 + i for i in range(count)])))
+    found = {check.name for check in validity.check(one, 8)} & {"throttling", "gpu_clock"}
+    assert bool(found or sampled.energy_j(one)) is said
+
+
+def caveat(trials: list[Trial], kind: str) -> caveats.Caveat | None:
+    found = caveats.caveats(summary.rows(trials), trials, {"host": {"cores": 8}})
+    return next((one for one in found if one.kind == kind), None)
+
+
+def test_a_short_window_is_not_checked_and_a_long_one_is() -> None:
+    """Also where NVML is missing altogether; on CPUs there is nothing to check."""
+    both = [(name, 0, every(0.3, [1e9] * 5)) for name in ("throttle_reasons", "sm_clock_hz")]
+    long, short = trial(*both), trial(*both, seconds=0.05, round=1)
+    told = caveat([long, short], sampled.NOT_CHECKED)
+    assert told is not None
+    assert told.cases == ((ALONE, "throttling and gpu_clock, 1 of 2 rounds"),)
+    assert caveat([long], sampled.NOT_CHECKED) is None
+    assert caveat([trial()], sampled.NOT_CHECKED) is not None
+    assert caveat([trial(case=replace(ALONE, device_kind="cpu"))], sampled.NOT_CHECKED) is None
+    assert caveat([trial(status=Status.OOM)], sampled.NOT_CHECKED) is None
+
+
+def test_energy_is_that_of_the_timed_steps_alone() -> None:
+    """100 W before and after them, 300 W in between, read every 0.4 s, apart from their ends."""
+    at_s = [99.1 + 0.4 * i for i in range(10)]
+
+    def counter(t: float) -> float:
+        return 5000 + 100 * (t - 99) + 200 * max(0.0, min(t, 102.0) - 100.0)
+
+    one = trial(("energy_j", 0, [(t, counter(t)) for t in at_s]))
+    assert sampled.energy_j(one)[0] == pytest.approx(600, rel=0.1)
+    stored_before = trial(("energy_j", 0, every(0.5, [1.0, 2.0, 3.0])))
+    assert sampled.energy_j(stored_before) == {0: 2.0}
+
+
+def test_an_average_counts_only_if_all_of_its_time_is_in_the_timed_steps() -> None:
+    """It may be that of the second before the reading."""
+    series = [(100.9, 0.1), (101.1, 0.5), (101.5, 0.6), (101.9, 0.7), (102.1, 0.0)]
+    assert sampled.utilisation(trial(("utilization_ratio", 0, series))) == {0: pytest.approx(0.6)}
+    assert sampled.utilisation(trial(("utilization_ratio", 0, series), seconds=0.9)) == {}
+
+
+def test_samples_of_the_drivers_buffer_have_their_own_times() -> None:
+    """The one of 100.1 s covers time before the steps; the one of 102.1 s time after them."""
+    series = [(99.9, 0.0), (100.1, 0.2), (100.4, 0.6), (100.5, 1.0), (101.9, 0.9), (102.1, 0.0)]
+    averages = ("utilization_ratio", 0, every(0.1, [0.1] * 19))
+    one = trial(averages, ("buffered_utilization_ratio", 0, series))
+    expected = (0.3 * 0.6 + 0.1 * 1.0 + 1.4 * 0.9) / 1.8
+    assert sampled.utilisation(one) == {0: pytest.approx(expected)}
+
+
+def test_the_chart_of_utilisation_gives_no_mean_of_too_few_readings() -> None:
+    few = trial(("utilization_ratio", 0, every(0.01, [0.5, 0.6])), seconds=0.05)
+    many = trial(("utilization_ratio", 0, every(0.2, [0.5] * 10)))
+    for one, said in ((few, sampled.NOT_CHECKED), (many, "50%")):
+        drawing = timeline.utilisation(summary.rows([one]), [one]).panels[0].svg
+        assert said in drawing
+        assert (sampled.NOT_CHECKED in drawing) is (one is few)
+
+
+# -- the sampler
+
+
+def test_buffered_samples_are_taken_once_at_the_drivers_times() -> None:
+    now_s = time.time()
+    took = [[(-5, 90), (1, 20)], [(-5, 90), (1, 20), (2, 40)]]
+    library = recorded("h100_x4")
+    library.recording["gpu"]["nvmlDeviceGetSamples(1)"] = {
+        "latency_s": 0.0,
+        "answers": [[1, [_sample(now_s + after, value) for after, value in each]] for each in took],
+    }
+    samples: list[Sample] = []
+    with nvml.open_nvml(library, {}) as opened:
+        assert opened
+        _, slow = nvml_sampler.readings(opened.gpus[:1], samples)
+        slow()
+        slow()
+    found = [one for one in samples if one.metric == "buffered_utilization_ratio"]
+    assert [one.value for one in found] == [0.9, 0.2, 0.4]
+    ahead_s = time.time() - time.perf_counter()
+    assert [one.time_s + ahead_s - now_s for one in found] == pytest.approx([-5, 1, 2], abs=0.05)
+
+
+def _sample(at_s: float, value: int) -> Any:
+    return SimpleNamespace(timeStamp=int(at_s * 1e6), sampleValue=SimpleNamespace(uiVal=value))
+
+
+def test_gpus_are_sampled_over_the_whole_trial_and_the_host_while_steps_are_timed(
+    tmp_path: Path,
+) -> None:
+    """GPUs that the case does not use have no samples; the others have the index of the device."""
+    path = tmp_path / "samples.jsonl"
+    devices = ((3, "power_w"), (1, "power_w"), (HOST, "rss_bytes"))
+    times = [98.0, 99.0, 101.0, 102.5, 103.0, 105.0]
+    path.write_text("".join(f'[{t}, {d}, "{m}", 1.0]\n' for t in times for d, m in devices))
+    series = samplers.SampleFile(path, 0, None)
+    one = trial(case=replace(ALONE, device_ids=(3,)))
+    found = [(s.time_s, s.device) for s in module._watched(series, 98.5, 104.0, one, [])]
+    assert found == [(99.0, 0), (101.0, 0), (101.0, HOST), (102.5, 0), (103.0, 0)]
+
+
+# -- clocks
+
+
+def clocked(case: Case, number: int, *clocks_hz: float) -> Trial:
+    series = [("sm_clock_hz", d, every(0.3, [hz] * 5)) for d, hz in enumerate(clocks_hz)]
+    one = trial(*series, case=case, round=number)
+    return replace(one, samples=(), provenance={"validity": validity.facts(one, 8)})
+
+
+@pytest.mark.parametrize(
+    ("pair_hz", "flagged"), [((1.7e9, 1.9e9), True), ((1.93e9, 1.97e9), False)]
+)
+def test_a_speed_up_between_clocks_that_differ_names_both(
+    pair_hz: tuple[float, float], flagged: bool
+) -> None:
+    """The mean clock of the trial is stored with it, and needs no samples."""
+    trials = [clocked(ALONE, n, 1.98e9) for n in range(3)]
+    trials += [clocked(PAIR, n, *pair_hz) for n in range(3)]
+    means = trials[-1].provenance["validity"]["gpu_clock"]["mean_hz"]
+    assert [tuple(pair) for pair in means] == [(0, pair_hz[0]), (1, pair_hz[1])]
+    found = caveat(trials, "clocks")
+    assert bool(found) is flagged
+    if found:
+        ((case, detail),) = found.cases
+        assert case == PAIR
+        assert "1800 MHz" in detail
+        assert "1980 MHz" in detail
+
+
+def test_clocks_that_nvml_does_not_tell_are_no_difference() -> None:
+    trials = [clocked(ALONE, n, 1.98e9) for n in range(3)]
+    trials += [trial(case=PAIR, round=n) for n in range(3)]
+    assert caveat(trials, "clocks") is None
