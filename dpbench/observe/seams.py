@@ -149,7 +149,6 @@ def _around(
 
     Its note is the number of the object that `source` returns for the first argument.
     """
-
     number = recorder.safely(lambda args: recorder.owner(source(args[0])) if source else None)
 
     @functools.wraps(was)
