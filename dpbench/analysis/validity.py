@@ -16,7 +16,7 @@ from typing import Any
 
 from dpbench.hardware import foreign_load
 from dpbench.records import HOST, UNATTRIBUTED, Case, Fault, Status, Trial, Verified, words
-from dpbench.records.trial import AVERAGING, FLOAT32, Products
+from dpbench.records.trial import AVERAGING, FLOAT32, NO_PROFILE, Products
 
 SIGNIFICANT = 0.01
 """The p-value of Spearman's test below which a trend counts as real."""
@@ -343,6 +343,14 @@ def _float32(trial: Trial, cores: int) -> Deviation | None:
     return float(sum(one != named for one in products)), {"said": said}
 
 
+def _unprofiled(trial: Trial, cores: int) -> Deviation | None:
+    """Return 1 if the figures of profiled steps are withheld, otherwise 0; None without such steps."""
+    if "profile_s" not in trial.setup:
+        return None
+    reason = trial.provenance.get(NO_PROFILE, "")
+    return float(bool(reason)), {"reason": reason}
+
+
 # -- limits and wording
 
 NAMED = {"fp32": "ieee", "tf32": "tf32"}
@@ -401,6 +409,16 @@ RULES: Sequence[ValidityRule] = (
             " default is TF32 in convolutions, and float32 in matrix products"
         ),
         item=lambda check: str(check.about["said"]),
+    ),
+    ValidityRule(
+        name=NO_PROFILE,
+        limit=0.0,
+        measure=_unprofiled,
+        headline=(
+            "the busy times of the GPUs, exposed communication and overlapped reductions are"
+            " withheld, because the profile of the steps is incomplete or wrong"
+        ),
+        item=lambda check: str(check.about["reason"]),
     ),
     ValidityRule(
         name="closure",

@@ -80,6 +80,8 @@ They are right for the strategy, but are not the gradient of the whole batch. `l
 the smallest and the largest relative difference of a parameter's gradient, in a step of `rows`
 samples.
 """
+NO_PROFILE = "no_profile"
+"""The key of the provenance for the reason why the figures of profiled steps are withheld."""
 FLOAT32 = "float32"
 """The key of the provenance for the `Products` of a trial, as a dictionary."""
 
