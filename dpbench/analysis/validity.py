@@ -344,7 +344,7 @@ def _float32(trial: Trial, cores: int) -> Deviation | None:
 
 
 def _unprofiled(trial: Trial, cores: int) -> Deviation | None:
-    """Return 1 if the figures of profiled steps are withheld, otherwise 0; None without such steps."""
+    """Return 1 if the figures of profiled steps are withheld; None without profiled steps."""
     if "profile_s" not in trial.setup:
         return None
     reason = trial.provenance.get(NO_PROFILE, "")

@@ -26,18 +26,16 @@ from torch._C._profiler import _ExperimentalConfig
 from dpbench.hardware.device import Device
 from dpbench.measure.merging import PROFILED
 from dpbench.records import words
-from dpbench.records.activity import Activity, Kind, kind_of
+from dpbench.records.activity import Activity, Kind, kind_of, launches_kernels
 
 _CALLS = frozenset({"cuda_runtime", "cuda_driver"})
 """The types of calls of the host to CUDA; torch before 2.10 does not tell them."""
 _CALL = re.compile(r"_*(?:cuda|cu|hip)[A-Z]")
 """The names of these calls."""
-_LAUNCH = re.compile(r"Launch(?:Cooperative)?Kernel|GraphLaunch")
-"""The names of the calls that launch kernels."""
 
 
 class ProfilerFailed(Exception):
-    """The profiler itself has failed, such as without the permission to profile."""
+    """The profiler itself has failed, or its records are incomplete or wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +61,7 @@ def profiled(step: Callable[[], object], devices: Sequence[Device], count: int) 
     try:
         events = _recorded(step, devices, count, activities=kinds).events() or ()
     except ProfilerFailed as error:
-        return Profile(withheld=f"torch.profiler failed: {error}")
+        return Profile(withheld=str(error))
     first = {device.torch_device.index: device.index for device in reversed(devices)}
     return by_step(events, first, count)
 
@@ -122,7 +120,7 @@ def _recorded(
     finally:
         control(profiler.stop)
     if failures:
-        raise ProfilerFailed(failures[0]) from failures[0]
+        raise ProfilerFailed(f"torch.profiler failed: {failures[0]}") from failures[0]
     return profiler
 
 
@@ -132,25 +130,31 @@ def by_step(events: Iterable[Any], first: Mapping[int, int], count: int) -> Prof
     A host event named `PROFILED` encloses each step. `first` maps the CUDA ordinal of each GPU of
     the case to a device index; activities of other GPUs are left out.
     """
+    try:
+        return Profile(steps=_by_step(events, first, count))
+    except ProfilerFailed as error:
+        return Profile(withheld=str(error))
+
+
+def _by_step(events: Iterable[Any], first: Mapping[int, int], count: int) -> list[list[Activity]]:
     events = list(events)
     steps = sorted(_range(one) for one in events if _on_host(one) and one.name == PROFILED)
     if len(steps) != count:
-        return Profile(withheld=f"the profiler recorded {len(steps)} of {count} steps")
+        raise ProfilerFailed(f"the profiler recorded {len(steps)} of {count} steps")
     found = [one for one in events if is_activity(one)]
     calls = {one.id: one for one in events if _is_call(one)}
     launched = {one.id for one in found}
-    lost = sum(bool(_LAUNCH.search(call.name)) for id, call in calls.items() if id not in launched)
-    if lost or not found:
-        return Profile(
-            withheld=f"the profiler recorded no kernel for {words.count(lost, 'launch')}"
-            if lost
-            else "the profiler recorded no work of the GPUs; it may not be permitted"
-        )
+    lost = sum(launches_kernels(call.name) for id, call in calls.items() if id not in launched)
+    if lost:
+        launches = words.count(lost, "launch", "launches")
+        raise ProfilerFailed(f"the profiler recorded no kernel for {launches}")
+    if not found:
+        raise ProfilerFailed("the profiler recorded no work of the GPUs; it may not be permitted")
     within: list[list[Activity]] = [[] for _ in steps]
     for one in found:
         call = calls.get(one.id)
         if call is None and kind_of(one.name) is not Kind.COPY:
-            return Profile(withheld=f"the profiler recorded no launch of the kernel {one.name}")
+            raise ProfilerFailed(f"the profiler recorded no launch of the kernel {one.name}")
         # libraries copy and fill memory by calls that the profiler does not record
         launch = _range(one) if call is None else _range(call)
         place = bisect_right(steps, launch.start_s, key=lambda step: step.start_s) - 1
@@ -160,8 +164,8 @@ def by_step(events: Iterable[Any], first: Mapping[int, int], count: int) -> Prof
         # the clocks of host and GPU agree to within the duration of a launch
         error_s = launch.end_s - launch.start_s
         if start_s < launch.start_s - error_s or end_s > steps[place].end_s + error_s:
-            return Profile(
-                withheld=f"the profiler recorded {one.name} outside the step that launched it"
+            raise ProfilerFailed(
+                f"the profiler recorded {one.name} outside the step that launched it"
             )
         within[place].append(Activity(first[one.device_index], one.name, start_s, end_s))
     kernels = [
@@ -169,8 +173,8 @@ def by_step(events: Iterable[Any], first: Mapping[int, int], count: int) -> Prof
     ]
     if any(one != other for one, other in pairwise(kernels)):
         numbers = ", ".join(str(one.total()) for one in kernels)
-        return Profile(withheld=f"the profiled steps have different numbers of kernels: {numbers}")
-    return Profile(steps=within)
+        raise ProfilerFailed(f"the profiled steps have different numbers of kernels: {numbers}")
+    return within
 
 
 def is_activity(event: Any) -> bool:
