@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ def products(kind: str, gpu: torch.device | None = None) -> Products:
     `gpu` is the GPU if its capability counts. The function never raises: a format that this torch
     does not tell is None.
     """
-    backends = torch.backends
+    backends: Any = torch.backends
     if kind != "cuda":  # oneDNN runs the products of CPUs
         return Products(
             _first(lambda: backends.mkldnn.matmul.fp32_precision, _older_on_cpu),
