@@ -906,7 +906,7 @@ FAULTS = (
         "backends.cuda.matmul.fp32_precision",
         "TF32 if backends.cuda.matmul.allow_tf32 else IEEE",
         ("tests/test_float32.py::test_products_are_read_and_set_in_every_order_of_both_settings",),
-        where="hardware.float32",
+        where="hardware.devices.float32",
     ),
     Fault(
         "fp32-convolutions",

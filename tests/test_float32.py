@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dpbench.analysis import validity
-from dpbench.hardware import float32
+from dpbench.hardware.devices import float32
 from dpbench.records import Case, Step, Trial
 from dpbench.records.trial import FLOAT32, Products
 
@@ -39,8 +39,7 @@ IN_EVERY_ORDER = """
 import json, os, sys
 import torch
 from torch import backends
-from dpbench.hardware import float32
-from dpbench.hardware.devices import open_devices
+from dpbench.hardware.devices import float32, open_devices
 from dpbench.measure.worker.facts import torch_facts
 from dpbench.records import Case
 
@@ -62,6 +61,7 @@ for order in json.load(sys.stdin):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not hasattr(torch.backends, "fp32_precision"), reason="this torch has the older setting alone"
 )

@@ -23,9 +23,8 @@ from torch.compiler import is_compiling
 from torch.utils._pytree import tree_leaves
 
 from dpbench.engine import DataParallel
-from dpbench.hardware import float32
 from dpbench.hardware.device import Device
-from dpbench.hardware.devices import kind_of, open_devices
+from dpbench.hardware.devices import float32, kind_of, open_devices
 from dpbench.measure.worker.facts import sizes
 from dpbench.observe.recorder import EVALUATION, OWN, WITHIN, Raw, Recorder, Seen
 from dpbench.records import Phase

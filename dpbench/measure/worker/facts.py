@@ -14,8 +14,8 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from dpbench.engine.containers import tensors_in
-from dpbench.hardware import float32
 from dpbench.hardware.device import Device
+from dpbench.hardware.devices import float32
 from dpbench.models import Model, bytes_in, positional, rows_in
 from dpbench.records import HOST, Case, Trial
 from dpbench.records.trial import FLOAT32

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from dpbench import models, strategies
-from dpbench.hardware import float32, processes
+from dpbench.hardware import processes
 from dpbench.hardware.device import Device
-from dpbench.hardware.devices import open_devices
+from dpbench.hardware.devices import float32, open_devices
 from dpbench.hardware.provenance import usable_cores
 from dpbench.measure import ranks, verification
 from dpbench.measure.failures import Unverified, of_error, of_rank
