@@ -653,6 +653,21 @@ def test_a_kernel_without_a_launch_is_busy_and_has_no_phase(tmp_path) -> None:
     assert "the trace lacks the launch of 1 of 1 kernels and copies" in facts.unknown[0].problem
 
 
+@pytest.mark.parametrize("lost", [0, 2])
+def test_launches_whose_kernels_the_profiler_lost_are_counted(lost, tmp_path) -> None:
+    trace = Writer()
+    for step in range(3):
+        trace.note(f"ProfilerStep#{step}", 10 * step, 10 * step + 9)
+        for number in range(4):
+            at_ms = 10 * step + number
+            trace.kernel("gemm", at_ms, at_ms + 0.5, at_ms + 1)
+    kernels = [event for event in trace.events if event["cat"] == "kernel"]
+    trace.events = [event for event in trace.events if event not in kernels[:lost]]
+    notes = loop_of(trace.write(tmp_path / "a.json")).notes
+    assert [f"the kernels of {lost} launches" in note for note in notes].count(True) == bool(lost)
+    assert any("the profiler lost" in note for note in notes) is bool(lost)
+
+
 def test_a_trace_without_steps_has_busy_devices_and_no_step(tmp_path) -> None:
     trace = Writer()
     trace.op("aten::mm", 0, 1)

@@ -9,15 +9,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from torch._C._autograd import DeviceType
 
 from dpbench.hardware.devices import open_devices
 from dpbench.measure import merging
-from dpbench.measure.worker import bench
+from dpbench.measure.worker import bench, profiling
 from dpbench.observe import kineto
 from dpbench.records import Case, Phase, Span, Step
 from dpbench.records.activity import Activity, busy
-from dpbench.records.trial import Trial
+from dpbench.records.trial import NO_PROFILE, Trial
 from tests.kineto_files import EXCERPTS
 
 DDP = Case(model="mlp", strategy="ddp", devices=2, batch_size=64, device_kind="cuda")
@@ -47,8 +48,35 @@ def events(profile, **changes):
     ]
 
 
+def event(kind: DeviceType, name: str, start_s: float, end_s: float, id: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        device_type=kind,
+        device_index=0,
+        name=name,
+        id=id,
+        time_range=SimpleNamespace(start=start_s * 1e6, end=end_s * 1e6),
+    )
+
+
+def launched(found: list[SimpleNamespace]) -> list[SimpleNamespace]:
+    """Return GPU events with their launches, in one profiled step."""
+    for id, one in enumerate(found):
+        one.id = id
+    calls = [
+        event(DeviceType.CPU, "cudaLaunchKernel", at / 1e6, at / 1e6, id)
+        for id, at in enumerate(one.time_range.start for one in found)
+    ]
+    return [*found, *calls, event(DeviceType.CPU, merging.PROFILED, -1.0, 1e6, 0)]
+
+
+def activities_of(found: list[SimpleNamespace], first: dict[int, int]) -> list[Activity]:
+    profile = profiling.by_step(launched(found), first, 1)
+    assert not profile.withheld
+    return [*profile.steps[0]]
+
+
 def test_events_of_a_profiler_are_the_activities_of_the_trace(profile) -> None:
-    found = bench.activities_of(events(profile), {0: 1})
+    found = activities_of(events(profile), {0: 1})
     times = busy(found)[1]
     assert len(found) == len(profile.device)
     # the whole span has two steps of 222 and 220 ms; the figures are those of HTA, which leaves out
@@ -72,7 +100,7 @@ def test_busy_times_of_real_traces_are_the_counted_microseconds(path: Path) -> N
     """Compare a run's profiled step with counts of the tenths of a microsecond a GPU works in."""
     trace = kineto.read(path)
     (device,) = {one.device for one in trace.device}
-    found = busy(bench.activities_of(events(trace), {device: 0}))[0]
+    found = busy(activities_of(events(trace), {device: 0}))[0]
     start_us, end_us = (
         min(one.start_us for one in trace.device),
         max(one.end_us for one in trace.device),
@@ -104,9 +132,9 @@ def test_busy_times_of_real_traces_are_the_counted_microseconds(path: Path) -> N
 
 
 def test_annotations_hosts_and_gpus_of_others_are_no_activities(profile) -> None:
-    assert bench.activities_of(events(profile, is_user_annotation=True), {0: 0}) == []
-    assert bench.activities_of(events(profile, device_type=DeviceType.CPU), {0: 0}) == []
-    assert bench.activities_of(events(profile), {3: 0}) == []
+    assert not any(map(profiling.is_activity, events(profile, is_user_annotation=True)))
+    assert not any(map(profiling.is_activity, events(profile, device_type=DeviceType.CPU)))
+    assert activities_of(events(profile), {3: 0}) == []
 
 
 BACKWARD = tuple(
@@ -166,21 +194,75 @@ def test_a_recorded_reduction_stays() -> None:
     assert merging.reductions(DDP, BACKWARD, [REDUCING[:3]]) == []
 
 
-def test_a_profile_of_several_steps_is_cut_at_their_beginnings() -> None:
-    def host(name: str, start_s: float) -> SimpleNamespace:
-        return SimpleNamespace(
-            device_type=DeviceType.CPU,
-            name=name,
-            time_range=SimpleNamespace(start=start_s * 1e6, end=start_s * 1e6),
-        )
+GPU, HOST = DeviceType.CUDA, DeviceType.CPU
 
-    kernels = activities(("first", 0.11, 0.15), ("second", 0.21, 0.22), ("last", 0.31, 0.35))
-    before = activities(("warm-up", 0.01, 0.02))
-    marks = [host(merging.PROFILED, at) for at in (0.2, 0.1, 0.3)]
-    steps = bench.by_step([*before, *kernels], [host("aten::add", 0.15), *marks])
-    assert [[one.name for one in step] for step in steps] == [["first"], ["second"], ["last"]]
-    readings = [(one.metric, one.value) for one in bench._busy_samples(steps)]
-    assert readings == [("kernel_busy_s", pytest.approx(seconds)) for seconds in (0.04, 0.01, 0.04)]
+
+def three_steps() -> list[SimpleNamespace]:
+    """Return the events of three profiled steps, each with a copy and two kernels."""
+    found = []
+    for step in range(3):
+        found.append(event(HOST, merging.PROFILED, step, step + 0.9, 0))
+        for number, name in enumerate(("Memcpy HtoD", "gemm", "relu")):
+            at, id = step + 0.2 * number, 10 * step + number
+            # an operator has an id of its own
+            found.append(event(HOST, "aten::mm", at, at + 0.05, id + 1))
+            found.append(event(HOST, "cudaLaunchKernel", at + 0.01, at + 0.02, id))
+            found.append(event(GPU, name, at + 0.05, at + 0.05 + 0.01 * (step + 1), id))
+    return found
+
+
+def test_an_activity_belongs_to_the_step_that_launched_it() -> None:
+    found = profiling.by_step(reversed(three_steps()), {0: 5}, 3)
+    assert not found.withheld
+    assert [sorted(one.name for one in step) for step in found.steps] == [
+        ["Memcpy HtoD", "gemm", "relu"]
+    ] * 3
+    readings = [(one.metric, one.device, one.value) for one in bench._busy_samples(found.steps)]
+    assert readings == [
+        ("kernel_busy_s", 5, pytest.approx(seconds)) for seconds in (0.03, 0.06, 0.09)
+    ]
+
+
+def test_copies_that_a_library_makes_without_a_recorded_call_belong_to_the_step_of_their_time() -> (
+    None
+):
+    found = [one for one in three_steps() if (one.device_type, one.id) != (HOST, 10)]
+    profile = profiling.by_step(found, {0: 0}, 3)
+    assert [len(step) for step in profile.steps] == [3, 3, 3]
+
+
+def shifted(found: list[SimpleNamespace], seconds: float) -> list[SimpleNamespace]:
+    """Return the events, with another time for one kernel."""
+    for one in found:
+        if (one.device_type, one.id) == (GPU, 11):
+            span = one.time_range
+            one.time_range = SimpleNamespace(start=span.start + seconds * 1e6, end=span.end)
+            one.time_range.end += seconds * 1e6
+    return found
+
+
+WRONG = {
+    "no kernel for 1 launch": lambda found: [
+        one for one in found if (one.device_type, one.id) != (GPU, 11)
+    ],
+    "no launch of the kernel gemm": lambda found: [
+        one for one in found if one.name == "aten::mm" or (one.device_type, one.id) != (HOST, 11)
+    ],
+    "different numbers of kernels: 2, 1, 2": lambda found: [one for one in found if one.id != 11],
+    "2 of 3 steps": lambda found: found[1:],
+    "no work of the GPUs": lambda found: [
+        one for one in found if one.device_type == HOST and one.name != "cudaLaunchKernel"
+    ],
+    "gemm outside the step": lambda found: shifted(found, -0.1),
+    "gemm outside": lambda found: shifted(found, 0.9),
+}
+
+
+@pytest.mark.parametrize("said", WRONG)
+def test_a_profile_with_lost_or_wrong_records_is_withheld(said: str) -> None:
+    profile = profiling.by_step(WRONG[said](three_steps()), {0: 0}, 3)
+    assert said in profile.withheld
+    assert not profile.steps
 
 
 def test_a_device_that_is_idle_in_a_profiled_step_has_a_reading_of_0() -> None:
@@ -203,7 +285,41 @@ def test_the_reduction_of_a_step_is_the_median_of_the_profiled_steps() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
-def test_torch_annotates_each_profiled_step() -> None:
+def test_the_profiled_steps_follow_one_that_warms_the_profiler_up() -> None:
     taken: list[int] = []
-    assert bench.profiled(lambda: taken.append(1), open_devices("cpu", 1), 3) == [[], [], []]
-    assert len(taken) == 3
+    found = profiling.profiled(lambda: taken.append(1), open_devices("cpu", 1), 3)
+    assert "no work of the GPUs" in found.withheld, "the steps themselves were found"
+    assert len(taken) == 4
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_only_errors_of_the_profiler_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+
+    def fails(error: Exception) -> None:
+        raise error
+
+    for error in (torch.OutOfMemoryError("full"), RuntimeError("the user's")):
+        with pytest.raises(type(error), match=str(error)):
+            profiling.profiled(lambda error=error: fails(error), open_devices("cpu", 1), 3)
+    no_cupti = RuntimeError("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES")
+    monkeypatch.setattr(torch.profiler.profile, "start", lambda self: fails(no_cupti))
+    found = profiling.profiled(lambda: taken.append(1), open_devices("cpu", 1), 3)
+    assert "INSUFFICIENT_PRIVILEGES" in found.withheld
+    assert len(taken) == 4, "the other ranks take these steps, too"
+    full = torch.OutOfMemoryError("full")
+    monkeypatch.setattr(torch.profiler.profile, "start", lambda self: fails(full))
+    with pytest.raises(torch.OutOfMemoryError):
+        profiling.profiled(lambda: taken.append(1), open_devices("cpu", 1), 3)
+
+
+def test_a_rank_without_a_profile_withholds_the_reductions_of_all() -> None:
+    steps = tuple(Step(1.0, False, n + 1.0) for n in range(2))
+    spans = (*BACKWARD, *merging.reductions(DDP, BACKWARD, [REDUCING]))
+    whole = Trial(case=DDP, steps=steps, spans=spans)
+    without = Trial(case=DDP, steps=steps, spans=BACKWARD, provenance={NO_PROFILE: "lost"})
+    for parts in ([whole, without], [without, whole]):
+        merged = merging.merge(parts)
+        assert merged.provenance[NO_PROFILE] == "lost"
+        assert all(span.phase is not Phase.REDUCE for span in merged.spans)
+    assert any(span.phase is Phase.REDUCE for span in merging.merge([whole, whole]).spans)

@@ -22,7 +22,7 @@ PRIVATE = {
     r"_foreach_copy_|_foreach_add_": "hardware/devices/_many.py",
     r"cuda\._sleep": "hardware/devices/cuda.py",
     r"dropout\._DropoutNd": "measure/verification.py",
-    r"torch\._C\._autograd import|_ExperimentalConfig": "measure/worker/bench.py",
+    r"torch\._C\._autograd import|_ExperimentalConfig": "measure/worker/profiling.py",
     r"_(?:function|dispatch)_mode_stack|_saved_tensors_|_autocast_supported|_is_any_autocast": (
         "engine/workers.py"
     ),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dpbench.hardware.devices import open_devices
-from dpbench.measure.worker import bench, trial
+from dpbench.measure.worker import profiling, trial
 from dpbench.records import Case, Effort, Status
 
 QUICK = Effort(budget_s=0.05, warmup_steps=1, min_steps=2, max_steps=4, block_steps=2)
@@ -73,7 +73,7 @@ def test_what_profiling_cannot_do_leaves_the_trial_as_it_is(tmp_path, capfd):
 
 
 def test_without_the_option_nothing_is_profiled(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "trace", lambda *_: pytest.fail("profiled"))
+    monkeypatch.setattr(profiling, "trace", lambda *_: pytest.fail("profiled"))
     assert trial.run(DP, QUICK, tmp_path).status is Status.OK
 
 
@@ -83,6 +83,6 @@ def test_a_trace_of_a_gpu_step_has_its_kernels(tmp_path):
 
     devices = open_devices("cuda", 1)
     matrix = torch.randn(64, 64, device="cuda")
-    bench.trace(lambda: matrix @ matrix, devices, tmp_path / "trace.json")
+    profiling.trace(lambda: matrix @ matrix, devices, tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert any(event.get("cat") == "kernel" for event in events)

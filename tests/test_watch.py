@@ -361,7 +361,7 @@ def test_a_watched_step_calls_few_functions_of_dpbench(tmp_path: Path) -> None:
     steps = [after - before for before, after in pairwise(until[8:])]
     # clipping moves each norm, which a CPU build has no hook for
     moves = 7 if torch.version.cuda else 0
-    assert statistics.mode(steps) <= 42 + moves
+    assert statistics.mode(steps) <= 44 + moves
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from dpbench.records import (
     Verified,
     words,
 )
-from dpbench.records.trial import AVERAGING, TrialHost
+from dpbench.records.trial import AVERAGING, FLOAT32, NO_PROFILE, Products, TrialHost
 
 SIGNIFICANT = 0.01
 """The p-value of Spearman's test below which a trend counts as real."""
@@ -397,7 +397,35 @@ def _averaging(trial: Trial, cores: int) -> Deviation | None:
     return (float(found["high"]), found) if found else None
 
 
+def _float32(trial: Trial, cores: int) -> Deviation | None:
+    """Return how many kinds of float32 products use another format than the case's precision.
+
+    None for other precisions, and for trials without the fact.
+    """
+    named = NAMED.get(trial.case.precision)
+    found = trial.provenance.get(FLOAT32)
+    if named is None or not found:
+        return None
+    products = Products(**found)
+    matmul, convolution = (FORMATS.get(one or "", "an unknown format") for one in products)
+    said = f"{trial.case.precision}: matrix products in {matmul}, convolutions in {convolution}"
+    return float(sum(one != named for one in products)), {"said": said}
+
+
+def _unprofiled(trial: Trial, cores: int) -> Deviation | None:
+    """Return 1 if the figures of profiled steps are withheld; None without profiled steps."""
+    if "profile_s" not in trial.setup:
+        return None
+    reason = trial.provenance.get(NO_PROFILE, "")
+    return float(bool(reason)), {"reason": reason}
+
+
 # -- limits and wording
+
+NAMED = {"fp32": "ieee", "tf32": "tf32"}
+"""The format that the name of a precision promises for float32 products, see `Products`."""
+FORMATS = {"ieee": "float32", "tf32": "TF32", "bf16": "bfloat16"}
+"""The formats of `Products` in words."""
 
 
 def _percent(check: Check) -> str:
@@ -446,6 +474,26 @@ RULES: Sequence[ValidityRule] = (
             f"by {words.percent(check.about['low'])} to {words.percent(check.about['high'])} with "
             f"{words.count(check.about['rows'], 'sample')}"
         ),
+    ),
+    ValidityRule(
+        name=FLOAT32,
+        limit=0.0,
+        measure=_float32,
+        headline=(
+            "float32 products have another format than the name of the precision says: torch's"
+            " default is TF32 in convolutions, and float32 in matrix products"
+        ),
+        item=lambda check: str(check.about["said"]),
+    ),
+    ValidityRule(
+        name=NO_PROFILE,
+        limit=0.0,
+        measure=_unprofiled,
+        headline=(
+            "the busy times of the GPUs, exposed communication and overlapped reductions are"
+            " withheld, because the profile of the steps is incomplete or wrong"
+        ),
+        item=lambda check: str(check.about["reason"]),
     ),
     ValidityRule(
         name="closure",

@@ -317,7 +317,8 @@ def watch(
     if not result.run_id:
         for problem in result.unknown:
             click.echo(f"note: {problem}", err=True)
-        click.echo("error: dpbench detected no training step, so it stored no run", err=True)
+        if not result.steps:
+            click.echo("error: dpbench detected no training step, so it stored no run", err=True)
     sys.exit(code or (0 if shown else EXIT_FAILED))
 
 

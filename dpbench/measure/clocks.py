@@ -446,9 +446,16 @@ class CudaClock:
             spans.append(Span(step, phase, device, clock, start_s, end_s))
         return tuple(spans)
 
-    def events(self) -> dict[int, Any]:
-        """Queue a timing event on every device, and return the events by device index."""
-        return {device.index: device.event() for device in self._devices}
+    def events(self, devices: Sequence[int] | None = None) -> dict[int, Any]:
+        """Queue a timing event on each device, and return the events by device index.
+
+        `devices` are indices of devices; None means all.
+        """
+        return {
+            device.index: device.event()
+            for device in self._devices
+            if devices is None or device.index in devices
+        }
 
     def placing(self) -> Callable[[int, int, Any], float]:
         """Return a function that converts a CUDA event to the host's time of it in seconds.

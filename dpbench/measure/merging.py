@@ -17,7 +17,7 @@ from dpbench.records.activity import (
     phase_of_collective,
 )
 from dpbench.records.registry import Reduction
-from dpbench.records.trial import TrialHost, joined
+from dpbench.records.trial import NO_PROFILE, TrialHost, joined
 
 PROFILED = "profiled_step"
 """The clock name that annotates spans whose durations come from profiled steps."""
@@ -34,6 +34,8 @@ def merge(parts: Sequence[Trial], hosts: Sequence[TrialHost] = ()) -> Trial:
     if len(parts) == 1:
         return parts[0]
     steps, spans = joined(_without_waits(parts))
+    reasons = [part.provenance[NO_PROFILE] for part in parts if NO_PROFILE in part.provenance]
+    withheld = {NO_PROFILE: reasons[0]} if reasons else {}
     order = list(Verified)
     return replace(
         parts[0],
@@ -48,6 +50,7 @@ def merge(parts: Sequence[Trial], hosts: Sequence[TrialHost] = ()) -> Trial:
         setup={
             stage: max(part.setup.get(stage, 0.0) for part in parts) for stage in parts[0].setup
         },
+        provenance={**parts[0].provenance, **withheld},
     )
 
 
@@ -56,8 +59,14 @@ def _without_waits(parts: Sequence[Trial]) -> list[Trial]:
 
     In each profiled step, the rank that arrives last has the shortest reduction, because it does
     not wait. The median of these shortest durations over all steps serves as the duration without
-    waiting. Each longer reduction is shortened to it by a later start.
+    waiting. Each longer reduction is shortened to it by a later start. If the profile of a rank is
+    withheld, nobody knows which rank arrives last, and no part keeps its profiled reductions.
     """
+    if any(NO_PROFILE in part.provenance for part in parts):
+        return [
+            replace(part, spans=tuple(one for one in part.spans if one.clock != PROFILED))
+            for part in parts
+        ]
     each = [
         values
         for part in parts

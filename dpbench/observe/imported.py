@@ -31,7 +31,7 @@ from dpbench.observe.attribution import Attributed, attribute
 from dpbench.observe.kineto import TraceEvents
 from dpbench.observe.stretches import LOADER
 from dpbench.records import HOST, Case, Phase, Sample, Source, Span, Step, Trial, words
-from dpbench.records.activity import Activity, Kind, busy, kind_of
+from dpbench.records.activity import Activity, Kind, busy, kind_of, launches_kernels
 from dpbench.records.observed import (
     OBSERVED,
     SCRIPT,
@@ -335,6 +335,12 @@ def _problems(traces: Sequence[ImportedTrace], common: Sequence[str]) -> Iterato
                 f" {trace.attributed.unlaunched} of {len(trace.profile.device)} kernels and copies;"
                 " these end no step, and compute kernels among them belong to no phase"
             )
+        if lost := _lost(trace.profile):
+            yield (
+                f"{trace.profile.path.name}: the trace lacks the kernels of"
+                f" {words.count(lost, 'launch', 'launches')}, which the profiler lost: busy times"
+                " are too short; give the profiler's schedule at least one step of warm-up"
+            )
     for trace in traces[1:]:
         if trace.aligned is None:
             yield (
@@ -343,6 +349,16 @@ def _problems(traces: Sequence[ImportedTrace], common: Sequence[str]) -> Iterato
                 f" by more than {WIDEST_S * 1e3:g} ms; the times of the two ranks are compared"
                 " without a correction"
             )
+
+
+def _lost(profile: TraceEvents) -> int:
+    """Return the number of launches of kernels whose kernels are not in the trace."""
+    there = {event.correlation for event in profile.device}
+    return sum(
+        launches_kernels(call.name)
+        for number, call in profile.launches.items()
+        if there and number not in there
+    )
 
 
 def _facts(traces: Sequence[ImportedTrace]) -> dict[str, Any]:

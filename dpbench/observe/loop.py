@@ -43,6 +43,7 @@ from dpbench.observe.recorder import (
 )
 from dpbench.records import HOST, Phase, Span, Step, ledger
 from dpbench.records.observed import WITHOUT_LOADER, Unknown
+from dpbench.records.trial import Products
 from dpbench.records.words import count, verb
 
 TRAINING = frozenset({Phase.DATA, Phase.SCATTER, Phase.REPLICATE, Phase.FORWARD})
@@ -70,7 +71,8 @@ class WatchedLoop:
     `updates` is the usual number of calls of backward in a step. `rows` is the number of rows in
     all batches of a step, 0 if unknown. `model` has the sizes of the trained module, and
     `optimizers` the names of the optimizers' classes. `skipped` is the number of updates that a
-    GradScaler skipped. `compiled` is whether torch.compile made the module.
+    GradScaler skipped. `products` is None if no call was recorded. `compiled` is whether
+    torch.compile made the module.
     """
 
     steps: tuple[Step, ...]
@@ -86,6 +88,7 @@ class WatchedLoop:
     optimizers: tuple[str, ...]
     skipped: int
     precision: str
+    products: Products | None
     compiled: bool
     unknown: tuple[Unknown, ...]
 
@@ -182,6 +185,7 @@ def of(recorder: Recorder, first: int = 0) -> WatchedLoop:
         optimizers=tuple(name for owner, name in seen.optimizers.items() if owner in keys),
         skipped=sum(number for owner, number in seen.skipped.items() if owner in keys),
         precision=next(iter(_kept(seen.precisions, keys)), "fp32"),
+        products=next(iter(_kept(seen.products, keys)), None),
         compiled=not seen.compiled.isdisjoint(keys),
         evaluation_s=sum(raw.end - raw.start for raw in aside if raw.kind == EVALUATION),
         checkpoint_s=sum(raw.end - raw.start for raw in aside if raw.kind == CHECKPOINT),

@@ -23,7 +23,8 @@ from torch.compiler import is_compiling
 from torch.utils._pytree import tree_leaves
 
 from dpbench.engine import DataParallel
-from dpbench.hardware.devices import open_devices
+from dpbench.hardware.device import Device
+from dpbench.hardware.devices import float32, kind_of, open_devices
 from dpbench.measure.worker.facts import sizes
 from dpbench.observe.recorder import EVALUATION, OWN, WITHIN, Raw, Recorder, Seen
 from dpbench.records import Phase
@@ -103,12 +104,13 @@ class Outermost:
         original = self._original
         hooked = self._known
         recorder = self._recorder
+        hook = recorder.safely(self._hook)
 
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
             if is_compiling() or not recorder.mine or recorder.inside not in OUTSIDE:
                 return original(module, *args, **kwargs)
             if id(module) not in hooked:
-                self._hook(module)
+                hook(module)
             self._call(original)
             try:
                 return original(module, *args, **kwargs)
@@ -121,6 +123,7 @@ class Outermost:
         recorder = self._recorder
         opened = self._opened
         seen = self._recorder.seen
+        note_facts = recorder.safely(_note_facts)
 
         # closures and no methods: a copy of the module would copy the object of a method, with the
         # whole recorder
@@ -129,11 +132,16 @@ class Outermost:
             # the graph at them
             if is_compiling() or not recorder.active or get_ident() != recorder.thread:
                 return
-            start = recorder.now()  # the look at the module and its arguments is a part of the call
-            kind = _kind(recorder, module, args, kwargs)
-            hidden = kind == EVALUATION and (module.training or is_grad_enabled())
-            recorded = recorder.begin(kind, -id(module) if hidden else id(module), start)
-            opened.append((recorded, sys.exception()))
+            handled = sys.exception()
+            try:
+                # the look at the module and its arguments is a part of the call
+                start = recorder.now()
+                kind = _kind(recorder, module, args, kwargs)
+                hidden = kind == EVALUATION and (module.training or is_grad_enabled())
+                recorded = recorder.begin(kind, -id(module) if hidden else id(module), start)
+                opened.append((recorded, handled))
+            except Exception as error:
+                recorder.give_up(error)
 
         def after(module: Any, args: Any, kwargs: Any, output: Any) -> None:
             if (
@@ -149,7 +157,7 @@ class Outermost:
                     recorder.fail()
                 recorder.end()
                 if id(module) in seen.trained and id(module) not in seen.models:
-                    _note_facts(seen, module, args, kwargs, output)
+                    note_facts(seen, module, args, kwargs, output)
 
         hooks: list[Any] = [
             module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
@@ -164,9 +172,7 @@ class Outermost:
             seen.devices = max(1, len(module.device_ids))
             hooks.append(_marked(module, self._recorder))
         elif isinstance(module, DataParallel):
-            seen.wrapper = type(module).__name__
-            seen.threads = True
-            seen.devices = max(1, len(module.devices))
+            engine(seen, module, module.devices)
         elif isinstance(module, nn.parallel.DistributedDataParallel):
             seen.wrapper = type(module).__name__
             seen.ranks = True
@@ -188,11 +194,15 @@ class Outermost:
     def without_hooks(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that first removes dpbench's hooks, which `function` would pickle."""
 
+        @self._recorder.safely
+        def unhook() -> None:
+            self._unhook()
+            self.look()
+
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._recorder.mine and not self._recorder.inside:
-                self._unhook()
-                self.look()
+                unhook()
             return function(*args, **kwargs)
 
         return call
@@ -228,7 +238,9 @@ def _kind(recorder: Recorder, module: Any, args: Any, kwargs: Any) -> str:
             return _within(recorder, module)
         seen.trained.add(number)
         seen.rows[number] = Counter()
-        _settings(recorder, module)
+        if not seen.opened:
+            on_devices(seen, next(module.parameters()).device, getattr(module, "device_ids", None))
+        precision(seen, number)
     if training:
         seen.in_training.add(number)
     rows = seen.rows[number]
@@ -250,21 +262,39 @@ def _within(recorder: Recorder, module: Any) -> str:
     return WITHIN if wraps else Phase.FORWARD
 
 
-def _settings(recorder: Recorder, module: nn.Module) -> None:
-    seen = recorder.seen
-    kind = next(module.parameters()).device.type
-    if kind == "cuda":
-        seen.device_kind = kind
-        ids = getattr(module, "device_ids", None) or [next(module.parameters()).device]
+def engine(seen: Seen, wrapper: Any, devices: Sequence[Device]) -> None:
+    """Note a wrapper of dpbench's own engine, and the devices that it drives."""
+    seen.wrapper = type(wrapper).__name__
+    seen.threads = True
+    seen.devices = max(1, len(devices))
+    seen.opened = devices
+    if devices:
+        ids = [device.torch_device for device in devices]
+        on_devices(seen, ids[0], ids)
+
+
+def on_devices(seen: Seen, first: torch.device, ids: Sequence[Any] | None = None) -> None:
+    """Note the kind of the devices on which the loop trains, and the GPUs' CUDA ordinals.
+
+    `first` is the device of its weights; `ids` are those of a wrapper over several devices.
+    """
+    seen.device_kind = kind_of(first)
+    if seen.device_kind == "cuda":
         seen.device_ids = tuple(
-            torch.device(one).index if not isinstance(one, int) else one for one in ids
+            one if isinstance(one, int) else torch.device(one).index for one in ids or [first]
         )
-    precision = "tf32" if kind == "cuda" and torch.backends.cuda.matmul.allow_tf32 else "fp32"
-    if torch.is_autocast_enabled(kind):
-        precision = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(
-            torch.get_autocast_dtype(kind), "fp32"
-        )
-    seen.precisions[id(module)] = precision
+
+
+def precision(seen: Seen, owner: int) -> None:
+    """Note the precision in force as that of the module or engine with this key."""
+    kind = seen.device_kind
+    gpu = torch.device("cuda", seen.device_ids[0]) if kind == "cuda" else None
+    seen.products[owner] = products = float32.products(kind, gpu)
+    found = float32.TF32 if kind == "cuda" and products.matmul == float32.TF32 else "fp32"
+    if kind != "emulated" and torch.is_autocast_enabled(kind):
+        autocast = torch.get_autocast_dtype(kind)
+        found = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(autocast, "fp32")
+    seen.precisions[owner] = found
 
 
 def _note_facts(seen: Seen, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -299,11 +329,11 @@ class _marked:  # noqa: N801
     ) -> Callable[..., Any]:
         @functools.wraps(was)
         def call(*args: Any, **kwargs: Any) -> Any:
-            start = recorder.now()
+            start = recorder.moment()
             try:
                 return was(*args, **kwargs)
             finally:
-                recorder.add(phase, start, recorder.now(), 0 if phase is Phase.GATHER else OWN)
+                recorder.add(phase, start, recorder.moment(), 0 if phase is Phase.GATHER else OWN)
 
         return call
 

@@ -12,16 +12,28 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import torch
+
 from dpbench.hardware.device import Device
 from dpbench.measure.clocks import CudaClock
 
 
 class Moment(float):
-    """The host's time in seconds at which an event was queued on each device, in an update."""
+    """The host's time in seconds at which an event was queued on some devices, in an update.
+
+    `events` has the event of each device. It is empty while a CUDA graph is captured: an event
+    would become a part of the graph, and never have a time.
+    """
 
     __slots__ = ("events", "update")
     events: dict[int, Any]
     update: int
+
+
+def capturing() -> bool:
+    """Return whether the calling thread's current stream captures a CUDA graph."""
+    # a CPU build of torch has the function, which raises
+    return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
 
 
 class GpuTimes:
@@ -40,11 +52,14 @@ class GpuTimes:
         self._stack.enter_context(self._clock.block())
         self._place: Any = None
 
-    def now(self) -> Moment:
-        """Return the present moment, with an event that is now queued on every device."""
+    def now(self, devices: Sequence[int] | None = None) -> Moment:
+        """Return the present moment, with an event queued on each device (default: on all).
+
+        `devices` are indices of devices.
+        """
         moment = Moment(self._now())
-        moment.events = self._clock.events()
         moment.update = self._updates
+        moment.events = {} if capturing() else self._clock.events(devices)
         return moment
 
     def updated(self) -> None:

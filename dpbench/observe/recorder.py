@@ -7,6 +7,9 @@ waits for as little as possible.
 
 Only the thread that made the recorder records. A span inside another span is not recorded
 separately, except for the pairs in `INTERRUPTS`.
+
+An error of dpbench's own code must not end the user's script: every function that torch calls, or
+that a replacement of one of torch's functions calls, ends the recording instead (`give_up`).
 """
 
 from __future__ import annotations
@@ -24,9 +27,11 @@ from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any, NamedTuple
 
+from dpbench.hardware.device import Device
 from dpbench.hardware.devices import open_devices
-from dpbench.observe.moments import GpuTimes
+from dpbench.observe.moments import GpuTimes, Moment, capturing
 from dpbench.records import HOST, Phase
+from dpbench.records.trial import Products
 
 _RECORDERS: weakref.WeakSet[Recorder] = weakref.WeakSet()
 """This process's recorders, which a forked process, such as a DataLoader worker, must not fill."""
@@ -55,6 +60,10 @@ GOLDEN = 0.6180339887498949
 PINNED_READS = 8
 """The number of updates in which the recorder asks if copied tensors are in pinned memory."""
 
+CAPTURED = (
+    "the script captured a CUDA graph: dpbench records nothing during the capture, and takes a"
+    " replay of the graph as a whole, in no phase"
+)
 INTERRUPTED = "interrupted"
 """The note of a part of a span that ends because an inner span begins."""
 _CLOSURE = frozenset(
@@ -118,6 +127,8 @@ class Seen:
     wrapper: str = ""
     threads: bool = False
     devices: int = 1
+    opened: Sequence[Device] = ()
+    """The devices of dpbench's own engine, whose streams need not be the current ones."""
     ranks: bool = False
     optimizers: dict[int, str] = field(default_factory=dict)
     loaders: dict[int, int] = field(default_factory=dict)
@@ -130,6 +141,8 @@ class Seen:
     """The sizes of each trained module, by the name of the size."""
     precisions: dict[int, str] = field(default_factory=dict)
     """The precision of each trained module, such as "bf16"."""
+    products: dict[int, Products] = field(default_factory=dict)
+    """The formats of float32 products when each module was first trained."""
     own_loss: set[int] = field(default_factory=set)
     """The trained modules that return their own loss."""
     compiled: set[int] = field(default_factory=set)
@@ -186,6 +199,8 @@ class Recorder:
         self.updating: Any = None
         """The end of backward or a later `no_grad` block, without an optimizer; else None."""
         self._left = False
+        self.captured: list[tuple[int, str]] = []
+        """The updates (owner and name) in the CUDA graph that is being captured."""
         self.deferred = 0
         """How many running calls, such as GradScaler.step, end the interval themselves."""
         self._owners: dict[int, int] = {}
@@ -205,37 +220,61 @@ class Recorder:
         """
         if not self.active or get_ident() != self.thread or not (self.kept or kind in ASIDE):
             return False
-        if start is not None and self._spans and self._spans[-1].end > start:
-            start = None
-        if self.open:
-            top = self.open[-1]
-            if kind not in INTERRUPTS.get(top.kind, ()):
-                return False
+        try:
+            if start is not None and self._spans and self._spans[-1].end > start:
+                start = None
+            if self.open:
+                if kind not in INTERRUPTS.get(self.open[-1].kind, ()):
+                    return False
+            elif self.updating is not None and kind in _NEXT:
+                self.update(BY_HAND, end=self.updating if self._left else None)
             start = start or self.now()
-            self._log(top.kind, top.start, start, top.note or INTERRUPTED)
-        elif self.updating is not None and kind in _NEXT:
-            self.update(BY_HAND, end=self.updating if self._left else None)
-        self.open.append(new(_Open, (kind, start or self.now(), note)))
-        return True
+            if isinstance(start, Moment) and not start.events:  # a CUDA graph is captured
+                return False
+            if self.open:
+                top = self.open[-1]
+                self._log(top.kind, top.start, start, top.note or INTERRUPTED)
+            self.open.append(new(_Open, (kind, start, note)))
+        except Exception as error:
+            self.give_up(error)
+        return self.active
 
     def end(self, place: str | None = None) -> None:
         """End the innermost open span; `place` replaces its note, unless it is None."""
         if not self.open:  # the recorder was stopped meanwhile
             return
-        kind, start, note = self.open.pop()
-        now = self.now()
-        if kind in _OTHERS:
-            self._log(kind, start, now, note)
-        else:
-            self._spans.append(
-                new(Raw, (kind, start, now, HOST if kind == _DATA else OWN, place or note))
-            )
-        if self.open:
-            self.open[-1] = self.open[-1]._replace(start=now)
-        if kind == _BACKWARD and (self.reduction is not None or not self.seen.optimizers):
-            self._backward(start, now)
-        if self.looking and kind in _GRADIENTS:
-            self.computed()
+        try:
+            kind, start, note = self.open.pop()
+            now = self.now()
+            if kind in _OTHERS:
+                self._log(kind, start, now, note)
+            else:
+                self._spans.append(
+                    new(Raw, (kind, start, now, HOST if kind == _DATA else OWN, place or note))
+                )
+            if self.open:
+                self.open[-1] = self.open[-1]._replace(start=now)
+            if kind == _BACKWARD and (self.reduction is not None or not self.seen.optimizers):
+                self._backward(start, now)
+            if self.looking and kind in _GRADIENTS:
+                self.computed()
+        except Exception as error:
+            self.give_up(error)
+
+    def give_up(self, error: Exception) -> None:
+        """Stop recording after an error of dpbench's own code, so that the user's script goes on.
+
+        What was recorded before is kept.
+        """
+        if self.active:
+            self.active = False
+            self.open.clear()
+            number = len(self.ends)
+            first, _, _ = str(error).partition("\n")
+            self.seen.unknown[
+                f"dpbench stopped recording in update {number}, because its own code failed there"
+                f" ({type(error).__name__}: {first})"
+            ] = 0
 
     def _backward(self, began: Any, now: Any) -> None:
         if self.reduction is not None:
@@ -252,13 +291,34 @@ class Recorder:
         The script continues if it catches the exception.
         """
         if len(self.open) == 1 and self.open[0].kind not in ASIDE:
-            now = self.now()
+            now = self.moment()
             self._spans.append(Raw(FAILED, now, now))
 
     def add(self, kind: str, start: Any, end: Any, device: int = OWN, note: Any = None) -> None:
         """Record a span that an engine or a wrapper has measured; any thread may call this."""
-        if self.active and self.kept:
+        if self.active and self.kept and not (self.gpus is not None and self._capturing()):
             self._spans.append(Raw(kind, start, end, device, note))
+
+    def moment(self, device: int = OWN) -> Any:
+        """Return the present moment: on one device, on the host (`HOST`), or on all (`OWN`)."""
+        try:
+            if self.gpus is None or device == OWN:
+                return self.now()
+            return self.gpus.now(() if device == HOST else (device,))
+        except Exception as error:
+            self.give_up(error)
+            return time.perf_counter()
+
+    def safely(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `function` so that it gives up the recording and returns None, if it raises."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:
+                self.give_up(error)
+
+        return call
 
     def mark(self, phase: Phase, device: int) -> AbstractContextManager[Any]:
         """Return a context manager that records a phase of dpbench's engine, from any thread."""
@@ -266,10 +326,10 @@ class Recorder:
 
     def copied(self, tensor: Any, start: Any) -> None:
         """Record the copy of a host tensor to a device, from the moment `start` to now."""
-        self.add(Phase.SCATTER, start, self.now())
+        self.add(Phase.SCATTER, start, self.moment())
         # the driver must be asked, and its answer is the same in every step
         if len(self.ends) < PINNED_READS:
-            self.seen.pinned = bool(tensor.is_pinned())
+            self.seen.pinned = bool(self.safely(tensor.is_pinned)())
 
     def _log(self, kind: str, start: Any, end: Any, note: Any) -> None:
         spans = self._spans
@@ -319,36 +379,54 @@ class Recorder:
         `owner` is the number of the optimizer or engine that has updated the weights, and `name`
         that of its class. If the script itself updated them, they are `BY_HAND` and empty.
         """
-        end = end or self.now()
-        if name and owner not in self.seen.optimizers:
-            self.seen.optimizers[owner] = name
-        self.updating = None
-        number = len(self.ends)
-        spans = self._spans
-        self.ends.append(float(end))
-        self._spans = []
-        if self.kept:
-            self.intervals.append(new(Interval, (number, owner, self._start, end, spans)))
-            self._total += len(spans) + 1
-        else:
-            self.asides += spans
-        self._start = end
-        if self.gpus is not None:
-            self.gpus.updated()
-        # the devices are known once a module has been trained
-        elif self.seen.device_kind == "cuda":
-            self.gpus = GpuTimes(open_devices("cuda", self.seen.devices, ids=self.seen.device_ids))
-            self.now = self.gpus.now
-            self._start = self.now()
-        if self._full or self._total >= self._most:
-            was_kept = self.kept
-            self.kept = self._keeps(number + 1)
-            if self.kept and not was_kept:
+        if not self.active:
+            return
+        try:
+            if self.seen.device_kind == "cuda" and self._capturing():
+                self.captured.append((owner, name))
+                return
+            end = end or self.now()
+            if name and owner not in self.seen.optimizers:
+                self.seen.optimizers[owner] = name
+            self.updating = None
+            number = len(self.ends)
+            spans = self._spans
+            self.ends.append(float(end))
+            self._spans = []
+            if self.kept:
+                self.intervals.append(new(Interval, (number, owner, self._start, end, spans)))
+                self._total += len(spans) + 1
+            else:
+                self.asides += spans
+            self._start = end
+            if self.gpus is not None:
+                self.gpus.updated()
+            # the devices are known once a module has been trained
+            elif self.seen.device_kind == "cuda":
+                opened = self.seen.opened
+                self.gpus = GpuTimes(
+                    opened or open_devices("cuda", self.seen.devices, ids=self.seen.device_ids)
+                )
+                self.now = self.gpus.now
                 self._start = self.now()
-        if number + 1 >= self.due:
-            self.look(number + 1)
-        for listen in self.listeners:
-            listen(self.ends)
+            if self._full or self._total >= self._most:
+                was_kept = self.kept
+                self.kept = self._keeps(number + 1)
+                if self.kept and not was_kept:
+                    self._start = self.now()
+            if number + 1 >= self.due:
+                self.look(number + 1)
+            for listen in self.listeners:
+                listen(self.ends)
+        except Exception as error:
+            self.give_up(error)
+
+    def _capturing(self) -> bool:
+        """Return whether the current stream captures a CUDA graph, and note it if it does."""
+        found = capturing()
+        if found:
+            self.seen.unknown[CAPTURED] = 0
+        return found
 
     def elsewhere(self) -> None:
         """Note that an optimizer steps in a thread that is not recorded."""
@@ -361,7 +439,7 @@ class Recorder:
     def updated_by_hand(self) -> None:
         """Note the end of a `no_grad` block, in which the script may have updated the weights."""
         if self.updating is not None and not self.open and self.mine:
-            self.updating = self.now()
+            self.updating = self.moment()
             self._left = True
 
     def _keeps(self, number: int) -> bool:
@@ -401,7 +479,8 @@ class _Mark:
         self._device = device
 
     def __enter__(self) -> None:
-        self._start = self._recorder.now()
+        self._start = self._recorder.moment(self._device)
 
     def __exit__(self, *error: object) -> None:
-        self._recorder.add(self._phase, self._start, self._recorder.now(), self._device)
+        end = self._recorder.moment(self._device)
+        self._recorder.add(self._phase, self._start, end, self._device)

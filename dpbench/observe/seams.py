@@ -34,7 +34,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import dataloader
 
 from dpbench.engine import DataParallel, TrainStep
-from dpbench.observe.modules import Outermost, WrittenGradients
+from dpbench.observe.modules import (
+    Outermost,
+    WrittenGradients,
+    engine,
+    on_devices,
+    precision,
+)
 from dpbench.observe.recorder import CHECKPOINT, WITHIN, Recorder, new
 from dpbench.observe.script import place
 from dpbench.records import Phase
@@ -109,6 +115,7 @@ def installed(recorder: Recorder) -> Iterator[None]:
             replace(nn.functional, name, lambda was: _around(recorder, was, Phase.LOSS))
         _tensors(recorder, replace)
         _engines(recorder, replace)
+        _graphs(recorder, replace)
         for owner in (nn.utils, nn.utils.clip_grad):
             for name in CLIPS:
                 replace(owner, name, lambda was: _around(recorder, was, Phase.CLIP))
@@ -142,12 +149,11 @@ def _around(
 
     Its note is the number of the object that `source` returns for the first argument.
     """
+    number = recorder.safely(lambda args: recorder.owner(source(args[0])) if source else None)
 
     @functools.wraps(was)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if is_compiling() or not recorder.begin(
-            kind, recorder.owner(source(args[0])) if source else None
-        ):
+        if is_compiling() or not recorder.begin(kind, number(args) if source else None):
             return was(*args, **kwargs)
         try:
             return was(*args, **kwargs)
@@ -245,7 +251,7 @@ class _Steps:
             number = len(running)
             outermost = recorder.kept and self._called is None
             if outermost:
-                self._called = recorder.now()
+                self._called = recorder.moment()
             try:
                 return was(optimizer, *args, **kwargs)
             except BaseException:
@@ -281,7 +287,7 @@ class _Steps:
             recorder.elsewhere()
             return
         self._gradients.before_step()
-        frame = sys._getframe(1)
+        frame = sys._getframe(2)  # the one that calls the hooks
         # a step that raised before its class was hooked
         while running and not _runs(running[-1].frame, frame):
             self._leave(len(running) - 1)
@@ -326,15 +332,21 @@ class _Steps:
         # a step inside backward (of one parameter) and a step inside another optimizer's step end
         # no interval
         if not running and not recorder.deferred and not recorder.open:
-            recorder.update(recorder.owner(optimizer), type(optimizer).__name__)
+            owner = recorder.owner(optimizer)
+            if not recorder.seen.trained and owner not in recorder.seen.optimizers:
+                # the loop calls no module
+                on_devices(recorder.seen, optimizer.param_groups[0]["params"][0].device)
+                precision(recorder.seen, owner)
+            recorder.update(owner, type(optimizer).__name__)
 
 
 def _optimizers(
     recorder: Recorder, gradients: WrittenGradients, replace: Callable[..., None], stack: ExitStack
 ) -> None:
     steps = _Steps(recorder, gradients, replace, stack)
-    stack.callback(register_optimizer_step_pre_hook(steps.before).remove)
-    stack.callback(register_optimizer_step_post_hook(steps.after).remove)
+    before, after = recorder.safely(steps.before), recorder.safely(steps.after)
+    stack.callback(register_optimizer_step_pre_hook(before).remove)
+    stack.callback(register_optimizer_step_post_hook(after).remove)
     zero = lambda was: _around(recorder, was, Phase.OPTIMIZER)  # noqa: E731
     replace(torch.optim.Optimizer, "zero_grad", zero)
     replace(nn.Module, "zero_grad", zero)
@@ -377,11 +389,15 @@ def _data(recorder: Recorder, replace: Callable[..., None], outermost: Outermost
     def starting(was: Callable[..., Any]) -> Callable[..., Any]:
         start = _around(recorder, was, Phase.DATA, operator.attrgetter("dataset"))
 
+        @recorder.safely
+        def note(loader: Any) -> None:
+            recorder.seen.loaders[recorder.owner(loader.dataset)] = loader.num_workers
+            outermost.look()
+
         @functools.wraps(was)
         def starting(self: Any) -> Any:
             if recorder.mine:
-                recorder.seen.loaders[recorder.owner(self.dataset)] = self.num_workers
-                outermost.look()
+                note(self)
             return start(self)
 
         return starting
@@ -394,6 +410,7 @@ def _data(recorder: Recorder, replace: Callable[..., None], outermost: Outermost
 def _tensors(recorder: Recorder, replace: Callable[..., None]) -> None:
     open_spans = recorder.open
     seen = recorder.seen
+    placed = recorder.safely(place)
 
     def moving(was: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(was)
@@ -401,15 +418,14 @@ def _tensors(recorder: Recorder, replace: Callable[..., None]) -> None:
             # the first test is the cheapest: clipping moves the norm of every parameter
             if open_spans or is_compiling() or not recorder.mine:
                 return was(self, *args, **kwargs)
-            start = recorder.now()
+            start = recorder.moment()
             moved = was(self, *args, **kwargs)
             if moved.device != self.device:
                 if self.device.type == "cpu":
                     recorder.copied(self, start)
                 else:
-                    recorder.add(
-                        Phase.READ, start, recorder.now(), note=place(sys._getframe(1), "to")
-                    )
+                    where = placed(sys._getframe(1), "to")
+                    recorder.add(Phase.READ, start, recorder.moment(), note=where)
             return moved
 
         return move
@@ -421,11 +437,11 @@ def _tensors(recorder: Recorder, replace: Callable[..., None]) -> None:
                 # in a loop on GPUs, the host waits only for tensors on a GPU
                 if (
                     is_compiling()
-                    or (seen.device_kind != "cpu" and not self.is_cuda)
+                    or (seen.device_kind == "cuda" and not self.is_cuda)
                     or not recorder.begin(_READ)
                 ):
                     return was(self, *args, **kwargs)
-                where = place(sys._getframe(1), name)
+                where = placed(sys._getframe(1), name)
                 try:
                     return was(self, *args, **kwargs)
                 finally:
@@ -452,20 +468,24 @@ def _engines(recorder: Recorder, replace: Callable[..., None]) -> None:
 
         return build
 
+    @recorder.safely
+    def note(step: Any, args: Any) -> None:
+        seen = recorder.seen
+        owner = recorder.owner(step)
+        if owner not in seen.precisions:
+            engine(seen, step, step.devices)
+            precision(seen, owner)
+        leaves = tree_leaves(args)
+        leaf = next((one for one in leaves if isinstance(one, torch.Tensor) and one.dim()), None)
+        if leaf is not None:
+            seen.rows.setdefault(owner, Counter())[len(leaf)] += 1
+
     def stepping(was: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(was)
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not recorder.mine:
                 return was(self, *args, **kwargs)
-            recorder.seen.wrapper = type(self).__name__
-            recorder.seen.threads = True
-            recorder.seen.devices = len(self.devices)
-            leaf = next(
-                (one for one in tree_leaves(args) if isinstance(one, torch.Tensor) and one.dim()),
-                None,
-            )
-            if leaf is not None:
-                recorder.seen.rows.setdefault(recorder.owner(self), Counter())[len(leaf)] += 1
+            note(self, args)
             recorder.deferred += 1
             began = recorder.begin(WITHIN)
             try:
@@ -477,7 +497,7 @@ def _engines(recorder: Recorder, replace: Callable[..., None]) -> None:
                 if began:
                     recorder.end()
                 recorder.deferred -= 1
-            recorder.update(recorder.owner(self), type(self).__name__)
+            recorder.update(recorder.owner(self), type(self.optimizer).__name__)
             return result
 
         return step
@@ -485,3 +505,30 @@ def _engines(recorder: Recorder, replace: Callable[..., None]) -> None:
     replace(DataParallel, "__init__", marked)
     replace(TrainStep, "__init__", marked)
     replace(TrainStep, "__call__", stepping)
+
+
+def _graphs(recorder: Recorder, replace: Callable[..., None]) -> None:
+    """Let a replay of a CUDA graph end an interval if the graph has an update of the weights."""
+    updates: weakref.WeakKeyDictionary[Any, list[tuple[int, str]]] = weakref.WeakKeyDictionary()
+
+    def ending(was: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(was)
+        def capture_end(self: Any) -> None:
+            was(self)
+            updates[self] = [*recorder.captured]
+            recorder.captured.clear()
+
+        return capture_end
+
+    def replaying(was: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(was)
+        def replay(self: Any) -> None:
+            was(self)
+            if recorder.mine and not recorder.open:
+                for owner, name in updates.get(self, ()):
+                    recorder.update(owner, name)
+
+        return replay
+
+    replace(torch.cuda.CUDAGraph, "capture_end", ending)
+    replace(torch.cuda.CUDAGraph, "replay", replaying)

@@ -31,6 +31,7 @@ from dpbench.observe.recorder import Seen
 from dpbench.records import HOST, Case, Memory, Sample, Trial
 from dpbench.records.observed import OBSERVED, SCRIPT, Held, Observed, Unknown, traits
 from dpbench.records.registry import Parallelism, Reduction
+from dpbench.records.trial import FLOAT32
 from dpbench.records.words import count, verb
 from dpbench.store import Naming, Store
 
@@ -213,6 +214,7 @@ def case_of(watched: Watched) -> Case:
         batch_size=loop.rows * watched.ranks,
         devices=seen.devices * watched.ranks,
         device_kind=seen.device_kind,
+        placement="colocated" if len({*seen.device_ids}) < len(seen.device_ids) else "spread",
         precision=loop.precision,
         optimizer="+".join(names).lower() or "none",
         loader=loop.loader_workers,
@@ -227,8 +229,10 @@ def trials_of(watched: Watched) -> list[Trial]:
     loop = watched.part.loop
     case = case_of(watched)
     warm = stopping.warmup([step.seconds for step in loop.steps], least=WARMUP)
+    ids = watched.seen.device_ids[:1]
     facts = {
-        **torch_facts(case, open_devices(case.device_kind, 1)[0]),
+        **torch_facts(case, open_devices(case.device_kind, 1, ids=ids)[0]),
+        **({FLOAT32: loop.products._asdict()} if loop.products else {}),
         **({"model": dict(loop.model)} if loop.model else {}),
         OBSERVED: _observed(watched, warm).to_dict(),
     }

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import sys
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -23,6 +24,8 @@ from dpbench.records.observed import Unknown
 from dpbench.records.words import count
 from dpbench.store import Naming
 
+log = logging.getLogger(__name__)
+
 LIVE_S = 0.5
 """The least time in seconds between two updates of the line on the terminal."""
 SAMPLED_S = 0.5
@@ -33,7 +36,7 @@ SAMPLED_S = 0.5
 class WatchResult:
     """The result of watching: the id of the stored run, its steps, and the loop's problems.
 
-    The id is empty if the loop took no steps, and in ranks other than 0.
+    The id is empty if the loop took no steps or could not be stored, and in ranks other than 0.
     """
 
     run_id: str = ""
@@ -57,14 +60,16 @@ def watch(
     `script` is the name of the model in reports (default: that of the running script), and
     `command` the command that ran it. On the stream `live`, a line shows the number of updates and
     their duration. The steps are stored even if the block raises. Yields the result, which is
-    complete after the block.
+    complete after the block. If the run cannot be stored, the error is logged, and the code after
+    the block goes on.
     """
     naming = Naming(name=name, tags=dict(tags or {}), command=command)
     recorder = Recorder()
     result = WatchResult()
     seat = trials.WatchedRank.of(Path(path))
     if seat.rank == 0 and seat.size > 1:
-        seat.clear()
+        with suppress(OSError):  # files of an earlier launch; storing the run names the error
+            seat.clear()
     if live is not None:
         recorder.listeners.append(_line(live))
     with ExitStack() as stack:
@@ -74,9 +79,12 @@ def watch(
                 yield result
         finally:
             if live is not None:
-                live.write("\r\x1b[K")
+                _write(live, "\r\x1b[K")
             source = script or Path(sys.argv[0]).name, command or shlex.join(sys.argv)
-            _store(recorder, result, Path(path), naming, source, seat, beside)
+            try:
+                _store(recorder, result, Path(path), naming, source, seat, beside)
+            except Exception as error:  # the user's code after the block must run
+                log.error("the run was not stored in %s: %s: %s", path, type(error).__name__, error)
 
 
 @dataclass(frozen=True)
@@ -121,7 +129,7 @@ def _sampling(stack: ExitStack, seat: trials.WatchedRank) -> _Beside:
     try:
         if torch.version.cuda:
             visible = nvml.describe()["gpus"]
-    except LookupError as error:
+    except Exception as error:  # of a library that may be any version, in a user's process
         problem = f"the GPUs are not sampled: {error}"
     try:
         file = stack.enter_context(scratch.folder()) / "samples.jsonl"
@@ -130,7 +138,7 @@ def _sampling(stack: ExitStack, seat: trials.WatchedRank) -> _Beside:
         series = stack.enter_context(
             samplers.sampling([gpu["index"] for gpu in visible], file, SAMPLED_S, root_pid=root)
         )
-    except OSError as error:
+    except Exception as error:
         return _Beside(None, problem=f"GPUs and host are not sampled: {error}")
     if series.pid is None:
         return _Beside(
@@ -157,7 +165,10 @@ def _store(
         recorder.stop()
     # a GPU error that ended the script; the times of the steps are lost
     except RuntimeError as error:
-        result.unknown.append(f"the times of the work on the GPUs are unknown: {error}")
+        result.unknown += [
+            *recorder.seen.unknown,
+            f"the times of the work on the GPUs are unknown: {error}",
+        ]
         return
     part = trials.RankRecord(
         loop=loop.of(recorder, first=seat.rank),
@@ -201,8 +212,13 @@ def _line(stream: TextIO) -> Callable[[array[float]], None]:
         if ends[-1] - shown[1] >= LIVE_S:
             since = len(ends) - 1 - int(shown[0])
             each_ms = (ends[-1] - ends[int(shown[0])]) / max(1, since) * 1e3
-            stream.write(f"\r\x1b[Kdpbench: update {len(ends)}, {each_ms:.3g} ms per update")
-            stream.flush()
+            _write(stream, f"\r\x1b[Kdpbench: update {len(ends)}, {each_ms:.3g} ms per update")
             shown[:] = [len(ends) - 1, ends[-1]]
 
     return show
+
+
+def _write(stream: TextIO, text: str) -> None:
+    with suppress(OSError, ValueError):  # the terminal is gone, or the script has closed the stream
+        stream.write(text)
+        stream.flush()

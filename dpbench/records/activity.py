@@ -34,6 +34,7 @@ class Kind(StrEnum):
 
 _COMMUNICATION = re.compile(r"(?:void\s+)?\w*(?:nccl|rccl)|Memcpy (?:PtoP|P2P)", re.IGNORECASE)
 _COPY = re.compile(r"Memcpy|Memset|dma")
+_LAUNCH = re.compile(r"Launch(?:Cooperative)?Kernel|GraphLaunch")
 _SHARES = re.compile(r"all_?gather|broadcast", re.IGNORECASE)
 _REDUCES = re.compile(r"reduce", re.IGNORECASE)
 KERNELS = "kernel_busy_s"
@@ -62,6 +63,11 @@ def phase_of_collective(name: str) -> Phase | None:
     if _SHARES.search(name):
         return Phase.REPLICATE
     return Phase.REDUCE if _REDUCES.search(name) else None
+
+
+def launches_kernels(call: str) -> bool:
+    """Return whether a call of the host to CUDA launches kernels, from its name in a profile."""
+    return bool(_LAUNCH.search(call))
 
 
 class Activity(NamedTuple):

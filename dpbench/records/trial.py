@@ -12,7 +12,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import compress
-from typing import Any, ClassVar, Self, get_type_hints
+from typing import Any, ClassVar, NamedTuple, Self, get_type_hints
 
 import msgspec
 
@@ -81,6 +81,20 @@ They are right for the strategy, but are not the gradient of the whole batch. `l
 the smallest and the largest relative difference of a parameter's gradient, in a step of `rows`
 samples.
 """
+NO_PROFILE = "no_profile"
+"""The key of the provenance for the reason why the figures of profiled steps are withheld."""
+FLOAT32 = "float32"
+"""The key of the provenance for the `Products` of a trial, as a dictionary."""
+
+
+class Products(NamedTuple):
+    """The formats in which matrix products and convolutions multiply float32 values.
+
+    A format is "ieee" (float32 itself), "tf32" or "bf16"; None if unknown.
+    """
+
+    matmul: str | None
+    convolution: str | None
 
 
 SLOW = "slow"

@@ -23,9 +23,8 @@ from dpbench.hardware.device import Device
 from dpbench.hardware.devices import _wrapper
 from dpbench.hardware.devices.host import EmulatedDevice
 from dpbench.measure import clocks, merging
-from dpbench.measure.worker import bench, facts
+from dpbench.measure.worker import facts, profiling
 from dpbench.records import HOST, Phase
-from dpbench.records.activity import Activity
 from tests.simulated.machine import Machine
 from tests.simulated.timeline import Event, Stream
 
@@ -379,45 +378,45 @@ class Witness(clocks.CudaClock):
         self.true_ends.append(max(self._front(d.index) for d in self.sims))
 
 
-def _profiled(machine: Machine) -> Callable[..., list[list[Activity]]]:
-    """Return a replacement of `bench.profiled` that reads the activities from the timeline."""
+def _profiled(machine: Machine) -> Callable[..., profiling.Profile]:
+    """Return a replacement of `profiling.profiled` that reads the activities from the timeline."""
 
     def profiled(
         step: Callable[[], object], devices: Sequence[Device], count: int
-    ) -> list[list[Activity]]:
+    ) -> profiling.Profile:
         for device in devices:
             device.synchronize()
-        before = len(machine.timeline.work)
+        events: list[SimpleNamespace] = []
         for _ in range(count):
             start_s = machine.timeline.now()
+            before = len(machine.timeline.work)
             step()
             for device in devices:
                 device.synchronize()
-            machine.profiled.append((start_s, machine.timeline.now()))
-        events = [
-            SimpleNamespace(
-                device_type=DeviceType.CUDA,
-                device_index=work.device,
-                name=work.name,
-                time_range=SimpleNamespace(start=work.start_s * 1e6, end=work.end_s * 1e6),
-            )
-            for work in machine.timeline.work[before:]
-        ]
-        marks = [
-            SimpleNamespace(
-                device_type=DeviceType.CPU,
-                device_index=0,
-                name=merging.PROFILED,
-                time_range=SimpleNamespace(start=start_s * 1e6, end=end_s * 1e6),
-            )
-            for start_s, end_s in machine.profiled
-        ]
-        found = bench.activities_of(
-            events, {device.torch_device.index: device.index for device in devices}
-        )
-        return bench.by_step(found, [*events, *marks])
+            end_s = machine.timeline.now()
+            machine.profiled.append((start_s, end_s))
+            events.append(_event(DeviceType.CPU, merging.PROFILED, start_s, end_s))
+            for number, work in enumerate(machine.timeline.work[before:], start=before):
+                launch = _event(DeviceType.CPU, "cudaLaunchKernel", start_s, start_s, id=number)
+                kernel = _event(DeviceType.CUDA, work.name, work.start_s, work.end_s, id=number)
+                kernel.device_index = work.device
+                events += [launch, kernel]
+        first = {device.torch_device.index: device.index for device in devices}
+        return profiling.by_step(events, first, count)
 
     return profiled
+
+
+def _event(
+    kind: DeviceType, name: str, start_s: float, end_s: float, id: int = 0
+) -> SimpleNamespace:
+    return SimpleNamespace(
+        device_type=kind,
+        device_index=0,
+        name=name,
+        id=id,
+        time_range=SimpleNamespace(start=start_s * 1e6, end=end_s * 1e6),
+    )
 
 
 @contextmanager
@@ -437,6 +436,6 @@ def running(machine: Machine) -> Iterator[list[SimulatedDevice]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_wrapper, "_dispatch", dispatch)
         patch.setattr(clocks, "choose", Witness)
-        patch.setattr(bench, "profiled", _profiled(machine))
+        patch.setattr(profiling, "profiled", _profiled(machine))
         patch.setattr(facts, "LINK_BYTES", LINK_BYTES)
         yield [SimulatedDevice(gpu.index, machine) for gpu in machine.timeline.gpus]

@@ -127,6 +127,11 @@ def _cuda(
     return devices
 
 
+def kind_of(device: torch.device) -> str:
+    """Return the kind, as in `open_devices`, of a device with this torch.device."""
+    return {"cuda": "cuda", LAZY: "emulated"}.get(device.type, "cpu")
+
+
 def open_devices(
     kind: str,
     count: int,

@@ -14,9 +14,7 @@ CPUs, the strategy reports this span itself.
 from __future__ import annotations
 
 import gc
-import sys
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -26,15 +24,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._autograd import DeviceType
-from torch._C._profiler import _ExperimentalConfig
 
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices.cuda import heat
 from dpbench.measure import clocks, verification
-from dpbench.measure.merging import PROFILED, exposed_reductions, reductions
+from dpbench.measure.merging import exposed_reductions, reductions
 from dpbench.measure.stopping import Stopping
+from dpbench.measure.worker import profiling
 from dpbench.measure.worker.feed import fed
+from dpbench.measure.worker.profiling import Profile
 from dpbench.models import Model, compilations
 from dpbench.records import (
     Case,
@@ -49,86 +47,11 @@ from dpbench.records import (
     no_mark,
 )
 from dpbench.records.activity import EXPOSED_REDUCTION, Activity, busy
-from dpbench.records.trial import SLOW
+from dpbench.records.trial import NO_PROFILE, SLOW
 from dpbench.strategies import Strategy, begin
 
 PROFILED_STEPS = 5
-"""The number of steps that are profiled in a trial, unless they are slow (see `SLOW`)."""
-
-
-def profiled(
-    step: Callable[[], object], devices: Sequence[Device], count: int
-) -> list[list[Activity]]:
-    """Run `count` steps under one torch.profiler, and return the GPUs' activities in each step.
-
-    The devices are idle between two steps. If several replicas share a GPU, its activities have the
-    device index of the first of them.
-    """
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    for device in devices:
-        device.synchronize()
-    with torch.profiler.profile(activities=activities) as profiler:
-        for _ in range(count):
-            with torch.profiler.record_function(PROFILED):
-                step()
-                for device in devices:
-                    device.synchronize()
-    first = {device.torch_device.index: device.index for device in reversed(devices)}
-    events = profiler.events() or ()
-    return by_step(activities_of(events, first), events)
-
-
-def by_step(activities: Iterable[Activity], events: Iterable[Any]) -> list[list[Activity]]:
-    """Return one list of activities per profiled step.
-
-    In `events`, a host event named `PROFILED` starts each step.
-    """
-    starts = sorted(
-        event.time_range.start / 1e6
-        for event in events
-        if event.name == PROFILED and event.device_type == DeviceType.CPU
-    )
-    steps: list[list[Activity]] = [[] for _ in starts]
-    for one in activities:
-        if place := bisect_right(starts, one.start_s):
-            steps[place - 1].append(one)
-    return steps
-
-
-def activities_of(events: Iterable[Any], first: Mapping[int, int]) -> list[Activity]:
-    """Return the activities of GPUs that torch.profiler has recorded in `events`.
-
-    `first` maps the CUDA ordinal of each GPU of the case to a device index; activities of other
-    GPUs are left out.
-    """
-    return [
-        Activity(
-            first[event.device_index],
-            event.name,
-            event.time_range.start / 1e6,
-            event.time_range.end / 1e6,
-        )
-        for event in events
-        # annotations also appear on the GPU's timeline but include idle time
-        if event.device_type == DeviceType.CUDA
-        and not getattr(event, "is_user_annotation", False)
-        and event.device_index in first
-    ]
-
-
-def trace(step: Callable[[], object], devices: Sequence[Device], path: Path) -> None:
-    """Profile one step and write a Chrome trace with the operators of all threads to `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # replicas run in other threads, which the profiler leaves out by default
-    everywhere = _ExperimentalConfig(profile_all_threads=True)
-    activities = torch.profiler.supported_activities()
-    with torch.profiler.profile(activities=activities, experimental_config=everywhere) as profiler:
-        step()
-        for device in devices:
-            device.synchronize()
-    profiler.export_chrome_trace(str(path))
-
-
+"""The number of steps that are profiled in a trial, unless they are slow (see `SLOW_S`)."""
 SLOW_S = 1.5
 """The seconds of a step above which a case is slow.
 
@@ -351,22 +274,15 @@ class CaseTimer:
         spans = self._listener.spans()
         began_s = time.perf_counter()
         # a slow case has one profiled step in each round, because one round's would be too few
-        profiles = self._effort.profile or self._profiled_steps == 1
-        profile = (
-            _profiled(
-                self._step,
-                prepared.batches[0],
-                prepared.devices,
-                self._listener,
-                self._profiled_steps,
-            )
-            if profiles
-            else []
+        profiles = isinstance(self._listener, clocks.CudaClock) and (
+            self._effort.profile or self._slow
         )
-        cost = {"profile_s": time.perf_counter() - began_s} if profile else {}
+        profile = self._profile() if profiles else Profile()
+        cost = {"profile_s": time.perf_counter() - began_s} if profiles else {}
         cost |= {"heat_s": self._heat_s} if self._heat_s else {}
-        samples = [*self._listener.samples(), *_busy_samples(profile)]
-        for device, each in exposed_reductions(prepared.case, profile).items():
+        withheld = {NO_PROFILE: profile.withheld} if profile.withheld else {}
+        samples = [*self._listener.samples(), *_busy_samples(profile.steps)]
+        for device, each in exposed_reductions(prepared.case, profile.steps).items():
             samples += [Sample(0.0, device, EXPOSED_REDUCTION, seconds) for seconds in each]
         return Trial(
             case=prepared.case,
@@ -375,16 +291,22 @@ class CaseTimer:
             or "stopped with the other ranks, because one of them had enough steps",
             verified=prepared.verified,
             steps=steps,
-            spans=(*spans, *reductions(prepared.case, spans, profile)),
+            spans=(*spans, *reductions(prepared.case, spans, profile.steps)),
             samples=tuple(samples),
             memory=memory,
             setup={**prepared.setup, "steps_s": self._steps_s, **cost},
-            provenance={**prepared.facts, SLOW: self._slow},
+            provenance={**prepared.facts, **withheld, SLOW: self._slow},
         )
+
+    def _profile(self) -> Profile:
+        batch = self._prepared.batches[0]
+        devices = self._prepared.devices
+        return profiling.profiled(lambda: self._step(*batch), devices, self._profiled_steps)
 
     def trace(self, path: str) -> None:
         """Write a Chrome trace of one additional step to the file `path`."""
-        _trace(self._step, self._prepared.batches[0], self._prepared.devices, path)
+        batch = self._prepared.batches[0]
+        profiling.trace(lambda: self._step(*batch), self._prepared.devices, Path(path))
 
 
 @cache
@@ -436,25 +358,6 @@ def _agreed(finished: bool) -> bool:
     return bool(flag.item())
 
 
-def _profiled(
-    step: Callable[[Any, Any], Any],
-    batch: tuple[Any, Any],
-    devices: Sequence[Device],
-    listener: clocks.Clock,
-    count: int,
-) -> list[list[Activity]]:
-    """Return the activities of the GPUs in each of `count` additional profiled steps.
-
-    The list is empty if the devices are not GPUs, or if profiling is not permitted.
-    """
-    if not isinstance(listener, clocks.CudaClock):
-        return []
-    try:
-        return profiled(lambda: step(*batch), devices, count)
-    except RuntimeError:  # profiling is not permitted: the trial is valid without busy time
-        return []
-
-
 def _busy_samples(profile: Iterable[Iterable[Activity]]) -> Iterator[Sample]:
     """Yield the GPUs' busy seconds: for each device and metric, one sample per profiled step.
 
@@ -469,17 +372,3 @@ def _busy_samples(profile: Iterable[Iterable[Activity]]) -> Iterator[Sample]:
     for device, metric in dict.fromkeys(key for seconds in step_seconds for key in seconds):
         for seconds in step_seconds:
             yield Sample(0.0, device, metric, seconds.get((device, metric), 0.0))
-
-
-def _trace(
-    step: Callable[[Any, Any], Any], batch: tuple[Any, Any], devices: Sequence[Device], path: str
-) -> None:
-    """Errors are only logged, because the trial is valid without a profile."""
-    try:
-        trace(lambda: step(*batch), devices, Path(path))
-    except (
-        RuntimeError,
-        OSError,
-        TypeError,
-    ) as error:  # TypeError: this version of torch cannot profile all threads
-        print(f"no trace was written to {path}: {error}", file=sys.stderr)

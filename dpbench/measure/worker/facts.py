@@ -16,8 +16,10 @@ from torch.utils._pytree import tree_map_only
 
 from dpbench.engine.containers import tensors_in
 from dpbench.hardware.device import Device
+from dpbench.hardware.devices import float32
 from dpbench.models import Model, bytes_in, positional, rows_in
 from dpbench.records import HOST, Case, Trial
+from dpbench.records.trial import FLOAT32
 from dpbench.records.work import LINKS, CopyTimes, times_links
 
 LINK_BYTES, LINK_COPIES, LINK_PASSES = 128 * 2**20, 3, 3
@@ -77,13 +79,12 @@ def torch_facts(case: Case, device: Device) -> dict[str, Any]:
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "matmul_precision": torch.get_float32_matmul_precision(),
+        FLOAT32: float32.products(case.device_kind, device.torch_device)._asdict(),
     }
     if case.device_kind == "cuda":
         facts |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
         if dist.is_nccl_available():
             facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        facts |= {"cudnn_tf32": torch.backends.cudnn.allow_tf32}
         facts |= {
             "gpu": torch.cuda.get_device_name(device.torch_device),
             "no_peer_access": blocked_pairs(case),

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 from dpbench import models, strategies
 from dpbench.hardware import processes
 from dpbench.hardware.device import Device
-from dpbench.hardware.devices import open_devices
+from dpbench.hardware.devices import float32, open_devices
 from dpbench.hardware.provenance import usable_cores
 from dpbench.measure import ranks, verification
 from dpbench.measure.failures import Unverified, of_error, of_rank
@@ -43,10 +43,6 @@ from dpbench.strategies import Strategy, precision_of
 
 BATCHES = 4
 """The number of distinct batches in turn, so that results do not depend on a single one."""
-
-
-TF32_SINCE = 8
-"""The major compute capability of the first GPUs with TF32, the Ampere generation."""
 
 
 @dataclass(frozen=True)
@@ -183,18 +179,13 @@ def check_threads(strategy: Strategy) -> None:
 def _allow_tf32(case: Case, device: Device) -> None:
     """Let the GPU round matrix products' and convolutions' inputs to TF32 if the case asks for it.
 
-    Raises ValueError if the GPU has no TF32, which would leave the products in fp32.
+    Raises ValueError if TF32 has no effect, which would leave the products in fp32.
     """
     if case.precision != "tf32":
         return
-    major, minor = torch.cuda.get_device_capability(device.torch_device)
-    if major < TF32_SINCE:
-        raise ValueError(
-            f"tf32 needs a GPU of compute capability {TF32_SINCE}.0 or higher, and {device.name}"
-            f" has {major}.{minor}: give --precision fp32 or fp16"
-        )
-    torch.set_float32_matmul_precision("high")
-    torch.backends.cudnn.allow_tf32 = True
+    if reason := float32.impediment(device.torch_device):
+        raise ValueError(f"tf32 cannot be used: {reason}: give --precision fp32 or fp16")
+    float32.allow_tf32()
 
 
 def _devices(case: Case, strategy: Strategy, rank: RankPlace | None) -> list[Device]:

@@ -1,0 +1,82 @@
+"""Float32: the formats in which torch multiplies float32 values, under either of its settings.
+
+Since torch 2.9 there are two: the older (`allow_tf32`, `set_float32_matmul_precision`) and the
+newer (`fp32_precision`). A write to the older one also sets the newer one, but not the other way
+round: the older one then raises when it is read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dpbench.records.trial import Products
+
+IEEE, TF32 = "ieee", "tf32"
+TF32_SINCE = 8
+"""The major compute capability of the first GPUs with TF32, the Ampere generation."""
+OVERRIDE = "NVIDIA_TF32_OVERRIDE"
+"""The environment variable that, if it is 0, keeps NVIDIA's libraries from using TF32."""
+
+
+def products(kind: str, gpu: torch.device | None = None) -> Products:
+    """Return the formats in force in this process on devices of a kind ("cuda", or another).
+
+    `gpu` is the GPU if its capability counts. The function never raises: a format that this torch
+    does not tell is None.
+    """
+    backends: Any = torch.backends
+    if kind != "cuda":  # oneDNN runs the products of CPUs
+        return Products(
+            _first(lambda: backends.mkldnn.matmul.fp32_precision, _older_on_cpu),
+            _first(lambda: backends.mkldnn.conv.fp32_precision, lambda: _older_on_cpu() and IEEE),
+        )
+    if gpu is not None and _first(lambda: impediment(gpu)):
+        return Products(IEEE, IEEE)
+    return Products(
+        _first(
+            lambda: backends.cuda.matmul.fp32_precision,
+            lambda: TF32 if backends.cuda.matmul.allow_tf32 else IEEE,
+        ),
+        _first(
+            lambda: backends.cudnn.conv.fp32_precision,
+            lambda: TF32 if backends.cudnn.allow_tf32 else IEEE,
+        ),
+    )
+
+
+def _older_on_cpu() -> str:
+    return "bf16" if torch.get_float32_matmul_precision() == "medium" else IEEE
+
+
+def _first(*readings: Callable[[], str]) -> str | None:
+    """Return the first reading that does not raise; "none" is torch's name for no rounding."""
+    for read in readings:
+        try:
+            found = read()
+        except Exception:  # another torch may raise any error, and this may be a user's process
+            continue
+        return IEEE if found == "none" else found
+    return None
+
+
+def impediment(gpu: torch.device) -> str:
+    """Return why a GPU cannot use TF32; an empty text if it can."""
+    if os.environ.get(OVERRIDE) == "0":
+        return f"the environment variable {OVERRIDE} is 0, which forbids it"
+    major, minor = torch.cuda.get_device_capability(gpu)
+    if major < TF32_SINCE:
+        return (
+            f"it needs a GPU of compute capability {TF32_SINCE}.0 or higher, and {gpu} has"
+            f" {major}.{minor}"
+        )
+    return ""
+
+
+def allow_tf32() -> None:
+    """Let GPUs round the factors of float32 products to TF32, under both of torch's settings."""
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = True
