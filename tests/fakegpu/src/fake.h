@@ -119,7 +119,7 @@ void drain_all();
 int current_device();
 bool valid_device(int device);
 bool has_context(int device);
-void context(int device);             // makes this process's context, as the device's first use does
+void context(int device);             // makes this process's context, as a first use does
 cudaError_t fail(cudaError_t error);  // remembers the error for cudaGetLastError
 int device_of(const void* pointer);   // -1 for host memory
 bool pinned(const void* pointer);

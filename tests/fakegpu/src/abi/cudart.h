@@ -210,3 +210,13 @@ struct cudaLaunchConfig_t {
   unsigned numAttrs;
 };
 static_assert(sizeof(cudaLaunchConfig_t) == 56);
+
+// The functions that other libraries of this stack call.
+extern "C" {
+cudaError_t cudaSetDevice(int device);
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
+cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer);
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status);
+const char* cudaGetErrorName(cudaError_t error);
+const char* cudaGetErrorString(cudaError_t error);
+}
