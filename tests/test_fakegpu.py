@@ -116,6 +116,7 @@ def test_threads_with_right_waits_are_right_in_deferred_mode(deferred: dict[str,
 
 def test_effects_run_in_every_order_that_events_and_the_default_stream_allow() -> None:
     assert found("effect_orders", FAKECUDA_DEFERRED="1") == {
+        "free": ["A"],
         "event": ["AB"],
         "nothing": ["AB", "BA"],
         "default stream": ["ABC"],

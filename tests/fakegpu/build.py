@@ -22,6 +22,7 @@ HERE = Path(__file__).resolve().parent
 SITE = Path(sysconfig.get_path("purelib"))
 TORCH = SITE / "torch"
 BUILD = Path(sys.prefix) / "fakegpu"
+NEEDED = BUILD / "needed.txt"
 JOBS = 2
 
 COMPILE = ["g++", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-c"]
@@ -57,7 +58,10 @@ static int refuse(const char* name, int status) {
 
 def output(*command: str | Path) -> str:
     """What a command prints; its failure ends the build."""
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if ended.returncode != 0:
+        raise SystemExit(f"failed: {' '.join(map(str, command))}")
+    return ended.stdout
 
 
 def is_older(made: Path, sources: list[Path]) -> bool:
@@ -73,16 +77,15 @@ def symbols(library: Path, *options: str) -> set[str]:
 def needed_by_torch() -> set[str]:
     """NVIDIA's symbols that torch's libraries import."""
     libraries = sorted((TORCH / "lib").glob("*.so"))
-    kept = BUILD / "needed.txt"
-    if is_older(kept, libraries):
+    if is_older(NEEDED, libraries):
         found = set().union(*(symbols(one, "-D", "--undefined-only") for one in libraries))
-        kept.write_text("\n".join(sorted(filter(NVIDIA_SYMBOL.match, found))))
-    return set(kept.read_text().split())
+        NEEDED.write_text("\n".join(sorted(filter(NVIDIA_SYMBOL.match, found))))
+    return set(NEEDED.read_text().split())
 
 
 def compile_changed(folder: str, options: list[str], further: list[Path]) -> list[Path]:
     """Object files of a folder's sources; those older than a header are made again."""
-    headers = [*HERE.glob("src/**/*.h"), *HERE.glob("plugin/**/*.h"), HERE / "build.py", *further]
+    headers = [*HERE.glob(f"{folder}/**/*.h"), HERE / "build.py", *further]
     objects = []
     commands = []
     for source in sorted((HERE / folder).glob("*.cpp")):
@@ -90,6 +93,8 @@ def compile_changed(folder: str, options: list[str], further: list[Path]) -> lis
         objects.append(made)
         if is_older(made, [source, *headers]):
             commands.append([*COMPILE, *options, str(source), "-o", str(made)])
+    if commands:
+        print(f"compiling {len(commands)} sources of tests/fakegpu/{folder}", flush=True)
     with ThreadPoolExecutor(JOBS) as pool:
         for _ in pool.map(lambda command: output(*command), commands):
             pass
@@ -158,7 +163,7 @@ def build_libraries(folder: Path) -> None:
     defined = set().union(*(symbols(one, "--defined-only") for one in objects))
     stubs = write_stubs(needed_by_torch() - defined)
     core = folder / "libfakecuda.so"
-    if not is_older(core, [*objects, HERE / "src/stubs.txt"]):
+    if not is_older(core, [*objects, NEEDED]):
         return
     link(core, stubs, *objects, "-Wl,-soname,libfakecuda.so", "-Wl,--no-undefined")
     for name in sonames():

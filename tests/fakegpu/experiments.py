@@ -66,7 +66,7 @@ def effect_orders() -> dict[str, list[str]]:
     """Deferred: the orders in which functions of the host ran, of two streams and the default one.
 
     With an event between the streams, without one, and with a stream that the default stream waits
-    for.
+    for. "free" is what had run when cudaFree returned, which waits for its GPU.
     """
     log: list[str] = []
     functions = {name: HostFunction(lambda _, name=name: log.append(name)) for name in "ABC"}
@@ -99,7 +99,16 @@ def effect_orders() -> dict[str, list[str]]:
             seen.add("".join(log))
         return sorted(seen)
 
+    def seen_after_a_free() -> list[str]:
+        log.clear()
+        memory = ctypes.c_void_p()
+        runtime().cudaMalloc(ctypes.byref(memory), ctypes.c_size_t(MIB))
+        launch(stream(NON_BLOCKING), "A")
+        runtime().cudaFree(memory)
+        return list(log)
+
     return {
+        "free": seen_after_a_free(),
         "event": orders(with_event, NON_BLOCKING),
         "nothing": orders(without, NON_BLOCKING),
         "default stream": orders(around_the_default_stream, 0),

@@ -32,8 +32,7 @@ int64_t now() {
 }
 
 void sleep_until(int64_t when) {
-  static thread_local const int sharp = prctl(PR_SET_TIMERSLACK, 1);
-  (void)sharp;
+  [[maybe_unused]] static thread_local const int timer_is_sharp = prctl(PR_SET_TIMERSLACK, 1);
   timespec time{when / 1'000'000'000ll, when % 1'000'000'000ll};
   while (now() < when) clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &time, nullptr);
 }
