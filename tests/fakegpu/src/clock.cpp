@@ -213,6 +213,4 @@ EXPORT int fakecuda_deferred() {
 
 EXPORT void fakecuda_drain(cudaStream_t stream) { drain(resolve(stream)); }
 
-EXPORT void fakecuda_drain_all() { drain_all(); }
-
 EXPORT int fakecuda_device_of(const void* pointer) { return device_of(pointer); }
