@@ -11,6 +11,8 @@
 # make history    asv over the last COMMITS=3 commits, published in .asv/html/index.html, which opens from a file; a
 #                 second run measures only the missing results, or all with AGAIN=1; BENCH=REGEX selects benchmarks
 # make gate       decide whether this checkout's engine is slower than BASE=main: slower, not slower, or cannot tell
+# make test-gpu   on any Linux machine: torch's CUDA build on fake GPUs, in the virtual environment .venv-gpu (2 GB).
+#                 tests/fakegpu/README.md says what this shows and what it does not
 # make gpu-check  on a machine with GPUs: the tests that need them and a short run, as one page gpu-check.txt to send back
 #
 # Each target makes the .venv it needs; a second run reuses it. TORCH=system takes torch, and whatever else is
@@ -24,6 +26,7 @@ ARGS   ?=
 COMMITS ?= 3
 BASE   ?= main
 JOBS   ?= 3
+VENV_GPU ?= .venv-gpu
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
@@ -34,7 +37,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 SPREAD = $(shell $(BIN)/python -c 'import xdist' 2>/dev/null && echo "--numprocesses=$(JOBS) --dist=worksteal")
 
 .DEFAULT_GOAL := bench
-.PHONY: bench test test-fast faults hardening check history gate gpu-check clean
+.PHONY: bench test test-fast test-gpu faults hardening check history gate gpu-check clean
 
 ifeq ($(TORCH),system)
 # No registry is asked: the Python that runs make lends its packages (also when it is a virtual environment itself,
@@ -95,5 +98,23 @@ gate: $(VENV)/dev.stamp
 gpu-check: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/scripts/gpu_check.py $(ARGS)
 
+# torch comes without the packages of NVIDIA that it asks for, and so only with what it imports.
+PIP_GPU := $(VENV_GPU)/bin/python -m pip install --quiet --disable-pip-version-check
+GPU_PACKAGES := filelock fsspec jinja2 networkx setuptools sympy typing-extensions \
+  click matplotlib msgspec numpy nvidia-ml-py pandas psutil rich scipy \
+  hypothesis pytest pytest-timeout pytest-xdist
+
+$(VENV_GPU)/base.stamp: constraints.txt constraints-gpu.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV_GPU)
+	sed '/^torch==/d' constraints.txt > $(VENV_GPU)/constraints.txt
+	$(PIP_GPU) --no-deps -r constraints-gpu.txt
+	$(PIP_GPU) -c $(VENV_GPU)/constraints.txt $(GPU_PACKAGES)
+	$(PIP_GPU) --no-deps -e .
+	@touch $@
+
+test-gpu: $(VENV_GPU)/base.stamp
+	$(VENV_GPU)/bin/python -m tests.fakegpu.build
+	$(VENV_GPU)/bin/python -m tests.fakegpu.check $(ARGS)
+
 clean:
-	rm -rf $(VENV) .asv build *.egg-info
+	rm -rf $(VENV) $(VENV_GPU) .asv build *.egg-info
