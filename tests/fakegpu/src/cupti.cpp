@@ -1,12 +1,12 @@
 // Replaces CUPTI's activity records, which torch's profiler (Kineto) reads.
 //
 // Faithful: records of kernels, copies, memsets, runtime calls, synchronizations and external
-// correlation ids; what a call launches has the call's correlation id, and each kernel of a replayed
-// graph that of the launch of the graph; streams, contexts and devices have CUDA's numbers; a flush
-// delivers what has ended by then, and the rest at a later flush, unless it is forced; times are in
-// the clock that the profiler registers. Not faithful: host memory is always called pageable;
-// registers, shared memory, occupancy and graph ids are constants or zero; callbacks, metrics and
-// sampling are missing; no record is ever dropped.
+// correlation ids; what a call launches has the call's correlation id, and each kernel of a
+// replayed graph that of the launch of the graph; streams, contexts and devices have CUDA's
+// numbers; a flush delivers what has ended by then, and the rest at a later flush, unless it is
+// forced; times are in the clock that the profiler registers. Not faithful: host memory is always
+// called pageable; registers, shared memory, occupancy and graph ids are constants or zero;
+// callbacks, metrics and sampling are missing; no record is ever dropped.
 #include "abi/cupti.h"
 
 #include "fake.h"
