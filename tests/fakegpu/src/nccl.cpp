@@ -481,12 +481,19 @@ bool alive(int process) {
   return found != 1 || state != 'Z';  // a zombie waits for its parent
 }
 
-// Why this rank cannot come to a meeting; empty if it may.
-std::string why_absent(const World::Rank& rank) {
-  if (rank.left) return "left the communicator, after an error or by destroying it";
-  int process = rank.process;
-  if (process == 0 || alive(process)) return "";
-  return "(process " + std::to_string(process) + ") died";
+// Why a rank will not come to a meeting; empty if all may. A rank that died is the cause of others
+// that left.
+std::string why_absent(const Member& member, int meeting) {
+  std::string why;
+  for (int rank = 0; rank < member.size; rank++) {
+    const World::Rank& other = member.world->ranks[rank];
+    if (other.arrivals >= meeting) continue;
+    int process = other.process;
+    std::string name = "rank " + std::to_string(rank);
+    if (process && !alive(process)) return name + " (process " + std::to_string(process) + ") died";
+    if (other.left) why = name + " left the communicator, after an error or by destroying it";
+  }
+  return why;
 }
 
 // Waits until every rank has arrived at this meeting.
@@ -508,12 +515,8 @@ ncclResult_t meet(Member& member, const std::string& occasion) {
     }
     if (fake::now() >= look) {
       look = fake::now() + 20 * kMillisecondNs;
-      for (int other = 0; other < member.size; other++) {
-        std::string why = why_absent(world.ranks[other]);
-        if (why.empty() || world.ranks[other].arrivals >= meeting) continue;
-        std::string reason = "rank " + std::to_string(other) + " " + why;
-        return failed(member, ncclRemoteError, self + reason);
-      }
+      std::string why = why_absent(member, meeting);
+      if (!why.empty()) return failed(member, ncclRemoteError, self + why);
       if (look - began > time_limit()) {
         std::string reason = "rank " + std::to_string(rank) + " did not come in time";
         return failed(member, ncclSystemError, self + reason + " (FAKECUDA_NCCL_TIMEOUT_S)");
