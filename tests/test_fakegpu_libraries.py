@@ -266,6 +266,12 @@ def test_a_profile_after_warm_up_has_a_launch_for_each_kernel(
     assert first["without launch"] == []
 
 
+def test_what_runs_on_into_a_recorded_step_has_no_launch(results: dict[str, list[Any]]) -> None:
+    (found,) = results["running over"]
+    assert found["launched"] == found["launches"] == 2
+    assert found["kernels"] > 10  # of the 60 of the step of warm-up
+
+
 def test_nvml_counts_what_was_run(results: dict[str, list[Any]]) -> None:
     (found,) = results["counters"]
     memory = found["memory"]

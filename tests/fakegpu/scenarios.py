@@ -249,6 +249,33 @@ def scheduled(rank: int, size: int, folder: str) -> dict[str, Any]:
     return {"cycles": cycles}
 
 
+def running_over(rank: int, size: int, folder: str) -> dict[str, Any]:
+    """A step of warm-up whose kernels still run when the recorded step begins.
+
+    Of those that run on, the profile has no launch.
+    """
+    matrix = torch.empty(4096, 4096, device="cuda")
+    product = torch.mm(matrix, matrix)
+    torch.cuda.synchronize()
+    found = {}
+
+    def keep(profile: Any) -> None:
+        kernels, launches = kernels_and_launches(profile.profiler.kineto_results.events())
+        own = [one for one in kernels if one.correlation_id() in launches]
+        found.update(kernels=len(kernels), launches=len(launches), launched=len(own))
+
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    schedule = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
+    with torch.profiler.profile(
+        activities=activities, schedule=schedule, on_trace_ready=keep, acc_events=True
+    ) as profile:
+        for products in (60, 2):
+            for _ in range(products):
+                torch.mm(matrix, matrix, out=product)
+            profile.step()
+    return found
+
+
 def counters(rank: int, size: int, folder: str) -> dict[str, Any]:
     """NVML's counters around work whose bytes and times are known."""
     pynvml.nvmlInit()
@@ -340,6 +367,7 @@ SCENARIOS: dict[str, tuple[Callable[[int, int, str], dict[str, Any]], int, dict[
     "overlapped": (overlapped, 2, {"FAKECUDA_DATA": "0", "FAKECUDA_P2P_GBPS": "1"}),
     "clock": (clock, 1, {"FAKECUDA_DATA": "0"}),
     "scheduled": (scheduled, 1, {}),
+    "running over": (running_over, 1, {"FAKECUDA_DATA": "0"}),
     "counters": (counters, 1, {"FAKECUDA_DATA": "0"}),
 }
 

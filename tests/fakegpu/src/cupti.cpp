@@ -3,10 +3,10 @@
 // Faithful: records of kernels, copies, memsets, runtime calls, synchronizations and external
 // correlation ids; what a call launches has the call's correlation id, and each kernel of a
 // replayed graph that of the launch of the graph; streams, contexts and devices have CUDA's
-// numbers; a flush delivers what has ended by then, and the rest at a later flush, unless it is
-// forced; times are in the clock that the profiler registers. Not faithful: host memory is always
-// called pageable; registers, shared memory, occupancy and graph ids are constants or zero;
-// callbacks, metrics and sampling are missing; no record is ever dropped.
+// numbers; times are in the clock that the profiler registers. Not faithful: a flush delivers what
+// still runs too, with the end that is booked; host memory is always called pageable; registers,
+// shared memory, occupancy and graph ids are constants or zero; callbacks, metrics and sampling are
+// missing; no record is ever dropped.
 #include "abi/cupti.h"
 
 #include "fake.h"
@@ -177,25 +177,9 @@ class ToProfilerClock {
   double rate_ = 1;
 };
 
-bool ended(const Record& record, uint64_t now) {
-  auto ended = [&](const auto& any) {
-    if constexpr (requires { any.end; }) return any.end <= now;
-    return true;
-  };
-  return std::visit(ended, record);
-}
-
-// Removes the records that have ended, or all.
-std::vector<Record> take(bool all) {
+std::vector<Record> take_records() {
   std::lock_guard lock(guard);
-  uint64_t now = fake::now();
-  std::vector<Record> taken;
-  std::vector<Record> left;
-  for (const Record& record : records) {
-    (all || ended(record, now) ? taken : left).push_back(record);
-  }
-  records = std::move(left);
-  return taken;
+  return std::exchange(records, {});
 }
 
 void complete(Buffer* filled) {
@@ -391,9 +375,9 @@ EXPORT CUptiResult cuptiGetTimestamp(uint64_t* time) {
   *time = profiler_clock ? profiler_clock() : wall_clock_ns();
   return CUPTI_SUCCESS;
 }
-EXPORT CUptiResult cuptiActivityFlushAll(uint32_t flags) {
+EXPORT CUptiResult cuptiActivityFlushAll(uint32_t) {
   if (!request_buffer) return CUPTI_SUCCESS;
-  std::vector<Record> taken = take(flags & kFlushForced);
+  std::vector<Record> taken = take_records();
   if (taken.empty()) return CUPTI_SUCCESS;
   ToProfilerClock convert;
   Buffer target = std::exchange(buffer, {});

@@ -5,8 +5,7 @@
 
 constexpr uint32_t kCuptiVersion = 130000;
 constexpr uint32_t kSynchronizationWithout = 0xffffffff;  // CUPTI_SYNCHRONIZATION_INVALID_VALUE
-constexpr uint32_t kFlushForced = 1;                      // CUPTI_ACTIVITY_FLAG_FLUSH_FORCED
-constexpr uint8_t kMemcpyAsync = 1;                       // CUPTI_ACTIVITY_FLAG_MEMCPY_ASYNC
+constexpr uint8_t kMemcpyAsync = 1;  // CUPTI_ACTIVITY_FLAG_MEMCPY_ASYNC
 
 enum CUptiResult {
   CUPTI_SUCCESS = 0,
