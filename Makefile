@@ -11,7 +11,7 @@
 # make history    asv over the last COMMITS=3 commits, published in .asv/html/index.html, which opens from a file; a
 #                 second run measures only the missing results, or all with AGAIN=1; BENCH=REGEX selects benchmarks
 # make gate       decide whether this checkout's engine is slower than BASE=main: slower, not slower, or cannot tell
-# make test-gpu   on any Linux machine: torch's CUDA build on fake GPUs, in the virtual environment .venv-gpu (2 GB).
+# make test-gpu   on any Linux machine: torch's CUDA build on fake GPUs, in the virtual environment .venv-gpu (1.8 GB).
 #                 tests/fakegpu/README.md says what this shows and what it does not
 # make gpu-check  on a machine with GPUs: the tests that need them and a short run, as one page gpu-check.txt to send back
 #
@@ -98,18 +98,18 @@ gate: $(VENV)/dev.stamp
 gpu-check: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/scripts/gpu_check.py $(ARGS)
 
-# torch comes without the packages of NVIDIA that it asks for, and so only with what it imports.
+# torch comes without the packages of NVIDIA that it asks for; its other dependencies are among GPU_PACKAGES. Installed
+# last, it lets pip find no conflict.
 PIP_GPU := $(VENV_GPU)/bin/python -m pip install --quiet --disable-pip-version-check
-GPU_PACKAGES := filelock fsspec jinja2 networkx setuptools sympy typing-extensions \
+GPU_PACKAGES := filelock fsspec jinja2 networkx sympy typing-extensions \
   click matplotlib msgspec numpy nvidia-ml-py pandas psutil rich scipy \
   hypothesis pytest pytest-timeout pytest-xdist
 
 $(VENV_GPU)/base.stamp: constraints.txt constraints-gpu.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV_GPU)
 	sed '/^torch==/d' constraints.txt > $(VENV_GPU)/constraints.txt
-	$(PIP_GPU) --no-deps -r constraints-gpu.txt
 	$(PIP_GPU) -c $(VENV_GPU)/constraints.txt $(GPU_PACKAGES)
-	$(PIP_GPU) --no-deps -e .
+	$(PIP_GPU) --no-deps -r constraints-gpu.txt -e .
 	@touch $@
 
 test-gpu: $(VENV_GPU)/base.stamp

@@ -107,13 +107,13 @@ def stub(name: str) -> str:
 
 
 def write_stubs(missing: set[str]) -> Path:
-    """A source with a stub of each missing symbol; reports the ones that stubs.txt does not know."""
+    """A source with a stub of each missing symbol; reports those that stubs.txt does not know."""
     known = (HERE / "src/stubs.txt").read_text().split("\n")
     patterns = [line for line in known if line and not line.startswith("#")]
     new = sorted(name for name in missing if not any(fnmatch(name, one) for one in patterns))
     if new:
-        version = metadata.version("torch")
-        print(f"torch {version} needs {len(new)} new symbols: {', '.join(new)}")
+        count = f"{len(new)} new symbol{'s' * (len(new) > 1)}"
+        print(f"torch {metadata.version('torch')} needs {count}: {', '.join(new)}")
         print("each is a stub now: implement it, or name it in tests/fakegpu/src/stubs.txt")
     path = BUILD / "stubs.cc"
     path.write_text(STUBS_BEGIN + "\n".join(map(stub, sorted(missing))) + "\n")
