@@ -1,7 +1,7 @@
 // The virtual clock: what runs on streams is booked on it, and the host sleeps until its end.
 //
-// Each GPU has one engine for kernels and one for copies in each direction; an engine runs one
-// operation at a time, in the order of the calls.
+// Each GPU has one engine for kernels, one for collectives, and one for copies in each direction;
+// an engine runs one operation at a time, in the order of the calls.
 // Not faithful: kernels that run side by side, priorities, and contention between GPUs.
 #include "runtime.h"
 
@@ -48,6 +48,8 @@ static int64_t* engine_of(Device& device, Kind kind) {
     case Kind::Memset:
     case Kind::CopyD2D:
       return &device.compute;
+    case Kind::Collective:
+      return &device.collective;
     case Kind::CopyH2D:
       return &device.h2d;
     case Kind::CopyD2H:
@@ -61,6 +63,7 @@ static int64_t* engine_of(Device& device, Kind kind) {
 static void count(const Op& op, int device, int64_t begin, int64_t end) {
   switch (op.kind) {
     case Kind::Kernel:
+    case Kind::Collective:
     case Kind::Memset:
     case Kind::CopyD2D:
       count_busy(device, begin, end);

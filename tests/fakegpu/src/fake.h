@@ -49,7 +49,7 @@ void sleep_until(int64_t when);
 
 // ---- what runs on a stream ----------------------------------------------------------------------
 
-enum class Kind { Kernel, CopyH2D, CopyD2H, CopyD2D, CopyP2P, CopyH2H, Memset, Host };
+enum class Kind { Kernel, Collective, CopyH2D, CopyD2H, CopyD2D, CopyP2P, CopyH2H, Memset, Host };
 
 struct Op {
   Kind kind = Kind::Kernel;
@@ -144,6 +144,8 @@ struct Counters {
   std::vector<std::pair<int, uint64_t>> processes; // process id and its bytes
 };
 Counters counters(int physical);
+// The share of an interval, at most ten seconds ago, in which the GPU was busy: 0 to 1.
+double busy_share(int physical, int64_t from, int64_t until);
 
 // ---- records for CUPTI --------------------------------------------------------------------------
 

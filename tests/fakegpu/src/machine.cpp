@@ -246,6 +246,11 @@ void count_nvlink(int device, size_t bytes) {
 
 void count_memory(int device, int64_t bytes) { own_slot()->used[physical_of(device)] += bytes; }
 
+double busy_share(int physical, int64_t from, int64_t until) {
+  init();
+  return std::min(1.0, sum(shared->gpus[physical].busy, from, until) / (until - from));
+}
+
 Counters counters(int physical) {
   constexpr int64_t kUtilizationWindow = 200'000'000;
   constexpr int64_t kCopyWindow = 40'000'000;
@@ -253,8 +258,7 @@ Counters counters(int physical) {
   auto& gpu = shared->gpus[physical];
   int64_t time = now();
   Counters found{};
-  double busy = sum(gpu.busy, time - kUtilizationWindow, time);
-  found.utilization = std::min(1.0, busy / kUtilizationWindow);
+  found.utilization = busy_share(physical, time - kUtilizationWindow, time);
   found.tx = sum(gpu.tx, time - kCopyWindow, time) * kCopyUnit / (kCopyWindow / 1e9);
   found.rx = sum(gpu.rx, time - kCopyWindow, time) * kCopyUnit / (kCopyWindow / 1e9);
   found.busy_ns = gpu.busy_ns;

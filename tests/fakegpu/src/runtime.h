@@ -8,7 +8,8 @@ namespace fake {
 
 struct Device {
   bool context = false;
-  int64_t compute = 0, h2d = 0, d2h = 0;  // when each engine is free
+  // when each engine is free
+  int64_t compute = 0, collective = 0, h2d = 0, d2h = 0;
   Stream default_stream;
   std::set<Stream*> streams;              // the default stream too
 };
