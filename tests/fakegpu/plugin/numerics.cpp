@@ -1,0 +1,184 @@
+// Real numbers for torch's CUDA build on fake GPUs. torch loads this library when it is imported and
+// calls `fakecuda_numerics`, which replaces the CUDA kernel of each ATen operator.
+//
+// A fake GPU launches kernels that change no data, but its memory is memory of the host. So an
+// operator runs twice: torch's CUDA kernel does all that a real GPU's does on the host (allocations,
+// workspaces, launches, streams), and then the CPU computes the numbers in the same memory, in the
+// order of the GPU's streams. An operator whose numbers cannot be computed is refused by name.
+//
+// Not faithful: the last bits of results (the order of sums is the CPU's), half precision where the
+// CPU rounds differently, the values of random numbers, and the times of kernels.
+//
+//   kernels    what replaces a CUDA kernel: computed, on the host, refused
+//   rules_*    the numbers of operators that only CUDA has
+//   copies     aten::copy_ between devices
+//   aliases    CPU tensors in the memory of GPU tensors
+//   random     a CPU generator for a GPU's generator
+//   effects    computations in the order of streams
+#include <c10/util/Exception.h>
+
+#include <unordered_set>
+
+#include "effects.h"
+#include "kernels.h"
+#include "rules.h"
+
+namespace fakegpu {
+
+namespace {
+
+using Names = std::unordered_set<std::string>;
+
+// These change no numbers, or consist of operators that are computed.
+const Names kAsTheyAre = {
+    "aten::_cudnn_init_dropout_state",
+    "aten::_cudnn_rnn_flatten_weight",
+    "aten::_efficientzerotensor",
+    "aten::_pin_memory",
+    "aten::_reshape_alias",
+    "aten::_resize_output_",
+    "aten::as_strided",
+    "aten::new_empty_strided",
+    "aten::record_stream",
+    "aten::resize_",
+    "aten::set_",
+    "aten::view",
+};
+
+// The sizes of their results depend on numbers, or the CUDA kernel reads numbers.
+const Names kOnHost = {
+    "aten::_unique",
+    "aten::_unique2",
+    "aten::bincount",
+    "aten::equal",
+    "aten::masked_select",
+    "aten::nonzero",
+    "aten::repeat_interleave.Tensor",
+    "aten::unique_consecutive",
+    "aten::unique_dim",
+    "aten::unique_dim_consecutive",
+};
+
+// Of the operators on sparse tensors (COO), those that consist of operators on their indices and
+// values, and so are right as they are; and those that the CPU computes.
+const Names kSparseAsTheyAre = {};
+const Names kSparseOnHost = {"aten::_coalesce"};
+
+// Kernels of these namespaces move bytes themselves (NCCL's collectives).
+const Names kOtherNamespaces = {"c10d"};
+
+std::string base_name(const std::string& name) {
+  return name.substr(0, name.find('.'));
+}
+
+bool is_view(const c10::FunctionSchema& schema) {
+  for (const auto& returned : schema.returns()) {
+    if (returned.alias_info() && !returned.alias_info()->isWrite()) return true;
+  }
+  return false;
+}
+
+bool gives_numbers(const c10::FunctionSchema& schema) {
+  for (const auto& returned : schema.returns()) {
+    if (returned.type()->str().find("Tensor") != std::string::npos) return true;
+  }
+  for (const auto& argument : schema.arguments()) {
+    if (argument.alias_info() && argument.alias_info()->isWrite()) return true;
+  }
+  return false;
+}
+
+bool changes_no_numbers(const c10::OperatorHandle& op, const std::string& name) {
+  bool allocates = name.rfind("aten::empty", 0) == 0;
+  return is_view(op.schema()) || allocates || !gives_numbers(op.schema());
+}
+
+using Kernel = std::optional<c10::KernelFunction>;
+
+template <class Functor>
+Kernel boxed(std::unique_ptr<Functor> functor) {
+  return c10::KernelFunction::makeFromBoxedFunctor(std::move(functor));
+}
+
+// What replaces the CUDA kernel on dense tensors; nothing if it stays.
+Kernel dense_kernel(
+    const c10::OperatorHandle& op, const std::string& name, c10::SafeKernelFunction original) {
+  if (name == "aten::copy_") return boxed(std::make_unique<Copied>(op, original));
+  if (name == "aten::_local_scalar_dense") return boxed(std::make_unique<NumberRead>(original));
+  if (kOnHost.count(name)) return boxed(std::make_unique<OnHost>(op));
+  if (kAsTheyAre.count(base_name(name)) || changes_no_numbers(op, name)) return std::nullopt;
+  const Rule* rule = find_rule(name);
+  if (rule || op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU)) {
+    return boxed(std::make_unique<Computed>(op, original, rule));
+  }
+  return boxed(std::make_unique<Refused>(op, original));
+}
+
+Kernel sparse_kernel(
+    const c10::OperatorHandle& op, const std::string& name, c10::SafeKernelFunction original) {
+  if (name == "aten::add.out") return boxed(std::make_unique<SparseAdded>(op, original));
+  if (kSparseOnHost.count(name)) return boxed(std::make_unique<OnHost>(op));
+  if (kSparseAsTheyAre.count(name) || changes_no_numbers(op, name)) return std::nullopt;
+  return boxed(std::make_unique<Refused>(op, original));
+}
+
+Kernel refused_kernel(
+    const c10::OperatorHandle& op, const std::string& name, c10::SafeKernelFunction original) {
+  if (changes_no_numbers(op, name)) return std::nullopt;
+  return boxed(std::make_unique<Refused>(op, original));
+}
+
+using Choice = Kernel (*)(
+    const c10::OperatorHandle& op, const std::string& name, c10::SafeKernelFunction original);
+
+Choice choice(const std::string& name, c10::DispatchKey key) {
+  bool of_torch = name.rfind("aten::", 0) == 0;
+  if (of_torch && key == c10::DispatchKey::CUDA) return dense_kernel;
+  if (of_torch && key == c10::DispatchKey::SparseCUDA) return sparse_kernel;
+  return refused_kernel;
+}
+
+struct Silent : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
+int replace_kernels() {
+  Silent silent;  // each replaced kernel is a warning
+  c10::WarningUtils::WarningHandlerGuard quiet(&silent);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  static std::vector<c10::RegistrationHandleRAII> registrations;
+  for (const auto& operator_name : dispatcher.getAllOpNames()) {
+    auto op = dispatcher.findSchema(operator_name);
+    if (!op || kOtherNamespaces.count(std::string(*operator_name.getNamespace()))) continue;
+    auto name = toString(operator_name);
+    for (auto key : {
+             c10::DispatchKey::CUDA,
+             c10::DispatchKey::SparseCUDA,
+             c10::DispatchKey::SparseCsrCUDA,
+             c10::DispatchKey::NestedTensorCUDA,
+             c10::DispatchKey::QuantizedCUDA,
+         }) {
+      // aten::copy_ is one kernel for all devices
+      bool all_devices = name == "aten::copy_" && key == c10::DispatchKey::CUDA;
+      if (!all_devices && !op->hasKernelForDispatchKey(key)) continue;
+      auto kernel = choice(name, key)(*op, name, op->getComputedKernelForDispatchKey(key));
+      if (!kernel) continue;
+      registrations.push_back(dispatcher.registerImpl(
+          operator_name, key, std::move(*kernel), std::nullopt, nullptr, "fake GPUs"));
+    }
+  }
+  return static_cast<int>(registrations.size());
+}
+
+}  // namespace
+
+}  // namespace fakegpu
+
+// Returns how many kernels are replaced. Calls after the first change nothing.
+extern "C" __attribute__((visibility("default"))) int fakecuda_numerics() {
+  static const int replaced = [] {
+    fakegpu::remember_fresh_state();
+    return fakegpu::replace_kernels();
+  }();
+  return replaced;
+}

@@ -1,0 +1,212 @@
+// Convolution, normalization, dropout and single functions.
+//
+// Not faithful: cuDNN's and the CPU's sums have different orders, so that a real GPU's results
+// differ in the last bits.
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/conv2d.h>
+#include <ATen/ops/conv3d.h>
+#include <ATen/ops/convolution.h>
+#include <ATen/ops/grid_sampler_2d.h>
+#include <ATen/ops/grid_sampler_2d_backward.h>
+#include <ATen/ops/log_sigmoid_backward.h>
+#include <ATen/ops/log_sigmoid_forward.h>
+#include <ATen/ops/native_batch_norm.h>
+#include <ATen/ops/native_batch_norm_backward.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/rms_norm.h>
+
+#include "rules.h"
+
+namespace fakegpu {
+
+namespace {
+
+// self, weight, padding, stride, dilation, groups
+Tensors convolution(const Call& call) {
+  const auto& given = call.arguments;
+  auto padding = given[2].toIntVector();
+  std::vector<int64_t> no_output_padding(padding.size(), 0);
+  return {at::convolution(
+      given[0].toTensor(),
+      given[1].toTensor(),
+      {},
+      given[3].toIntVector(),
+      padding,
+      given[4].toIntVector(),
+      /*transposed=*/false,
+      no_output_padding,
+      given[5].toInt())};
+}
+
+// self, weight, padding, output_padding, stride, dilation, groups
+Tensors transposed_convolution(const Call& call) {
+  const auto& given = call.arguments;
+  return {at::convolution(
+      given[0].toTensor(),
+      given[1].toTensor(),
+      {},
+      given[4].toIntVector(),
+      given[2].toIntVector(),
+      given[5].toIntVector(),
+      /*transposed=*/true,
+      given[3].toIntVector(),
+      given[6].toInt())};
+}
+
+// self, weight, kernel_size, bias, stride, padding, dilation
+template <at::Tensor (*convolve)(
+    const at::Tensor&,
+    const at::Tensor&,
+    const std::optional<at::Tensor>&,
+    at::IntArrayRef,
+    at::IntArrayRef,
+    at::IntArrayRef,
+    int64_t)>
+Tensors depthwise_convolution(const Call& call) {
+  const auto& given = call.arguments;
+  auto input = given[0].toTensor();
+  return {convolve(
+      input,
+      given[1].toTensor(),
+      optional_tensor(given[3]),
+      given[4].toIntVector(),
+      given[5].toIntVector(),
+      given[6].toIntVector(),
+      input.size(1))};
+}
+
+// input, weight, bias, running_mean, running_var, training, momentum, epsilon
+Tensors batch_norm(const Call& call) {
+  const auto& given = call.arguments;
+  auto [output, mean, deviation] = at::native_batch_norm(
+      given[0].toTensor(),
+      optional_tensor(given[1]),
+      optional_tensor(given[2]),
+      optional_tensor(given[3]),
+      optional_tensor(given[4]),
+      given[5].toBool(),
+      given[6].toDouble(),
+      given[7].toDouble());
+  return {output, mean, deviation};
+}
+
+// input, grad_output, weight, running_mean, running_var, save_mean, save_var, epsilon, reserve
+Tensors batch_norm_backward(const Call& call) {
+  const auto& given = call.arguments;
+  auto [input, weight, bias] = at::native_batch_norm_backward(
+      given[1].toTensor(),
+      given[0].toTensor(),
+      optional_tensor(given[2]),
+      optional_tensor(given[3]),
+      optional_tensor(given[4]),
+      optional_tensor(given[5]),
+      optional_tensor(given[6]),
+      /*train=*/true,
+      given[7].toDouble(),
+      {true, true, true});
+  return {input, weight, bias};
+}
+
+// grad_out, input, normalized_shape, rstd, weight, output_mask
+Tensors rms_norm_backward(const Call& call) {
+  const auto& given = call.arguments;
+  auto grad = given[0].toTensor();
+  auto deviation = given[3].toTensor();
+  Differentiable differentiable;
+  auto input = differentiable.leaf(given[1].toTensor());
+  auto weight = differentiable.leaf(tensor_or_undefined(given[4]));
+  // the forward's epsilon is not an argument, but follows from what it saved
+  auto shape = given[2].toIntVector();
+  std::vector<int64_t> dims;
+  for (int64_t i = 1; i <= static_cast<int64_t>(shape.size()); i++) dims.push_back(-i);
+  auto squares = (input * input).mean(dims, /*keepdim=*/true);
+  auto epsilon = (deviation.pow(-2) - squares).detach();
+  auto output = input * (squares + epsilon).rsqrt();
+  if (weight.defined()) output = output * weight;
+  return gradients({output}, {input, weight}, {grad});
+}
+
+// self, p, generator
+Tensors fused_dropout(const Call& call) {
+  const auto& given = call.arguments;
+  auto kept = given[1].toDouble();
+  auto [output, mask] = dropout(given[0].toTensor(), 1 - kept, cpu_generator(call.seed));
+  return {output, mask.to(at::kByte)};
+}
+
+// self, mask, scale
+Tensors masked_scale(const Call& call) {
+  const auto& given = call.arguments;
+  auto self = given[0].toTensor();
+  return {self * given[1].toTensor().to(self.scalar_type()) * given[2].toDouble()};
+}
+
+// input, p, train
+Tensors native_dropout(const Call& call) {
+  const auto& given = call.arguments;
+  auto input = given[0].toTensor();
+  bool train = given[2].isNone() || given[2].toBool();
+  if (!train) return {input, at::ones_like(input, at::kBool)};
+  auto [output, mask] = dropout(input, given[1].toDouble(), cpu_generator(call.seed));
+  return {output, mask};
+}
+
+// On GPUs the buffer of the forward is empty; on CPUs it is what the backward reads.
+Tensors log_sigmoid(const Call& call) {
+  return {std::get<0>(at::log_sigmoid_forward(call.arguments[0].toTensor()))};
+}
+
+// grad_output, self, buffer
+Tensors log_sigmoid_backward(const Call& call) {
+  const auto& given = call.arguments;
+  auto self = given[1].toTensor();
+  auto buffer = std::get<1>(at::log_sigmoid_forward(self));
+  return {at::log_sigmoid_backward(given[0].toTensor(), self, buffer)};
+}
+
+// cuDNN's only kind: bilinear, zeros outside, corners aligned.
+constexpr int64_t kBilinear = 0;
+constexpr int64_t kZeros = 0;
+
+Tensors grid_sampler(const Call& call) {
+  const auto& given = call.arguments;
+  return {at::grid_sampler_2d(
+      given[0].toTensor(), given[1].toTensor(), kBilinear, kZeros, /*align_corners=*/true)};
+}
+
+// self, grid, grad_output
+Tensors grid_sampler_backward(const Call& call) {
+  const auto& given = call.arguments;
+  auto [input, grid] = at::grid_sampler_2d_backward(
+      given[2].toTensor(),
+      given[0].toTensor(),
+      given[1].toTensor(),
+      kBilinear,
+      kZeros,
+      /*align_corners=*/true,
+      {true, true});
+  return {input, grid};
+}
+
+}  // namespace
+
+Rules layer_rules() {
+  return {
+      {"aten::cudnn_convolution", {convolution}},
+      {"aten::cudnn_convolution_transpose", {transposed_convolution}},
+      {"aten::_conv_depthwise2d", {depthwise_convolution<&at::conv2d>}},
+      {"aten::conv_depthwise3d", {depthwise_convolution<&at::conv3d>}},
+      {"aten::cudnn_batch_norm", {batch_norm}},
+      {"aten::cudnn_batch_norm_backward", {batch_norm_backward}},
+      {"aten::_fused_rms_norm_backward", {rms_norm_backward}},
+      {"aten::_fused_dropout", {fused_dropout, true}},
+      {"aten::native_dropout", {native_dropout, true}},
+      {"aten::_masked_scale", {masked_scale}},
+      {"aten::log_sigmoid_forward", {log_sigmoid}},
+      {"aten::log_sigmoid_backward", {log_sigmoid_backward}},
+      {"aten::cudnn_grid_sampler", {grid_sampler}},
+      {"aten::cudnn_grid_sampler_backward", {grid_sampler_backward}},
+  };
+}
+
+}  // namespace fakegpu
