@@ -111,6 +111,7 @@ void put(const at::Tensor& to, const at::Tensor& from) {
       to.sizes(),
       ", the computation on the host ",
       from.sizes());
+  TORCH_CHECK(to.layout() == at::kStrided, "it returned a tensor of ", to.layout());
   to.copy_(from);
 }
 

@@ -12,8 +12,14 @@ namespace fakegpu {
 
 namespace {
 
+// The call of an operator whose CUDA kernel this thread is inside.
+struct Entered {
+  const std::string& name;
+  const Stack& arguments;
+};
+
 thread_local int kernels_entered = 0;
-thread_local std::string entered_kernel;
+thread_local std::optional<Entered> entered;
 
 bool inside_kernel() {
   return kernels_entered > 0;
@@ -22,6 +28,26 @@ bool inside_kernel() {
 c10::ArrayRef<c10::IValue> arguments_on(const Stack& stack, const c10::OperatorHandle& op) {
   size_t count = op.schema().arguments().size();
   return c10::ArrayRef<c10::IValue>(stack).slice(stack.size() - count);
+}
+
+bool is_written(const c10::Argument& argument) {
+  return argument.alias_info() && argument.alias_info()->isWrite();
+}
+
+// The position of the argument that the operator writes and returns as `returned`.
+std::optional<size_t> written_argument(
+    const c10::FunctionSchema& schema, const c10::Argument& returned) {
+  if (!returned.alias_info()) return std::nullopt;
+  const auto& arguments = schema.arguments();
+  for (size_t i = 0; i < arguments.size(); i++) {
+    const auto* alias_info = arguments[i].alias_info();
+    if (alias_info && alias_info->beforeSets() == returned.alias_info()->beforeSets()) return i;
+  }
+  return std::nullopt;
+}
+
+bool is_sparse(const c10::IValue& value) {
+  return value.isTensor() && value.toTensor().defined() && value.toTensor().is_sparse();
 }
 
 at::Tensor copy_of_host_tensor(const at::Tensor& tensor) {
@@ -43,15 +69,20 @@ c10::IValue as_launched(const c10::IValue& value) {
   return list;
 }
 
-Stack host_arguments(
-    const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValue> arguments, bool later) {
-  Stack host;
+Stack arguments_as_launched(
+    const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValue> arguments) {
+  Stack launched;
   for (size_t i = 0; i < arguments.size(); i++) {
-    const auto* alias_info = schema.arguments()[i].alias_info();
-    bool written = alias_info && alias_info->isWrite();
-    host.push_back(cpu_alias(later && !written ? as_launched(arguments[i]) : arguments[i]));
+    bool written = is_written(schema.arguments()[i]);
+    launched.push_back(written ? arguments[i] : as_launched(arguments[i]));
   }
-  return host;
+  return launched;
+}
+
+Stack cpu_aliases(c10::ArrayRef<c10::IValue> arguments) {
+  Stack aliases;
+  for (const auto& argument : arguments) aliases.push_back(cpu_alias(argument));
+  return aliases;
 }
 
 // What the operator returned, without the arguments that it wrote and returned.
@@ -86,6 +117,8 @@ at::Tensor to_gpu(const at::Tensor& tensor, c10::Device gpu) {
         tensor.options().device(gpu),
         tensor.is_coalesced());
   }
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      tensor.layout() == at::kStrided, "a fake GPU does not compute tensors of ", tensor.layout());
   auto moved = at::empty(tensor.sizes(), tensor.options().device(gpu));
   cpu_alias(moved).copy_(tensor);
   return moved;
@@ -130,12 +163,14 @@ void Computed::operator()(
   const auto& schema = op.schema();
   auto gpu = gpu_of(arguments);
   auto drawn = draw(arguments, gpu);
-  auto host = host_arguments(schema, arguments, runs_later(gpu));
+  Stack given = runs_later(gpu) ? arguments_as_launched(schema, arguments) : arguments.vec();
   {
     InsideKernel inside;
-    entered_kernel = name_;
+    entered.emplace(name_, given);
     original_.callBoxed(op, keys, stack);
+    entered.reset();
   }
+  Stack host = cpu_aliases(given);  // now, since the kernel may have resized what it writes
   Tensors places;
   for (const auto& tensor : fresh_tensors(schema, *stack)) places.push_back(cpu_alias(tensor));
   queue(gpu, name_, [op, rule = rule_, generator = generator_, host, drawn, places] {
@@ -184,14 +219,29 @@ void SparseAdded::operator()(
 OnHost::OnHost(const c10::OperatorHandle& op) : name_(toString(op.operator_name())) {}
 
 void OnHost::operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
-  auto arguments = arguments_on(*stack, op);
+  const auto& schema = op.schema();
+  Stack arguments = arguments_on(*stack, op).vec();
   auto gpu = gpu_of(arguments);
   synchronize(gpu);
-  auto values = host_arguments(op.schema(), arguments, false);
+  Stack written = cpu_aliases(arguments);
+  Stack results = written;
+  run_effect(name_, [&] { run_on_cpu(op, &results); });
+  for (size_t i = 0; i < arguments.size(); i++) {
+    // a sparse tensor gets other indices and values; a dense one was written in its place
+    if (is_written(schema.arguments()[i]) && is_sparse(arguments[i])) {
+      arguments[i].toTensor().copy_(to_gpu(written[i].toTensor(), gpu));
+    }
+  }
   torch::jit::drop(*stack, arguments.size());
-  run_effect(name_, [&] { run_on_cpu(op, &values); });
-  for (const auto& value : values) {
-    stack->push_back(value.isTensor() ? to_gpu(value.toTensor(), gpu) : value);
+  for (size_t i = 0; i < results.size(); i++) {
+    auto argument = written_argument(schema, schema.returns()[i]);
+    if (argument) {
+      stack->push_back(arguments[*argument]);
+    } else if (results[i].isTensor()) {
+      stack->push_back(to_gpu(results[i].toTensor(), gpu));
+    } else {
+      stack->push_back(results[i]);
+    }
   }
 }
 
@@ -199,10 +249,15 @@ NumberRead::NumberRead(c10::SafeKernelFunction original) : original_(std::move(o
 
 void NumberRead::operator()(
     const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      !inside_kernel(),
-      entered_kernel,
-      ": torch's CUDA kernel reads a number which a fake GPU does not compute");
+  if (inside_kernel() && entered) {
+    const auto& read = stack->back().toTensor();
+    bool given = false;
+    for (const auto& tensor : tensors_of(entered->arguments)) {
+      given |= tensor.defined() && tensor.is_alias_of(read);
+    }
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        given, entered->name, ": its CUDA kernel reads a number that a fake GPU has not computed");
+  }
   original_.callBoxed(op, keys, stack);
 }
 

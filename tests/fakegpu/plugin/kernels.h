@@ -62,7 +62,8 @@ class SparseAdded : public c10::OperatorKernel {
 };
 
 // The CPU alone, after the GPU's current stream: for operators whose sizes or control flow depend on
-// numbers. Not faithful: nothing is launched; a real GPU also waits for most of them.
+// numbers, and for most on sparse tensors. Not faithful: nothing is launched. A real GPU, too, waits
+// for the operators whose sizes depend on numbers, but not for the others.
 class OnHost : public c10::OperatorKernel {
  public:
   explicit OnHost(const c10::OperatorHandle& op);

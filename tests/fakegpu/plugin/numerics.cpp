@@ -37,6 +37,7 @@ const Names kAsTheyAre = {
     "aten::_pin_memory",
     "aten::_reshape_alias",
     "aten::_resize_output_",
+    "aten::_to_sparse",
     "aten::as_strided",
     "aten::new_empty_strided",
     "aten::record_stream",
@@ -47,6 +48,7 @@ const Names kAsTheyAre = {
 
 // The sizes of their results depend on numbers, or the CUDA kernel reads numbers.
 const Names kOnHost = {
+    "aten::_segment_reduce_backward",
     "aten::_unique",
     "aten::_unique2",
     "aten::bincount",
@@ -54,15 +56,74 @@ const Names kOnHost = {
     "aten::masked_select",
     "aten::nonzero",
     "aten::repeat_interleave.Tensor",
+    "aten::segment_reduce",
     "aten::unique_consecutive",
     "aten::unique_dim",
     "aten::unique_dim_consecutive",
 };
 
-// Of the operators on sparse tensors (COO), those that consist of operators on their indices and
-// values, and so are right as they are; and those that the CPU computes.
-const Names kSparseAsTheyAre = {};
-const Names kSparseOnHost = {"aten::_coalesce"};
+// The CUDA kernels call cuSOLVER, cuFFT and functions of cuBLAS that the fake lacks. Computed on the
+// host; in the form that writes into a given tensor, refused.
+const Names kOfMissingLibraries = {
+    "aten::_cholesky_solve_helper",
+    "aten::_fft_c2c",
+    "aten::_fft_c2r",
+    "aten::_fft_r2c",
+    "aten::_linalg_det",
+    "aten::_linalg_eigh",
+    "aten::_linalg_eigvals",
+    "aten::_linalg_slogdet",
+    "aten::_linalg_solve_ex",
+    "aten::_linalg_svd",
+    "aten::cholesky_inverse",
+    "aten::geqrf",
+    "aten::linalg_cholesky_ex",
+    "aten::linalg_eig",
+    "aten::linalg_eigvals",
+    "aten::linalg_householder_product",
+    "aten::linalg_inv_ex",
+    "aten::linalg_ldl_factor_ex",
+    "aten::linalg_ldl_solve",
+    "aten::linalg_lstsq",
+    "aten::linalg_lu",
+    "aten::linalg_lu_factor_ex",
+    "aten::linalg_lu_solve",
+    "aten::linalg_matrix_exp",
+    "aten::linalg_matrix_sqrth",
+    "aten::linalg_polar",
+    "aten::linalg_qr",
+    "aten::linalg_solve_triangular",
+    "aten::ormqr",
+    "aten::triangular_solve",
+};
+
+// Of the operators on sparse tensors (COO), those that take tensors apart, put them together, or
+// consist of operators on indices and values. The host computes the others.
+const Names kSparseAsTheyAre = {
+    "aten::_coalesced_",
+    "aten::_sparse_coo_tensor_with_dims",
+    "aten::_sparse_coo_tensor_with_dims_and_tensors",
+    "aten::_to_dense",
+    "aten::add",
+    "aten::add_",
+    "aten::cat",
+    "aten::clone",
+    "aten::copy_",
+    "aten::copy_sparse_to_sparse_",
+    "aten::div",
+    "aten::div_",
+    "aten::empty_like",
+    "aten::neg",
+    "aten::neg_",
+    "aten::resize_as_sparse_",
+    "aten::sparse_mask",
+    "aten::sparse_resize_",
+    "aten::sparse_resize_and_clear_",
+    "aten::sub",
+    "aten::sub_",
+    "aten::zero_",
+    "aten::zeros",
+};
 
 // Kernels of these namespaces move bytes themselves (NCCL's collectives).
 const Names kOtherNamespaces = {"c10d"};
@@ -78,14 +139,18 @@ bool is_view(const c10::FunctionSchema& schema) {
   return false;
 }
 
-bool gives_numbers(const c10::FunctionSchema& schema) {
-  for (const auto& returned : schema.returns()) {
-    if (returned.type()->str().find("Tensor") != std::string::npos) return true;
-  }
+bool writes_arguments(const c10::FunctionSchema& schema) {
   for (const auto& argument : schema.arguments()) {
     if (argument.alias_info() && argument.alias_info()->isWrite()) return true;
   }
   return false;
+}
+
+bool gives_numbers(const c10::FunctionSchema& schema) {
+  for (const auto& returned : schema.returns()) {
+    if (returned.type()->str().find("Tensor") != std::string::npos) return true;
+  }
+  return writes_arguments(schema);
 }
 
 bool changes_no_numbers(const c10::OperatorHandle& op, const std::string& name) {
@@ -106,6 +171,10 @@ Kernel dense_kernel(
   if (name == "aten::copy_") return boxed(std::make_unique<Copied>(op, original));
   if (name == "aten::_local_scalar_dense") return boxed(std::make_unique<NumberRead>(original));
   if (kOnHost.count(name)) return boxed(std::make_unique<OnHost>(op));
+  if (kOfMissingLibraries.count(base_name(name))) {
+    if (writes_arguments(op.schema())) return boxed(std::make_unique<Refused>(op, original));
+    return boxed(std::make_unique<OnHost>(op));
+  }
   if (kAsTheyAre.count(base_name(name)) || changes_no_numbers(op, name)) return std::nullopt;
   const Rule* rule = find_rule(name);
   if (rule || op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU)) {
@@ -117,9 +186,8 @@ Kernel dense_kernel(
 Kernel sparse_kernel(
     const c10::OperatorHandle& op, const std::string& name, c10::SafeKernelFunction original) {
   if (name == "aten::add.out") return boxed(std::make_unique<SparseAdded>(op, original));
-  if (kSparseOnHost.count(name)) return boxed(std::make_unique<OnHost>(op));
-  if (kSparseAsTheyAre.count(name) || changes_no_numbers(op, name)) return std::nullopt;
-  return boxed(std::make_unique<Refused>(op, original));
+  if (kSparseAsTheyAre.count(base_name(name)) || changes_no_numbers(op, name)) return std::nullopt;
+  return boxed(std::make_unique<OnHost>(op));
 }
 
 Kernel refused_kernel(

@@ -3,17 +3,16 @@
 // Not faithful: cuDNN's and the CPU's sums have different orders, so that a real GPU's results
 // differ in the last bits.
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/_embedding_bag.h>
 #include <ATen/ops/conv2d.h>
 #include <ATen/ops/conv3d.h>
 #include <ATen/ops/convolution.h>
-#include <ATen/ops/grid_sampler_2d.h>
-#include <ATen/ops/grid_sampler_2d_backward.h>
 #include <ATen/ops/log_sigmoid_backward.h>
 #include <ATen/ops/log_sigmoid_forward.h>
 #include <ATen/ops/native_batch_norm.h>
 #include <ATen/ops/native_batch_norm_backward.h>
 #include <ATen/ops/ones_like.h>
-#include <ATen/ops/rms_norm.h>
+#include <ATen/ops/zeros.h>
 
 #include "rules.h"
 
@@ -87,6 +86,8 @@ Tensors batch_norm(const Call& call) {
       given[5].toBool(),
       given[6].toDouble(),
       given[7].toDouble());
+  // in evaluation nobody reads them, and the CPU has none
+  if (!given[5].toBool()) return {output};
   return {output, mean, deviation};
 }
 
@@ -164,28 +165,31 @@ Tensors log_sigmoid_backward(const Call& call) {
   return {at::log_sigmoid_backward(given[0].toTensor(), self, buffer)};
 }
 
-// cuDNN's only kind: bilinear, zeros outside, corners aligned.
-constexpr int64_t kBilinear = 0;
-constexpr int64_t kZeros = 0;
-
-Tensors grid_sampler(const Call& call) {
+// weight, indices, offsets, scale_grad_by_freq, mode, sparse, per_sample_weights,
+// include_last_offset, padding_idx -> output, offset2bag, bag_size, max_indices
+Tensors embedding_bag(const Call& call) {
   const auto& given = call.arguments;
-  return {at::grid_sampler_2d(
-      given[0].toTensor(), given[1].toTensor(), kBilinear, kZeros, /*align_corners=*/true)};
-}
-
-// self, grid, grad_output
-Tensors grid_sampler_backward(const Call& call) {
-  const auto& given = call.arguments;
-  auto [input, grid] = at::grid_sampler_2d_backward(
-      given[2].toTensor(),
+  auto indices = given[1].toTensor();
+  auto offsets = given[2].toTensor();
+  auto mode = given[4].toInt();
+  bool include_last_offset = given[7].toBool();
+  auto [output, bag_of_index, sizes, positions] = at::_embedding_bag(
       given[0].toTensor(),
-      given[1].toTensor(),
-      kBilinear,
-      kZeros,
-      /*align_corners=*/true,
-      {true, true});
-  return {input, grid};
+      indices,
+      offsets,
+      given[3].toBool(),
+      mode,
+      given[5].toBool(),
+      optional_tensor(given[6]),
+      include_last_offset,
+      given[8].toInt());
+  // the CPU leaves out what its own backward does not read
+  auto counted = include_last_offset ? offsets.narrow(0, 0, offsets.size(0) - 1) : offsets;
+  auto starts = at::zeros({indices.size(0) + 1}, counted.options());
+  starts.index_add_(0, counted, at::ones_like(counted));
+  bag_of_index = starts.narrow(0, 0, indices.size(0)).cumsum(0) - 1;
+  auto if_any = [](const at::Tensor& tensor) { return tensor.numel() ? tensor : at::Tensor(); };
+  return {output, bag_of_index, if_any(sizes), if_any(positions)};
 }
 
 }  // namespace
@@ -198,14 +202,16 @@ Rules layer_rules() {
       {"aten::conv_depthwise3d", {depthwise_convolution<&at::conv3d>}},
       {"aten::cudnn_batch_norm", {batch_norm}},
       {"aten::cudnn_batch_norm_backward", {batch_norm_backward}},
+      {"aten::native_batch_norm", {batch_norm}},
+      {"aten::_native_batch_norm_legit", {batch_norm}},
       {"aten::_fused_rms_norm_backward", {rms_norm_backward}},
       {"aten::_fused_dropout", {fused_dropout, true}},
       {"aten::native_dropout", {native_dropout, true}},
       {"aten::_masked_scale", {masked_scale}},
       {"aten::log_sigmoid_forward", {log_sigmoid}},
       {"aten::log_sigmoid_backward", {log_sigmoid_backward}},
-      {"aten::cudnn_grid_sampler", {grid_sampler}},
-      {"aten::cudnn_grid_sampler_backward", {grid_sampler_backward}},
+      {"aten::_embedding_bag", {embedding_bag}},
+      {"aten::_embedding_bag_forward_only", {embedding_bag}},
   };
 }
 
