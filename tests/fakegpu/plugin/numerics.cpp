@@ -34,6 +34,7 @@ const Names kAsTheyAre = {
     "aten::_cudnn_init_dropout_state",
     "aten::_cudnn_rnn_flatten_weight",
     "aten::_efficientzerotensor",
+    "aten::_embedding_bag_backward",
     "aten::_pin_memory",
     "aten::_reshape_alias",
     "aten::_resize_output_",

@@ -4,6 +4,7 @@
 // differ in the last bits.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/_embedding_bag.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/conv2d.h>
 #include <ATen/ops/conv3d.h>
 #include <ATen/ops/convolution.h>
@@ -11,6 +12,7 @@
 #include <ATen/ops/log_sigmoid_forward.h>
 #include <ATen/ops/native_batch_norm.h>
 #include <ATen/ops/native_batch_norm_backward.h>
+#include <ATen/ops/native_layer_norm_backward.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros.h>
 
@@ -108,6 +110,52 @@ Tensors batch_norm_backward(const Call& call) {
   return {input, weight, bias};
 }
 
+// GPUs keep the statistics of a half precision in single precision, the CPU in that of the weights.
+at::Tensor statistics(
+    const c10::IValue& kept, const at::Tensor& input, const std::optional<at::Tensor>& weight) {
+  auto tensor = tensor_or_undefined(kept);
+  return tensor.defined() ? tensor.to(weight ? weight->scalar_type() : input.scalar_type()) : tensor;
+}
+
+// grad_out, input, weight, running_mean, running_var, save_mean, save_invstd, train, epsilon,
+// output_mask
+Tensors native_batch_norm_backward(const Call& call) {
+  const auto& given = call.arguments;
+  auto input = given[1].toTensor();
+  auto weight = optional_tensor(given[2]);
+  auto mask = given[9].toBoolList();
+  auto [grad_input, grad_weight, grad_bias] = at::native_batch_norm_backward(
+      given[0].toTensor(),
+      input,
+      weight,
+      optional_tensor(given[3]),
+      optional_tensor(given[4]),
+      statistics(given[5], input, weight),
+      statistics(given[6], input, weight),
+      given[7].toBool(),
+      given[8].toDouble(),
+      {mask[0], mask[1], mask[2]});
+  return {grad_input, grad_weight, grad_bias};
+}
+
+// grad_out, input, normalized_shape, mean, rstd, weight, bias, output_mask
+Tensors layer_norm_backward(const Call& call) {
+  const auto& given = call.arguments;
+  auto input = given[1].toTensor();
+  auto weight = optional_tensor(given[5]);
+  auto mask = given[7].toBoolList();
+  auto [grad_input, grad_weight, grad_bias] = at::native_layer_norm_backward(
+      given[0].toTensor(),
+      input,
+      given[2].toIntVector(),
+      statistics(given[3], input, weight),
+      statistics(given[4], input, weight),
+      weight,
+      optional_tensor(given[6]),
+      {mask[0], mask[1], mask[2]});
+  return {grad_input, grad_weight, grad_bias};
+}
+
 // grad_out, input, normalized_shape, rstd, weight, output_mask
 Tensors rms_norm_backward(const Call& call) {
   const auto& given = call.arguments;
@@ -165,6 +213,15 @@ Tensors log_sigmoid_backward(const Call& call) {
   return {at::log_sigmoid_backward(given[0].toTensor(), self, buffer)};
 }
 
+enum BagMode : int64_t { kSum = 0, kMean = 1, kMax = 2 };  // as torch numbers them
+
+// With include_last_offset the GPU counts one more bag, which is empty.
+at::Tensor with_rows(const at::Tensor& tensor, int64_t count) {
+  auto shape = tensor.sizes().vec();
+  shape[0] = count - shape[0];
+  return shape[0] == 0 ? tensor : at::cat({tensor, at::zeros(shape, tensor.options())});
+}
+
 // weight, indices, offsets, scale_grad_by_freq, mode, sparse, per_sample_weights,
 // include_last_offset, padding_idx -> output, offset2bag, bag_size, max_indices
 Tensors embedding_bag(const Call& call) {
@@ -183,13 +240,17 @@ Tensors embedding_bag(const Call& call) {
       optional_tensor(given[6]),
       include_last_offset,
       given[8].toInt());
-  // the CPU leaves out what its own backward does not read
+  // both sides leave out what their own backward does not read; here the CPU's follows the GPU's
   auto counted = include_last_offset ? offsets.narrow(0, 0, offsets.size(0) - 1) : offsets;
   auto starts = at::zeros({indices.size(0) + 1}, counted.options());
   starts.index_add_(0, counted, at::ones_like(counted));
-  bag_of_index = starts.narrow(0, 0, indices.size(0)).cumsum(0) - 1;
-  auto if_any = [](const at::Tensor& tensor) { return tensor.numel() ? tensor : at::Tensor(); };
-  return {output, bag_of_index, if_any(sizes), if_any(positions)};
+  bag_of_index = call.places[1].numel() > 0
+      ? starts.narrow(0, 0, indices.size(0)).cumsum(0) - 1
+      : at::Tensor();
+  if (mode == kSum) return {output, bag_of_index};
+  sizes = with_rows(sizes, call.places[2].size(0));
+  if (mode == kMean) return {output, bag_of_index, sizes};
+  return {output, bag_of_index, sizes, with_rows(positions, call.places[3].size(0))};
 }
 
 }  // namespace
@@ -204,6 +265,9 @@ Rules layer_rules() {
       {"aten::cudnn_batch_norm_backward", {batch_norm_backward}},
       {"aten::native_batch_norm", {batch_norm}},
       {"aten::_native_batch_norm_legit", {batch_norm}},
+      {"aten::native_batch_norm_backward", {native_batch_norm_backward}},
+      {"aten::batch_norm_backward", {native_batch_norm_backward}},
+      {"aten::native_layer_norm_backward", {layer_norm_backward}},
       {"aten::_fused_rms_norm_backward", {rms_norm_backward}},
       {"aten::_fused_dropout", {fused_dropout, true}},
       {"aten::native_dropout", {native_dropout, true}},
