@@ -4,7 +4,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "effects.h"
-#include "fake.h"
+#include "libfakecuda.h"
 #include "kernels.h"
 
 namespace fakegpu {

@@ -11,7 +11,7 @@
 #include <memory>
 #include <stdexcept>
 
-#include "fake.h"
+#include "libfakecuda.h"
 
 namespace fakegpu {
 

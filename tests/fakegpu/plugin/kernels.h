@@ -1,5 +1,5 @@
-// The kernels that replace torch's CUDA kernels in the dispatcher. Each is boxed: it gets and leaves
-// its values on a stack, so that one class serves every operator.
+// The kernels that replace torch's CUDA kernels in the dispatcher. Each is boxed: it takes its
+// arguments from a stack and leaves its results there, so that one class serves every operator.
 #pragma once
 
 #include <ATen/core/boxing/KernelFunction.h>
@@ -61,9 +61,9 @@ class SparseAdded : public c10::OperatorKernel {
   Computed general_;
 };
 
-// The CPU alone, after the GPU's current stream: for operators whose sizes or control flow depend on
-// numbers, and for most on sparse tensors. Not faithful: nothing is launched. A real GPU, too, waits
-// for the operators whose sizes depend on numbers, but not for the others.
+// The CPU alone, after the GPU's current stream: for operators whose sizes or control flow depend
+// on numbers, and for most on sparse tensors. Not faithful: nothing is launched. A real GPU, too,
+// waits for the operators whose sizes depend on numbers, but not for the others.
 class OnHost : public c10::OperatorKernel {
  public:
   explicit OnHost(const c10::OperatorHandle& op);

@@ -1,10 +1,11 @@
-// Real numbers for torch's CUDA build on fake GPUs. torch loads this library when it is imported and
-// calls `fakecuda_numerics`, which replaces the CUDA kernel of each ATen operator.
+// Real numbers for torch's CUDA build on fake GPUs. When torch is imported, it loads this library
+// and calls `fakecuda_numerics`, which replaces the CUDA kernel of each ATen operator.
 //
 // A fake GPU launches kernels that change no data, but its memory is memory of the host. So an
-// operator runs twice: torch's CUDA kernel does all that a real GPU's does on the host (allocations,
-// workspaces, launches, streams), and then the CPU computes the numbers in the same memory, in the
-// order of the GPU's streams. An operator whose numbers cannot be computed is refused by name.
+// operator runs twice: torch's CUDA kernel does all that it does on the host for a real GPU
+// (allocations, workspaces, launches, streams), and then the CPU computes the numbers in the same
+// memory, in the order of the GPU's streams. An operator whose numbers cannot be computed is
+// refused by name.
 //
 // Not faithful: the last bits of results (the order of sums is the CPU's), half precision where the
 // CPU rounds differently, the values of random numbers, and the times of kernels.
@@ -63,8 +64,8 @@ const Names kOnHost = {
     "aten::unique_dim_consecutive",
 };
 
-// The CUDA kernels call cuSOLVER, cuFFT and functions of cuBLAS that the fake lacks. Computed on the
-// host; in the form that writes into a given tensor, refused.
+// The CUDA kernels call cuSOLVER, cuFFT and functions of cuBLAS that the fake lacks. The host
+// computes them; the form that writes into a given tensor is refused.
 const Names kOfMissingLibraries = {
     "aten::_cholesky_solve_helper",
     "aten::_fft_c2c",

@@ -1,7 +1,7 @@
 // Random numbers: an operator draws on the host from a CPU generator whose seed follows from the
-// state of the GPU's generator. The numbers differ from a real GPU's, but depend on the same things:
-// torch.cuda.manual_seed, the saved and restored state, what was drawn before. A replayed graph
-// draws anew.
+// state of the GPU's generator. The numbers differ from a real GPU's, but depend on the same
+// things: torch.cuda.manual_seed, the saved and restored state, what was drawn before. A replayed
+// graph draws anew, the numbers that eager code would draw.
 #pragma once
 
 #include <ATen/core/Generator.h>

@@ -114,7 +114,8 @@ Tensors batch_norm_backward(const Call& call) {
 at::Tensor statistics(
     const c10::IValue& kept, const at::Tensor& input, const std::optional<at::Tensor>& weight) {
   auto tensor = tensor_or_undefined(kept);
-  return tensor.defined() ? tensor.to(weight ? weight->scalar_type() : input.scalar_type()) : tensor;
+  if (!tensor.defined()) return tensor;
+  return tensor.to(weight ? weight->scalar_type() : input.scalar_type());
 }
 
 // grad_out, input, weight, running_mean, running_var, save_mean, save_invstd, train, epsilon,

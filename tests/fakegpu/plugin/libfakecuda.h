@@ -18,8 +18,6 @@ void fakecuda_attach(void (*run)(void*), void (*drop)(void*), void* data);
 int fakecuda_attached();
 // Whether effects wait for a synchronization.
 int fakecuda_deferred();
-// Runs effects until this stream has none left.
-void fakecuda_drain(void* stream);
 
 int cudaDeviceCanAccessPeer(int* can, int device, int peer);
 }
