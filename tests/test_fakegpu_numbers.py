@@ -564,7 +564,10 @@ try:
     torch.cuda.synchronize()
 except RuntimeError as error:
     print(str(error).splitlines()[0])
-print((table * 0 + 2).cpu().sum().item())
+number = torch.tensor(2.0)
+doubled = torch.ones(4, 2, device="cuda") * number
+number.fill_(9.0)  # after the launch, which has read it
+print(doubled.cpu().sum().item())
 """
 
 
