@@ -386,6 +386,15 @@ FAULTS = (
         ),
     ),
     Fault(
+        "weights-moved-by-forward",
+        "a weight that forward moves to other memory is trained in its own",
+        "weight.data = own",
+        "pass",
+        (
+            "tests/test_schedules_state.py::test_weights_that_forward_moves_are_trained_on_every_schedule",
+        ),
+    ),
+    Fault(
         "copies-per-thread",
         "each thread that calls a wrapper has its own copies",
         "threading.local",
