@@ -2,9 +2,10 @@
 
 Each `test_conformance_*.py` holds our own rewriting of PyTorch's tests for DataParallel and its
 parts: what they assert, of our engine, on logical CPU devices, on emulated ones, on one GPU
-carrying two replicas (mark `gpu`), and on two GPUs (mark `multi_gpu`). Tests of the verbs run on
-each kind of device (`every_kind`); tests of the wrapper run on each kind under each of `SCHEDULES`
-(`every_schedule`). The first line of a test's docstring names file and test of the original:
+carrying two replicas (mark `gpu`), and on several GPUs (mark `multi_gpu`): two for the verbs, and
+up to four for the wrapper. Tests of the verbs run on each kind of device (`every_kind`); tests of
+the wrapper run on each kind under each of `SCHEDULES` (`every_schedule`). The first line of a
+test's docstring names file and test of the original:
 
     A  = test/distributed/test_data_parallel.py     A' = the same, later, for any accelerator
     B  = test/test_cuda_multigpu.py, TestCudaComm   C  = test/jit/test_data_parallel.py
@@ -95,8 +96,14 @@ class Place:
         return f"{self.kind}, {self.schedule}"
 
     def wrap(self, module: nn.Module, *order: int) -> DataParallel:
-        """Return the module wrapped over devices in this order, 0 and 1 by default."""
-        return DataParallel(module, self.ids(*order), schedule=self.schedule)
+        """Return the module wrapped over devices in this order; the first `replicas` by default."""
+        ids = self.ids(*(order or range(self.replicas)))
+        return DataParallel(module, ids, schedule=self.schedule)
+
+    @property
+    def replicas(self) -> int:
+        """Return how many devices a wrapper has by default: up to four distinct GPUs, or two."""
+        return min(4, torch.cuda.device_count()) if self.kind == "spread" else 2
 
     @property
     def is_gpu(self) -> bool:

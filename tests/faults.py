@@ -235,9 +235,9 @@ def sound(faults: Sequence[Fault]) -> str:
     return "" if status == PASSED else output
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], table: Sequence[Fault]) -> int:
     """Plant the faults of these names, or all; print a line for each; return the exit status."""
-    known = {fault.name: fault for fault in FAULTS}
+    known = {fault.name: fault for fault in table}
     parser = argparse.ArgumentParser(
         description="Plant faults, and look whether the tests see them."
     )
@@ -250,7 +250,7 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     if unknown := set(given.names) - set(known):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
-    faults = [known[name] for name in given.names] or list(FAULTS)
+    faults = [known[name] for name in given.names] or list(table)
     if given.list:
         print("\n".join(f"{fault.name}: {fault.law}" for fault in faults))
         return 0
@@ -400,6 +400,15 @@ FAULTS = (
         "if False:\n    weight._backward_hooks.clear()",
         (
             "tests/test_law_notice.py::test_a_replica_lists_no_parameters_and_its_own_hooks_are_for_one_step",
+        ),
+    ),
+    Fault(
+        "weights-moved-by-forward",
+        "a weight that forward moves to other memory is trained in its own",
+        "weight.data = own",
+        "pass",
+        (
+            "tests/test_schedules_state.py::test_weights_that_forward_moves_are_trained_on_every_schedule",
         ),
     ),
     Fault(
@@ -1951,4 +1960,4 @@ FAULTS = (
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:], FAULTS))

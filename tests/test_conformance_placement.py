@@ -32,7 +32,11 @@ from tests.conformance import (
 __all__ = ["place"]
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),  # it says so on each use
+    # it says so on each use: a DeprecationWarning, and a FutureWarning since torch 2.14
+    *(
+        pytest.mark.filterwarnings(f"ignore:.*torch.jit.*:{kind}")
+        for kind in ("DeprecationWarning", "FutureWarning")
+    ),
     # torch's own check of batch sizes
     pytest.mark.filterwarnings("ignore:Converting a tensor to a Python boolean"),
 ]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dpbench import DataParallel
 from dpbench.engine.train_step import TrainStep
-from dpbench.records.schedule import LADDER, RUNGS
+from dpbench.records.schedule import LADDER, RUNGS, SELECTED
 from tests.test_schedules import OPTIMIZERS, differing, problem
 
 
@@ -171,6 +171,33 @@ class Stateful(nn.Module):
         self.seen = self.seen + 1
         out: Tensor = self.layer(x) * self.calls * self.seen
         return out
+
+
+class Moving(nn.Linear):
+    """Its forward moves its weights to new memory, as `flatten_parameters` of RNNs does on GPUs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in (self.weight, self.bias):
+            weight.data = weight.data.clone()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("schedule", [*RUNGS, *SELECTED])
+def test_weights_that_forward_moves_are_trained_on_every_schedule(schedule: str) -> None:
+    torch.manual_seed(3)
+    module = Moving(12, 5)
+    alone = copy.deepcopy(module)
+    batches = [(torch.randn(6, 12), torch.randint(5, (6,))) for _ in range(3)]
+    optimizer = OPTIMIZERS["sgd"](alone.parameters())
+    for inputs, target in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(alone(inputs), target).backward()
+        optimizer.step()
+    devices = ["cpu", "cpu"]
+    with TrainStep(module, F.cross_entropy, OPTIMIZERS["sgd"], devices, schedule) as step:
+        for batch in batches:
+            step(*batch)
+    torch.testing.assert_close(dict(module.state_dict()), dict(alone.state_dict()))
 
 
 @pytest.mark.parametrize("rung", RUNGS)

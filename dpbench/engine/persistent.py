@@ -57,7 +57,8 @@ class ReplicaWeights:
             )
         held = set(flat.views) if flat else set()
         outside = [i for i in range(len(self.originals)) if i not in held]
-        self._outside = [[parameters[i].data for i in outside] for parameters in self.parameters]
+        self._memory = [[p.data for p in parameters] for parameters in self.parameters]
+        self._outside = [[memory[i] for i in outside] for memory in self._memory]
 
     def notice(self) -> bool:
         """Read a changed module again; return whether its parameter objects are the same."""
@@ -110,12 +111,19 @@ class ReplicaWeights:
         """Return torch's counts of in-place writes for the first `count` replicas' weights."""
         return [[p._version for p in one] for one in self.parameters[:count]]
 
-    def drop_hooks_of_forward(self, count: int) -> None:
-        """Remove the hooks that a forward has set on its weights: as in torch, for one step."""
-        for weights in self.parameters[:count]:
+    def undo_forward(self, count: int) -> None:
+        """Undo what forwards did to the first `count` replicas' weights: as in torch, for one step.
+
+        Remove the hooks that forwards have set, and return weights that they have moved (as the
+        `flatten_parameters` of an RNN does on a GPU) to their memory, which updates write.
+        """
+        for weights, memory in zip(self.parameters[:count], self._memory, strict=False):
             for weight in weights:
                 if weight._backward_hooks:
                     weight._backward_hooks.clear()
+            if not all(map(torch.Tensor.is_set_to, weights, memory)):
+                for weight, own in zip(weights, memory, strict=True):
+                    weight.data = own
 
     def stale(self) -> list[int]:
         """Return the indices of parameters whose values differ between the module and a replica."""

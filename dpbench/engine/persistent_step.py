@@ -206,7 +206,7 @@ class PersistentReplicas:
 
         The order of additions is that of torch.
         """
-        self._weights.drop_hooks_of_forward(self._used)
+        self._weights.undo_forward(self._used)
         if not self._root_only and self._weights.all_versions(self._used) != self._begun:
             self._written_in_forward = True
             self._seen = []

@@ -1,0 +1,293 @@
+"""Races on GPUs: training, wrappers and verbs give the host's results in any order of execution.
+
+Fake GPUs have a deferred mode (`FAKECUDA_DEFERRED=1`): work runs at a synchronization, in a random
+order that streams and events allow, and freed memory is reused as early as the allocator permits.
+A wait or a `record_stream` that is missing then gives wrong numbers in one order or another. This
+file is skipped in every other process; `python -m tests.fakegpu.check deferred` runs it with
+several seeds (`FAKECUDA_SEED`).
+
+Where all additions have one order, numbers must equal the host's bit by bit.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dpbench
+from dpbench import models
+from dpbench.engine import DataParallel, TrainStep, collectives
+from dpbench.hardware.devices import open_devices
+from dpbench.measure import clocks
+from dpbench.models import Model, embedding, lstm
+from dpbench.records import Case, Phase, no_mark
+from dpbench.records.registry import own, strategy, traits
+from dpbench.records.schedule import RUNGS, SELECTED
+from tests import conformance, engine_nets
+
+pytestmark = [
+    pytest.mark.multi_gpu,
+    pytest.mark.skipif(
+        os.environ.get("FAKECUDA_DEFERRED") != "1",
+        reason="needs fake GPUs in deferred mode: python -m tests.fakegpu.check deferred",
+    ),
+]
+
+PLACES = ([0, 1, 2, 3], [0, 0, 0], [0, 1, 0])
+NETS = ("mlp", "conv", "embedding", "lstm")
+STEPS, TRIES = 3, 20
+BUCKET_BYTES = 4096
+"""The size of a bucket here: the small models' gradients are then reduced in several buckets."""
+
+every_place = pytest.mark.parametrize("ids", PLACES, ids=str)
+every_net = pytest.mark.parametrize("net", NETS)
+
+
+@pytest.fixture(autouse=True)
+def _small_models_and_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(embedding.DIMS, "small", embedding.DIMS["small"]._replace(rows=512))
+    monkeypatch.setitem(lstm.DIMS, "small", lstm.DIMS["small"]._replace(tokens=6))
+    monkeypatch.setattr(collectives, "BUCKET_BYTES", BUCKET_BYTES)
+
+
+def loaded(net: str) -> Model:
+    if net != "conv":
+        return models.load(net, "small", 0)
+    torch.manual_seed(0)
+
+    def batch(rows: int, seed: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(rows, 3, 7, 7, generator=generator), torch.arange(rows) % 27
+
+    return Model("conv", engine_nets.conv(), batch, F.cross_entropy)
+
+
+def batches(model: Model, replicas: int) -> list[tuple[Any, Any]]:
+    """Return a batch per step, which does not divide evenly."""
+    return [model.batch(2 * replicas + 1, seed) for seed in range(STEPS)]
+
+
+def optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+Numbers = dict[str, Tensor]
+"""Numbers of the host by name: weights or gradients, and `losses`."""
+
+
+def numbers(losses: list[Tensor], others: Mapping[str, Tensor]) -> Numbers:
+    found = {**others, "losses": torch.stack(losses)}
+    return {name: tensor.detach().cpu() for name, tensor in found.items()}
+
+
+def trained(net: str, ids: list[Any], schedule: str, **options: Any) -> Numbers:
+    """Return the losses of some steps, and the weights after them."""
+    model = loaded(net)
+    module = model.module.to(torch.device("cuda", ids[0]) if isinstance(ids[0], int) else ids[0])
+    with TrainStep(module, model.loss, optimizer, ids, schedule, **options) as step:
+        losses = [step(*batch) for batch in batches(model, len(ids))]
+    return numbers(losses, module.state_dict())
+
+
+@cache
+def _on_the_host(net: str, replicas: int, options: tuple[tuple[str, Any], ...]) -> Numbers:
+    return trained(net, ["cpu"] * replicas, "reference", **dict(options))
+
+
+def on_the_host(net: str, replicas: int, **options: Any) -> Numbers:
+    return dict(_on_the_host(net, replicas, tuple(options.items())))
+
+
+ROUNDING = {"rtol": 1e-5, "atol": 1e-6}
+EXACT = {"rtol": 0.0, "atol": 0.0}
+EXACT_NETS = ("mlp", "embedding")
+
+
+def check(net: str, found: Numbers, expected: Numbers) -> None:
+    """Compare with the host's numbers: bit by bit, except for the losses.
+
+    Replicas may add their losses; convolutions and LSTMs group their additions by rows.
+    """
+    exact = EXACT if net in EXACT_NETS else ROUNDING
+    torch.testing.assert_close(found.pop("losses"), expected.pop("losses"), **ROUNDING)
+    torch.testing.assert_close(found, expected, **exact)
+
+
+def schedules(net: str) -> list[str]:
+    """Return every rung that GPUs can run, and the names for which TrainStep selects one.
+
+    Weights of RNNs cannot be flat there.
+    """
+    separate = {"storage": "separate", "optimizer": "per_parameter"} if net == "lstm" else {}
+    return [*dict.fromkeys(str(replace(rung, **separate)) for rung in RUNGS.values()), *SELECTED]
+
+
+@every_place
+@pytest.mark.parametrize(
+    ("net", "schedule"), [(net, schedule) for net in NETS for schedule in schedules(net)]
+)
+def test_a_schedule_trains_as_the_host_does(net: str, schedule: str, ids: list[int]) -> None:
+    check(net, trained(net, ids, schedule), on_the_host(net, len(ids)))
+
+
+@every_place
+@pytest.mark.parametrize("net", ["mlp", "conv"])
+@pytest.mark.parametrize("schedule", schedules("mlp"))
+def test_a_step_follows_the_callers_streams(net: str, schedule: str, ids: list[int]) -> None:
+    """The caller makes the batch, and uses the loss, on streams of its own."""
+    model = loaded(net)
+    module = model.module.cuda(ids[0])
+    home = torch.device("cuda", ids[0])
+    torch.cuda.synchronize(home)
+    with ExitStack() as streams:
+        for i in sorted({*ids}, reverse=True):
+            streams.enter_context(torch.cuda.stream(torch.cuda.Stream(i)))
+        losses = []
+        with TrainStep(module, model.loss, optimizer, ids, schedule) as step:
+            for inputs, target in batches(model, len(ids)):
+                losses.append(step(inputs.to(home) * 1, target.to(home) * 1) * 1)
+        found = numbers(losses, module.state_dict())
+    check(net, found, on_the_host(net, len(ids)))
+
+
+@every_place
+@pytest.mark.parametrize("option", [{"accumulate": 2}, {"clip_norm": 0.05}], ids=str)
+@pytest.mark.parametrize("schedule", schedules("mlp"))
+def test_gradients_that_are_kept_or_clipped_are_the_hosts(
+    schedule: str, option: dict[str, Any], ids: list[int]
+) -> None:
+    expected = on_the_host("mlp", len(ids), **option)
+    torch.testing.assert_close(trained("mlp", ids, schedule, **option), expected, **ROUNDING)
+
+
+@every_place
+@every_net
+@pytest.mark.parametrize("schedule", conformance.SCHEDULES)
+def test_a_wrapper_gives_the_hosts_outputs_and_gradients(
+    net: str, schedule: str, ids: list[int]
+) -> None:
+    if net == "lstm" and conformance.is_flat(schedule):
+        pytest.skip("weights of RNNs cannot be flat on GPUs")
+
+    def outputs_and_gradients(devices: list[Any], home: str) -> Numbers:
+        model = loaded(net)
+        module = model.module.to(home)
+        wrapped = DataParallel(module, devices, schedule=schedule)
+        losses, outputs = [], {}
+        for inputs, target in batches(model, len(ids)):
+            given = inputs if isinstance(inputs, tuple) else (inputs,)
+            output = wrapped(*(tensor.to(home) for tensor in given))
+            losses.append(model.loss(output * 2, target.to(home)))
+            losses[-1].backward()
+            outputs[f"output {len(outputs)}"] = output * 1
+        gradients = {name: p.grad * 1 for name, p in module.named_parameters()}
+        return numbers(losses, {**outputs, **gradients})
+
+    expected = outputs_and_gradients(["cpu"] * len(ids), "cpu")
+    check(net, outputs_and_gradients(ids, f"cuda:{ids[0]}"), expected)
+
+
+@every_net
+@pytest.mark.parametrize("placement", ["spread", "colocated"])
+@pytest.mark.parametrize("name", [one for one in own("strategies") if traits(one).threads])
+def test_a_strategy_trains_as_the_engine_on_the_host(name: str, placement: str, net: str) -> None:
+    if net == "conv" and placement == "colocated" and name == "torch_dp":
+        pytest.skip("replicas of torch's wrapper that share a GPU write the same buffers")
+    case = Case(model="mlp", strategy=name, devices=3, batch_size=9, placement=placement)
+    if name == "dp":
+        case = replace(case, schedule="copying")
+
+    def steps(case: Case) -> Numbers:
+        model = loaded(net)
+        devices = open_devices(
+            case.device_kind,
+            case.devices,
+            placement=placement,
+            shared_stream=traits(case.strategy).shared_stream,
+        )
+        with strategy(case.strategy).start(case, model, devices, no_mark) as step:
+            losses = [step(*model.batch(case.batch_size, seed)) for seed in range(STEPS)]
+        return numbers(losses, model.module.state_dict())
+
+    expected = steps(replace(case, strategy="dp", schedule="reference", device_kind="cpu"))
+    found = steps(replace(case, device_kind="cuda"))
+    if name == "dp":
+        check(net, found, expected)
+    else:  # the order of its additions is torch's
+        torch.testing.assert_close(found, expected, **ROUNDING)
+
+
+def scattered(x: Tensor, ids: list[int]) -> list[Tensor]:
+    return dpbench.scatter(x.to(f"cuda:{ids[0]}"), ids)
+
+
+def replicated(x: Tensor, ids: list[int]) -> list[Tensor]:
+    linear = nn.Linear(3, x.size(0), bias=False)
+    linear.weight.data = x.to(f"cuda:{ids[0]}")
+    return [one.weight.detach() for one in dpbench.replicate(linear, ids)]
+
+
+def applied(x: Tensor, ids: list[int]) -> list[Tensor]:
+    pieces = [piece.to(f"cuda:{i}") for i, piece in zip(ids, x.chunk(len(ids)), strict=True)]
+    return dpbench.parallel_apply([torch.neg] * len(ids), pieces, None, ids)
+
+
+def gathered(x: Tensor, ids: list[int]) -> list[Tensor]:
+    pieces = [piece.to(f"cuda:{i}") for i, piece in zip(ids, x.chunk(len(ids)), strict=True)]
+    return [dpbench.gather(pieces, ids[0])]
+
+
+def reduced(x: Tensor, ids: list[int]) -> list[Tensor]:
+    with torch.no_grad():
+        return dpbench.reduce([[(x * n).to(f"cuda:{i}")] for n, i in enumerate(ids, 1)], ids)
+
+
+VERBS: dict[Callable[[Tensor, list[int]], list[Tensor]], Callable[[Tensor, int], list[Tensor]]] = {
+    scattered: lambda x, count: list(x.chunk(count)),
+    replicated: lambda x, count: [x] * count,
+    applied: lambda x, count: [-piece for piece in x.chunk(count)],
+    gathered: lambda x, count: [x],
+    reduced: lambda x, count: [x * sum(range(1, count + 1))],
+}
+
+
+@every_place
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
+def test_what_a_verb_returns_is_ready_for_the_callers_stream(
+    verb: Callable[[Tensor, list[int]], list[Tensor]], ids: list[int]
+) -> None:
+    """The caller's next work is queued at once, and the results are freed before it has run."""
+    for seed in range(TRIES):
+        x = torch.randn(12, 3, generator=torch.Generator().manual_seed(seed)).round(decimals=2)
+        found = [result * 1 for result in verb(x, ids)]
+        torch.testing.assert_close(
+            [result.cpu() for result in found], VERBS[verb](x, len(ids)), rtol=1e-6, atol=1e-6
+        )
+
+
+COPIES, COPY_BYTES, FASTEST_LINK = 8, 2**24, 2e10
+"""Copies from the host, and more bytes a second than a fake GPU's link has."""
+
+
+def test_a_mark_times_the_work_of_its_replica() -> None:
+    """Replica 1 has a stream of its own, which is not the current one where the mark begins."""
+    devices = open_devices("cuda", 2, placement="colocated")
+    clock = clocks.choose(devices)
+    given = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    copied = given.cuda()
+    devices[0].synchronize()
+    step = clock.step(warmup=False)
+    with clock.block(), step, clock.mark(Phase.FORWARD, 1), devices[1].guard():
+        for _ in range(COPIES):
+            copied.copy_(given, non_blocking=True)
+    (span,) = clock.spans()
+    assert span.end_s - span.start_s > COPIES * COPY_BYTES / FASTEST_LINK
