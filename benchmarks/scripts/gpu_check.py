@@ -1,9 +1,10 @@
 """GPU check: run the GPU tests and a short benchmark, and write a page of text to send back.
 
-    make gpu-check        or:  python benchmarks/scripts/gpu_check.py [OUTPUT.txt]
+    make gpu-check        or:  python benchmarks/scripts/gpu_check.py [OUTPUT.txt] [OPTION...]
 
 The page has the machine's facts, the tests that failed with the first line of each error, and the
 answers and the table of a run on 1, 2 and all GPUs. It contains no host name, user name or path.
+Other options are those of the run: `dpbench run --help` lists them.
 
 Exit code 0: all tests passed and the run ended; 1: a test failed, or the run did; 2: no GPU is
 visible to CUDA.
@@ -15,7 +16,7 @@ import argparse
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from dpbench.hardware import nvml, provenance
 ROOT = Path(__file__).parents[2]
 TESTS_S, RUN_S = 1800, 1200
 """The most seconds of the tests and of the run."""
-RUN = ("run", "--rounds", "3", "--budget", "300", "--quiet")
+RUN = ("--rounds", "3", "--budget", "300")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +55,12 @@ class Tests:
         return cls(passed=passed, skipped=skipped, failed=failed)
 
 
-def page(facts: Mapping[str, Any], tests: Tests | None, run: str) -> str:
+def page(
+    facts: Mapping[str, Any], tests: Tests | None, run: str, options: Sequence[str] = RUN
+) -> str:
     """Return the page of text.
 
-    `facts` are those of `provenance.collect`, `run` is the output of the run.
+    `facts` are those of `provenance.collect`, `run` is the output of the run with `options`.
 
     `tests` is None if pytest did not end.
     """
@@ -87,7 +90,9 @@ def page(facts: Mapping[str, Any], tests: Tests | None, run: str) -> str:
         )
         lines += [f"skipped {count}: {reason}" for reason, count in tests.skipped.items()]
         lines += [f"FAILED {name}: {error}" for name, error in tests.failed.items()]
-    return "\n".join([*lines, "", "## Run", f"dpbench {' '.join(RUN)}", "", run.strip(), ""])
+    return "\n".join(
+        [*lines, "", "## Run", f"dpbench run {' '.join(options)}", "", run.strip(), ""]
+    )
 
 
 def _tests(folder: Path) -> Tests | None:
@@ -100,13 +105,15 @@ def _tests(folder: Path) -> Tests | None:
     return Tests.of(junit) if junit.exists() else None
 
 
-def _run(folder: Path) -> tuple[int, str]:
+def _run(folder: Path, options: Sequence[str]) -> tuple[int, str]:
     """Return the exit code of the run and its output without the names of the folder."""
     command = [
         sys.executable,
         "-m",
         "dpbench",
-        *RUN,
+        "run",
+        *options,
+        "--quiet",
         "--store",
         "check.db",
         "--report",
@@ -129,7 +136,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("output", type=Path, nargs="?", default=Path("gpu-check.txt"))
-    output = parser.parse_args().output
+    given, options = parser.parse_known_args()
+    options = options or [*RUN]
     facts = provenance.collect(nvml.describe())
     if not facts["gpus"].get("gpus") or not provenance.torch_has_cuda():
         build = (
@@ -141,9 +149,9 @@ def main() -> None:
         sys.exit(2)
     with tempfile.TemporaryDirectory() as name:
         tests = _tests(Path(name))
-        code, said = _run(Path(name))
-    text = page(facts, tests, said)
-    output.write_text(text, encoding="utf-8")
+        code, said = _run(Path(name), options)
+    text = page(facts, tests, said, options)
+    given.output.write_text(text, encoding="utf-8")
     print(text)
     sys.exit(0 if tests and not tests.failed and code == 0 else 1)
 
