@@ -41,7 +41,8 @@ TIMED = (
 )
 """Tests that compare times: on fake GPUs, without numbers."""
 FIXED_SEEDS = (1, 2)
-FEW_FAULTS = ("borrow", "wait", "nccl-lead")
+FEW_FAULTS = ("borrow", "wait", "nccl-lead", "background-wait", "hold", "spread-order")
+"""The planted faults that are tried here; `python -m tests.fakegpu.planted` tries all."""
 FEW_TESTS = '-k "nvml or nccl or json"'
 """The tests that gpu-check repeats, to fill its page."""
 
