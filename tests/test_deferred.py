@@ -12,8 +12,8 @@ Where all additions have one order, numbers must equal the host's bit by bit.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 import dpbench
 from dpbench import models
 from dpbench.engine import DataParallel, TrainStep, collectives
+from dpbench.engine.containers import mapped
 from dpbench.hardware.devices import open_devices
 from dpbench.measure import clocks
 from dpbench.models import Model, embedding, lstm
@@ -59,21 +60,52 @@ def _small_models_and_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collectives, "BUCKET_BYTES", BUCKET_BYTES)
 
 
+class Fading(nn.Module):
+    """A module around a net, with a buffer that each forward reads and then writes."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        self.register_buffer("scale", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.net(x) * self.scale.clone()
+        self.scale.mul_(0.5)
+        return output
+
+
 def loaded(net: str) -> Model:
-    if net != "conv":
+    """Return a model of dpbench, or one of the nets of `engine_nets` in a module with a buffer."""
+    if net in ("mlp", "embedding", "lstm"):
         return models.load(net, "small", 0)
-    torch.manual_seed(0)
+    made, x = engine_nets.made(net, 1)
 
     def batch(rows: int, seed: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(seed)
-        return torch.randn(rows, 3, 7, 7, generator=generator), torch.arange(rows) % 27
+        return torch.randn(rows, *x.shape[1:], generator=generator), torch.arange(rows) % 12
 
-    return Model("conv", engine_nets.conv(), batch, F.cross_entropy)
+    return Model(net, Fading(made), batch, F.cross_entropy)
 
 
 def batches(model: Model, replicas: int) -> list[tuple[Any, Any]]:
     """Return a batch per step, which does not divide evenly."""
     return [model.batch(2 * replicas + 1, seed) for seed in range(STEPS)]
+
+
+def pinned(batch: Any) -> Any:
+    """Return a batch in pinned memory, from which copies to a GPU do not block the host."""
+    return mapped(batch, torch.Tensor.pin_memory)
+
+
+@contextmanager
+def own_streams(ids: list[int]) -> Iterator[None]:
+    """Make a new stream current on each GPU, for the calling thread."""
+    for i in ids:
+        torch.cuda.synchronize(i)
+    with ExitStack() as streams:
+        for i in sorted({*ids}, reverse=True):  # the last one's GPU becomes the current one
+            streams.enter_context(torch.cuda.stream(torch.cuda.Stream(i)))
+        yield
 
 
 def optimizer(parameters: Any) -> torch.optim.Optimizer:
@@ -92,9 +124,12 @@ def numbers(losses: list[Tensor], others: Mapping[str, Tensor]) -> Numbers:
 def trained(net: str, ids: list[Any], schedule: str, **options: Any) -> Numbers:
     """Return the losses of some steps, and the weights after them."""
     model = loaded(net)
-    module = model.module.to(torch.device("cuda", ids[0]) if isinstance(ids[0], int) else ids[0])
+    on_gpus = isinstance(ids[0], int)
+    module = model.module.to(torch.device("cuda", ids[0]) if on_gpus else ids[0])
     with TrainStep(module, model.loss, optimizer, ids, schedule, **options) as step:
-        losses = [step(*batch) for batch in batches(model, len(ids))]
+        losses = [
+            step(*(pinned(batch) if on_gpus else batch)) for batch in batches(model, len(ids))
+        ]
     return numbers(losses, module.state_dict())
 
 
@@ -140,18 +175,15 @@ def test_a_schedule_trains_as_the_host_does(net: str, schedule: str, ids: list[i
 
 
 @every_place
-@pytest.mark.parametrize("net", ["mlp", "conv"])
+@pytest.mark.parametrize("net", ["mlp", "conv", "tied"])
 @pytest.mark.parametrize("schedule", schedules("mlp"))
 def test_a_step_follows_the_callers_streams(net: str, schedule: str, ids: list[int]) -> None:
     """The caller makes the batch, and uses the loss, on streams of its own."""
     model = loaded(net)
     module = model.module.cuda(ids[0])
     home = torch.device("cuda", ids[0])
-    torch.cuda.synchronize(home)
-    with ExitStack() as streams:
-        for i in sorted({*ids}, reverse=True):
-            streams.enter_context(torch.cuda.stream(torch.cuda.Stream(i)))
-        losses = []
+    losses = []
+    with own_streams(ids):
         with TrainStep(module, model.loss, optimizer, ids, schedule) as step:
             for inputs, target in batches(model, len(ids)):
                 losses.append(step(inputs.to(home) * 1, target.to(home) * 1) * 1)
@@ -170,10 +202,16 @@ def test_gradients_that_are_kept_or_clipped_are_the_hosts(
 
 
 @every_place
-@every_net
+@pytest.mark.parametrize(
+    ("net", "streams"),
+    [*((net, nullcontext) for net in NETS), *((net, own_streams) for net in ("conv", "tied"))],
+)
 @pytest.mark.parametrize("schedule", conformance.SCHEDULES)
 def test_a_wrapper_gives_the_hosts_outputs_and_gradients(
-    net: str, schedule: str, ids: list[int]
+    net: str,
+    streams: Callable[[list[int]], AbstractContextManager[None]],
+    schedule: str,
+    ids: list[int],
 ) -> None:
     if net == "lstm" and conformance.is_flat(schedule):
         pytest.skip("weights of RNNs cannot be flat on GPUs")
@@ -193,7 +231,9 @@ def test_a_wrapper_gives_the_hosts_outputs_and_gradients(
         return numbers(losses, {**outputs, **gradients})
 
     expected = outputs_and_gradients(["cpu"] * len(ids), "cpu")
-    check(net, outputs_and_gradients(ids, f"cuda:{ids[0]}"), expected)
+    with streams(ids):
+        found = outputs_and_gradients(ids, f"cuda:{ids[0]}")
+    check(net, found, expected)
 
 
 @every_net
@@ -272,6 +312,50 @@ def test_what_a_verb_returns_is_ready_for_the_callers_stream(
         torch.testing.assert_close(
             [result.cpu() for result in found], VERBS[verb](x, len(ids)), rtol=1e-6, atol=1e-6
         )
+
+
+@pytest.mark.parametrize("placement", ["spread", "colocated"])
+@pytest.mark.parametrize("home", ["pageable", "pinned", "cuda"])
+def test_pieces_are_ready_for_the_replicas_streams(home: str, placement: str) -> None:
+    devices = open_devices("cuda", 3, placement=placement)
+    for seed in range(TRIES):
+        x = torch.randn(6, 5, generator=torch.Generator().manual_seed(seed))
+        given = {"pageable": x, "pinned": x.pin_memory(), "cuda": x.cuda() * 1}[home]
+        doubled = []
+        for device, piece in zip(devices, dpbench.scatter(given, devices), strict=True):
+            with device.guard():
+                doubled.append(piece * 2)
+        for device in devices:
+            device.synchronize()
+        assert torch.equal(torch.cat([piece.cpu() for piece in doubled]), x * 2)
+
+
+@pytest.mark.parametrize("verb", ["gather", "reduce"])
+def test_memory_that_a_verb_reads_on_another_stream_is_not_reused(verb: str) -> None:
+    """Each replica frees its tensor, and fills its memory, before the root has read it."""
+    devices = open_devices("cuda", 3, placement="colocated")
+
+    def computed(seed: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(3, 64, generator=torch.Generator().manual_seed(seed))
+        pieces = []
+        for device, piece in zip(devices, x, strict=True):
+            with device.guard():
+                pieces.append(piece.cuda() * 1)
+        if verb == "gather":
+            found, expected = dpbench.gather(pieces, devices[0], devices), x.flatten()
+        else:
+            (found,) = dpbench.reduce([[piece] for piece in pieces], devices)
+            expected = x[0] + x[1] + x[2]
+        del pieces
+        others = []
+        for device in devices:
+            with device.guard():
+                others += [torch.full((64,), 5.0, device="cuda") for _ in range(4)]
+        with devices[0].guard():
+            return found.cpu(), expected
+
+    for seed in range(TRIES):
+        assert torch.equal(*computed(seed))
 
 
 COPIES, COPY_BYTES, FASTEST_LINK = 8, 2**24, 2e10

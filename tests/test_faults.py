@@ -1,4 +1,4 @@
-"""Each fault of `make faults` still finds the code that it replaces, and its tests."""
+"""Each planted fault, on a CPU or on fake GPUs, finds the code that it replaces, and its tests."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from functools import cache
 import pytest
 
 from tests import faults
-from tests.faults import FAULTS, ROOT, Fault
+from tests.fakegpu import planted
+from tests.faults import ROOT, Fault
 
+FAULTS = (*faults.FAULTS, *planted.FAULTS)
 MODULES = faults.modules(ROOT)
 IN_ANOTHER_STYLE = [replace(module, text=ast.unparse(module.tree)) for module in MODULES]
 """The same modules without comments, with other line breaks, quotes and parentheses."""
@@ -28,9 +30,9 @@ def functions_of(file: str) -> set[str]:
 def test_a_fault_changes_code_that_occurs_once_however_it_is_formatted(fault: Fault) -> None:
     path, text = faults.planted(fault, MODULES)
     _, other = faults.planted(fault, IN_ANOTHER_STYLE)
-    planted = ast.dump(ast.parse(text))
-    assert planted == ast.dump(ast.parse(other))
-    assert planted != ast.dump(ast.parse(path.read_text(encoding="utf-8")))
+    changed = ast.dump(ast.parse(text))
+    assert changed == ast.dump(ast.parse(other))
+    assert changed != ast.dump(ast.parse(path.read_text(encoding="utf-8")))
 
 
 @pytest.mark.parametrize(("old", "where"), [("absent", ""), ("a = 1", ""), ("a = 1", "one.Class")])
@@ -44,17 +46,17 @@ def test_code_that_does_not_occur_once_is_no_place(old: str, where: str) -> None
 def test_a_place_is_told_apart_by_its_function_and_keeps_all_other_text() -> None:
     text = "a = 1  # é\ndef function():\n    é = 'é'; a  =  1  # kept\n"
     fault = Fault("name", "law", "a = 1", "if a:\n    a = 2", (), "one.function")
-    _, planted = faults.planted(replace(fault, new="a = 2"), [faults.Module(ROOT, "one", text)])
-    assert planted == "a = 1  # é\ndef function():\n    é = 'é'; a = 2  # kept\n"
+    _, changed = faults.planted(replace(fault, new="a = 2"), [faults.Module(ROOT, "one", text)])
+    assert changed == "a = 1  # é\ndef function():\n    é = 'é'; a = 2  # kept\n"
     text = text.replace("é = 'é'; ", "")
-    _, planted = faults.planted(fault, [faults.Module(ROOT, "one", text)])
-    assert planted == "a = 1  # é\ndef function():\n    if a:\n        a = 2  # kept\n"
+    _, changed = faults.planted(fault, [faults.Module(ROOT, "one", text)])
+    assert changed == "a = 1  # é\ndef function():\n    if a:\n        a = 2  # kept\n"
 
 
 def test_an_expression_keeps_its_rank_among_others() -> None:
     fault = Fault("name", "law", "a", "b + c", ())
-    _, planted = faults.planted(fault, [faults.Module(ROOT, "one", "d = a * 2\n")])
-    assert planted == "d = (b + c) * 2\n"
+    _, changed = faults.planted(fault, [faults.Module(ROOT, "one", "d = a * 2\n")])
+    assert changed == "d = (b + c) * 2\n"
 
 
 @every_fault

@@ -49,9 +49,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Server:
         yield running
 
 
-@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
-    ("strategy", "devices"), [("single", 1), ("dp", 1), ("dp", 2), ("dp", 4), ("torch_dp", 2)]
+    ("strategy", "devices", "model"),
+    [
+        *(("dp", 2, model) for model in MODELS),
+        *((name, count, "mlp") for name, count in (("single", 1), ("dp", 1), ("torch_dp", 2))),
+        ("dp", 4, "lstm"),
+    ],
 )
 def test_a_strategy_is_verified_and_its_ledger_closes(
     server: Server, strategy: str, devices: int, model: str
@@ -96,7 +100,7 @@ def test_outputs_and_gradients_equal_torch_data_parallel(ids: list[int]) -> None
 
 def test_colocated_streams_do_not_race() -> None:
     model = models.load("resnet18", "small", 0)
-    batches = [model.batch(64, seed) for seed in range(4)]
+    batches = [model.batch(16, seed) for seed in range(4)]
 
     def trained(ids: list[int], steps: int = 20) -> list[torch.Tensor]:
         module = copy.deepcopy(model.module).cuda()
@@ -133,7 +137,7 @@ def test_cuda_steps_agree_with_the_host_over_a_block() -> None:
         wall = time.perf_counter() - began
     steps, spans = listener.steps(), listener.spans()
     assert sum(step.seconds for step in steps) == pytest.approx(wall, rel=0.05)
-    assert abs(steps[-1].end_s - (began + wall)) < 2e-3
+    assert steps[-1].end_s == pytest.approx(began + wall, rel=0, abs=0.05 * wall)
     assert all(span.start_s <= span.end_s for span in spans)
     inside = [span.end_s - span.start_s for span in spans]
     assert sum(inside) == pytest.approx(wall, rel=0.2)
@@ -223,11 +227,17 @@ def test_rungs_on_distinct_gpus_agree_with_reference_within_rounding(
     _near(_trained(rung, ids, **options), _trained("reference", ids, **options))
 
 
+@pytest.fixture(scope="module")
+def single(server: Server) -> Trial:
+    return server.run(_case("single", 1, "resnet18"), Effort(budget_s=0.5), 0, 120.0)
+
+
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("strategy", ["dp", "torch_dp", "ddp"])
-def test_spread_devices_go_from_the_worker_to_the_report(server: Server, strategy: str) -> None:
+def test_spread_devices_go_from_the_worker_to_the_report(
+    server: Server, single: Trial, strategy: str
+) -> None:
     case = replace(_case(strategy, 2, "resnet18"), placement="spread")
-    single = server.run(_case("single", 1, "resnet18"), Effort(budget_s=0.5), 0, 120.0)
     trial = server.run(case, Effort(budget_s=0.5), 0, 120.0)
     assert trial.status is Status.OK, trial.reason
     assert {span.device for span in trial.spans} >= {0, 1}

@@ -1,9 +1,10 @@
 """GPU check: run the GPU tests and a short benchmark, and write a page of text to send back.
 
-    make gpu-check        or:  python benchmarks/scripts/gpu_check.py [OUTPUT.txt]
+    make gpu-check        or:  python benchmarks/scripts/gpu_check.py [OUTPUT.txt] [OPTION...]
 
 The page has the machine's facts, the tests that failed with the first line of each error, and the
 answers and the table of a run on 1, 2 and all GPUs. It contains no host name, user name or path.
+Other options are those of the run: `dpbench run --help` lists them.
 
 Exit code 0: all tests passed and the run ended; 1: a test failed, no test ran, or the run failed;
 2: no GPU is visible to CUDA.
@@ -29,7 +30,7 @@ from dpbench.records import fake
 ROOT = Path(__file__).parents[2]
 TESTS_S, RUN_S = 1800, 1200
 """The most seconds of the tests and of the run."""
-RUN = ("run", "--rounds", "3", "--budget", "300", "--quiet")
+RUN = ("--rounds", "3", "--budget", "300")
 USED = ("pytest", "pytest-timeout", "hypothesis")
 """The packages of the tests; without one of the last two, all tests run that do not need it."""
 OPTIONS = (
@@ -102,10 +103,12 @@ def lacking(names: Sequence[str] = USED) -> str:
     return f"not installed: {', '.join(absent)}; to install: {install}" if absent else ""
 
 
-def page(facts: Mapping[str, Any], tests: Tests | None, run: str) -> str:
+def page(
+    facts: Mapping[str, Any], tests: Tests | None, run: str, options: Sequence[str] = RUN
+) -> str:
     """Return the page of text.
 
-    `facts` are those of `provenance.collect`, `run` is the output of the run.
+    `facts` are those of `provenance.collect`, `run` is the output of the run with `options`.
 
     `tests` is None if pytest did not end.
     """
@@ -138,7 +141,9 @@ def page(facts: Mapping[str, Any], tests: Tests | None, run: str) -> str:
             lines.append(f"no test ran; pytest ended with: {tests.last_line}")
         lines += [f"skipped {count}: {reason}" for reason, count in tests.skipped.items()]
         lines += [f"FAILED {name}: {error}" for name, error in tests.failed.items()]
-    return "\n".join([*lines, "", "## Run", f"dpbench {' '.join(RUN)}", "", run.strip(), ""])
+    return "\n".join(
+        [*lines, "", "## Run", f"dpbench run {' '.join(options)}", "", run.strip(), ""]
+    )
 
 
 def _tests(folder: Path) -> Tests | None:
@@ -159,13 +164,15 @@ def _tests(folder: Path) -> Tests | None:
     return Tests.of(junit, last_line) if ended else None
 
 
-def _run(folder: Path) -> tuple[int, str]:
+def _run(folder: Path, options: Sequence[str]) -> tuple[int, str]:
     """Return the exit code of the run and its output without the names of the folder."""
     command = [
         sys.executable,
         "-m",
         "dpbench",
-        *RUN,
+        "run",
+        *options,
+        "--quiet",
         "--store",
         "check.db",
         "--report",
@@ -188,7 +195,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("output", type=Path, nargs="?", default=Path("gpu-check.txt"))
-    output = parser.parse_args().output
+    given, options = parser.parse_known_args()
+    options = options or [*RUN]
     usable = gpus.of_torch()
     if not usable.gpus:
         print(f"gpu-check: {usable.missing}", file=sys.stderr)
@@ -198,9 +206,9 @@ def main() -> None:
     facts = provenance.collect(gpus.describe())
     with tempfile.TemporaryDirectory() as name:
         tests = _tests(Path(name))
-        code, said = _run(Path(name))
-    text = page(facts, tests, said)
-    output.write_text(text, encoding="utf-8")
+        code, said = _run(Path(name), options)
+    text = page(facts, tests, said, options)
+    given.output.write_text(text, encoding="utf-8")
     print(text)
     sys.exit(0 if tests and tests.sound and code == 0 else 1)
 

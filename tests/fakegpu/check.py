@@ -1,0 +1,192 @@
+"""Check dpbench on fake GPUs, as `make test-gpu` does.
+
+    python -m tests.fakegpu.check [--seed N] [STAGE...]
+
+Each stage is a process with fake GPUs of its own, a limit of time, and a log in build/fakegpu; a
+line is printed at its end, and the end of its log if it failed. As many stages run at once as there
+are cores, and those that compare times run alone, at the end. Exit code 0: all stages passed; 1:
+one failed; 2: the GPUs here are not fake (`--anyway` checks real ones).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dpbench.hardware import nvml
+
+ROOT = Path(__file__).resolve().parents[2]
+LOGS = ROOT / "build" / "fakegpu"
+TAIL = 40
+"""Lines of a failed stage's log that are printed."""
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", "--durations=5")
+MARKED = ("-m", "gpu or multi_gpu")
+MARKS = ("mark.gpu", "mark.multi_gpu", "tests.conformance")
+"""Texts by which a file of tests is known to have tests for GPUs."""
+CLOCK_ALONE = {"FAKECUDA_NUMERICS": "0", "FAKECUDA_DATA": "0"}
+TIMED = (
+    "tests/test_probe.py",
+    "tests/test_gpu.py::test_cuda_steps_agree_with_the_host_over_a_block",
+    "tests/test_gpu.py::test_the_probe_times_every_link",
+)
+"""Tests that compare times: on fake GPUs, without numbers."""
+FIXED_SEEDS = (1, 2)
+FEW_FAULTS = ("borrow", "wait", "nccl-lead", "background-wait", "hold", "spread-order")
+"""The planted faults that are tried here; `python -m tests.fakegpu.planted` tries all."""
+FEW_TESTS = '-k "nvml or nccl or json"'
+"""The tests that gpu-check repeats, to fill its page."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A command, the most seconds that it may take, and variables of its environment.
+
+    With `alone`, no other stage runs at the same time.
+    """
+
+    command: Sequence[str]
+    limit_s: float
+    environment: Mapping[str, str] = field(default_factory=dict)
+    alone: bool = False
+
+
+def stages(seed: int) -> dict[str, Stage]:
+    """Return the stages by name, the longest first; `seed` is that of the stage deferred-drawn."""
+    files = {
+        path: path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("tests/test_*.py"))
+    }
+    marked = [path for path, text in files.items() if any(mark in text for mark in MARKS)]
+    mirrored = [path for path in marked if "tests.conformance" in files[path]]
+    own = {"test_fakegpu", "test_deferred", "test_gpu_run"}
+    others = [path for path in marked if path not in mirrored and not _named(path, own)]
+    deferred = [path for path in files if _named(path, {"test_deferred"})]
+    fakes = [path for path in files if _named(path, {"test_fakegpu"})]
+    seeds = {**{str(n): n for n in FIXED_SEEDS}, "drawn": seed}
+    return {
+        "gpu": Stage(
+            (*PYTEST, *MARKED, *_paths(others), *(f"--deselect={test}" for test in TIMED)), 600
+        ),
+        **{
+            f"deferred-{name}": Stage(
+                (*PYTEST, *_paths(deferred)),
+                300,
+                {"FAKECUDA_DEFERRED": "1", "FAKECUDA_SEED": str(number)},
+            )
+            for name, number in seeds.items()
+        },
+        "conformance": Stage((*PYTEST, *MARKED, *_paths(mirrored)), 300),
+        "fakes": Stage((*PYTEST, *_paths(fakes)), 300),
+        "run": Stage((*PYTEST, "tests/test_gpu_run.py"), 300),
+        "planted": Stage((sys.executable, "-m", "tests.fakegpu.planted", *FEW_FAULTS), 300),
+        "gpu-check": Stage(
+            (
+                sys.executable,
+                "benchmarks/scripts/gpu_check.py",
+                str(LOGS / "gpu-check.txt"),
+                *("--models", "mlp", "--strategies", "single,dp", "--rounds", "1"),
+            ),
+            300,
+            {"PYTEST_ADDOPTS": FEW_TESTS},
+        ),
+        "clock": Stage((*PYTEST, *MARKED, *TIMED), 300, CLOCK_ALONE, alone=True),
+    }
+
+
+def _named(path: Path, beginnings: set[str]) -> bool:
+    return path.name.startswith(tuple(beginnings))
+
+
+def _paths(paths: Sequence[Path]) -> list[str]:
+    return [str(path.relative_to(ROOT)) for path in paths]
+
+
+@contextmanager
+def _machine(name: str) -> Iterator[dict[str, str]]:
+    """Yield the variable that gives a stage GPUs of its own; remove their counters at the end."""
+    machine = f"check-{os.getpid()}-{name}"
+    yield {"FAKECUDA_MACHINE": machine}
+    for counters in Path("/dev/shm").glob(f"fake*-{machine}"):
+        counters.unlink()
+
+
+def attempt(name: str, stage: Stage) -> bool:
+    """Run a stage, print a line about it, and return whether it passed."""
+    log = LOGS / f"{name}.log"
+    began = time.perf_counter()
+    with _machine(name) as machine, log.open("w") as output:
+        process = subprocess.Popen(
+            stage.command,
+            cwd=ROOT,
+            env={**os.environ, "DPBENCH_PATIENCE": "0", **machine, **stage.environment},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(stage.limit_s)
+            outcome = "ok" if code == 0 else f"FAILED with exit code {code}"
+        except subprocess.TimeoutExpired:
+            outcome = f"FAILED: not done within {stage.limit_s:.0f} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    said = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    text = [line for line in said if line.strip()]
+    lines = [
+        f"{time.perf_counter() - began:6.1f} s  {name:16} {outcome}; {text[-1] if text else ''}"
+    ]
+    if outcome != "ok":
+        lines += [*(f"    {line}" for line in text[-TAIL:]), f"    log: {log}"]
+    print("\n".join(lines), flush=True)
+    return outcome == "ok"
+
+
+def check(chosen: Mapping[str, Stage]) -> bool:
+    """Run stages, and return whether all passed."""
+    LOGS.mkdir(parents=True, exist_ok=True)
+    together = {name: stage for name, stage in chosen.items() if not stage.alone}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        passed = list(pool.map(attempt, together, together.values()))
+    passed += [attempt(name, stage) for name, stage in chosen.items() if stage.alone]
+    return all(passed)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the stages of these names, or all; return the exit code."""
+    drawn = random.SystemRandom().randrange(3, 10**6)
+    parser = argparse.ArgumentParser(description="Check dpbench on fake GPUs.")
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help="stages to run (default: all)")
+    parser.add_argument("--seed", type=int, default=drawn, help="of deferred-drawn")
+    parser.add_argument("--anyway", action="store_true", help="also on GPUs that are not fake")
+    parser.add_argument("--list", action="store_true", help="print the stages, and run none")
+    given = parser.parse_args(arguments)
+    known = stages(given.seed)
+    if unknown := set(given.stages) - set(known):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+    if given.list:
+        print("\n".join(known))
+        return 0
+    if not given.anyway and "fake" not in str(driver := nvml.describe().get("driver")):
+        print(f"these GPUs are not fake (driver {driver}); --anyway checks them", file=sys.stderr)
+        return 2
+    print(f"the seed of deferred-drawn is {given.seed}", flush=True)
+    began = time.perf_counter()
+    passed = check({name: known[name] for name in given.stages or known})
+    print(f"{time.perf_counter() - began:6.1f} s  {'all passed' if passed else 'FAILED'}")
+    return 0 if passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
