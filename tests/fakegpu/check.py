@@ -43,7 +43,7 @@ TIMED = (
 FIXED_SEEDS = (1, 2)
 FEW_FAULTS = ("borrow", "wait", "nccl-lead", "background-wait", "hold", "spread-order")
 """The planted faults that are tried here; `python -m tests.fakegpu.planted` tries all."""
-FEW_TESTS = '-k "nvml or nccl or json"'
+FEW_TESTS = '-k "nccl or json"'
 """The tests that gpu-check repeats, to fill its page."""
 
 
@@ -84,10 +84,10 @@ def stages(seed: int) -> dict[str, Stage]:
             )
             for name, number in seeds.items()
         },
+        "planted": Stage((sys.executable, "-m", "tests.fakegpu.planted", *FEW_FAULTS), 300),
         "conformance": Stage((*PYTEST, *MARKED, *_paths(mirrored)), 300),
         "fakes": Stage((*PYTEST, *_paths(fakes)), 300),
         "run": Stage((*PYTEST, "tests/test_gpu_run.py"), 300),
-        "planted": Stage((sys.executable, "-m", "tests.fakegpu.planted", *FEW_FAULTS), 300),
         "gpu-check": Stage(
             (
                 sys.executable,
