@@ -367,7 +367,8 @@ def test_a_process_that_runs_kernels_on_a_gpu_makes_its_cases_noisy(
 
 @pytest.mark.multi_gpu
 def test_nobody_on_the_real_gpus_is_no_load() -> None:
-    assert not any(load.busy for load in foreign_load.of_gpus([0, 1]))
+    # the driver's averages still show processes of the tests before
+    assert poll(lambda: not any(load.busy for load in foreign_load.of_gpus([0, 1])))
 
 
 def test_numbers_are_those_of_the_real_library() -> None:

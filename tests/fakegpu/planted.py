@@ -34,7 +34,7 @@ FAULTS = (
     Fault(
         "borrow",
         "memory that another stream reads is not reused before it has read",
-        "tensor.record_stream(self.stream)",
+        "part.record_stream(self.stream)",
         "None",
         (
             STEP("mlp-cached", SHARED),
