@@ -45,8 +45,16 @@ def _one_at_a_time() -> Iterator[None]:
         with lock:
             return launched(*arguments)
 
-    with mock.patch.object(_sanitizer.EventHandler, "_handle_kernel_launch", locked):
+    with (
+        mock.patch.object(_sanitizer.EventHandler, "_handle_kernel_launch", locked),
+        # it reads only where memory is, which CSAN takes for a read of what the memory holds
+        mock.patch.object(torch.Tensor, "is_set_to", _at_one_address),
+    ):
         yield
+
+
+def _at_one_address(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return tensor.data_ptr() == other.data_ptr()
 
 
 def _errors(rung: str, ids: list[int]) -> int:
@@ -60,8 +68,7 @@ def _errors(rung: str, ids: list[int]) -> int:
             for seed in range(2):
                 step(*loaded.batch(8 * len(ids) + 3, seed))
     except _sanitizer.CUDASanitizerErrors as found:
-        # this operator reads no data, but only where a tensor's memory is
-        return sum("aten::is_set_to(" not in str(one) for one in found.errors)
+        return len(found.errors)
     finally:
         torch.cuda.synchronize()
     return 0
