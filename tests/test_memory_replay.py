@@ -418,4 +418,6 @@ def test_a_gpus_allocator_is_replayed(model: str) -> None:
     reserved = torch.cuda.max_memory_reserved() - kept
     workspaces = 40 * MIB
     assert 0.9 * found.allocated_bytes <= allocated <= 1.1 * found.allocated_bytes + workspaces
-    assert 0.8 * found.reserved_bytes <= reserved <= 1.2 * found.reserved_bytes + 2 * workspaces
+    # what tests before have reserved and not given back serves this case, too
+    assert 0.8 * found.reserved_bytes - kept <= reserved
+    assert reserved <= 1.2 * found.reserved_bytes + 2 * workspaces
