@@ -1185,8 +1185,8 @@ FAULTS = (
     Fault(
         "slow-by-first-step",
         "the second step, and not the first, decides whether a case is slow",
-        "_agreed(self._block(1) > SLOW_S)",
-        "_agreed(self._listener.steps()[-1].seconds > -SLOW_S)",
+        "self._block(1)\nself._second_s = self._block(1)",
+        "self._second_s = self._block(1)",
         (
             "tests/test_rounds.py::"
             "test_the_second_step_decides_whether_all_cases_of_a_worker_are_slow",
@@ -1905,7 +1905,7 @@ FAULTS = (
     Fault(
         "killed-resumed",
         "a run with killed trials is not finished",
-        "finished = session.killed <= store.done(run_id)",
+        "finished = session.killed <= store.done(run_id) and not session.shortened",
         "finished = True",
         ("tests/test_run.py::test_the_same_call_measures_again_what_was_killed_and_nothing_else",),
     ),

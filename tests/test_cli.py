@@ -58,7 +58,7 @@ LISTS = {
         (["run", "--device-kind", "cpu", "--device-ids", "0,1"], ["--device-ids", "CPU"]),
         (["run", "--device-kind", "cpu", "--placement", "colocated"], ["colocated", "spread"]),
         (["run", "--device-ids", "first"], ["first", "0,1", "GPU-"]),
-        (["run", "--device-ids", "GPU-00"], ["GPU-00", "0 GPUs", "none"]),
+        (["run", "--device-ids", "GPU-00"], ["--device-kind cuda", "needs a GPU", "torch"]),
         (["run", "--device-kind", "tpu"], ["tpu", "cpu", "cuda"]),
         (["run", "--size", "huge"], ["huge", "small", "full"]),
         (["run", "--rounds", "0"], ["--rounds", "0"]),

@@ -241,7 +241,7 @@ class Loop(Strategy):
         (Loop({7: math.inf, 8: math.nan}), "the loss of step 7 contains infinity"),
         (
             Loop(dict.fromkeys(range(4, 99), math.nan), shared=True),
-            "the loss of step 6 contains NaN",
+            "the loss of step 7 contains NaN",
         ),  # the last one
         (Loop({}, weights=12), "after the timed steps, the weight fc1.weight contains NaN"),
     ],

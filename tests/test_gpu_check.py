@@ -145,7 +145,7 @@ def test_the_exit_code_says_whether_tests_ran_and_passed(
     monkeypatch.setattr(gpu_check.gpus, "of_torch", lambda: gpus.TorchGpus(gpus=listed))
     monkeypatch.setattr(gpu_check.gpus, "describe", lambda: {"gpus": [*listed]})
     monkeypatch.setattr(gpu_check, "_tests", lambda folder: tests)
-    monkeypatch.setattr(gpu_check, "_run", lambda folder: (run, ""))
+    monkeypatch.setattr(gpu_check, "_run", lambda folder, options: (run, ""))
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", str(tmp_path / "page.txt")])
     with pytest.raises(SystemExit) as raised:
         gpu_check.main()

@@ -190,8 +190,9 @@ def test_a_gpu_in_use_is_waited_for_and_named(store: Any, used: list[Any]) -> No
     used[:] = [(BUSY,), (BUSY,), (replace(BUSY, share=0.0),)]
     heard: list[Any] = []
     outcome = run([PAIR], store, rounds=1, patience_s=1e6, listen=heard.append)
-    (note,) = [event.text for event in heard if isinstance(event, Note)]
-    assert "GPU 1: pid 4242 uses 62%, 10.3 GiB" in note
+    notes = [event.text for event in heard if isinstance(event, Note)]
+    assert "GPU 1: pid 4242 uses 62%, 10.3 GiB" in notes[0]
+    assert not any("GPU 1" in note for note in notes[1:])
     assert _noisy(store, outcome) == []
     assert store.runs()[0].provenance["noisy"] == {}
 

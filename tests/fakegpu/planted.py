@@ -99,8 +99,8 @@ FAULTS = (
     Fault(
         "guard",
         "a worker's thread uses the stream of the thread that started the work",
-        "stream = torch.cuda.stream(self.stream)",
-        "stream = torch.cuda.device(self.ordinal)",
+        "return torch.cuda.stream(self.stream)",
+        "return torch.cuda.device(self.ordinal)",
         (OWN("reference-mlp", SHARED),),
     ),
     Fault(
