@@ -153,12 +153,15 @@ def test_waiting_for_a_slow_gpu_counts_as_the_phase_in_which_it_computes() -> No
 def test_waiting_for_a_slow_scatter_counts_as_scatter() -> None:
     _, _, truth, report = ran_of("slow host link")
     (row,) = report.rows
-    found = [
-        s for s in truth.spans if (s.step, s.phase, s.device) == (truth.timed[-1], Phase.SCATTER, 0)
-    ]
-    assert row.phases["scatter"] == pytest.approx(
-        sum(s.end_s - s.start_s for s in found), abs=0.01 * truth.step_s()
-    )
+    scatters_s = dict.fromkeys(truth.timed, 0.0)
+    for span in truth.spans:
+        if span.step in scatters_s and (span.phase, span.device) == (Phase.SCATTER, 0):
+            scatters_s[span.step] += span.end_s - span.start_s
+    # within a block, the copies overlap the step before, except in its first step
+    overlapped_s, alone_s = min(scatters_s.values()), max(scatters_s.values())
+    assert alone_s > 1.5 * overlapped_s > 0.5 * truth.step_s()
+    within = 0.01 * truth.step_s()
+    assert overlapped_s - within <= row.phases["scatter"] < (overlapped_s + alone_s) / 2
 
 
 def test_busy_times_and_their_imbalance_are_the_true_ones(ran: Ran) -> None:
