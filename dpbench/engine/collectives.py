@@ -353,6 +353,8 @@ class Broadcast(Function):
     ) -> tuple[torch.Tensor, ...]:
         """Return the originals, then the copies of device 1, and so on, in one tuple."""
         ctx.devices = devices
+        # the first device's last, so that it stays the current one
+        ctx.guards = [device.guard() for device in reversed(devices)]
         ctx.mark = mark
         ctx.on_reduce = on_reduce
         ctx.count = len(tensors)
@@ -370,12 +372,17 @@ class Broadcast(Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradients, summed over the replicas, and None for each other argument.
 
-        As in torch, the gradient of a parameter that no replica used is zero.
+        As in torch, the gradient of a parameter that no replica used is zero. The sums are computed
+        on the streams of the forward, to which the gradients' memory belongs: the thread in which
+        autograd runs this has others.
         """
         ctx.on_reduce()
         each = [gradients[i : i + ctx.count] for i in range(0, len(gradients), ctx.count)]
         wanted = [i for i, wants in enumerate(ctx.needs_input_grad[4:]) if wants]
-        sums = reduce([[one[i] for i in wanted] for one in each], ctx.devices, mark=ctx.mark)
+        with ExitStack() as guards:
+            for guard in ctx.guards:
+                guards.enter_context(guard)
+            sums = reduce([[one[i] for i in wanted] for one in each], ctx.devices, mark=ctx.mark)
         whole: list[Any] = [None] * ctx.count
         for i, total in zip(wanted, sums, strict=True):
             whole[i] = total
