@@ -23,6 +23,7 @@ from dpbench.measure.worker.facts import gpu_uuids
 from dpbench.records import HOST, Case, Effort, Phase, Status, Trial, Verified
 from dpbench.records.schedule import RUNGS
 from dpbench.records.series import JOINT
+from dpbench.records.trial import NO_PROFILE
 
 pytestmark = pytest.mark.gpu
 
@@ -49,6 +50,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Server:
         yield running
 
 
+def _profiled(server: Server, case: Case) -> Trial:
+    """Run a case, again if the profiler lost a record: its figures are then withheld."""
+    trial = server.run(case, Effort(budget_s=0.3), 0, 120.0)
+    for _ in range(2):
+        if NO_PROFILE in trial.provenance:
+            trial = server.run(case, Effort(budget_s=0.3), 0, 120.0)
+    return trial
+
+
 @pytest.mark.parametrize(
     ("strategy", "devices", "model"),
     [
@@ -60,14 +70,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Server:
 def test_a_strategy_is_verified_and_its_ledger_closes(
     server: Server, strategy: str, devices: int, model: str
 ) -> None:
-    trial = server.run(_case(strategy, devices, model), Effort(budget_s=0.3), 0, 120.0)
+    trial = _profiled(server, _case(strategy, devices, model))
     assert trial.status is Status.OK, trial.reason
     assert trial.verified in (Verified.BITWISE, Verified.WITHIN_TOLERANCE)
     for step, phases in zip(trial.steps, trial.ledger.phases, strict=True):
         assert sum(phases.values()) == pytest.approx(step.seconds)
     clocks_used = {span.clock.removesuffix(JOINT) for span in trial.spans if span.device != HOST}
     assert clocks_used == {"cuda_event"}
-    assert any(sample.metric == "kernel_busy_s" and sample.value > 0 for sample in trial.samples)
+    busy = [sample.value for sample in trial.samples if sample.metric == "kernel_busy_s"]
+    assert any(busy), trial.provenance.get(NO_PROFILE)
     assert any(memory.source == "allocator" and memory.peak_bytes > 0 for memory in trial.memory)
 
 

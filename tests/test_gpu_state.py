@@ -37,12 +37,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("warmup_steps", "heats"), [(2, True), (200, False)])
+@pytest.mark.parametrize(
+    ("warmup_steps", "budget_s", "heats"), [(2, 0.5, True), (200, 0.05, False)]
+)
 def test_gpus_are_heated_for_the_time_that_the_warm_up_does_not_last(
-    server: Server, warmup_steps: int, heats: bool
+    server: Server, warmup_steps: int, budget_s: float, heats: bool
 ) -> None:
     """The steps of `mlp` take more than half a millisecond, also on a fast GPU."""
-    trial = server.run(ALONE, replace(QUICK, warmup_steps=warmup_steps), 0, 120.0)
+    effort = replace(QUICK, warmup_steps=warmup_steps, budget_s=budget_s)
+    trial = server.run(ALONE, effort, 0, 120.0)
     assert trial.status is Status.OK, trial.reason
     assert (trial.setup.get("heat_s", 0.0) > 0) is heats
     assert all(step.warmup for step in trial.steps[:2])
