@@ -249,7 +249,7 @@ def test_spread_devices_go_from_the_worker_to_the_report(
     server: Server, single: Trial, strategy: str
 ) -> None:
     case = replace(_case(strategy, 2, "resnet18"), placement="spread")
-    trial = server.run(case, Effort(budget_s=0.5), 0, 120.0)
+    trial = _profiled(server, case)
     assert trial.status is Status.OK, trial.reason
     assert {span.device for span in trial.spans} >= {0, 1}
     for step, phases in zip(trial.steps, trial.ledger.phases, strict=True):
