@@ -91,7 +91,6 @@ REPORTING = {
     "cuda.clone: self._follow(tensors)": Run(Schedule(), SHARED, kind="host"),
     "cuda.wait: self.stream.wait_stream(stream)": Run(Schedule(), SHARED),
     "cuda.borrow: part.record_stream(self.stream)": Run(Schedule(), SHARED, kind="verbs"),
-    "cuda.reduce_add: device.wait(cast(Device, self))": Run(Schedule(), PAIR, kind="wrapper"),
     "cuda._follow: self.stream.wait_stream(source)": Run(Schedule(), SHARED),
     "cuda.follow: self._streams[i].wait_stream(torch.cuda.current_stream(self._ordinals[i]))": Run(
         parse("persistent"), PAIR
@@ -103,10 +102,14 @@ REPORTING = {
 """For each call of the engine that orders streams or keeps memory, a run that has a race without
 this call.
 """
+UNSEEN = {"cuda.reduce_add: device.wait(cast(Device, self))"}
+"""Calls without which no run here has a race: of gradients that are added on other streams than
+those on which autograd announced them, which only a caller of the verb can arrange.
+"""
 
 
 def test_the_table_has_every_call_that_orders_streams() -> None:
-    assert REPORTING.keys() == places().keys()
+    assert REPORTING.keys() | UNSEEN == places().keys()
 
 
 @pytest.mark.parametrize("name", REPORTING)
