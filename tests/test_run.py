@@ -12,6 +12,7 @@ import pytest
 
 from dpbench.measure import run as module
 from dpbench.measure.run import Ended, Note, Started, run
+from dpbench.measure.stopping import UntilPrecise
 from dpbench.records import Case, Effort, Sample, Status
 from dpbench.store import Store
 from tests.standing_in import Server
@@ -388,3 +389,27 @@ def test_on_gpus_a_round_that_does_not_fit_is_left_out_and_named_and_no_trial_is
     again = run(ON_GPUS, store, rounds=4, budget_s=75.0)
     assert again.resumed
     assert again.counts == {Status.OK: 24}
+
+
+@pytest.mark.usefixtures("quick")
+def test_on_gpus_rounds_that_nobody_asked_for_end_with_the_budget_and_the_run_is_finished(
+    store, monkeypatch
+):
+    clock = SimpleNamespace(now_s=0.0)
+
+    def act(case, effort):
+        clock.now_s += 5.0
+        return {}
+
+    monkeypatch.setattr(module.time, "perf_counter", lambda: clock.now_s)
+    monkeypatch.setattr(Server, "act", staticmethod(act))
+    run(ON_GPUS, store, rounds=UntilPrecise(least=9), budget_s=75.0)
+    assert slots(store.trials()) == Counter((case, number) for case in ON_GPUS for number in (0, 1))
+    assert store.runs()[0].status == "finished"
+
+
+@pytest.mark.usefixtures("quick")
+def test_one_trial_on_gpus_says_nothing_of_others(store):
+    notes = []
+    run(ON_GPUS[:1], store, rounds=1, listen=lambda event: notes.append(type(event)))
+    assert Note not in notes

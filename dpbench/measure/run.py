@@ -288,7 +288,7 @@ class _Session:
         self._slow: dict[str, bool] = {}
         """Whether the trials of each model take only a few steps; its first trial decides."""
         self._trial_s: list[float] = []
-        """The seconds of each trial of this session."""
+        """The seconds of each trial that this session has measured."""
         self.noisy: set[Slot] = set()
         """The slots whose last trusted trial (`Trial.trusted`) ran under too much load."""
         self.shortened = False
@@ -318,7 +318,8 @@ class _Session:
                 # a new server per round widens the intervals by a server's effect; in paired cases,
                 # the effect cancels
                 if pending and number and self._too_long(pending):
-                    self._drop(number, pending, fixed)
+                    if fixed:  # otherwise, nobody asked for a further round
+                        self._drop(number, pending, fixed)
                     break
                 if pending:
                     if number and self._gpus:
@@ -471,9 +472,11 @@ class _Session:
             self._take(checked)
             self._done += 1
             self._listen(Ended(checked, self._done, self._total, (ended - began) / len(group)))
-            self._trial_s.append((ended - began) / len(group))
-        if len(self._trial_s) == len(group) and on_gpus(group):
-            self._listen(Note(self._expected()))
+            if effort is not None:
+                self._trial_s.append((ended - began) / len(group))
+        left = self._total - self._done
+        if len(self._trial_s) == len(group) and on_gpus(group) and left > 0:
+            self._listen(Note(self._expected(left)))
         if all(trial.status is Status.OK for trial in trials):
             timed = sum(step.seconds for trial in trials for step in trial.steps)
             self._overhead_s += 0.3 * ((ended - began - timed) / len(group) - self._overhead_s)
@@ -555,9 +558,8 @@ class _Session:
         self.shortened = True
         self._total = self._done
 
-    def _expected(self) -> str:
-        """Return a line on the duration of the run, estimated from its first trial."""
-        left = self._total - self._done
+    def _expected(self, left: int) -> str:
+        """Return a line on the duration of the `left` trials, estimated from the first trial."""
         return (
             f"the first trial took {time_text(self._usual_s)}; the other {count(left, 'trial')}"
             f" take about {time_text(left * self._usual_s)}"
