@@ -341,7 +341,9 @@ def build(size):
     path = Path({path!r})
     who, number, left = path.read_text().split()
     if int(left) and (who != "rank" or os.environ.get("RANK") == "1"):
-        path.write_text(f"{{who}} {{number}} {{int(left) - 1}}")
+        written = path.with_suffix(".new")
+        written.write_text(f"{{who}} {{number}} {{int(left) - 1}}")
+        written.replace(path)  # at once: another rank may be reading the file
         os.kill(os.getppid() if who == "server" else os.getpid(), int(number))
         time.sleep(60)
     return mlp.build(size)
