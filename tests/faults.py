@@ -37,7 +37,8 @@ class Fault:
 
     `old` is code of dpbench, and `new` replaces it. Each is an expression, or a run of statements.
     `old` is found by its syntax tree, so that its formatting does not matter. Where the same code
-    occurs elsewhere, `where` names its module, class or function below dpbench.
+    occurs elsewhere, `where` names its module, class or function below dpbench. `settings` are
+    variables of the tests' environment, as NAME=VALUE.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Fault:
     new: str
     tests: tuple[str, ...]
     where: str = ""
+    settings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,7 @@ def copy_to(root: Path) -> None:
             shutil.copy(source, root / name)
 
 
-def run_tests(tests: Sequence[str], root: Path) -> tuple[int, str]:
+def run_tests(tests: Sequence[str], root: Path, settings: Sequence[str]) -> tuple[int, str]:
     """Run tests of the copy in `root`; return pytest's exit status and its output."""
     command = [
         sys.executable,
@@ -202,6 +204,7 @@ def run_tests(tests: Sequence[str], root: Path) -> tuple[int, str]:
         *tests,
     ]
     environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment |= dict(setting.split("=", 1) for setting in settings)
     done = subprocess.run(
         command, cwd=root, env=environment, capture_output=True, text=True, check=False
     )
@@ -217,7 +220,7 @@ def try_one(fault: Fault) -> str:
             plant(fault, root)
         except (NotFoundError, SyntaxError) as error:
             return f"ERROR: the code to change was not found: {error}"
-        status, output = run_tests(fault.tests, root)
+        status, output = run_tests(fault.tests, root, fault.settings)
     if status not in (PASSED, FAILED):
         return f"ERROR: the tests did not run (pytest ended with {status}):\n{output[-2000:]}"
     return "caught" if status == FAILED else "SURVIVED"
@@ -230,9 +233,13 @@ def sound(faults: Sequence[Fault]) -> str:
     """
     with tempfile.TemporaryDirectory(prefix="dpbench-fault-") as folder:
         copy_to(Path(folder))
-        tests = dict.fromkeys(test for fault in faults for test in fault.tests)
-        status, output = run_tests(list(tests), Path(folder))
-    return "" if status == PASSED else output
+        for settings in dict.fromkeys(fault.settings for fault in faults):
+            alike = [fault for fault in faults if fault.settings == settings]
+            tests = dict.fromkeys(test for fault in alike for test in fault.tests)
+            status, output = run_tests(list(tests), Path(folder), settings)
+            if status != PASSED:
+                return output
+    return ""
 
 
 def main(arguments: Sequence[str], table: Sequence[Fault]) -> int:
@@ -1127,15 +1134,6 @@ FAULTS = (
         "return self._own or self._held or current_stream(self.ordinal)",
         "return self._own or current_stream(self.ordinal)",
         ("tests/test_clock.py::test_a_mark_costs_the_driver_two_records",),
-    ),
-    Fault(
-        "background-copies",
-        "inputs are copied from the host in a background stream",
-        "torch.cuda.stream(self._background)",
-        "torch.cuda.stream(self.stream)",
-        (
-            "tests/test_races.py::test_scatter_copies_from_the_host_in_a_background_stream_as_torch_does",
-        ),
     ),
     Fault(
         "default-devices",

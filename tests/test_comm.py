@@ -274,32 +274,6 @@ def test_collectives_overlap_with_backward_while_no_device_allocates_memory() ->
     assert not begins(), "nothing is known about the step before"
 
 
-def test_nccl_is_called_in_place_with_its_own_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, tuple[Any, ...]] = {}
-    for name in ("reduce", "all_reduce", "reduce_scatter", "all_gather", "broadcast"):
-        monkeypatch.setattr(
-            f"dpbench.hardware.devices.cuda.nccl.{name}",
-            lambda *a, name=name, **k: seen.update({name: (a, k)}),
-        )
-    monkeypatch.setattr(
-        "dpbench.hardware.devices.cuda.torch.cuda.Stream", lambda ordinal: f"stream {ordinal}"
-    )
-    from dpbench.hardware.devices.cuda import Nccl
-
-    collectives, tensors = Nccl([_cuda(0, 3), _cuda(1, 5)]), [torch.zeros(32), torch.zeros(32)]
-    collectives.reduce(tensors, 1)
-    collectives.all_reduce(tensors)
-    collectives.reduce_scatter(tensors)
-    collectives.all_gather(tensors)
-    collectives.broadcast(tensors, 0)
-    assert all(k["streams"] == ["stream 3", "stream 5"] for _, k in seen.values())
-    assert (seen["reduce"][1]["root"], seen["broadcast"][1]["root"]) == (1, 0)
-    whole, parts = seen["reduce_scatter"][0]
-    assert [p.data_ptr() - w.data_ptr() for w, p in zip(whole, parts, strict=True)] == [0, 16 * 4]
-    parts, whole = seen["all_gather"][0]
-    assert [p.data_ptr() - w.data_ptr() for w, p in zip(whole, parts, strict=True)] == [0, 16 * 4]
-
-
 @pytest.mark.parametrize(
     ("limit", "starts"), [(1, [48, 0, 16, 0]), (300, [48, 0, 0]), (10**6, [0, 0])]
 )

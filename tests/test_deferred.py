@@ -28,12 +28,13 @@ from dpbench import models
 from dpbench.engine import DataParallel, TrainStep, collectives
 from dpbench.engine.containers import mapped
 from dpbench.hardware.devices import open_devices
+from dpbench.hardware.devices.cuda import CudaDevice
 from dpbench.measure import clocks
 from dpbench.models import Model, embedding, lstm
 from dpbench.records import Case, Phase, no_mark
 from dpbench.records.registry import own, strategy, traits
 from dpbench.records.schedule import RUNGS, SELECTED
-from tests import conformance, engine_nets
+from tests import commands, conformance, engine_nets
 
 pytestmark = [
     pytest.mark.multi_gpu,
@@ -236,6 +237,42 @@ def test_a_wrapper_gives_the_hosts_outputs_and_gradients(
     check(net, found, expected)
 
 
+def steps(net: str, case: Case) -> Numbers:
+    """Return what some steps of a case's strategy give."""
+    model = loaded(net)
+    devices = open_devices(
+        case.device_kind,
+        case.devices,
+        placement=case.placement,
+        shared_stream=traits(case.strategy).shared_stream,
+    )
+    with strategy(case.strategy).start(case, model, devices, no_mark) as step:
+        losses = [step(*model.batch(case.batch_size, seed)) for seed in range(STEPS)]
+    return numbers(losses, model.module.state_dict())
+
+
+FILES = commands.ROOT / "benchmarks" / "strategies"
+IN_ONE_PROCESS = ("data_parallel_block", "model_parallel", "pipelined")
+
+
+@pytest.mark.parametrize("net", ["mlp", "embedding"])
+@pytest.mark.parametrize("placement", ["spread", "colocated"])
+@pytest.mark.parametrize("name", ["single", *IN_ONE_PROCESS])
+def test_a_strategy_in_one_process_trains_as_on_the_host(
+    name: str, placement: str, net: str
+) -> None:
+    case = Case(
+        model=net,
+        strategy=name if name == "single" else f"{FILES / name}.py:strategy",
+        devices=1 if name == "single" else 2,
+        batch_size=8,
+        placement=placement,
+    )
+    expected = steps(net, replace(case, device_kind="cpu"))
+    found = steps(net, replace(case, device_kind="cuda"))
+    torch.testing.assert_close(found, expected, **ROUNDING)
+
+
 @every_net
 @pytest.mark.parametrize("placement", ["spread", "colocated"])
 @pytest.mark.parametrize("name", [one for one in own("strategies") if traits(one).threads])
@@ -246,20 +283,8 @@ def test_a_strategy_trains_as_the_engine_on_the_host(name: str, placement: str, 
     if name == "dp":
         case = replace(case, schedule="copying")
 
-    def steps(case: Case) -> Numbers:
-        model = loaded(net)
-        devices = open_devices(
-            case.device_kind,
-            case.devices,
-            placement=placement,
-            shared_stream=traits(case.strategy).shared_stream,
-        )
-        with strategy(case.strategy).start(case, model, devices, no_mark) as step:
-            losses = [step(*model.batch(case.batch_size, seed)) for seed in range(STEPS)]
-        return numbers(losses, model.module.state_dict())
-
-    expected = steps(replace(case, strategy="dp", schedule="reference", device_kind="cpu"))
-    found = steps(replace(case, device_kind="cuda"))
+    expected = steps(net, replace(case, strategy="dp", schedule="reference", device_kind="cpu"))
+    found = steps(net, replace(case, device_kind="cuda"))
     if name == "dp":
         check(net, found, expected)
     else:  # the order of its additions is torch's
@@ -328,6 +353,20 @@ def test_pieces_are_ready_for_the_replicas_streams(home: str, placement: str) ->
         for device in devices:
             device.synchronize()
         assert torch.equal(torch.cat([piece.cpu() for piece in doubled]), x * 2)
+
+
+def test_a_copy_from_the_host_is_made_in_a_background_stream() -> None:
+    """A stream that waits for the background stream alone can read the copy."""
+    (device,) = open_devices("cuda", 1)
+    assert isinstance(device, CudaDevice)
+    other = torch.cuda.Stream(0)
+    for seed in range(TRIES):
+        x = torch.randn(5, generator=torch.Generator().manual_seed(seed))
+        copied = device.put(x)
+        assert device._background is not None
+        other.wait_stream(device._background)
+        with torch.cuda.stream(other):
+            assert torch.equal(copied.cpu(), x)
 
 
 @pytest.mark.parametrize("verb", ["gather", "reduce"])

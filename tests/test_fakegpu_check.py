@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from tests.fakegpu import check
 from tests.fakegpu.check import Stage
+from tests.marked import poll
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +62,29 @@ def test_gpus_that_are_not_fake_are_checked_only_when_told(monkeypatch: pytest.M
     assert check.main(["deferred-drawn", "--seed", "7"]) == 0
     assert ran == [["gpu"], ["deferred-drawn"]]
     assert check.stages(7)["deferred-drawn"].environment["FAKECUDA_SEED"] == "7"
+
+
+INTERRUPTED = """
+import sys
+from pathlib import Path
+from tests.fakegpu import check
+
+waits = "import os, time; print(os.getpid(), flush=True); time.sleep(300)"
+stage = check.Stage((sys.executable, "-c", waits), 60)
+check.LOGS = Path(sys.argv[1])
+check.stages = lambda seed: {"first": stage, "second": stage}
+sys.exit(check.main(["--anyway"]))
+"""
+
+
+def test_an_interrupted_check_leaves_no_process(logs: Path) -> None:
+    command = [sys.executable, "-c", INTERRUPTED, str(logs)]
+    with subprocess.Popen(command, cwd=check.ROOT, stdout=subprocess.DEVNULL) as process:
+        log = logs / "first.log"
+        assert poll(lambda: log.exists() and log.read_text().strip())
+        process.terminate()
+        assert process.wait(10) != 0
+    assert poll(lambda: not Path(f"/proc/{log.read_text().strip()}").exists())
 
 
 def test_each_file_of_gpu_tests_is_in_one_stage() -> None:

@@ -15,6 +15,7 @@ from dpbench import models, probe
 from dpbench.analysis.report import Report
 from dpbench.engine import DataParallel, TrainStep
 from dpbench.hardware.devices import open_devices, resolve
+from dpbench.hardware.devices.cuda import CudaDevice
 from dpbench.hardware.nvml import describe, open_nvml
 from dpbench.hardware.provenance import collect
 from dpbench.measure import clocks
@@ -152,6 +153,25 @@ def test_cuda_steps_agree_with_the_host_over_a_block() -> None:
     assert all(span.start_s <= span.end_s for span in spans)
     inside = [span.end_s - span.start_s for span in spans]
     assert sum(inside) == pytest.approx(wall, rel=0.2)
+
+
+def test_a_copy_from_the_host_does_not_wait_for_the_replicas_work() -> None:
+    (device,) = open_devices("cuda", 1)
+    assert isinstance(device, CudaDevice)
+    work = torch.randn(4096, 4096, device="cuda")
+    work @ work
+    device.put(torch.ones(8))
+    assert device._background is not None
+    began, worked, copied = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    torch.cuda.synchronize()
+    began.record()
+    for _ in range(10):
+        work @ work
+    worked.record()
+    device.put(torch.ones(8))
+    copied.record(device._background)
+    torch.cuda.synchronize()
+    assert began.elapsed_time(copied) < began.elapsed_time(worked)
 
 
 def test_out_of_memory_is_a_trial_that_names_the_device(server: Server, tmp_path: Path) -> None:

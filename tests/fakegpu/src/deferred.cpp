@@ -7,6 +7,7 @@
 
 #include <time.h>
 
+#include <algorithm>
 #include <random>
 
 namespace fake {
@@ -40,8 +41,11 @@ static bool can_go_on(const Stream* stream) {
   return !wait || *wait;
 }
 
-// Takes the first task of a random stream that can go on; false if there is none.
+// Takes the first task of a stream that can go on; false if there is none. The stream with the
+// highest rank goes on until its rank, which is random, is drawn again: a stream may then run far
+// ahead of the others, or stay far behind them, which single random choices make improbable.
 static bool take(Task& task) {
+  constexpr int tasks_per_rank = 16;
   static std::mt19937_64 choose(cfg.seed);
   std::lock_guard lock(mu);
   std::vector<Stream*> able;
@@ -49,9 +53,12 @@ static bool take(Task& task) {
     for (Stream* stream : device.streams)
       if (can_go_on(stream)) able.push_back(stream);
   if (able.empty()) return false;
-  auto& queue = able[choose() % able.size()]->queue;
-  task = std::move(queue.front());
-  queue.pop_front();
+  for (Stream* stream : able)
+    if (!stream->rank) stream->rank = choose() | 1;
+  Stream* next = *std::ranges::max_element(able, {}, &Stream::rank);
+  if (choose() % tasks_per_rank == 0) next->rank = 0;
+  task = std::move(next->queue.front());
+  next->queue.pop_front();
   return true;
 }
 

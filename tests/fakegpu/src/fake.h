@@ -81,6 +81,7 @@ struct Stream {
   uint64_t ops = 0;                  // of a capture: operations so far
   uint64_t joined = 0;               // and how many of them another stream waits for
   std::deque<Task> queue;
+  uint64_t rank = 0;                 // in the deferred mode; 0: to be drawn
 };
 
 struct Event {
