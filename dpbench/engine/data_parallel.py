@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from dpbench.engine import legal
+from dpbench.engine._switches import OF
 from dpbench.engine.collectives import Overlapping
 from dpbench.engine.errors import Refused, call_on
 from dpbench.engine.gather import gather, target_of
@@ -120,9 +121,16 @@ def id_of(device: Device) -> DeviceId:
     return device.torch_device.index if device.torch_device.type == "cuda" else device.torch_device
 
 
-def _schedule(schedule: str | Schedule) -> Schedule:
+def _schedule(schedule: str) -> Schedule:
     """Raise ValueError for a schedule that needs TrainStep."""
-    return legal.CACHED if schedule in SELECTED else parse(schedule).check(train_step=False)
+    found = Schedule.CACHED if schedule in SELECTED else parse(schedule)
+    if found.keeps_replicas:
+        raise ValueError(
+            f"the schedule {found} needs TrainStep: DataParallel cannot detect the optimizer's"
+            " step, so that the weights of kept replicas would be outdated; give reference, pool or"
+            " cached"
+        )
+    return found
 
 
 class DataParallel(nn.Module):
@@ -137,8 +145,8 @@ class DataParallel(nn.Module):
     `parallel_apply` and `gather`, as with torch.
 
     Where torch silently gives a wrong result, this engine gives the right result or raises an
-    error: see docs/contract.md. `schedule` is a Schedule, the name of one, or its switches as text,
-    such as "workers=pool,replicas=cached". A schedule that needs TrainStep raises ValueError.
+    error: see docs/contract.md. `schedule` is reference, pool or cached; the others
+    need TrainStep and raise ValueError.
     """
 
     def __init__(
@@ -148,7 +156,7 @@ class DataParallel(nn.Module):
         output_device: DeviceId | None = None,
         dim: int = 0,
         *,
-        schedule: str | Schedule = "reference",
+        schedule: str = Schedule.REFERENCE,
         mark: Mark = no_mark,
     ) -> None:
         super().__init__()
@@ -158,7 +166,7 @@ class DataParallel(nn.Module):
         self.dim = dim
         self.schedule = _schedule(schedule)
         self._mark = mark
-        self._workers = choose(self.schedule.workers)
+        self._workers = choose(OF[self.schedule].workers)
         self._make: Maker | None = None
         self._identity: Identity | None = None
         self.output_device: DeviceId | None = None
@@ -210,11 +218,11 @@ class DataParallel(nn.Module):
         cannot be stored in this way.
         """
         check_placement(self.module, devices[0])
-        if reason := legal.storage(self.schedule, self.module, devices):
+        if reason := legal.storage(OF[self.schedule], self.module, devices):
             raise Refused(reason)
-        flat = flat_weights(self.module, None, self.schedule, devices[0])
+        flat = flat_weights(self.module, None, OF[self.schedule], devices[0])
         self._identity = Identity(flat.parameters) if flat else None
-        return maker(self.module, self.schedule, flat, Overlapping())
+        return maker(self.module, OF[self.schedule], flat, Overlapping())
 
     def parallel_apply(
         self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any

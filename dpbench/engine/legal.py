@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter, is_
 from typing import Any
@@ -32,6 +32,7 @@ from dpbench.engine.optimizer_state import ELEMENTWISE, groups_of
 from dpbench.engine.replicate import unique
 from dpbench.hardware.device import Device
 from dpbench.records.schedule import Schedule
+from dpbench.engine._switches import OF, Switches
 
 _HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")  # since torch 2.10
 _requires_grad = attrgetter("requires_grad", *(["grad_dtype"] if _HAS_GRAD_DTYPE else []))
@@ -168,15 +169,6 @@ class Muted:
             hooks.update({**taken, **hooks})
 
 
-FALLBACKS = {
-    "loss": {"loss": "gathered", "backward": "joint"},
-    "optimizer": {"optimizer": "per_parameter"},
-    "storage": {"storage": "separate", "optimizer": "per_parameter"},
-    "update": {"update": "root", "optimizer": "per_parameter"},
-}
-"""For each switch that may be forbidden, the values of switches that TrainStep selects instead."""
-CACHED = Schedule(workers="pool", replicas="cached")
-"""The schedule that TrainStep selects if persistent replicas are forbidden."""
 EXACT_DTYPES = (torch.float32, torch.float64)
 """Dtypes for which elementwise kernels round an element independently of its position."""
 
@@ -205,10 +197,10 @@ def trained(module: nn.Module) -> list[torch.Tensor]:
     return [p for p in unique(module.parameters()) if p.requires_grad]
 
 
-Reason = Callable[[Schedule, TrainingSetup], str]
+Reason = Callable[[Switches, TrainingSetup], str]
 
 
-def _local_loss(schedule: Schedule, setup: TrainingSetup) -> str:
+def _local_loss(schedule: Switches, setup: TrainingSetup) -> str:
     if schedule.loss == "local" and setup.loss.summed() is None:
         return (
             "loss=local needs a loss whose mean has a known divisor, but the divisor of loss_fn is"
@@ -227,7 +219,7 @@ def _local_loss(schedule: Schedule, setup: TrainingSetup) -> str:
     return ""
 
 
-def _persistent(schedule: Schedule, setup: TrainingSetup) -> str:
+def _persistent(schedule: Switches, setup: TrainingSetup) -> str:
     if schedule.replicas != "persistent":
         return ""
     groups_of(setup.optimizer, unique(setup.module.parameters()))
@@ -249,7 +241,7 @@ def _persistent(schedule: Schedule, setup: TrainingSetup) -> str:
     return ""
 
 
-def _storage(schedule: Schedule, setup: TrainingSetup) -> str:
+def _storage(schedule: Switches, setup: TrainingSetup) -> str:
     shared = any(p.untyped_storage().nbytes() != p.nbytes for p in setup.trained if is_dense(p))
     if schedule.storage == "flat" and setup.devices[0].torch_device.type == "cpu" and shared:
         return (
@@ -259,7 +251,7 @@ def _storage(schedule: Schedule, setup: TrainingSetup) -> str:
     return storage(schedule, setup.module, setup.devices)
 
 
-def storage(schedule: Schedule, module: nn.Module, devices: Sequence[Device]) -> str:
+def storage(schedule: Switches, module: nn.Module, devices: Sequence[Device]) -> str:
     """Return why the parameters cannot be stored as the schedule requires, or "" if they can."""
     if schedule.storage != "flat":
         return ""
@@ -318,7 +310,7 @@ def _shared(module: nn.Module, parameters: Sequence[torch.Tensor]) -> str:
     return ""
 
 
-def _update(schedule: Schedule, setup: TrainingSetup) -> str:
+def _update(schedule: Switches, setup: TrainingSetup) -> str:
     kind = type(setup.optimizer)
     if schedule.update == "root":
         return ""
@@ -340,7 +332,7 @@ def _update(schedule: Schedule, setup: TrainingSetup) -> str:
     return ""
 
 
-def _flat_optimizer(schedule: Schedule, setup: TrainingSetup) -> str:
+def _flat_optimizer(schedule: Switches, setup: TrainingSetup) -> str:
     if schedule.optimizer == "flat" and type(setup.optimizer) not in ELEMENTWISE:
         names = ", ".join(one.__name__ for one in ELEMENTWISE)
         return (
@@ -350,7 +342,7 @@ def _flat_optimizer(schedule: Schedule, setup: TrainingSetup) -> str:
     return ""
 
 
-def _exact_loss(schedule: Schedule, setup: TrainingSetup) -> str:
+def _exact_loss(schedule: Switches, setup: TrainingSetup) -> str:
     summed = setup.loss.summed() if schedule.loss == "local" else None
     if summed is None or summed.keeps_bits(powers=setup.powers):
         return ""
@@ -360,7 +352,7 @@ def _exact_loss(schedule: Schedule, setup: TrainingSetup) -> str:
     )
 
 
-def _exact_optimizer(schedule: Schedule, setup: TrainingSetup) -> str:
+def _exact_optimizer(schedule: Switches, setup: TrainingSetup) -> str:
     if schedule.optimizer != "flat":
         return ""
     if any(group.get("fused") for group in setup.optimizer.param_groups):
@@ -376,7 +368,7 @@ def _exact_optimizer(schedule: Schedule, setup: TrainingSetup) -> str:
     return ""
 
 
-def _unwatched(schedule: Schedule, setup: TrainingSetup) -> str:
+def _unwatched(schedule: Switches, setup: TrainingSetup) -> str:
     if schedule.replicas == "persistent" and GradientHooks(setup.trained):
         return (
             "replicas are not persistent, because a parameter has a hook that must get the gradient"
@@ -385,7 +377,7 @@ def _unwatched(schedule: Schedule, setup: TrainingSetup) -> str:
     return ""
 
 
-def _unwatched_optimizer(schedule: Schedule, setup: TrainingSetup) -> str:
+def _unwatched_optimizer(schedule: Switches, setup: TrainingSetup) -> str:
     if schedule.update != "root" and is_watched(setup.optimizer):
         return (
             "only the first device runs an optimizer, because the optimizer has a hook or a"
@@ -416,7 +408,7 @@ schedules that hooks would slow down.
 
 
 def hindrances(
-    schedule: Schedule, setup: TrainingSetup, reasons: dict[Reason, str]
+    schedule: Switches, setup: TrainingSetup, reasons: dict[Reason, str]
 ) -> Iterator[tuple[str, str]]:
     """Yield a pair (switch, reason) for each of the checks that forbids the schedule."""
     for find, switch in reasons.items():
@@ -431,8 +423,8 @@ def hindrances(
 def check(schedule: Schedule, setup: TrainingSetup) -> None:
     """Raise Refused, with the reason, if the engine cannot run this training with the schedule."""
     _check_closure(setup.optimizer)
-    for _, reason in hindrances(schedule, setup, ALWAYS):
-        raise Refused(f"schedule {str(schedule)!r}: {reason}")
+    for _, reason in hindrances(OF[schedule], setup, ALWAYS):
+        raise Refused(f"schedule {schedule}: {reason}")
 
 
 def _check_closure(optimizer: Optimizer) -> None:
@@ -446,20 +438,23 @@ def _check_closure(optimizer: Optimizer) -> None:
         )
 
 
-def best_legal(setup: TrainingSetup, preferred: Schedule) -> tuple[Schedule, list[str]]:
-    """Return the schedule that TrainStep selects, and why it differs from `preferred`.
+def best_legal(setup: TrainingSetup, highest: Schedule) -> tuple[Schedule, list[str]]:
+    """Return the schedule that TrainStep selects, and why it is below `highest`.
 
-    Its results are bitwise equal to those of `reference` (on distinct GPUs: equal within rounding).
-    With a single device it is `reference`.
+    It is the highest that nothing forbids. Its results are bitwise equal to those of `reference`
+    (on distinct GPUs: equal within rounding). With a single device it is `reference`.
     """
     _check_closure(setup.optimizer)
     if len(setup.devices) == 1:
-        return Schedule(), []
-    schedule, notes = preferred, []
-    while found := next(hindrances(schedule, setup, ALWAYS | FOR_SELECTED), None):
-        switch, reason = found
-        notes.append(reason)
-        schedule = CACHED if switch == "replicas" else replace(schedule, **FALLBACKS[switch])
+        return Schedule.REFERENCE, []
+    notes: list[str] = []
+    ladder = list(Schedule)
+    for schedule in reversed(ladder[: ladder.index(highest) + 1]):
+        found = next(hindrances(OF[schedule], setup, ALWAYS | FOR_SELECTED), None)
+        if found is None:
+            break
+        if found[1] not in notes:
+            notes.append(found[1])
     return schedule, notes
 
 

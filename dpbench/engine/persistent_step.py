@@ -19,7 +19,7 @@ from dpbench.engine.update import Update
 from dpbench.engine.workers import Workers
 from dpbench.hardware.device import Device
 from dpbench.records import Mark, Phase
-from dpbench.records.schedule import Schedule
+from dpbench.engine._switches import Switches
 
 
 class PersistentReplicas:
@@ -35,7 +35,7 @@ class PersistentReplicas:
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         devices: Sequence[Device],
-        schedule: Schedule,
+        schedule: Switches,
         flat: FlatWeights | None,
         *,
         whole_gradient: bool,

@@ -17,14 +17,14 @@ from dpbench.engine.replicate import ReplicaCache, check_placement, replicate, u
 from dpbench.engine.workers import Workers
 from dpbench.hardware.device import Device
 from dpbench.records import Mark, Phase
-from dpbench.records.schedule import Schedule
+from dpbench.engine._switches import Switches
 
 
 @torch.inference_mode(mode=False)  # training and in-place writes need ordinary tensors
 def flat_weights(
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    schedule: Schedule,
+    schedule: Switches,
     root: Device,
     shares: int = 1,
 ) -> FlatWeights | None:
@@ -81,7 +81,7 @@ Maker = Callable[[Sequence[Device], bool, Mark, Callable[[], None]], list[nn.Mod
 
 
 def maker(
-    module: nn.Module, schedule: Schedule, flat: FlatWeights | None, overlapping: Overlapping
+    module: nn.Module, schedule: Switches, flat: FlatWeights | None, overlapping: Overlapping
 ) -> Maker:
     """Return a function that replicates the module through autograd, as the schedule says.
 
@@ -186,7 +186,7 @@ def replicas_of(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
     devices: Sequence[Device],
-    schedule: Schedule,
+    schedule: Switches,
     *,
     whole_gradient: bool,
     mark: Mark,
@@ -198,7 +198,7 @@ def replicas_of(
     """
     overlapping = Overlapping()
     if len(devices) == 1:  # the module itself runs
-        make = maker(module, Schedule(), None, overlapping)
+        make = maker(module, Switches(), None, overlapping)
         return Autograd(module, optimizer, devices, make, overlapping, None, mark)
     flat = flat_weights(module, optimizer, schedule, devices[0], len(devices))
     if schedule.replicas == "persistent":

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
 from typing import Any, Self
 
 import torch
 from torch import nn
 
 from dpbench.engine import legal, losses
+from dpbench.engine._switches import OF
 from dpbench.engine.containers import device_of, first_tensor, mapped, tensors_in
 from dpbench.engine.data_parallel import check_prefix
 from dpbench.engine.errors import Refused
@@ -53,7 +53,7 @@ class TrainStep:
     weight_fn)`, each replica can compute it over its own rows. `optimizer_fn(parameters)` is called
     once; it returns the optimizer, which is then the attribute `optimizer`. `device_ids` is as for
     `DataParallel`; None means all GPUs, or one CPU device if there is no GPU. `schedule` is a
-    Schedule, the name of one, its switches as text, or "copying" or "fastest". For these two,
+    Schedule, "copying" or "fastest". For these two,
     TrainStep selects a schedule whose results are bitwise equal to those of "reference" (on
     distinct GPUs: equal within rounding); see `step.schedule`. "copying", the default, copies the
     first device's weights to the other devices in every step. Under "fastest", each device may
@@ -87,7 +87,7 @@ class TrainStep:
         loss_fn: Any,
         optimizer_fn: OptimizerFactory,
         device_ids: Devices | None = None,
-        schedule: str | Schedule = COPYING,
+        schedule: str = COPYING,
         *,
         accumulate: int = 1,
         clip_norm: float | None = None,
@@ -118,7 +118,7 @@ class TrainStep:
         self._threads = IntraOp(self.devices)
         keep_memory(self.devices)
         self._selected = str(schedule) if schedule in SELECTED else ""
-        self._wanted = None if self._selected else parse(schedule).check()
+        self._wanted = None if self._selected else parse(schedule)
         self._unfit = ""
         self._build()
 
@@ -133,7 +133,7 @@ class TrainStep:
             legal.check(self._wanted, setup)
             schedule, notes = self._wanted, []
         elif self._unfit:
-            schedule, notes = legal.CACHED, [self._unfit]
+            schedule, notes = Schedule.CACHED, [self._unfit]
         else:
             schedule, notes = legal.best_legal(setup, SELECTED[self._selected])
         whole = self._accumulate > 1 or self._clip_norm is not None or self._scaler is not None
@@ -141,7 +141,7 @@ class TrainStep:
             self.module,
             self.optimizer,
             self.devices,
-            schedule,
+            OF[schedule],
             whole_gradient=whole,
             mark=self._mark,
         )
@@ -151,7 +151,7 @@ class TrainStep:
 
     @property
     def _workers(self) -> Workers:
-        name = self._best.workers
+        name = OF[self._best].workers
         if name not in self._hired:
             self._hired[name] = choose(name)
         return self._hired[name]
@@ -245,7 +245,7 @@ class TrainStep:
     def _step(self, arguments: tuple[Any, ...], target: Any) -> torch.Tensor:
         mark = self._mark
         self.schedule, self.note = self._best, self._why
-        summed = self._summed(arguments, target) if self._best.loss == "local" else None
+        summed = self._summed(arguments, target) if self._best.keeps_replicas else None
         if self._calls % self._accumulate == 0:
             with mark(Phase.OPTIMIZER, self.devices[0].index):
                 self._replicas.clear()
@@ -353,20 +353,19 @@ class TrainStep:
         """Change this step to loss=gathered; raise Refused if the user named the schedule."""
         if self._wanted is not None:
             raise Refused(
-                f"schedule {str(self._wanted)!r}: {reason}; use a schedule with loss=gathered"
+                f"schedule {self._wanted}: {reason}; use the schedule cached"
             )
-        self._change(reason, **legal.FALLBACKS["loss"])
+        self._add_note(reason)
 
-    def _change(self, reason: str, **switches: str) -> None:
-        """Change switches of the schedule in this step only."""
-        self.schedule = replace(self.schedule, **switches)
+    def _add_note(self, reason: str) -> None:
+        """Say in this step's note how it differs from the schedule, and why."""
         self.note = "; ".join(filter(None, [self.note, reason]))
 
     def _modules(self, count: int, on_reduce: Callable[[], None] = lambda: None) -> list[nn.Module]:
         """Return the first `count` replicas."""
         replicas = self._replicas.modules(count, self._workers, on_reduce)
         if reason := self._replicas.overlapping.postponed:
-            self._change(reason, reduce="after")
+            self._add_note(reason)
         return replicas
 
     def _local(
@@ -377,7 +376,7 @@ class TrainStep:
         pieces = self._scatter((arguments, checked_target(target, root)), mark)
         devices = self.devices[: len(pieces)]
         replicas = self._modules(len(pieces))
-        alone = self.schedule.backward == "local" and root.torch_device.type == "cpu"
+        alone = self.schedule.keeps_replicas and root.torch_device.type == "cpu"
         weight = summed.weight_of(target) if alone else None
         parts = LocalLoss(
             summed, pieces, replicas, devices, mark, scale=self._scaled, weight=weight
@@ -398,7 +397,7 @@ class TrainStep:
             if parts.split:
                 parts.outputs = []  # free their memory for backward
 
-        if self.schedule.backward == "local":
+        if self.schedule.keeps_replicas:
             in_stages(parts.forward, meet, parts.backward, devices, self._workers)
         else:
             run_on_devices(parts.forward, devices, self._workers)
@@ -410,11 +409,6 @@ class TrainStep:
                     " to one"
                 )
                 return self._joint(parts.outputs, target, devices, running, mark)
-            if self.schedule.backward == "joint":
-                scaled = parts.joint()
-                for device in devices:
-                    running.enter_context(mark(Phase.BACKWARD, device.index))
-                scaled.backward()
         return parts.loss
 
     def _scatter(self, value: Any, mark: Mark) -> list[Any]:

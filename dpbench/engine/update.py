@@ -32,7 +32,7 @@ from dpbench.engine.workers import Workers
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices._many import copy_all, sum_all
 from dpbench.records import Mark, Phase
-from dpbench.records.schedule import Schedule
+from dpbench.engine._switches import Switches
 from dpbench.records.work import owners
 
 Sources = Sequence[tuple[Device, Sequence[torch.Tensor | None]]]
@@ -62,7 +62,7 @@ class Update:
         replicas: ReplicaWeights,
         flat: FlatWeights | None,
         devices: Sequence[Device],
-        schedule: Schedule,
+        schedule: Switches,
         mark: Mark,
     ) -> None:
         self.optimizer = optimizer
@@ -141,7 +141,7 @@ class Update:
         sizes = [self._replicas.originals[n].numel() for n in numbers]
         return dict(zip(numbers, owners(sizes, len(self._devices)), strict=True))
 
-    def _exchange(self, schedule: Schedule) -> Exchange | None:
+    def _exchange(self, schedule: Switches) -> Exchange | None:
         """Return the exchange that sums gradients by collectives, or None if there are none.
 
         The gradients of the shards are then views of the exchange's buffers.
