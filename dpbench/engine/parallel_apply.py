@@ -1,25 +1,20 @@
-"""Parallel apply: run replicas in workers' threads, on their devices, with the caller's settings.
+"""Parallel apply: call each replica in a thread of its own, on its device, with its inputs.
 
-`run_on_devices` runs any function in this way. If several replicas fail, only one of their errors
-is raised.
+A new thread starts per replica and call, as in torch.nn.DataParallel. If several replicas fail,
+only one of their errors is raised.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from functools import partial
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol, Self
 
 from dpbench.engine.containers import devices_of
 from dpbench.engine.errors import call_on, in_replica
-from dpbench.engine.workers import (
-    NOTHING,
+from dpbench.engine.settings import (
     SAVED_RANDOM_STATES,
-    Context,
-    Spawn,
-    Workers,
     capture,
     flush_denormals,
     flushes_denormals,
@@ -28,144 +23,47 @@ from dpbench.hardware.device import Device
 from dpbench.hardware.devices import Devices, as_devices
 from dpbench.records import HOST, Mark, Phase, no_mark
 
-Result = TypeVar("Result")
+Job = Callable[[int], None]
+"""The work of one replica, called with the replica's index.
+
+A job stores its results and errors and never raises.
+"""
+Context = AbstractContextManager[Any]
+NOTHING: Context = nullcontext()
 
 
-def run_on_devices(
-    work: Callable[[int], Result],
-    devices: Sequence[Device],
-    workers: Workers,
-    *,
-    starting: Context = NOTHING,
-) -> list[Result]:
-    """Call `work(i)` for each device i, with that device current, and return the list of results.
+class Workers(Protocol):
+    """The threads that run the replicas; all jobs run at the same time, and may wait for others."""
 
-    The calling thread passes the calls to the workers' threads inside the context `starting`, such
-    as a mark that records the host's time for this. If calls fail, the error of the failed device
-    with the lowest index is raised after all calls have ended; `errors.in_replica` describes this
-    error.
-    """
-    results: dict[int, Result] = {}
+    def run(self, job: Job, count: int, starting: Context = NOTHING) -> None:
+        """Call `job(i)` for each i below `count`, and wait for all of these calls to end.
 
-    def job(i: int) -> None:
-        results[i] = work(i)
+        Other threads get their jobs inside the context `starting`, such as a mark that records the
+        host's time for this.
+        """
 
-    _run([job], None, devices, workers, starting=starting)
-    return [results[i] for i in range(len(devices))]
+    def close(self) -> None:
+        """End the threads that persist between calls; a later `run` starts new ones."""
 
 
-def in_stages(
-    first: Callable[[int], None],
-    between: Callable[[], None] | None,
-    second: Callable[[int], None],
-    devices: Sequence[Device],
-    workers: Workers,
-) -> None:
-    """Call `first(i)` for each device i, then `between()` once, then `second(i)` for each device i.
+class Spawn:
+    """Workers that start a new thread per replica and call, as torch.nn.DataParallel does."""
 
-    Threads, settings and errors are as in `run_on_devices`. Concurrent threads meet at a barrier
-    between the two stages and do not return to the caller. The last thread to arrive calls
-    `between`, so that only the other threads must be woken. An error in one device's stage does not
-    stop the same stage of another device. After an error in `first`, neither `between` nor `second`
-    is called; after an error in `between`, `second` is not called. If `between` is None, only the
-    two stages run.
-    """
-    _run([first, second], between, devices, workers)
+    def run(self, job: Job, count: int, starting: Context = NOTHING) -> None:
+        """Run each job in a new thread, or a single job in the calling thread."""
+        if count == 1:
+            return job(0)
+        with starting:
+            threads = [
+                threading.Thread(target=job, args=(i,), name=f"replica-{i}") for i in range(count)
+            ]
+            for thread in threads:
+                thread.start()
+        wait_for_all(thread.join for thread in threads)
+        return None
 
-
-def _run(
-    stages: Sequence[Callable[[int], None]],
-    between: Callable[[], None] | None,
-    devices: Sequence[Device],
-    workers: Workers,
-    *,
-    starting: Context = NOTHING,
-) -> None:
-    """Run the stages one after the other on all devices, with `between` after all but the last."""
-    errors: dict[int, BaseException] = {}
-    settings = capture()
-    guards = [device.guard() for device in devices]
-    caller = threading.get_ident()
-    flushes = flushes_denormals()
-    at_once = workers.concurrent and len(devices) > 1
-    states, checked = (
-        (SAVED_RANDOM_STATES, SAVED_RANDOM_STATES.checked) if at_once else (NOTHING, nullcontext)
-    )
-
-    def attempt(stage: Callable[[int], None], i: int) -> None:
-        try:
-            if threading.get_ident() != caller:
-                flush_denormals(flushes)
-                devices[i].settle()
-            with checked(), settings(), guards[i]:
-                stage(i)
-        except BaseException as error:
-            errors[i] = error  # `_raise` raises it in the caller after all stages have ended
-
-    # Only `pause` decides whether the next stage runs, so that it runs on all devices or on none: a
-    # device that fails early does not stop another one that has not begun the same stage.
-    stopped = False
-
-    def pause() -> None:
-        nonlocal stopped
-        if not errors and between is not None:
-            try:
-                with settings(), guards[0]:  # the last thread to arrive calls this
-                    between()
-            except BaseException as error:
-                errors[BETWEEN] = error
-        stopped = bool(errors)
-
-    with states:
-        if len(stages) == 1:
-            workers.run(partial(attempt, stages[0]), len(devices), starting)
-        elif at_once:
-            meeting = threading.Barrier(len(devices), action=pause)
-
-            def job(i: int) -> None:
-                for number, stage in enumerate(stages):
-                    if number and not _meet(meeting):
-                        return
-                    if not stopped:
-                        attempt(stage, i)
-
-            workers.run(job, len(devices), starting)
-        else:
-            for number, stage in enumerate(stages):
-                if number:
-                    pause()
-                if not stopped:
-                    workers.run(partial(attempt, stage), len(devices), starting)
-    _raise(errors, devices)
-
-
-BETWEEN = -1
-"""The key of an error that `between` has raised, which is raised unchanged."""
-
-
-def _meet(meeting: threading.Barrier) -> bool:
-    """Wait until all threads have arrived; return False if another thread has broken the barrier.
-
-    A thread that is interrupted while it waits breaks the barrier, so that the other threads stop
-    waiting.
-    """
-    try:
-        meeting.wait()
-    except threading.BrokenBarrierError:
-        return False
-    except BaseException:
-        meeting.abort()
-        raise
-    return True
-
-
-def _raise(errors: dict[int, BaseException], devices: Sequence[Device]) -> None:
-    """Raise the error with the lowest key, if there is one: a device index, or `BETWEEN`."""
-    for i in sorted(errors):
-        try:
-            raise errors[i] if i == BETWEEN else in_replica(errors[i], i, devices[i])
-        finally:  # the frames and the errors reference each other: break the cycle
-            errors.clear()
+    def close(self) -> None:
+        """Do nothing, because every thread has ended when `run` returns."""
 
 
 def parallel_apply(
@@ -177,7 +75,7 @@ def parallel_apply(
     workers: Workers = Spawn(),  # noqa: B008  it has no state
     mark: Mark = no_mark,
 ) -> list[Any]:
-    """Call `modules[i](*inputs[i], **kwargs[i])` on `devices[i]`, each in its own worker.
+    """Call `modules[i](*inputs[i], **kwargs[i])` on `devices[i]`, each in its own thread.
 
     Without `devices`, each module runs on the device of its input's first tensor. An input that is
     not a tuple or list is passed as a single argument. A single module runs in the calling thread.
@@ -193,10 +91,90 @@ def parallel_apply(
             f" numbers of elements are {len(modules)} (modules), {len(inputs)} (inputs),"
             f" {len(kwargs)} (kwargs), {len(devices)} (devices)"
         )
+    outputs: list[Any] = [None] * len(modules)
 
-    def call(i: int) -> Any:
+    def job(i: int) -> None:
         arguments = inputs[i] if isinstance(inputs[i], tuple | list) else (inputs[i],)
-        with mark(Phase.FORWARD, devices[i].index):
-            return call_on(devices[i], modules[i], arguments, kwargs[i])
+        with team.on(i), mark(Phase.FORWARD, devices[i].index):
+            outputs[i] = call_on(devices[i], modules[i], arguments, kwargs[i])
 
-    return run_on_devices(call, devices, workers, starting=mark(Phase.FORWARD, HOST))
+    with Team(devices) as team:
+        workers.run(job, len(devices), mark(Phase.FORWARD, HOST))
+    return outputs
+
+
+BETWEEN = -1
+"""The key of an error that was raised between two stages, on no device; it is raised unchanged."""
+
+
+class Team:
+    """A context for the jobs of all devices: it gives them the caller's settings, and keeps errors.
+
+    After an orderly end, the error with the lowest device index is raised, if there is one.
+    """
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self._devices = devices
+        self._settings = capture()
+        self._guards = [device.guard() for device in devices]
+        self._flushes = flushes_denormals()
+        self._caller = threading.get_ident()
+        at_once = len(devices) > 1
+        self._states: Context = SAVED_RANDOM_STATES if at_once else NOTHING
+        self._checked = SAVED_RANDOM_STATES.checked if at_once else nullcontext
+        self.errors: dict[int, BaseException] = {}
+
+    def __enter__(self) -> Self:
+        self._states.__enter__()
+        return self
+
+    @contextmanager
+    def on(self, i: int) -> Iterator[None]:
+        """Run the block on device i with the caller's settings; an error ends it, and is kept."""
+        try:
+            if threading.get_ident() != self._caller:
+                flush_denormals(self._flushes)
+                self._devices[i].settle()
+            with self._checked(), self._settings(), self._guards[i]:
+                yield
+        except BaseException as error:
+            self.errors[i] = error
+
+    @contextmanager
+    def between(self) -> Iterator[None]:
+        """Run the block on the first device, in whichever thread; an error is kept."""
+        try:
+            with self._settings(), self._guards[0]:
+                yield
+        except BaseException as error:
+            self.errors[BETWEEN] = error
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._states.__exit__(kind, error, trace)
+        if error is None and self.errors:
+            i = min(self.errors)
+            try:
+                first = self.errors[i]
+                raise first if i == BETWEEN else in_replica(first, i, self._devices[i])
+            finally:  # the frames and the errors reference each other: break the cycle
+                self.errors.clear()
+                del first
+
+
+def wait_for_all(waits: Iterable[Callable[[], object]]) -> None:
+    """Call all `waits`, each of which waits for one job, even if the calling thread is interrupted.
+
+    The interrupt is raised after the last call, because a job that is still running in the next
+    step would write into that step's tensors. A second interrupt is raised at once.
+    """
+    interrupt: BaseException | None = None
+    for wait in waits:
+        try:
+            wait()
+        except BaseException as error:
+            if interrupt is not None:
+                raise
+            interrupt = error
+            wait()
+    if interrupt is not None:
+        raise interrupt

@@ -2,34 +2,46 @@
 
 Only this file calls torch's private `Module._replicate_for_data_parallel`. Modules whose copies
 need preparation override that method; RNNs do so for their flat weights. Copying the module tree
-takes most of the host time of replicate. Cached replicas keep these copies; each step only binds
-new tensors to them, which takes tens of nanoseconds per tensor.
+takes most of the host time of replicate.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, repeat
-from operator import is_, itemgetter, setitem
-from typing import Any
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.autograd.function import Function
 from torch.fx import GraphModule
-from torch.nn.modules import module as module_hooks
 from torch.nn.parameter import is_lazy
 
-from dpbench.engine.collectives import Copier, broadcast, copies_of
 from dpbench.engine.errors import Refused
+from dpbench.engine.reduce import Gradients, reduce
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import Devices, as_devices
 from dpbench.records import Mark, Phase, no_mark
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS = [getattr(module_hooks, f"_global{name}") for name in _HOOKS]
-_HOLDERS = ("_parameters", "_buffers", "_modules", "_former_parameters")
+Reducer = Callable[[Gradients], list[torch.Tensor]]
+"""What autograd calls to sum the replicas' gradients: gradients by replica and parameter."""
+
+
+class Replicate(Protocol):
+    """The interface of `replicate`, for the steps that keep replicas' module trees."""
+
+    def __call__(
+        self,
+        module: nn.Module,
+        devices: Devices,
+        *,
+        detach: bool = False,
+        reducer: Reducer | None = None,
+        mark: Mark = no_mark,
+    ) -> list[nn.Module]:
+        """Return one replica of `module` per device."""
 
 
 def replicate(
@@ -37,87 +49,134 @@ def replicate(
     devices: Devices,
     *,
     detach: bool = False,
-    copier: Copier = copies_of,
-    cache: ReplicaCache | None = None,
-    overlap: bool = False,
+    reducer: Reducer | None = None,
     mark: Mark = no_mark,
-    on_reduce: Callable[[], None] = lambda: None,
 ) -> list[nn.Module]:
     """Return one replica of `module` per device; replica 0 shares storage with the original.
 
-    The replicas' weights are non-leaf tensors; backward sums their gradients into the gradients of
-    the original's weights. With `detach` the weights are plain copies without gradients. `copier`
-    copies the tensors to the devices. `cache` keeps the copied modules between calls. With
-    `overlap`, gradients are reduced bucket by bucket while backward still runs. `on_reduce` is
-    called in backward when the reduction begins. Raises RuntimeError for parameters or buffers that
-    are uninitialized or not on `devices[0]`, and Refused for modules that torch.compile has
-    wrapped.
+    The replicas' weights are non-leaf tensors: in backward, autograd passes their gradients to
+    `reducer` (None means `reduce`), and adds the sums to the gradients of the original's weights.
+    With `detach` the weights are plain copies without gradients. Raises RuntimeError for parameters
+    or buffers that are uninitialized or not on `devices[0]`, and Refused for modules that
+    torch.compile has wrapped.
     """
     devices = as_devices(devices)
     with mark(Phase.REPLICATE, devices[0].index):
-        if cache is None:
-            parameters, buffers = unique(module.parameters()), unique(module.buffers())
-            # reuse the lists: walking the module again is slow
-            check_placed((*parameters, *buffers), devices[0])
-        else:
-            cache.refresh()
-            cache.check_placed(devices[0])
-            parameters, buffers = cache.parameters, cache.buffers
-    sources = [*parameters, *(b for b in buffers if b.requires_grad and not detach)]
-    plain = [b for b in buffers if detach or not b.requires_grad]
-    if detach:
-        # as in torch: replica 0 has the parameters themselves, the other replicas plain copies
-        with torch.no_grad():
-            copies = copier(sources, devices, mark)
-    else:
-        copies = broadcast(
-            sources, devices, copier=copier, overlap=overlap, mark=mark, on_reduce=on_reduce
-        )
-    shared = copies_of(plain, devices, mark)
-    # replica 0 must not write its buffers in place while other devices still copy them
-    for device in devices[1:]:
-        devices[0].wait(device)
-    order = [*sources, *plain]
-    replica_tensors = [
-        [*weights, *statistics] for weights, statistics in zip(copies, shared, strict=True)
-    ]
-    if cache is not None:
-        with mark(Phase.REPLICATE, devices[0].index):
-            return cache.bind(order, replica_tensors, detached=detach)
+        parameters, buffers = unique(module.parameters()), unique(module.buffers())
+        check_placed((*parameters, *buffers), devices[0])
+    tensors, copies = copied(parameters, buffers, devices, detach, reducer, mark)
     replicas = []
-    for device, tensors in zip(devices, replica_tensors, strict=True):
+    for device, of_replica in zip(devices, copies, strict=True):
         with mark(Phase.REPLICATE, device.index):
-            replicas.append(
-                rebuild(module, {id(s): t for s, t in zip(order, tensors, strict=True)})
-            )
+            replicas.append(rebuild(module, dict(zip(map(id, tensors), of_replica, strict=True))))
     return replicas
 
 
-def check_placement(module: nn.Module, root: Device) -> None:
-    """Raise RuntimeError unless all parameters and buffers are on `root` and initialized."""
-    check_placed((*module.parameters(), *module.buffers()), root)
+def copied(
+    parameters: Sequence[torch.Tensor],
+    buffers: Sequence[torch.Tensor],
+    devices: Sequence[Device],
+    detach: bool,
+    reducer: Reducer | None,
+    mark: Mark,
+) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
+    """Return a module's tensors in one order, and in the same order each replica's copies of them.
+
+    Replica 0 has the tensors themselves. The arguments are those of `replicate`.
+    """
+    plain = [b for b in buffers if detach or not b.requires_grad]
+    trained = [*parameters, *(b for b in buffers if b.requires_grad and not detach)]
+    if detach:
+        with torch.no_grad():
+            copies = copies_of(trained, devices, mark)
+    else:
+        reducer = reducer or partial(reduce, devices=devices, mark=mark)
+        joined = Broadcast.apply(devices, reducer, mark, *trained) if trained else ()  # type: ignore[no-untyped-call]
+        copies = [list(joined[i * len(trained) : (i + 1) * len(trained)]) for i in range(len(devices))]
+    for weights, statistics in zip(copies, copies_of(plain, devices, mark), strict=True):
+        weights.extend(statistics)
+    # replica 0 must not write its buffers in place while other devices still copy them
+    for device in devices[1:]:
+        devices[0].wait(device)
+    return [*trained, *plain], copies
 
 
-def check_placed(tensors: Iterable[torch.Tensor], root: Device) -> None:
-    """Raise RuntimeError unless all of a module's tensors are on `root` and initialized."""
-    home = root.torch_device
-    for tensor in tensors:
-        if is_lazy(tensor):
-            raise RuntimeError(
-                "Modules with uninitialized parameters can't be used with `DataParallel`. Run a"
-                " dummy forward pass to correctly initialize the modules"
-            )
-        if tensor.device != home:
-            raise RuntimeError(
-                f"module must have its parameters and buffers on device {home} (device_ids[0]) but "
-                f"found one of them on device: {tensor.device}; move it first: module.to('{home}')"
-            )
+class Broadcast(Function):
+    """An autograd function that copies tensors to every device; its backward reduces gradients.
+
+    One node copies all parameters, so that its backward starts when the last replica's backward has
+    ended.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        devices: Sequence[Device],
+        reducer: Reducer,
+        mark: Mark,
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the originals, then the copies of device 1, and so on, in one tuple."""
+        # the first device's last, so that it stays the current one
+        ctx.guards = [device.guard() for device in reversed(devices)]
+        ctx.reducer = reducer
+        ctx.count = len(tensors)
+        copies = [t for one in copies_of(tensors, devices, mark) for t in one]
+        wanted = ctx.needs_input_grad[3:] * len(devices)
+        frozen = [t for t, wants in zip(copies, wanted, strict=True) if not wants]
+        ctx.mark_non_differentiable(*frozen)
+        return tuple(copies)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        """Return the gradients, summed over the replicas, and None for each other argument.
+
+        As in torch, the gradient of a parameter that no replica used is zero. The sums are computed
+        on the streams of the forward, to which the gradients' memory belongs: the thread in which
+        autograd runs this has others.
+        """
+        wanted = [n for n, wants in enumerate(ctx.needs_input_grad[3:]) if wants]
+        starts = range(0, len(gradients), ctx.count)
+        with ExitStack() as guards:
+            for guard in ctx.guards:
+                guards.enter_context(guard)
+            sums = ctx.reducer([[gradients[i + n] for n in wanted] for i in starts])
+        whole: list[Any] = [None] * ctx.count
+        for n, total in zip(wanted, sums, strict=True):
+            whole[n] = total
+        return None, None, None, *whole
+
+
+def copies_of(
+    tensors: Sequence[torch.Tensor], devices: Sequence[Device], mark: Mark
+) -> list[list[torch.Tensor]]:
+    """Return one list per device: the tensors themselves for the first, copies for all others.
+
+    Distinct GPUs get them by NCCL's broadcast.
+    """
+    root, *others = devices
+    if tensors and root.can_collect(devices):
+        with ExitStack() as marks:
+            for device in devices:
+                marks.enter_context(mark(Phase.REPLICATE, device.index))
+            return root.broadcast(tensors, devices)
+    copies = [list(tensors)]
+    for device in others:
+        with mark(Phase.REPLICATE, device.index):
+            copies.append(device.clone(tensors))
+    return copies
 
 
 def rebuild(module: nn.Module, table: dict[int, torch.Tensor]) -> nn.Module:
     """Return a copy of the module tree, with `table[id(tensor)]` in place of each tensor."""
     modules = list(module.modules())
-    _check_compiled(modules)
+    compiled = sys.modules.get("torch._dynamo.eval_frame")
+    if compiled is not None and any(isinstance(one, compiled.OptimizedModule) for one in modules):
+        # an attribute set on the copy would change the original
+        raise Refused(
+            "a module that torch.compile has wrapped cannot be replicated; compile the original"
+            " module in place with module.compile(), and pass that module"
+        )
     copies = {id(m): m._replicate_for_data_parallel() for m in modules}
     for original in modules:
         if isinstance(original, GraphModule):  # copying a GraphModule registers new parameters
@@ -142,223 +201,27 @@ def rebuild(module: nn.Module, table: dict[int, torch.Tensor]) -> nn.Module:
     return copies[id(module)]  # type: ignore[no-any-return]
 
 
-def _check_compiled(modules: Sequence[nn.Module]) -> None:
-    """Raise Refused if torch.compile has wrapped one of `modules`.
+def check_placed(tensors: Iterable[torch.Tensor], root: Device) -> None:
+    """Raise RuntimeError unless all of a module's tensors are on `root` and initialized."""
+    home = root.torch_device
+    for tensor in tensors:
+        if is_lazy(tensor):
+            raise RuntimeError(
+                "Modules with uninitialized parameters can't be used with `DataParallel`. Run a"
+                " dummy forward pass to correctly initialize the modules"
+            )
+        if tensor.device != home:
+            raise RuntimeError(
+                f"module must have its parameters and buffers on device {home} (device_ids[0]) but "
+                f"found one of them on device: {tensor.device}; move it first: module.to('{home}')"
+            )
 
-    Such a module cannot be copied, because an attribute set on the copy would change the original.
-    """
-    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
-    if eval_frame is not None and any(
-        isinstance(part, eval_frame.OptimizedModule) for part in modules
-    ):
-        raise Refused(
-            "a module that torch.compile has wrapped cannot be replicated; compile the original"
-            " module in place with module.compile(), and pass that module"
-        )
+
+def check_placement(module: nn.Module, root: Device) -> None:
+    """Raise RuntimeError unless all parameters and buffers are on `root` and initialized."""
+    check_placed((*module.parameters(), *module.buffers()), root)
 
 
-def unique(tensors: Any) -> list[torch.Tensor]:
+def unique(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors in order, each of them once."""
     return list({id(tensor): tensor for tensor in tensors}.values())
-
-
-class ReplicaCache:
-    """Copies of a module's tree, one per replica, in two sets: for training, and without gradients.
-
-    Training needs a separate set, because activation checkpointing repeats the forward during
-    backward, and calls without gradients may happen between forward and backward.
-
-    The copies are made again if the module's parameters, submodules or plain attributes have
-    changed (`eval()`, `dropout.p = 0.1`), or if a forward has written attributes of a replica,
-    because torch's replicas lose these attributes after each forward.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self._read()
-        self._unchecked = True
-
-    def _read(self) -> None:
-        modules = self._modules = list(self.module.modules())
-        self._types = list(map(type, modules))
-        self._watched: list[dict[str, Any]] = [d for m in modules for d in (m.__dict__, m._modules)]
-        self._names = list(chain.from_iterable(self._watched))
-        self._seen = list(chain.from_iterable(map(dict.values, self._watched)))
-        self._holders: list[dict[str, Any]] = [
-            d for m in modules for d in (m._parameters, m._buffers)
-        ]
-        self._ids = [id(tensor) for holder in self._holders for tensor in holder.values()]
-        self._hooks = [*_GLOBAL_HOOKS, *(getattr(m, name) for m in modules for name in _HOOKS)]
-        self._library = all(_is_library(m) for m in modules)
-        self.parameters: list[torch.Tensor] = unique(self.module.parameters())
-        self.buffers: list[torch.Tensor] = unique(self.module.buffers())
-        self._replicas: dict[bool, list[_CachedReplica]] = {}
-        self._orders: dict[bool, list[int]] = {}
-
-    def refresh(self) -> bool:
-        """If the module has changed, discard all copies; return whether it had changed."""
-        changed = self._changed()
-        if changed:
-            self._read()
-            self._unchecked = True
-        return changed
-
-    def check_placed(self, root: Device) -> None:
-        """Raise RuntimeError unless all parameters and buffers are on `root` and initialized."""
-        home = root.torch_device
-        if self._unchecked or not all(tensor.device == home for tensor in self.parameters):
-            check_placed(chain(self.parameters, self.buffers), root)
-            self._unchecked = False
-
-    def _changed(self) -> bool:
-        if [id(tensor) for holder in self._holders for tensor in holder.values()] != self._ids:
-            return True
-        names = list(chain.from_iterable(self._watched))
-        values = list(chain.from_iterable(map(dict.values, self._watched)))
-        return (
-            names != self._names
-            or not _same(values, self._seen)
-            or list(map(type, self._modules)) != self._types
-        )
-
-    def bind(
-        self,
-        sources: Sequence[torch.Tensor],
-        copies: Sequence[Sequence[torch.Tensor]],
-        *,
-        detached: bool = False,
-    ) -> list[nn.Module]:
-        """Return one replica per list in `copies`.
-
-        In replica i, `copies[i][n]` replaces the module's tensor `sources[n]`. `detached` selects
-        the copies for calls without gradients.
-        """
-        order = [id(source) for source in sources]
-        replicas = self._replicas.get(detached, [])
-        watching = not self._library or any(self._hooks)
-        if (
-            len(replicas) < len(copies)
-            or order != self._orders[detached]
-            or any(replica.watching != watching or replica.written() for replica in replicas)
-        ):
-            self._orders[detached] = order
-            replicas = self._replicas[detached] = [
-                _CachedReplica(self.module, sources, one, watching=watching) for one in copies
-            ]
-        else:
-            for replica, tensors in zip(replicas, copies, strict=False):
-                replica.bind(tensors)
-        return [replica.root for replica in replicas[: len(copies)]]
-
-
-def _is_library(module: nn.Module) -> bool:
-    """Return whether a module's forward, hooks aside, is torch's own: it sets no attributes."""
-    return (
-        type(module).__module__.startswith("torch.nn.modules.") and "forward" not in module.__dict__
-    )
-
-
-class _CachedReplica:
-    """One replica: its root module, and every place in the module tree that refers to a tensor.
-
-    With `watching`, it keeps a record of its attributes, in which `written` finds changes. Only
-    modules with hooks and modules from outside torch need one, because all others set no attributes
-    in forward.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        sources: Sequence[torch.Tensor],
-        tensors: Sequence[torch.Tensor],
-        *,
-        watching: bool,
-    ) -> None:
-        self.root = rebuild(module, {id(s): t for s, t in zip(sources, tensors, strict=True)})
-        self.watching = watching
-        self._bound = tensors
-        numbers = {id(tensor): i for i, tensor in enumerate(tensors)}
-        containers = list(_containers(self.root))
-        self._dicts = [one for one in containers if type(one) is not list]
-        self._lists = [one for one in containers if type(one) is list]
-        entries = [
-            *((holder, key, value) for holder in self._dicts for key, value in holder.items()),
-            *((holder, key, value) for holder in self._lists for key, value in enumerate(holder)),
-        ]
-        places = [
-            (position, holder, key, numbers[id(value)])
-            for position, (holder, key, value) in enumerate(entries)
-            if id(value) in numbers
-        ]
-        self._positions = [position for position, _, _, _ in places]
-        self._holders = [holder for _, holder, _, _ in places]
-        self._keys = [key for _, _, key, _ in places]
-        self._pick = _picker([number for _, _, _, number in places])
-        self._seen = self._values() if watching else []
-
-    def bind(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Replace the replica's tensors in every place that refers to them.
-
-        The loop runs in C, because it runs for every tensor in every step.
-        """
-        if len(tensors) == len(self._bound) and all(map(is_, tensors, self._bound)):
-            return
-        self._bound = tensors
-        picked = self._pick(tensors)
-        deque(map(setitem, self._holders, self._keys, picked), maxlen=0)
-        if self.watching:
-            deque(map(setitem, repeat(self._seen), self._positions, picked), maxlen=0)
-
-    def written(self) -> bool:
-        """Return whether a forward has set attributes since the last `bind`.
-
-        Always False without `watching`.
-        """
-        if not self.watching:
-            return False
-        return not _same(self._values(), self._seen)
-
-    def _values(self) -> list[Any]:
-        """Return all values of the replica's dicts and lists, in order.
-
-        The list keeps each value alive, so that the id of a deleted value cannot be reused.
-        """
-        return [
-            *chain.from_iterable(map(dict.values, self._dicts)),
-            *chain.from_iterable(self._lists),
-        ]
-
-
-def _same(values: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Return whether two lists have the same objects, or equal integers and strings, in order.
-
-    Other equal objects may differ: 0.0 from -0.0, a tensor from one of another dtype, a list from
-    another that the user's code changes later.
-    """
-    if len(values) != len(others):
-        return False
-    return all(map(is_, values, others)) or all(
-        value is other
-        or (type(value) is type(other) and type(value) in (int, str) and value == other)
-        for value, other in zip(values, others, strict=True)
-    )
-
-
-def _containers(root: nn.Module) -> Iterable[Any]:
-    """Yield each module's attribute dict, and the lists and dicts in it that may contain tensors.
-
-    Any list may, such as the `_flat_weights` of RNNs; of the dicts only those that `_HOLDERS`
-    names.
-    """
-    for module in root.modules():
-        yield module.__dict__
-        for name, value in module.__dict__.items():
-            if type(value) is list or (type(value) is dict and name in _HOLDERS):
-                yield value
-
-
-def _picker(numbers: Sequence[int]) -> Any:
-    """Return a function that picks the items at `numbers`, in C if there are several."""
-    if len(numbers) > 1:
-        return itemgetter(*numbers)
-    return lambda tensors: [tensors[number] for number in numbers]

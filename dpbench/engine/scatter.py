@@ -1,57 +1,18 @@
-"""Scatter: split every tensor of a structure over the devices; all pieces share other values.
-
-A device that also does other work can get fewer rows.
-"""
+"""Scatter: split every tensor of a structure over the devices; all pieces share other values."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd.function import Function
 
-from dpbench.engine.containers import device_of, keys_of, mapped, parts_of, rebuilt, tensors_in
+from dpbench.engine.containers import keys_of, parts_of, rebuilt, tensors_in
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import Devices, as_devices
 from dpbench.records import Mark, Phase, no_mark
 from dpbench.records.words import count
-
-
-def weights_of(
-    chunk_sizes: Sequence[float] | None, devices: Sequence[Device]
-) -> tuple[float, ...] | None:
-    """Return the weights by which a batch's rows are divided; None means torch's equal chunks.
-
-    Raises ValueError unless there is one finite weight above 0 per device.
-    """
-    if chunk_sizes is None:
-        return None
-    weights = tuple(chunk_sizes)
-    if len(weights) != len(devices) or not all(0 < weight < math.inf for weight in weights):
-        raise ValueError(
-            f"chunk_sizes needs one weight above 0 per device, for {count(len(devices), 'device')};"
-            f" got {chunk_sizes}"
-        )
-    return weights
-
-
-def apportion(rows: int, weights: Sequence[float]) -> list[int]:
-    """Return each device's number of rows: one, and a share of the rest proportional to its weight.
-
-    Fractions are rounded by the method of largest remainders. If there are fewer rows than devices,
-    only the first devices get a row, and the list is shorter.
-    """
-    whole = sum(weights)
-    if rows < len(weights):
-        return [1] * rows
-    exact = [1 + (rows - len(weights)) * weight / whole for weight in weights]
-    sizes = [int(one) for one in exact]
-    order = sorted(range(len(weights)), key=lambda i: sizes[i] - exact[i])
-    for i in order[: rows - sum(sizes)]:
-        sizes[i] += 1
-    return sizes
 
 
 class Scatter(Function):
@@ -159,7 +120,10 @@ def _agreed(lengths: set[int], devices: int, dim: int) -> int:
     Raises ValueError if the numbers of pieces or the lengths differ. A tensor with exactly one row
     per piece may differ in length from the others.
     """
-    counts = {_chunks(length, devices) for length in lengths}
+    # as torch.chunk: ceil(length / devices) rows each; length 0 gives one empty chunk per device
+    counts = {
+        -(-length // -(-length // devices)) if length else devices for length in lengths
+    }
     pieces = max(counts, default=devices)
     if len(counts) > 1 or len(lengths - {pieces}) > 1:
         raise ValueError(
@@ -185,58 +149,3 @@ def _checked(sizes: Sequence[int], lengths: set[int], devices: int, dim: int) ->
             f" {sorted(lengths)} along dim {dim}; the sizes must sum to the length of every tensor"
         )
     return len(sizes)
-
-
-def _chunks(length: int, devices: int) -> int:
-    """Return the number of chunks that `torch.chunk` makes of a tensor of the given length.
-
-    Each chunk has ceil(length / devices) rows; the last may have fewer. Length 0 gives one empty
-    chunk per device.
-    """
-    if length == 0:
-        return devices
-    piece = -(-length // devices)
-    return -(-length // piece)
-
-
-def same_rows(inputs: Any, target: Any) -> bool:
-    """Return whether every tensor of the target has as many rows as the inputs."""
-    tensors = [target] if isinstance(target, torch.Tensor) else tensors_in(target)
-    rows = max((tensor.size(0) for tensor in tensors_in(inputs) if tensor.dim()), default=0)
-    return all(
-        tensor.dim() and tensor.layout is torch.strided and tensor.size(0) == rows
-        for tensor in tensors
-    )
-
-
-def checked_target(target: Any, root: Device) -> Any:
-    """Return the target; raise RuntimeError if it is on an accelerator other than `root`."""
-    where = device_of(target)
-    if where is not None and where.type != "cpu" and where != root.torch_device:
-        raise _wrong_target(where, root.torch_device)
-    return target
-
-
-def place_target(target: Any, device: torch.device | None, root: Device, mark: Mark) -> Any:
-    """Return the target on `device`, the output's device; None leaves it unchanged.
-
-    A copy from the host belongs to the phase scatter. Raises RuntimeError for a target on another
-    accelerator.
-    """
-
-    def placed(tensor: torch.Tensor) -> torch.Tensor:
-        if device is None or tensor.device == device:
-            return tensor
-        if tensor.device.type != "cpu":
-            raise _wrong_target(tensor.device, device)
-        with mark(Phase.SCATTER, root.index):
-            return tensor.to(device, non_blocking=True)
-
-    return mapped(target, placed)
-
-
-def _wrong_target(where: torch.device, device: torch.device) -> RuntimeError:
-    return RuntimeError(
-        f"the target is on {where} but the output, and therefore the loss, is on {device}"
-        f" (device_ids[0]); move it first: target.to('{device}')"
-    )

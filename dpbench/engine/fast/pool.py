@@ -1,0 +1,79 @@
+"""The schedule `pool`: the threads of the replicas persist between calls.
+
+What it changes in `step.step`: `parallel_apply` wakes threads and does not start them, and the
+first replica runs in the calling thread. It relies on nothing else. A pool that an interrupt has
+left with a running thread starts new ones.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from queue import SimpleQueue
+from typing import Any
+
+from dpbench.engine.parallel_apply import NOTHING, Context, Job, wait_for_all
+
+
+class Pool:
+    """Workers with one persistent thread per replica but the first, which the calling thread runs.
+
+    Persistent threads avoid the cost of starting threads, and keep the state that libraries hold
+    per thread (cuDNN's plans). They start with the first call that needs them, and end with `close`
+    or when the pool is garbage-collected. In a forked child process, the pool starts new threads.
+    """
+
+    def __init__(self) -> None:
+        self._inboxes: list[SimpleQueue[Any]] = []
+        self._owner = os.getpid()
+
+    def run(self, job: Job, count: int, starting: Context = NOTHING) -> None:
+        """Run job 0 in the calling thread, and job i in thread i of the pool; wait for all jobs."""
+        if os.getpid() != self._owner:
+            self._inboxes = []
+            self._owner = os.getpid()
+        while len(self._inboxes) < count - 1:
+            self._start()
+        done: SimpleQueue[None] = SimpleQueue()
+        with starting if count > 1 else NOTHING:
+            for i in range(1, count):
+                self._inboxes[i - 1].put((job, i, done))
+        try:
+            job(0)
+        finally:
+            try:
+                wait_for_all(done.get for _ in range(1, count))
+            except BaseException:
+                self._inboxes = []  # a thread may still be running: give it no further jobs
+                raise
+
+    def _start(self) -> None:
+        """Start the next thread of the pool.
+
+        The thread references its inbox but not the pool, so that the pool can be garbage-collected.
+        """
+        inbox: SimpleQueue[Any] = SimpleQueue()
+        name = f"replica-{len(self._inboxes) + 1}"
+        threading.Thread(target=_serve, args=(inbox,), name=name, daemon=True).start()
+        weakref.finalize(self, inbox.put, None).atexit = False
+        self._inboxes.append(inbox)
+
+    def close(self) -> None:
+        """Signal the threads to end, without waiting for them."""
+        for inbox in self._inboxes:
+            inbox.put(None)
+        self._inboxes = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Make `copy` and `pickle` create a new pool, because threads cannot be copied."""
+        return Pool, ()
+
+
+def _serve(inbox: SimpleQueue[Any]) -> None:
+    """Run the jobs from the inbox until the message None arrives."""
+    while (message := inbox.get()) is not None:
+        job, i, done = message
+        job(i)
+        del job, message  # a waiting thread must not keep a step's objects alive
+        done.put(None)

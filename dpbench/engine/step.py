@@ -1,0 +1,86 @@
+"""Step: the training step of torch.nn.DataParallel, in eight phases that follow each other.
+
+Whoever has read this function and the verbs that it calls knows what DataParallel does in a step.
+Everything in `dpbench.engine.fast` is this step with some of its work left out or moved.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from dpbench.engine.gather import gather
+from dpbench.engine.parallel_apply import Spawn, Workers, parallel_apply
+from dpbench.engine.reduce import Gradients, reduce
+from dpbench.engine.replicate import Replicate, check_placement, replicate
+from dpbench.engine.scatter import scatter
+from dpbench.engine.targets import place_target
+from dpbench.engine.training import Training
+from dpbench.records import Phase
+
+
+def step(
+    training: Training,
+    inputs: tuple[Any, ...],
+    target: Any,
+    *,
+    first: bool = True,
+    last: bool = True,
+    workers: Workers = Spawn(),  # noqa: B008  it has no state
+    replicate: Replicate = replicate,
+) -> torch.Tensor:
+    """Train the module on one batch, and return the loss, detached, on the first device.
+
+    Gradients are dropped before the `first` call of an update, and the optimizer runs in the
+    `last`. `workers` and `replicate` may be others that keep threads and replicas between steps.
+    """
+    module, devices, mark = training.module, training.devices, training.mark
+    root = devices[0]
+    if first:
+        with mark(Phase.OPTIMIZER, root.index):
+            training.optimizer.zero_grad(set_to_none=True)
+
+    # scatter: cut the batch into one piece per device; a short batch leaves the last devices idle
+    pieces = scatter(inputs, devices, chunk_sizes=training.chunk_sizes(inputs), mark=mark)
+    used = devices[: len(pieces)]
+
+    # replicate: copy the weights to the devices, and remember in the graph where they came from
+    backward = ExitStack()
+
+    def reducer(gradients: Gradients) -> list[torch.Tensor]:
+        backward.close()
+        return reduce(gradients, used, mark=mark)
+
+    if len(devices) > 1:
+        replicas = replicate(module, used, reducer=reducer, mark=mark)
+    else:
+        check_placement(module, root)
+        replicas = [module]
+
+    # forward: each device runs its replica on its piece, all at the same time
+    outputs = parallel_apply(replicas, pieces, None, used, workers=workers, mark=mark)
+
+    # gather: join the outputs on the first device, which needs the memory for all of them
+    output = gather(outputs, root, used, mark=mark) if len(devices) > 1 else outputs[0]
+
+    # loss: the first device computes the loss of the whole batch, while the others wait
+    target = place_target(target, output, root, mark)
+    with mark(Phase.LOSS, root.index):
+        loss = training.loss(output, target)
+        scaled = training.scaled(loss)
+
+    # backward: autograd runs each replica's backward on its device, in threads of its own
+    # reduce: when all of them have ended, it calls `reducer`, which adds the gradients on the
+    # first device; autograd puts the sums into the `.grad` of the module's parameters
+    with backward:
+        for device in used:
+            backward.enter_context(mark(Phase.BACKWARD, device.index))
+        scaled.backward()
+
+    # optimizer: the first device alone updates the weights; the next step copies them again
+    if last:
+        with mark(Phase.OPTIMIZER, root.index):
+            training.update()
+    return loss.detach()

@@ -1,0 +1,71 @@
+"""Training: what a training step needs besides the batch, and its optimizer phase."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dpbench.engine.containers import first_tensor
+from dpbench.engine.row_weights import apportion
+from dpbench.hardware.device import Device
+from dpbench.records import Mark
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A module, its loss, optimizer and devices, and the settings of `TrainStep`.
+
+    `loss_fn(output, target)` returns a scalar. It may also be a pair `(sum_fn, weight_fn)`, whose
+    quotient is the loss. `row_weights` divide the rows of a batch; None means equal chunks.
+    """
+
+    module: nn.Module
+    loss_fn: Any
+    optimizer: torch.optim.Optimizer
+    devices: Sequence[Device]
+    accumulate: int
+    clip_norm: float | None
+    scaler: torch.amp.GradScaler | None
+    row_weights: Sequence[float] | None
+    mark: Mark
+
+    def chunk_sizes(self, inputs: Any) -> list[int] | None:
+        """Return the number of rows of each device; None means equal chunks."""
+        if self.row_weights is None:
+            return None
+        tensor = first_tensor(inputs)
+        if tensor is None or not tensor.dim():
+            return None
+        return apportion(tensor.size(0), self.row_weights) or None
+
+    def loss(self, output: Any, target: Any) -> torch.Tensor:
+        """Return the loss of the whole batch."""
+        if isinstance(self.loss_fn, tuple):
+            sum_fn, weight_fn = self.loss_fn
+            return sum_fn(output, target) / weight_fn(output, target)  # type: ignore[no-any-return]
+        return self.loss_fn(output, target)  # type: ignore[no-any-return]
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss from which backward starts: its share of an update, and scaled for fp16."""
+        if self.accumulate > 1:
+            loss = loss / self.accumulate
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def update(self) -> None:
+        """Clip the gradients if `clip_norm` is given, and run the optimizer.
+
+        A scaler first unscales the gradients; it skips the step if a gradient is infinite or NaN.
+        """
+        if self.clip_norm is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_norm)
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
