@@ -92,7 +92,9 @@ def copied(
     else:
         reducer = reducer or partial(reduce, devices=devices, mark=mark)
         joined = Broadcast.apply(devices, reducer, mark, *trained) if trained else ()  # type: ignore[no-untyped-call]
-        copies = [list(joined[i * len(trained) : (i + 1) * len(trained)]) for i in range(len(devices))]
+        copies = [
+            list(joined[i * len(trained) : (i + 1) * len(trained)]) for i in range(len(devices))
+        ]
     for weights, statistics in zip(copies, copies_of(plain, devices, mark), strict=True):
         weights.extend(statistics)
     # replica 0 must not write its buffers in place while other devices still copy them

@@ -1,4 +1,4 @@
-"""Row weights: divide a batch's rows unequally, so that a device that does other work gets fewer."""
+"""Row weights: divide the rows of a batch unequally over the devices."""
 
 from __future__ import annotations
 

@@ -121,9 +121,7 @@ def _agreed(lengths: set[int], devices: int, dim: int) -> int:
     per piece may differ in length from the others.
     """
     # as torch.chunk: ceil(length / devices) rows each; length 0 gives one empty chunk per device
-    counts = {
-        -(-length // -(-length // devices)) if length else devices for length in lengths
-    }
+    counts = {-(-length // -(-length // devices)) if length else devices for length in lengths}
     pieces = max(counts, default=devices)
     if len(counts) > 1 or len(lengths - {pieces}) > 1:
         raise ValueError(

@@ -35,15 +35,15 @@ COPYING: dict[Schedule, Callable[[nn.Module], Means]] = {
 class Runner(Protocol):
     """What runs the steps of one schedule, with the state that persists between them.
 
-    `schedule` is the schedule that runs, and `note` says why it is not the preferred one.
+    `schedule` is the schedule that runs, and `note` says why it is not the preferred one. `unfit`
+    is a reason, found in a step, for which replicas should not be kept.
     """
 
     schedule: Schedule
     note: str
+    unfit: str
 
-    def run(
-        self, inputs: tuple[Any, ...], target: Any, *, first: bool, last: bool
-    ) -> torch.Tensor:
+    def run(self, inputs: tuple[Any, ...], target: Any, *, first: bool, last: bool) -> torch.Tensor:
         """Run one training step, and return the loss: see `step.step`."""
 
     def changed(self) -> bool:
@@ -63,13 +63,17 @@ class Runner(Protocol):
 
 
 class Copying:
-    """Steps that copy the weights to the devices through autograd; nothing else must be noticed."""
+    """Steps that copy the weights to the devices through autograd; nothing must be noticed."""
+
+    unfit = ""
 
     def __init__(self, training: Training, schedule: Schedule, note: str = "") -> None:
         self.schedule = schedule
         self.note = note
-        self._workers, replicate = COPYING[schedule](training.module)
-        self.run = partial(step, training, workers=self._workers, replicate=replicate)
+        several = len(training.devices) > 1
+        means = COPYING[schedule if several else Schedule.REFERENCE](training.module)
+        self._workers = means.workers
+        self.run = partial(step, training, workers=self._workers, replicate=means.replicate)
 
     def changed(self) -> bool:
         """Return False: every step reads the module anew."""
@@ -90,19 +94,11 @@ class Copying:
         self._workers.close()
 
 
-Selector = Callable[[Training, str], Runner]
-RUNNERS: dict[str, Selector] = {}
-"""For each schedule, and "copying" and "fastest", a function that returns what runs the steps.
+RUNNERS: dict[str, Callable[[Training, str], Runner]] = {
+    Schedule.REFERENCE: lambda training, unfit: Copying(training, Schedule.REFERENCE)
+}
+"""For each schedule, and for "copying" and "fastest", a function that returns what runs the steps.
 
-Its second argument is the reason, found in an earlier step, for which replicas cannot be kept.
+Its second argument is the reason, found in an earlier step, for which replicas should not be kept.
+It raises Refused if the schedule cannot run this training.
 """
-
-
-def runner(training: Training, schedule: str, unfit: str = "") -> Runner:
-    """Return what runs the steps under a schedule, or under "copying" or "fastest".
-
-    Raises Refused if the schedule cannot run this training.
-    """
-    if schedule in RUNNERS:
-        return RUNNERS[schedule](training, unfit)
-    return Copying(training, Schedule(schedule))

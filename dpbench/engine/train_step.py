@@ -11,9 +11,9 @@ from torch import nn
 from dpbench.engine.checkpoints import check_prefix
 from dpbench.engine.errors import Refused
 from dpbench.engine.row_weights import weights_of
-from dpbench.engine.schedules import runner
+from dpbench.engine.schedules import RUNNERS
 from dpbench.engine.settings import IntraOp, check_uncached, keep_memory
-from dpbench.engine.training import Training
+from dpbench.engine.training import Training, check_closure
 from dpbench.hardware.devices import Devices, as_devices, holding, resolve
 from dpbench.records import Mark, no_mark
 from dpbench.records.schedule import COPYING, SELECTED, Schedule, parse
@@ -110,7 +110,8 @@ class TrainStep:
             row_weights=self.chunk_sizes,
             mark=self._mark,
         )
-        self._runner = runner(training, self._wanted, self._unfit)
+        check_closure(self.optimizer)
+        self._runner = RUNNERS[self._wanted](training, self._unfit)
 
     @property
     def schedule(self) -> Schedule:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from dpbench.engine.containers import first_tensor
+from dpbench.engine.errors import Refused
 from dpbench.engine.row_weights import apportion
 from dpbench.hardware.device import Device
 from dpbench.records import Mark
@@ -42,6 +44,11 @@ class Training:
             return None
         return apportion(tensor.size(0), self.row_weights) or None
 
+    @property
+    def powers(self) -> bool:
+        """Return whether the loss is scaled only by powers of two, or not at all."""
+        return self.scaler is None and self.accumulate & (self.accumulate - 1) == 0
+
     def loss(self, output: Any, target: Any) -> torch.Tensor:
         """Return the loss of the whole batch."""
         if isinstance(self.loss_fn, tuple):
@@ -50,7 +57,7 @@ class Training:
         return self.loss_fn(output, target)  # type: ignore[no-any-return]
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss from which backward starts: its share of an update, and scaled for fp16."""
+        """Return the loss from which backward starts: the share of one call, scaled by the scaler."""
         if self.accumulate > 1:
             loss = loss / self.accumulate
         return loss if self.scaler is None else self.scaler.scale(loss)
@@ -69,3 +76,14 @@ class Training:
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
+
+
+def check_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Raise Refused if the optimizer's `step` has an argument that must be given, as LBFGS has."""
+    parameters = list(inspect.signature(type(optimizer).step).parameters.values())
+    if any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters[1:]):
+        kind = type(optimizer).__name__
+        raise Refused(
+            f"{kind} evaluates the loss several times per step, through a closure, which TrainStep"
+            " does not support; use another optimizer"
+        )

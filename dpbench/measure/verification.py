@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpbench.engine.workers import SAVED_RANDOM_STATES
+from dpbench.engine.settings import SAVED_RANDOM_STATES
 from dpbench.hardware.device import Device
 from dpbench.measure.reference import (
     all_tensors,

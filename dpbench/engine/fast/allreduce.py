@@ -1,446 +1,157 @@
-"""Update: step all weights on device 0, all on every device, or a share of them on each device.
+"""The schedule `allreduce`: every device sums all gradients and updates its own weights.
 
-A shard is a tensor that one device's optimizer steps: a parameter, a flat buffer, or a slice of a
-flat buffer. The user's optimizer steps device 0's shards, so that its param_groups, schedulers and
-hooks take effect. The optimizers of the other devices copy its options.
+What it changes in `local`: there is no copy of the weights from the first device, because each
+device has the sums of all gradients and an optimizer of its own, whose steps are bitwise equal.
+Distinct GPUs sum by NCCL's all-reduce.
+
+It relies on noticing every other write to the weights, by torch's counts of in-place writes: after
+one, the next step copies the first device's weights to the others. Writes that torch does not count
+need `TrainStep.sync()`. It also relies on gradients that are the sums of the replicas' gradients,
+and on an optimizer that nothing watches; a step with other gradients, such as sparse ones, is
+finished as in `local`.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch import nn
 
-from dpbench.engine.collectives import Exchange, arrive, choose
-from dpbench.engine.flat_storage import (
-    FlatWeights,
-    ParamShard,
-    Segment,
-    Sum,
-    cut,
-    gathered,
-    line,
-    sums,
-)
-from dpbench.engine.optimizer_state import FetchedState, State, Stepper, groups_of, mirror
-from dpbench.engine.parallel_apply import run_on_devices
-from dpbench.engine.persistent import ReplicaWeights
-from dpbench.engine.workers import Workers
-from dpbench.hardware.device import Device
-from dpbench.hardware.devices._many import copy_all, sum_all
-from dpbench.records import Mark, Phase
-from dpbench.engine._switches import Switches
-from dpbench.records.work import owners
-
-Sources = Sequence[tuple[Device, Sequence[torch.Tensor | None]]]
-"""For each replica that has gradients: its device, and its gradients by parameter index."""
-SMALL_BYTES = 2**16
-"""One call sums all gradients up to this size.
-
-It writes each sum twice, but such sums fit in the cache.
-"""
-FEW = 8
-"""The minimum number of small gradients to sum in one call."""
-HELD = 2
-"""The reference count of a tensor to which only a list and the call of `sys.getrefcount` refer."""
+from dpbench.engine.fast.local import Local
+from dpbench.engine.fast.stages import run_on_devices
+from dpbench.engine.fast.update import Update
+from dpbench.engine.training import Training
+from dpbench.records import Phase
+from dpbench.records.schedule import Schedule
 
 
-class Update:
-    """The optimizers of all devices that step weights, and the shards that they step.
+class AllReduce(Local):
+    """The steps of the schedule `allreduce`."""
 
-    `owners` are the indices of these devices. With `natural`, the user's optimizer steps the
-    module's own parameters, in its own groups. With `joined`, the shards are flat buffers or slices
-    of them.
-    """
+    schedule = Schedule.ALLREDUCE
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        replicas: ReplicaWeights,
-        flat: FlatWeights | None,
-        devices: Sequence[Device],
-        schedule: Switches,
-        mark: Mark,
-    ) -> None:
-        self.optimizer = optimizer
-        self._replicas = replicas
-        self._devices = devices
-        self._mark = mark
-        self._groups = groups_of(optimizer, replicas.originals)
-        # the optimizer steps the module's own parameters, whose memory replica 0 shares
-        self._weights: list[list[torch.Tensor]] = [replicas.originals, *replicas.parameters[1:]]
-        self._sharded = schedule.update == "sharded"
-        self.owners = range(1 if schedule.update == "root" else len(devices))
-        self._owner = (
-            self._shared_out() if self._sharded and schedule.optimizer == "per_parameter" else {}
+    @torch.inference_mode(mode=False)
+    def __init__(self, training: Training, *, selected: bool, note: str = "") -> None:
+        super().__init__(training, selected=selected, note=note)
+        self._update = Update(
+            training.optimizer, self._weights, self._flat(), self._devices, self._mark
         )
-        self.exchange = self._exchange(schedule)
-        self._on_host = devices[0].torch_device.type == "cpu" and self.exchange is None
-        self._whole_buffers: list[torch.Tensor] = []
-        if schedule.optimizer == "flat":
-            assert flat is not None
-            # logical devices share the host's memory: their slices make up the whole gradient
-            if self._on_host:
-                self._whole_buffers = flat.layout.allocate(devices[0])
-            self._shards = [self._slices(flat, i) for i in self.owners]
+        self._seen: list[int] = []
+        self._begun: list[list[int]] = []
+        self._written_in_forward = False
+
+    def _flat(self) -> Any:
+        return None
+
+    def changed(self) -> bool:
+        """Return whether the parameters, their hooks or the optimizer have changed."""
+        return super().changed() or bool(self._hooks) or self._update.regrouped
+
+    def stale(self) -> list[int]:
+        """Return the indices of the parameters whose values differ between replicas and module.
+
+        The list is empty if the next step copies the weights anyway.
+        """
+        return [] if self._weights.versions() != self._seen else self._weights.stale()
+
+    def sync(self) -> None:
+        """Make the next step copy the weights to all replicas."""
+        self._seen = []
+
+    def _clear(self) -> None:
+        super()._clear()
+        self._update.hide()
+
+    def _replicas(self, count: int) -> list[nn.Module]:
+        self._used = count
+        self._update.begin()
+        if self._weights.versions() != self._seen:
+            self._refresh()
+        self._begun = self._weights.all_versions(count)
+        return self._weights.modules(count)
+
+    def _refresh(self) -> None:
+        for i in range(1, len(self._devices)):
+            self._weights.refresh(i)
+        self._seen = self._weights.versions()
+
+    def _finish(self, *, last: bool) -> None:
+        if self._weights.all_versions(self._used) != self._begun:
+            self._written_in_forward = True
+        if self._is_unusual():
+            self._bring()
+            self._step_plainly()
         else:
-            self._shards = [self._whole(i) for i in self.owners]
-        self._sums = [
-            [one for shard in shards for one in sums(shard, replicas.parameters[0])]
-            for shards in self._shards
-        ]
-        self._small = [_small(each) for each in self._sums]
-        together = {id(one) for small in self._small for one in small}
-        self._large = [[one for one in each if id(one) not in together] for each in self._sums]
-        self.joined = schedule.optimizer == "flat"
-        self.natural = schedule.update == "root" and schedule.optimizer == "per_parameter"
-        self._steppers = [
-            Stepper(
-                optimizer if i == 0 else mirror(optimizer),
-                optimizer,
-                [(u.weight, u.gradient, u.group) for u in shards],
-                natural=self.natural,
-            )
-            for i, shards in enumerate(self._shards)
-        ]
-        whole = self._whole_gradients(flat)
-        stepped = [n for group in self._groups for n in group.parameters]
-        self._seen = [replicas.originals[n] for n in stepped if n in whole]
-        self._unseen = [replicas.originals[n] for n in stepped if n not in whole]
-        self._views = [whole[n] for n in stepped if n in whole]
-        self._shown: list[torch.Tensor] = []
-        self._hooks: list[Any] = []
-        if not self.natural:
-            self._keep_state()
+            self._step()
+        self._written_in_forward = False
+        self._update.end()
 
-    def _keep_state(self) -> None:
-        """Move the optimizer's state to the shards.
+    def _is_unusual(self) -> bool:
+        """Return whether only the user's optimizer, on the module's parameters, can step.
 
-        `optimizer.state` becomes a mapping that gathers the state from the shards at the first
-        access. If it is one that the training loop has accessed, it stays in place, because the
-        loop may have references to its entries.
+        It must if a forward has written weights, because each device then has weights of its own,
+        and if there are gradients that shards cannot represent: a sparse gradient, or one that did
+        not come through the replicas, for example that of a penalty on `module.parameters()` in the
+        loss.
         """
-        state: Any = self.optimizer.state
-        stepped = {self._replicas.originals[n] for group in self._groups for n in group.parameters}
-        self._rest = {key: entry for key, entry in state.items() if key not in stepped}
-        self._import(state)
-        kept = isinstance(state, FetchedState) and state.fetched
-        self._state: FetchedState = state if kept else FetchedState(self._gathered)
-        self.optimizer.state = self._state
-        self._hooks = [
-            self.optimizer.register_state_dict_pre_hook(lambda _: self._open()),
-            self.optimizer.register_state_dict_post_hook(lambda *_: self._shut()),
-        ]
-
-    def _shared_out(self) -> dict[int, int]:
-        """Return each parameter's device; all devices step about equally many elements."""
-        numbers = [n for group in self._groups for n in group.parameters]
-        sizes = [self._replicas.originals[n].numel() for n in numbers]
-        return dict(zip(numbers, owners(sizes, len(self._devices)), strict=True))
-
-    def _exchange(self, schedule: Switches) -> Exchange | None:
-        """Return the exchange that sums gradients by collectives, or None if there are none.
-
-        The gradients of the shards are then views of the exchange's buffers.
-        """
-        parameters = self._replicas.parameters
-        count = len(self._devices)
-        stepped = [parameters[0][n] for group in self._groups for n in group.parameters]
-        collectives = choose(self._devices, stepped)
-        if collectives is None:
-            return None
-        groups = [group.parameters for group in self._groups]
-        owners = [None if self._sharded else 0 for _ in self._groups]
-        if self._owner:
-            groups = [
-                tuple(n for n in group if self._owner[n] == i)
-                for group in groups
-                for i in range(count)
-            ]
-            owners = [*range(count)] * len(self._groups)
-        everyone = schedule.update == "each"
-        return Exchange(
-            collectives,
-            self._devices,
-            parameters,
-            groups,
-            owners,
-            everyone=everyone,
-            mark=self._mark,
-        )
-
-    def _whole(self, i: int) -> list[ParamShard]:
-        """Return one shard per parameter that device i steps."""
-        parameters = self._weights
-        stepped = [
-            (g.number, n) for g in self._groups for n in g.parameters if self._owner.get(n, i) == i
-        ]
-        shards = []
-        for group, n in stepped:
-            weight = parameters[i][n]
-            if self.exchange:
-                gradient = self.exchange.views[i][n]
-            else:
-                with self._devices[i].guard():
-                    gradient = torch.zeros_like(weight, requires_grad=False)
-            segment = Segment(n, 0, weight.numel(), 0)
-            shards.append(
-                ParamShard(
-                    weight, gradient, group, (segment,), tuple(one[n].data for one in parameters)
-                )
-            )
-        return shards
-
-    def _slices(self, flat: FlatWeights, i: int) -> list[ParamShard]:
-        """Return device i's shards for a schedule that steps flat buffers.
-
-        If the update is divided among the devices, a shard is device i's slice of a flat buffer; if
-        not, it is the whole buffer. A flat buffer whose parameters are not in the optimizer has no
-        shard.
-        """
-        shards = []
-        group_of = {n: group.number for group in self._groups for n in group.parameters}
-        for f, plan in enumerate(flat.layout.flats):
-            group = group_of.get(plan.slots[0].parameter)
-            if group is None:
-                continue
-            # no remainder: the layout was made for this number of devices
-            share = plan.size // len(self._devices)
-            start, stop = (i * share, (i + 1) * share) if self._sharded else (0, plan.size)
-            segments = tuple(
-                Segment(
-                    s.parameter,
-                    max(s.start, start) - s.start,
-                    min(s.stop, stop) - s.start,
-                    max(s.start, start) - start,
-                )
-                for s in plan.slots
-                if max(s.start, start) < min(s.stop, stop)
-            )
-            twins = tuple(flats[f][start:stop] for flats in self._replicas.flats)
-            with self._devices[i].guard():
-                weight = twins[i].detach().requires_grad_()
-                if self.exchange:
-                    gradient = self.exchange.buffers[i][f][start:stop]
-                elif self._whole_buffers and (self._sharded or i == 0):
-                    gradient = self._whole_buffers[f][start:stop]
-                else:
-                    gradient = torch.zeros_like(twins[i])
-            shards.append(ParamShard(weight, gradient, group, segments, twins))
-        return shards
-
-    def collect(self, i: int, sources: Sources, numbers: Sequence[int] | None = None) -> None:
-        """Sum the gradients of all replicas, in the order of `sources`, for device i's shards.
-
-        `numbers` are the indices of the parameters whose gradients are summed; None means all.
-        """
-        device = self._devices[i]
-        wanted = None if numbers is None else set(numbers)
-        with self._mark(Phase.REDUCE, device.index), device.guard(), torch.no_grad():
-            for other, gradients in () if self._on_host else sources:
-                device.wait(other)
-                device.borrow([g for g in gradients if g is not None])
-            remaining = self._sum_small(i, sources) if wanted is None else self._sums[i]
-            for segment_sum in remaining:
-                if wanted is None or segment_sum.segment.parameter in wanted:
-                    self._sum(
-                        device,
-                        segment_sum,
-                        [gradients[segment_sum.segment.parameter] for _, gradients in sources],
-                    )
-
-    def _sum_small(self, i: int, sources: Sources) -> Sequence[Sum]:
-        """Sum device i's small gradients in one call, if possible; return the other sums."""
-        small = self._small[i]
-        if not small:
-            return self._sums[i]
-        parts = [[gradients[one.segment.parameter] for one in small] for _, gradients in sources]
-        home = self._devices[i].torch_device
-        if any(part is None or part.device != home for one in parts for part in one):
-            return self._sums[i]
-        sum_all([one.target for one in small], parts)  # type: ignore[arg-type]
-        return self._large[i]
-
-    def _sum(
-        self, device: Device, segment_sum: Sum, gradients: Sequence[torch.Tensor | None]
-    ) -> None:
-        """Write the sum of one segment's gradients; None stands for an unused parameter."""
-        slices = [segment_sum.of(part) for part in gradients if part is not None]
-        parts = slices if self._on_host else [arrive(part, device) for part in slices]
-        if not parts:
-            segment_sum.target.zero_()
-        elif len(parts) == 1:
-            segment_sum.target.copy_(parts[0])
-        else:
-            torch.add(parts[0], parts[1], out=segment_sum.target)
-            for part in parts[2:]:
-                segment_sum.target.add_(part)
-
-    def show(self) -> None:
-        """Set the `.grad` of the module's parameters to the reduced gradients.
-
-        It is None if the gradient is not complete in one tensor on device 0 (or, for logical CPU
-        devices, on the host).
-        """
-        # `hide` or `module.to()` may have given earlier gradients other memory
-        if not self._shown or not all(map(torch.Tensor.is_set_to, self._shown, self._views)):
-            self._shown = [view.detach() for view in self._views]
-        for parameter, gradient in zip(self._seen, self._shown, strict=True):
-            parameter.grad = gradient
-        for parameter in self._unseen:
-            parameter.grad = None
-
-    def hide(self) -> None:
-        """Before a step, move gradients that the user's code references to separate memory."""
-        shown = self._shown
-        for i in range(len(shown)):  # by index: a loop variable would be one more reference
-            if sys.getrefcount(shown[i]) > HELD:
-                shown[i].data = shown[i].clone()
-
-    def _whole_gradients(self, flat: FlatWeights | None) -> dict[int, torch.Tensor]:
-        """Return, by parameter index, the reduced gradients that are complete in one tensor.
-
-        They are on device 0; with logical CPU devices, any device may have summed them.
-        """
-        if self._whole_buffers and flat is not None:
-            return flat.layout.views(self._whole_buffers, self._replicas.parameters[0])
-        shards = self._sums if self._on_host else self._sums[:1]
-        return {one.segment.parameter: one.target for sums in shards for one in sums if one.whole}
-
-    def step(self, i: int) -> None:
-        """Run device i's optimizer on its shards."""
-        device = self._devices[i]
-        with self._mark(Phase.OPTIMIZER, device.index), device.guard():
-            self._steppers[i].step()
-
-    def spread(self, workers: Workers) -> None:
-        """Copy to each device the weights that the others have updated."""
-        if self.collective:
-            assert self.exchange is not None
-            self.exchange.spread(
-                [
-                    flats[: len(one)]
-                    for flats, one in zip(self._replicas.flats, self.exchange.buffers, strict=True)
-                ]
-            )
-        else:
-            run_on_devices(self.copy, self._devices, workers)
-
-    @property
-    def collective(self) -> bool:
-        """Return whether a collective sends the updated weights to all devices."""
-        return self.exchange is not None and not self._owner
-
-    def copy(self, i: int) -> None:
-        """Copy to device i the weights that the others have updated."""
-        device = self._devices[i]
-        with self._mark(Phase.REPLICATE, device.index), device.guard(), torch.no_grad():
-            for j in self.owners:
-                if j != i:
-                    device.wait(self._devices[j])
-                    copy_all(
-                        [shard.twins[i] for shard in self._shards[j]],
-                        [shard.twins[j] for shard in self._shards[j]],
-                    )
-
-    @property
-    def shared(self) -> bool:
-        """Return whether each device steps only a share of the weights."""
-        return self._sharded
-
-    def gather_gradients(self) -> None:
-        """Gather the reduced gradients from all devices into the module's `.grad`.
-
-        If each device has reduced only its share of them, call this once, when training ends.
-        """
-        gradients: dict[int, torch.Tensor] = {}
-        for shard in (shard for shards in self._shards for shard in shards):
-            for segment in shard.segments:
-                n = segment.parameter
-                if n not in gradients:
-                    gradients[n] = torch.zeros_like(
-                        self._replicas.parameters[0][n], requires_grad=False
-                    )
-                line(gradients[n])[segment.start : segment.stop].copy_(segment.of(shard.gradient))
-        for n, gradient in gradients.items():
-            parameter = self._replicas.originals[n]
-            dtypes = parameter.dtype, getattr(parameter, "grad_dtype", parameter.dtype)
-            if parameter.shape == gradient.shape and dtypes == (gradient.dtype, gradient.dtype):
-                parameter.grad = gradient
-
-    @property
-    def regrouped(self) -> bool:
-        """Return whether the optimizer's state was replaced, or no longer fits the shards."""
-        if self.natural:
-            return False
-        if self.optimizer.state is not self._state:
-            return True
+        (first,) = self._weights.gradients(1)
         return (
-            self._state.fetched
-            and groups_of(self.optimizer, self._replicas.originals) != self._groups
+            self._written_in_forward
+            or any(g is not None and g.is_sparse for g in first)
+            or any(p.grad is not None for p in self._weights.originals)
         )
 
-    def begin(self) -> None:
-        """Copy `optimizer.state` to the shards if the training loop may have changed it."""
-        if not self.natural and self._state.fetched:
-            self._import(self._state)
+    def _step_plainly(self) -> None:
+        """Run the user's optimizer on the module's own parameters and their `.grad`."""
+        with self._mark(Phase.OPTIMIZER, self._devices[0].index), self._devices[0].guard():
+            self._update.step_plainly()
+        if self._selected and not self._written_in_forward:
+            self.unfit = (
+                "replicas are not kept, because some gradients are sparse or computed outside the"
+                " replicas"
+            )
+        self._seen = []
 
-    def end(self) -> None:
-        """Copy the shards' state to `optimizer.state` if the training loop has accessed it."""
-        if not self.natural and self._state.fetched:
-            self._state.store(self._gathered())
+    def _step(self) -> None:
+        """Reduce the gradients, and run the optimizers, on all devices at once."""
+        update = self._update
+        gradients = self._weights.gradients(self._used)
+        if update.exchange and self._used > 1:
+            self._exchange(gradients)
 
-    def step_plainly(self) -> None:
-        """Step the module's own parameters with the user's optimizer and state."""
-        if self.natural:
-            self.optimizer.step()
-            return
-        self._open()
-        try:
-            self.optimizer.step()
-            self._import(self.optimizer.state)
-        finally:
-            self._shut()
+        def step(i: int) -> None:
+            if not update.exchange or self._used == 1:
+                update.collect(i, gradients)
+            update.step(i)
 
-    def _gathered(self) -> State:
-        """Return the state by parameter, including entries of tensors that no shard contains."""
-        owners = self.owners if self._sharded else self.owners[:1]
-        states = [(self._shards[i], self._steppers[i].state) for i in owners]
-        found = gathered(states, self._replicas.originals, self._replicas.parameters[0])
-        return State(dict, {**self._rest, **found})
+        self._update_all(step)
+        self._weights.clear()
+        update.show()
+        self._seen = self._weights.versions()
 
-    def _import(self, state: State) -> None:
-        for i in self.owners:
-            self._steppers[i].state = cut(state, self._shards[i], self._replicas.originals)
+    def _exchange(self, gradients: list[list[torch.Tensor | None]]) -> None:
+        """Sum the gradients by collectives."""
+        exchange = self._update.exchange
+        assert exchange is not None
+        idle = [None] * (len(self._devices) - self._used)
+        each = [*gradients, *idle]
+        exchange.wait()  # a failed step may have left collectives running
+        run_on_devices(lambda i: exchange.stage(i, each[i]), self._devices, self._workers)
+        exchange.reduce()
+        exchange.wait()
 
-    def _open(self) -> None:
-        """Make `optimizer.state` the state by parameter, so that torch's own code can use it.
+    def _update_all(self, step: Any) -> None:
+        run_on_devices(step, self._devices, self._workers)
 
-        Does nothing if the training loop has replaced or accessed it.
-        """
-        self._opened = self.optimizer.state is self._state and not self._state.fetched
-        if self._opened:
-            self.optimizer.state = self._gathered()
-
-    def _shut(self) -> None:
-        """Undo `_open`."""
-        if self._opened:
-            self.optimizer.state = self._state
+    def abandon(self) -> None:
+        """Do nothing but make the next step copy the weights: `.grad` is as in an ordinary loop."""
+        super().abandon()
+        self._seen = []
 
     def close(self) -> None:
-        """Leave the user's optimizer with its complete state and without hooks."""
-        if not self.natural and self.optimizer.state is self._state and not self._state.fetched:
-            self.optimizer.state = self._gathered()
-        for hook in self._hooks:
-            hook.remove()
-        # break a cycle: the former mapping references this object
-        self._state = FetchedState(State)
-
-
-def _small(candidates: Sequence[Sum]) -> list[Sum]:
-    """Return the sums of small gradients, or none if there are fewer than `FEW`."""
-    small = [one for one in candidates if one.whole and one.target.nbytes <= SMALL_BYTES]
-    return small if len(small) >= FEW else []
+        """End the threads; leave module and optimizer as an ordinary loop would."""
+        if exchange := self._update.exchange:
+            exchange.lead()
+        super().close()
+        self._update.close()

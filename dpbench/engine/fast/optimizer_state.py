@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from dpbench.engine.errors import Refused
@@ -172,18 +171,13 @@ Stepped = tuple[torch.Tensor, torch.Tensor, int]
 class Stepper:
     """One device's optimizer, with the shards that it steps and its state by shard.
 
-    `leader` is the user's optimizer, whose options every other optimizer copies. With `natural`,
-    `optimizer` is the user's optimizer, and it steps the parameters in its own groups with its own
-    state.
+    `leader` is the user's optimizer, whose options every other optimizer copies.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, leader: Optimizer, shards: Sequence[Stepped], *, natural: bool
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, leader: Optimizer, shards: Sequence[Stepped]) -> None:
         self._optimizer = optimizer
         self._leader = leader
         self._shards = shards
-        self._natural = natural
         self._params = [
             [weight for weight, _, group in shards if group == g]
             for g in range(len(leader.param_groups))
@@ -200,9 +194,6 @@ class Stepper:
     @contextmanager
     def _swapped(self) -> Iterator[None]:
         """Give the optimizer the shards, their state, and the present options of `leader`."""
-        if self._natural:
-            yield
-            return
         groups, leaders = self._optimizer.param_groups, self._leader.param_groups
         params_before = [group["params"] for group in groups]
         state_before = self._optimizer.state
@@ -247,8 +238,8 @@ def groups_of(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[
             if id(parameter) not in number:
                 raise Refused(
                     f"the optimizer steps a tensor of shape {tuple(parameter.shape)} that is not a"
-                    " parameter of the module; replicas=persistent cannot handle such a tensor:"
-                    " use schedule='cached'"
+                    " parameter of the module, which kept replicas cannot handle: use"
+                    " schedule='cached'"
                 )
             if parameter.requires_grad:
                 alike.setdefault(_form(optimizer.state.get(parameter, {}), parameter), []).append(
@@ -288,26 +279,3 @@ def mirror(optimizer: Optimizer) -> Optimizer:
         {"defaults": optimizer.defaults, "state": defaultdict(dict), "param_groups": groups}
     )
     return twin
-
-
-def finish(
-    optimizer: torch.optim.Optimizer,
-    module: nn.Module,
-    clip_norm: float | None,
-    scaler: torch.amp.GradScaler | None,
-    stepper: Any,
-) -> None:
-    """Clip the gradients if `clip_norm` is given, and call `stepper.step()`.
-
-    `stepper` has the interface of an optimizer. A `scaler` first unscales the gradients; it skips
-    the step if a gradient is infinite or NaN.
-    """
-    if clip_norm is not None:
-        if scaler is not None:
-            scaler.unscale_(stepper)
-        nn.utils.clip_grad_norm_(module.parameters(), clip_norm)
-    if scaler is None:
-        stepper.step()
-    else:
-        scaler.step(stepper)
-        scaler.update()

@@ -1,4 +1,4 @@
-"""Persistent replicas: modules with their own leaf parameters, refreshed in place.
+"""Replica weights: replicas that each device keeps, with leaf parameters, refreshed in place.
 
 Only TrainStep can use them, because it runs the optimizer and therefore knows when the weights
 change.
@@ -6,15 +6,14 @@ change.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from dpbench.engine.collectives import copies_of
-from dpbench.engine.flat_storage import FlatWeights
-from dpbench.engine.replicate import ReplicaCache
+from dpbench.engine.fast.cached import ReplicaCache
+from dpbench.engine.fast.flat_storage import FlatWeights
+from dpbench.engine.replicate import copies_of
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices._many import copy_all
 from dpbench.records import Mark, Phase
@@ -136,87 +135,6 @@ class ReplicaWeights:
                     for one in self.parameters[1:]
                 )
             ]
-
-
-class Overlap:
-    """Hooks that call `ready` with a bucket, during backward, once all replicas have its gradients.
-
-    A bucket is a list of parameter indices. Buckets are ordered from the last parameters to the
-    first, the order in which backward finishes them. For each bucket, `staged` is called once per
-    replica, with the replica's index, in the thread that computed the replica's gradients. After
-    the last of these calls, `ready` is called. Some gradients are never computed (those of unused
-    parameters) or are computed more than once (by reentrant checkpoints); their buckets are left to
-    the end of the step.
-    """
-
-    def __init__(
-        self,
-        replicas: ReplicaWeights,
-        buckets: Sequence[Sequence[int]],
-        ready: Callable[[Sequence[int]], None],
-        staged: Callable[[int, Sequence[int]], None],
-    ) -> None:
-        self._buckets = buckets
-        self._ready = ready
-        self._staged = staged
-        self._lock = threading.Lock()
-        self._bucket_of = {number: b for b, bucket in enumerate(buckets) for number in bucket}
-        self._replicas = len(replicas.parameters)
-        self.begin(0)
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._hook(i, self._bucket_of[number]))
-            for i, one in enumerate(replicas.parameters)
-            for number, parameter in enumerate(one)
-            if number in self._bucket_of
-        ]
-
-    def begin(self, count: int) -> None:
-        """Prepare for the next backward, in which the first `count` replicas compute gradients."""
-        self._expected = count
-        self._again = False
-        self._done = set[int]()
-        self._fired = [[0] * len(self._buckets) for _ in range(self._replicas)]
-        self._complete = [0] * len(self._buckets)
-
-    def rest(self) -> list[int]:
-        """Stop further calls of `ready`; return the parameter indices of the missing buckets.
-
-        If a gradient was computed more than once, these are all buckets, because `ready` may have
-        been called too early.
-        """
-        self._expected = 0
-        done = () if self._again else self._done
-        return [
-            number for b, bucket in enumerate(self._buckets) if b not in done for number in bucket
-        ]
-
-    def _hook(self, i: int, b: int) -> Callable[[torch.Tensor], None]:
-        bucket = self._buckets[b]
-
-        def fired(_: torch.Tensor) -> None:
-            with self._lock:
-                if not self._expected:
-                    return
-                self._fired[i][b] += 1
-                whole = self._fired[i][b] == len(bucket)
-                self._again |= self._fired[i][b] > len(bucket)
-            if not whole:
-                return
-            self._staged(i, bucket)
-            with self._lock:
-                self._complete[b] += 1
-                full = self._complete[b] == self._expected
-                if full:
-                    self._done.add(b)
-            if full:
-                self._ready(bucket)
-
-        return fired
-
-    def close(self) -> None:
-        """Remove the hooks from the replicas' parameters."""
-        for handle in self._handles:
-            handle.remove()
 
 
 def _leaf(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:

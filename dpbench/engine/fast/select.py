@@ -1,195 +1,107 @@
-"""Legal: which switches of a schedule the module, loss, optimizer or devices forbid, and why.
+"""Select: what runs the steps of each schedule, and why a training cannot run under one.
 
-A schedule that the user has named runs unchanged or is refused. Under `copying` and `fastest`,
-TrainStep sets the forbidden switches to other values, and reports the reasons.
-
-An `Identity` records properties of the parameters and the optimizer on which the engine's
-persistent state depends. It is compared at the start of each step, so that a changed property takes
-effect, or raises an error, in that step. Writing values into a parameter in place changes none of
-these properties; `ReplicaWeights.versions` and `TrainStep.sync` handle these writes.
+A schedule that the user has named runs unchanged or is refused. For "copying" and "fastest",
+TrainStep runs the highest schedule that nothing forbids, and reports the reasons.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from operator import attrgetter, is_
-from typing import Any
+from itertools import chain, pairwise
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
-from torch.optim import Optimizer, lr_scheduler
-from torch.optim import optimizer as torch_optimizer
 
 from dpbench.engine.containers import tensors_in
 from dpbench.engine.errors import Refused
-from dpbench.engine.flat_storage import is_dense
-from dpbench.engine.losses import Loss
-from dpbench.engine.optimizer_state import ELEMENTWISE, groups_of
+from dpbench.engine.fast.allreduce import AllReduce
+from dpbench.engine.fast.flat_storage import is_dense
+from dpbench.engine.fast.local import ROUNDED, Local
+from dpbench.engine.fast.losses import summed_form
+from dpbench.engine.fast.notice import HAS_GRAD_DTYPE, GradientHooks, is_watched
+from dpbench.engine.fast.optimizer_state import ELEMENTWISE, groups_of
+from dpbench.engine.fast.sharded import Sharded
 from dpbench.engine.replicate import unique
-from dpbench.hardware.device import Device
-from dpbench.records.schedule import Schedule
-from dpbench.engine._switches import OF, Switches
+from dpbench.engine.schedules import Copying, Runner
+from dpbench.engine.training import Training
+from dpbench.records.schedule import SELECTED, Schedule
 
-_HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")  # since torch 2.10
-_requires_grad = attrgetter("requires_grad", *(["grad_dtype"] if _HAS_GRAD_DTYPE else []))
-_tensor_hooks = attrgetter("_backward_hooks")
-_accumulate_hooks = attrgetter("_post_accumulate_grad_hooks")
-Hooks = dict[int, Any]
-"""Hooks by the number that torch has given each of them."""
-
-
-class Identity:
-    """A record of parameters' memory and `requires_grad`, of the optimizer's groups and hooks."""
-
-    def __init__(
-        self, parameters: Sequence[torch.Tensor], optimizer: Optimizer | None = None
-    ) -> None:
-        self._parameters = parameters
-        self._optimizer = optimizer
-        self._memory = [p.detach() for p in parameters]
-        self._wanted = list(map(_requires_grad, parameters))
-        self._groups = (
-            [list(group["params"]) for group in optimizer.param_groups] if optimizer else []
-        )
-        self.watched = optimizer is not None and is_watched(optimizer)
-
-    def changed(self) -> bool:
-        """Return whether one of the recorded properties has changed."""
-        return (
-            not all(map(torch.Tensor.is_set_to, self._parameters, self._memory))
-            or list(map(_requires_grad, self._parameters)) != self._wanted
-            or (self._optimizer is not None and self._stepped_otherwise(self._optimizer))
-        )
-
-    def _stepped_otherwise(self, optimizer: Optimizer) -> bool:
-        groups = optimizer.param_groups
-        return (
-            is_watched(optimizer) != self.watched
-            or len(groups) != len(self._groups)
-            or not all(
-                _same(group["params"], seen)
-                for group, seen in zip(groups, self._groups, strict=True)
-            )
-        )
-
-
-class GradientHooks:
-    """The hooks on parameters' gradients: on the tensors, and on the nodes that accumulate them.
-
-    torch shows the hooks of a node only to a hook's handle, so the constructor adds and removes
-    one. It keeps the nodes, because a parameter does not keep its node, and a new node would have
-    other hooks. `release` drops them, because a node also keeps the parameter's shape.
-    """
-
-    @torch.inference_mode(mode=False)  # in which tensors have no nodes
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._parameters = parameters
-        self._nodes = [get_gradient_edge(p).node for p in parameters if p.requires_grad]
-        registers = [
-            register for n in self._nodes for register in (n.register_hook, n.register_prehook)
-        ]
-        handles = [register(print) for register in registers]
-        self._of_nodes: list[Any] = [handle.hooks_dict_ref() for handle in handles]
-        for handle in handles:
-            handle.remove()
-
-    def __bool__(self) -> bool:
-        tensors = self._parameters
-        return (
-            any(map(_tensor_hooks, tensors))
-            or any(map(_accumulate_hooks, tensors))
-            or any(self._of_nodes)
-        )
-
-    def dicts(self) -> list[Hooks]:
-        """Return torch's own dicts of these hooks, without empty ones."""
-        of_tensors = [
-            kind(p) for p in self._parameters for kind in (_tensor_hooks, _accumulate_hooks)
-        ]
-        return [*filter(None, of_tensors), *filter(None, self._of_nodes)]
-
-    def release(self) -> None:
-        """Drop the nodes."""
-        self._nodes, self._of_nodes = [], []
-
-
-def is_watched(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer has a hook, or a replaced `step` or `zero_grad`.
-
-    A hook or replaced method expects the module's own parameters and gradients. A `step` that one
-    of torch's learning rate schedulers has wrapped is not a replaced one: the wrapper only counts
-    the calls.
-    """
-    step: Any = optimizer.__dict__.get("step")
-    return bool(
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or torch_optimizer._global_optimizer_pre_hooks
-        or torch_optimizer._global_optimizer_post_hooks
-        or (step is not None and not _only_counts(step, type(optimizer)))
-        or "zero_grad" in optimizer.__dict__
-    )
-
-
-def _only_counts(step: Any, kind: type[Optimizer]) -> bool:
-    """Return whether `step` is a learning rate scheduler's wrapper that counts the calls.
-
-    The attribute that torch's scheduler sets on it does not show this, because `functools.wraps`
-    copies it to functions of the user.
-    """
-    of_torch = getattr(step, "__globals__", None) is vars(lr_scheduler)
-    return of_torch and getattr(step, "__wrapped__", None) is kind.step
-
-
-def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(some) == len(others) and all(map(is_, some, others))
-
-
-class Muted:
-    """Hooks on parameters' gradients. The constructor removes them; `restore` puts them back.
-
-    They are absent during a backward that may reach the parameters directly, without passing
-    through the replicas. In such a backward a parameter gets only a part of its gradient, but hooks
-    must be called once, with all of it.
-    """
-
-    def __init__(self, hooks_of_parameters: Sequence[Hooks]) -> None:
-        self._hooks = [(hooks, dict(hooks)) for hooks in hooks_of_parameters]
-        for hooks, _ in self._hooks:
-            hooks.clear()  # in place: the handles that remove hooks reference these dicts
-
-    def restore(self) -> None:
-        """Put the hooks back, ahead of the hooks that were added in the meantime."""
-        while self._hooks:
-            hooks, taken = self._hooks.pop()
-            hooks.update({**taken, **hooks})
-
-
+KEEPING: dict[Schedule, type[Local]] = {
+    Schedule.LOCAL: Local,
+    Schedule.ALLREDUCE: AllReduce,
+    Schedule.SHARDED: Sharded,
+}
+"""The schedules that keep replicas, and what runs their steps."""
 EXACT_DTYPES = (torch.float32, torch.float64)
 """Dtypes for which elementwise kernels round an element independently of its position."""
 
 
-@dataclass(frozen=True)
-class TrainingSetup:
-    """The module, loss, optimizer and devices for which schedules are checked.
+def named(schedule: Schedule, training: Training, unfit: str) -> Runner:
+    """Return what runs the steps under a schedule that the user has named.
 
-    `powers` is True if the loss is scaled only by powers of two, or not at all.
+    With a single device, the module itself runs. Raises Refused if the schedule cannot run.
     """
+    if reason := next(reasons(schedule, training), ""):
+        raise Refused(f"schedule {schedule}: {reason}")
+    if schedule in KEEPING and len(training.devices) > 1:
+        return KEEPING[schedule](training, selected=False)
+    return Copying(training, schedule)
 
-    module: nn.Module
-    loss: Loss
-    optimizer: torch.optim.Optimizer
-    devices: Sequence[Device]
-    powers: bool = True
 
-    @property
-    def trained(self) -> list[torch.Tensor]:
-        """Return the module's parameters that require gradients, each of them once."""
-        return trained(self.module)
+def selected(name: str, training: Training, unfit: str) -> Runner:
+    """Return what runs the steps under the highest schedule that nothing forbids.
+
+    `name` is "copying" or "fastest". The results are bitwise equal to those of `reference` (on
+    distinct GPUs: equal within rounding). With a single device, the schedule is `reference`.
+    `unfit` is a reason, found in an earlier step, for which replicas should not be kept.
+    """
+    if len(training.devices) == 1:
+        return Copying(training, Schedule.REFERENCE)
+    if unfit:
+        return Copying(training, Schedule.CACHED, unfit)
+    schedule = SELECTED[name]
+    ladder = list(Schedule)
+    notes: list[str] = []
+    while reason := next(chain(reasons(schedule, training), inexact(schedule, training)), ""):
+        notes.append(reason)
+        schedule = ladder[ladder.index(schedule) - 1]
+    note = "; ".join(dict.fromkeys(notes))
+    if schedule in KEEPING:
+        return KEEPING[schedule](training, selected=True, note=note)
+    return Copying(training, schedule, note)
+
+
+def reasons(schedule: Schedule, training: Training) -> Iterator[str]:
+    """Yield each reason why the engine cannot run this training under a schedule."""
+    try:
+        if schedule.keeps_replicas:
+            yield from filter(None, (_local_loss(training), _kept(training)))
+        if schedule.updates_everywhere:
+            yield from filter(None, (_update(training), _gradient(training)))
+        if schedule is Schedule.SHARDED:
+            yield from filter(None, (_elementwise(training), _flat(training)))
+    except Refused as error:
+        yield str(error)
+
+
+def inexact(schedule: Schedule, training: Training) -> Iterator[str]:
+    """Yield each reason why a result could differ from that of `reference` in a bit."""
+    if schedule.keeps_replicas:
+        summed = summed_form(training.loss_fn)
+        if summed is not None and not summed.keeps_bits(powers=training.powers):
+            yield ROUNDED
+    if schedule is not Schedule.SHARDED:
+        return
+    if any(group.get("fused") for group in training.optimizer.param_groups):
+        yield (
+            "each device updates all weights, because the rounding of fused optimizers depends on"
+            " the position of an element in its tensor"
+        )
+    if any(p.dtype not in EXACT_DTYPES for p in trained(training.module)):
+        yield (
+            "each device updates all weights, because the rounding of low-precision kernels depends"
+            " on the position of an element in its tensor"
+        )
 
 
 def trained(module: nn.Module) -> list[torch.Tensor]:
@@ -197,86 +109,118 @@ def trained(module: nn.Module) -> list[torch.Tensor]:
     return [p for p in unique(module.parameters()) if p.requires_grad]
 
 
-Reason = Callable[[Switches, TrainingSetup], str]
-
-
-def _local_loss(schedule: Switches, setup: TrainingSetup) -> str:
-    if schedule.loss == "local" and setup.loss.summed() is None:
+def _local_loss(training: Training) -> str:
+    if summed_form(training.loss_fn) is None:
         return (
-            "loss=local needs a loss whose mean has a known divisor, but the divisor of loss_fn is"
-            " unknown; use one of torch's losses without hooks, such as"
-            " torch.nn.functional.cross_entropy, or a pair (sum_fn, weight_fn)"
+            "each device computes its part of the loss, which needs a loss whose mean has a known"
+            " divisor, but the divisor of loss_fn is unknown; use one of torch's losses without"
+            " hooks, such as torch.nn.functional.cross_entropy, or a pair (sum_fn, weight_fn)"
         )
-    if (
-        schedule.loss == "local"
-        and not setup.loss.pair
-        and any(p.dtype is torch.float16 for p in setup.trained)
-    ):
+    half = any(p.dtype is torch.float16 for p in trained(training.module))
+    if half and not isinstance(training.loss_fn, tuple):
         return (
-            "loss=local adds the losses of all rows before it divides, and such a sum in fp16, the"
-            " dtype of a parameter, is infinite above 65504; use loss=gathered"
+            "the losses of all rows are added before they are divided, and such a sum in fp16, the"
+            " dtype of a parameter, is infinite above 65504; use the schedule cached"
         )
     return ""
 
 
-def _persistent(schedule: Switches, setup: TrainingSetup) -> str:
-    if schedule.replicas != "persistent":
-        return ""
-    groups_of(setup.optimizer, unique(setup.module.parameters()))
-    if _HAS_GRAD_DTYPE and any(p.grad_dtype != p.dtype for p in setup.trained):
+def _kept(training: Training) -> str:
+    groups_of(training.optimizer, unique(training.module.parameters()))
+    if HAS_GRAD_DTYPE and any(p.grad_dtype != p.dtype for p in trained(training.module)):  # type: ignore[attr-defined]
         return (
-            "replicas=persistent computes gradients in the dtype of their parameters, but a"
-            " parameter has another grad_dtype; use schedule='cached'"
+            "kept replicas compute gradients in the dtype of their parameters, but a parameter has"
+            " another grad_dtype; use schedule='cached'"
         )
-    if any(getattr(part, "sparse", False) for part in setup.module.modules()):
+    if any(getattr(part, "sparse", False) for part in training.module.modules()):
         return (
-            "replicas=persistent needs dense gradients, but a layer has sparse=True; use"
+            "kept replicas need dense gradients, but a layer has sparse=True; use"
             " schedule='cached', or create the layer with sparse=False"
         )
-    if any(buffer.requires_grad for buffer in setup.module.buffers()):
+    if any(buffer.requires_grad for buffer in training.module.buffers()):
         return (
-            "replicas=persistent computes no gradients of buffers, but a buffer of the module"
-            " requires gradients; use schedule='cached'"
+            "kept replicas compute no gradients of buffers, but a buffer of the module requires"
+            " gradients; use schedule='cached'"
         )
     return ""
 
 
-def _storage(schedule: Switches, setup: TrainingSetup) -> str:
-    shared = any(p.untyped_storage().nbytes() != p.nbytes for p in setup.trained if is_dense(p))
-    if schedule.storage == "flat" and setup.devices[0].torch_device.type == "cpu" and shared:
+def _update(training: Training) -> str:
+    kind = type(training.optimizer)
+    if not kind.__module__.startswith("torch.optim."):
         return (
-            "storage=flat needs parameters that share no memory with other tensors, but the memory"
-            " of one parameter is part of a larger tensor; use storage=separate"
+            "each device needs a copy of the optimizer, which must therefore be one of torch.optim,"
+            f" but the optimizer is {kind.__name__}; use the schedule local"
         )
-    return storage(schedule, setup.module, setup.devices)
+    if _overlap(trained(training.module)):
+        return (
+            "each device updates parameters on its own, so that they must share no memory, but two"
+            " of them do; use the schedule local"
+        )
+    return ""
 
 
-def storage(schedule: Switches, module: nn.Module, devices: Sequence[Device]) -> str:
-    """Return why the parameters cannot be stored as the schedule requires, or "" if they can."""
-    if schedule.storage != "flat":
+def _gradient(training: Training) -> str:
+    """Return why the summed gradients must be complete in the module's parameters, or ""."""
+    stepped = {id(p) for group in training.optimizer.param_groups for p in group["params"]}
+    wanted = trained(training.module)
+    needs: dict[str, Callable[[], bool]] = {
+        "several calls accumulate them": lambda: training.accumulate > 1,
+        "their norm is clipped": lambda: training.clip_norm is not None,
+        "a GradScaler must see them": lambda: training.scaler is not None,
+        "the optimizer has a hook or a replaced method": lambda: is_watched(training.optimizer),
+        "a parameter has a hook": lambda: bool(GradientHooks(wanted)),
+        "no optimizer steps one of them": lambda: any(id(p) not in stepped for p in wanted),
+    }
+    for need, found in needs.items():
+        if found():
+            return (
+                f"only the first device updates weights, because gradients must be complete there:"
+                f" {need}; use the schedule local"
+            )
+    return ""
+
+
+def _elementwise(training: Training) -> str:
+    if type(training.optimizer) in ELEMENTWISE:
         return ""
-    kind = devices[0].torch_device.type
+    names = ", ".join(one.__name__ for one in ELEMENTWISE)
+    return (
+        f"an update in shares needs an optimizer that steps every element independently ({names}),"
+        f" but the optimizer is {type(training.optimizer).__name__}; use the schedule allreduce"
+    )
+
+
+def _flat(training: Training) -> str:
+    """Return why the parameters cannot be views of flat buffers, or ""."""
+    module, wanted = training.module, trained(training.module)
+    kind = training.devices[0].torch_device.type
     if kind not in ("cpu", "cuda"):
         return (
-            f"storage=flat needs CPU or CUDA devices, but the device type is {kind}, on which"
-            " parameters cannot be views of one buffer; use storage=separate"
+            f"flat buffers need CPU or CUDA devices, but the device type is {kind}, on which"
+            " parameters cannot be views of one buffer; use the schedule allreduce"
         )
     if kind == "cuda" and any(isinstance(part, nn.RNNBase) for part in module.modules()):
         return (
-            "storage=flat cannot store the weights of RNNs on CUDA, because cuDNN packs them into"
-            " one buffer itself; use storage=separate"
+            "flat buffers cannot hold the weights of RNNs on CUDA, because cuDNN packs them into"
+            " one buffer itself; use the schedule allreduce"
         )
-    for parameter in (wanted := trained(module)):
+    for parameter in wanted:
         if not is_dense(parameter):
             return (
-                "storage=flat needs parameters that are dense in memory, but the parameter of"
-                f" shape {tuple(parameter.shape)} has strides {parameter.stride()}: set"
-                " parameter.data = parameter.data.contiguous(), or use storage=separate"
+                "flat buffers need parameters that are dense in memory, but the parameter of shape"
+                f" {tuple(parameter.shape)} has strides {parameter.stride()}: set parameter.data ="
+                " parameter.data.contiguous(), or use the schedule allreduce"
             )
+    if kind == "cpu" and any(p.untyped_storage().nbytes() != p.nbytes for p in wanted):
+        return (
+            "flat buffers need parameters that share no memory with other tensors, but the memory"
+            " of one parameter is part of a larger tensor; use the schedule allreduce"
+        )
     if reason := _shared(module, wanted):
         return (
-            f"storage=flat needs parameters that share no memory, but {reason}; use"
-            " storage=separate"
+            f"flat buffers need parameters that share no memory, but {reason}; use the schedule"
+            " allreduce"
         )
     return ""
 
@@ -308,154 +252,6 @@ def _shared(module: nn.Module, parameters: Sequence[torch.Tensor]) -> str:
             ):
                 return f"{prefix}.{name}".removeprefix(".") + " is in the memory of one of them"
     return ""
-
-
-def _update(schedule: Switches, setup: TrainingSetup) -> str:
-    kind = type(setup.optimizer)
-    if schedule.update == "root":
-        return ""
-    if schedule.update == "sharded" and kind not in ELEMENTWISE:
-        return (
-            "update=sharded needs an optimizer that is known to step every element independently,"
-            f" but the optimizer is {kind.__name__}; use update=root"
-        )
-    if not kind.__module__.startswith("torch.optim."):
-        return (
-            "update=each gives a copy of the optimizer to each device and therefore needs an"
-            f" optimizer of torch.optim, but the optimizer is {kind.__name__}; use update=root"
-        )
-    if _overlap(setup.trained):
-        return (
-            f"update={schedule.update} needs parameters that share no memory, but two of them share"
-            " memory; use update=root"
-        )
-    return ""
-
-
-def _flat_optimizer(schedule: Switches, setup: TrainingSetup) -> str:
-    if schedule.optimizer == "flat" and type(setup.optimizer) not in ELEMENTWISE:
-        names = ", ".join(one.__name__ for one in ELEMENTWISE)
-        return (
-            f"optimizer=flat needs an elementwise optimizer ({names}), but the optimizer is "
-            f"{type(setup.optimizer).__name__}; use optimizer=per_parameter"
-        )
-    return ""
-
-
-def _exact_loss(schedule: Switches, setup: TrainingSetup) -> str:
-    summed = setup.loss.summed() if schedule.loss == "local" else None
-    if summed is None or summed.keeps_bits(powers=setup.powers):
-        return ""
-    return (
-        "the loss is computed over the gathered batch, because summing the replicas' losses could"
-        " change the last bit of the gradients"
-    )
-
-
-def _exact_optimizer(schedule: Switches, setup: TrainingSetup) -> str:
-    if schedule.optimizer != "flat":
-        return ""
-    if any(group.get("fused") for group in setup.optimizer.param_groups):
-        return (
-            "the optimizer steps parameters one by one, not as a flat buffer, because the rounding"
-            " of fused kernels depends on the position of an element in its tensor"
-        )
-    if any(p.dtype not in EXACT_DTYPES for p in setup.trained):
-        return (
-            "the optimizer steps parameters one by one, not as a flat buffer, because the rounding"
-            " of low-precision kernels depends on the position of an element in its tensor"
-        )
-    return ""
-
-
-def _unwatched(schedule: Switches, setup: TrainingSetup) -> str:
-    if schedule.replicas == "persistent" and GradientHooks(setup.trained):
-        return (
-            "replicas are not persistent, because a parameter has a hook that must get the gradient"
-            " from autograd"
-        )
-    return ""
-
-
-def _unwatched_optimizer(schedule: Switches, setup: TrainingSetup) -> str:
-    if schedule.update != "root" and is_watched(setup.optimizer):
-        return (
-            "only the first device runs an optimizer, because the optimizer has a hook or a"
-            " replaced method, which must get the module's own parameters"
-        )
-    return ""
-
-
-ALWAYS: dict[Reason, str] = {
-    _persistent: "replicas",
-    _local_loss: "loss",
-    _storage: "storage",
-    _update: "update",
-    _flat_optimizer: "optimizer",
-}
-"""The checks that every schedule must pass, each with the switch that it can forbid."""
-FOR_SELECTED: dict[Reason, str] = {
-    _unwatched: "replicas",
-    _unwatched_optimizer: "update",
-    _exact_loss: "loss",
-    _exact_optimizer: "optimizer",
-}
-"""The additional checks for a schedule that TrainStep selects, each with the switch it can forbid.
-
-They exclude schedules whose results could differ from those of `reference` in any bit, and
-schedules that hooks would slow down.
-"""
-
-
-def hindrances(
-    schedule: Switches, setup: TrainingSetup, reasons: dict[Reason, str]
-) -> Iterator[tuple[str, str]]:
-    """Yield a pair (switch, reason) for each of the checks that forbids the schedule."""
-    for find, switch in reasons.items():
-        try:
-            reason = find(schedule, setup)
-        except Refused as error:
-            reason = str(error)
-        if reason:
-            yield switch, reason
-
-
-def check(schedule: Schedule, setup: TrainingSetup) -> None:
-    """Raise Refused, with the reason, if the engine cannot run this training with the schedule."""
-    _check_closure(setup.optimizer)
-    for _, reason in hindrances(OF[schedule], setup, ALWAYS):
-        raise Refused(f"schedule {schedule}: {reason}")
-
-
-def _check_closure(optimizer: Optimizer) -> None:
-    """Raise Refused if the optimizer's `step` has an argument that must be given, as LBFGS has."""
-    parameters = list(inspect.signature(type(optimizer).step).parameters.values())
-    if any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters[1:]):
-        kind = type(optimizer).__name__
-        raise Refused(
-            f"{kind} evaluates the loss several times per step, through a closure, which TrainStep"
-            " does not support; use another optimizer"
-        )
-
-
-def best_legal(setup: TrainingSetup, highest: Schedule) -> tuple[Schedule, list[str]]:
-    """Return the schedule that TrainStep selects, and why it is below `highest`.
-
-    It is the highest that nothing forbids. Its results are bitwise equal to those of `reference`
-    (on distinct GPUs: equal within rounding). With a single device it is `reference`.
-    """
-    _check_closure(setup.optimizer)
-    if len(setup.devices) == 1:
-        return Schedule.REFERENCE, []
-    notes: list[str] = []
-    ladder = list(Schedule)
-    for schedule in reversed(ladder[: ladder.index(highest) + 1]):
-        found = next(hindrances(OF[schedule], setup, ALWAYS | FOR_SELECTED), None)
-        if found is None:
-            break
-        if found[1] not in notes:
-            notes.append(found[1])
-    return schedule, notes
 
 
 def _overlap(parameters: Sequence[torch.Tensor]) -> bool:

@@ -1,0 +1,367 @@
+"""Update: every device steps all weights, or a share of them.
+
+A shard is a tensor that one device's optimizer steps: a parameter, or a slice of a flat buffer. The
+user's optimizer steps device 0's shards, so that its param_groups and schedulers take effect. The
+optimizers of the other devices copy its options.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from dpbench.engine.fast.exchange import Exchange, choose
+from dpbench.engine.fast.flat_storage import FlatWeights, line
+from dpbench.engine.fast.optimizer_state import FetchedState, State, Stepper, groups_of, mirror
+from dpbench.engine.fast.replica_weights import ReplicaWeights
+from dpbench.engine.fast.shards import ParamShard, Segment, Sum, cut, gathered, sums
+from dpbench.hardware.device import Device
+from dpbench.hardware.devices._many import copy_all, sum_all
+from dpbench.records import Mark, Phase
+
+Gradients = Sequence[Sequence[torch.Tensor | None]]
+"""Gradients by replica and parameter; None stands for a parameter that the replica did not use."""
+SMALL_BYTES = 2**16
+"""One call sums all gradients up to this size.
+
+It writes each sum twice, but such sums fit in the cache.
+"""
+FEW = 8
+"""The minimum number of small gradients to sum in one call."""
+HELD = 2
+"""The reference count of a tensor to which only a list and the call of `sys.getrefcount` refer."""
+
+
+class Update:
+    """The optimizers of all devices, the shards that they step, and the sums of gradients there.
+
+    With `flat`, a shard is a device's slice of a flat buffer; without it, every device steps all
+    parameters.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        replicas: ReplicaWeights,
+        flat: FlatWeights | None,
+        devices: Sequence[Device],
+        mark: Mark,
+    ) -> None:
+        self.optimizer = optimizer
+        self._replicas = replicas
+        self._devices = devices
+        self._mark = mark
+        self._groups = groups_of(optimizer, replicas.originals)
+        # the optimizer steps the module's own parameters, whose memory replica 0 shares
+        self._weights: list[list[torch.Tensor]] = [replicas.originals, *replicas.parameters[1:]]
+        self.sharded = flat is not None
+        self.exchange = self._exchange()
+        self._on_host = devices[0].torch_device.type == "cpu" and self.exchange is None
+        self._whole_buffers: list[torch.Tensor] = []
+        count = range(len(devices))
+        if flat is not None:
+            # logical devices share the host's memory: their slices make up the whole gradient
+            if self._on_host:
+                self._whole_buffers = flat.layout.allocate(devices[0])
+            self._shards = [self._slices(flat, i) for i in count]
+        else:
+            self._shards = [self._whole(i) for i in count]
+        self._sums = [
+            [one for shard in shards for one in sums(shard, replicas.parameters[0])]
+            for shards in self._shards
+        ]
+        self._small = [_small(each) for each in self._sums]
+        together = {id(one) for small in self._small for one in small}
+        self._large = [[one for one in each if id(one) not in together] for each in self._sums]
+        self._steppers = [
+            Stepper(
+                optimizer if i == 0 else mirror(optimizer),
+                optimizer,
+                [(shard.weight, shard.gradient, shard.group) for shard in shards],
+            )
+            for i, shards in enumerate(self._shards)
+        ]
+        whole = self._whole_gradients(flat)
+        stepped = [n for group in self._groups for n in group.parameters]
+        self._seen = [replicas.originals[n] for n in stepped if n in whole]
+        self._unseen = [replicas.originals[n] for n in stepped if n not in whole]
+        self._views = [whole[n] for n in stepped if n in whole]
+        self._shown: list[torch.Tensor] = []
+        self._keep_state()
+
+    def _keep_state(self) -> None:
+        """Move the optimizer's state to the shards.
+
+        `optimizer.state` becomes a mapping that gathers the state from the shards at the first
+        access. If it is one that the training loop has accessed, it stays in place, because the
+        loop may have references to its entries.
+        """
+        state: Any = self.optimizer.state
+        stepped = {self._replicas.originals[n] for group in self._groups for n in group.parameters}
+        self._rest = {key: entry for key, entry in state.items() if key not in stepped}
+        self._import(state)
+        kept = isinstance(state, FetchedState) and state.fetched
+        self._state: FetchedState = state if kept else FetchedState(self._gathered)
+        self.optimizer.state = self._state
+        self._hooks = [
+            self.optimizer.register_state_dict_pre_hook(lambda _: self._open()),
+            self.optimizer.register_state_dict_post_hook(lambda *_: self._shut()),
+        ]
+
+    def _exchange(self) -> Exchange | None:
+        """Return the exchange that sums gradients by collectives, or None if there are none.
+
+        The gradients of the shards are then views of the exchange's buffers.
+        """
+        parameters = self._replicas.parameters
+        stepped = [parameters[0][n] for group in self._groups for n in group.parameters]
+        collectives = choose(self._devices, stepped)
+        if collectives is None:
+            return None
+        return Exchange(
+            collectives,
+            self._devices,
+            parameters,
+            [group.parameters for group in self._groups],
+            everyone=not self.sharded,
+            mark=self._mark,
+        )
+
+    def _whole(self, i: int) -> list[ParamShard]:
+        """Return one shard per parameter of the optimizer."""
+        shards = []
+        for group, n in ((g.number, n) for g in self._groups for n in g.parameters):
+            weight = self._weights[i][n]
+            if self.exchange:
+                gradient = self.exchange.views[i][n]
+            else:
+                with self._devices[i].guard():
+                    gradient = torch.zeros_like(weight, requires_grad=False)
+            segment = Segment(n, 0, weight.numel(), 0)
+            twins = tuple(one[n].data for one in self._weights)
+            shards.append(ParamShard(weight, gradient, group, (segment,), twins))
+        return shards
+
+    def _slices(self, flat: FlatWeights, i: int) -> list[ParamShard]:
+        """Return device i's slices of the flat buffers whose parameters the optimizer steps."""
+        shards = []
+        group_of = {n: group.number for group in self._groups for n in group.parameters}
+        for f, plan in enumerate(flat.layout.flats):
+            group = group_of.get(plan.slots[0].parameter)
+            if group is None:
+                continue
+            # no remainder: the layout was made for this number of devices
+            share = plan.size // len(self._devices)
+            start, stop = i * share, (i + 1) * share
+            segments = tuple(
+                Segment(
+                    s.parameter,
+                    max(s.start, start) - s.start,
+                    min(s.stop, stop) - s.start,
+                    max(s.start, start) - start,
+                )
+                for s in plan.slots
+                if max(s.start, start) < min(s.stop, stop)
+            )
+            twins = tuple(flats[f][start:stop] for flats in self._replicas.flats)
+            with self._devices[i].guard():
+                weight = twins[i].detach().requires_grad_()
+                if self.exchange:
+                    gradient = self.exchange.buffers[i][f][start:stop]
+                elif self._whole_buffers:
+                    gradient = self._whole_buffers[f][start:stop]
+                else:
+                    gradient = torch.zeros_like(twins[i])
+            shards.append(ParamShard(weight, gradient, group, segments, twins))
+        return shards
+
+    def collect(self, i: int, gradients: Gradients) -> None:
+        """Sum the gradients of all replicas, in replica order, for device i's shards."""
+        device = self._devices[i]
+        with self._mark(Phase.REDUCE, device.index), device.guard(), torch.no_grad():
+            if not self._on_host:
+                for other, one in zip(self._devices, gradients, strict=False):
+                    device.wait(other)
+                    device.borrow([g for g in one if g is not None])
+            for segment_sum in self._sum_small(i, gradients):
+                n = segment_sum.segment.parameter
+                self._sum(device, segment_sum, [one[n] for one in gradients])
+
+    def _sum_small(self, i: int, gradients: Gradients) -> Sequence[Sum]:
+        """Sum device i's small gradients in one call, if possible; return the other sums."""
+        small = self._small[i]
+        if not small:
+            return self._sums[i]
+        parts = [[given[one.segment.parameter] for one in small] for given in gradients]
+        home = self._devices[i].torch_device
+        if any(part is None or part.device != home for one in parts for part in one):
+            return self._sums[i]
+        sum_all([one.target for one in small], parts)  # type: ignore[arg-type]
+        return self._large[i]
+
+    def _sum(
+        self, device: Device, segment_sum: Sum, gradients: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Write the sum of one segment's gradients; None stands for an unused parameter."""
+        slices = [segment_sum.of(part) for part in gradients if part is not None]
+        home = device.torch_device
+        parts = [p if p.device == home else p.to(home, non_blocking=True) for p in slices]
+        if not parts:
+            segment_sum.target.zero_()
+        elif len(parts) == 1:
+            segment_sum.target.copy_(parts[0])
+        else:
+            torch.add(parts[0], parts[1], out=segment_sum.target)
+            for part in parts[2:]:
+                segment_sum.target.add_(part)
+
+    def show(self) -> None:
+        """Set the `.grad` of the module's parameters to the reduced gradients.
+
+        It is None if the gradient is not complete in one tensor on device 0 (or, for logical CPU
+        devices, on the host).
+        """
+        # `hide` or `module.to()` may have given earlier gradients other memory
+        if not self._shown or not all(map(torch.Tensor.is_set_to, self._shown, self._views)):
+            self._shown = [view.detach() for view in self._views]
+        for parameter, gradient in zip(self._seen, self._shown, strict=True):
+            parameter.grad = gradient
+        for parameter in self._unseen:
+            parameter.grad = None
+
+    def hide(self) -> None:
+        """Before a step, move gradients that the user's code references to separate memory."""
+        shown = self._shown
+        for i in range(len(shown)):  # by index: a loop variable would be one more reference
+            if sys.getrefcount(shown[i]) > HELD:
+                shown[i].data = shown[i].clone()
+
+    def _whole_gradients(self, flat: FlatWeights | None) -> dict[int, torch.Tensor]:
+        """Return, by parameter index, the reduced gradients that are complete in one tensor.
+
+        They are on device 0; with logical CPU devices, any device may have summed them.
+        """
+        if self._whole_buffers and flat is not None:
+            return flat.layout.views(self._whole_buffers, self._replicas.parameters[0])
+        shards = self._sums if self._on_host else self._sums[:1]
+        return {one.segment.parameter: one.target for sums in shards for one in sums if one.whole}
+
+    def step(self, i: int) -> None:
+        """Run device i's optimizer on its shards."""
+        device = self._devices[i]
+        with self._mark(Phase.OPTIMIZER, device.index), device.guard():
+            self._steppers[i].step()
+
+    def copy(self, i: int) -> None:
+        """Copy to device i the weights that the others have updated."""
+        device = self._devices[i]
+        with self._mark(Phase.REPLICATE, device.index), device.guard(), torch.no_grad():
+            for j, shards in enumerate(self._shards):
+                if j != i:
+                    device.wait(self._devices[j])
+                    copy_all(
+                        [shard.twins[i] for shard in shards], [shard.twins[j] for shard in shards]
+                    )
+
+    def spread(self) -> None:
+        """Send the weights that each device has updated to all others, by a collective."""
+        assert self.exchange is not None
+        self.exchange.spread(
+            [
+                flats[: len(one)]
+                for flats, one in zip(self._replicas.flats, self.exchange.buffers, strict=True)
+            ]
+        )
+
+    def gather_gradients(self) -> None:
+        """Gather the reduced gradients from all devices into the module's `.grad`.
+
+        If each device has reduced only its share of them, call this once, when training ends.
+        """
+        gradients: dict[int, torch.Tensor] = {}
+        for shard in (shard for shards in self._shards for shard in shards):
+            for segment in shard.segments:
+                n = segment.parameter
+                if n not in gradients:
+                    gradients[n] = torch.zeros_like(
+                        self._replicas.parameters[0][n], requires_grad=False
+                    )
+                line(gradients[n])[segment.start : segment.stop].copy_(segment.of(shard.gradient))
+        for n, gradient in gradients.items():
+            parameter = self._replicas.originals[n]
+            dtypes = parameter.dtype, getattr(parameter, "grad_dtype", parameter.dtype)
+            if parameter.shape == gradient.shape and dtypes == (gradient.dtype, gradient.dtype):
+                parameter.grad = gradient
+
+    @property
+    def regrouped(self) -> bool:
+        """Return whether the optimizer's state was replaced, or no longer fits the shards."""
+        if self.optimizer.state is not self._state:
+            return True
+        return (
+            self._state.fetched
+            and groups_of(self.optimizer, self._replicas.originals) != self._groups
+        )
+
+    def begin(self) -> None:
+        """Copy `optimizer.state` to the shards if the training loop may have changed it."""
+        if self._state.fetched:
+            self._import(self._state)
+
+    def end(self) -> None:
+        """Copy the shards' state to `optimizer.state` if the training loop has accessed it."""
+        if self._state.fetched:
+            self._state.store(self._gathered())
+
+    def step_plainly(self) -> None:
+        """Step the module's own parameters with the user's optimizer and state."""
+        self._open()
+        try:
+            self.optimizer.step()
+            self._import(self.optimizer.state)
+        finally:
+            self._shut()
+
+    def _gathered(self) -> State:
+        """Return the state by parameter, including entries of tensors that no shard contains."""
+        owners = range(len(self._devices) if self.sharded else 1)
+        states = [(self._shards[i], self._steppers[i].state) for i in owners]
+        found = gathered(states, self._replicas.originals, self._replicas.parameters[0])
+        return State(dict, {**self._rest, **found})
+
+    def _import(self, state: State) -> None:
+        for stepper, shards in zip(self._steppers, self._shards, strict=True):
+            stepper.state = cut(state, shards, self._replicas.originals)
+
+    def _open(self) -> None:
+        """Make `optimizer.state` the state by parameter, so that torch's own code can use it.
+
+        Does nothing if the training loop has replaced or accessed it.
+        """
+        self._opened = self.optimizer.state is self._state and not self._state.fetched
+        if self._opened:
+            self.optimizer.state = self._gathered()
+
+    def _shut(self) -> None:
+        """Undo `_open`."""
+        if self._opened:
+            self.optimizer.state = self._state
+
+    def close(self) -> None:
+        """Leave the user's optimizer with its complete state and without hooks."""
+        if self.optimizer.state is self._state and not self._state.fetched:
+            self.optimizer.state = self._gathered()
+        for hook in self._hooks:
+            hook.remove()
+        # break a cycle: the former mapping references this object
+        self._state = FetchedState(State)
+
+
+def _small(candidates: Sequence[Sum]) -> list[Sum]:
+    """Return the sums of small gradients, or none if there are fewer than `FEW`."""
+    small = [one for one in candidates if one.whole and one.target.nbytes <= SMALL_BYTES]
+    return small if len(small) >= FEW else []
