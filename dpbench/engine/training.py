@@ -57,7 +57,7 @@ class Training:
         return self.loss_fn(output, target)  # type: ignore[no-any-return]
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss from which backward starts: the share of one call, scaled by the scaler."""
+        """Return the loss from which backward starts: one call's share, scaled by the scaler."""
         if self.accumulate > 1:
             loss = loss / self.accumulate
         return loss if self.scaler is None else self.scaler.scale(loss)

@@ -19,7 +19,5 @@ schedules.COPYING |= {
     Schedule.POOL: lambda module: Means(Pool(), replicate),
     Schedule.CACHED: lambda module: Means(Pool(), CachedReplicas(module).replicate),
 }
-schedules.RUNNERS |= {
-    **{schedule: partial(select.named, schedule) for schedule in Schedule},
-    **{name: partial(select.selected, name) for name in SELECTED},
-}
+schedules.RUNNERS |= {schedule: partial(select.named, schedule) for schedule in Schedule}
+schedules.RUNNERS |= {name: partial(select.selected, name) for name in SELECTED}

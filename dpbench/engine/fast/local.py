@@ -219,8 +219,8 @@ class Local:
         """Say in this step's note why its loss is gathered; raise Refused for a named schedule."""
         if not self._selected:
             raise Refused(
-                f"schedule {self.schedule}: each device computes its part of the loss, but {reason};"
-                " use the schedule cached"
+                f"schedule {self.schedule}: each device computes its part of the loss, but"
+                f" {reason}; use the schedule cached"
             )
         self.note = "; ".join(filter(None, [self._why, reason]))
 

@@ -41,10 +41,10 @@ def check(loss: Callable[..., torch.Tensor], parts: torch.Tensor, output: Any, t
 class LocalLoss:
     """The loss of one step; each replica computes its part, the loss over its own rows.
 
-    Without `weight`, call `forward` for each replica, `meet` once, then `backward` for each replica.
-    With `weight`, the number by which the loss summed over all rows is divided,
-    call `alone` for each replica, then `add` once. In both cases the attribute `loss` is then the
-    loss of the batch.
+    Without `weight`, call `forward` for each replica, `meet` once, then `backward` for each
+    replica. With `weight`, the number by which the loss summed over all rows is divided, call
+    `alone` for each replica, then `add` once. In both cases the attribute `loss` is then the loss
+    of the batch.
 
     `pieces` are (inputs, target) pairs. `scale` is applied to the loss from which backward starts.
     If the rows of a replica's output and target do not correspond one to one, `meet` sets `split`

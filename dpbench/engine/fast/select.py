@@ -127,7 +127,7 @@ def _local_loss(training: Training) -> str:
 
 def _kept(training: Training) -> str:
     groups_of(training.optimizer, unique(training.module.parameters()))
-    if HAS_GRAD_DTYPE and any(p.grad_dtype != p.dtype for p in trained(training.module)):  # type: ignore[attr-defined]
+    if HAS_GRAD_DTYPE and any(p.grad_dtype != p.dtype for p in trained(training.module)):
         return (
             "kept replicas compute gradients in the dtype of their parameters, but a parameter has"
             " another grad_dtype; use schedule='cached'"
