@@ -21,7 +21,7 @@ from dpbench.hardware.provenance import Resources
 from dpbench.measure.selection import cases_of
 from dpbench.records import CASE_FIELDS, Case, Fault, Source, Status, Trial, plan
 from dpbench.records.trial import Estimate
-from tests.test_options import parsed
+from tests.records.test_options import parsed
 
 USE, STAY, UNKNOWN = Choice.USE, Choice.STAY, Choice.UNKNOWN
 GPU = {"device_kind": "cuda"}

@@ -18,8 +18,8 @@ from dpbench.analysis.report import Report
 from dpbench.hardware.provenance import Resources
 from dpbench.measure.selection import cases_of
 from dpbench.records import schedule
-from tests.test_findings import case, dp, one
-from tests.test_options import parsed
+from tests.analysis.test_findings import case, dp, one
+from tests.records.test_options import parsed
 
 
 def rules() -> list[FindingRule]:

@@ -18,7 +18,7 @@ from dpbench.analysis.lanes import Bar, Lanes
 from dpbench.records import HOST, Case, Phase, Source, Span, Step, Trial, Verified
 from dpbench.report import svg, swim_lanes
 from dpbench.report.svg import Panel, Section
-from tests.test_ledger import STEP, span, spans
+from tests.records.test_ledger import STEP, span, spans
 
 DP = Case(model="mlp", strategy="dp", schedule="reference", devices=2, batch_size=64)
 SINGLE = Case(model="mlp", strategy="single", batch_size=64)

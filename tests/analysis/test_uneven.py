@@ -16,7 +16,8 @@ from dpbench.analysis import stats, summary, uneven
 from dpbench.analysis.decision import Choice
 from dpbench.analysis.report import Report
 from dpbench.records import Case, Step, Trial, Verified
-from tests import observed_loops, test_noisy
+from tests import observed_loops
+from tests.analysis import test_noisy
 from tests.exported import stored
 
 SINGLE, DDP = test_noisy.SINGLE, test_noisy.DDP

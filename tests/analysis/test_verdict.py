@@ -24,7 +24,7 @@ from dpbench.records.observed import WITHOUT_LOADER, Held, Unknown
 from dpbench.records.registry import Parallelism
 from dpbench.records.trial import Estimate
 from tests import observed_loops as made
-from tests.test_observed import report
+from tests.observe.test_reports import report
 
 STEP = Estimate(0.01, 0.0098, 0.0102, 5)
 

@@ -20,7 +20,7 @@ import pytest
 
 asv = pytest.importorskip("asv", reason="a GPU machine lends its own packages, and may have no asv")
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "asv.conf.json"
 
 

@@ -21,7 +21,7 @@ from dpbench.store import Store
 
 asv = pytest.importorskip("asv", reason="a GPU machine lends its own packages, and may have no asv")
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 MODULES = ("cuda", "engine_cost", "imports", "replicas", "samplers", "selfcheck", "steps", "verbs")
 BENCHMARKS = {
     "cuda.track_cuda_imbalance",

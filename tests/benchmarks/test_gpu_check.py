@@ -12,7 +12,7 @@ import pytest
 
 from dpbench.hardware import gpus, provenance
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "scripts"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "scripts"))
 
 import gpu_check
 

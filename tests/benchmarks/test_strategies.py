@@ -36,7 +36,7 @@ from dpbench.records import (
 from dpbench.strategies import Strategy, Unpredictable
 from tests import commands
 
-FOLDER = Path(__file__).parents[1] / "benchmarks" / "strategies"
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "strategies"
 SMALL = Effort(budget_s=0.05, min_steps=3, max_steps=5, warmup_steps=1, block_steps=1)
 IN_RANKS = {Phase.SCATTER, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.REDUCE, Phase.OPTIMIZER}
 LAYERED = IN_RANKS - {Phase.REDUCE}

@@ -11,7 +11,7 @@ import pytest
 
 from dpbench.hardware.provenance import version
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "scripts" / "system_torch.py"
 
 

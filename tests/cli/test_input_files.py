@@ -18,7 +18,7 @@ from dpbench.records import machine
 from dpbench.store import export
 from tests import exported
 from tests.exported import is_error, made
-from tests.test_predict_bus import printed
+from tests.predict.test_measured_bus import printed
 
 STORE_READERS = (
     "report",
@@ -93,7 +93,7 @@ def test_a_wrong_argument_has_another_code(dpbench) -> None:
     )
 
 
-# -- byte order marks; tests/test_import.py has that of a trace
+# -- byte order marks; tests/observe/test_imported.py has that of a trace
 
 
 def marked(path: Path, content: str) -> Path:

@@ -20,7 +20,7 @@ from dpbench.store import Naming, Store, StoreError
 from dpbench.store.copying import PARTS, Merged
 from dpbench.store.file import MIGRATIONS
 from tests.exported import DP, PROVENANCE, is_error, made
-from tests.test_store import query
+from tests.store.test_store import query
 
 SINGLE = Case(model="mlp", strategy="single", batch_size=64)
 Run = Callable[..., str]
@@ -325,7 +325,7 @@ def test_a_store_with_checksums_is_written_and_merged(path, tmp_path):
 def test_a_store_that_an_earlier_version_wrote_with_checksums_is_read_and_merged(path, tmp_path):
     old = tmp_path / "old.db"
     with closing(sqlite3.connect(old)) as db:
-        db.executescript((Path(__file__).parent / "data" / "store_schema4.sql").read_text())
+        db.executescript((Path(__file__).parents[1] / "data" / "store_schema4.sql").read_text())
     with Store.create(path) as store:
         store.merge(old)
     for file in (old, path):

@@ -11,7 +11,7 @@ from dpbench.cli import cli
 from dpbench.measure import run as runner
 from dpbench.measure.run import Outcome
 from tests.exported import PROVENANCE, Command, is_error, made, stored
-from tests.test_options import parsed
+from tests.records.test_options import parsed
 
 TOML = """
 store = "mine.db"

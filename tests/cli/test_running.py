@@ -12,8 +12,8 @@ import sys
 import pytest
 
 from tests import commands
+from tests.cli.test_reading import WEAK
 from tests.marked import patience
-from tests.test_cli_readers import WEAK
 
 
 @pytest.mark.usefixtures("one_server")

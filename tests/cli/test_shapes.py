@@ -26,8 +26,8 @@ from dpbench.predict.what_if import WhatIf
 from dpbench.records import Case, Status, Trial, machine
 from dpbench.records.options import Options
 from dpbench.store import Store
+from tests.analysis.test_lanes import ranks_of_which_one_ran_ahead
 from tests.exported import DP, PROVENANCE, is_error, made, stored
-from tests.test_lanes import ranks_of_which_one_ran_ahead
 
 SINGLE = Case(model="mlp", strategy="single", batch_size=64)
 CASES = (

@@ -47,7 +47,7 @@ def results() -> dict[str, list[Any]]:
         capture_output=True,
         text=True,
         timeout=200,
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
         env={**os.environ, "FAKECUDA_NUMERICS": "0", "FAKECUDA_DEVICES": "4"},
         check=True,
     )

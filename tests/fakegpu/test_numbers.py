@@ -585,7 +585,7 @@ def _run(script: str, **settings: str) -> str:
 
 @pytest.mark.slow
 def test_deferred_effects_give_the_same_numbers() -> None:
-    script = DEFERRED.format(root=str(Path(__file__).parents[1]))
+    script = DEFERRED.format(root=str(Path(__file__).parents[2]))
     plain = _run(script, FAKECUDA_DEFERRED="0")
     assert plain.startswith("[")
     assert _run(script, FAKECUDA_DEFERRED="1", FAKECUDA_SEED="3") == plain

@@ -1,4 +1,6 @@
-"""Trains under torch.cuda._sanitizer (CSAN), and prints what it finds: python -m tests.sanitized.
+"""Trains under torch.cuda._sanitizer (CSAN), and prints what it finds.
+
+    python -m tests.gpu.sanitized
 
 CSAN records the operators, events and stream waits of this process, and reports two accesses to the
 same tensor that no wait orders. It catches a missing `wait_stream` between streams with handles of

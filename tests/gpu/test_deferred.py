@@ -34,7 +34,9 @@ from dpbench.models import Model, embedding, lstm
 from dpbench.records import Case, Phase, no_mark
 from dpbench.records.registry import own, strategy, traits
 from dpbench.records.schedule import RUNGS, SELECTED
-from tests import commands, conformance, engine_nets
+from tests import commands
+from tests.engine import conformance
+from tests.engine import nets as engine_nets
 
 pytestmark = [
     pytest.mark.multi_gpu,

@@ -1,6 +1,6 @@
 """Every call of the engine that orders streams or keeps memory is needed: without it, a race shows.
 
-`NEEDING` names a run for each such call. In deferred mode (see tests/test_deferred.py), the run
+`NEEDING` names a run for each such call. In deferred mode (see test_deferred.py), the run
 gives the host's numbers in every order; without the call it gives others in some order.
 """
 
@@ -29,8 +29,8 @@ from dpbench.engine.train_step import TrainStep
 from dpbench.hardware.devices import holding, open_devices
 from dpbench.records import no_mark
 from dpbench.records.schedule import BEST, RUNGS, Schedule, ablations, parse
-from tests.ordering import places, without
-from tests.test_deferred import ROUNDING, own_streams, pytestmark
+from tests.gpu.ordering import places, without
+from tests.gpu.test_deferred import ROUNDING, own_streams, pytestmark
 
 __all__ = ["pytestmark"]
 

@@ -1,4 +1,4 @@
-"""torch's own race detector for CUDA (`tests/sanitized.py`) is silent, and finds planted faults."""
+"""torch's own race detector for CUDA (`sanitized.py`) is silent, and finds planted faults."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ pytestmark = [pytest.mark.multi_gpu, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.sanitized"],
-        cwd=Path(__file__).parents[1],
+        [sys.executable, "-m", "tests.gpu.sanitized"],
+        cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
         timeout=280,

@@ -25,7 +25,7 @@ from dpbench.records import Case, Phase, Span, registry
 pytestmark = pytest.mark.multi_gpu
 
 CLOCK_ONLY = {"FAKECUDA_NUMERICS": "0", "FAKECUDA_DATA": "0"}
-STRATEGIES = Path(__file__).parents[1] / "benchmarks" / "strategies"
+STRATEGIES = Path(__file__).parents[2] / "benchmarks" / "strategies"
 TOLERANCE_S = 1e-3
 """The times of two GPUs are converted to the host's clock separately."""
 

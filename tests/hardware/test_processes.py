@@ -20,7 +20,7 @@ from dpbench.hardware.devices import open_devices, resolve
 from dpbench.measure.worker import trial
 from dpbench.records import Case, Effort
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 linux = pytest.mark.skipif(not processes.CORES, reason="threads cannot be bound to cores here")
 
 

@@ -1,4 +1,6 @@
-"""List where dpbench's processes listen: `python -m tests.listening trial strategies probe`.
+"""List where dpbench's processes listen.
+
+    python -m tests.measure.listening trial strategies probe
 
 Prints for each of the named works, a trial, a trial of every strategy, and the probe's ranks, a
 line of JSON: how the work ended, every address that was listened at, and those of them that a

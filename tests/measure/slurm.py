@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tests.launched import free_port
 from tests.marked import poll
+from tests.measure.launched import free_port
 
 NODES = ("n1", "n2")
 CONFIGURATION = """

@@ -20,7 +20,7 @@ from dpbench.records import Status
         (
             KeyError("a"),
             Status.FAILED,
-            "KeyError: 'a'; in replica 1 on device cpu:1 [test_trial.py:",
+            "KeyError: 'a'; in replica 1 on device cpu:1 [test_bench.py:",
         ),
         (
             torch.OutOfMemoryError("GPU 0 has a total capacity of"),

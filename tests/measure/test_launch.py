@@ -19,8 +19,8 @@ import pytest
 from dpbench.records import Trial
 from dpbench.store import Store
 from tests.commands import Folder
-from tests.launched import MODELS, Launched, free_port, launch
 from tests.marked import poll
+from tests.measure.launched import MODELS, Launched, free_port, launch
 
 pytestmark = pytest.mark.slow
 RUN = ("--rounds", "1", "--patience", "0", "--batch-sizes", "12")

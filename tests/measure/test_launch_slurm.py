@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from dpbench.store import Store
-from tests import slurm as slurms
 from tests.commands import COMMAND, Folder
-from tests.launched import MODELS
 from tests.marked import poll
+from tests.measure import slurm as slurms
+from tests.measure.launched import MODELS
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(slurms.missing()), reason=slurms.missing())]
 GOOD = ("--model", "nets:good", "--patience", "0", "--batch-sizes", "12")

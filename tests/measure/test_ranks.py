@@ -24,8 +24,8 @@ from dpbench.measure import ranks
 from dpbench.measure.failures import of_end, of_rank
 from dpbench.records import Status
 from dpbench.records.trial import Failure, in_order
-from tests.listening import Seen, real_address
 from tests.marked import NAME, Mark, marked
+from tests.measure.listening import Seen, real_address
 
 ROOT = Path(dpbench.__file__).parent.parent
 REAL = real_address()
@@ -53,7 +53,7 @@ def preset() -> dict[str, str]:
 def check(works: Sequence[str], variables: Mapping[str, str], prefix: Sequence[str] = ()) -> None:
     """Watch the sockets of works, such as a trial or the ranks of the probe, in another process."""
     env = os.environ | variables | {"PYTHONPATH": str(ROOT)}
-    command = [*prefix, sys.executable, "-m", "tests.listening", *works]
+    command = [*prefix, sys.executable, "-m", "tests.measure.listening", *works]
     done = subprocess.run(
         command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
     )

@@ -12,7 +12,7 @@ from dpbench.records import Status
 from dpbench.store import Store
 from tests import commands
 from tests.marked import patience
-from tests.test_run import slots
+from tests.measure.test_run import slots
 
 PARENT = [
     "measure.run",

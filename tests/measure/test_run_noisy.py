@@ -10,8 +10,8 @@ from dpbench.hardware.foreign_load import Load, UnknownLoad
 from dpbench.measure import run as module
 from dpbench.measure.run import Ended, Note, run
 from dpbench.records import Case, Status, Verified
+from tests.measure.test_run import CASES, slots
 from tests.standing_in import QUIET, Server
-from tests.test_run import CASES, slots
 
 BUSY = Load(foreign=0.5, steal=0.0, cores=2, seconds=1.0)
 

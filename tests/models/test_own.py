@@ -33,7 +33,7 @@ from dpbench.records import Case, Trial, Verified, plan, registry
 from dpbench.records.options import Options
 from dpbench.strategies import Updates, precision_of
 
-EXAMPLES = Path(__file__).parents[1] / "benchmarks" / "models"
+EXAMPLES = Path(__file__).parents[2] / "benchmarks" / "models"
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-EXCERPTS = Path(__file__).parent / "data" / "traces"
+EXCERPTS = Path(__file__).parents[1] / "data" / "traces"
 VARIABLE = "DPBENCH_TRACES"
 WHOLE = Path(os.environ.get(VARIABLE) or "missing")
 needs_whole_traces = pytest.mark.skipif(

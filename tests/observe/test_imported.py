@@ -19,7 +19,7 @@ from dpbench.records.activity import Activity, Busy, busy, difference, intersect
 from dpbench.records.observed import observed
 from dpbench.records.registry import Parallelism, Role
 from dpbench.store import Naming, Store
-from tests.kineto_files import EXCERPTS, WHOLE, Writer, needs_whole_traces
+from tests.observe.kineto_files import EXCERPTS, WHOLE, Writer, needs_whole_traces
 
 
 def loop_of(*paths):

@@ -22,7 +22,7 @@ import pytest
 from dpbench.observe import kineto
 from dpbench.observe.kineto import TraceEvents
 from dpbench.records.activity import intersection, length, union
-from tests.kineto_files import EXCERPTS, WHOLE, needs_whole_traces
+from tests.observe.kineto_files import EXCERPTS, WHOLE, needs_whole_traces
 
 
 class Figures(NamedTuple):

@@ -19,7 +19,7 @@ from dpbench.observe import kineto
 from dpbench.records import Case, Phase, Span, Step
 from dpbench.records.activity import Activity, busy
 from dpbench.records.trial import NO_PROFILE, Trial
-from tests.kineto_files import EXCERPTS
+from tests.observe.kineto_files import EXCERPTS
 
 DDP = Case(model="mlp", strategy="ddp", devices=2, batch_size=64, device_kind="cuda")
 

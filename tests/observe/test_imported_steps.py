@@ -20,7 +20,7 @@ from dpbench.observe.imported import ImportedLoop
 from dpbench.records import HOST, Phase
 from dpbench.records.observed import observed
 from dpbench.store import Naming, Store
-from tests.kineto_files import EXCERPTS, WHOLE, Writer, needs_whole_traces
+from tests.observe.kineto_files import EXCERPTS, WHOLE, Writer, needs_whole_traces
 
 EVERY_WHOLE = sorted(WHOLE.glob("*.json.gz")) if WHOLE.is_dir() else []
 

@@ -35,8 +35,8 @@ from dpbench.records import HOST, UNATTRIBUTED, Phase, Sample, ledger
 from dpbench.records.observed import Held, observed
 from dpbench.records.registry import Role
 from dpbench.store import Store
+from tests.measure.test_clocks import Time, gpus
 from tests.recorded_nvml import recorded
-from tests.test_clock import Time, gpus
 
 HEAD = '''
 import sys, time

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dpbench.records import ledger
-from tests.watched_scripts import problems, watched
+from tests.observe.watched_scripts import problems, watched
 
 FAILS = """
 class Fault(RuntimeError):

@@ -10,7 +10,7 @@ import torch
 
 from dpbench.observe import script
 from dpbench.records import UNATTRIBUTED, Phase, ledger
-from tests.watched_scripts import really_watched
+from tests.observe.watched_scripts import really_watched
 
 ACCELERATE = """
 from accelerate import Accelerator

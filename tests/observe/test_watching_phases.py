@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dpbench.records import UNATTRIBUTED, Phase, ledger
-from tests.watched_scripts import problems, watched
+from tests.observe.watched_scripts import problems, watched
 
 
 def test_torchs_average_of_the_weights_belongs_to_the_optimizer(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from dpbench.observe import loop, seams, trials
 from dpbench.records import UNATTRIBUTED, Phase, ledger
-from tests.watched_scripts import Clock, problems, really_watched, watched
+from tests.observe.watched_scripts import Clock, problems, really_watched, watched
 
 
 @pytest.mark.parametrize("first", [6, 12])

@@ -17,7 +17,7 @@ from dpbench.predict import cases, counts, profiles
 from dpbench.predict.cases import Predictor
 from dpbench.records import Case, Phase, machine
 
-TABLE = Path(__file__).parent / "data" / "published.csv"
+TABLE = Path(__file__).parents[1] / "data" / "published.csv"
 
 
 @pytest.mark.slow
@@ -117,7 +117,10 @@ class Weighted:
 def test_a_model_that_cannot_be_traced_is_counted_and_said_to_be() -> None:
     predictor = cases.Predictor(machine.load("dgx-a100"))
     case = Case(
-        model="tests.test_counts:Weighted", strategy="single", batch_size=8, device_kind="cuda"
+        model="tests.predict.test_counts:Weighted",
+        strategy="single",
+        batch_size=8,
+        device_kind="cuda",
     )
     assert predictor.predict(case).profile == "counted"
     given = replace(predictor, given=(0.05, 8)).predict(case)

@@ -22,7 +22,7 @@ from dpbench.predict.trace import Trace
 from dpbench.records import Case, no_mark
 
 ROWS, TOKENS, WIDTH = 4, 32, 64
-FIGURES = Path(__file__).parents[1] / "reports" / "public-figures" / "memory.csv"
+FIGURES = Path(__file__).parents[2] / "reports" / "public-figures" / "memory.csv"
 
 
 class Layer(nn.Module):

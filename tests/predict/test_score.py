@@ -20,7 +20,7 @@ from dpbench.predict.constants import DEFAULT
 from dpbench.records import Phase
 from tests.exported import Command
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 TABLE, ACCURACY = DATA / "published.csv", DATA / "accuracy.json"
 MARGIN = 0.005
 """How much worse a group's mean error may get before somebody must look."""
@@ -592,7 +592,7 @@ if __name__ == "__main__":
 
 
 def test_the_documented_scoreboard_is_the_committed_one() -> None:
-    document = (Path(__file__).parents[1] / "docs" / "predicting.md").read_text(encoding="utf-8")
+    document = (Path(__file__).parents[2] / "docs" / "predicting.md").read_text(encoding="utf-8")
     table = document.partition("```text\ngroup")[2].partition("```")[0].splitlines()[1:]
     committed = json.loads(ACCURACY.read_text())
     assert len(table) == len(committed)

@@ -17,9 +17,9 @@ from dpbench.measure.server import Server
 from dpbench.records import Case
 from dpbench.store import Naming
 from tests.exported import DP, command, made, stored
-from tests.test_docs import COMMANDS, DOCS, README, ROOT
-from tests.test_outside import MINE
-from tests.test_stored import single, write
+from tests.predict.test_stored import single, write
+from tests.project.test_docs import COMMANDS, DOCS, README, ROOT
+from tests.strategies.test_users_own import MINE
 
 SHORTER = {
     "run": ("--budget", "1"),
@@ -95,7 +95,7 @@ ALONE = Case(model="mlp", strategy="single", batch_size=64)
 
 
 def test_commands_that_are_run_elsewhere_are_run_there() -> None:
-    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     assert [name for name in ELSEWHERE.values() if f"def {name}(" not in tests] == []
     assert len(COMMANDS) > 15
     assert DOCS

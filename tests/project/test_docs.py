@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from dpbench.cli import cli
 from dpbench.records import registry
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -27,7 +27,7 @@ def test_every_test_that_the_contract_names_exists() -> None:
     named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "contract.md").read_text()))
     written = set(
         re.findall(
-            r"^def (test_\w+)", "".join(f.read_text() for f in (ROOT / "tests").glob("*.py")), re.M
+            r"^def (test_\w+)", "".join(f.read_text() for f in (ROOT / "tests").rglob("*.py")), re.M
         )
     )
     assert named

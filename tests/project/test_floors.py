@@ -70,7 +70,7 @@ LIGHT = (
     "dpbench.strategies.torch_dp",
     "dpbench.predict.cases",
 )
-ROOT = Path(__file__).parent.parent / "dpbench"
+ROOT = Path(__file__).parents[2] / "dpbench"
 FILES = sorted(ROOT.rglob("*.py"))
 REPORTED = [
     path

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from benchmarks.scripts import gallery
 from dpbench.store.export import formats
-from tests.test_compare import BEFORE, HOSTILE, stored
+from tests.analysis.test_comparison import BEFORE, HOSTILE, stored
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_run_gets_a_folder_with_its_page_and_trials_and_a_paragraph_in_the_list(

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 TESTED = "2.13"
-ROOT = Path(__file__).parent.parent / "dpbench"
+ROOT = Path(__file__).parents[2] / "dpbench"
 PRIVATE = {
     r"\._replicate_for_data_parallel\(": "engine/replicate.py",
     r"_set_ddp_runtime_logging_sample_rate|_get_ddp_logging_data|set_runtime_stats_and_log": (

@@ -27,8 +27,8 @@ from dpbench.hardware import nvml
 from dpbench.records import Case, Source, Status, Trial, fake, machine
 from dpbench.store import Store
 from tests import observed_loops as loops
+from tests.analysis.test_comparison import report, rounds
 from tests.exported import Command, command, stored
-from tests.test_compare import report, rounds
 
 NAMED = {"gpus": [{"name": "Fake GPU", "index": i} for i in range(2)]}
 DRIVEN = {"driver": "580.00.fake", "gpus": [{"name": "NVIDIA A100", "index": i} for i in range(2)]}

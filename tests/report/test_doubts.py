@@ -271,7 +271,7 @@ def test_weak_scaling_is_named_beside_a_speed_up_that_is_shown() -> None:
 
 
 def test_the_page_and_the_documents_describe_one_kind_of_interval() -> None:
-    documents = " ".join((Path(__file__).parents[1] / "docs" / "measuring.md").read_text().split())
+    documents = " ".join((Path(__file__).parents[2] / "docs" / "measuring.md").read_text().split())
     assert explained.INTERVALS in page.render(SOUND).replace("&#39;", "'")
     for clause in explained.INTERVALS.removesuffix(".").split("; "):
         assert clause.replace("95%", "95 %").partition(", which")[0] in documents

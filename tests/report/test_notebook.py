@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests import commands
+from tests.api.test_api import FAILED, HOSTILE, trials
 from tests.exported import stored
-from tests.test_api import FAILED, HOSTILE, trials
 
 nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
 nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed")

@@ -24,7 +24,7 @@ from dpbench.store import DamagedStore, Store, StoreError, UnreadableRow, rows
 from tests import hardening
 from tests.exported import made, stored
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SINGLE = Case(model="mlp", strategy="single", batch_size=64)
 
 

@@ -13,7 +13,7 @@ import pytest
 from dpbench.records import Memory, Status
 from dpbench.store import Store, StoreError
 from dpbench.store import file as module
-from tests.test_store import begin, make_trial, put, query, same
+from tests.store.test_store import begin, make_trial, put, query, same
 
 NEWER = len(module.MIGRATIONS) + 1
 
@@ -138,7 +138,7 @@ def test_an_older_file_is_brought_up_with_its_trials(path, monkeypatch):
 def test_a_file_of_schema_1_is_read_as_what_it_holds(path, writes):
     """The file is what the code of schema 1 wrote."""
     with closing(sqlite3.connect(path)) as db:
-        db.executescript((Path(__file__).parent / "data" / "store_schema1.sql").read_text())
+        db.executescript((Path(__file__).parents[1] / "data" / "store_schema1.sql").read_text())
     if writes:
         with Store.create(path) as store:
             store.trials()

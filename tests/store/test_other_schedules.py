@@ -15,7 +15,7 @@ from dpbench.analysis.answer import answers
 from dpbench.hardware.provenance import Resources
 from dpbench.records import Case
 from dpbench.store import Store
-from tests.test_decision import SINGLE, row
+from tests.analysis.test_decision import SINGLE, row
 
 MEASURED = {"bf16_comm", "workers=pool,comm_dtype=bf16"}
 PREDICTED = {"graphs", "replicas=persistent,loss=local,backward=local,graphs=on"}
@@ -28,7 +28,7 @@ def store(tmp_path: Path) -> str:
     with closing(sqlite3.connect(path)) as db:
         db.executescript(
             gzip.decompress(
-                (Path(__file__).parent / "data" / "store_other_schedules.sql.gz").read_bytes()
+                (Path(__file__).parents[1] / "data" / "store_other_schedules.sql.gz").read_bytes()
             ).decode()
         )
     return str(path)

@@ -27,8 +27,8 @@ from dpbench.records import Case, Status
 from dpbench.store import FINAL, DamagedStore, Naming, Store, StoreError, rows
 from dpbench.store import file as module
 from tests.exported import made, stored
-from tests.test_store import CASE, ENDED, begin, make_trial, put, query, same
-from tests.test_store_files import contents
+from tests.store.test_file import contents
+from tests.store.test_store import CASE, ENDED, begin, make_trial, put, query, same
 
 ROOT = Path(dpbench.__file__).parent.parent
 linux = pytest.mark.skipif(sys.platform != "linux", reason="uses Linux's capabilities")

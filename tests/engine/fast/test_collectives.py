@@ -21,7 +21,7 @@ from dpbench.hardware.devices import resolve
 from dpbench.hardware.devices.cuda import CudaDevice
 from dpbench.hardware.devices.host import HostDevice
 from dpbench.records.schedule import Schedule
-from tests.test_schedules import LEGAL, OPTIMIZERS, differing, problem, train
+from tests.engine.fast.test_schedules import LEGAL, OPTIMIZERS, differing, problem, train
 
 PERSISTENT = [one for one in LEGAL if one.replicas == "persistent"]
 

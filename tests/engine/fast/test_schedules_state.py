@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dpbench import DataParallel
 from dpbench.engine.train_step import TrainStep
 from dpbench.records.schedule import LADDER, RUNGS, SELECTED
-from tests.test_schedules import OPTIMIZERS, differing, problem
+from tests.engine.fast.test_schedules import OPTIMIZERS, differing, problem
 
 
 @pytest.mark.parametrize("rung", RUNGS)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
-from tests.law import Loop
+from tests.engine.law.sides import Loop
 
 Change = Callable[[Loop, int], Any]
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from dpbench.engine.errors import Refused
 from dpbench.engine.train_step import TrainStep
 from dpbench.records.schedule import FASTEST, RUNGS, SELECTED, Schedule, parse
-from tests.law_compare import assert_same, sums_exactly
-from tests.law_nets import OPTIMIZERS, Net
+from tests.engine.law.compare import assert_same, sums_exactly
+from tests.engine.law.nets import OPTIMIZERS, Net
 
 EXACT = [*RUNGS]
 
@@ -536,5 +536,5 @@ def refusing(rung: str | Schedule, *situations: str) -> Iterator[None]:
         if not wanted:
             raise
     assert refused == wanted, (
-        f"{rung} refuses none of {situations}; tests.law.REFUSALS says that it does"
+        f"{rung} refuses none of {situations}; tests.engine.law.sides.REFUSALS says that it does"
     )

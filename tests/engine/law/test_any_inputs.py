@@ -1,7 +1,7 @@
 """Random calls, held bit by bit against the chunked reference: one deep copy per chunk.
 
-Inputs, rows, devices and schedules are drawn. `call`, and `train` of
-tests/test_properties_training.py, are the engine's side and the only places that know of schedules;
+Inputs, rows, devices and schedules are drawn. `call`, and `train` of test_any_training.py, are the
+engine's side and the only places that know of schedules;
 `expect` and `expect_training` are the reference, which owes nothing to the engine: it runs copy
 after copy on the host and adds the gradients in replica order.
 """
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import dpbench
 from dpbench.records.schedule import SWITCHES, Schedule
-from tests.conformance import Place
+from tests.engine.conformance import Place
 
 WIDTH = 5
 ALL = [

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import dpbench
 from dpbench.records.schedule import Schedule
-from tests.conformance import Place
-from tests.test_properties import (
+from tests.engine.conformance import Place
+from tests.engine.law.test_any_inputs import (
     NESTED,
     STEPPED,
     TARGET,

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from dpbench import DataParallel
 from dpbench.engine.train_step import TrainStep
 from dpbench.records.schedule import FASTEST, Schedule
-from tests.law import Pair, must_refuse, pair, refusing, rungs
-from tests.law_compare import assert_same
-from tests.law_nets import OPTIMIZERS, Net, Regularised, Table, batch
+from tests.engine.law.compare import assert_same
+from tests.engine.law.nets import OPTIMIZERS, Net, Regularised, Table, batch
+from tests.engine.law.sides import Pair, must_refuse, pair, refusing, rungs
 
 # a parameter whose data was replaced by a transposed tensor gets gradients of another layout; torch
 # warns of it once

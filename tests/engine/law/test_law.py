@@ -19,9 +19,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from torch import nn
 
 from dpbench.records.schedule import RUNGS, SELECTED
-from tests import law_changes, law_nets
-from tests.law import Loop, Pair
-from tests.law_changes import CHANGES, Change
+from tests.engine.law import changes as law_changes
+from tests.engine.law import nets as law_nets
+from tests.engine.law.changes import CHANGES, Change
+from tests.engine.law.sides import Loop, Pair
 
 # a parameter whose data was replaced by a transposed tensor gets gradients of another layout; torch
 # warns of it once

@@ -17,10 +17,10 @@ from dpbench import DataParallel
 from dpbench.engine.errors import Refused
 from dpbench.engine.train_step import TrainStep
 from dpbench.records.schedule import FASTEST
-from tests import law_changes
-from tests.law import Loop, pair, rungs
-from tests.law_compare import assert_same
-from tests.law_nets import OPTIMIZERS, Net, Table, Trapped, Writer, batch
+from tests.engine.law import changes as law_changes
+from tests.engine.law.compare import assert_same
+from tests.engine.law.nets import OPTIMIZERS, Net, Table, Trapped, Writer, batch
+from tests.engine.law.sides import Loop, pair, rungs
 
 # a parameter whose data was replaced by a transposed tensor gets gradients of another layout; torch
 # warns of it once

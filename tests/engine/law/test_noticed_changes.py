@@ -22,8 +22,8 @@ from dpbench.engine import DataParallel
 from dpbench.engine.errors import Refused
 from dpbench.engine.train_step import TrainStep
 from dpbench.records.schedule import RUNGS, SELECTED
-from tests.law import Loop, pair, refusing
-from tests.law_nets import OPTIMIZERS, Table, batch
+from tests.engine.law.nets import OPTIMIZERS, Table, batch
+from tests.engine.law.sides import Loop, pair, refusing
 
 EXACT = [*RUNGS]
 FLAT = {name for name in EXACT if RUNGS[name].storage == "flat"}

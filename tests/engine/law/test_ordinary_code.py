@@ -20,9 +20,9 @@ from dpbench.engine.errors import Refused
 from dpbench.engine.train_step import TrainStep
 from dpbench.measure import verification
 from dpbench.records.schedule import RUNGS, Schedule
-from tests.law import pair, refusing, rungs
-from tests.law_compare import assert_same
-from tests.law_nets import OPTIMIZERS
+from tests.engine.law.compare import assert_same
+from tests.engine.law.nets import OPTIMIZERS
+from tests.engine.law.sides import pair, refusing, rungs
 
 TOKENS, STEPS = 7, 3
 

@@ -19,9 +19,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dpbench.engine.train_step import TrainStep
 from dpbench.records.schedule import RUNGS, SELECTED
-from tests.law import Loop, Pair, Plain, refusing
-from tests.law_compare import assert_same
-from tests.law_nets import OPTIMIZERS, Net, Table, Writer, batch
+from tests.engine.law.compare import assert_same
+from tests.engine.law.nets import OPTIMIZERS, Net, Table, Writer, batch
+from tests.engine.law.sides import Loop, Pair, Plain, refusing
 
 EXACT = [*RUNGS]
 

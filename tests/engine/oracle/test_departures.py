@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.oracle import device, oracle, ours, theirs
-from tests.oracle_nets import Net
+from tests.engine.oracle.nets import Net
+from tests.engine.oracle.torch_parallel import device, oracle, ours, theirs
 
 Wrap = Callable[..., nn.Module]
 
@@ -299,7 +299,7 @@ def outcome(departure: Departure, wrap: Wrap) -> Any:
 
 
 def test_the_contract_has_these_cases() -> None:
-    text = (Path(__file__).parent.parent / "docs" / "contract.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "contract.md").read_text()
     (table,) = re.findall(r"\n\| case \| torch \| dpbench \|\n\|[-| ]*\|\n((?:\|.*\n)+)", text)
     assert [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines()] == list(
         DEPARTURES

@@ -1,7 +1,7 @@
 """Ours refuses the calls that torch's DataParallel refuses, in its words.
 
-Each row also runs torch's own code; see tests/oracle.py. tests/test_conformance_departures.py has
-the cases in which torch is wrong.
+Each row also runs torch's own code; see torch_parallel.py. test_departures.py has the cases in
+which torch is wrong.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import dpbench.engine
-from tests.conformance import SCHEDULES, is_flat
-from tests.oracle import device, difference, error_of, oracle, ours, theirs
+from tests.engine.conformance import SCHEDULES, is_flat
+from tests.engine.oracle.torch_parallel import device, difference, error_of, oracle, ours, theirs
 
 Run = Callable[..., Any]
 

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 import dpbench.engine
 from dpbench.engine import TrainStep
 from dpbench.records.schedule import FASTEST, parse
-from tests.conformance import LEGAL, SCHEDULES, is_flat
-from tests.oracle import (
+from tests.engine.conformance import LEGAL, SCHEDULES, is_flat
+from tests.engine.oracle.nets import NETS, Case, Net, mlp, rows
+from tests.engine.oracle.torch_parallel import (
     device,
     difference,
     observe,
@@ -31,7 +32,6 @@ from tests.oracle import (
     place,
     theirs,
 )
-from tests.oracle_nets import NETS, Case, Net, mlp, rows
 
 EMULATED = [schedule for schedule in SCHEDULES if not is_flat(schedule)]
 """The schedules of a wrapper over emulated devices."""

@@ -17,7 +17,7 @@ from dpbench.engine import DataParallel
 from dpbench.engine.parallel_apply import in_stages
 from dpbench.engine.workers import Serial, Spawn, Workers
 from dpbench.hardware.devices import resolve
-from tests.engine_nets import chunked_gradients, cpus, made, mlp, wave
+from tests.engine.nets import chunked_gradients, cpus, made, mlp, wave
 
 # ---------------------------------------------------------------- thread settings
 

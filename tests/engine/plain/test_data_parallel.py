@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import dpbench
 from dpbench.engine import DataParallel, TrainStep
-from tests.engine_nets import (
+from tests.engine.nets import (
     ROWS,
     assert_same,
     chunked_gradients,

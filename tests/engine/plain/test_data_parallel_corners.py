@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 import dpbench
 from dpbench.engine import DataParallel, resolve
-from tests.oracle_nets import TWO, returning
-from tests.oracle_nets import Net as Call
-from tests.test_contract_scatter_gather import Batch
+from tests.engine.oracle.nets import TWO, returning
+from tests.engine.oracle.nets import Net as Call
+from tests.engine.plain.test_scatter_gather import Batch
 
 # ---------------------------------------------------------------- the constructor
 

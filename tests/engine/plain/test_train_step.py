@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from dpbench.engine import TrainStep
 from dpbench.records import Phase
-from tests.engine_nets import NETS, chunked_gradients, conv, cpus, every_count, made, mlp, same
-from tests.test_engine import Awkward
+from tests.engine.nets import NETS, chunked_gradients, conv, cpus, every_count, made, mlp, same
+from tests.engine.plain.test_data_parallel import Awkward
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),

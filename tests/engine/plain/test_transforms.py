@@ -11,7 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from dpbench.engine.errors import Refused
-from tests.conformance import SWAP, Place, close, every_schedule, gradients, known_fault, place
+from tests.engine.conformance import (
+    SWAP,
+    Place,
+    close,
+    every_schedule,
+    gradients,
+    known_fault,
+    place,
+)
 
 __all__ = ["place"]
 

@@ -1,6 +1,6 @@
 """PyTorch's tests of torch.cuda.comm, rewritten for our verbs.
 
-`tests/conformance.py` names the sources.
+`tests/engine/conformance.py` names the sources.
 
 Features without a counterpart in ours are left out: `out=`, `buffer_size=`, the current device as a
 default, and the messages about them.
@@ -20,7 +20,7 @@ import dpbench
 from dpbench.engine import resolve
 from dpbench.engine.collectives import copies_of
 from dpbench.records import no_mark
-from tests.conformance import Place, close, every_kind, host, on, place, share
+from tests.engine.conformance import Place, close, every_kind, host, on, place, share
 
 __all__ = ["place"]
 

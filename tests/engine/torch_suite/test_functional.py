@@ -1,6 +1,6 @@
 """PyTorch's tests of the verbs and of data_parallel(), rewritten for ours.
 
-`tests/conformance.py` names the sources.
+`tests/engine/conformance.py` names the sources.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import dpbench
-from tests.conformance import Place, check_gradients, close, every_kind, gradients, on, place
+from tests.engine.conformance import Place, check_gradients, close, every_kind, gradients, on, place
 
 __all__ = ["place"]
 

@@ -1,6 +1,6 @@
 """PyTorch's tests of the module DataParallel, rewritten for ours.
 
-`tests/conformance.py` names the sources.
+`tests/engine/conformance.py` names the sources.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import dpbench
 from dpbench.engine.errors import Refused
-from tests.conformance import (
+from tests.engine.conformance import (
     Place,
     check_gradients,
     close,

@@ -1,6 +1,6 @@
 """PyTorch's tests of module placement, spectral norm and ScriptModules, for our DataParallel.
 
-`tests/conformance.py` names the sources.
+`tests/engine/conformance.py` names the sources.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import dpbench
-from tests.conformance import (
+from tests.engine.conformance import (
     HERE,
     KINDS,
     SWAP,
