@@ -81,7 +81,7 @@ hardening: $(VENV)/dev.stamp
 	$(BIN)/python -m tests.hardening stores $(or $(N),20)
 	$(BIN)/python -m tests.hardening kills $(or $(N),60)
 	$(BIN)/python -m tests.hardening writers $(or $(N),200)
-	FUZZ=$(or $(N),300) $(BIN)/python -m pytest -q tests/test_fuzz.py
+	FUZZ=$(or $(N),300) $(BIN)/python -m pytest -q tests/cli/test_fuzz.py
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

@@ -11,9 +11,9 @@ import pytest
 
 from dpbench.analysis import comparison
 from dpbench.report import comparing, page
-from tests import test_compare
+from tests.analysis import test_comparison as test_compare
+from tests.analysis.test_ladder import content
 from tests.report_rows import colocated_cpu_and_weak, gpu_page, gpu_run, ran, run_of
-from tests.test_ladder import content
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None

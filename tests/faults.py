@@ -288,7 +288,9 @@ FAULTS = (
         "gradients are added in replica order",
         "enumerate(parts[1:])",
         "enumerate(parts[:0:-1])",
-        ("tests/test_engine_verbs.py::test_reduce_adds_in_replica_order_and_spares_its_inputs",),
+        (
+            "tests/engine/plain/test_verbs.py::test_reduce_adds_in_replica_order_and_spares_its_inputs",
+        ),
     ),
     Fault(
         "overlap-growth",
@@ -296,7 +298,7 @@ FAULTS = (
         "together and allocations != self._before",
         "False",
         (
-            "tests/test_comm.py::"
+            "tests/engine/fast/test_collectives.py::"
             "test_collectives_overlap_with_backward_while_no_device_allocates_memory",
         ),
     ),
@@ -305,7 +307,9 @@ FAULTS = (
         "NCCL over several GPUs is refused where launches block, because it would hang",
         "distinct and blocks and _has_nccl()",
         "False",
-        ("tests/test_comm.py::test_blocking_launches_are_refused_on_distinct_gpus",),
+        (
+            "tests/engine/fast/test_collectives.py::test_blocking_launches_are_refused_on_distinct_gpus",
+        ),
     ),
     Fault(
         "buffers",
@@ -314,7 +318,7 @@ FAULTS = (
         'buffers = self.__dict__.setdefault("_kept", copies_of(cache.buffers, self._devices,'
         " self._mark))",
         (
-            "tests/test_law_rows.py::test_every_step_begins_with_replica_0s_buffers_on_every_replica",
+            "tests/engine/law/test_named_changes.py::test_every_step_begins_with_replica_0s_buffers_on_every_replica",
         ),
     ),
     Fault(
@@ -322,21 +326,25 @@ FAULTS = (
         "data that is assigned between steps is seen",
         "not all(map(torch.Tensor.is_set_to, self._parameters, self._memory))",
         "False",
-        ("tests/test_law_rows.py::test_data_that_is_assigned_is_seen_with_and_without_sync",),
+        (
+            "tests/engine/law/test_named_changes.py::test_data_that_is_assigned_is_seen_with_and_without_sync",
+        ),
     ),
     Fault(
         "identity-flags",
         "parameters that are frozen or thawed between steps are seen",
         "list(map(_requires_grad, self._parameters)) != self._wanted",
         "False",
-        ("tests/test_law_rows.py::test_freezing_and_unfreezing_are_seen",),
+        ("tests/engine/law/test_named_changes.py::test_freezing_and_unfreezing_are_seen",),
     ),
     Fault(
         "identity-hooks",
         "hooks that are registered between steps see the whole gradient once",
         "bool(self._hooks) != self._hooked",
         "False",
-        ("tests/test_law_rows.py::test_hooks_on_parameters_see_the_reduced_gradient_once",),
+        (
+            "tests/engine/law/test_named_changes.py::test_hooks_on_parameters_see_the_reduced_gradient_once",
+        ),
     ),
     Fault(
         "hooks-muted",
@@ -344,21 +352,23 @@ FAULTS = (
         "            self._muted.restore()\n            _set_gradients(self._weights.originals,"
         " self._before)",
         "            _set_gradients(self._weights.originals, self._before)",
-        ("tests/test_law_rows.py::test_hooks_are_back_after_a_step_that_failed",),
+        ("tests/engine/law/test_named_changes.py::test_hooks_are_back_after_a_step_that_failed",),
     ),
     Fault(
         "hooks-of-nodes",
         "hooks on the nodes that accumulate gradients see the reduced gradient once",
         "any(self._of_nodes)",
         "False",
-        ("tests/test_law_notice.py::test_hooks_on_nodes_see_the_reduced_gradients_once",),
+        (
+            "tests/engine/law/test_noticed_changes.py::test_hooks_on_nodes_see_the_reduced_gradients_once",
+        ),
     ),
     Fault(
         "default-notices",
         "the default schedule copies the weights in every step",
         "self._root_only or self._weights.versions() != self._seen",
         "self._weights.versions() != self._seen",
-        ("tests/test_law_notice.py::test_the_default_schedule_needs_no_sync",),
+        ("tests/engine/law/test_noticed_changes.py::test_the_default_schedule_needs_no_sync",),
         where="engine.persistent_step.PersistentReplicas.modules",
     ),
     Fault(
@@ -366,7 +376,9 @@ FAULTS = (
         "weights that forward writes are those of replica 0",
         "            self._written_in_forward = True\n            self._seen = []",
         "            self._seen = []",
-        ("tests/test_law_notice.py::test_weights_that_forward_writes_are_those_of_replica_0",),
+        (
+            "tests/engine/law/test_noticed_changes.py::test_weights_that_forward_writes_are_those_of_replica_0",
+        ),
     ),
     Fault(
         "scheduler-wrapper",
@@ -374,7 +386,7 @@ FAULTS = (
         "not _only_counts(step, type(optimizer))",
         'not getattr(step, "_wrapped_by_lr_sched", False)',
         (
-            "tests/test_law_notice.py::test_a_step_wrapped_around_a_schedulers_acts_on_the_whole_gradient",
+            "tests/engine/law/test_noticed_changes.py::test_a_step_wrapped_around_a_schedulers_acts_on_the_whole_gradient",
         ),
     ),
     Fault(
@@ -383,7 +395,7 @@ FAULTS = (
         "not recomputed",
         "False",
         (
-            "tests/test_law_notice.py::test_memory_that_the_module_itself_shares_stays_shared_or_is_refused",
+            "tests/engine/law/test_noticed_changes.py::test_memory_that_the_module_itself_shares_stays_shared_or_is_refused",
         ),
     ),
     Fault(
@@ -391,14 +403,18 @@ FAULTS = (
         "a gradient in other strides is read as it is",
         "gradient is None or gradient.stride() == parameter.stride()",
         "True",
-        ("tests/test_law_notice.py::test_strides_of_a_gradient_between_two_calls_do_not_matter",),
+        (
+            "tests/engine/law/test_noticed_changes.py::test_strides_of_a_gradient_between_two_calls_do_not_matter",
+        ),
     ),
     Fault(
         "equal-attributes",
         "an equal attribute is still another object",
         "type(value) is type(other) and type(value) in (int, str) and value == other",
         "type(value) is type(other) and bool(value == other)",
-        ("tests/test_law_notice.py::test_an_equal_attribute_is_still_another_object",),
+        (
+            "tests/engine/law/test_noticed_changes.py::test_an_equal_attribute_is_still_another_object",
+        ),
     ),
     Fault(
         "hooks-of-forward",
@@ -406,7 +422,7 @@ FAULTS = (
         "if weight._backward_hooks:\n    weight._backward_hooks.clear()",
         "if False:\n    weight._backward_hooks.clear()",
         (
-            "tests/test_law_notice.py::test_a_replica_lists_no_parameters_and_its_own_hooks_are_for_one_step",
+            "tests/engine/law/test_noticed_changes.py::test_a_replica_lists_no_parameters_and_its_own_hooks_are_for_one_step",
         ),
     ),
     Fault(
@@ -415,7 +431,7 @@ FAULTS = (
         "weight.data = own",
         "pass",
         (
-            "tests/test_schedules_state.py::test_weights_that_forward_moves_are_trained_on_every_schedule",
+            "tests/engine/fast/test_schedules_state.py::test_weights_that_forward_moves_are_trained_on_every_schedule",
         ),
     ),
     Fault(
@@ -423,7 +439,9 @@ FAULTS = (
         "each thread that calls a wrapper has its own copies",
         "threading.local",
         "object",
-        ("tests/test_law_notice.py::test_threads_that_call_one_wrapper_get_their_own_rows",),
+        (
+            "tests/engine/law/test_noticed_changes.py::test_threads_that_call_one_wrapper_get_their_own_rows",
+        ),
         where="engine.replicas.CachePerThread",
     ),
     Fault(
@@ -438,7 +456,7 @@ FAULTS = (
             )
         )""",
         "is_watched(optimizer) != self.watched",
-        ("tests/test_law_rows.py::test_a_group_that_is_added_is_stepped",),
+        ("tests/engine/law/test_named_changes.py::test_a_group_that_is_added_is_stepped",),
     ),
     Fault(
         "early-error",
@@ -446,7 +464,7 @@ FAULTS = (
         "                    if not stopped:\n                        attempt(stage, i)",
         "                    if not errors:\n                        attempt(stage, i)",
         (
-            "tests/test_engine_autograd.py::test_a_device_that_fails_early_stops_no_other_device_in_the_same_stage",
+            "tests/engine/plain/test_autograd.py::test_a_device_that_fails_early_stops_no_other_device_in_the_same_stage",
         ),
     ),
     Fault(
@@ -455,7 +473,7 @@ FAULTS = (
         "load_operators()",
         "pass",
         (
-            "tests/test_emulated.py::test_the_first_use_of_an_operator_in_several_threads_does_not_crash",
+            "tests/hardware/test_emulated.py::test_the_first_use_of_an_operator_in_several_threads_does_not_crash",
         ),
         where="engine.workers",
     ),
@@ -465,7 +483,7 @@ FAULTS = (
         "return output.numel() // output.shape[1]",
         "return output.shape[0]",
         (
-            "tests/test_losses.py::test_soft_targets_are_counted_once_per_place_whatever_their_weights",
+            "tests/engine/fast/test_losses.py::test_soft_targets_are_counted_once_per_place_whatever_their_weights",
         ),
     ),
     Fault(
@@ -473,21 +491,27 @@ FAULTS = (
         "a target with other rows than the inputs is not cut",
         "not same_rows(arguments, target)",
         "False",
-        ("tests/test_law_ordinary.py::test_ordinary_training_code_trains_as_in_a_plain_loop",),
+        (
+            "tests/engine/law/test_ordinary_code.py::test_ordinary_training_code_trains_as_in_a_plain_loop",
+        ),
     ),
     Fault(
         "gradients-dtype",
         "gradients have the dtype that the parameter asks for",
         "_HAS_GRAD_DTYPE and any(p.grad_dtype != p.dtype for p in setup.trained)",
         "False",
-        ("tests/test_law_ordinary.py::test_a_grad_dtype_that_is_set_between_steps_is_seen",),
+        (
+            "tests/engine/law/test_ordinary_code.py::test_a_grad_dtype_that_is_set_between_steps_is_seen",
+        ),
     ),
     Fault(
         "row-weights",
         "a weight per row is not broadcast over the rows of one replica",
         "all(weight.dim() < output.dim() or weight.size(0) == 1 for weight in self.weights)",
         "True",
-        ("tests/test_law_ordinary.py::test_ordinary_training_code_trains_as_in_a_plain_loop",),
+        (
+            "tests/engine/law/test_ordinary_code.py::test_ordinary_training_code_trains_as_in_a_plain_loop",
+        ),
     ),
     Fault(
         "post-init",
@@ -502,7 +526,7 @@ FAULTS = (
         getattr(new, "__post_init__", int)()
         """,
         (
-            "tests/test_contract_scatter_gather.py::test_pieces_of_a_dataclass_instance_are_copies_whose_constructor_does_not_run",
+            "tests/engine/plain/test_scatter_gather.py::test_pieces_of_a_dataclass_instance_are_copies_whose_constructor_does_not_run",
         ),
     ),
     Fault(
@@ -511,7 +535,7 @@ FAULTS = (
         "saved is not None",
         "saved is None",
         (
-            "tests/test_law_ordinary.py::test_dropout_inside_a_checkpoint_of_concurrent_replicas_is_refused",
+            "tests/engine/law/test_ordinary_code.py::test_dropout_inside_a_checkpoint_of_concurrent_replicas_is_refused",
         ),
     ),
     Fault(
@@ -520,7 +544,7 @@ FAULTS = (
         "flushes_denormals() != wanted",
         "False",
         (
-            "tests/test_law_ordinary.py::test_denormal_numbers_are_flushed_in_all_replicas_or_in_none",
+            "tests/engine/law/test_ordinary_code.py::test_denormal_numbers_are_flushed_in_all_replicas_or_in_none",
         ),
     ),
     Fault(
@@ -529,7 +553,7 @@ FAULTS = (
         "parametrize._cache_enabled",
         "False",
         (
-            "tests/test_law_ordinary.py::test_cached_parametrizations_are_refused_because_replicas_would_share_them",
+            "tests/engine/law/test_ordinary_code.py::test_cached_parametrizations_are_refused_because_replicas_would_share_them",
         ),
     ),
     Fault(
@@ -537,7 +561,7 @@ FAULTS = (
         "a schedule that was asked for by name refuses nothing that it can train",
         'schedule.storage == "flat" and setup.devices[0].torch_device.type == "cpu" and shared',
         'schedule.storage == "flat" and setup.devices[0].torch_device.type == "cpu"',
-        ("tests/test_law_further.py::test_autocast_gives_the_bits_of_reference",),
+        ("tests/engine/law/test_rare_actions.py::test_autocast_gives_the_bits_of_reference",),
     ),
     # -- measure
     Fault(
@@ -545,14 +569,14 @@ FAULTS = (
         "a clock's anchor is the middle of the time that reading it takes",
         "anchors.append((event, (before + self._now()) / 2))",
         "anchors.append((event, self._now()))",
-        ("tests/test_clock.py",),
+        ("tests/measure/test_clocks.py",),
     ),
     Fault(
         "busy-time",
         "joint spans share a thread's CPU time",
         "(cpu_s - at_s) / len(spans)",
         "(cpu_s - at_s)",
-        ("tests/test_clock.py",),
+        ("tests/measure/test_clocks.py",),
     ),
     Fault(
         "trial-samples",
@@ -560,7 +584,7 @@ FAULTS = (
         "start_s, end_s = trial.window",
         "start_s, end_s = trial.window[0], trial.window[1] + 1.0",
         (
-            "tests/test_sampled.py::test_gpus_are_sampled_over_the_whole_trial_and_the_host_while_steps_are_timed",
+            "tests/analysis/test_sampled.py::test_gpus_are_sampled_over_the_whole_trial_and_the_host_while_steps_are_timed",
         ),
     ),
     Fault(
@@ -568,28 +592,30 @@ FAULTS = (
         "a resumed run does not repeat what is done",
         "pending = [case for case in wanted if (case.fingerprint, number) not in done]",
         "pending = list(wanted)",
-        ("tests/test_run.py::test_an_interrupted_run_goes_on_where_it_was_in_the_same_order",),
+        (
+            "tests/measure/test_run.py::test_an_interrupted_run_goes_on_where_it_was_in_the_same_order",
+        ),
     ),
     Fault(
         "budget",
         "the check of a model takes nothing of the budget",
         "self._deadline += time.perf_counter() - began",
         "self._deadline += 0.0",
-        ("tests/test_run.py::test_the_check_of_a_model_takes_nothing_of_the_budget",),
+        ("tests/measure/test_run.py::test_the_check_of_a_model_takes_nothing_of_the_budget",),
     ),
     Fault(
         "tolerance",
         "gradients that are 1 % off are refused",
         'TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 5e-2, "fp16": 1e-2}',
         'TOLERANCE = {"fp32": 1e-1, "tf32": 1e-2, "bf16": 5e-2, "fp16": 1e-2}',
-        ("tests/test_verify.py",),
+        ("tests/measure/test_verification.py",),
     ),
     Fault(
         "unverified",
         "a strategy with wrong gradients is not timed",
         "verdict.verified is Verified.NO",
         "verdict is None",
-        ("tests/test_strategies.py::test_wrong_gradients_are_refused_and_never_timed",),
+        ("tests/strategies/test_strategies.py::test_wrong_gradients_are_refused_and_never_timed",),
         where="measure.worker.trial._verify",
     ),
     Fault(
@@ -597,28 +623,30 @@ FAULTS = (
         "a worker leaves frozen what its server has frozen",
         "freezes = not frozen()",
         "freezes = True",
-        ("tests/test_trial.py::test_a_trial_leaves_to_the_collector_what_it_had_and_no_more",),
+        (
+            "tests/measure/test_bench.py::test_a_trial_leaves_to_the_collector_what_it_had_and_no_more",
+        ),
     ),
     Fault(
         "memory-by-phase",
         "a peak is credited to every open phase",
         "{WHOLE, *(phase.value for phase in self._open)}",
         "{WHOLE, *(phase.value for phase in self._open[:1])}",
-        ("tests/test_memory.py::test_a_peak_is_of_the_phase_that_is_open_on_any_device",),
+        ("tests/measure/test_memory.py::test_a_peak_is_of_the_phase_that_is_open_on_any_device",),
     ),
     Fault(
         "loopback",
         "ranks listen on the loopback interface alone",
         'any(one.family == socket.AF_INET and one.address == "127.0.0.1" for one in addresses)',
         "addresses",
-        ("tests/test_ranks.py::test_the_loopback_interface_is_found_by_its_address",),
+        ("tests/measure/test_ranks.py::test_the_loopback_interface_is_found_by_its_address",),
     ),
     Fault(
         "out-of-memory",
         "lack of memory is classified as such",
         "isinstance(error, torch.OutOfMemoryError | MemoryError)",
         "isinstance(error, MemoryError)",
-        ("tests/test_ranks.py::test_lack_of_memory_and_lost_peers_are_told_apart_by_type",),
+        ("tests/measure/test_ranks.py::test_lack_of_memory_and_lost_peers_are_told_apart_by_type",),
     ),
     # -- nothing lost
     Fault(
@@ -627,7 +655,7 @@ FAULTS = (
         "StoredLedger(decoded) if decoded.version == VERSION and _consistent(decoded) else None",
         "StoredLedger(decoded) if decoded.version == VERSION else None",
         (
-            "tests/test_summaries.py::test_a_summary_that_contradicts_itself_is_computed_from_the_rows",
+            "tests/store/test_summaries.py::test_a_summary_that_contradicts_itself_is_computed_from_the_rows",
         ),
     ),
     Fault(
@@ -635,7 +663,7 @@ FAULTS = (
         "a store whose older schema has more columns is merged",
         "return [name for name in rows.columns_of(source, table) if name in target_columns]",
         "return rows.columns_of(source, table)",
-        ("tests/test_manage.py::test_a_store_with_checksums_is_written_and_merged",),
+        ("tests/cli/test_managing.py::test_a_store_with_checksums_is_written_and_merged",),
     ),
     Fault(
         "unknown-default",
@@ -643,7 +671,7 @@ FAULTS = (
         '_refuse_unknown(of_command, f"{file}: [{name}]", [*options])',
         '_refuse_unknown({}, f"{file}: [{name}]", [*options])',
         (
-            "tests/test_config.py::test_a_wrong_entry_is_an_error_that_names_file_and_key_and_starts_nothing",
+            "tests/cli/test_options.py::test_a_wrong_entry_is_an_error_that_names_file_and_key_and_starts_nothing",
         ),
     ),
     Fault(
@@ -652,7 +680,7 @@ FAULTS = (
         "if size == 1:\n    raise _another_kind(path)",
         'path.open("rb").close()\nif size == 1:\n    raise _another_kind(path)',
         (
-            "tests/test_store_processes.py::test_a_process_that_ends_leaves_the_log_of_a_running_writer_alone",
+            "tests/store/test_processes.py::test_a_process_that_ends_leaves_the_log_of_a_running_writer_alone",
         ),
     ),
     Fault(
@@ -660,14 +688,16 @@ FAULTS = (
         "Python never opens the file of a store",
         "if size == 1:\n    raise _another_kind(path)",
         'path.open("rb").close()\nif size == 1:\n    raise _another_kind(path)',
-        ("tests/test_store_processes.py::test_python_never_opens_the_file_of_a_store",),
+        ("tests/store/test_processes.py::test_python_never_opens_the_file_of_a_store",),
     ),
     Fault(
         "shared-store",
         "processes that share a store, and are killed at random, lose nothing",
         "if size == 1:\n    raise _another_kind(path)",
         'path.open("rb").close()\nif size == 1:\n    raise _another_kind(path)',
-        ("tests/test_hardening.py::test_processes_that_share_a_store_and_are_killed_lose_nothing",),
+        (
+            "tests/store/test_damaged.py::test_processes_that_share_a_store_and_are_killed_lose_nothing",
+        ),
     ),
     Fault(
         "read-snapshot",
@@ -675,7 +705,7 @@ FAULTS = (
         '    db.execute("BEGIN")\n',
         "    pass\n",
         (
-            "tests/test_store_processes.py::test_a_run_that_is_removed_while_it_is_read_is_read_whole",
+            "tests/store/test_processes.py::test_a_run_that_is_removed_while_it_is_read_is_read_whole",
         ),
     ),
     Fault(
@@ -683,35 +713,39 @@ FAULTS = (
         "naming a run costs the same in a store of many runs",
         '"run(started)"',
         '"run(pid)"',
-        ("tests/test_many_runs.py::test_a_command_does_the_same_work_in_a_store_of_many_runs",),
+        (
+            "tests/store/test_many_runs.py::test_a_command_does_the_same_work_in_a_store_of_many_runs",
+        ),
     ),
     Fault(
         "past-runs",
         "a report reads the last runs of its cases, and not all",
         "len(runs) < PAST",
         "True",
-        ("tests/test_many_runs.py::test_a_report_reads_the_last_runs_of_its_cases",),
+        ("tests/store/test_many_runs.py::test_a_report_reads_the_last_runs_of_its_cases",),
     ),
     Fault(
         "series-limit",
         "a stored series is decompressed as far as its row states",
         "stream.decompress(blob, n * values.itemsize + 1)",
         "stream.decompress(blob)",
-        ("tests/test_hardening.py::test_a_series_is_decompressed_as_far_as_its_row_states",),
+        ("tests/store/test_damaged.py::test_a_series_is_decompressed_as_far_as_its_row_states",),
     ),
     Fault(
         "fact-types",
         "a trial whose facts are of wrong types is left out and counted",
         "msgspec.convert(provenance, _Trial)",
         "pass",
-        ("tests/test_hardening.py::test_a_trial_of_wrong_types_is_left_out_and_counted",),
+        ("tests/store/test_damaged.py::test_a_trial_of_wrong_types_is_left_out_and_counted",),
     ),
     Fault(
         "other-version-answer",
         "an answer recommends no schedule that only another version has",
         "schedule.available(row.case.schedule)",
         "True",
-        ("tests/test_other_schedules.py::test_the_answer_recommends_a_schedule_that_can_run",),
+        (
+            "tests/store/test_other_schedules.py::test_the_answer_recommends_a_schedule_that_can_run",
+        ),
         where="analysis.decision.Question.candidates",
     ),
     Fault(
@@ -719,7 +753,7 @@ FAULTS = (
         "a run with the schedule of another version is shown",
         "ValueError",
         "KeyError",
-        ("tests/test_hardening.py::test_names_that_only_another_version_knows_are_shown",),
+        ("tests/store/test_damaged.py::test_names_that_only_another_version_knows_are_shown",),
         where="records.schedule.known",
     ),
     Fault(
@@ -728,7 +762,7 @@ FAULTS = (
         "                _roll_back(path)\n                continue\n",
         "                raise\n",
         (
-            "tests/test_store_processes.py::test_a_process_killed_within_a_rollback_journal_does_not_lock_out_the_next",
+            "tests/store/test_processes.py::test_a_process_killed_within_a_rollback_journal_does_not_lock_out_the_next",
         ),
     ),
     Fault(
@@ -737,7 +771,7 @@ FAULTS = (
         "file.same_file(db)",
         "file",
         (
-            "tests/test_hardening.py::test_a_store_that_is_deleted_or_replaced_during_a_run_is_noticed",
+            "tests/store/test_damaged.py::test_a_store_that_is_deleted_or_replaced_during_a_run_is_noticed",
         ),
     ),
     Fault(
@@ -745,21 +779,25 @@ FAULTS = (
         "a signal ends a command also if Python drops its exception",
         "_State.number and threading.current_thread() is threading.main_thread()",
         "_State.number < 0",
-        ("tests/test_signals.py::test_a_signal_that_python_drops_ends_the_next_wait",),
+        ("tests/hardware/test_signals.py::test_a_signal_that_python_drops_ends_the_next_wait",),
     ),
     Fault(
         "swept-by-name",
         "the folder of a living process is never removed",
         "fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "os.fstat(lock)",
-        ("tests/test_signals.py::test_folders_of_killed_processes_are_removed_by_their_lock",),
+        (
+            "tests/hardware/test_signals.py::test_folders_of_killed_processes_are_removed_by_their_lock",
+        ),
     ),
     Fault(
         "orphan",
         "processes that a worker leaves behind in sessions of their own are ended",
         "ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)",
         "ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)",
-        ("tests/test_signals.py::test_processes_of_a_worker_in_sessions_of_their_own_are_ended",),
+        (
+            "tests/hardware/test_signals.py::test_processes_of_a_worker_in_sessions_of_their_own_are_ended",
+        ),
     ),
     # -- launches
     Fault(
@@ -768,7 +806,7 @@ FAULTS = (
         "shifted(answers[rank].trials[0], -offsets[rank].seconds)",
         "shifted(answers[rank].trials[0], offsets[rank].seconds)",
         (
-            "tests/test_hosts.py::test_a_trial_over_two_machines_has_one_clock_and_the_facts_of_both",
+            "tests/measure/test_cluster.py::test_a_trial_over_two_machines_has_one_clock_and_the_facts_of_both",
         ),
     ),
     Fault(
@@ -776,7 +814,7 @@ FAULTS = (
         "the error of a clock's offset covers the drift between two measurements",
         "max(self.error_s, later.error_s) + abs(later.seconds - self.seconds) / 2",
         "max(self.error_s, later.error_s)",
-        ("tests/test_hosts.py::test_the_error_of_a_clocks_offset_covers_its_drift",),
+        ("tests/measure/test_cluster.py::test_the_error_of_a_clocks_offset_covers_its_drift",),
     ),
     Fault(
         "busiest-machine",
@@ -784,7 +822,7 @@ FAULTS = (
         "load = max(loads, key=lambda one: one.taken, default=None)",
         "load = min(loads, key=lambda one: one.taken, default=None)",
         (
-            "tests/test_hosts.py::test_a_trial_over_two_machines_has_one_clock_and_the_facts_of_both",
+            "tests/measure/test_cluster.py::test_a_trial_over_two_machines_has_one_clock_and_the_facts_of_both",
         ),
     ),
     Fault(
@@ -792,7 +830,9 @@ FAULTS = (
         "the error of a clock's offset is the longest wait of both ranks in a barrier",
         "max(here.waited_s, there.waited_s)",
         "min(here.waited_s, there.waited_s)",
-        ("tests/test_hosts.py::test_the_offset_of_a_clock_is_never_wrong_by_more_than_its_error",),
+        (
+            "tests/measure/test_cluster.py::test_the_offset_of_a_clock_is_never_wrong_by_more_than_its_error",
+        ),
     ),
     Fault(
         "time-to-join",
@@ -800,7 +840,7 @@ FAULTS = (
         "dist.new_group(timeout=PATIENCE)",
         "dist.new_group(timeout=JOIN)",
         (
-            "tests/test_launch.py::test_a_task_may_outlast_the_time_to_join_and_a_lost_rank_is_named[dead]",
+            "tests/measure/test_launch.py::test_a_task_may_outlast_the_time_to_join_and_a_lost_rank_is_named[dead]",
         ),
     ),
     Fault(
@@ -809,7 +849,7 @@ FAULTS = (
         "rank in lost.ranks",
         "rank not in lost.ranks",
         (
-            "tests/test_launch.py::test_a_task_may_outlast_the_time_to_join_and_a_lost_rank_is_named[dead]",
+            "tests/measure/test_launch.py::test_a_task_may_outlast_the_time_to_join_and_a_lost_rank_is_named[dead]",
         ),
     ),
     Fault(
@@ -818,7 +858,7 @@ FAULTS = (
         '[int(number) for number in missing[1].split(",")] if missing else self._ended()',
         '[int(number) for number in missing[1].split(",")] if missing else []',
         (
-            "tests/test_launch.py::test_a_task_may_outlast_the_time_to_join_and_a_lost_rank_is_named[early]",
+            "tests/measure/test_launch.py::test_a_task_may_outlast_the_time_to_join_and_a_lost_rank_is_named[early]",
         ),
     ),
     Fault(
@@ -826,21 +866,21 @@ FAULTS = (
         "the tasks of srun meet on the first node of the step",
         r"""re.sub(r"\[(\d+)[^]]*\]", r"\1", environ["SLURM_STEP_NODELIST"])""",
         """environ["SLURM_STEP_NODELIST"]""",
-        ("tests/test_hosts.py::test_the_tasks_of_srun_meet_on_the_first_node",),
+        ("tests/measure/test_cluster.py::test_the_tasks_of_srun_meet_on_the_first_node",),
     ),
     Fault(
         "slow-machine",
         "a machine is called slow on the evidence of an interval only",
         "return not self.ratio.doubt and self.ratio.low > SLOW",
         "return self.ratio.value > SLOW",
-        ("tests/test_hosts.py::test_no_machine_is_called_slow_without_evidence",),
+        ("tests/measure/test_cluster.py::test_no_machine_is_called_slow_without_evidence",),
     ),
     Fault(
         "one-machine",
         "hosts on one machine are labelled COLOCATED",
         "len({host.machine for host in trial.hosts}) < len(trial.hosts)",
         "False",
-        ("tests/test_hosts.py::test_hosts_on_one_machine_are_labelled_colocated",),
+        ("tests/measure/test_cluster.py::test_hosts_on_one_machine_are_labelled_colocated",),
     ),
     Fault(
         "fake-label",
@@ -848,8 +888,8 @@ FAULTS = (
         "{fake.FACT: True} if found and _says_fake(found[0]) else {}",
         "{}",
         (
-            "tests/test_fake.py::test_the_facts_of_a_stored_run_label_its_trials",
-            "tests/test_fake.py::test_every_export_carries_the_label",
+            "tests/records/test_fake.py::test_the_facts_of_a_stored_run_label_its_trials",
+            "tests/records/test_fake.py::test_every_export_carries_the_label",
         ),
     ),
     Fault(
@@ -857,14 +897,14 @@ FAULTS = (
         "a run on fake GPUs decides nothing",
         "any(row.on_fake_gpus for row in question.rows)",
         "False",
-        ("tests/test_fake.py::test_a_run_on_fake_gpus_is_no_answer_and_says_why",),
+        ("tests/records/test_fake.py::test_a_run_on_fake_gpus_is_no_answer_and_says_why",),
     ),
     Fault(
         "fake-comparison",
         "fake GPUs are compared with no real devices",
         "any(one.name == FAKES for one in differing)",
         "False",
-        ("tests/test_fake.py::test_a_comparison_of_fake_with_real_gpus_is_refused",),
+        ("tests/records/test_fake.py::test_a_comparison_of_fake_with_real_gpus_is_refused",),
     ),
     Fault(
         "cores-of-gpus",
@@ -872,8 +912,8 @@ FAULTS = (
         'not cores or case.device_kind != "cpu"',
         'not cores or case.device_kind == "emulated"',
         (
-            "tests/test_validity.py::test_each_logical_cpu_device_needs_a_core_and_other_devices_need_none",
-            "tests/test_findings.py::test_gpus_are_not_oversubscribed_by_cores",
+            "tests/analysis/test_validity.py::test_each_logical_cpu_device_needs_a_core_and_other_devices_need_none",
+            "tests/analysis/test_findings.py::test_gpus_are_not_oversubscribed_by_cores",
         ),
     ),
     Fault(
@@ -882,7 +922,7 @@ FAULTS = (
         "not trials or needed_s <= left_s",
         "needed_s <= left_s",
         (
-            "tests/test_rounds.py::test_a_budget_that_cannot_hold_the_trials_is_said_after_the_first_round",
+            "tests/measure/test_stopping.py::test_a_budget_that_cannot_hold_the_trials_is_said_after_the_first_round",
         ),
     ),
     Fault(
@@ -890,7 +930,7 @@ FAULTS = (
         "the probe leaves out all-reduces whose ranks are too slow",
         "subprocess.TimeoutExpired",
         "subprocess.CalledProcessError",
-        ("tests/test_probe.py::test_ranks_that_are_slow_are_no_result",),
+        ("tests/probe/test_probe.py::test_ranks_that_are_slow_are_no_result",),
         "probe.all_reduce",
     ),
     # -- runs
@@ -900,7 +940,7 @@ FAULTS = (
         "not (self.name or self.tags)",
         "True",
         (
-            "tests/test_manage.py::test_a_name_and_tags_are_part_of_what_is_resumed_and_a_run_without_them_has_the_plain_plan",
+            "tests/cli/test_managing.py::test_a_name_and_tags_are_part_of_what_is_resumed_and_a_run_without_them_has_the_plain_plan",
         ),
     ),
     Fault(
@@ -908,7 +948,9 @@ FAULTS = (
         "a name that several runs have is not one of them",
         "len(runs) > 1",
         "False",
-        ("tests/test_manage.py::test_an_unknown_and_an_ambiguous_run_are_errors_with_the_way_out",),
+        (
+            "tests/cli/test_managing.py::test_an_unknown_and_an_ambiguous_run_are_errors_with_the_way_out",
+        ),
         where="api.stored.choose",
     ),
     Fault(
@@ -916,7 +958,9 @@ FAULTS = (
         "a run that is being measured is not removed",
         "row and row[2] == RUNNING and alive(*row[:2])",
         "False",
-        ("tests/test_manage.py::test_a_run_that_is_measured_now_is_neither_removed_nor_merged",),
+        (
+            "tests/cli/test_managing.py::test_a_run_that_is_measured_now_is_neither_removed_nor_merged",
+        ),
     ),
     Fault(
         "merge-twice",
@@ -924,8 +968,8 @@ FAULTS = (
         "started not in here.get(slot, {})",
         "True",
         (
-            "tests/test_manage.py::test_merge_copies_every_bit_and_a_second_time_nothing",
-            "tests/test_manage.py::test_a_copy_that_was_continued_gives_its_trials_and_its_end",
+            "tests/cli/test_managing.py::test_merge_copies_every_bit_and_a_second_time_nothing",
+            "tests/cli/test_managing.py::test_a_copy_that_was_continued_gives_its_trials_and_its_end",
         ),
     ),
     Fault(
@@ -933,7 +977,7 @@ FAULTS = (
         "copies of a run that were continued apart are not mixed",
         "both not in (here[slot].keys(), there[slot].keys())",
         "False",
-        ("tests/test_manage.py::test_copies_that_were_continued_apart_are_not_mixed",),
+        ("tests/cli/test_managing.py::test_copies_that_were_continued_apart_are_not_mixed",),
     ),
     Fault(
         "plan-host",
@@ -949,7 +993,7 @@ FAULTS = (
             f"ORDER BY trial.id DESC LIMIT {EARLIER}"
         )""",
         (
-            "tests/test_outputs.py::test_the_expected_time_is_that_of_earlier_trials_of_this_machine_only",
+            "tests/cli/test_shapes.py::test_the_expected_time_is_that_of_earlier_trials_of_this_machine_only",
         ),
     ),
     Fault(
@@ -957,7 +1001,7 @@ FAULTS = (
         "the stored command of a run with defaults from a file repeats it without the file",
         'selected.command("--store", str(store), config=False) if given else ""',
         '""',
-        ("tests/test_config.py::test_the_stored_command_repeats_the_run_without_the_file",),
+        ("tests/cli/test_options.py::test_the_stored_command_repeats_the_run_without_the_file",),
     ),
     # -- GPUs
     Fault(
@@ -965,7 +1009,7 @@ FAULTS = (
         "steps of GPUs have times of the host, as the host's spans do",
         "return [first_s + seconds * stretch for seconds in raw]",
         "return [seconds * stretch for seconds in raw]",
-        ("tests/test_simulated_loader.py",),
+        ("tests/simulated/test_loader.py",),
     ),
     Fault(
         "peer-copies",
@@ -973,8 +1017,8 @@ FAULTS = (
         r'r"(?:void\s+)?\w*(?:nccl|rccl)|Memcpy (?:PtoP|P2P)"',
         r'r"(?:void\s+)?\w*(?:nccl|rccl)"',
         (
-            "tests/test_simulated_report.py::test_busy_times_and_their_imbalance_are_the_true_ones[four]",
-            "tests/test_import_profiled.py::test_busy_times_of_real_traces_are_the_counted_microseconds",
+            "tests/simulated/test_report.py::test_busy_times_and_their_imbalance_are_the_true_ones[four]",
+            "tests/observe/test_imported_profiled.py::test_busy_times_of_real_traces_are_the_counted_microseconds",
         ),
     ),
     Fault(
@@ -983,7 +1027,7 @@ FAULTS = (
         "return {KERNELS: self.kernels_s} | (found if self.communication_s else {})",
         "return {KERNELS: self.kernels_s}",
         (
-            "tests/test_simulated_report.py::test_busy_times_and_their_imbalance_are_the_true_ones[four]",
+            "tests/simulated/test_report.py::test_busy_times_and_their_imbalance_are_the_true_ones[four]",
         ),
     ),
     Fault(
@@ -991,7 +1035,9 @@ FAULTS = (
         "the formats of float32 products are read where torch's older setting raises",
         "backends.cuda.matmul.fp32_precision",
         "TF32 if backends.cuda.matmul.allow_tf32 else IEEE",
-        ("tests/test_float32.py::test_products_are_read_and_set_in_every_order_of_both_settings",),
+        (
+            "tests/hardware/test_float32.py::test_products_are_read_and_set_in_every_order_of_both_settings",
+        ),
         where="hardware.devices.float32",
     ),
     Fault(
@@ -999,42 +1045,48 @@ FAULTS = (
         "a precision says so if convolutions use another format than it names",
         "sum(one != named for one in products)",
         "products.matmul != named",
-        ("tests/test_float32.py::test_a_precision_says_what_the_products_really_use",),
+        ("tests/hardware/test_float32.py::test_a_precision_says_what_the_products_really_use",),
     ),
     Fault(
         "watch-raises",
         "an error of dpbench's own code ends the recording, not the user's script",
         "self.active = False\nself.open.clear()\nnumber = len(self.ends)",
         "raise error",
-        ("tests/test_watch_safety.py",),
+        ("tests/observe/test_watching_safety.py",),
     ),
     Fault(
         "lost-kernels",
         "a profile that lacks a kernel is withheld",
         "sum(launches_kernels(call.name) for id, call in calls.items() if id not in launched)",
         "0",
-        ("tests/test_import_profiled.py::test_a_profile_with_lost_or_wrong_records_is_withheld",),
+        (
+            "tests/observe/test_imported_profiled.py::test_a_profile_with_lost_or_wrong_records_is_withheld",
+        ),
     ),
     Fault(
         "by-time",
         "a kernel belongs to the step that launched it, whatever its own time",
         "_range(one) if call is None else _range(call)",
         "_range(one)",
-        ("tests/test_import_profiled.py::test_a_profile_with_lost_or_wrong_records_is_withheld",),
+        (
+            "tests/observe/test_imported_profiled.py::test_a_profile_with_lost_or_wrong_records_is_withheld",
+        ),
     ),
     Fault(
         "uneven-kernels",
         "profiled steps with different numbers of kernels are withheld",
         "any(one != other for one, other in pairwise(kernels))",
         "False",
-        ("tests/test_import_profiled.py::test_a_profile_with_lost_or_wrong_records_is_withheld",),
+        (
+            "tests/observe/test_imported_profiled.py::test_a_profile_with_lost_or_wrong_records_is_withheld",
+        ),
     ),
     Fault(
         "profiled-oom",
         "a profiled step that runs out of memory is no failure of the profiler",
         "torch.OutOfMemoryError",
         "ZeroDivisionError",
-        ("tests/test_import_profiled.py::test_only_errors_of_the_profiler_are_caught",),
+        ("tests/observe/test_imported_profiled.py::test_only_errors_of_the_profiler_are_caught",),
         where="measure.worker.profiling",
     ),
     Fault(
@@ -1043,7 +1095,7 @@ FAULTS = (
         "any(NO_PROFILE in part.provenance for part in parts)",
         "False",
         (
-            "tests/test_import_profiled.py::test_a_rank_without_a_profile_withholds_the_reductions_of_all",
+            "tests/observe/test_imported_profiled.py::test_a_rank_without_a_profile_withholds_the_reductions_of_all",
         ),
     ),
     Fault(
@@ -1051,14 +1103,14 @@ FAULTS = (
         "the ranks of GPUs have a reduce phase",
         "if span.phase is Phase.REDUCE:\n    return []",
         "return []",
-        ("tests/test_simulated_ranks.py",),
+        ("tests/simulated/test_ranks.py",),
     ),
     Fault(
         "exposed-reduce",
         "of an all-reduce, the reduce phase has the part during which no kernel computes",
         "length(difference(communication, compute))",
         "length(communication)",
-        ("tests/test_simulated_ranks.py",),
+        ("tests/simulated/test_ranks.py",),
     ),
     Fault(
         "cuda-order",
@@ -1066,7 +1118,7 @@ FAULTS = (
         "return {ORDER: PCI_ORDER, **os.environ, **own}",
         "return {**os.environ, **own}",
         (
-            "tests/test_nvml.py::test_measuring_processes_number_gpus_as_nvml_does_unless_the_user_chose",
+            "tests/hardware/test_nvml.py::test_measuring_processes_number_gpus_as_nvml_does_unless_the_user_chose",
         ),
     ),
     Fault(
@@ -1074,35 +1126,37 @@ FAULTS = (
         "the counters of a GPU are found by its UUID",
         'uuids and (len(visible) > 1 or any(gpu["uuid"].startswith("GPU-") for gpu in visible))',
         "False",
-        ("tests/test_simulated_report.py::test_counters_of_every_gpu_are_its_own[four]",),
+        ("tests/simulated/test_report.py::test_counters_of_every_gpu_are_its_own[four]",),
     ),
     Fault(
         "ties",
         "half a microsecond on a GPU's clock moves no time from one phase to another",
         "TIE_S = 5e-6",
         "TIE_S = 0.0",
-        ("tests/test_ledger.py::test_rounded_clocks_do_not_move_time_from_one_phase_to_another",),
+        (
+            "tests/records/test_ledger.py::test_rounded_clocks_do_not_move_time_from_one_phase_to_another",
+        ),
     ),
     Fault(
         "late-ranks",
         "the reduce phase has no waits for ranks that are late in turn",
         "joined(_without_waits(parts))",
         "joined(parts)",
-        ("tests/test_simulated_ranks.py",),
+        ("tests/simulated/test_ranks.py",),
     ),
     Fault(
         "outlasting",
         "work for which the steps do not wait is labelled",
         "over_s = max(0.0, block.idle_s - times[-1] - (times[-1] - times[-2]))",
         "over_s = 0.0",
-        ("tests/test_simulated_loader.py",),
+        ("tests/simulated/test_loader.py",),
     ),
     Fault(
         "one-way-link",
         "a link that is slow in one direction is named with the rate of this direction",
         "(copies.source, copies.target)",
         "(min(copies.source, copies.target), max(copies.source, copies.target))",
-        ("tests/test_simulated_report.py::test_a_slow_link_is_found_and_named_with_its_true_rate",),
+        ("tests/simulated/test_report.py::test_a_slow_link_is_found_and_named_with_its_true_rate",),
         where="analysis.transfers",
     ),
     Fault(
@@ -1111,7 +1165,7 @@ FAULTS = (
         "own[cover].copy_(buffer[cover], non_blocking=True)",
         "pass",
         (
-            "tests/test_simulated_report.py::test_links_that_are_faster_than_the_host_queues_copies_have_their_true_rate",
+            "tests/simulated/test_report.py::test_links_that_are_faster_than_the_host_queues_copies_have_their_true_rate",
         ),
     ),
     Fault(
@@ -1119,28 +1173,28 @@ FAULTS = (
         "of several MIG instances, CUDA shows a process the first",
         'visible.split(",")[0].strip()',
         'visible.split(",")[-1].strip()',
-        ("tests/test_nvml.py::test_mig_instance_is_taken_with_what_it_tells",),
+        ("tests/hardware/test_nvml.py::test_mig_instance_is_taken_with_what_it_tells",),
     ),
     Fault(
         "mark-events",
         "marks reuse their events",
         "self._own[device][1].extend((start, end))",
         "pass",
-        ("tests/test_clock.py::test_a_mark_costs_the_driver_two_records",),
+        ("tests/measure/test_clocks.py::test_a_mark_costs_the_driver_two_records",),
     ),
     Fault(
         "mark-stream",
         "a mark does not look up the stream of a GPU",
         "return self._own or self._held or current_stream(self.ordinal)",
         "return self._own or current_stream(self.ordinal)",
-        ("tests/test_clock.py::test_a_mark_costs_the_driver_two_records",),
+        ("tests/measure/test_clocks.py::test_a_mark_costs_the_driver_two_records",),
     ),
     Fault(
         "default-devices",
         "a run on 8 GPUs measures 1, 2 and 8 by default",
         "tuple(sorted({1, min(2, available), available} - {0}))",
         "tuple(range(1, available + 1))",
-        ("tests/test_plan.py::test_default_devices_fit_what_there_is",),
+        ("tests/records/test_plan.py::test_default_devices_fit_what_there_is",),
     ),
     Fault(
         "profiled-steps",
@@ -1148,7 +1202,7 @@ FAULTS = (
         "self._profiled_steps = PROFILED_STEPS",
         "self._profiled_steps = 1",
         (
-            "tests/test_simulated_report.py::test_busy_times_and_their_imbalance_are_the_true_ones[two]",
+            "tests/simulated/test_report.py::test_busy_times_and_their_imbalance_are_the_true_ones[two]",
         ),
     ),
     Fault(
@@ -1156,28 +1210,32 @@ FAULTS = (
         "spans of GPUs last as long as on the host's clock",
         "host_s_per_ms = [(1 + drift) / 1e3 for drift in self.drift]",
         "host_s_per_ms = [1 / 1e3 for _ in self.drift]",
-        ("tests/test_clock.py::test_spans_last_as_long_as_on_the_hosts_clock",),
+        ("tests/measure/test_clocks.py::test_spans_last_as_long_as_on_the_hosts_clock",),
     ),
     Fault(
         "expected-time",
         "a run says at its start how long it is expected to take",
         "if self._plan:\n    self._console.print(escape(self._plan))",
         "if False:\n    self._console.print(escape(self._plan))",
-        ("tests/test_outputs.py::test_lines_have_milliseconds_and_the_time_left",),
+        ("tests/cli/test_shapes.py::test_lines_have_milliseconds_and_the_time_left",),
     ),
     Fault(
         "probed-access",
         "a probe's file has peer access where every pair of GPUs has it",
         'any(one.name == "peer_access_ratio" and one.value == 1 for one in self.figures)',
         'any(one.name == "peer_access_ratio" for one in self.figures)',
-        ("tests/test_probe.py::test_a_file_has_the_peer_access_and_the_nvlink_that_were_measured",),
+        (
+            "tests/probe/test_probe.py::test_a_file_has_the_peer_access_and_the_nvlink_that_were_measured",
+        ),
     ),
     Fault(
         "probed-links",
         "the probe measures the link of each pair of GPUs",
         "permutations(ends, 2)",
         "pairwise(ends)",
-        ("tests/test_probe.py::test_the_links_of_gpus_have_their_true_rates_and_nvlinks_share",),
+        (
+            "tests/probe/test_probe.py::test_the_links_of_gpus_have_their_true_rates_and_nvlinks_share",
+        ),
     ),
     # -- hardware and store
     Fault(
@@ -1186,7 +1244,7 @@ FAULTS = (
         "self._block(1)\nself._second_s = self._block(1)",
         "self._second_s = self._block(1)",
         (
-            "tests/test_rounds.py::"
+            "tests/measure/test_stopping.py::"
             "test_the_second_step_decides_whether_all_cases_of_a_worker_are_slow",
         ),
     ),
@@ -1196,7 +1254,7 @@ FAULTS = (
         "on_gpus(cases) and len(cases) * self._usual_s > self._left_s",
         "False",
         (
-            "tests/test_run.py::test_on_gpus_a_round_that_does_not_fit_is_left_out_and_named_and_no"
+            "tests/measure/test_run.py::test_on_gpus_a_round_that_does_not_fit_is_left_out_and_named_and_no"
             "_trial_is_shortened",
         ),
     ),
@@ -1206,7 +1264,7 @@ FAULTS = (
         "max(groups.values(), key=len, default=[])",
         "sum(groups.values(), [])",
         (
-            "tests/test_gpus.py::test_of_unequal_gpus_a_run_uses_the_largest_equal_group_and_says_so",
+            "tests/hardware/test_gpus.py::test_of_unequal_gpus_a_run_uses_the_largest_equal_group_and_says_so",
         ),
     ),
     Fault(
@@ -1215,7 +1273,7 @@ FAULTS = (
         'log.warning("this run measures the CPU: %s", reason)',
         "pass",
         (
-            "tests/test_gpus.py::"
+            "tests/hardware/test_gpus.py::"
             "test_a_build_for_cpus_does_not_measure_a_machine_with_gpus_silently",
         ),
     ),
@@ -1224,7 +1282,7 @@ FAULTS = (
         "GPUs have CUDA's numbers, and not NVML's",
         "chosen = [handles[position] for position in cuda_visible(visible, list(physical))]",
         "chosen = handles",
-        ("tests/test_samplers.py::test_devices_are_cuda_ordinals",),
+        ("tests/hardware/test_samplers.py::test_devices_are_cuda_ordinals",),
     ),
     Fault(
         "trial-ordinal",
@@ -1232,7 +1290,7 @@ FAULTS = (
         "replace(sample, device=place[sample.device])",
         "replace(sample, device=sample.device)",
         (
-            "tests/test_sampled.py::test_gpus_are_sampled_over_the_whole_trial_and_the_host_while_steps_are_timed",
+            "tests/analysis/test_sampled.py::test_gpus_are_sampled_over_the_whole_trial_and_the_host_while_steps_are_timed",
         ),
     ),
     Fault(
@@ -1244,14 +1302,14 @@ FAULTS = (
         r"""("\n    ALTER TABLE memory ADD COLUMN phase TEXT NOT NULL DEFAULT '';"
         "\n    ALTER TABLE memory ADD COLUMN kind TEXT NOT NULL DEFAULT '';"
         "\n    ALTER TABLE trial ADD COLUMN failed_device INTEGER\n    ")""",
-        ("tests/test_store_files.py::test_a_file_of_schema_1_is_read_as_what_it_holds",),
+        ("tests/store/test_file.py::test_a_file_of_schema_1_is_read_as_what_it_holds",),
     ),
     Fault(
         "view-of-a-full-device",
         "a storage that is counted already needs only its growth",
         "self._now[device] + size - (before or 0)",
         "self._now[device] + size",
-        ("tests/test_emulated.py::test_a_storage_counts_once_with_its_present_size",),
+        ("tests/hardware/test_emulated.py::test_a_storage_counts_once_with_its_present_size",),
     ),
     Fault(
         "resized-storage",
@@ -1259,7 +1317,7 @@ FAULTS = (
         " again",
         "before != size",
         "before is None",
-        ("tests/test_emulated.py::test_a_storage_counts_once_with_its_present_size",),
+        ("tests/hardware/test_emulated.py::test_a_storage_counts_once_with_its_present_size",),
     ),
     # -- analysis
     Fault(
@@ -1268,7 +1326,7 @@ FAULTS = (
         "own_losses.verified is not Verified.NO",
         "own_losses.verified",
         (
-            "tests/test_verify.py::test_a_wrong_gradient_of_ranks_is_refused_also_if_the_loss_is_no_mean",
+            "tests/measure/test_verification.py::test_a_wrong_gradient_of_ranks_is_refused_also_if_the_loss_is_no_mean",
         ),
     ),
     Fault(
@@ -1277,7 +1335,7 @@ FAULTS = (
         "verdict.verified is Verified.NO and case.traits.ranks and not model.owns_loss",
         "verdict.verified is Verified.NO and not model.owns_loss",
         (
-            "tests/test_verify.py::test_only_ranks_may_average_their_own_losses_and_a_mean_over_samples_has_no_label",
+            "tests/measure/test_verification.py::test_only_ranks_may_average_their_own_losses_and_a_mean_over_samples_has_no_label",
         ),
     ),
     Fault(
@@ -1286,7 +1344,7 @@ FAULTS = (
         "count / sum(rows)",
         "1 / len(rows)",
         (
-            "tests/test_verify.py::test_ranks_average_their_own_losses_and_the_difference_to_the_whole_batch_is_measured",
+            "tests/measure/test_verification.py::test_ranks_average_their_own_losses_and_the_difference_to_the_whole_batch_is_measured",
         ),
     ),
     Fault(
@@ -1294,21 +1352,23 @@ FAULTS = (
         "the bytes of counters are those of the median step of all rounds",
         "step_s = statistics.median(seconds for trial in group for seconds in trial.timed)",
         "step_s = group[0].timed[0]",
-        ("tests/test_links.py::test_counters_count_the_bytes_of_the_median_step_of_all_rounds",),
+        (
+            "tests/analysis/test_transfers.py::test_counters_count_the_bytes_of_the_median_step_of_all_rounds",
+        ),
     ),
     Fault(
         "ledger-closure",
         "a ledger's parts sum to the step",
         "until = max(start_s, min(last.end_s, now)) if last else start_s",
         "until = max(start_s, min(last.end_s, now)) if last else now",
-        ("tests/test_ledger.py::test_parts_sum_to_the_step_and_are_never_negative",),
+        ("tests/records/test_ledger.py::test_parts_sum_to_the_step_and_are_never_negative",),
     ),
     Fault(
         "critical-path",
         "the critical path covers the step from its start to its end",
         "reversed(list(ledger.walk(step, spans)))",
         "list(ledger.walk(step, spans))",
-        ("tests/test_lanes.py::test_bars_idle_time_and_critical_path_of_a_known_step",),
+        ("tests/analysis/test_lanes.py::test_bars_idle_time_and_critical_path_of_a_known_step",),
     ),
     Fault(
         "idle-lane",
@@ -1316,7 +1376,7 @@ FAULTS = (
         "        reach = max(reach, bar.end_s)\n",
         "        reach = bar.end_s\n",
         (
-            "tests/test_lanes.py::test_the_critical_path_is_the_step_and_idle_time_is_the_rest_of_each_lane",
+            "tests/analysis/test_lanes.py::test_the_critical_path_is_the_step_and_idle_time_is_the_rest_of_each_lane",
         ),
     ),
     Fault(
@@ -1324,21 +1384,25 @@ FAULTS = (
         "the step that is drawn is the median of its round",
         "middle_s = median_low(values.values())",
         "middle_s = max(values.values())",
-        ("tests/test_lanes.py::test_the_step_is_the_median_of_the_round_closest_to_the_case",),
+        (
+            "tests/analysis/test_lanes.py::test_the_step_is_the_median_of_the_round_closest_to_the_case",
+        ),
     ),
     Fault(
         "median-phases",
         "the step that is drawn is near the median in each phase on each device",
         "(durations, *lasted.values(), *began.values())",
         "(durations,)",
-        ("tests/test_lanes.py::test_the_step_is_near_the_median_in_every_phase_on_every_device",),
+        (
+            "tests/analysis/test_lanes.py::test_the_step_is_near_the_median_in_every_phase_on_every_device",
+        ),
     ),
     Fault(
         "joint-threads",
         "only marks that one thread opens belong to a joint phase",
         "groups.setdefault((step, phase, thread), [])",
         "groups.setdefault((step, phase, 1), [])",
-        ("tests/test_clock.py::test_phases_of_two_threads_are_not_joint",),
+        ("tests/measure/test_clocks.py::test_phases_of_two_threads_are_not_joint",),
     ),
     Fault(
         "joint-concurrency",
@@ -1346,7 +1410,7 @@ FAULTS = (
         "s.joint and s.on_host",
         "s.joint and not s.on_host",
         (
-            "tests/test_ledger.py::test_a_joint_phase_on_the_host_is_one_and_on_gpus_says_nothing_about_concurrency",
+            "tests/records/test_ledger.py::test_a_joint_phase_on_the_host_is_one_and_on_gpus_says_nothing_about_concurrency",
         ),
     ),
     Fault(
@@ -1356,7 +1420,7 @@ FAULTS = (
         "start, end = span.start_s, span.end_s",
         "start, end = max(span.start_s, step.start_s), span.end_s",
         (
-            "tests/test_lanes.py::test_phases_of_a_rank_that_ran_ahead_are_drawn_where_they_were_and_are_not_idle_time",
+            "tests/analysis/test_lanes.py::test_phases_of_a_rank_that_ran_ahead_are_drawn_where_they_were_and_are_not_idle_time",
         ),
     ),
     Fault(
@@ -1365,7 +1429,7 @@ FAULTS = (
         "span.step == number or (span.start_s < step.end_s and span.end_s > start_s)",
         "span.step == number",
         (
-            "tests/test_lanes.py::test_phases_of_a_rank_that_ran_ahead_are_drawn_where_they_were_and_are_not_idle_time",
+            "tests/analysis/test_lanes.py::test_phases_of_a_rank_that_ran_ahead_are_drawn_where_they_were_and_are_not_idle_time",
         ),
     ),
     Fault(
@@ -1373,7 +1437,7 @@ FAULTS = (
         "the outline in a drawing is the critical path",
         "left, right = part.start_s * 1e3, part.end_s * 1e3",
         "left, right = part.start_s * 1e3, part.bar.end_s * 1e3 if part.bar else part.end_s * 1e3",
-        ("tests/test_lanes.py::test_the_outline_is_the_critical_path",),
+        ("tests/analysis/test_lanes.py::test_the_outline_is_the_critical_path",),
     ),
     Fault(
         "colours",
@@ -1381,7 +1445,7 @@ FAULTS = (
         'Look("#007083", "#ffffff", "opt")',
         'Look("#7a6ccc", "#ffffff", "opt")',
         (
-            "tests/test_report_figures.py::test_the_colours_of_phases_differ_in_normal_vision_and_under_three_deficiencies",
+            "tests/report/test_figures.py::test_the_colours_of_phases_differ_in_normal_vision_and_under_three_deficiencies",
         ),
     ),
     Fault(
@@ -1390,7 +1454,7 @@ FAULTS = (
         "return min(max(one.high for one in found), FARTHEST * max(one.value for one in found))",
         "return max(one.high for one in found)",
         (
-            "tests/test_report_figures.py::test_a_wide_interval_does_not_rule_the_axis_and_ends_in_an_arrow",
+            "tests/report/test_figures.py::test_a_wide_interval_does_not_rule_the_axis_and_ends_in_an_arrow",
         ),
     ),
     Fault(
@@ -1398,56 +1462,62 @@ FAULTS = (
         "a typical step is of the middle half",
         "aside = len(ordered) // 4",
         "aside = len(ordered) // 3",
-        ("tests/test_ledger.py::test_the_middle_half_leaves_out_a_quarter_on_either_side",),
+        ("tests/records/test_ledger.py::test_the_middle_half_leaves_out_a_quarter_on_either_side",),
     ),
     Fault(
         "arrival",
         "a reduction of ranks begins when the last one arrives",
         "arrived[span.step] = max(span.start_s, arrived.get(span.step, span.start_s))",
         "arrived[span.step] = min(span.start_s, arrived.get(span.step, span.start_s))",
-        ("tests/test_ledger.py::test_a_reduction_of_ranks_begins_when_the_last_one_arrives",),
+        (
+            "tests/records/test_ledger.py::test_a_reduction_of_ranks_begins_when_the_last_one_arrives",
+        ),
     ),
     Fault(
         "interval-level",
         "an interval is Student's at 95 %",
         "return scipy.special.stdtrit(np.maximum(n - 1, 1), (1 + level) / 2)",
         "return scipy.special.stdtrit(np.maximum(n - 1, 1), level)",
-        ("tests/test_stats.py::test_interval_is_students_at_95_percent",),
+        ("tests/analysis/test_stats.py::test_interval_is_students_at_95_percent",),
     ),
     Fault(
         "interval-percentiles",
         "the interval of one round holds 95 % of its resamples",
         "np.percentile(draws, [50 * (1 - level), 50 * (1 + level)])",
         "np.percentile(draws, [100 * (1 - level), 100 * level])",
-        ("tests/test_stats.py::test_interval_of_one_round_is_95_percent_of_its_resamples",),
+        (
+            "tests/analysis/test_stats.py::test_interval_of_one_round_is_95_percent_of_its_resamples",
+        ),
     ),
     Fault(
         "widening",
         "a few rounds resampled are widened to a few rounds measured",
         "draws * math.sqrt(n / (n - 1))",
         "draws",
-        ("tests/test_stats.py::test_interval_is_students_at_95_percent",),
+        ("tests/analysis/test_stats.py::test_interval_is_students_at_95_percent",),
     ),
     Fault(
         "speed-up",
         "a speed-up is the baseline's step over the case's own",
         "stats.ratio(series[base], series[case], level=levels[base])",
         "stats.ratio(series[case], series[base], level=levels[base])",
-        ("tests/test_analyse.py::test_strong_speed_up_compares_equal_global_work",),
+        ("tests/analysis/test_summary.py::test_strong_speed_up_compares_equal_global_work",),
     ),
     Fault(
         "weak-scaling",
         "a weak speed-up counts the work of all devices",
         "return scaled(ratio, case.batch_size / base.batch_size)",
         "return scaled(ratio, 1.0)",
-        ("tests/test_analyse.py::test_weak_speed_up_compares_equal_work_a_device",),
+        ("tests/analysis/test_summary.py::test_weak_speed_up_compares_equal_work_a_device",),
     ),
     Fault(
         "weak-baseline",
         "the baseline of weak scaling has one device's share of the batch",
         "batch = case.batch_size // case.devices if weak_batches else case.batch_size",
         "batch = case.batch_size",
-        ("tests/test_plan.py::test_weak_scaling_keeps_the_batch_per_device_and_one_baseline",),
+        (
+            "tests/records/test_plan.py::test_weak_scaling_keeps_the_batch_per_device_and_one_baseline",
+        ),
     ),
     # -- predict
     Fault(
@@ -1455,21 +1525,21 @@ FAULTS = (
         "a prediction's interval holds 80 % of the draws",
         "return ordered[int(0.1 * len(ordered))], ordered[int(0.9 * len(ordered)) - 1]",
         "return ordered[int(0.05 * len(ordered))], ordered[int(0.95 * len(ordered)) - 1]",
-        ("tests/test_predict.py::test_an_interval_holds_80_percent",),
+        ("tests/predict/test_simulation.py::test_an_interval_holds_80_percent",),
     ),
     Fault(
         "gil",
         "threads that launch at once hand the interpreter over",
         "spent * (1 + self._host_costs.hand_off * others)",
         "spent",
-        ("tests/test_predict.py::test_serial_workers_launch_one_after_the_other",),
+        ("tests/predict/test_simulation.py::test_serial_workers_launch_one_after_the_other",),
     ),
     Fault(
         "ring",
         "an all-reduce moves 2 (n - 1) / n of its message over each link",
         "lambda n: 2 * (n - 1) / n",
         "lambda n: 2.0",
-        ("tests/test_predict_network.py::test_collectives_move_as_a_ring_does",),
+        ("tests/predict/test_network.py::test_collectives_move_as_a_ring_does",),
     ),
     Fault(
         "overlap",
@@ -1477,7 +1547,7 @@ FAULTS = (
         "self._beside[other] -= 1",
         "self._beside[other] -= 2",
         (
-            "tests/test_predict_network.py::test_a_job_beside_another_starts_with_it_and_ends_no_earlier",
+            "tests/predict/test_network.py::test_a_job_beside_another_starts_with_it_and_ends_no_earlier",
         ),
     ),
     # -- export
@@ -1487,7 +1557,7 @@ FAULTS = (
         "return round(seconds * 1e6 * TICKS)",
         "return round(seconds * 1e3 * TICKS)",
         (
-            "tests/test_traces.py::test_every_span_and_step_is_one_event_in_its_place_and_counters_are_the_samples",
+            "tests/store/test_export_traces.py::test_every_span_and_step_is_one_event_in_its_place_and_counters_are_the_samples",
         ),
     ),
     Fault(
@@ -1496,7 +1566,7 @@ FAULTS = (
         "microseconds = ticks(sample.time_s - zero_s) / TICKS",
         "microseconds = ticks(sample.time_s) / TICKS",
         (
-            "tests/test_traces.py::test_every_span_and_step_is_one_event_in_its_place_and_counters_are_the_samples",
+            "tests/store/test_export_traces.py::test_every_span_and_step_is_one_event_in_its_place_and_counters_are_the_samples",
         ),
     ),
     # -- loaders
@@ -1505,56 +1575,56 @@ FAULTS = (
         "the rate that was measured as the best need not be the best",
         "_least([stats.mean_ratio(other.series, row.series) for other in measured])",
         "stats.mean_ratio(min(measured, key=lambda one: one.mean.value).series, row.series)",
-        ("tests/test_loaders.py::test_a_curve_without_a_knee_has_none",),
+        ("tests/measure/test_loaders.py::test_a_curve_without_a_knee_has_none",),
     ),
     Fault(
         "loader-close",
         "a rate within 5 % of the best counts as no lower",
         "CLOSE = 0.95",
         "CLOSE = 0.9",
-        ("tests/test_loaders.py::test_the_knee_is_the_least_number_within_five_percent",),
+        ("tests/measure/test_loaders.py::test_the_knee_is_the_least_number_within_five_percent",),
     ),
     Fault(
         "loader-fill",
         "batches that were loaded ahead during the start are not part of the rate",
         "steps.append(Step(each_s, warmup=batch < fill, end_s=end_s))",
         "steps.append(Step(each_s, warmup=batch < turn, end_s=end_s))",
-        ("tests/test_loaders.py::test_a_measurement_records_the_share_of_each_batch",),
+        ("tests/measure/test_loaders.py::test_a_measurement_records_the_share_of_each_batch",),
     ),
     Fault(
         "loader-turn",
         "the batches of a turn share its time",
         "first = batch - (batch - fill) % turn if batch >= fill else batch",
         "first, turn = batch, 1",
-        ("tests/test_loaders.py::test_a_measurement_records_the_share_of_each_batch",),
+        ("tests/measure/test_loaders.py::test_a_measurement_records_the_share_of_each_batch",),
     ),
     Fault(
         "loader-rising",
         "a curve that ends at its best has no knee",
         "if list(possible) == [counts[-1]]:\n    return Shape.RISING",
         "pass",
-        ("tests/test_loaders.py::test_a_curve_without_a_knee_has_none",),
+        ("tests/measure/test_loaders.py::test_a_curve_without_a_knee_has_none",),
     ),
     Fault(
         "loader-rounds",
         "two rounds decide nothing",
         "UNSURE = (Doubt.ROUNDS, Doubt.NOISY)",
         "UNSURE = (Doubt.NOISY,)",
-        ("tests/test_loaders.py::test_a_curve_without_a_knee_has_none",),
+        ("tests/measure/test_loaders.py::test_a_curve_without_a_knee_has_none",),
     ),
     Fault(
         "loader-noisy",
         "NOISY rounds decide nothing",
         "UNSURE = (Doubt.ROUNDS, Doubt.NOISY)",
         "UNSURE = (Doubt.ROUNDS,)",
-        ("tests/test_loaders.py::test_noisy_rounds_decide_nothing",),
+        ("tests/measure/test_loaders.py::test_noisy_rounds_decide_nothing",),
     ),
     Fault(
         "loader-bound",
         "the step and the batch are not exchanged",
         "stats.mean_ratio(steps or _given(step, row), row.series)",
         "stats.mean_ratio(row.series, steps or _given(step, row))",
-        ("tests/test_loaders.py::test_a_measured_step_is_compared_within_rounds",),
+        ("tests/measure/test_loaders.py::test_a_measured_step_is_compared_within_rounds",),
     ),
     Fault(
         "loader-stack",
@@ -1562,7 +1632,7 @@ FAULTS = (
         "faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)",
         "pass",
         (
-            "tests/test_loaders.py::test_an_example_that_hangs_is_shown_with_the_stack_of_its_worker",
+            "tests/measure/test_loaders.py::test_an_example_that_hangs_is_shown_with_the_stack_of_its_worker",
         ),
         where="measure.worker.loaders",
     ),
@@ -1572,7 +1642,7 @@ FAULTS = (
         "raise BatchFailed(_named(case, error, len(ends) - 1, indices)) from error",
         "raise",
         (
-            "tests/test_loaders.py::test_an_example_that_raises_is_named_with_its_worker_and_the_users_line",
+            "tests/measure/test_loaders.py::test_an_example_that_raises_is_named_with_its_worker_and_the_users_line",
         ),
     ),
     Fault(
@@ -1581,7 +1651,7 @@ FAULTS = (
         "began_us = work[number - 1][1]",
         "began_us = work[number][0]",
         (
-            "tests/test_import_steps.py::test_a_step_lasts_from_one_last_activity_of_the_devices_to_the_next",
+            "tests/observe/test_imported_steps.py::test_a_step_lasts_from_one_last_activity_of_the_devices_to_the_next",
         ),
     ),
     Fault(
@@ -1590,7 +1660,7 @@ FAULTS = (
         "number = step_at(steps.host, launch.start_us) if steps.by_device else None",
         "number = step_at(steps.timed, event.start_us) if steps.by_device else None",
         (
-            "tests/test_import_steps.py::test_work_that_overlaps_two_steps_counts_for_the_step_that_launched_it",
+            "tests/observe/test_imported_steps.py::test_work_that_overlaps_two_steps_counts_for_the_step_that_launched_it",
         ),
     ),
     Fault(
@@ -1599,7 +1669,7 @@ FAULTS = (
         "follows = before is not None and number == before + 1",
         "follows = before is not None",
         (
-            "tests/test_import_steps.py::test_a_step_after_steps_that_were_not_recorded_is_not_timed",
+            "tests/observe/test_imported_steps.py::test_a_step_after_steps_that_were_not_recorded_is_not_timed",
         ),
     ),
     Fault(
@@ -1608,7 +1678,7 @@ FAULTS = (
         "missing - len(launched_before(profile))",
         "missing",
         (
-            "tests/test_import_steps.py::test_steps_of_devices_that_lag_by_two_steps_are_not_those_of_the_host",
+            "tests/observe/test_imported_steps.py::test_steps_of_devices_that_lag_by_two_steps_are_not_those_of_the_host",
         ),
     ),
     Fault(
@@ -1617,7 +1687,7 @@ FAULTS = (
         "size <= limit and (part := file.read(_PART_BYTES))",
         "(part := file.read(_PART_BYTES))",
         (
-            "tests/test_import.py::test_a_file_that_decompresses_to_more_than_a_trace_is_refused_within_bounded_memory",
+            "tests/observe/test_imported.py::test_a_file_that_decompresses_to_more_than_a_trace_is_refused_within_bounded_memory",
         ),
     ),
     Fault(
@@ -1626,7 +1696,7 @@ FAULTS = (
         "size > limit or objects > limit // LEAST_OBJECT_BYTES",
         "size > limit",
         (
-            "tests/test_import.py::test_a_file_that_decompresses_to_more_than_a_trace_is_refused_within_bounded_memory",
+            "tests/observe/test_imported.py::test_a_file_that_decompresses_to_more_than_a_trace_is_refused_within_bounded_memory",
         ),
     ),
     Fault(
@@ -1635,7 +1705,7 @@ FAULTS = (
         "not context.row.phases.get(Phase.DATA.value) or present == WITHOUT_LOADER",
         "not context.row.phases.get(Phase.DATA.value)",
         (
-            "tests/test_verdict.py::test_a_script_without_a_loader_is_not_told_that_it_waits_for_one",
+            "tests/analysis/test_verdict.py::test_a_script_without_a_loader_is_not_told_that_it_waits_for_one",
         ),
     ),
     Fault(
@@ -1644,7 +1714,9 @@ FAULTS = (
         " backward before",
         "self._after_backward = False\nreturn Phase.LOSS",
         "return Phase.LOSS",
-        ("tests/test_import.py::test_after_a_loss_an_operator_without_gradients_is_not_clipping",),
+        (
+            "tests/observe/test_imported.py::test_after_a_loss_an_operator_without_gradients_is_not_clipping",
+        ),
     ),
     Fault(
         "files-code",
@@ -1652,7 +1724,7 @@ FAULTS = (
         "(OSError, UnreadableFile)",
         "OSError",
         (
-            "tests/test_input_files.py::test_a_file_that_does_not_exist_is_named_with_the_code_of_files",
+            "tests/cli/test_input_files.py::test_a_file_that_does_not_exist_is_named_with_the_code_of_files",
         ),
     ),
     Fault(
@@ -1660,14 +1732,14 @@ FAULTS = (
         "a byte order mark is no part of a file",
         'return path.read_text(encoding="utf-8-sig")',
         'return path.read_text(encoding="utf-8")',
-        ("tests/test_input_files.py::test_a_byte_order_mark_is_no_part_of_a_file",),
+        ("tests/cli/test_input_files.py::test_a_byte_order_mark_is_no_part_of_a_file",),
     ),
     Fault(
         "words-residue",
         "a residue of rounding is written as 0",
         "return 0.0 if abs(value) < RESIDUE_S else value",
         "return value",
-        ("tests/test_words.py::test_an_estimate_of_a_residue_of_rounding_is_0",),
+        ("tests/records/test_words.py::test_an_estimate_of_a_residue_of_rounding_is_0",),
     ),
     Fault(
         "rounds-one-sided",
@@ -1675,7 +1747,7 @@ FAULTS = (
         "_quantile(n, estimate.level)",
         "_quantile(n, 2 * estimate.level - 1)",
         (
-            "tests/test_stats.py::test_the_rounds_to_decide_are_those_after_which_the_interval_decides",
+            "tests/analysis/test_stats.py::test_the_rounds_to_decide_are_those_after_which_the_interval_decides",
         ),
     ),
     Fault(
@@ -1683,42 +1755,44 @@ FAULTS = (
         "of cases about as fast, the one with the fewest devices is recommended",
         "(row.case.devices, roles.index(row.case.traits.role), -of(row))",
         "(-row.case.devices, -roles.index(row.case.traits.role), -of(row))",
-        ("tests/test_decision.py::test_the_rule_decides_each_situation",),
+        ("tests/analysis/test_decision.py::test_the_rule_decides_each_situation",),
     ),
     Fault(
         "simplest-slowest",
         "of schedules about as fast, the fastest is recommended",
         "(row.case.devices, roles.index(row.case.traits.role), -of(row))",
         "(row.case.devices, roles.index(row.case.traits.role), of(row))",
-        ("tests/test_decision.py::test_the_rule_decides_each_situation",),
+        ("tests/analysis/test_decision.py::test_the_rule_decides_each_situation",),
     ),
     Fault(
         "tolerance-bf16",
         "gradients in bf16 that are wrong by half are refused",
         'TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 5e-2, "fp16": 1e-2}',
         'TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 0.5, "fp16": 1e-2}',
-        ("tests/test_verify.py::test_an_error_above_the_tolerance_of_the_precision_is_refused",),
+        (
+            "tests/measure/test_verification.py::test_an_error_above_the_tolerance_of_the_precision_is_refused",
+        ),
     ),
     Fault(
         "footprint-smallest",
         "a footprint has the highest peak of all rounds",
         "held[peak.device] = max(held.get(peak.device, 0), peak.peak_bytes)",
         "held[peak.device] = min(held.get(peak.device, peak.peak_bytes), peak.peak_bytes)",
-        ("tests/test_footprint.py::test_a_peak_of_any_round_counts_wherever_it_is",),
+        ("tests/report/test_devices.py::test_a_peak_of_any_round_counts_wherever_it_is",),
     ),
     Fault(
         "footprint-last",
         "a footprint is not that of the last round",
         "held[peak.device] = max(held.get(peak.device, 0), peak.peak_bytes)",
         "held[peak.device] = peak.peak_bytes",
-        ("tests/test_footprint.py::test_a_peak_of_any_round_counts_wherever_it_is",),
+        ("tests/report/test_devices.py::test_a_peak_of_any_round_counts_wherever_it_is",),
     ),
     Fault(
         "footprint-used",
         "the memory in use is the highest reading of all rounds",
         "most[device] = max(most.get(device, 0), int(max(values)))",
         "most[device] = int(max(values))",
-        ("tests/test_footprint.py::test_a_peak_of_any_round_counts_wherever_it_is",),
+        ("tests/report/test_devices.py::test_a_peak_of_any_round_counts_wherever_it_is",),
     ),
     Fault(
         "noisy-verdict",
@@ -1726,7 +1800,7 @@ FAULTS = (
         "if self.noisy:\n    return Doubt.NOISY",
         "pass",
         (
-            "tests/test_noisy.py::test_noisy_rounds_decide_no_answer_whichever_side_was_beside_the_load",
+            "tests/analysis/test_noisy.py::test_noisy_rounds_decide_no_answer_whichever_side_was_beside_the_load",
         ),
     ),
     Fault(
@@ -1734,14 +1808,16 @@ FAULTS = (
         "a round counts as quiet only if both sides were quiet",
         "_quiet(common, noisy(first) | noisy(second))",
         "_quiet(common, noisy(first) & noisy(second))",
-        ("tests/test_noisy.py::test_a_round_is_quiet_only_if_it_is_quiet_on_both_sides",),
+        ("tests/analysis/test_noisy.py::test_a_round_is_quiet_only_if_it_is_quiet_on_both_sides",),
     ),
     Fault(
         "noisy-no-free-core",
         "on many cores, a load that takes a part of a core that the case needs is NOISY",
         "min(LIMIT * cores, free)",
         "LIMIT * cores",
-        ("tests/test_noisy.py::test_a_load_is_noisy_if_it_takes_cores_that_the_case_needs",),
+        (
+            "tests/analysis/test_noisy.py::test_a_load_is_noisy_if_it_takes_cores_that_the_case_needs",
+        ),
     ),
     Fault(
         "noisy-shared-server",
@@ -1749,7 +1825,7 @@ FAULTS = (
         'free if case.device_kind == "cuda" else min(LIMIT * cores, free)',
         "min(LIMIT * cores, free)",
         (
-            "tests/test_gpu_load.py::test_the_cores_matter_to_a_case_on_gpus_as_far_as_it_depends_on_them",
+            "tests/hardware/test_foreign_load_gpu.py::test_the_cores_matter_to_a_case_on_gpus_as_far_as_it_depends_on_them",
         ),
     ),
     Fault(
@@ -1758,7 +1834,7 @@ FAULTS = (
         "share is not None and share >= 1 - LIMIT",
         "False",
         (
-            "tests/test_gpu_load.py::test_the_cores_matter_to_a_case_on_gpus_as_far_as_it_depends_on_them",
+            "tests/hardware/test_foreign_load_gpu.py::test_the_cores_matter_to_a_case_on_gpus_as_far_as_it_depends_on_them",
         ),
     ),
     Fault(
@@ -1766,7 +1842,7 @@ FAULTS = (
         "a GPU in use makes only the cases on it NOISY",
         "gpu.gpu in mine",
         "True",
-        ("tests/test_gpu_load.py::test_only_cases_on_the_gpu_in_use_are_noisy",),
+        ("tests/hardware/test_foreign_load_gpu.py::test_only_cases_on_the_gpu_in_use_are_noisy",),
     ),
     Fault(
         "noisy-gpu-once",
@@ -1774,8 +1850,8 @@ FAULTS = (
         "number and self._gpus",
         "False",
         (
-            "tests/test_gpu_load.py::test_a_gpu_that_others_begin_to_use_between_rounds_is_found",
-            "tests/test_gpu_load.py::test_a_gpu_that_stays_in_use_is_waited_for_once",
+            "tests/hardware/test_foreign_load_gpu.py::test_a_gpu_that_others_begin_to_use_between_rounds_is_found",
+            "tests/hardware/test_foreign_load_gpu.py::test_a_gpu_that_stays_in_use_is_waited_for_once",
         ),
     ),
     Fault(
@@ -1783,7 +1859,9 @@ FAULTS = (
         "what dpbench itself ran on a GPU before is no load of others",
         "one.timeStamp > since_s * 1e6",
         "True",
-        ("tests/test_gpu_load.py::test_without_process_ids_the_use_of_the_whole_gpu_counts",),
+        (
+            "tests/hardware/test_foreign_load_gpu.py::test_without_process_ids_the_use_of_the_whole_gpu_counts",
+        ),
         "hardware.nvml.NvmlGpu.utilization_samples",
     ),
     Fault(
@@ -1792,7 +1870,7 @@ FAULTS = (
         "inside = [start_s <= time_s <= end_s for time_s in series.times]",
         "inside = [True for time_s in series.times]",
         (
-            "tests/test_sampled.py::test_what_was_read_before_and_after_the_timed_steps_says_nothing_about_them",
+            "tests/analysis/test_sampled.py::test_what_was_read_before_and_after_the_timed_steps_says_nothing_about_them",
         ),
     ),
     Fault(
@@ -1801,7 +1879,7 @@ FAULTS = (
         "yield time_s - AVERAGED_S, time_s, value",
         "yield time_s - 1e-9, time_s, value",
         (
-            "tests/test_sampled.py::test_an_average_counts_only_if_all_of_its_time_is_in_the_timed_steps",
+            "tests/analysis/test_sampled.py::test_an_average_counts_only_if_all_of_its_time_is_in_the_timed_steps",
         ),
     ),
     Fault(
@@ -1809,14 +1887,14 @@ FAULTS = (
         "checks of GPUs with too few readings are told",
         'trial.case.device_kind != "cuda" or not measured or not trial.timed',
         "True",
-        ("tests/test_sampled.py::test_a_short_window_is_not_checked_and_a_long_one_is",),
+        ("tests/analysis/test_sampled.py::test_a_short_window_is_not_checked_and_a_long_one_is",),
     ),
     Fault(
         "clocks-apart",
         "a speed-up between GPUs at clocks that differ is a caveat",
         "abs(mine / other - 1) > CLOCKS",
         "False",
-        ("tests/test_sampled.py::test_a_speed_up_between_clocks_that_differ_names_both",),
+        ("tests/analysis/test_sampled.py::test_a_speed_up_between_clocks_that_differ_names_both",),
     ),
     Fault(
         "links-each-trial",
@@ -1824,7 +1902,7 @@ FAULTS = (
         "self._linked in (None, (case, number))",
         "True",
         (
-            "tests/test_gpu_state.py::test_links_are_timed_once_in_a_run_and_profiles_are_of_the_first_round",
+            "tests/measure/test_gpu_state.py::test_links_are_timed_once_in_a_run_and_profiles_are_of_the_first_round",
         ),
     ),
     Fault(
@@ -1833,7 +1911,7 @@ FAULTS = (
         "self._profiled.get(case, (number, 0.0))[0] == number",
         "case not in self._profiled",
         (
-            "tests/test_gpu_state.py::test_a_trial_that_is_repeated_measures_again_what_its_predecessor_had",
+            "tests/measure/test_gpu_state.py::test_a_trial_that_is_repeated_measures_again_what_its_predecessor_had",
         ),
     ),
     Fault(
@@ -1842,7 +1920,7 @@ FAULTS = (
         'HIDDEN if "/" in value or "\\\\" in value or personal else value',
         "HIDDEN if personal else value",
         (
-            "tests/test_nvml.py::test_variables_that_change_results_are_recorded_without_paths_and_names_of_users",
+            "tests/hardware/test_nvml.py::test_variables_that_change_results_are_recorded_without_paths_and_names_of_users",
         ),
     ),
     Fault(
@@ -1851,7 +1929,7 @@ FAULTS = (
         "found = dict.fromkeys(label for trial in trials for label in labels(trial))",
         "found = dict.fromkeys(label for trial in [*trials][-1:] for label in labels(trial))",
         (
-            "tests/test_noisy.py::test_every_label_of_two_runs_is_beside_every_line_of_their_comparison",
+            "tests/analysis/test_noisy.py::test_every_label_of_two_runs_is_beside_every_line_of_their_comparison",
         ),
     ),
     Fault(
@@ -1860,7 +1938,7 @@ FAULTS = (
         "return 1 - (1 - level) / max(1, count)",
         "return level",
         (
-            "tests/test_stats.py::test_the_level_of_an_interval_is_students_and_is_divided_among_those_read_together",
+            "tests/analysis/test_stats.py::test_the_level_of_an_interval_is_students_and_is_divided_among_those_read_together",
         ),
     ),
     Fault(
@@ -1869,7 +1947,7 @@ FAULTS = (
         "_inverse(mean, case.batch_size)",
         "_inverse(step, case.batch_size)",
         (
-            "tests/test_uneven.py::test_samples_per_second_are_rows_over_the_time_of_all_timed_steps",
+            "tests/analysis/test_uneven.py::test_samples_per_second_are_rows_over_the_time_of_all_timed_steps",
         ),
     ),
     Fault(
@@ -1878,8 +1956,8 @@ FAULTS = (
         "results = attempt()",
         "return attempt()",
         (
-            "tests/test_server.py::test_a_signal_from_outside_costs_one_attempt[worker-SIGTERM]",
-            "tests/test_loaders.py::test_a_signal_from_outside_costs_one_attempt_at_a_measurement",
+            "tests/measure/test_server.py::test_a_signal_from_outside_costs_one_attempt[worker-SIGTERM]",
+            "tests/measure/test_loaders.py::test_a_signal_from_outside_costs_one_attempt_at_a_measurement",
         ),
     ),
     Fault(
@@ -1888,7 +1966,7 @@ FAULTS = (
         "return exit_status in [-number for number in signals.ENDING]",
         "return exit_status is not None and exit_status < 0",
         (
-            "tests/test_endings.py::test_signals_of_other_processes_are_told_from_crashes_and_lack_of_memory",
+            "tests/measure/test_failures.py::test_signals_of_other_processes_are_told_from_crashes_and_lack_of_memory",
         ),
     ),
     Fault(
@@ -1897,7 +1975,7 @@ FAULTS = (
         "verdict.status is Status.KILLED",
         "False",
         (
-            "tests/test_run.py::test_a_model_whose_check_was_killed_is_measured_and_checked_again_in_the_next_round",
+            "tests/measure/test_run.py::test_a_model_whose_check_was_killed_is_measured_and_checked_again_in_the_next_round",
         ),
     ),
     Fault(
@@ -1905,7 +1983,9 @@ FAULTS = (
         "a run with killed trials is not finished",
         "finished = session.killed <= store.done(run_id) and not session.shortened",
         "finished = True",
-        ("tests/test_run.py::test_the_same_call_measures_again_what_was_killed_and_nothing_else",),
+        (
+            "tests/measure/test_run.py::test_the_same_call_measures_again_what_was_killed_and_nothing_else",
+        ),
     ),
     Fault(
         "full-disk",
@@ -1913,7 +1993,7 @@ FAULTS = (
         "OSError",
         "()",
         (
-            "tests/test_server.py::test_a_worker_that_cannot_write_its_trials_for_a_time_is_a_killed_trial",
+            "tests/measure/test_server.py::test_a_worker_that_cannot_write_its_trials_for_a_time_is_a_killed_trial",
         ),
         where="measure.worker.__main__._work",
     ),
@@ -1923,8 +2003,8 @@ FAULTS = (
         "        raise OSError(error.errno, text) from error\n",
         "        raise\n",
         (
-            "tests/test_server.py::test_a_full_disk_is_an_error_that_names_the_folder_and_the_variable",
-            "tests/test_signals.py::test_a_full_disk_leaves_no_folder_and_is_named_with_its_variable",
+            "tests/measure/test_server.py::test_a_full_disk_is_an_error_that_names_the_folder_and_the_variable",
+            "tests/hardware/test_signals.py::test_a_full_disk_leaves_no_folder_and_is_named_with_its_variable",
         ),
     ),
     Fault(
@@ -1932,7 +2012,7 @@ FAULTS = (
         "no reader finds a part of a file",
         '    part = path.with_name(f"{path.name}.part")\n',
         "    part = path\n",
-        ("tests/test_signals.py::test_no_reader_finds_a_part_of_a_file",),
+        ("tests/hardware/test_signals.py::test_no_reader_finds_a_part_of_a_file",),
     ),
     # -- faults from outside
     Fault(
@@ -1941,8 +2021,8 @@ FAULTS = (
         "        return Traits(parallelism=Parallelism.OTHER, strategy=name)\n",
         "        return Traits(strategy=name)\n",
         (
-            "tests/test_outside.py::test_how_a_strategy_that_is_nowhere_uses_its_devices_is_unknown",
-            "tests/test_findings.py::test_devices_that_are_not_known_to_be_replicas_are_not_compared",
+            "tests/strategies/test_users_own.py::test_how_a_strategy_that_is_nowhere_uses_its_devices_is_unknown",
+            "tests/analysis/test_findings.py::test_devices_that_are_not_known_to_be_replicas_are_not_compared",
         ),
     ),
     Fault(
@@ -1951,7 +2031,7 @@ FAULTS = (
         "hashlib.sha256(folder.encode())",
         "hashlib.sha256()",
         (
-            "tests/test_outside.py::test_files_of_the_same_name_are_different_modules_and_import_their_own_neighbours",
+            "tests/strategies/test_users_own.py::test_files_of_the_same_name_are_different_modules_and_import_their_own_neighbours",
         ),
     ),
 )

@@ -28,7 +28,8 @@ from dpbench import cli
 from dpbench.records import HOST, UNATTRIBUTED, Phase, Span, Status, Trial, Verified
 from dpbench.store import Store
 from dpbench.store.export import read_run
-from tests import exported, observed_loops, test_noisy
+from tests import exported, observed_loops
+from tests.analysis import test_noisy
 
 REPORTS = Path(__file__).parent.parent / "reports"
 GOLDEN = Path(__file__).parent / "golden"

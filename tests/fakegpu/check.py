@@ -31,14 +31,14 @@ TAIL = 40
 """Lines of a failed stage's log that are printed."""
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", "--durations=5")
 MARKED = ("-m", "gpu or multi_gpu")
-MARKS = ("mark.gpu", "mark.multi_gpu", "tests.conformance")
+MARKS = ("mark.gpu", "mark.multi_gpu", "tests.engine.conformance")
 """Texts by which a file of tests is known to have tests for GPUs."""
 CLOCK_ALONE = {"FAKECUDA_NUMERICS": "0", "FAKECUDA_DATA": "0"}
 TIMED = (
-    "tests/test_probe.py",
-    "tests/test_gpu.py::test_cuda_steps_agree_with_the_host_over_a_block",
-    "tests/test_gpu.py::test_a_copy_from_the_host_does_not_wait_for_the_replicas_work",
-    "tests/test_gpu.py::test_the_probe_times_every_link",
+    "tests/probe/test_probe.py",
+    "tests/gpu/test_one_gpu.py::test_cuda_steps_agree_with_the_host_over_a_block",
+    "tests/gpu/test_one_gpu.py::test_a_copy_from_the_host_does_not_wait_for_the_replicas_work",
+    "tests/gpu/test_one_gpu.py::test_the_probe_times_every_link",
 )
 """Tests that compare times: on fake GPUs, without numbers."""
 FIXED_SEEDS = (1, 2)
@@ -62,14 +62,14 @@ class Stage:
 def stages(seed: int) -> dict[str, Stage]:
     """Return the stages by name, the longest first; `seed` is that of the stage deferred-drawn."""
     files = {
-        path: path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("tests/test_*.py"))
+        path: path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("tests/**/test_*.py"))
     }
     marked = [path for path, text in files.items() if any(mark in text for mark in MARKS)]
-    mirrored = [path for path in marked if "tests.conformance" in files[path]]
-    own = {"test_fakegpu", "test_deferred", "test_gpu_run"}
-    others = [path for path in marked if path not in mirrored and not _named(path, own)]
-    deferred = [path for path in files if _named(path, {"test_deferred"})]
-    fakes = [path for path in files if _named(path, {"test_fakegpu"})]
+    mirrored = [path for path in marked if "tests.engine.conformance" in files[path]]
+    deferred = sorted(ROOT.glob("tests/gpu/test_deferred*.py"))
+    fakes = sorted(ROOT.glob("tests/fakegpu/test_*.py"))
+    run = ROOT / "tests/gpu/test_run.py"
+    others = [path for path in marked if path not in {*mirrored, *deferred, *fakes, run}]
     seeds = {**{str(n): n for n in FIXED_SEEDS}, "drawn": seed}
     return {
         "gpu": Stage(
@@ -86,7 +86,7 @@ def stages(seed: int) -> dict[str, Stage]:
         "planted": Stage((sys.executable, "-m", "tests.fakegpu.planted"), 300),
         "conformance": Stage((*PYTEST, *MARKED, *_paths(mirrored)), 300),
         "fakes": Stage((*PYTEST, *_paths(fakes)), 300),
-        "run": Stage((*PYTEST, "tests/test_gpu_run.py"), 300),
+        "run": Stage((*PYTEST, *_paths([run])), 300),
         "gpu-check": Stage(
             (
                 sys.executable,
@@ -99,10 +99,6 @@ def stages(seed: int) -> dict[str, Stage]:
         ),
         "clock": Stage((*PYTEST, *MARKED, *TIMED), 300, CLOCK_ALONE, alone=True),
     }
-
-
-def _named(path: Path, beginnings: set[str]) -> bool:
-    return path.name.startswith(tuple(beginnings))
 
 
 def _paths(paths: Sequence[Path]) -> list[str]:

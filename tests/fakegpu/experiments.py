@@ -1,4 +1,4 @@
-"""What `tests/test_fakegpu.py` does on fake GPUs, each experiment in a process of its own.
+"""What `tests/fakegpu/test_machine.py` does on fake GPUs, each experiment in a process of its own.
 
 `python -m tests.fakegpu.experiments NAME` prints what it found as JSON. The experiments that call
 the fake runtime through ctypes load no torch, so that they take a tenth of a second.

@@ -2,8 +2,8 @@
 
     python -m tests.fakegpu.planted [NAME...]
 
-`tests/faults.py` plants them and runs their tests. `tests/test_deferred_needed.py` leaves out each
-call that orders streams or keeps memory: run it in deferred mode; pytest's -k chooses calls.
+`tests/faults.py` plants them and runs their tests. `tests/gpu/test_deferred_needed.py` leaves out
+each call that orders streams or keeps memory: run it in deferred mode; pytest's -k chooses calls.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.faults import Fault, main
 
 DEFERRED = ("FAKECUDA_DEFERRED=1", "FAKECUDA_SEED=1")
 CLOCK_ALONE = ("FAKECUDA_NUMERICS=0", "FAKECUDA_DATA=0")
-CALLER = "tests/test_deferred.py::test_a_step_follows_the_callers_streams"
+CALLER = "tests/gpu/test_deferred.py::test_a_step_follows_the_callers_streams"
 
 FAULTS = (
     Fault(
@@ -30,7 +30,7 @@ FAULTS = (
         "gradients are added on the streams to which their memory belongs",
         "[device.guard() for device in reversed(devices)]",
         "[]",
-        ("tests/test_deferred_needed.py::test_a_run_is_right_in_every_order",),
+        ("tests/gpu/test_deferred_needed.py::test_a_run_is_right_in_every_order",),
         settings=DEFERRED,
     ),
     Fault(
@@ -38,7 +38,7 @@ FAULTS = (
         "a mark's event is recorded on the stream of its replica",
         "event.record(self.stream)",
         "event.record()",
-        ("tests/test_deferred.py::test_a_mark_times_the_work_of_its_replica",),
+        ("tests/gpu/test_deferred.py::test_a_mark_times_the_work_of_its_replica",),
         settings=DEFERRED,
     ),
     Fault(
@@ -46,7 +46,7 @@ FAULTS = (
         "inputs are copied from the host in a background stream",
         "torch.cuda.stream(self._background)",
         "torch.cuda.stream(self.stream)",
-        ("tests/test_deferred.py::test_a_copy_from_the_host_is_made_in_a_background_stream",),
+        ("tests/gpu/test_deferred.py::test_a_copy_from_the_host_is_made_in_a_background_stream",),
         settings=DEFERRED,
     ),
     Fault(
@@ -55,7 +55,9 @@ FAULTS = (
         "self._background = self._background or torch.cuda.Stream(self.ordinal)",
         "self._background = self._background or torch.cuda.Stream(self.ordinal)\n"
         "self._background.wait_stream(self.stream)",
-        ("tests/test_gpu.py::test_a_copy_from_the_host_does_not_wait_for_the_replicas_work",),
+        (
+            "tests/gpu/test_one_gpu.py::test_a_copy_from_the_host_does_not_wait_for_the_replicas_work",
+        ),
         settings=CLOCK_ALONE,
     ),
 )

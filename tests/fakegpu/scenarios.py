@@ -1,4 +1,4 @@
-"""Programs on fake GPUs whose results tests/test_fakegpu_libraries.py checks, as JSON on stdout.
+"""Programs on fake GPUs whose results tests/fakegpu/test_libraries.py checks, as JSON on stdout.
 
 `python -m tests.fakegpu.scenarios` loads torch once and forks the ranks of every scenario, which
 compute no numbers of kernels (FAKECUDA_NUMERICS=0): collectives and copies move bytes all the same.

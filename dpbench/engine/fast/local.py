@@ -171,8 +171,10 @@ class Local:
                 parts.outputs = []  # free their memory for backward
 
         in_stages(parts.forward, meet, parts.backward, used, self._workers)
-        if parts.split:
-            return parts.loss
+        return parts.loss if parts.split else self._without_rows(parts, target)
+
+    def _without_rows(self, parts: LocalLoss, target: Any) -> torch.Tensor:
+        """Return the loss of outputs whose rows do not correspond to those of the target."""
         self._gather_loss(OTHER_ROWS)
         return self._joint(parts.outputs, target)
 

@@ -1,0 +1,102 @@
+"""Remedies of findings: commands select the cases that apply them, and lines of code run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import dpbench
+from dpbench.analysis import commands, findings
+from dpbench.analysis.findings import text
+from dpbench.analysis.findings.rule import FindingRule
+from dpbench.analysis.report import Report
+from dpbench.hardware.provenance import Resources
+from dpbench.measure.selection import cases_of
+from dpbench.records import schedule
+from tests.analysis.test_findings import case, dp, one
+from tests.records.test_options import parsed
+
+
+def rules() -> list[FindingRule]:
+    return [rule for rule in findings.RULES if rule.remedies(case(devices=4, batch=66))]
+
+
+@pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule.name)
+def test_the_command_of_a_remedy_selects_the_cases_that_apply_it(rule: FindingRule) -> None:
+    of = case(devices=4, batch=66)
+    _, _, *arguments = shlex.split(commands.measure([of, *rule.remedies(of)], machine=Resources()))
+    cases, _ = cases_of(parsed(*arguments))
+    assert {of, *rule.remedies(of)} <= {*cases}
+
+
+def test_most_rules_have_a_remedy_to_run() -> None:
+    without = {rule.name for rule in findings.RULES} - {rule.name for rule in rules()}
+    # their remedies were measured in the same run, or are in the code of the user
+    assert without == {"unattributed", "bigger batch", "schedule", "slow device"}
+
+
+@pytest.mark.parametrize("rung", schedule.RUNGS)
+def test_the_line_of_code_of_a_remedy_runs(rung: str) -> None:
+    names = {
+        "dpbench": dpbench,
+        "model": nn.Linear(4, 2),
+        "loss_fn": nn.functional.mse_loss,
+        "device_ids": ["cpu", "cpu"],
+        "optimizer_fn": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    }
+    exec(findings.TRAIN_STEP.format(rung), names)
+    assert names["step"](torch.ones(4, 4), torch.zeros(4, 2)) > 0
+
+
+def test_the_line_of_code_for_ddp_runs(process_group: None) -> None:
+    names = {"torch": torch, "model": nn.Linear(4, 2)}
+    exec(findings.DDP, names)
+    names["model"](torch.ones(4, 4)).sum().backward()
+    assert names["model"].module.weight.grad is not None
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_three_bullets_explain_an_answer_and_the_command_is_one_line() -> None:
+    trials = [trial for group in (one(), dp(replicate=0.015)) for trial in group]
+    report = Report.of(trials, run_id="r", started_s=0.0, provenance={"host": {"cores": 8}})
+    lines = text.explain(report.answers, report.diagnoses, samples=6400).splitlines()
+    assert lines[0].startswith("mlp: on this CPU, use dp on 2 logical CPU devices: 1.25×")
+    assert [line.partition(":")[0] for line in lines if line.startswith("  - ")] == [
+        "  - gain",
+        "  - cause",
+        "  - change",
+    ]
+    said = " ".join(" ".join(lines).split())
+    assert re.search(
+        r"takes 5\.00 s \(.*\) on one device and 4\.00 s \(.*\) with this choice, which saves"
+        r" 1\.00 s",
+        said,
+    )
+    assert (
+        "the most costly finding in dp[reference] on 2 logical CPU devices: replicate takes 38% of"
+        " the step" in said
+    )
+    assert (
+        "  code: step = dpbench.TrainStep(model, loss_fn, optimizer_fn, device_ids,"
+        ' schedule="cached")' in lines
+    )
+    assert (
+        sum(
+            line.startswith("  next: dpbench run --models mlp --strategies single,dp,ddp")
+            for line in lines
+        )
+        == 1
+    )

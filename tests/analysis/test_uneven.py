@@ -1,0 +1,206 @@
+"""Uneven steps: samples per second and epochs come from all steps, and a period is named."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpbench import load
+from dpbench.analysis import stats, summary, uneven
+from dpbench.analysis.decision import Choice
+from dpbench.analysis.report import Report
+from dpbench.records import Case, Step, Trial, Verified
+from tests import observed_loops
+from tests.analysis import test_noisy
+from tests.exported import stored
+
+SINGLE, DDP = test_noisy.SINGLE, test_noisy.DDP
+BASE_S, LONGER_S = 0.0158, 0.060
+"""A step, and what every fourth one takes in addition: the mean is 1.95 times the median."""
+
+
+def trial(
+    case: Case,
+    number: int,
+    longer_s: Callable[[int], float],
+    base_s: float = BASE_S,
+    steps: int = 65,
+) -> Trial:
+    draw = random.Random(f"{case.label} {number}")
+    found, end_s = [], 100.0
+    for index in range(steps):
+        seconds = base_s * draw.lognormvariate(0, 0.01) + longer_s(index)
+        end_s += seconds
+        found.append(Step(seconds, index < 5, end_s))
+    return Trial(case=case, round=number, verified=Verified.BITWISE, steps=tuple(found))
+
+
+def every(period: int, longer_s: float = LONGER_S) -> Callable[[int], float]:
+    return lambda index: longer_s * (index % period == 0)
+
+
+def even(index: int) -> float:
+    return 0.0
+
+
+def rounds(case: Case, longer_s: Callable[[int], float], base_s: float = BASE_S) -> list[Trial]:
+    return [trial(case, number, longer_s, base_s) for number in range(5)]
+
+
+def report(trials: Sequence[Trial]) -> Report:
+    return Report.of(
+        [one.summary() for one in trials],
+        run_id="r" * 32,
+        started_s=1.7e9,
+        provenance=test_noisy.FACTS,
+    )
+
+
+def caveats(found: Report) -> dict[Case, str]:
+    return {
+        case: detail for one in found.warnings if one.kind == "uneven" for case, detail in one.cases
+    }
+
+
+def test_samples_per_second_are_rows_over_the_time_of_all_timed_steps() -> None:
+    trials = rounds(SINGLE, every(4))
+    (row,) = summary.rows(trials)
+    seconds = [one for each in trials for one in each.timed]
+    assert row.throughput.value == pytest.approx(64 * len(seconds) / sum(seconds), rel=1e-6)
+    assert row.throughput.low < 64 / (BASE_S + LONGER_S / 4) < row.throughput.high
+    assert row.step.value == pytest.approx(BASE_S, rel=0.02), "the step time stays the median"
+    assert (row.mean.low, row.mean.high) == pytest.approx(
+        (64 / row.throughput.high, 64 / row.throughput.low)
+    )
+
+
+@pytest.mark.slow
+def test_the_interval_of_a_mean_contains_the_truth_about_as_often_as_it_says() -> None:
+    draw = random.Random(5)
+    found = []
+    for _ in range(200):
+        levels = [draw.lognormvariate(0, 0.05) for _ in range(5)]
+        found.append(
+            stats.mean(
+                {
+                    n: [level * draw.lognormvariate(0, 0.02) for _ in range(20)]
+                    for n, level in enumerate(levels)
+                }
+            )
+        )
+    truth = 1 * 2.718281828 ** ((0.05**2 + 0.02**2) / 2)
+    assert sum(one.low <= truth <= one.high for one in found) >= 181
+    assert sum(one.high / one.low for one in found) / 200 < 1.2, "not by useless intervals"
+
+
+def test_a_mean_that_differs_from_the_median_is_said_and_its_period_named() -> None:
+    found = report([*rounds(SINGLE, every(4)), *rounds(DDP, even)])
+    said = caveats(found)
+    assert set(said) == {SINGLE}
+    assert "every 4th step takes 60" in said[SINGLE]
+    mine = [one for one in found.trials if one.case == SINGLE]
+    period = uneven.period(mine)
+    assert period is not None
+    assert (period.steps, period.longer_s) == (4, pytest.approx(LONGER_S, rel=0.02))
+
+
+def test_even_steps_and_differences_within_the_intervals_are_not_said() -> None:
+    assert caveats(report([*rounds(SINGLE, even), *rounds(DDP, every(4, 0.0005))])) == {}
+    few = [trial(SINGLE, 0, every(4))]
+    assert caveats(report(few)) == {}, "one round has no interval"
+
+
+def test_slow_steps_without_a_period_have_none() -> None:
+    draw = random.Random(2)
+    places = {index for index in range(65) if draw.random() < 0.2}
+    trials = rounds(SINGLE, lambda index: LONGER_S * (index in places))
+    assert uneven.period(trials) is None
+    assert "step takes" not in caveats(report(trials))[SINGLE]
+
+
+def test_a_sample_of_the_steps_shows_no_period() -> None:
+    """A recorder that keeps every third step would show a period of 4 as another one."""
+    sampled = [replace(one, steps=one.steps[::3]) for one in rounds(SINGLE, every(4))]
+    assert uneven.period(sampled) is None
+
+
+def test_a_speed_up_that_the_mean_does_not_confirm_is_said_in_the_answer() -> None:
+    """By the medians ddp gives 1.4 times; by all steps it is slower than one device."""
+    found = report([*rounds(SINGLE, even), *rounds(DDP, every(4, 0.05), BASE_S / 1.4)])
+    (answer,) = found.answers
+    assert answer.choice is Choice.USE
+    by_mean = BASE_S / (BASE_S / 1.4 + 0.05 / 4)
+    gain = uneven.gain_of_means(answer.row, answer.baseline)
+    assert gain.value == pytest.approx(by_mean, rel=0.02)
+    assert f"by the mean of all steps, it gives {by_mean:.2f}"[:-1] in answer.certainty
+    now, then = answer.epoch_s(1_000_000)
+    assert now.value == pytest.approx(1_000_000 / 64 * BASE_S, rel=0.02)
+    assert then.value == pytest.approx(1_000_000 / 64 * (BASE_S / 1.4 + 0.05 / 4), rel=0.02)
+    assert "longer" in answer.epoch(1_000_000)
+
+
+# -- the time of an epoch
+
+
+def test_an_epoch_of_uneven_steps_takes_the_time_of_all_steps() -> None:
+    (answer,) = report([*rounds(SINGLE, every(4)), *rounds(DDP, every(4), BASE_S)]).answers
+    now, _ = answer.epoch_s(64_000)
+    assert now.value == pytest.approx(1000 * (BASE_S + LONGER_S / 4), rel=0.02)
+    assert now.low < now.value < now.high
+
+
+def test_an_answer_that_cannot_tell_states_the_epoch_on_one_device(
+    tmp_path: Path, dpbench: Any
+) -> None:
+    stored(tmp_path / "dpbench.db", *(one for case in (SINGLE, DDP) for one in rounds(case, even)))
+    code, out, _ = dpbench("explain", "--samples", 1_000_000)
+    assert code == 0
+    assert "cannot tell" in out or "stay" in out
+    assert "an epoch of 1,000,000 samples takes 4.1" in out
+    found = json.loads(dpbench("explain", "--samples", 1_000_000, "--json")[1])["answers"][0]
+    assert found["epoch_s"]["value"] == pytest.approx(1_000_000 / 64 * BASE_S, rel=0.02)
+    assert found["epoch_choice_s"] is None
+    assert json.loads(dpbench("explain", "--json")[1])["answers"][0]["epoch"] == ""
+
+
+def test_a_noisy_run_states_the_epoch_on_one_device() -> None:
+    (answer,) = test_noisy.report(test_noisy.run(test_noisy.ALL)).answers
+    assert answer.choice is Choice.UNKNOWN
+    assert answer.epoch_s(64_000)[0].value == pytest.approx(14.5, rel=0.02)
+    assert "an epoch of 64,000 samples takes" in answer.epoch(64_000)
+
+
+def test_a_watched_script_states_its_epoch(tmp_path: Path, dpbench: Any) -> None:
+    stored(tmp_path / "dpbench.db", *observed_loops.loop(), provenance=observed_loops.FACTS)
+    (row,) = load(tmp_path / "dpbench.db").analysis.rows
+    code, out, _ = dpbench("explain", "--samples", 1_000_000)
+    assert code == 0
+    assert "the steps of an epoch of 1,000,000 samples take" in " ".join(out.split())
+    found = json.loads(dpbench("explain", "--samples", 1_000_000, "--json")[1])["answers"][0]
+    assert found["epoch_s"]["value"] == pytest.approx(1_000_000 / row.throughput.value)
+
+
+@pytest.mark.parametrize(
+    ("trials", "why"),
+    [
+        (
+            observed_loops.loop(of=observed_loops.case(batch_size=0)),
+            "because the batch size is unknown",
+        ),
+        (rounds(DDP, even), "because the strategy single was not measured"),
+        (rounds(SINGLE, even)[:2] + rounds(DDP, even), "because 2 rounds, but at least 3"),
+    ],
+)
+def test_an_unknown_epoch_says_why(
+    trials: Sequence[Trial], why: str, tmp_path: Path, dpbench: Any
+) -> None:
+    stored(tmp_path / "dpbench.db", *trials, provenance=observed_loops.FACTS)
+    code, out, _ = dpbench("explain", "--samples", 1_000_000)
+    assert code == 0
+    assert why in " ".join(out.split())

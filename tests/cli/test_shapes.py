@@ -1,0 +1,404 @@
+"""Output other than tables: JSON of documented shapes, plans of runs, and progress."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import typing
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from dpbench.api.progress import Progress, device_bars
+from dpbench.cli import predicted as tables
+from dpbench.cli import shapes
+from dpbench.measure import run as runner
+from dpbench.measure import selection
+from dpbench.measure.batch_search import Found
+from dpbench.measure.run import Ended, Note, Outcome, Started
+from dpbench.measure.selection import RunForecast
+from dpbench.predict.cases import Need
+from dpbench.predict.what_if import WhatIf
+from dpbench.records import Case, Status, Trial, machine
+from dpbench.records.options import Options
+from dpbench.store import Store
+from tests.analysis.test_lanes import ranks_of_which_one_ran_ahead
+from tests.exported import DP, PROVENANCE, is_error, made, stored
+
+SINGLE = Case(model="mlp", strategy="single", batch_size=64)
+CASES = (
+    "run",
+    "--models",
+    "mlp",
+    "--strategies",
+    "single,dp",
+    "--devices",
+    "2",
+    "--batch-sizes",
+    "64",
+)
+SPEEDS = {SINGLE: 1.0, DP: 0.5}
+
+
+def trials(rounds: int = 3) -> Iterator[Trial]:
+    """Yield trials of `single` and of dp, twice as fast, with a little noise over the rounds."""
+    for number in range(rounds):
+        for case, speed in SPEEDS.items():
+            trial = made(case, number=number)
+            factor = speed * (1 + 0.01 * number * (case is DP))
+            steps = tuple(replace(step, seconds=step.seconds * factor) for step in trial.steps)
+            yield replace(trial, steps=steps, spans=())
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Replace a run's measurement by one that stores made trials and tells the listener of each."""
+
+    def run(cases, store, *, rounds, listen, **_):
+        run_id, resumed = store.begin_run(
+            plan="p", host="h", code="c", rounds=rounds, provenance=PROVENANCE
+        )
+        listen(Started(run_id, 6, 0))
+        listen(Note("a note"))
+        for number, trial in enumerate(trials(), 1):
+            listen(Started(run_id, 6, number - 1, trial.case, trial.round))
+            store.end_trial(store.begin_trial(run_id, trial.case, trial.round), trial)
+            listen(Ended(trial, number, 6, 2.0))
+        store.end_run(run_id)
+        return Outcome(run_id, resumed, store.counts(run_id))
+
+    monkeypatch.setattr(runner, "run", run)
+
+
+def strict(text: str) -> typing.Any:
+    """Return the data of a JSON text, which must have no NaN."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+# -- JSON
+
+
+@pytest.fixture
+def names(monkeypatch):
+    """Let msgspec read the annotations whose names are imported for type checkers only."""
+    in_shapes = RunForecast, Found, machine.Machine
+    for module, kinds in ((shapes, in_shapes), (tables, (Need, WhatIf)), (selection, (Options,))):
+        for kind in kinds:
+            monkeypatch.setattr(module, kind.__name__, kind, raising=False)
+
+
+def read(kind: type, out: str) -> typing.Any:
+    """Return the record of a JSON text, which must have exactly the record's keys and types."""
+    record = msgspec.json.decode(out, type=kind)
+    assert strict(msgspec.json.encode(record).decode()) == strict(out)
+    assert strict(out)["schema"] == shapes.SCHEMA
+    return record
+
+
+def test_a_run_and_its_report_print_the_same_json_and_nothing_else_to_stdout(dpbench, measured):
+    code, out, err = dpbench(
+        *CASES, "--json", "--name", "a", "--tag", "driver=550", "--tag", "room=2"
+    )
+    assert code == 0, err
+    found = read(shapes.RunResult, out)
+    assert (found.run.name, found.run.tags) == ("a", {"driver": "550", "room": "2"})
+    assert "[6/6]" in err
+    two = next(one for one in found.cases if one.case == DP)
+    assert two.speedup.value == pytest.approx(2.0, rel=0.05)
+    assert two.speedup.low < two.speedup.value < two.speedup.high
+    assert (two.speedup.rounds, two.speedup.withheld, list(two.labels)) == (
+        3,
+        "",
+        ["MEASURED", "CPU-ONLY"],
+    )
+    assert [one.choice for one in found.answers] == ["use"]
+    assert found.answers[0].case == DP.label
+    assert dpbench("report", "--json", "--run", "@a")[1] == out
+    assert "leave out" in is_error(*dpbench("report", "--json", "--md"))
+
+
+def test_an_estimate_in_doubt_says_so_in_json(dpbench, tmp_path):
+    stored(tmp_path / "dpbench.db", *trials(2))
+    found = read(shapes.RunResult, dpbench("report", "--json")[1])
+    assert {one.speedup.withheld for one in found.cases if one.speedup} == {"too few rounds"}
+    assert [one.choice for one in found.answers] == ["cannot tell"]
+
+
+def test_explain_list_show_predict_and_searches_print_json(dpbench, tmp_path, names):
+    oom = replace(
+        made(DP), case=replace(DP, devices=4), status=Status.OOM, reason="full", steps=(), spans=()
+    )
+    stored(
+        tmp_path / "dpbench.db",
+        *(made(case, number=n) for n in range(3) for case in (SINGLE, DP)),
+        oom,
+    )
+    found = read(shapes.Explanation, dpbench("explain", "--json")[1])
+    assert [one.label for one in found.diagnoses] == [DP.label]
+    assert all(
+        finding.cost_s.low > 0
+        for one in found.diagnoses
+        for finding in one.findings
+        if finding.cost_s
+    )
+    assert [one.reason for one in found.without_result] == ["oom: full"]
+    for kind in ("models", "strategies", "schedules", "machines", "metrics"):
+        listed = read(shapes.NameList, dpbench("list", kind, "--json")[1])
+        assert [one.name for one in listed.names] == [
+            line.split()[0] for line in dpbench("list", kind)[1].splitlines()
+        ]
+    assert [
+        one.cases for one in read(shapes.RunList, dpbench("list", "runs", "--json")[1]).runs
+    ] == [3]
+    assert [one.trials for one in read(shapes.ShownRun, dpbench("show", "--json")[1]).cases][
+        -1
+    ] == {"oom": 1}
+    asked = (
+        "predict",
+        "--machine",
+        "rtx-3090-x8",
+        "--models",
+        "resnet50",
+        "--devices",
+        "1,2",
+        "--strategies",
+    )
+    predicted = read(tables.Predictions, dpbench(*asked, "single,dp", "--json")[1])
+    one, two = predicted.cases[0], predicted.cases[-1]
+    assert one.step_s.low < one.step_s.value < one.step_s.high
+    assert (two.case.devices, two.scaling, list(two.labels)) == (2, "weak", ["PREDICTED"])
+    assert two.speedup.low < two.speedup.value < two.speedup.high
+    assert two.speedup.value > 1
+    assert predicted.what_ifs
+
+
+def test_a_probe_prints_the_machine_that_its_file_describes(dpbench, names, monkeypatch, tmp_path):
+    from dpbench import probe
+
+    text = (machine.FOLDER / "rtx-3090-x2.toml").read_text()
+    monkeypatch.setattr(probe, "measure_toml", lambda say, **_: say("measuring") or text)
+    code, out, err = dpbench("probe", "--json", "--output", tmp_path / "rtx-3090-x2.toml")
+    assert (code, err) == (0, "measuring\n")
+    assert read(shapes.ProbedMachine, out).machine == machine.load("rtx-3090-x2")
+    assert (tmp_path / "rtx-3090-x2.toml").read_text() == text
+
+
+# -- the plan of a run
+
+
+def test_a_dry_run_has_the_cases_the_trials_and_the_basis_of_the_time_and_makes_nothing(
+    dpbench, tmp_path, names
+):
+    code, out, err = dpbench(*CASES, "--rounds", "4", "--budget", "30", "--dry-run")
+    assert (code, err) == (0, "")
+    assert [line for line in out.splitlines() if line.startswith(DP.label)] == [
+        f"{DP.label}  no earlier trial"
+    ]
+    assert "2 cases in 4 rounds: 8 trials to measure" in out
+    assumed = 8 * selection.ASSUMED_S["cpu"]
+    assert (
+        f"expected time: about {assumed:.1f} s (2 cases without an earlier trial, for which the"
+        " planner" in out
+    )
+    assert "time budget: 30.0 s" in out
+    assert list(tmp_path.iterdir()) == []
+    plan = read(shapes.RunPlan, dpbench(*CASES, "--dry-run", "--json")[1])
+    assert (plan.trials, plan.seconds) == (6, 6 * selection.ASSUMED_S["cpu"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_expected_time_is_that_of_earlier_trials_of_this_machine_only(
+    dpbench, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(runner.provenance, "host_key", lambda facts: "here")
+    path = tmp_path / "dpbench.db"
+    for host, stage_s in (("here", 2.0), ("there", 50.0)):
+        with Store.create(path) as store:
+            run_id, _ = store.begin_run(
+                plan=host, host=host, code="c", rounds=1, provenance=PROVENANCE
+            )
+            for number, status in enumerate((Status.OK, Status.OK, Status.TIMEOUT)):
+                trial = made(
+                    DP,
+                    number=number,
+                    status=status,
+                    setup={"verify_s": 1.0, "steps_s": stage_s + number},
+                )
+                store.end_trial(store.begin_trial(run_id, DP, number), trial)
+            store.end_run(run_id)
+    before = path.read_bytes()
+    found = strict(dpbench(*CASES, "--dry-run", "--json", "--rounds", "auto")[1])
+    planned = {
+        one["case"]["strategy"]: (one["trial_s"], one["earlier"])
+        for one in found["forecast"]["cases"]
+    }
+    assert planned == {"single": (None, 0), "dp": (3.5, 2)}
+    assert found["seconds"] == 3 * (3.5 + selection.ASSUMED_S["cpu"])
+    assert (found["forecast"]["auto"], found["forecast"]["budget_s"]) == (True, 300.0)
+    out = dpbench(*CASES, "--dry-run")[1]
+    assert "1 case with earlier trials on this machine; 1 case without" in out
+    assert path.read_bytes() == before
+
+
+@pytest.mark.slow
+def test_a_dry_run_of_an_interrupted_run_has_the_trials_that_are_left(
+    dpbench, tmp_path, monkeypatch
+):
+    """The real identity of a run is used: the same command, without --dry-run, resumes this run."""
+
+    class Ended(BaseException):
+        pass
+
+    def stop(session, cases, done, *, paired):
+        for case, number in ((SINGLE, 0), (SINGLE, 1), (DP, 0)):
+            trial = made(case, number=number)
+            session._store.end_trial(
+                session._store.begin_trial(session._run_id, case, number), trial
+            )
+        raise Ended if not done else KeyboardInterrupt
+
+    monkeypatch.setattr(runner._Session, "measure", stop)
+    command = (*CASES, "--rounds", "3", "--name", "a")
+    with pytest.raises(Ended):
+        dpbench(*command)
+    found = strict(dpbench(*command, "--dry-run", "--json")[1])
+    assert {one["case"]["strategy"]: one["left"] for one in found["forecast"]["cases"]} == {
+        "single": 1,
+        "dp": 2,
+    }
+    assert found["trials"] == 3
+    run_id = found["forecast"]["resumes"]
+    out = dpbench(*command, "--dry-run")[1]
+    assert (
+        f"resumes the run {run_id[:8]}, which has 3 trials of this plan\n2 cases in 3 rounds: 3"
+        " trials to" in out
+    )
+    for other in (("--name", "b"), ("--rounds", "4"), ("--paired",), ("--batch-sizes", "8")):
+        assert (
+            strict(dpbench(*command, *other, "--dry-run", "--json")[1])["forecast"]["resumes"] == ""
+        )
+    assert dpbench(*command)[0] == 130
+    with Store.read(tmp_path / "dpbench.db") as store:
+        assert [run.id for run in store.runs()] == [run_id], "the run was resumed"
+
+
+def test_a_search_has_no_plan(dpbench):
+    search = (
+        "--device-kind",
+        "emulated",
+        "--device-memory",
+        "1GiB",
+        "--find-max-batch",
+        "--batch-sizes",
+        "8",
+    )
+    arguments = (
+        "run",
+        "--models",
+        "mlp",
+        "--strategies",
+        "dp",
+        "--devices",
+        "2",
+        *search,
+        "--dry-run",
+    )
+    assert "--dry-run" in is_error(*dpbench(*arguments))
+
+
+# -- progress
+
+
+def test_lines_have_milliseconds_and_the_time_left(dpbench, measured):
+    code, out, err = dpbench(*CASES)
+    assert code == 0
+    lines = [line for line in err.splitlines() if line.startswith("[")]
+    assert lines[0] == f"[1/6] {SINGLE.label} round 1: ok, 2.00 ms; about 10.0 s left"
+    assert lines[3] == f"[4/6] {DP.label} round 2: ok, 1.01 ms; about 4.00 s left"
+    assert lines[5].endswith("ok, 1.02 ms")
+    plan = "2 cases in 3 rounds: 6 trials to measure\nexpected time: about "
+    assert plan in err.partition("[1/6]")[0], "said before the first trial"
+    assert plan not in out
+    assert "a note" in err
+    assert out == dpbench("run", *CASES[1:], "--quiet")[1] != ""
+
+
+def test_quiet_prints_no_progress_and_verbose_more(dpbench, measured):
+    _, _, quiet = dpbench(*CASES, "-q")
+    assert "[1/6]" not in quiet
+    assert "expected time" not in quiet
+    assert "a note" not in quiet
+    assert "report: " in quiet
+    _, _, verbose = dpbench(*CASES, "-v")
+    assert (
+        "    build 500 ms, steps 1.00 s; 4 timed steps, 2 of warm-up; device 0 1.00 MiB; gradients:"
+        " bitwise" in verbose
+    )
+    assert "--quiet" in is_error(*dpbench(*CASES, "-q", "-v"))
+
+
+def shown(events: Callable[[Progress], None], **terminal: typing.Any) -> str:
+    """Return what a terminal shows in the end, without control sequences."""
+    file = io.StringIO()
+    with Progress(
+        console=Console(file=file, force_terminal=True, width=120, height=40, **terminal)
+    ) as progress:
+        events(progress)
+    return file.getvalue()
+
+
+def listen(progress: Progress, rounds: int = 3) -> None:
+    progress.listen(Started("abc", 6, 0))
+    for number, trial in enumerate(trials(rounds), 1):
+        progress.listen(Started("abc", 6, number - 1, trial.case, trial.round))
+        progress.listen(Ended(trial, number, 6, 2.0))
+
+
+def test_a_terminal_shows_the_case_the_time_left_and_speed_ups_with_intervals_and_labels():
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown(listen))
+    assert f"{DP.label}, round 3" in plain
+    assert re.search(rf"{re.escape(DP.label)} +1\.9\d× \(1\.9\d–2\.0\d\) +MEASURED CPU-ONLY", plain)
+    two = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown(lambda progress: listen(progress, rounds=2)))
+    assert re.search(rf"{re.escape(DP.label)} +not enough rounds +MEASURED CPU-ONLY", two)
+    assert "about 4.00 s left" in two
+
+
+def test_a_terminal_shows_a_bar_for_each_device_of_the_newest_trial():
+    def one(progress: Progress) -> None:
+        progress.listen(Started("abc", 6, 0))
+        progress.listen(Ended(made(DP), 1, 6, 2.0))
+        progress.listen(
+            Ended(Trial(case=SINGLE, status=Status.FAILED, reason="no room"), 2, 6, 2.0)
+        )
+
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown(one))
+    assert f"{DP.label}: share of the median step with an open phase" in plain
+    # device 0 has no phase open from 0.05 to 0.06, from 0.38 to 0.40 and from 0.98 on; device 1
+    # none from 0 to 0.03, from 0.06 to 0.12, from 0.40 to 0.50 and from 0.80 on
+    first, second = (re.search(rf"\n{n} +(\S+) +(\S+) +MEASURED CPU-ONLY", plain) for n in (0, 1))
+    assert first
+    assert second
+    assert (first[2], second[2]) == ("95%", "61%")
+    assert device_bars(made(SINGLE, steps=3, warmup=3)) is None
+    many = device_bars(made(DP), most=1)
+    assert many
+    assert (many.row_count, many.caption) == (1, "1 more device not shown")
+
+
+def test_the_bar_of_a_device_that_ran_ahead_counts_its_phases_before_the_step():
+    first, second = device_bars(ranks_of_which_one_ran_ahead()).columns[2].cells
+    assert (first, second) == ("100%", "62%")  # of 16 s, rank 1 waits for rank 0 in 6
+
+
+def test_no_color_removes_colours(monkeypatch):
+    assert re.search(r"\x1b\[[0-9;]*3[0-9]", shown(listen))
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]", shown(listen))

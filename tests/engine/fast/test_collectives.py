@@ -1,0 +1,300 @@
+"""Collectives: the devices that may use them, and results equal to those of ordered additions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dpbench.engine import collectives
+from dpbench.engine.train_step import TrainStep
+from dpbench.hardware.devices import resolve
+from dpbench.hardware.devices.cuda import CudaDevice
+from dpbench.hardware.devices.host import HostDevice
+from dpbench.records.schedule import Schedule
+from tests.engine.fast.test_schedules import LEGAL, OPTIMIZERS, differing, problem, train
+
+PERSISTENT = [one for one in LEGAL if one.replicas == "persistent"]
+
+
+class Ordered:
+    """Collectives over tensors of the host, bitwise equal to ordered adds in replica order.
+
+    Like NCCL, they refuse tensors that differ in shape or dtype between devices, and tensors that
+    are not dense.
+    """
+
+    calls: list[str] = []  # noqa: RUF012  of all of them, emptied by the fixture
+
+    def __init__(self, devices: Sequence[Any]) -> None:
+        self.count = len(devices)
+
+    def follow(self, i: int) -> None:
+        assert 0 <= i < self.count
+
+    def lead(self, i: int) -> None:
+        assert 0 <= i < self.count
+
+    def _sum(self, name: str, tensors: Sequence[Tensor]) -> Tensor:
+        self._check(name, tensors)
+        total = tensors[0] + tensors[1]
+        for tensor in tensors[2:]:
+            total += tensor
+        return total
+
+    def _check(self, name: str, tensors: Sequence[Tensor]) -> None:
+        assert len(tensors) == self.count
+        assert {(t.shape, t.dtype) for t in tensors} == {(tensors[0].shape, tensors[0].dtype)}
+        assert all(t.is_contiguous() and t.dim() == 1 for t in tensors)
+        assert len({t.data_ptr() for t in tensors}) == self.count
+        self.calls.append(name)
+
+    def reduce(self, tensors: Sequence[Tensor], root: int) -> None:
+        tensors[root].copy_(self._sum("reduce", tensors))
+
+    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
+        total = self._sum("all_reduce", tensors)
+        for tensor in tensors:
+            tensor.copy_(total)
+
+    def reduce_scatter(self, tensors: Sequence[Tensor]) -> None:
+        total = self._sum("reduce_scatter", tensors).view(self.count, -1)
+        for i, tensor in enumerate(tensors):
+            tensor.view(self.count, -1)[i].copy_(total[i])
+
+    def all_gather(self, tensors: Sequence[Tensor]) -> None:
+        self._check("all_gather", tensors)
+        whole = torch.cat([tensor.view(self.count, -1)[i] for i, tensor in enumerate(tensors)])
+        for tensor in tensors:
+            tensor.copy_(whole)
+
+    def broadcast(self, tensors: Sequence[Tensor], root: int) -> None:
+        self._check("broadcast", tensors)
+        for i, tensor in enumerate(tensors):
+            if i != root:
+                tensor.copy_(tensors[root])
+
+
+@pytest.fixture
+def together(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[str]]]:
+    """Give the host's devices collectives.
+
+    The value tells which have been called since it was last asked.
+    """
+
+    def offered(self: HostDevice, devices: Sequence[Any]) -> Ordered | None:
+        return Ordered(devices) if len(devices) > 1 else None
+
+    def called() -> list[str]:
+        found, Ordered.calls[:] = sorted(set(Ordered.calls)), []
+        return found
+
+    monkeypatch.setattr(HostDevice, "collectives", offered)
+    monkeypatch.setattr(collectives, "BUCKET_BYTES", 1)
+    called()
+    yield called
+    called()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [2, 3])
+def test_collectives_make_the_weights_of_ordered_adds_on_every_schedule(
+    n: int, together: Any
+) -> None:
+    expected, _ = train("odd", "reference", n, 4 * n - 1, "adamw_two_groups")
+    assert not together()
+    # no switch has three positions: each is met in all
+    for schedule in PERSISTENT if n == 2 else PERSISTENT[::3]:
+        assert not differing(
+            expected, train("odd", schedule, n, 4 * n - 1, "adamw_two_groups")[0]
+        ), str(schedule)
+        used = set(together())
+        if schedule.update == "each":
+            assert "all_reduce" in used, str(schedule)
+        elif schedule.update == "root":
+            assert "reduce" in used, str(schedule)
+        elif schedule.optimizer == "flat":
+            assert "all_gather" in used, str(schedule)
+            assert ("reduce_scatter" in used) == (schedule.reduce == "after"), str(schedule)
+        assert ("broadcast" in used) == (schedule.storage == "flat"), str(schedule)
+
+
+@pytest.mark.parametrize("schedule", PERSISTENT[::7], ids=str)
+def test_short_batches_options_and_checkpoints_go_with_collectives(
+    schedule: Schedule, together: Any
+) -> None:
+    for rows, options in ((4, {}), (11, {"accumulate": 2}), (11, {"clip_norm": 0.05})):
+        expected, _ = train("mlp", "reference", 4, rows, "adam", **options)
+        assert not differing(expected, train("mlp", schedule, 4, rows, "adam", **options)[0]), (
+            rows,
+            options,
+        )
+    first, batches = {}, problem("mlp", 3, 4)[2]
+    for name in (
+        "reference",
+        schedule,
+    ):  # batches that leave devices without rows, among others that do not
+        module, loss, _ = problem("mlp", 3)
+        with TrainStep(module, loss, OPTIMIZERS["adam"], ["cpu"] * 3, name) as step:
+            for rows, (inputs, target) in zip((3, 2, 1, 3), batches, strict=True):
+                step(inputs[:rows], target[:rows])
+            first[name] = {
+                **module.state_dict(),
+                "optimizer": step.state_dict()["optimizer"]["state"],
+            }
+    torch.testing.assert_close(first[schedule], first["reference"], rtol=0, atol=0)
+    assert together()
+
+
+class Again(nn.Module):
+    """A net whose backward re-enters autograd, which adds to gradients of a bucket thought full."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return x
+
+
+@pytest.mark.parametrize("update", ["root", "each", "sharded"])
+def test_gradients_that_come_in_parts_are_staged_anew(update: str, together: Any) -> None:
+    def run(schedule: str | Schedule) -> nn.Module:
+        torch.manual_seed(0)
+        module, x = Again(), torch.randn(6, 4).requires_grad_()
+        with TrainStep(module, F.mse_loss, OPTIMIZERS["sgd"], ["cpu"] * 3, schedule) as step:
+            for _ in range(3):
+                step(x, x.detach())
+        return module
+
+    after = Schedule(replicas="persistent", storage="flat", update=update)
+    assert not differing(run(after), run(replace(after, reduce="overlap")))
+    assert together()
+
+
+@pytest.mark.parametrize(
+    ("broken", "schedule"),
+    [
+        ("reduce", Schedule(replicas="persistent")),
+        ("all_reduce", Schedule(replicas="persistent", update="each")),
+        (
+            "all_gather",
+            Schedule(replicas="persistent", storage="flat", optimizer="flat", update="sharded"),
+        ),
+        (
+            "reduce_scatter",
+            Schedule(replicas="persistent", storage="flat", optimizer="flat", update="sharded"),
+        ),
+        ("broadcast", Schedule(replicas="persistent", storage="flat")),
+    ],
+    ids=str,
+)
+def test_a_collective_that_does_nothing_is_seen(
+    broken: str, schedule: Schedule, together: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _ = train("mlp", "reference", 3, 11)
+    monkeypatch.setattr(Ordered, broken, lambda *anything: None)
+    assert differing(expected, train("mlp", schedule, 3, 11)[0])
+
+
+def _cuda(index: int, ordinal: int) -> CudaDevice:
+    """Return a CUDA device as far as it can be made without CUDA."""
+    device = CudaDevice.__new__(CudaDevice)
+    device.index, device.ordinal, device.torch_device = (
+        index,
+        ordinal,
+        torch.device("cuda", ordinal),
+    )
+    return device
+
+
+def test_only_distinct_gpus_have_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "dpbench.hardware.devices.cuda.Nccl", lambda devices: ("nccl", len(devices))
+    )
+    monkeypatch.setattr("dpbench.hardware.devices.cuda.nccl.is_available", lambda tensors: True)
+    monkeypatch.setattr("dpbench.hardware.devices.cuda.torch.empty", lambda *_, **__: None)
+    weights = [torch.zeros(3), torch.zeros(2, 2, dtype=torch.float16)]
+    spread = [_cuda(0, 0), _cuda(1, 1), _cuda(2, 2)]
+    assert collectives.choose(spread, weights) == ("nccl", 3)
+    assert collectives.choose([_cuda(0, 0), _cuda(1, 0)], weights) is None
+    assert collectives.choose(spread[:1], weights) is None
+    assert collectives.choose(spread, [torch.zeros(4, 4)[:, ::2]]) is None
+    assert collectives.choose(spread, [torch.zeros(2, dtype=torch.complex64)]) is None
+    assert collectives.choose(spread, [torch.zeros(2).to_sparse()]) is None
+    monkeypatch.setattr("dpbench.hardware.devices.cuda.nccl.is_available", lambda tensors: False)
+    assert collectives.choose(spread, weights) is None
+    for ids in (["cpu", "cpu"], ["emulated:0", "emulated:1"]):
+        assert collectives.choose(resolve(ids), weights) is None
+
+
+def test_blocking_launches_are_refused_on_distinct_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dpbench.hardware.devices.cuda._has_nccl", lambda: True)
+    spread, shared = [_cuda(0, 0), _cuda(1, 1)], [_cuda(0, 0), _cuda(1, 0)]
+    for value in ("1", "2"):
+        monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", value)
+        with pytest.raises(RuntimeError, match="unset CUDA_LAUNCH_BLOCKING"):
+            spread[0].can_collect(spread)
+        assert not shared[0].can_collect(shared)
+    for value in ("0", ""):
+        monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", value)
+        assert spread[0].can_collect(spread)
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    monkeypatch.setattr("dpbench.hardware.devices.cuda._has_nccl", lambda: False)
+    assert spread[0].can_collect(spread)
+
+
+def test_collectives_overlap_with_backward_while_no_device_allocates_memory() -> None:
+    allocations = [3, 5]
+    devices: Any = [
+        SimpleNamespace(allocations=partial(allocations.__getitem__, i)) for i in (0, 1)
+    ]
+    overlapping = collectives.Overlapping()
+
+    def begins(together: bool = True) -> bool:
+        begun = overlapping.begin(devices, together=together)
+        assert begun == (overlapping.postponed == "")
+        return begun
+
+    assert [begins() for _ in range(3)] == [False, True, True]
+    allocations[1] += 1
+    assert [begins() for _ in range(2)] == [False, True]
+    assert begins(together=False)
+    assert not begins(), "nothing is known about the step before"
+
+
+@pytest.mark.parametrize(
+    ("limit", "starts"), [(1, [48, 0, 16, 0]), (300, [48, 0, 0]), (10**6, [0, 0])]
+)
+def test_buckets_cover_each_flat_once_from_its_end(
+    limit: int, starts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collectives, "BUCKET_BYTES", limit)
+    parameters = [torch.zeros(n) for n in (40, 7, 100, 3)]
+    devices = resolve(["cpu", "cpu"])
+    exchange = collectives.Exchange(
+        Ordered(devices),
+        devices,
+        [parameters] * 2,
+        [[0, 2], [1, 3]],
+        [0, 0],
+        everyone=False,
+        mark=lambda *_: nullcontext(),
+    )
+    assert [run.start for run in exchange.buckets] == starts
+    assert sorted(n for run in exchange.buckets for n in run.numbers) == [0, 1, 2, 3]
+    for f, own in enumerate(exchange.buffers[0]):
+        runs = [run for run in exchange.buckets if run.flat == f]
+        assert [run.stop for run in runs] == [own.numel(), *(run.start for run in runs[:-1])]
+        assert own.numel() % 32 == 0

@@ -1,0 +1,540 @@
+"""The law of a training loop: a plain loop, the changes a loop can make, and a pair of sides.
+
+`Plain` is the reference. It uses torch only: each chunk runs on a copy of the tree of modules, the
+gradients are added in chunk order, and autograd accumulates the sum in the module's parameters.
+`Ours` wraps a TrainStep. A change between two steps is a function of a `Loop`, and a `Pair` applies
+it to both sides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dpbench.engine.errors import Refused
+from dpbench.engine.train_step import TrainStep
+from dpbench.records.schedule import FASTEST, RUNGS, SELECTED, Schedule, parse
+from tests.engine.law.compare import assert_same, sums_exactly
+from tests.engine.law.nets import OPTIMIZERS, Net
+
+EXACT = [*RUNGS]
+
+
+class Loop:
+    """One side: a module, a criterion, an optimizer, and all else that a change may touch."""
+
+    def __init__(
+        self, module: nn.Module, criterion: Any, make: Callable[[list[nn.Parameter]], Any]
+    ) -> None:
+        self.module, self.criterion, self._make = module, criterion, make
+        self.held: nn.Parameter | None = None  # no group has it until a change adds it
+        self.extra = False  # whether a group has been added for it
+        self.log: list[tuple[str, str, Tensor]] = []
+        self.handles: list[Any] = []
+        self.optimizer_hooks: list[Any] = []
+        self.copies: dict[str, Any] = {}
+
+    optimizer: torch.optim.Optimizer
+
+    def make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        """Return a new optimizer with the present groups of the loop."""
+        optimizer: torch.optim.Optimizer = self._make([p for p in parameters if p is not self.held])
+        if self.extra:
+            optimizer.add_param_group({"params": [self.held], "lr": 1e-3})
+        return optimizer
+
+    def sync(self) -> None:
+        """Announce that weights were written past torch."""
+
+    def touch(self, *_: Any) -> None:
+        """Call `sync()` where the schedule cannot see such a write."""
+
+    def names(self) -> dict[nn.Parameter, str]:
+        """Return the parameters' names."""
+        return {p: name for name, p in self.module.named_parameters()}
+
+
+class Plain(Loop):
+    """The reference: a loop in torch alone that cuts each batch as torch.nn.DataParallel does."""
+
+    def __init__(
+        self, *args: Any, devices: int, accumulate: int, clip_norm: float | None, hold: bool
+    ) -> None:
+        super().__init__(*args)
+        self._devices, self._accumulate, self._clip_norm, self._calls = (
+            devices,
+            accumulate,
+            clip_norm,
+            0,
+        )
+        self.held = self.module.get_parameter("last.bias") if hold else None
+        self.optimizer = self.make_optimizer(self.module.parameters())
+
+    def step(self, inputs: tuple[Tensor, ...], target: Any) -> Tensor:
+        """Take one step; return the loss."""
+        if self.updated:
+            self.optimizer.zero_grad(set_to_none=True)
+        loss = self._whole(inputs, target) if self._devices == 1 else self._chunked(inputs, target)
+        self._calls += 1
+        if self.updated:
+            if self._clip_norm is not None:
+                nn.utils.clip_grad_norm_(self.module.parameters(), self._clip_norm)
+            self.optimizer.step()
+        return loss
+
+    @property
+    def updated(self) -> bool:
+        """Return whether the last call made an update."""
+        return self._calls % self._accumulate == 0
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return loss / self._accumulate if self._accumulate > 1 else loss
+
+    def _whole(self, inputs: tuple[Tensor, ...], target: Any) -> Tensor:
+        """Run the module itself: there is one device."""
+        loss: Tensor = self.criterion(self.module(*inputs), target)
+        self._scaled(loss).backward()
+        return loss.detach()
+
+    def _chunked(self, inputs: tuple[Tensor, ...], target: Any) -> Tensor:
+        """Run a copy of the module on each chunk; add the gradients in chunk order."""
+        pieces = [
+            tuple(t.clone() for t in piece)
+            for piece in zip(*(t.chunk(self._devices) for t in inputs), strict=True)
+        ]
+        parameters = list(self.module.parameters())
+        leaves = [[leaf(p, own=i > 0) for p in parameters] for i in range(len(pieces))]
+        twins = [twin(self.module, leaves[i], share_buffers=i == 0) for i in range(len(pieces))]
+        outputs, errors = [], []
+        for replica, piece in zip(twins, pieces, strict=True):
+            try:
+                outputs.append(replica(*piece))
+            except BaseException as error:  # the other chunks run all the same
+                errors.append(error)
+        if errors:
+            raise errors[0]
+        wanted = [n for n, p in enumerate(parameters) if p.requires_grad]
+        chosen = [[own[n] for n in wanted] for own in leaves]
+        loss: Tensor = self.criterion(
+            Joined.apply(outputs, chosen, *(parameters[n] for n in wanted)), target
+        )
+        self._scaled(loss).backward()
+        return loss.detach()
+
+    def reload(self, state: dict[str, Any]) -> None:
+        """Restore a checkpoint; the accumulation begins again."""
+        self.module.load_state_dict(state["module"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._calls = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a checkpoint."""
+        return {"module": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def move(self, schedule: str, *, same_optimizer: bool) -> None:
+        """Go on in a new loop, with the same optimizer or with a new one that loads its state."""
+        if not same_optimizer:
+            state = copy.deepcopy(self.optimizer.state_dict())
+            self.optimizer = self.make_optimizer(self.module.parameters())
+            self.optimizer.load_state_dict(state)
+        self._calls = 0
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def leaf(parameter: nn.Parameter, *, own: bool) -> nn.Parameter:
+    """Return a parameter with the same values and gradient dtype, with or without own memory."""
+    values = parameter.detach().clone() if own else parameter.detach()
+    new = nn.Parameter(values, parameter.requires_grad)
+    if hasattr(parameter, "grad_dtype"):
+        new.grad_dtype = parameter.grad_dtype
+    return new
+
+
+def twin(module: nn.Module, parameters: Sequence[Tensor], *, share_buffers: bool) -> nn.Module:
+    """Return a copy of the tree of modules with `parameters`, and with shared or copied buffers."""
+    table = {id(p): other for p, other in zip(module.parameters(), parameters, strict=True)}
+    table |= {id(b): b if share_buffers else b.clone() for b in module.buffers()}
+    copies = {id(m): m.__new__(type(m)) for m in module.modules()}
+
+    def copied(tensors: dict[str, Any]) -> dict[str, Any]:
+        return {name: None if t is None else table[id(t)] for name, t in tensors.items()}
+
+    for m in module.modules():
+        children = {name: None if c is None else copies[id(c)] for name, c in m._modules.items()}
+        own = {
+            "_parameters": copied(m._parameters),
+            "_buffers": copied(m._buffers),
+            "_modules": children,
+        }
+        copies[id(m)].__dict__ = {**m.__dict__, **own}
+    return copies[id(module)]
+
+
+class Joined(torch.autograd.Function):
+    """Chunks' outputs as one tensor, whose backward sums each parameter's gradient over chunks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, outputs: list[Tensor], leaves: list[list[Tensor]], *parameters: Tensor
+    ) -> Tensor:
+        """Return the outputs in order; `leaves` are each chunk's copies of the parameters."""
+        ctx.outputs, ctx.leaves = outputs, leaves
+        return torch.cat([out.detach() for out in outputs])
+
+    @staticmethod
+    def backward(ctx: Any, slope: Tensor) -> Any:
+        """Return the sums, in chunk order; a chunk that does not use a parameter adds zeros."""
+        slopes = slope.split([len(out) for out in ctx.outputs])
+        parts = [
+            torch.autograd.grad(out, own, part.clone(), allow_unused=True, materialize_grads=True)
+            for out, own, part in zip(ctx.outputs, ctx.leaves, slopes, strict=True)
+        ]
+        return (
+            None,
+            None,
+            *(functools.reduce(torch.add, column) for column in zip(*parts, strict=True)),
+        )
+
+
+class Ours(Loop):
+    """The engine's side."""
+
+    def __init__(
+        self, *args: Any, devices: int, schedule: str | Schedule, hold: bool, **options: Any
+    ) -> None:
+        super().__init__(*args)
+        self._devices, self._options = devices, options
+        self.held = self.module.get_parameter("last.bias") if hold else None
+        self._start(schedule, self.make_optimizer)
+
+    def _start(
+        self, schedule: str | Schedule, make: Callable[[Any], torch.optim.Optimizer]
+    ) -> None:
+        self.asked = schedule
+        self.train = TrainStep(
+            self.module, self.criterion, make, ["cpu"] * self._devices, schedule, **self._options
+        )
+        self.optimizer = self.train.optimizer
+
+    def step(self, inputs: tuple[Tensor, ...], target: Any) -> Tensor:
+        """Take one step; check that it ran the schedule asked for and drew no random numbers."""
+        random = torch.get_rng_state()
+        loss = self.train(inputs, target)
+        assert torch.equal(random, torch.get_rng_state()), "the engine drew random numbers"
+        assert self.asked in SELECTED or self.train.schedule == parse(self.asked), (
+            "the schedule did not run as named"
+        )
+        return loss
+
+    def sync(self) -> None:
+        """Announce it to the engine."""
+        self.train.sync()
+
+    def touch(self, *_: Any) -> None:
+        """Call `sync()` where the replicas step for themselves."""
+        if self.train.schedule.update != "root":
+            self.sync()
+
+    def reload(self, state: dict[str, Any]) -> None:
+        """Restore a checkpoint."""
+        self.train.load_state_dict(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a checkpoint."""
+        return self.train.state_dict()
+
+    def move(self, schedule: str, *, same_optimizer: bool) -> None:
+        """Close, and go on with a new TrainStep on another schedule."""
+        state, old = copy.deepcopy(self.train.state_dict()), self.optimizer
+        self.train.close()
+        self._start(schedule, (lambda _: old) if same_optimizer else self.make_optimizer)
+        if not same_optimizer:
+            self.train.load_state_dict(state)
+
+    def close(self) -> None:
+        """Close the step."""
+        self.train.close()
+
+
+# ---------------------------------------------------------------- comparison
+
+
+def content(loop: Loop) -> dict[str, Any]:
+    """Return the module's parameters, buffers and plain attributes by name."""
+    attributes = {
+        f"{place}.{name}": value
+        for place, module in loop.module.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, bool | int | float | str)
+    }
+    tensors = (*loop.module.named_parameters(), *loop.module.named_buffers())
+    return attributes | {name: tensor.detach() for name, tensor in tensors}
+
+
+def optimizer_state(loop: Loop) -> dict[str, Any]:
+    """Return the entries of `optimizer.state` by the parameter's name."""
+    return {
+        name: dict(loop.optimizer.state[p])
+        for p, name in loop.names().items()
+        if loop.optimizer.state.get(p)
+    }
+
+
+class Pair:
+    """Both sides of one training; leaving it closes the engine's."""
+
+    def __init__(
+        self,
+        module: Callable[[], nn.Module],
+        criterion: Callable[[nn.Module], Any],
+        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = OPTIMIZERS["sgd"],
+        schedule: str | Schedule = FASTEST,
+        *,
+        devices: int = 2,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        hold: bool = False,
+        watch: bool = True,
+        between: bool = True,
+    ) -> None:
+        self._watch, self._rounds = (
+            watch,
+            False,
+        )  # whether to compare the optimizer's state each time
+        self._between = between  # whether gradients are compared after calls that make no update
+        sides: list[tuple[nn.Module, Any, Any]] = []
+        for _ in range(2):
+            torch.default_generator.manual_seed(0)
+            own = module()
+            sides.append((own, criterion(own), optimizer))
+        options: dict[str, Any] = {
+            "accumulate": accumulate,
+            "clip_norm": clip_norm,
+            "devices": devices,
+            "hold": hold,
+        }
+        self.plain = Plain(*sides[0], **options)
+        self.ours = Ours(*sides[1], schedule=schedule, **options)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.ours.close()
+
+    def do(self, change: Callable[[Any], Any], *more: Any) -> None:
+        """Make one change on both sides; compare what it returns."""
+        returned = change(self.plain, *more)
+        assert_same(change(self.ours, *more), returned, getattr(change, "__name__", "change"))
+
+    def step(self, inputs: Any, target: Any) -> Tensor:
+        """Take one step on both sides and compare everything."""
+        loss = self.ours.step(inputs, target)
+        self._compare(loss, self.plain.step(inputs, target))
+        return loss
+
+    def _compare(self, loss: Tensor, expected: Tensor) -> None:
+        """Compare the sides after a step.
+
+        Where the criterion rounds otherwise, nearly, and then as one again.
+        """
+        schedule = self.ours.train.schedule
+        before, self._rounds = self._rounds, schedule.loss == "local" and self._rounds_otherwise()
+        if schedule.loss == "gathered":
+            assert_same(loss, expected, "loss")
+        else:
+            torch.testing.assert_close(
+                loss, expected, rtol=ulps(loss.dtype), atol=0.0, equal_nan=True
+            )
+        if before or self._rounds:
+            self._check_nearly()
+        else:
+            self.check()
+
+    def _rounds_otherwise(self) -> bool:
+        """Return whether a sum divided at the end may round otherwise than the criterion's mean."""
+        return self.ours.asked not in SELECTED and not sums_exactly(self.plain.criterion)
+
+    def _check_nearly(self) -> None:
+        """Compare parameters and buffers within rounding, and take over the engine's side."""
+        ours, plain = self.ours.module.state_dict(), self.plain.module.state_dict()
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-6, equal_nan=True)
+        self.plain.module.load_state_dict(ours)
+        self.plain.optimizer.load_state_dict(copy.deepcopy(self.ours.optimizer.state_dict()))
+        for mine, theirs in zip(
+            self.ours.module.parameters(), self.plain.module.parameters(), strict=True
+        ):
+            theirs.grad = theirs.grad if mine.grad is None else mine.grad.clone()
+
+    def move(self, schedule: str, *, same_optimizer: bool) -> None:
+        """Close the engine's side and go on with another schedule that can have the criterion."""
+        named = schedule not in SELECTED
+        if (
+            not hasattr(self.ours.criterion, "reduction")
+            and named
+            and parse(schedule).loss == "local"
+        ):
+            schedule = FASTEST
+        self.do(drop_optimizer_hooks)
+        for side in (self.plain, self.ours):
+            side.move(schedule, same_optimizer=same_optimizer)
+        self.check(gradients=False)
+
+    def fail(
+        self, inputs: Any, target: Any, trap: Callable[[Any], None], kind: type[BaseException]
+    ) -> None:
+        """Let a step fail in one replica on both sides, where `trap` sets it up.
+
+        Gradients are not compared.
+        """
+        self.do(trap)
+        for side in (self.plain, self.ours):
+            with contextlib.suppress(kind):
+                side.step(inputs, target)
+                raise AssertionError(f"{type(side).__name__} raised no {kind.__name__}")
+        self.do(disarm)
+        self.check(gradients=False)
+
+    def check(self, *, gradients: bool = True, state: bool = False) -> None:
+        """Compare weights, buffers, gradients, hook calls and, if watched, optimizer state."""
+        assert_same(content(self.ours), content(self.plain), "module")
+        if gradients and (self._between or self.plain.updated):
+            self._check_gradients()
+        if gradients:
+            self._check_log()
+        self.ours.log.clear()
+        self.plain.log.clear()
+        if self._watch or state:
+            assert_same(optimizer_state(self.ours), optimizer_state(self.plain), "optimizer.state")
+            assert_same(ordered(self.ours), ordered(self.plain), "optimizer.state_dict()")
+
+    def _check_gradients(self) -> None:
+        sharded = self.ours.train.schedule.update == "sharded"
+        for (name, ours), plain in zip(
+            self.ours.module.named_parameters(), self.plain.module.parameters(), strict=True
+        ):
+            if not (sharded and ours.grad is None):
+                assert_same(ours.grad, plain.grad, f"gradient of {name}")
+
+    def _check_log(self) -> None:
+        ours, plain = (
+            sorted(side.log, key=lambda entry: entry[:2]) for side in (self.ours, self.plain)
+        )
+        assert_same(ours, plain, "calls of hooks")
+
+
+def ordered(loop: Loop) -> dict[str, Any]:
+    """Return `optimizer.state_dict()`, the states in the order of their numbers."""
+    state = loop.optimizer.state_dict()
+    return {**state, "state": {n: state["state"][n] for n in sorted(state["state"])}}
+
+
+def disarm(loop: Loop) -> None:
+    """Let forward and backward run again."""
+    loop.module.trap.row = -1
+
+
+def drop_optimizer_hooks(loop: Loop) -> None:
+    """Remove the hooks from the optimizer's step."""
+    while loop.optimizer_hooks:
+        loop.optimizer_hooks.pop().remove()
+
+
+def ulps(dtype: torch.dtype) -> float:
+    """Return the permitted error of a loss added up by parts: sum and divisor round differently."""
+    return (16 if dtype in (torch.float32, torch.float64) else 2) * torch.finfo(dtype).eps
+
+
+def rungs(lowest: str) -> Any:
+    """Parametrize over the exact rungs from `lowest` up, and the schedules TrainStep selects."""
+    return pytest.mark.parametrize("rung", [*EXACT[EXACT.index(lowest) :], *SELECTED])
+
+
+def pair(
+    rung: str | Schedule,
+    module: Callable[[], nn.Module] = Net,
+    criterion: Any = nn.MSELoss,
+    **more: Any,
+) -> Pair:
+    """Return both sides; the optimizer's state is compared where a test asks for it."""
+    return Pair(module, lambda _: criterion(), schedule=rung, **{"watch": False, **more})
+
+
+# ---------------------------------------------------------------- refusals
+
+REFUSALS: dict[str, tuple[str, ...]] = {
+    # the optimizer steps a tensor that is no longer a parameter of the module
+    "assign_parameters": ("replicas=persistent",),
+    "parametrize": ("replicas=persistent",),
+    "remove_layer": ("replicas=persistent", "storage=flat"),
+    "replace_layer": ("replicas=persistent",),
+    "tie": ("replicas=persistent",),
+    # parameters that share memory, or whose memory a flat buffer cannot hold
+    "share_data": ("storage=flat",),
+    "an alias of a weight in the module": ("storage=flat",),
+    "share_memory": ("storage=flat",),
+    "test_data_that_the_loop_has_put_aside_stays_as_it_is": ("storage=flat",),
+    "test_parameters_may_be_views_of_a_vector_that_the_loop_keeps": ("storage=flat",),
+    "test_two_steps_may_train_one_module_in_turns": ("storage=flat",),
+    "holes": ("storage=flat",),
+    # losses and targets that are not sums over rows
+    "Counting": ("loss=local",),
+    "couple": ("loss=local",),
+    "halve_by_a_hook": ("loss=local",),
+    "contrastive": ("loss=local",),
+    "penalty": ("loss=local",),
+    "test_a_target_that_wants_gradients_gets_them": ("loss=local",),
+    "flattened target": ("loss=local",),
+    "fewer rows": ("loss=local",),
+    "as many rows as devices": ("loss=local",),
+    "probabilities of one row": ("loss=local",),
+    "a number as target": ("loss=local",),
+    "weights of rows": ("loss=local",),
+    "weights of as many rows as devices": ("loss=local",),
+    "fp16": ("loss=local",),
+    # gradients of another dtype than the parameters
+    "grad_dtype": ("replicas=persistent",),
+    # optimizers of a class that is not torch's
+    "subclass": ("update=each", "update=sharded"),
+}
+"""For each situation that schedules refuse, the positions of switches with which they do.
+
+A situation is named by a change, a parameter or the whole name of a test. The schedules that
+TrainStep selects refuse none.
+"""
+
+
+def must_refuse(rung: str | Schedule, *situations: str) -> bool:
+    """Return whether a schedule must refuse one of the situations.
+
+    Situations without a row are refused by none.
+    """
+    if rung in SELECTED:
+        return False
+    schedule = parse(rung)
+    switches = [position.split("=") for one in situations for position in REFUSALS.get(one, ())]
+    return any(getattr(schedule, switch) == position for switch, position in switches)
+
+
+@contextlib.contextmanager
+def refusing(rung: str | Schedule, *situations: str) -> Iterator[None]:
+    """Check that the block ends in Refused if and only if the table says so for this schedule."""
+    wanted, refused = must_refuse(rung, *situations), False
+    try:
+        yield
+    except Refused:
+        refused = True
+        if not wanted:
+            raise
+    assert refused == wanted, (
+        f"{rung} refuses none of {situations}; tests.engine.law.sides.REFUSALS says that it does"
+    )

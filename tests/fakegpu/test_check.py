@@ -1,0 +1,103 @@
+"""The command that checks dpbench on fake GPUs: its stages, their outcomes and its exit code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fakegpu import check
+from tests.fakegpu.check import Stage
+from tests.marked import poll
+
+
+@pytest.fixture(autouse=True)
+def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(check, "LOGS", tmp_path / "logs")
+    return tmp_path / "logs"
+
+
+def python(code: str, limit_s: float = 60, **more: object) -> Stage:
+    return Stage((sys.executable, "-c", code), limit_s, **more)  # type: ignore[arg-type]
+
+
+def test_one_failed_stage_fails_all_and_its_log_ends_on_the_screen(
+    logs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check.check({"good": python("print('fine')")})
+    stages = {
+        "bad": python("print('first'); print('last words'); raise SystemExit(3)"),
+        "good": python("print('fine')"),
+        "slow": python("import time; time.sleep(60)", 0.2),
+    }
+    assert not check.check(stages)
+    said = capsys.readouterr().out
+    assert "FAILED with exit code 3" in said
+    assert "not done within" in said
+    assert "last words" in said
+    assert (logs / "bad.log").read_text() == "first\nlast words\n"
+
+
+def test_each_stage_has_gpus_of_its_own_and_its_variables(logs: Path) -> None:
+    code = "import os; print(os.environ['FAKECUDA_MACHINE'], os.environ['FAKECUDA_SEED'])"
+    stages = {name: python(code, environment={"FAKECUDA_SEED": name}) for name in ("1", "2")}
+    assert check.check(stages)
+    machines, seeds = zip(
+        *((logs / f"{name}.log").read_text().split() for name in stages), strict=True
+    )
+    assert len(set(machines)) == 2
+    assert seeds == ("1", "2")
+
+
+def test_gpus_that_are_not_fake_are_checked_only_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+    monkeypatch.setattr(check.nvml, "describe", lambda: {"driver": "580.65.06"})
+    monkeypatch.setattr(check, "check", lambda stages: ran.append([*stages]) or True)
+    assert check.main(["gpu"]) == 2
+    assert not ran
+    assert check.main(["gpu", "--anyway"]) == 0
+    monkeypatch.setattr(check.nvml, "describe", lambda: {"driver": "580.00.fake"})
+    assert check.main(["deferred-drawn", "--seed", "7"]) == 0
+    assert ran == [["gpu"], ["deferred-drawn"]]
+    assert check.stages(7)["deferred-drawn"].environment["FAKECUDA_SEED"] == "7"
+
+
+INTERRUPTED = """
+import sys
+from pathlib import Path
+from tests.fakegpu import check
+
+waits = "import os, time; print(os.getpid(), flush=True); time.sleep(300)"
+stage = check.Stage((sys.executable, "-c", waits), 60)
+check.LOGS = Path(sys.argv[1])
+check.stages = lambda seed: {"first": stage, "second": stage}
+sys.exit(check.main(["--anyway"]))
+"""
+
+
+def test_an_interrupted_check_leaves_no_process(logs: Path) -> None:
+    command = [sys.executable, "-c", INTERRUPTED, str(logs)]
+    with subprocess.Popen(command, cwd=check.ROOT, stdout=subprocess.DEVNULL) as process:
+        log = logs / "first.log"
+        assert poll(lambda: log.exists() and log.read_text().strip())
+        process.terminate()
+        assert process.wait(10) != 0
+    assert poll(lambda: not Path(f"/proc/{log.read_text().strip()}").exists())
+
+
+def test_each_file_of_gpu_tests_is_in_one_stage() -> None:
+    """A stage without a file would run all tests."""
+    tests = [
+        {part.partition("::")[0] for part in stage.command if part.startswith("tests/")}
+        for name, stage in check.stages(3).items()
+        if "pytest" in stage.command and name not in ("deferred-2", "deferred-drawn", "clock")
+    ]
+    assert all(tests)
+    assert sum(map(len, tests)) == len(set().union(*tests))
+    assert {
+        "tests/gpu/test_one_gpu.py",
+        "tests/probe/test_probe.py",
+        "tests/engine/torch_suite/test_comm.py",
+    } <= (set().union(*tests))

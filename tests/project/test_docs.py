@@ -1,0 +1,151 @@
+"""Documents that stay correct: the files that they name exist, and the code that they show runs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from dpbench.cli import cli
+from dpbench.records import registry
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PIP_EXTRA = re.compile(r"pip install '([\w-]+)\[(?:([\w-]+)|\{[^}]*\})\]")
+"""Matches the distribution and the extra, which is empty if an f-string inserts it."""
+
+
+def test_every_test_that_the_contract_names_exists() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "contract.md").read_text()))
+    written = set(
+        re.findall(
+            r"^def (test_\w+)", "".join(f.read_text() for f in (ROOT / "tests").rglob("*.py")), re.M
+        )
+    )
+    assert named
+    assert named <= written
+
+
+def entries(text: str) -> list[str]:
+    """Return the rows of tables and the items of lists, each as one line."""
+    joined = re.sub(r"\n {2,}", " ", text)
+    return [line for line in joined.splitlines() if re.match(r"- |\| (?!what)", line)]
+
+
+def test_every_entry_of_the_contract_has_a_test() -> None:
+    text = (ROOT / "docs" / "contract.md").read_text()
+    entries_of = text[text.index("\n## The constructor") : text.index("\n## Schedules")]
+    promised, between = entries_of.split("\n## Between two steps")
+    table = between[: between.index("\n1. ")]
+    assert len(entries(promised)) > 60
+    assert len(entries(table)) > 10
+    tests = r"`test_\w+`(?:, `test_\w+`)*(?: \|)?$"
+    assert [entry for entry in entries(promised + table) if not re.search(tests, entry)] == []
+
+
+PYTHON = [
+    code
+    for text in (README, *map(Path.read_text, DOCS))
+    for code in re.findall(r"```python\n(.*?)```", text, re.S)
+]
+
+
+def test_the_python_of_the_documents_runs(tmp_path: Path) -> None:
+    """Each program has a separate namespace.
+
+    All run in one process, because every process would load torch again.
+    """
+    for number, code in enumerate(PYTHON):
+        (tmp_path / f"{number}.py").write_text(code)
+    run = (
+        f"import runpy\nfor number in range({len(PYTHON)}): runpy.run_path(f'{{number}}.py',"
+        " run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", run],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+    )
+    assert len(PYTHON) > 1
+    assert done.returncode == 0, done.stderr
+
+
+COMMANDS = [
+    shlex.split(line, comments=True)[1:]
+    for text in (README, *(path.read_text() for path in DOCS))
+    for block in re.findall(r"```\w*\n(.*?)```", text, re.S)
+    for line in block.splitlines()
+    if line.startswith("dpbench ")
+]
+
+
+def test_every_option_that_a_document_names_is_one() -> None:
+    known = {
+        option for command in cli.commands.values() for p in command.params for option in p.opts
+    }
+    known |= {"--help"}
+    shown = re.findall(
+        r"dpbench \w+[^`\n]*", README + CONTRIBUTING + "".join(path.read_text() for path in DOCS)
+    )
+    named = {option for line in shown for option in re.findall(r"--[a-z][a-z-]+", line)}
+    assert named
+    assert named <= known
+
+
+@pytest.mark.parametrize("command", sorted(cli.commands))
+def test_every_command_has_help_and_stands_in_the_readme(command: str) -> None:
+    assert CliRunner().invoke(cli, [command, "--help"]).exit_code == 0
+    assert f"dpbench {command}" in README
+
+
+@pytest.mark.parametrize("folder", ["strategies", "models"])
+def test_the_changelog_names_every_plug(folder: str) -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert [name for name in registry.names(folder) if f"`{name}`" not in changelog] == []
+
+
+def test_every_extra_that_a_text_names_is_one_of_this_distribution() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    texts = {
+        path: path.read_text()
+        for path in [*(ROOT / "dpbench").rglob("*.py"), ROOT / "README.md", *DOCS]
+    }
+    named = [
+        (path.name, *found) for path, text in texts.items() for found in re.findall(PIP_EXTRA, text)
+    ]
+    assert len(named) >= 4
+    extras = {"", *project["optional-dependencies"]}
+    assert [one for one in named if one[1] != project["name"] or one[2] not in extras] == []
+
+
+def test_documents_name_only_files_that_exist() -> None:
+    text = README + CONTRIBUTING + "".join(path.read_text() for path in DOCS)
+    named = set(
+        re.findall(r"`((?:docs|dpbench|tests|benchmarks|reports)/[\w./-]+\.\w+)`", text)
+    ) - {"reports/latest/index.html", "reports/runs/index.html"}
+    missing = [name for name in sorted(named) if not (ROOT / name).exists()]
+    assert [name for name in missing if not re.search(r"/NAME\.\w+$", name)] == []
+
+
+@pytest.mark.parametrize(
+    "path", [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")], ids=lambda path: path.name
+)
+def test_no_line_of_a_document_is_longer_than_120_columns(path: Path) -> None:
+    long = [
+        f"{path.name}:{n}: {len(line)}"
+        for n, line in enumerate(path.read_text().splitlines(), 1)
+        if len(line) > 120
+    ]
+    assert not long
