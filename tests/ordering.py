@@ -24,7 +24,7 @@ from dpbench.hardware.devices.cuda import CudaDevice, Nccl
 ROOT = Path(dpbench.__file__).parent
 FOLDERS = (ROOT / "engine", ROOT / "strategies")
 FILES = [
-    *(file for folder in FOLDERS for file in sorted(folder.glob("*.py"))),
+    *(file for folder in FOLDERS for file in sorted(folder.rglob("*.py"))),
     *(ROOT / "hardware" / "devices" / name for name in ("cuda.py", "__init__.py")),
 ]
 ORDERING: dict[type, tuple[str, ...]] = {
