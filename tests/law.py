@@ -1,7 +1,6 @@
 """The law of a training loop: a plain loop, the changes a loop can make, and a pair of sides.
 
-`Plain` is the reference. It uses torch only: each chunk runs on a copy of the tree of modules, the
-gradients are added in chunk order, and autograd accumulates the sum in the module's parameters.
+`Plain` is the reference, which uses torch only: see tests/plain.py.
 `Ours` wraps a TrainStep. A change between two steps is a function of a `Loop`, and a `Pair` applies
 it to both sides.
 """
@@ -11,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import torch
@@ -21,7 +20,8 @@ from dpbench.engine.errors import Refused
 from dpbench.engine.train_step import TrainStep
 from dpbench.records.schedule import FASTEST, SELECTED, Schedule
 from tests.law_compare import assert_same, sums_exactly
-from tests.law_nets import OPTIMIZERS, Net
+from tests.nets import OPTIMIZERS, Net
+from tests.plain import PlainStep
 
 KEPT = (Schedule.LOCAL, Schedule.ALLREDUCE, Schedule.SHARDED)
 """The schedules that keep replicas, and compute the loss as a sum over their rows."""
@@ -65,38 +65,23 @@ class Loop:
         return {p: name for name, p in self.module.named_parameters()}
 
 
-class Plain(Loop):
+class Plain(Loop, PlainStep):
     """The reference: a loop in torch alone that cuts each batch as torch.nn.DataParallel does."""
 
     def __init__(
         self, *args: Any, devices: int, accumulate: int, clip_norm: float | None, hold: bool
     ) -> None:
-        super().__init__(*args)
-        self._devices, self._accumulate, self._clip_norm, self._calls = (
-            devices,
-            accumulate,
-            clip_norm,
-            0,
-        )
+        Loop.__init__(self, *args)
         self.held = self.module.get_parameter("last.bias") if hold else None
-        self.optimizer = self.make_optimizer(self.module.parameters())
-
-    def step(self, inputs: tuple[Tensor, ...], target: Any) -> Tensor:
-        """Take one step; return the loss."""
-        if self.updated:
-            self.optimizer.zero_grad(set_to_none=True)
-        loss = self._whole(inputs, target) if self._devices == 1 else self._chunked(inputs, target)
-        self._calls += 1
-        if self.updated:
-            if self._clip_norm is not None:
-                nn.utils.clip_grad_norm_(self.module.parameters(), self._clip_norm)
-            self.optimizer.step()
-        return loss
-
-    @property
-    def updated(self) -> bool:
-        """Return whether the last call made an update."""
-        return self._calls % self._accumulate == 0
+        PlainStep.__init__(
+            self,
+            self.module,
+            self.criterion,
+            self.make_optimizer(self.module.parameters()),
+            devices,
+            accumulate=accumulate,
+            clip_norm=clip_norm,
+        )
 
     @property
     def needs_complete_gradients(self) -> bool:
@@ -110,40 +95,6 @@ class Plain(Loop):
             or self.wrapped is self.optimizer
             or any(p.requires_grad and p not in stepped for p in self.module.parameters())
         )
-
-    def _scaled(self, loss: Tensor) -> Tensor:
-        return loss / self._accumulate if self._accumulate > 1 else loss
-
-    def _whole(self, inputs: tuple[Tensor, ...], target: Any) -> Tensor:
-        """Run the module itself: there is one device."""
-        loss: Tensor = self.criterion(self.module(*inputs), target)
-        self._scaled(loss).backward()
-        return loss.detach()
-
-    def _chunked(self, inputs: tuple[Tensor, ...], target: Any) -> Tensor:
-        """Run a copy of the module on each chunk; add the gradients in chunk order."""
-        pieces = [
-            tuple(t.clone() for t in piece)
-            for piece in zip(*(t.chunk(self._devices) for t in inputs), strict=True)
-        ]
-        parameters = list(self.module.parameters())
-        leaves = [[leaf(p, own=i > 0) for p in parameters] for i in range(len(pieces))]
-        twins = [twin(self.module, leaves[i], share_buffers=i == 0) for i in range(len(pieces))]
-        outputs, errors = [], []
-        for replica, piece in zip(twins, pieces, strict=True):
-            try:
-                outputs.append(replica(*piece))
-            except BaseException as error:  # the other chunks run all the same
-                errors.append(error)
-        if errors:
-            raise errors[0]
-        wanted = [n for n, p in enumerate(parameters) if p.requires_grad]
-        chosen = [[own[n] for n in wanted] for own in leaves]
-        loss: Tensor = self.criterion(
-            Joined.apply(outputs, chosen, *(parameters[n] for n in wanted)), target
-        )
-        self._scaled(loss).backward()
-        return loss.detach()
 
     def reload(self, state: dict[str, Any]) -> None:
         """Restore a checkpoint; the accumulation begins again."""
@@ -165,61 +116,6 @@ class Plain(Loop):
 
     def close(self) -> None:
         """Do nothing."""
-
-
-def leaf(parameter: nn.Parameter, *, own: bool) -> nn.Parameter:
-    """Return a parameter with the same values and gradient dtype, with or without own memory."""
-    values = parameter.detach().clone() if own else parameter.detach()
-    new = nn.Parameter(values, parameter.requires_grad)
-    if hasattr(parameter, "grad_dtype"):
-        new.grad_dtype = parameter.grad_dtype
-    return new
-
-
-def twin(module: nn.Module, parameters: Sequence[Tensor], *, share_buffers: bool) -> nn.Module:
-    """Return a copy of the tree of modules with `parameters`, and with shared or copied buffers."""
-    table = {id(p): other for p, other in zip(module.parameters(), parameters, strict=True)}
-    table |= {id(b): b if share_buffers else b.clone() for b in module.buffers()}
-    copies = {id(m): m.__new__(type(m)) for m in module.modules()}
-
-    def copied(tensors: dict[str, Any]) -> dict[str, Any]:
-        return {name: None if t is None else table[id(t)] for name, t in tensors.items()}
-
-    for m in module.modules():
-        children = {name: None if c is None else copies[id(c)] for name, c in m._modules.items()}
-        own = {
-            "_parameters": copied(m._parameters),
-            "_buffers": copied(m._buffers),
-            "_modules": children,
-        }
-        copies[id(m)].__dict__ = {**m.__dict__, **own}
-    return copies[id(module)]
-
-
-class Joined(torch.autograd.Function):
-    """Chunks' outputs as one tensor, whose backward sums each parameter's gradient over chunks."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, outputs: list[Tensor], leaves: list[list[Tensor]], *parameters: Tensor
-    ) -> Tensor:
-        """Return the outputs in order; `leaves` are each chunk's copies of the parameters."""
-        ctx.outputs, ctx.leaves = outputs, leaves
-        return torch.cat([out.detach() for out in outputs])
-
-    @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> Any:
-        """Return the sums, in chunk order; a chunk that does not use a parameter adds zeros."""
-        slopes = slope.split([len(out) for out in ctx.outputs])
-        parts = [
-            torch.autograd.grad(out, own, part.clone(), allow_unused=True, materialize_grads=True)
-            for out, own, part in zip(ctx.outputs, ctx.leaves, slopes, strict=True)
-        ]
-        return (
-            None,
-            None,
-            *(functools.reduce(torch.add, column) for column in zip(*parts, strict=True)),
-        )
 
 
 class Ours(Loop):

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 import dpbench
 from dpbench.engine import DataParallel, resolve
-from tests.oracle_nets import TWO, returning
-from tests.oracle_nets import Net as Call
+from tests.nets import TWO, Call, returning
 from tests.test_contract_scatter_gather import Batch
 
 # ---------------------------------------------------------------- the constructor

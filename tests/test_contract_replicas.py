@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpbench.engine import DataParallel, reduce, replicate
 from dpbench.engine.workers import capture
-from tests.oracle_nets import TWO, returning
-from tests.oracle_nets import Net as Call
+from tests.nets import TWO, Call, returning
 
 # ---------------------------------------------------------------- replicate
 

@@ -34,7 +34,7 @@ from dpbench.models import Model, embedding, lstm
 from dpbench.records import Case, Phase, no_mark
 from dpbench.records.registry import own, strategy, traits
 from dpbench.records.schedule import SELECTED, Schedule
-from tests import commands, conformance, engine_nets
+from tests import commands, conformance, nets
 from tests.law import refusing
 
 pytestmark = [
@@ -77,10 +77,10 @@ class Fading(nn.Module):
 
 
 def loaded(net: str) -> Model:
-    """Return a model of dpbench, or one of the nets of `engine_nets` in a module with a buffer."""
+    """Return a model of dpbench, or one of the nets of `nets` in a module with a buffer."""
     if net in ("mlp", "embedding", "lstm"):
         return models.load(net, "small", 0)
-    made, x = engine_nets.made(net, 1)
+    made, x = nets.made(net, 1)
 
     def batch(rows: int, seed: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(seed)

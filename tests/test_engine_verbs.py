@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import dpbench
 from dpbench.engine import DataParallel, gather, parallel_apply, reduce, replicate, resolve, scatter
-from tests.engine_nets import Tied, cpus, made, same
+from tests.law_compare import same
+from tests.nets import Tied, cpus, made
 
 # ---------------------------------------------------------------- structures
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from dpbench.engine.errors import Refused
 from dpbench.records.schedule import FASTEST, SELECTED, Schedule
-from tests import law_changes, law_nets
+from tests import law_changes, nets
 from tests.law import EVERYWHERE, KEPT, Loop, Pair
 from tests.law_changes import CHANGES, Change
 
@@ -46,9 +46,9 @@ class Training(RuleBasedStateMachine):
     @initialize(
         schedule=st.sampled_from(SCHEDULES),
         devices=st.sampled_from([2, 3, 1]),
-        module=st.sampled_from(list(law_nets.MODULES)),
-        criterion=st.sampled_from(list(law_nets.CRITERIA)),
-        optimizer=st.sampled_from([*law_nets.OPTIMIZERS, *law_nets.FUSED]),
+        module=st.sampled_from(list(nets.MODULES)),
+        criterion=st.sampled_from(list(nets.CRITERIA)),
+        optimizer=st.sampled_from([*nets.OPTIMIZERS, *nets.FUSED]),
         dtype=st.sampled_from([torch.float32, torch.float64]),
         accumulate=st.sampled_from([1, 2]),
         clip_norm=st.sampled_from([None, None, 0.5]),
@@ -75,9 +75,9 @@ class Training(RuleBasedStateMachine):
         self.fused = optimizer == "fused"
         schedule = self.exact(schedule)
         self.pair = Pair(
-            lambda: law_nets.MODULES[module]().to(dtype),
-            law_nets.CRITERIA[criterion],
-            (law_nets.OPTIMIZERS | law_nets.FUSED)[optimizer],
+            lambda: nets.MODULES[module]().to(dtype),
+            nets.CRITERIA[criterion],
+            (nets.OPTIMIZERS | nets.FUSED)[optimizer],
             schedule,
             devices=devices,
             **more,
@@ -91,11 +91,11 @@ class Training(RuleBasedStateMachine):
         """
         return "allreduce" if self.fused and schedule == Schedule.SHARDED else schedule
 
-    def batch(self, size: int) -> law_nets.Batch:
+    def batch(self, size: int) -> nets.Batch:
         """Return the next batch: even, uneven, or with fewer chunks than devices."""
         self.number += 1
         rows = (4 * self.devices, 3 * self.devices - 1, 4)[size % 3]
-        return law_nets.batch(self.number, rows, self.pair.plain.criterion, self.dtype)
+        return nets.batch(self.number, rows, self.pair.plain.criterion, self.dtype)
 
     def take(self, size: int) -> None:
         """Take a step; a schedule that can no longer run refuses it and changes nothing."""
@@ -135,7 +135,7 @@ class Training(RuleBasedStateMachine):
     @rule(
         row=SMALL,
         backward=st.booleans(),
-        error=st.sampled_from([KeyboardInterrupt, law_nets.Trapped]),
+        error=st.sampled_from([KeyboardInterrupt, nets.Trapped]),
     )
     def fail(self, row: int, backward: bool, error: type[BaseException]) -> None:
         Training.rules += 1
@@ -217,10 +217,10 @@ QUIET = [
 @pytest.mark.parametrize("change", [change for change in CHANGES if change not in QUIET])
 def test_a_change_that_one_side_misses_is_seen(change: Change) -> None:
     criterion = nn.CrossEntropyLoss if change is law_changes.edit_criterion else nn.MSELoss
-    module = law_nets.Table if change is law_changes.assign_resized else law_nets.Net
+    module = nets.Table if change is law_changes.assign_resized else nets.Net
     with Pair(module, lambda _: criterion(), schedule="reference", hold=True) as both:
-        both.step(*law_nets.batch(1, 8, criterion()))
+        both.step(*nets.batch(1, 8, criterion()))
         both.do(law_changes.hook_module, 0)
         change(both.plain, 3 if change is law_changes.set_mode else 1)
         with pytest.raises(AssertionError):
-            both.step(*law_nets.batch(2, 8, criterion()))
+            both.step(*nets.batch(2, 8, criterion()))

@@ -21,7 +21,7 @@ from dpbench.records.schedule import COPYING, FASTEST, Schedule
 from tests import rungs
 from tests.law import Pair, must_refuse, pair, refusing
 from tests.law_compare import assert_same
-from tests.law_nets import OPTIMIZERS, Net, Regularised, Table, batch
+from tests.nets import OPTIMIZERS, Net, Regularised, Table, batch
 
 # a parameter whose data was replaced by a transposed tensor gets gradients of another layout; torch
 # warns of it once

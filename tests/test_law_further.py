@@ -22,7 +22,7 @@ from dpbench.records.schedule import Schedule
 from tests import rungs
 from tests.law import Loop, Pair, Plain, refusing
 from tests.law_compare import assert_same
-from tests.law_nets import OPTIMIZERS, Net, Table, Writer, batch
+from tests.nets import OPTIMIZERS, Net, Table, Writer, batch
 
 
 def every_rung(test: Callable[..., None]) -> Callable[..., None]:

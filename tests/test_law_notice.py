@@ -25,7 +25,7 @@ from dpbench.records.schedule import FASTEST, SELECTED, Schedule
 from tests import rungs
 from tests.law import EVERYWHERE, Loop, pair, refusing
 from tests.law_compare import assert_same
-from tests.law_nets import OPTIMIZERS, Table, batch
+from tests.nets import OPTIMIZERS, Table, batch
 
 every_schedule = rungs.every("rung")
 wrapper_schedules = pytest.mark.parametrize("schedule", rungs.params([*rungs.WRAPPED, "copying"]))

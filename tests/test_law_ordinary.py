@@ -21,7 +21,7 @@ from dpbench.measure import verification
 from tests import rungs
 from tests.law import pair, refusing
 from tests.law_compare import assert_same
-from tests.law_nets import OPTIMIZERS
+from tests.nets import OPTIMIZERS
 
 TOKENS, STEPS = 7, 3
 

@@ -20,7 +20,7 @@ from dpbench.records.schedule import FASTEST, Schedule
 from tests import law_changes, rungs
 from tests.law import EVERYWHERE, Loop, pair, refusing
 from tests.law_compare import assert_same
-from tests.law_nets import OPTIMIZERS, Net, Table, Trapped, Writer, batch
+from tests.nets import OPTIMIZERS, Net, Table, Trapped, Writer, batch
 
 # a parameter whose data was replaced by a transposed tensor gets gradients of another layout; torch
 # warns of it once

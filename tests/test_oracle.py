@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import dpbench.engine
 from dpbench.engine import TrainStep
 from tests.conformance import SCHEDULES
+from tests.nets import NETS, Call, Case, mlp, rows
 from tests.oracle import (
     device,
     difference,
@@ -28,7 +29,6 @@ from tests.oracle import (
     ours,
     theirs,
 )
-from tests.oracle_nets import NETS, Case, Net, mlp, rows
 
 SPLITS = [((0,), 8), ((0, 1), 8), ((0, 1, 2), 7), ((0, 1, 2, 3), 9), ((0, 1, 2, 3), 2)]
 
@@ -100,7 +100,7 @@ def test_output_device(output_device: int) -> None:
 
 def test_split_along_another_dimension() -> None:
     def make() -> nn.Module:
-        return Net(lambda m, x, y: m.a(x.t()).t() + y, a=nn.Linear(3, 4))
+        return Call(lambda m, x, y: m.a(x.t()).t() + y, a=nn.Linear(3, 4))
 
     inputs = [torch.randn(3, 7, requires_grad=True), torch.randn(1, 7)]
     assert (
@@ -138,13 +138,13 @@ OUTPUTS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize(("ids", "length"), SPLITS, ids=str)
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_outputs(name: str, ids: tuple[int, ...], length: int) -> None:
-    x, make = rows(length), lambda: Net(OUTPUTS[name])
+    x, make = rows(length), lambda: Call(OUTPUTS[name])
     expected = observe(theirs, make, [x], ids=ids)
     assert difference(expected, observe(ours, make, [x], ids=ids)) == ""
 
 
 def test_scalars_are_gathered_with_torchs_warning() -> None:
-    found = observe(ours, lambda: Net(OUTPUTS["scalar"]), [rows(6)])
+    found = observe(ours, lambda: Call(OUTPUTS["scalar"]), [rows(6)])
     assert found["output"].shape == (3,)
     assert [category for category, _ in found["warnings"]] == [UserWarning]
 
@@ -174,7 +174,7 @@ def test_inputs_of_every_kind(ids: tuple[int, ...], length: int) -> None:
         [deep(length), rows(length)[:, :1].detach()],
         {"k": rows(length)[:, :5].detach(), "flag": True},
     )
-    make = lambda: Net(run, a=nn.Linear(12, 5))  # noqa: E731
+    make = lambda: Call(run, a=nn.Linear(12, 5))  # noqa: E731
     expected = observe(theirs, make, inputs, kwargs, ids=ids)
     assert difference(expected, observe(ours, make, inputs, kwargs, ids=ids)) == ""
 
@@ -182,13 +182,13 @@ def test_inputs_of_every_kind(ids: tuple[int, ...], length: int) -> None:
 @pytest.mark.parametrize("ids", [(0,), (0, 1, 2)], ids=str)
 def test_a_call_without_inputs_runs_one_replica(ids: tuple[int, ...]) -> None:
     calls: list[Any] = []
-    make = lambda: Net(lambda m: (calls.append(1), m.w * 2)[1], w=nn.Parameter(torch.ones(3)))  # noqa: E731
+    make = lambda: Call(lambda m: (calls.append(1), m.w * 2)[1], w=nn.Parameter(torch.ones(3)))  # noqa: E731
     assert difference(observe(theirs, make, [], ids=ids), observe(ours, make, [], ids=ids)) == ""
     assert len(calls) == 2
 
 
 def test_keywords_alone() -> None:
-    make, kwargs = lambda: Net(lambda m, *, x: m.a(x), a=nn.Linear(12, 5)), {"x": rows(7)}
+    make, kwargs = lambda: Call(lambda m, *, x: m.a(x), a=nn.Linear(12, 5)), {"x": rows(7)}
     assert difference(observe(theirs, make, [], kwargs), observe(ours, make, [], kwargs)) == ""
 
 
@@ -196,7 +196,7 @@ def test_keywords_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["mlp", "conv with batch norm", "lstm", "transformer", "buffers", "old spectral norm"]
+    "name", ["mlp", "conv", "lstm", "transformer", "buffers", "old spectral norm"]
 )
 @pytest.mark.parametrize("mode", ["eval", "no_grad", "eval no_grad", "eval inference"])
 def test_modes(name: str, mode: str) -> None:
@@ -204,14 +204,14 @@ def test_modes(name: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES[1:])
-@pytest.mark.parametrize("name", ["conv with batch norm", "buffers"])
+@pytest.mark.parametrize("name", ["conv", "buffers"])
 @pytest.mark.parametrize("mode", ["eval", "no_grad", "eval no_grad"])
 def test_modes_on_every_schedule(name: str, mode: str, schedule: str) -> None:
     check_modes(name, mode, schedule)
 
 
 def check_modes(name: str, mode: str, schedule: str = "reference") -> None:
-    if mode == "eval inference" and name not in ("mlp", "conv with batch norm"):
+    if mode == "eval inference" and name not in ("mlp", "conv"):
         pytest.skip(
             "torch's replicas run in no_grad instead, where torch multiplies in another order"
         )
@@ -261,7 +261,7 @@ def test_the_functional_form() -> None:
 
 
 def conv_free() -> nn.Module:
-    return Net(lambda m, x, y: m.a(x) + m.b(y), a=nn.Linear(12, 5), b=nn.Linear(12, 5))
+    return Call(lambda m, x, y: m.a(x) + m.b(y), a=nn.Linear(12, 5), b=nn.Linear(12, 5))
 
 
 # ---------------------------------------------------------------- replicas
@@ -319,7 +319,7 @@ def test_what_a_replica_sees_of_itself(schedule: str) -> None:
             m.added = x
             return m.bn(m.b(m.a(x)))
 
-        net = Net(
+        net = Call(
             look, a=nn.Linear(12, 12), b=nn.Linear(12, 12), bn=nn.BatchNorm1d(12), count=0, log=[]
         )
         net.b.weight = net.a.weight
@@ -338,7 +338,7 @@ def test_what_a_replica_sees_of_itself(schedule: str) -> None:
 def test_objects_are_shared_and_unknown_ones_too() -> None:
     def run(wrap: Callable[..., nn.Module]) -> list[Any]:
         seen: list[Any] = []
-        thing, net = object(), Net(lambda m, x, *others: seen.append([id(o) for o in others]) or x)
+        thing, net = object(), Call(lambda m, x, *others: seen.append([id(o) for o in others]) or x)
         others = (thing, "text", {1}, None, (), [], {}, 1.5)
         wrap(net, (0, 1))(torch.randn(4, 2), *others)
         return [[a == id(o) for a, o in zip(one, others, strict=True)] for one in seen]
@@ -348,9 +348,7 @@ def test_objects_are_shared_and_unknown_ones_too() -> None:
 
 # ---------------------------------------------------------------- training
 
-TRAINED: dict[str, Case] = {
-    n: NETS[n] for n in ("mlp", "conv with batch norm", "lstm", "transformer")
-}
+TRAINED: dict[str, Case] = {n: NETS[n] for n in ("mlp", "conv", "lstm", "transformer")}
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.01),
     "adam": lambda p: torch.optim.Adam(p, 0.01),
@@ -394,7 +392,7 @@ def train_step(case: Case, optimizer: str, ids: Sequence[int]) -> dict[str, Tens
 
 
 RECIPES = [
-    *itertools.product(("mlp", "conv with batch norm"), OPTIMIZERS, [(0, 1), (0, 1, 2, 3)]),
+    *itertools.product(("mlp", "conv"), OPTIMIZERS, [(0, 1), (0, 1, 2, 3)]),
     ("lstm", "sgd", (0, 1)),  # emulated recurrent nets take seconds
     ("transformer", "adam", (0, 1, 2, 3)),
 ]
@@ -433,7 +431,7 @@ def test_the_comparison_sees_statistics_of_another_replica(monkeypatch: pytest.M
             first._buffers, second._buffers = kept, second._buffers
         return replicas
 
-    make, batch = NETS["conv with batch norm"]
+    make, batch = NETS["conv"]
     x = batch(7)
     expected = observe(theirs, make, [x])
     monkeypatch.setattr(dpbench.engine.DataParallel, "replicate", swapped)

@@ -20,6 +20,7 @@ from dpbench.records import Phase, registry
 from dpbench.records.schedule import Schedule
 from tests import rungs
 from tests.law import EVERYWHERE, KEPT, refuses_partial_gradients
+from tests.nets import Odd
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
@@ -36,26 +37,6 @@ def two_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(
         [{"params": parameters[::2], "lr": 1e-3}, {"params": parameters[1::2], "weight_decay": 0.1}]
     )
-
-
-class Odd(nn.Module):
-    """Layers whose sizes fit no vector register, and tied, frozen and unused weights.
-
-    A buffer counts the batches.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.last = nn.Linear(12, 7), nn.Linear(7, 33), nn.Linear(33, 1)
-        self.norm, self.unused = nn.BatchNorm1d(33), nn.Linear(3, 3)
-        self.frozen = nn.Linear(12, 12).requires_grad_(False)
-        self.again = self.first
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.frozen(x)
-        x = self.second(torch.tanh(self.first(x)) + torch.sin(self.again(x)))
-        out: Tensor = self.last(torch.relu(self.norm(x)))
-        return out
 
 
 def problem(
