@@ -26,34 +26,11 @@ from torch import Tensor, nn
 
 from dpbench import DataParallel
 from dpbench.engine import resolve
-from dpbench.records.schedule import FASTEST, SWITCHES, Schedule, parse
+from dpbench.records.schedule import FASTEST
+from tests.engine import rungs
 
-SCHEDULES = (
-    "reference",
-    "pool",
-    "cached",
-    "flat_storage",
-    FASTEST,
-    "workers=serial",
-    "reduce=overlap",
-    "workers=pool,replicas=cached,reduce=overlap",
-    "workers=serial,replicas=cached,storage=flat,reduce=overlap",
-)
-"""The rungs that a wrapper can climb, and combinations with each position of its switches."""
-
-LEGAL = tuple(
-    str(schedule)
-    for positions in itertools.product(*SWITCHES.values())
-    if not (schedule := Schedule(**dict(zip(SWITCHES, positions, strict=True)))).missing(
-        train_step=False
-    )
-)
-"""Every schedule that gives the bits of `reference` and needs no TrainStep or kind of device."""
-
-
-def is_flat(schedule: str) -> bool:
-    """Return whether a schedule keeps weights in one buffer, which emulated devices refuse."""
-    return schedule != FASTEST and parse(schedule).storage == "flat"
+SCHEDULES = (*map(str, rungs.WRAPPED), FASTEST)
+"""The schedules that a wrapper can have; for `fastest` it takes the highest of them."""
 
 
 KINDS: dict[str, tuple[int, tuple[pytest.MarkDecorator, ...]]] = {
@@ -80,7 +57,6 @@ every_schedule = pytest.mark.parametrize(
     [
         pytest.param((kind, schedule), marks=marks, id=f"{kind}-{schedule}")
         for (kind, marks), schedule in itertools.product(HERE.items(), SCHEDULES)
-        if not (kind == "emulated" and is_flat(schedule))
     ],
     indirect=True,
 )

@@ -16,15 +16,15 @@ from typing import Any
 from unittest import mock
 
 import torch
+from dpbench.engine.collectives import Exchange
 
 import dpbench
-from dpbench.engine.collectives import Exchange
 from dpbench.hardware.devices.cuda import CudaDevice, Nccl
 
 ROOT = Path(dpbench.__file__).parent
 FOLDERS = (ROOT / "engine", ROOT / "strategies")
 FILES = [
-    *(file for folder in FOLDERS for file in sorted(folder.glob("*.py"))),
+    *(file for folder in FOLDERS for file in sorted(folder.rglob("*.py"))),
     *(ROOT / "hardware" / "devices" / name for name in ("cuda.py", "__init__.py")),
 ]
 ORDERING: dict[type, tuple[str, ...]] = {

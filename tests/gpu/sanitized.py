@@ -31,7 +31,7 @@ from torch.cuda import _sanitizer
 from dpbench import models
 from dpbench.engine import TrainStep
 from dpbench.hardware.devices.cuda import CudaDevice
-from dpbench.records.schedule import RUNGS
+from dpbench.records.schedule import Schedule
 
 SPREAD = [0, 1, 2, 3]
 COLOCATED = [0, 0, 0]
@@ -81,11 +81,11 @@ def main() -> None:
     _sanitizer.enable_cuda_sanitizer()
     gpus = SPREAD[: torch.cuda.device_count()]
     with _one_at_a_time():
-        clean = {rung: _errors(rung, COLOCATED) + _errors(rung, gpus) for rung in RUNGS}
+        clean = {rung: _errors(rung, COLOCATED) + _errors(rung, gpus) for rung in Schedule}
         found = {}
         for fault, method in FAULTS.items():
             with mock.patch.object(CudaDevice, method, return_value=None):
-                found[fault] = {rung: _errors(rung, COLOCATED) for rung in RUNGS}
+                found[fault] = {rung: _errors(rung, COLOCATED) for rung in Schedule}
     json.dump({"clean": clean, "found": found}, sys.stdout)
 
 

@@ -33,10 +33,10 @@ from dpbench.measure import clocks
 from dpbench.models import Model, embedding, lstm
 from dpbench.records import Case, Phase, no_mark
 from dpbench.records.registry import own, strategy, traits
-from dpbench.records.schedule import RUNGS, SELECTED
+from dpbench.records.schedule import SELECTED, Schedule
 from tests import commands
-from tests.engine import conformance
-from tests.engine import nets as engine_nets
+from tests.engine import conformance, nets
+from tests.engine.law.sides import refusing
 
 pytestmark = [
     pytest.mark.multi_gpu,
@@ -78,10 +78,10 @@ class Fading(nn.Module):
 
 
 def loaded(net: str) -> Model:
-    """Return a model of dpbench, or one of the nets of `engine_nets` in a module with a buffer."""
+    """Return a model of dpbench, or one of the nets of `nets` in a module with a buffer."""
     if net in ("mlp", "embedding", "lstm"):
         return models.load(net, "small", 0)
-    made, x = engine_nets.made(net, 1)
+    made, x = nets.made(net, 1)
 
     def batch(rows: int, seed: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(seed)
@@ -161,12 +161,11 @@ def check(net: str, found: Numbers, expected: Numbers) -> None:
 
 
 def schedules(net: str) -> list[str]:
-    """Return every rung that GPUs can run, and the names for which TrainStep selects one.
+    """Return every schedule that GPUs can run, and the names for which TrainStep selects one.
 
     Weights of RNNs cannot be flat there.
     """
-    separate = {"storage": "separate", "optimizer": "per_parameter"} if net == "lstm" else {}
-    return [*dict.fromkeys(str(replace(rung, **separate)) for rung in RUNGS.values()), *SELECTED]
+    return [one for one in (*Schedule, *SELECTED) if (net, one) != ("lstm", Schedule.SHARDED)]
 
 
 @every_place
@@ -201,7 +200,8 @@ def test_gradients_that_are_kept_or_clipped_are_the_hosts(
     schedule: str, option: dict[str, Any], ids: list[int]
 ) -> None:
     expected = on_the_host("mlp", len(ids), **option)
-    torch.testing.assert_close(trained("mlp", ids, schedule, **option), expected, **ROUNDING)
+    with refusing(schedule, "accumulate=2"):  # as with clip_norm
+        torch.testing.assert_close(trained("mlp", ids, schedule, **option), expected, **ROUNDING)
 
 
 @every_place
@@ -216,9 +216,6 @@ def test_a_wrapper_gives_the_hosts_outputs_and_gradients(
     schedule: str,
     ids: list[int],
 ) -> None:
-    if net == "lstm" and conformance.is_flat(schedule):
-        pytest.skip("weights of RNNs cannot be flat on GPUs")
-
     def outputs_and_gradients(devices: list[Any], home: str) -> Numbers:
         model = loaded(net)
         module = model.module.to(home)

@@ -16,19 +16,19 @@ from unittest import mock
 
 import pytest
 import torch
+from dpbench.engine.collectives import reduce
+from dpbench.engine.losses import LocalLoss, Loss
 from torch import Tensor, nn
 
-from dpbench.engine.collectives import reduce
 from dpbench.engine.data_parallel import DataParallel
 from dpbench.engine.gather import gather
-from dpbench.engine.losses import LocalLoss, Loss
 from dpbench.engine.parallel_apply import parallel_apply
 from dpbench.engine.replicate import replicate
 from dpbench.engine.scatter import scatter
 from dpbench.engine.train_step import TrainStep
 from dpbench.hardware.devices import holding, open_devices
 from dpbench.records import no_mark
-from dpbench.records.schedule import BEST, RUNGS, Schedule, ablations, parse
+from dpbench.records.schedule import Schedule
 from tests.gpu.ordering import places, without
 from tests.gpu.test_deferred import ROUNDING, own_streams, pytestmark
 
@@ -74,19 +74,14 @@ class Net(nn.Module):
 Batches = list[tuple[Tensor, Tensor]]
 
 
-def _fail(_: Tensor) -> None:
-    raise RuntimeError("this backward fails on purpose")
-
-
 @dataclass(frozen=True)
 class Run:
     """A few training steps: their schedule, the GPU of each replica, and the loop around the steps.
 
     `kind` is "step" for TrainStep, "short" with a last batch that is too short for all devices,
-    "unusual" with a loss that reads a weight, "failed" with a backward that raises, "inner wrapper"
-    for DataParallel around a net that uses streams, "verbs" for the functions that it calls, and
-    "losses" for the parts of a local loss, of which "summed losses" has no divisor. With "host",
-    inputs are on the host.
+    "inner wrapper" for DataParallel around a net that uses streams, "verbs" for the functions that
+    it calls, and "losses" for the parts of a local loss, of which "summed losses" has no divisor.
+    With "host", inputs are on the host.
     """
 
     schedule: Schedule
@@ -189,20 +184,11 @@ class Run:
         return [torch.full((size,), 5.0, device=device) for size in (1, 128, 256) for _ in range(4)]
 
     def _stepped(self, net: Net, batches: Batches, devices: Any) -> list[Tensor]:
-        loss: Any = nn.CrossEntropyLoss()
-        penalty = [float(self.kind == "unusual")]
-
-        def penalized(output: Tensor, target: Tensor) -> Tensor:
-            whole = nn.functional.cross_entropy(output, target)
-            return whole + net.first.weight.sum() if penalty[0] else whole
-
-        if self.kind == "unusual":
-            loss = penalized
         x, y = batches[-1]
         losses = []
         with TrainStep(
             net,
-            loss,
+            nn.CrossEntropyLoss(),
             lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
             devices,
             self.schedule,
@@ -210,65 +196,58 @@ class Run:
             for batch in batches[:-1]:
                 losses.append(step(*batch))
                 self._use_memory(devices)
-            penalty[0] = 0.0
             if self.kind == "short":
                 losses.append(step(x[:1], y[:1]))
-            if self.kind == "failed":
-                hook = step._replicas._weights.parameters[-1][0].register_post_accumulate_grad_hook(
-                    _fail
-                )
-                with pytest.raises(RuntimeError, match="fails on purpose"):
-                    step(x, y)
-                hook.remove()
             losses.append(step(x, y))
         return [*losses, *(p.grad for p in net.parameters() if p.grad is not None)]
 
 
-OVERLAPPED, BEST_PLAIN = parse("overlap"), ablations(RUNGS[BEST])["optimizer"]
-JOINT = Schedule(replicas="persistent", reduce="overlap")
+LOCAL, ALLREDUCE, SHARDED = Schedule.LOCAL, Schedule.ALLREDUCE, Schedule.SHARDED
 NEEDING = {
-    "collectives.reduce: root.wait(device)": Run(Schedule(), SHARED, "verbs"),
-    "collectives.reduce: root.borrow(one)": Run(Schedule(), SHARED, "verbs"),
-    "collectives.stage: self._collectives.follow(i)": Run(parse("persistent"), PAIR),
-    "collectives.lead: self._collectives.lead(i)": Run(parse("persistent"), PAIR),
-    "collectives._together: self._collectives.follow(i)": Run(parse("persistent"), PAIR),
-    "collectives._together: self._collectives.lead(i)": Run(parse("persistent"), PAIR),
-    "collectives.wait: self.lead()": Run(parse("persistent"), PAIR),
-    "gather.forward: target.wait(device)": Run(Schedule(), SHARED, "verbs"),
-    "gather.forward: target.borrow(tensors)": Run(Schedule(), SHARED, "verbs"),
-    "losses.meet: root.wait(device)": Run(parse("local_loss"), SHARED),
-    "losses.meet: root.borrow([*self._totals, *tensors])": Run(Schedule(), SHARED, "summed losses"),
-    "losses.backward: device.wait(self._devices[0])": Run(parse("local_backward"), SHARED),
-    "losses.backward: device.borrow([self._weight])": Run(Schedule(), SHARED, "losses"),
-    "persistent.modules: root.wait(device)": Run(parse("persistent"), SHARED),
-    "persistent.refresh: device.wait(self._devices[0])": Run(parse("persistent"), SHARED, "host"),
-    "persistent_step.modules: exchange.wait()": Run(JOINT, PAIR, "unusual"),
-    "persistent_step._together: exchange.wait()": Run(OVERLAPPED, PAIR),
-    "persistent_step._together: exchange.wait() again": Run(parse("persistent"), PAIR),
-    "persistent_step.close: exchange.lead()": Run(OVERLAPPED, PAIR, "failed"),
-    "replicate.replicate: devices[0].wait(device)": Run(Schedule(), SHARED),
-    "__init__.holding: device.hold()": Run(OVERLAPPED, SHARED),
-    "update.collect: device.wait(other)": Run(parse("local_backward"), SHARED),
+    "collectives.reduce: root.wait(device)": Run(Schedule.REFERENCE, SHARED, "verbs"),
+    "collectives.reduce: root.borrow(one)": Run(Schedule.REFERENCE, SHARED, "verbs"),
+    "collectives.stage: self._collectives.follow(i)": Run(LOCAL, PAIR),
+    "collectives.lead: self._collectives.lead(i)": Run(LOCAL, PAIR),
+    "collectives._together: self._collectives.follow(i)": Run(LOCAL, PAIR),
+    "collectives._together: self._collectives.lead(i)": Run(LOCAL, PAIR),
+    "collectives.wait: self.lead()": Run(LOCAL, PAIR),
+    "gather.forward: target.wait(device)": Run(Schedule.REFERENCE, SHARED, "verbs"),
+    "gather.forward: target.borrow(tensors)": Run(Schedule.REFERENCE, SHARED, "verbs"),
+    "losses.meet: root.wait(device)": Run(LOCAL, SHARED),
+    "losses.meet: root.borrow([*self._totals, *tensors])": Run(
+        Schedule.REFERENCE, SHARED, "summed losses"
+    ),
+    "losses.backward: device.wait(self._devices[0])": Run(LOCAL, SHARED),
+    "losses.backward: device.borrow([self._weight])": Run(Schedule.REFERENCE, SHARED, "losses"),
+    "persistent.modules: root.wait(device)": Run(LOCAL, SHARED),
+    "persistent.refresh: device.wait(self._devices[0])": Run(LOCAL, SHARED, "host"),
+    "persistent_step._together: exchange.wait()": Run(LOCAL, PAIR),
+    "persistent_step._together: exchange.wait() again": Run(LOCAL, PAIR),
+    "replicate.replicate: devices[0].wait(device)": Run(Schedule.REFERENCE, SHARED),
+    "__init__.holding: device.hold()": Run(LOCAL, SHARED),
+    "update.collect: device.wait(other)": Run(LOCAL, SHARED),
     "update.collect: device.borrow([g for g in gradients if g is not None])": Run(
-        parse("allreduce"), (0, 1, 0)
+        ALLREDUCE, (0, 1, 0)
     ),
-    "update.copy: device.wait(self._devices[j])": Run(parse("zero1"), SHARED),
-    "cuda.put: self._follow([tensor])": Run(Schedule(), SHARED, "verbs"),
-    "cuda.put: self.borrow([tensor])": Run(Schedule(), SHARED, "verbs"),
+    "update.copy: device.wait(self._devices[j])": Run(SHARDED, SHARED),
+    "cuda.put: self._follow([tensor])": Run(Schedule.REFERENCE, SHARED, "verbs"),
+    "cuda.put: self.borrow([tensor])": Run(Schedule.REFERENCE, SHARED, "verbs"),
     "cuda._put_from_host: self.stream.wait_stream(self._background)": Run(
-        Schedule(), PAIR, "host verbs"
+        Schedule.REFERENCE, PAIR, "host verbs"
     ),
-    "cuda._put_from_host: self.borrow([copy])": Run(Schedule(), PAIR, "host"),
-    "cuda.clone: self._follow(tensors)": Run(Schedule(), SHARED, "host"),
-    "cuda.wait: self.stream.wait_stream(stream)": Run(Schedule(), SHARED),
-    "cuda.borrow: part.record_stream(self.stream)": Run(Schedule(), SHARED, "verbs"),
-    "cuda.reduce_add: device.wait(cast(Device, self))": Run(Schedule(), PAIR, "inner wrapper"),
-    "cuda._follow: self.stream.wait_stream(source)": Run(Schedule(), SHARED, "verbs"),
+    "cuda._put_from_host: self.borrow([copy])": Run(Schedule.REFERENCE, PAIR, "host"),
+    "cuda.clone: self._follow(tensors)": Run(Schedule.REFERENCE, SHARED, "host"),
+    "cuda.wait: self.stream.wait_stream(stream)": Run(Schedule.REFERENCE, SHARED),
+    "cuda.borrow: part.record_stream(self.stream)": Run(Schedule.REFERENCE, SHARED, "verbs"),
+    "cuda.reduce_add: device.wait(cast(Device, self))": Run(
+        Schedule.REFERENCE, PAIR, "inner wrapper"
+    ),
+    "cuda._follow: self.stream.wait_stream(source)": Run(Schedule.REFERENCE, SHARED, "verbs"),
     "cuda.follow: self._streams[i].wait_stream(torch.cuda.current_stream(self._ordinals[i]))": Run(
-        parse("persistent"), PAIR
+        LOCAL, PAIR
     ),
     "cuda.lead: torch.cuda.current_stream(self._ordinals[i]).wait_stream(self._streams[i])": Run(
-        parse("persistent"), PAIR
+        LOCAL, PAIR
     ),
 }
 """For each call of the engine that orders streams or keeps memory, a run that needs it."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -14,9 +13,8 @@ from torch import Tensor, nn
 
 import dpbench
 from dpbench import models
-from dpbench.engine import TrainStep, collectives
+from dpbench.engine import TrainStep
 from dpbench.hardware.devices import open_devices
-from dpbench.hardware.devices.cuda import CudaDevice, Nccl
 from dpbench.records import Case, no_mark, registry
 
 pytestmark = pytest.mark.gpu
@@ -43,7 +41,7 @@ class Words(nn.Module):
 
 
 @every_placement
-@pytest.mark.parametrize("schedule", ["reference", "pool", "cached", "flat_storage"])
+@pytest.mark.parametrize("schedule", ["reference", "pool", "cached"])
 def test_a_training_step_has_sparse_gradients(ids: list[int], schedule: str) -> None:
     def sgd(parameters: object) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.1)  # type: ignore[arg-type]
@@ -114,56 +112,6 @@ def test_only_data_parallel_copies_its_inputs_beside_the_stream_that_computes(na
         copies, kernels = streams_of(lambda: step(inputs, target))
     assert len(copies) == 1
     assert (copies <= kernels) == (name == "single")
-
-
-@pytest.fixture
-def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a small model have several buckets."""
-    monkeypatch.setattr(collectives, "BUCKET_BYTES", 2**12)
-
-
-PERSISTENT, COPIED = "overlap", "workers=pool,replicas=cached,reduce=overlap"
-
-
-@pytest.mark.multi_gpu
-@pytest.mark.usefixtures("small_buckets")
-@pytest.mark.parametrize("schedule", [PERSISTENT, COPIED])
-def test_nothing_is_reduced_during_backward_after_a_step_that_allocated_memory(
-    schedule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A collective on all GPUs and an allocation in another thread can wait for each other."""
-    calls: list[bool] = []
-
-    def counted(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **keywords: Any) -> Any:
-            calls.append(torch._C._current_graph_task_id() >= 0)
-            return method(*arguments, **keywords)
-
-        return call
-
-    monkeypatch.setattr(Nccl, "reduce", counted(Nccl.reduce))
-    monkeypatch.setattr(CudaDevice, "reduce_add", counted(CudaDevice.reduce_add))
-
-    def overlapped(step: TrainStep, rows: int) -> bool:
-        calls.clear()
-        step(*model.batch(rows, 0))
-        # the single reduction of copied replicas also runs in a node of autograd
-        return sum(calls) > (schedule == COPIED)
-
-    torch.cuda.empty_cache()
-    model = models.load("mlp", "small", 0)
-    sgd = partial(torch.optim.SGD, lr=0.01)
-    with TrainStep(model.module.cuda(), model.loss, sgd, [0, 1], schedule) as step:
-        found = [overlapped(step, 64) for _ in range(4)]
-        assert found[0] is False
-        assert found[-1] is True
-        assert step.schedule.reduce == "overlap"
-        assert step.note == ""
-        overlapped(step, 2**12)  # no one can know before that it allocates memory
-        assert not overlapped(step, 2**12)
-        assert step.schedule.reduce == "after"
-        assert "memory" in step.note
-        assert overlapped(step, 2**12)
 
 
 @pytest.mark.multi_gpu

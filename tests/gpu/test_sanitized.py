@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dpbench.records.schedule import RUNGS
+from dpbench.records.schedule import Schedule
 
 pytestmark = [pytest.mark.multi_gpu, pytest.mark.slow]
 
@@ -29,12 +29,12 @@ def report() -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("rung", Schedule)
 def test_a_rung_has_no_race_that_csan_sees(report: dict[str, Any], rung: str) -> None:
     assert report["clean"][rung] == 0
 
 
-@pytest.mark.parametrize("rung", RUNGS)
+@pytest.mark.parametrize("rung", Schedule)
 @pytest.mark.parametrize("fault", ["no wait", "no follow"])
 def test_csan_finds_a_missing_wait(report: dict[str, Any], fault: str, rung: str) -> None:
     assert report["found"][fault][rung] > 0

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from dpbench.engine.workers import Pool, Serial, Spawn, Workers
 from torch import nn
 
 from dpbench import models
 from dpbench.engine import DataParallel, parallel_apply
-from dpbench.engine.workers import Pool, Serial, Spawn, Workers
 from dpbench.hardware import processes
 from dpbench.hardware.devices import open_devices, resolve
 from dpbench.measure.worker import trial

@@ -81,7 +81,7 @@ def test_a_replica_runs_the_compiled_forward_with_its_own_weights(backend: list[
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("schedule", ["reference", "zero1"])
+@pytest.mark.parametrize("schedule", ["reference", "sharded"])
 def test_the_time_of_compilation_is_apart_from_the_steps(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

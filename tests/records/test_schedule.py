@@ -1,71 +1,52 @@
-"""Schedules: one table of switches, a ladder of one switch per rung, and forbidden combinations."""
+"""The names of schedules: what is parsed, and what other versions stored."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import pairwise
-
-import hypothesis
-import hypothesis.strategies as st
 import pytest
 
 from dpbench.records import schedule
-from dpbench.records.schedule import RUNGS, SWITCHES, Schedule
-
-any_schedule = st.fixed_dictionaries(
-    {name: st.sampled_from(positions) for name, positions in SWITCHES.items()}
-)
+from dpbench.records.schedule import EFFECTS, SELECTED, Schedule
 
 
-def turned(one: Schedule, other: Schedule) -> set[str]:
-    return {switch for switch in SWITCHES if getattr(one, switch) != getattr(other, switch)}
+def test_the_ladder_has_six_schedules_and_each_above_the_first_says_its_change() -> None:
+    assert [*map(str, Schedule)] == [
+        "reference",
+        "pool",
+        "cached",
+        "local",
+        "allreduce",
+        "sharded",
+    ]
+    assert [*EFFECTS] == [*Schedule][1:]
 
 
-@hypothesis.given(any_schedule)
-def test_what_is_written_is_read_back(given: dict[str, str]) -> None:
-    one = Schedule(**given)
-    if one != Schedule():
-        assert schedule.parse(str(one)) == one
-        assert schedule.parse(",".join(f"{s}={p}" for s, p in given.items())) == one
+def test_what_is_written_is_read_back() -> None:
+    for one in Schedule:
+        assert schedule.parse(str(one)) is one
+        assert schedule.known(str(one)) is one
 
 
-@hypothesis.given(any_schedule)
-def test_an_ablation_sets_one_switch_back_and_is_legal(given: dict[str, str]) -> None:
-    best = Schedule(**given)
-    found = schedule.ablations(best)
-    for switch, one in found.items():
-        assert turned(one, best) == {switch}
-        assert getattr(one, switch) == SWITCHES[switch][0]
-        assert not one.missing()
-    for switch in best.turned().keys() - found.keys():
-        assert replace(best, **{switch: SWITCHES[switch][0]}).missing()
+def test_replicas_that_update_everywhere_are_kept() -> None:
+    for one in Schedule:
+        assert one.keeps_replicas >= one.updates_everywhere
 
 
-def test_every_rung_changes_its_one_switch_over_the_rung_below_and_is_legal() -> None:
-    for below, name in pairwise(RUNGS):
-        assert turned(RUNGS[below], RUNGS[name]) == {schedule.LADDER[name][0]}
-        assert not RUNGS[name].missing()
+def test_copying_selects_no_schedule_that_must_notice_writes() -> None:
+    assert not SELECTED[schedule.COPYING].updates_everywhere
+    assert SELECTED[schedule.FASTEST] is [*Schedule][-1]
 
 
-def test_the_highest_rung_has_something_to_set_back() -> None:
-    assert len(schedule.ablations(RUNGS[schedule.BEST])) >= 3
-
-
-def test_the_rungs_up_to_flat_storage_need_no_train_step() -> None:
-    without = [name for name, one in RUNGS.items() if not one.missing(train_step=False)]
-    assert without == ["reference", "pool", "cached", "flat_storage"]
+@pytest.mark.parametrize("text", ["cahced", "zero1", "workers=pool,replicas=cached", *SELECTED])
+def test_an_unknown_name_is_refused_with_the_known_ones(text: str) -> None:
+    with pytest.raises(ValueError, match="unknown schedule") as caught:
+        schedule.parse(text)
+    assert all(str(one) in str(caught.value) for one in (text, *Schedule))
+    assert schedule.known(text) is None
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("cahced", ["unknown schedule 'cahced'", "cached", "workers=pool,replicas=cached"]),
-        ("wrokers=pool", ["unknown switch 'wrokers'", "workers"]),
-        ("workers=poll", ["workers must be one of", "pool", "'poll'"]),
-        ("workers=pool,workers=serial", ["sets workers twice"]),
-    ],
+    ("text", "available"),
+    [("", True), ("local", True), ("fastest", True), ("zero1", False), ("reduce=overlap", False)],
 )
-def test_errors_name_what_is_known(text: str, words: list[str]) -> None:
-    with pytest.raises(ValueError, match=words[0]) as caught:
-        schedule.parse(text)
-    assert all(word in str(caught.value) for word in words), caught.value
+def test_schedules_of_other_versions_are_not_available(text: str, available: bool) -> None:
+    assert schedule.available(text) == available

@@ -76,8 +76,7 @@ FP16 = Case(model="mlp", strategy="single", batch_size=7, precision="fp16")
     [
         ("single", ""),
         ("dp", "reference"),
-        ("dp", "overlap"),
-        ("dp", "zero1"),
+        ("dp", "local"),
         ("dp", "fastest"),
     ],
 )

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from dpbench.engine.losses import Bits, Loss
+from torch import Tensor, nn
 
 CLASSES = 7
 

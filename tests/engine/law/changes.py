@@ -150,6 +150,7 @@ def write_numpy(loop: Loop, k: int) -> None:
 
 
 def hook_parameter(loop: Loop, k: int) -> None:
+    loop.hooked = True
     p = pick(loop, k)
     name = loop.names()[p]
 
@@ -161,6 +162,7 @@ def hook_parameter(loop: Loop, k: int) -> None:
 
 
 def hook_accumulation(loop: Loop, k: int) -> None:
+    loop.hooked = True
     p = pick(loop, k)
     name = loop.names()[p]
 
@@ -174,6 +176,7 @@ def hook_accumulation(loop: Loop, k: int) -> None:
 
 
 def hook_node(loop: Loop, k: int) -> None:
+    loop.hooked = True
     p = pick(loop, k)
     name = loop.names()[p]
     node = get_gradient_edge(p).node
@@ -187,6 +190,7 @@ def hook_node(loop: Loop, k: int) -> None:
 
 
 def hook_all(loop: Loop, k: int) -> None:
+    loop.hooked = True
     names = loop.names()
     wanted = [p for p in names if p.requires_grad]
 
@@ -235,6 +239,7 @@ def wrap_step(loop: Loop, k: int) -> None:
                 p.grad.mul_(0.5)
         return step(*args)
 
+    loop.wrapped = loop.optimizer
     loop.optimizer.step = types.MethodType(halved, loop.optimizer)  # type: ignore[method-assign]
     if not k % 2:
         torch.optim.lr_scheduler.ConstantLR(loop.optimizer, factor=1.0)
@@ -253,6 +258,7 @@ def hook_module(loop: Loop, k: int) -> None:
 def remove_hooks(loop: Loop, k: int) -> None:
     while loop.handles:
         loop.handles.pop().remove()
+    loop.hooked = False
 
 
 def evaluate(loop: Loop, k: int) -> Tensor:

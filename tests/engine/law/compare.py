@@ -41,6 +41,19 @@ def assert_same(ours: Any, plain: Any, where: str) -> None:
         assert ours == plain, f"{where}: {ours}, not {plain}"
 
 
+def same(left: Any, right: Any) -> bool:
+    """Compare structures by type and tensors by value."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, Tensor):
+        return left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(same(left[k], right[k]) for k in left)
+    if isinstance(left, tuple | list):
+        return len(left) == len(right) and all(map(same, left, right))
+    return bool(left == right)
+
+
 def sums_exactly(criterion: Any) -> bool:
     """Return whether the gradients of the mean are bitwise those of the sum divided at the end."""
     if getattr(criterion, "reduction", "mean") == "sum" or isinstance(criterion, nn.MSELoss):

@@ -18,11 +18,12 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from torch import nn
 
-from dpbench.records.schedule import RUNGS, SELECTED
+from dpbench.engine.errors import Refused
+from dpbench.records.schedule import FASTEST, SELECTED, Schedule
+from tests.engine import nets
 from tests.engine.law import changes as law_changes
-from tests.engine.law import nets as law_nets
 from tests.engine.law.changes import CHANGES, Change
-from tests.engine.law.sides import Loop, Pair
+from tests.engine.law.sides import EVERYWHERE, KEPT, Loop, Pair
 
 # a parameter whose data was replaced by a transposed tensor gets gradients of another layout; torch
 # warns of it once
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:grad and param do not obey the gradient layout contract"
 )
 
-SCHEDULES = [*RUNGS, *SELECTED]
+SCHEDULES = [*map(str, Schedule), *SELECTED]
 LONG = int(os.environ.get("DPBENCH_LAW_STEPS", "0"))
 SEQUENCES = [(50, 3), (50, 6), (200, 32)]
 """(How many, of how many rules); the short ones come first."""
@@ -46,9 +47,9 @@ class Training(RuleBasedStateMachine):
     @initialize(
         schedule=st.sampled_from(SCHEDULES),
         devices=st.sampled_from([2, 3, 1]),
-        module=st.sampled_from(list(law_nets.MODULES)),
-        criterion=st.sampled_from(list(law_nets.CRITERIA)),
-        optimizer=st.sampled_from([*law_nets.OPTIMIZERS, *law_nets.FUSED]),
+        module=st.sampled_from(list(nets.MODULES)),
+        criterion=st.sampled_from(list(nets.CRITERIA)),
+        optimizer=st.sampled_from([*nets.OPTIMIZERS, *nets.FUSED]),
         dtype=st.sampled_from([torch.float32, torch.float64]),
         accumulate=st.sampled_from([1, 2]),
         clip_norm=st.sampled_from([None, None, 0.5]),
@@ -65,19 +66,19 @@ class Training(RuleBasedStateMachine):
         dtype: torch.dtype,
         **more: Any,
     ) -> None:
-        if (
-            criterion == "regularised"
-            and schedule not in SELECTED
-            and RUNGS[schedule].loss == "local"
-        ):
+        if criterion == "regularised" and schedule in KEPT:
             criterion = "mse"  # a local loss is a sum over rows
+        if schedule in EVERYWHERE and (
+            more["accumulate"] > 1 or more["clip_norm"] is not None or more["hold"]
+        ):
+            schedule = FASTEST  # these need complete gradients
         self.number, self.failed, self.dtype, self.devices = 0, False, dtype, devices
         self.fused = optimizer == "fused"
         schedule = self.exact(schedule)
         self.pair = Pair(
-            lambda: law_nets.MODULES[module]().to(dtype),
-            law_nets.CRITERIA[criterion],
-            (law_nets.OPTIMIZERS | law_nets.FUSED)[optimizer],
+            lambda: nets.MODULES[module]().to(dtype),
+            nets.CRITERIA[criterion],
+            (nets.OPTIMIZERS | nets.FUSED)[optimizer],
             schedule,
             devices=devices,
             **more,
@@ -89,31 +90,42 @@ class Training(RuleBasedStateMachine):
 
         Such a step rounds differently.
         """
-        flat = schedule not in SELECTED and RUNGS[schedule].optimizer == "flat"
-        return "allreduce" if self.fused and flat else schedule
+        return "allreduce" if self.fused and schedule == Schedule.SHARDED else schedule
 
-    def batch(self, size: int) -> law_nets.Batch:
+    def batch(self, size: int) -> nets.Batch:
         """Return the next batch: even, uneven, or with fewer chunks than devices."""
         self.number += 1
         rows = (4 * self.devices, 3 * self.devices - 1, 4)[size % 3]
-        return law_nets.batch(self.number, rows, self.pair.plain.criterion, self.dtype)
+        return nets.batch(self.number, rows, self.pair.plain.criterion, self.dtype)
+
+    def take(self, size: int) -> None:
+        """Take a step; a schedule that can no longer run refuses it and changes nothing."""
+        inputs, target = self.batch(size)
+        asked = self.pair.ours.asked
+        try:
+            self.pair.step(inputs, target)
+        except Refused:
+            assert not self.pair.can_have(asked), f"{asked} refused a step that it can take"
+            self.pair.check(gradients=False)
+            self.pair.move(FASTEST, same_optimizer=True)
+            self.pair.step(inputs, target)
 
     @rule(size=SMALL)
     def step(self, size: int) -> None:
         Training.rules += 1
-        self.pair.step(*self.batch(size))
+        self.take(size)
 
     @rule(size=SMALL, again=st.booleans())
     def step_twice(self, size: int, again: bool) -> None:
         Training.rules += 1
-        self.pair.step(*self.batch(size))
-        self.pair.step(*self.batch(size + again))
+        self.take(size)
+        self.take(size + again)
 
     @rule(size=SMALL)
     def step_in_a_thread(self, size: int) -> None:
         Training.rules += 1
         with ThreadPoolExecutor(1) as other:
-            other.submit(self.pair.step, *self.batch(size)).result()
+            other.submit(self.take, size).result()
 
     @rule(change=st.sampled_from(CHANGES), k=SMALL)
     def change(self, change: Change, k: int) -> None:
@@ -124,11 +136,13 @@ class Training(RuleBasedStateMachine):
     @rule(
         row=SMALL,
         backward=st.booleans(),
-        error=st.sampled_from([KeyboardInterrupt, law_nets.Trapped]),
+        error=st.sampled_from([KeyboardInterrupt, nets.Trapped]),
     )
     def fail(self, row: int, backward: bool, error: type[BaseException]) -> None:
         Training.rules += 1
         inputs, target = self.batch(0)
+        if not self.pair.can_have(self.pair.ours.asked):
+            self.pair.move(FASTEST, same_optimizer=True)
 
         def trap(loop: Loop) -> None:
             loop.module.trap.row = int(inputs[1][row % len(inputs[1])])
@@ -204,10 +218,10 @@ QUIET = [
 @pytest.mark.parametrize("change", [change for change in CHANGES if change not in QUIET])
 def test_a_change_that_one_side_misses_is_seen(change: Change) -> None:
     criterion = nn.CrossEntropyLoss if change is law_changes.edit_criterion else nn.MSELoss
-    module = law_nets.Table if change is law_changes.assign_resized else law_nets.Net
+    module = nets.Table if change is law_changes.assign_resized else nets.Net
     with Pair(module, lambda _: criterion(), schedule="reference", hold=True) as both:
-        both.step(*law_nets.batch(1, 8, criterion()))
+        both.step(*nets.batch(1, 8, criterion()))
         both.do(law_changes.hook_module, 0)
         change(both.plain, 3 if change is law_changes.set_mode else 1)
         with pytest.raises(AssertionError):
-            both.step(*law_nets.batch(2, 8, criterion()))
+            both.step(*nets.batch(2, 8, criterion()))

@@ -16,11 +16,12 @@ from torch.utils.checkpoint import checkpoint
 from dpbench import DataParallel
 from dpbench.engine.errors import Refused
 from dpbench.engine.train_step import TrainStep
-from dpbench.records.schedule import FASTEST
+from dpbench.records.schedule import FASTEST, Schedule
+from tests.engine import rungs
 from tests.engine.law import changes as law_changes
 from tests.engine.law.compare import assert_same
-from tests.engine.law.nets import OPTIMIZERS, Net, Table, Trapped, Writer, batch
-from tests.engine.law.sides import Loop, pair, rungs
+from tests.engine.law.sides import EVERYWHERE, Loop, pair, refusing
+from tests.engine.nets import OPTIMIZERS, Net, Table, Trapped, Writer, batch
 
 # a parameter whose data was replaced by a transposed tensor gets gradients of another layout; torch
 # warns of it once
@@ -40,7 +41,7 @@ EDITS: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("name", list(EDITS))
-@rungs("local_loss")
+@rungs.every("rung", Schedule.LOCAL)
 def test_an_edit_of_the_criterion_is_seen(rung: str, name: str) -> None:
     kind, value = EDITS[name]
     with pair(rung, criterion=kind) as both:
@@ -66,7 +67,7 @@ PADDINGS: dict[str, list[Callable[[Tensor], Any]]] = {
 
 
 @pytest.mark.parametrize("padding", list(PADDINGS))
-@rungs("local_loss")
+@rungs.every("rung", Schedule.LOCAL)
 def test_a_partial_that_ignores_padding_divides_by_what_is_left(rung: str, padding: str) -> None:
     with pair(rung, criterion=lambda: partial(F.cross_entropy, ignore_index=0)) as both:
         for number, pad in enumerate(PADDINGS[padding]):
@@ -76,7 +77,7 @@ def test_a_partial_that_ignores_padding_divides_by_what_is_left(rung: str, paddi
 # ---------------------------------------------------------------- c, d: parameters
 
 
-@rungs("persistent")
+@rungs.every("rung", Schedule.LOCAL)
 @pytest.mark.parametrize(
     "freeze", [law_changes.freeze_layer, law_changes.freeze_all_but_one, law_changes.freeze_one]
 )
@@ -94,7 +95,7 @@ def test_freezing_and_unfreezing_are_seen(
         both.step(*batch(5, 8))
 
 
-@rungs("persistent")
+@rungs.every("rung", Schedule.LOCAL)
 @pytest.mark.parametrize("sync", [False, True])
 @pytest.mark.parametrize(
     "change", [law_changes.assign_data, law_changes.assign_transposed, law_changes.assign_resized]
@@ -111,7 +112,7 @@ def test_data_that_is_assigned_is_seen_with_and_without_sync(
         both.step(*batch(3, 8))
 
 
-@rungs("persistent")
+@rungs.every("rung", Schedule.LOCAL)
 @pytest.mark.parametrize("change", [law_changes.clamp_data, law_changes.write_numpy])
 def test_writes_past_torch_are_seen_after_sync_or_where_the_root_steps(
     rung: str, change: law_changes.Change
@@ -123,7 +124,7 @@ def test_writes_past_torch_are_seen_after_sync_or_where_the_root_steps(
         both.step(*batch(3, 8))
 
 
-@pytest.mark.parametrize("rung", ["allreduce", "flat_optimizer", "zero1"])
+@pytest.mark.parametrize("rung", rungs.params(EVERYWHERE))
 def test_debug_refuses_replicas_that_differ_from_the_module(rung: str) -> None:
     inputs, target = batch(1, 8)
     module = Net()
@@ -155,12 +156,15 @@ the hook write.
 """
 
 
-@rungs("persistent")
+@rungs.every("rung", Schedule.LOCAL)
 @pytest.mark.parametrize(("accumulate", "hook", "k"), HOOKED)
 def test_hooks_on_parameters_see_the_reduced_gradient_once(
     rung: str, accumulate: int, hook: law_changes.Change, k: int
 ) -> None:
-    with pair(rung, accumulate=accumulate, between=False) as both:
+    with (
+        refusing(rung, hook.__name__),
+        pair(rung, accumulate=accumulate, between=False) as both,
+    ):
         for number in range(2):
             both.step(*batch(number, 8))
         both.do(hook, k)
@@ -170,10 +174,10 @@ def test_hooks_on_parameters_see_the_reduced_gradient_once(
         both.step(*batch(6, 8))
 
 
-@rungs("persistent")
+@rungs.every("rung", Schedule.LOCAL)
 @pytest.mark.parametrize("k", [0, 1])
 def test_hooks_of_the_optimizers_step_run_once(rung: str, k: int) -> None:
-    with pair(rung) as both:
+    with refusing(rung, "hook_the_optimizer"), pair(rung) as both:
         both.step(*batch(1, 8))
         both.do(law_changes.hook_the_optimizer, k)
         both.step(*batch(2, 8))
@@ -183,7 +187,7 @@ def test_hooks_of_the_optimizers_step_run_once(rung: str, k: int) -> None:
 # ---------------------------------------------------------------- f: the optimizer
 
 
-@rungs("persistent")
+@rungs.every("rung", Schedule.LOCAL)
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 @pytest.mark.parametrize(
     "change",
@@ -206,16 +210,16 @@ def test_the_optimizers_state_is_cleared_edited_and_read(
         both.check(state=True)
 
 
-@rungs("persistent")
+@rungs.every("rung", Schedule.LOCAL)
 def test_a_group_that_is_added_is_stepped(rung: str) -> None:
-    with pair(rung, hold=True) as both:
+    with refusing(rung, "hold"), pair(rung, hold=True) as both:
         both.step(*batch(1, 8))
         both.do(law_changes.add_group, 0)
         both.step(*batch(2, 8))
         both.step(*batch(3, 8))
 
 
-@rungs("reference")
+@rungs.every("rung")
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_step_after_close_is_refused(rung: str, devices: int) -> None:
     inputs, target = batch(1, 8)
@@ -234,7 +238,7 @@ def test_a_step_after_close_is_refused(rung: str, devices: int) -> None:
 # ---------------------------------------------------------------- g: interrupts and errors
 
 
-@rungs("persistent")
+@rungs.every("rung", Schedule.LOCAL)
 @pytest.mark.parametrize(
     ("accumulate", "row", "error"),
     [(1, 0, KeyboardInterrupt), (1, 7, Trapped), (2, 0, Trapped), (2, 7, KeyboardInterrupt)],
@@ -249,7 +253,10 @@ def test_a_step_that_failed_in_one_replica_leaves_nothing_to_the_next(
             error,
         )
 
-    with pair(rung, accumulate=accumulate, between=False) as both:
+    with (
+        refusing(rung, f"accumulate={accumulate}"),
+        pair(rung, accumulate=accumulate, between=False) as both,
+    ):
         for number in (1, 2, 3):  # with two calls an update, the first and the second of them fail
             both.fail(*batch(number, 8), trap, error)
             both.step(*batch(number + 10, 8))
@@ -257,7 +264,7 @@ def test_a_step_that_failed_in_one_replica_leaves_nothing_to_the_next(
             both.step(*batch(number, 8))
 
 
-@rungs("reference")
+@rungs.every("rung")
 @pytest.mark.parametrize(
     "hook", [law_changes.hook_parameter, law_changes.hook_accumulation, law_changes.hook_node]
 )
@@ -265,7 +272,10 @@ def test_hooks_are_back_after_a_step_that_failed(rung: str, hook: law_changes.Ch
     def trap(loop: Loop) -> None:
         loop.module.trap.row, loop.module.trap.error = 100, Trapped
 
-    with pair(rung, accumulate=2, between=False) as both:
+    with (
+        refusing(rung, "accumulate=2"),
+        pair(rung, accumulate=2, between=False) as both,
+    ):
         both.do(hook, 0)
         both.fail(*batch(1, 8), trap, Trapped)
         for side in (both.plain, both.ours):
@@ -277,19 +287,22 @@ def test_hooks_are_back_after_a_step_that_failed(rung: str, hook: law_changes.Ch
             side.log.clear()
 
 
-@rungs("reference")
+@rungs.every("rung")
 def test_gradients_can_be_read_between_the_calls_of_one_update(rung: str) -> None:
-    with pair(rung, accumulate=2) as both:
+    with refusing(rung, "accumulate=2"), pair(rung, accumulate=2) as both:
         for number in range(4):
             both.step(*batch(number, 8))
 
 
-@rungs("reference")
+@rungs.every("rung")
 @pytest.mark.parametrize("devices", [2, 3])
 def test_a_parameter_frozen_between_the_calls_of_one_update_is_stepped_once_more(
     rung: str, devices: int
 ) -> None:
-    with pair(rung, accumulate=2, devices=devices) as both:
+    with (
+        refusing(rung, "accumulate=2"),
+        pair(rung, accumulate=2, devices=devices) as both,
+    ):
         both.step(*batch(1, 8))
         # its gradient of the first call stays
         both.do(lambda loop: loop.module.first.bias.requires_grad_(False))
@@ -309,7 +322,7 @@ class Counter(Net):
         return super().forward(x, ids) * self.rows
 
 
-@rungs("reference")
+@rungs.every("rung")
 def test_every_step_begins_with_replica_0s_buffers_on_every_replica(rung: str) -> None:
     """With an odd number of rows, the replicas count different shares."""
     with pair(rung, Counter) as both:
@@ -328,7 +341,7 @@ BATCHES = {
 """Numbers of batches: a Writer writes attributes in the odd ones."""
 
 
-@rungs("cached")
+@rungs.every("rung", Schedule.CACHED)
 @pytest.mark.parametrize("when", list(BATCHES))
 def test_a_forward_that_writes_attributes_in_some_steps_is_forgotten(rung: str, when: str) -> None:
     with pair(rung, Writer) as both:
@@ -337,7 +350,7 @@ def test_a_forward_that_writes_attributes_in_some_steps_is_forgotten(rung: str, 
 
 
 @pytest.mark.parametrize("when", list(BATCHES))
-@pytest.mark.parametrize("schedule", ["cached", "flat_storage", FASTEST])
+@pytest.mark.parametrize("schedule", ["cached", FASTEST])
 def test_a_wrapper_forgets_what_forward_writes_in_some_calls(schedule: str, when: str) -> None:
     torch.manual_seed(0)
     module, plain = Writer(), Writer()
@@ -367,7 +380,7 @@ class Checkpointed(nn.Module):
 # as without any wrapper
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("schedule", ["reference", "cached", "flat_storage", FASTEST])
+@pytest.mark.parametrize("schedule", ["reference", "cached", FASTEST])
 def test_a_forward_without_gradients_may_come_between_forward_and_backward(
     schedule: str, use_reentrant: bool
 ) -> None:
@@ -392,8 +405,7 @@ def test_a_forward_without_gradients_may_come_between_forward_and_backward(
     assert_same(x.grad, torch.cat([piece.grad for piece in pieces]), "gradient of the inputs")
 
 
-# ---------------------------------------------------------------- j: other dtypes and shapes on
-# flat storage
+# ---------------------------------------------------------------- j: other dtypes and shapes
 
 
 def widen(module: Table) -> Table:
@@ -415,7 +427,7 @@ def near(ours: dict[str, Tensor], plain: dict[str, Tensor], dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("name", list(CONVERSIONS))
-@rungs("flat_storage")
+@rungs.every("rung", Schedule.LOCAL)
 def test_a_module_that_is_converted_between_steps_stays_converted(rung: str, name: str) -> None:
     convert, dtype = CONVERSIONS[name]
     made = pair(rung, Table, optimizer=lambda p: torch.optim.SGD(p, lr=0.05))
@@ -437,7 +449,7 @@ def test_a_wrapped_module_that_is_converted_stays_converted(name: str) -> None:
     convert, dtype = CONVERSIONS[name]
     torch.manual_seed(0)
     module = Table()
-    wrapped = DataParallel(module, ["cpu", "cpu"], schedule="flat_storage")
+    wrapped = DataParallel(module, ["cpu", "cpu"], schedule="cached")
     (x, ids), _ = batch(1, 8)
     wrapped(x, ids)
     convert(module)

@@ -21,17 +21,14 @@ from torch.autograd.graph import register_multi_grad_hook
 from dpbench.engine import DataParallel
 from dpbench.engine.errors import Refused
 from dpbench.engine.train_step import TrainStep
-from dpbench.records.schedule import RUNGS, SELECTED
-from tests.engine.law.nets import OPTIMIZERS, Table, batch
-from tests.engine.law.sides import Loop, pair, refusing
+from dpbench.records.schedule import FASTEST, SELECTED, Schedule
+from tests.engine import rungs
+from tests.engine.law.compare import assert_same
+from tests.engine.law.sides import EVERYWHERE, Loop, pair, refusing
+from tests.engine.nets import OPTIMIZERS, Table, batch
 
-EXACT = [*RUNGS]
-FLAT = {name for name in EXACT if RUNGS[name].storage == "flat"}
-OWN_UPDATES = {name for name in EXACT if RUNGS[name].update != "root"} | {"fastest"}
-every_schedule = pytest.mark.parametrize("rung", [*EXACT, *SELECTED])
-cached = pytest.mark.parametrize(
-    "schedule", ["reference", "pool", "cached", "flat_storage", "copying"]
-)
+every_schedule = rungs.every("rung")
+wrapper_schedules = pytest.mark.parametrize("schedule", rungs.params([*rungs.WRAPPED, "copying"]))
 
 
 class Plain(nn.Module):
@@ -92,10 +89,10 @@ def test_the_default_schedule_needs_no_sync() -> None:
 
 @every_schedule
 def test_two_steps_on_shared_weights_see_each_others_fused_updates(rung: str) -> None:
-    if rung in FLAT:  # two flat buffers cannot both hold the same weights
+    if rung == Schedule.SHARDED:  # two flat buffers cannot both hold the same weights
         with pytest.raises(Refused):
             adversaries(rung)
-    elif rung in OWN_UPDATES:
+    elif rung in (*EVERYWHERE, FASTEST):
         with pytest.raises(Refused):
             adversaries(rung, debug=True)
     else:
@@ -144,14 +141,14 @@ def test_weights_that_forward_writes_are_those_of_replica_0(
     With max_norm, autograd refuses the write into a copy, in torch.nn.DataParallel as well.
     """
     options: Any = {"accumulate": accumulate}
-    if module is Bounded and rung in ("reference", "pool", "cached", "flat_storage"):
+    if module is Bounded and rung in rungs.WRAPPED:
         with pytest.raises(RuntimeError, match="modified inplace"):
             trained(module, rung, **options)
         return
     expected = "copying" if module is Bounded else "reference"
-    found = [trained(module, schedule, **options) for schedule in (expected, rung)]
-    for (name, expected), value in zip(found[0].items(), found[1].values(), strict=True):
-        assert torch.equal(value, expected), name
+    with refusing(rung, f"accumulate={accumulate}"):
+        found = [trained(module, schedule, **options) for schedule in (expected, rung)]
+        assert_same(found[1], found[0], "state")
 
 
 def trained(module: Callable[[], nn.Module], schedule: str, **options: Any) -> dict[str, Tensor]:
@@ -202,7 +199,8 @@ def method_before_scheduler(loop: Loop) -> None:
 def test_a_step_wrapped_around_a_schedulers_acts_on_the_whole_gradient(
     rung: str, change: Callable[[Loop], None]
 ) -> None:
-    steps(rung, Plain, change)
+    with refusing(rung, change.__name__):
+        steps(rung, Plain, change)
 
 
 @every_schedule
@@ -296,7 +294,10 @@ class Large(Plain):
 @pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
 @every_schedule
 def test_strides_of_a_gradient_between_two_calls_do_not_matter(rung: str) -> None:
-    with pair(rung, Large, accumulate=2, devices=3) as both:
+    with (
+        refusing(rung, "accumulate=2"),
+        pair(rung, Large, accumulate=2, devices=3) as both,
+    ):
         for number in range(6):
             both.step(*batch(number, 8, both.plain.criterion))
             both.do(transpose_gradients)
@@ -342,7 +343,8 @@ def hook_all(loop: Loop) -> None:
 def test_hooks_on_nodes_see_the_reduced_gradients_once(
     rung: str, hook: Callable[[Loop], None], accumulate: int
 ) -> None:
-    steps(rung, Plain, hook, accumulate=accumulate)
+    with refusing(rung, hook.__name__):
+        steps(rung, Plain, hook, accumulate=accumulate)
 
 
 class Counting(Plain):
@@ -432,7 +434,7 @@ class Filling(Plain):
         return super().forward(x, ids)
 
 
-@cached
+@wrapper_schedules
 def test_a_list_that_is_replaced_before_each_call_of_the_wrapper_is_filled(schedule: str) -> None:
     net = Filling()
     wrapped = DataParallel(net, ["cpu", "cpu"], schedule=schedule)
@@ -461,7 +463,7 @@ class Storing(Plain):
         return super().forward(x, ids) * 0 + self.h[:, None]
 
 
-@cached
+@wrapper_schedules
 def test_threads_that_call_one_wrapper_get_their_own_rows(schedule: str) -> None:
     wrapped = DataParallel(Storing(), ["cpu", "cpu"], schedule=schedule)
     wrong: list[int] = []

@@ -18,16 +18,15 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dpbench.engine.train_step import TrainStep
-from dpbench.records.schedule import RUNGS, SELECTED
+from dpbench.records.schedule import Schedule
+from tests.engine import rungs
 from tests.engine.law.compare import assert_same
-from tests.engine.law.nets import OPTIMIZERS, Net, Table, Writer, batch
 from tests.engine.law.sides import Loop, Pair, Plain, refusing
-
-EXACT = [*RUNGS]
+from tests.engine.nets import OPTIMIZERS, Net, Table, Writer, batch
 
 
 def every_rung(test: Callable[..., None]) -> Callable[..., None]:
-    """Run a test on every exact schedule.
+    """Run a test on every schedule.
 
     Those that `REFUSALS` names for the test or its parameters must refuse.
     """
@@ -37,11 +36,11 @@ def every_rung(test: Callable[..., None]) -> Callable[..., None]:
         with refusing(
             rung,
             test.__name__,
-            *(getattr(value, "__name__", str(value)) for value in more.values()),
+            *(getattr(value, "__name__", f"{name}={value}") for name, value in more.items()),
         ):
             test(rung=rung, **more)
 
-    return pytest.mark.parametrize("rung", [*EXACT, *SELECTED])(run)
+    return rungs.every("rung")(run)
 
 
 def trained(
@@ -512,7 +511,7 @@ class Interrupting(Table):
         self.running[0] -= 1
 
 
-@pytest.mark.parametrize("rung", [name for name in EXACT if RUNGS[name].workers == "pool"])
+@pytest.mark.parametrize("rung", rungs.params([*Schedule][1:]))
 def test_an_interrupt_ends_the_step_when_no_replica_runs_any_more(rung: str) -> None:
     with trained(rung, Interrupting) as both:
         both.step(*batch(1, 8))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.engine.oracle.nets import Net
+from tests.engine.nets import Call
 from tests.engine.oracle.torch_parallel import device, oracle, ours, theirs
 
 Wrap = Callable[..., nn.Module]
@@ -47,7 +47,7 @@ def rows(n: int = 8) -> Tensor:
 
 def call(wrap: Wrap, forward: Callable[..., Any], *args: Any, count: int = 2, **kwargs: Any) -> Any:
     """Call a wrapper of the module that `forward` defines, on `count` devices."""
-    net = Net(lambda _, *inputs, **named: forward(*inputs, **named), linear=nn.Linear(4, 4))
+    net = Call(lambda _, *inputs, **named: forward(*inputs, **named), linear=nn.Linear(4, 4))
     return wrap(net.to(device(0)), range(count))(*args, **kwargs)
 
 
@@ -94,7 +94,7 @@ def seen_in_replicas(
 
     def run(wrap: Wrap) -> set[Any]:
         seen: set[Any] = set()
-        net = Net(lambda _, x: seen.add(read()) or x, linear=nn.Linear(4, 4)).to(device(0))
+        net = Call(lambda _, x: seen.add(read()) or x, linear=nn.Linear(4, 4)).to(device(0))
         wrapped, x = wrap(net, range(2)), rows()
         with enter():
             wrapped(x)

@@ -19,22 +19,16 @@ from torch import Tensor, nn
 
 import dpbench.engine
 from dpbench.engine import TrainStep
-from dpbench.records.schedule import FASTEST, parse
-from tests.engine.conformance import LEGAL, SCHEDULES, is_flat
-from tests.engine.oracle.nets import NETS, Case, Net, mlp, rows
+from tests.engine.conformance import SCHEDULES
+from tests.engine.nets import NETS, Call, Case, mlp, rows
 from tests.engine.oracle.torch_parallel import (
     device,
     difference,
     observe,
     oracle,
     ours,
-    ours_on_the_host,
-    place,
     theirs,
 )
-
-EMULATED = [schedule for schedule in SCHEDULES if not is_flat(schedule)]
-"""The schedules of a wrapper over emulated devices."""
 
 SPLITS = [((0,), 8), ((0, 1), 8), ((0, 1, 2), 7), ((0, 1, 2, 3), 9), ((0, 1, 2, 3), 2)]
 
@@ -75,33 +69,11 @@ def two_calls(name: str) -> tuple[Tensor, dict[str, Any]]:
     return x, observe(theirs, make, [x], calls=2)
 
 
-@pytest.mark.parametrize("schedule", EMULATED[1:])
+@pytest.mark.parametrize("schedule", SCHEDULES[1:])
 @pytest.mark.parametrize("name", NETS)
 def test_two_calls_on_every_schedule(name: str, schedule: str) -> None:
     x, expected = two_calls(name)
     assert difference(expected, observe(ours, NETS[name][0], [x], calls=2, schedule=schedule)) == ""
-
-
-ON_THE_HOST = [
-    name for name in NETS if name not in ("used by one replica", "buffers", "old weight norm")
-]
-"""The nets that name no emulated device."""
-OTHERWISE = ("lstm", "gru, batch second", "transformer", "attention")
-"""The nets whose kernels on the host round otherwise than those of emulated devices: see
-`engine.devices.emulated`.
-"""
-
-
-@pytest.mark.parametrize("schedule", [schedule for schedule in SCHEDULES if is_flat(schedule)])
-@pytest.mark.parametrize("name", ON_THE_HOST)
-def test_two_calls_with_flat_storage(name: str, schedule: str) -> None:
-    x, theirs_left = two_calls(name)
-    on_the_host = partial(
-        observe, ours_on_the_host, NETS[name][0], [x], calls=2, root=torch.device("cpu")
-    )
-    expected = on_the_host() if name in OTHERWISE else theirs_left
-    found = on_the_host(schedule=schedule)
-    assert difference(place(expected, "cpu"), place(found, "cpu")) == ""
 
 
 @pytest.mark.parametrize("home", ["lazy:0", "lazy:2"])
@@ -128,7 +100,7 @@ def test_output_device(output_device: int) -> None:
 
 def test_split_along_another_dimension() -> None:
     def make() -> nn.Module:
-        return Net(lambda m, x, y: m.a(x.t()).t() + y, a=nn.Linear(3, 4))
+        return Call(lambda m, x, y: m.a(x.t()).t() + y, a=nn.Linear(3, 4))
 
     inputs = [torch.randn(3, 7, requires_grad=True), torch.randn(1, 7)]
     assert (
@@ -166,13 +138,13 @@ OUTPUTS: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize(("ids", "length"), SPLITS, ids=str)
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_outputs(name: str, ids: tuple[int, ...], length: int) -> None:
-    x, make = rows(length), lambda: Net(OUTPUTS[name])
+    x, make = rows(length), lambda: Call(OUTPUTS[name])
     expected = observe(theirs, make, [x], ids=ids)
     assert difference(expected, observe(ours, make, [x], ids=ids)) == ""
 
 
 def test_scalars_are_gathered_with_torchs_warning() -> None:
-    found = observe(ours, lambda: Net(OUTPUTS["scalar"]), [rows(6)])
+    found = observe(ours, lambda: Call(OUTPUTS["scalar"]), [rows(6)])
     assert found["output"].shape == (3,)
     assert [category for category, _ in found["warnings"]] == [UserWarning]
 
@@ -202,7 +174,7 @@ def test_inputs_of_every_kind(ids: tuple[int, ...], length: int) -> None:
         [deep(length), rows(length)[:, :1].detach()],
         {"k": rows(length)[:, :5].detach(), "flag": True},
     )
-    make = lambda: Net(run, a=nn.Linear(12, 5))  # noqa: E731
+    make = lambda: Call(run, a=nn.Linear(12, 5))  # noqa: E731
     expected = observe(theirs, make, inputs, kwargs, ids=ids)
     assert difference(expected, observe(ours, make, inputs, kwargs, ids=ids)) == ""
 
@@ -210,13 +182,13 @@ def test_inputs_of_every_kind(ids: tuple[int, ...], length: int) -> None:
 @pytest.mark.parametrize("ids", [(0,), (0, 1, 2)], ids=str)
 def test_a_call_without_inputs_runs_one_replica(ids: tuple[int, ...]) -> None:
     calls: list[Any] = []
-    make = lambda: Net(lambda m: (calls.append(1), m.w * 2)[1], w=nn.Parameter(torch.ones(3)))  # noqa: E731
+    make = lambda: Call(lambda m: (calls.append(1), m.w * 2)[1], w=nn.Parameter(torch.ones(3)))  # noqa: E731
     assert difference(observe(theirs, make, [], ids=ids), observe(ours, make, [], ids=ids)) == ""
     assert len(calls) == 2
 
 
 def test_keywords_alone() -> None:
-    make, kwargs = lambda: Net(lambda m, *, x: m.a(x), a=nn.Linear(12, 5)), {"x": rows(7)}
+    make, kwargs = lambda: Call(lambda m, *, x: m.a(x), a=nn.Linear(12, 5)), {"x": rows(7)}
     assert difference(observe(theirs, make, [], kwargs), observe(ours, make, [], kwargs)) == ""
 
 
@@ -224,22 +196,22 @@ def test_keywords_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["mlp", "conv with batch norm", "lstm", "transformer", "buffers", "old spectral norm"]
+    "name", ["mlp", "conv", "lstm", "transformer", "buffers", "old spectral norm"]
 )
 @pytest.mark.parametrize("mode", ["eval", "no_grad", "eval no_grad", "eval inference"])
 def test_modes(name: str, mode: str) -> None:
     check_modes(name, mode)
 
 
-@pytest.mark.parametrize("schedule", EMULATED[1:])
-@pytest.mark.parametrize("name", ["conv with batch norm", "buffers"])
+@pytest.mark.parametrize("schedule", SCHEDULES[1:])
+@pytest.mark.parametrize("name", ["conv", "buffers"])
 @pytest.mark.parametrize("mode", ["eval", "no_grad", "eval no_grad"])
 def test_modes_on_every_schedule(name: str, mode: str, schedule: str) -> None:
     check_modes(name, mode, schedule)
 
 
 def check_modes(name: str, mode: str, schedule: str = "reference") -> None:
-    if mode == "eval inference" and name not in ("mlp", "conv with batch norm"):
+    if mode == "eval inference" and name not in ("mlp", "conv"):
         pytest.skip(
             "torch's replicas run in no_grad instead, where torch multiplies in another order"
         )
@@ -252,7 +224,7 @@ def check_modes(name: str, mode: str, schedule: str = "reference") -> None:
     assert difference(expected, observe(ours, made, [x], during=during, schedule=schedule)) == ""
 
 
-@pytest.mark.parametrize("schedule", EMULATED)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_second_derivatives(schedule: str) -> None:
     def run(wrap: Callable[..., nn.Module]) -> list[Tensor | None]:
         torch.manual_seed(0)
@@ -289,13 +261,13 @@ def test_the_functional_form() -> None:
 
 
 def conv_free() -> nn.Module:
-    return Net(lambda m, x, y: m.a(x) + m.b(y), a=nn.Linear(12, 5), b=nn.Linear(12, 5))
+    return Call(lambda m, x, y: m.a(x) + m.b(y), a=nn.Linear(12, 5), b=nn.Linear(12, 5))
 
 
 # ---------------------------------------------------------------- replicas
 
 
-@pytest.mark.parametrize("schedule", EMULATED)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_hooks_run_as_often_and_where(schedule: str) -> None:
     def run(wrap: Callable[..., nn.Module]) -> Counter[Any]:
         counts: Counter[Any] = Counter()
@@ -319,7 +291,7 @@ def test_hooks_run_as_often_and_where(schedule: str) -> None:
     assert len(counts) == 11
 
 
-@pytest.mark.parametrize("schedule", EMULATED)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_what_a_replica_sees_of_itself(schedule: str) -> None:
     def run(wrap: Callable[..., nn.Module], grad: bool) -> dict[int, Any]:
         seen: dict[int, Any] = {}
@@ -347,7 +319,7 @@ def test_what_a_replica_sees_of_itself(schedule: str) -> None:
             m.added = x
             return m.bn(m.b(m.a(x)))
 
-        net = Net(
+        net = Call(
             look, a=nn.Linear(12, 12), b=nn.Linear(12, 12), bn=nn.BatchNorm1d(12), count=0, log=[]
         )
         net.b.weight = net.a.weight
@@ -358,7 +330,7 @@ def test_what_a_replica_sees_of_itself(schedule: str) -> None:
         return {**seen, 9: [net.count, len(net.log), hasattr(net, "added")]}
 
     # others run replica 0 in the caller's thread
-    spawned = schedule != FASTEST and parse(schedule).workers == "spawn"
+    spawned = schedule == "reference"
     for grad in (True, False):
         assert run(partial(ours, schedule=schedule), grad) == run(theirs, grad)
 
@@ -366,7 +338,7 @@ def test_what_a_replica_sees_of_itself(schedule: str) -> None:
 def test_objects_are_shared_and_unknown_ones_too() -> None:
     def run(wrap: Callable[..., nn.Module]) -> list[Any]:
         seen: list[Any] = []
-        thing, net = object(), Net(lambda m, x, *others: seen.append([id(o) for o in others]) or x)
+        thing, net = object(), Call(lambda m, x, *others: seen.append([id(o) for o in others]) or x)
         others = (thing, "text", {1}, None, (), [], {}, 1.5)
         wrap(net, (0, 1))(torch.randn(4, 2), *others)
         return [[a == id(o) for a, o in zip(one, others, strict=True)] for one in seen]
@@ -376,9 +348,7 @@ def test_objects_are_shared_and_unknown_ones_too() -> None:
 
 # ---------------------------------------------------------------- training
 
-TRAINED: dict[str, Case] = {
-    n: NETS[n] for n in ("mlp", "conv with batch norm", "lstm", "transformer")
-}
+TRAINED: dict[str, Case] = {n: NETS[n] for n in ("mlp", "conv", "lstm", "transformer")}
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.01),
     "adam": lambda p: torch.optim.Adam(p, 0.01),
@@ -422,7 +392,7 @@ def train_step(case: Case, optimizer: str, ids: Sequence[int]) -> dict[str, Tens
 
 
 RECIPES = [
-    *itertools.product(("mlp", "conv with batch norm"), OPTIMIZERS, [(0, 1), (0, 1, 2, 3)]),
+    *itertools.product(("mlp", "conv"), OPTIMIZERS, [(0, 1), (0, 1, 2, 3)]),
     ("lstm", "sgd", (0, 1)),  # emulated recurrent nets take seconds
     ("transformer", "adam", (0, 1, 2, 3)),
 ]
@@ -434,17 +404,6 @@ def test_five_steps_give_the_same_bits(name: str, optimizer: str, ids: tuple[int
     expected = train(theirs, case, optimizer, ids)
     assert difference(expected, train(ours, case, optimizer, ids)) == ""
     assert difference(expected, train_step(case, optimizer, ids)) == ""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["mlp", "conv with batch norm"])
-def test_five_steps_give_the_same_bits_on_every_legal_schedule(name: str) -> None:
-    case, ids = TRAINED[name], (0, 1, 2, 3)
-    expected = train(theirs, case, "adam", ids)
-    for schedule in (FASTEST, *LEGAL):
-        where, wrap = ("cpu", ours_on_the_host) if is_flat(schedule) else ("lazy:0", ours)
-        found = train(partial(wrap, schedule=schedule), case, "adam", ids, where)
-        assert difference(place(expected, "cpu"), place(found, "cpu")) == "", schedule
 
 
 def test_the_comparison_sees_gradients_added_in_another_order(
@@ -472,7 +431,7 @@ def test_the_comparison_sees_statistics_of_another_replica(monkeypatch: pytest.M
             first._buffers, second._buffers = kept, second._buffers
         return replicas
 
-    make, batch = NETS["conv with batch norm"]
+    make, batch = NETS["conv"]
     x = batch(7)
     expected = observe(theirs, make, [x])
     monkeypatch.setattr(dpbench.engine.DataParallel, "replicate", swapped)

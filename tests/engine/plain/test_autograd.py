@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,13 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from dpbench.engine.workers import Serial, Spawn, Workers
 from torch import Tensor, nn
 
 from dpbench.engine import DataParallel
 from dpbench.engine.parallel_apply import in_stages
-from dpbench.engine.workers import Serial, Spawn, Workers
 from dpbench.hardware.devices import resolve
-from tests.engine.nets import chunked_gradients, cpus, made, mlp, wave
+from tests.engine.chunked import Chunked
+from tests.engine.nets import cpus, made, mlp
+from tests.engine.plain.test_data_parallel import wave
 
 # ---------------------------------------------------------------- thread settings
 
@@ -143,13 +146,14 @@ def test_autocast_cache_setting_reaches_the_replicas() -> None:
 
 def test_bf16_gradients_equal_chunked_reference() -> None:
     module, x = made("mlp", 8)
+    plain = copy.deepcopy(module)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected, gradients, _, _ = chunked_gradients(module, x, 2, lambda o: wave(o.float()))
-        output = DataParallel(module, cpus(2))(x)
-    wave(output.float()).backward()
-    assert torch.equal(output, expected)
-    for name, parameter in module.named_parameters():
-        assert torch.equal(parameter.grad, gradients[name]), name
+        outputs = [one(x) for one in (DataParallel(module, cpus(2)), Chunked(plain, 2))]
+    for output in outputs:
+        wave(output.float()).backward()
+    assert torch.equal(*outputs)
+    for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
 
 
 # ---------------------------------------------------------------- autograd
@@ -191,8 +195,10 @@ def test_hooks_run_once_per_replica_and_parameter_hooks_once() -> None:
 
 
 def test_a_wrapper_inside_a_module_takes_part() -> None:
-    head, x = nn.Linear(1, 2), torch.randn(6, 12)
+    head, x = nn.Linear(5, 2), torch.randn(6, 12)
     body = mlp()
-    _, gradients, _, _ = chunked_gradients(body, x, 2, lambda out: wave(head(out)))
+    plain = copy.deepcopy(body)
     wave(nn.Sequential(DataParallel(body, cpus(2)), head)(x)).backward()
-    assert all(torch.equal(p.grad, gradients[name]) for name, p in body.named_parameters())
+    wave(head(Chunked(plain, 2)(x))).backward()
+    for ours, theirs in zip(body.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 import dpbench
 from dpbench.engine import DataParallel, resolve
-from tests.engine.oracle.nets import TWO, returning
-from tests.engine.oracle.nets import Net as Call
+from tests.engine.nets import TWO, Call, returning
 from tests.engine.plain.test_scatter_gather import Batch
 
 # ---------------------------------------------------------------- the constructor

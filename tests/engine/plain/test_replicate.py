@@ -13,14 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from dpbench.engine.workers import capture
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpbench.engine import DataParallel, reduce, replicate
-from dpbench.engine.workers import capture
-from tests.engine.oracle.nets import TWO, returning
-from tests.engine.oracle.nets import Net as Call
+from tests.engine.nets import TWO, Call, returning
 
 # ---------------------------------------------------------------- replicate
 

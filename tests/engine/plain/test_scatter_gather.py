@@ -15,8 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from dpbench.engine import DataParallel, gather, parallel_apply, scatter
 from dpbench.hardware.devices.host import install
-from tests.engine.oracle.nets import TWO, returning
-from tests.engine.oracle.nets import Net as Call
+from tests.engine.nets import TWO, Call, returning
 
 install()  # some tests put tensors on "lazy:0" before any emulated device exists
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import dpbench
 from dpbench.engine import DataParallel, gather, parallel_apply, reduce, replicate, resolve, scatter
-from tests.engine.nets import Tied, cpus, made, same
+from tests.engine.law.compare import same
+from tests.engine.nets import Tied, cpus, made
 
 # ---------------------------------------------------------------- structures
 
