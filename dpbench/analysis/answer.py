@@ -217,7 +217,7 @@ def _name(row: Row) -> str:
         return strategy(case)
     hosts = f" on {case.hosts} hosts" if case.hosts > 1 else ""
     return (
-        f"{case.strategy if case.schedule == schedule.REFERENCE else strategy(case)} on"
+        f"{case.strategy if case.schedule == schedule.Schedule.REFERENCE else strategy(case)} on"
         f" {devices(case)}{hosts}"
     )
 
@@ -253,7 +253,9 @@ def _headline(question: Question, decision: Decision) -> str:
         return f"{where}stay with {_one(question.home)}: {gives}"
     if row.case.traits.all_cores:
         return f"{where}stay with {strategy(row.case)}: {_gain(row)}"
-    tool = " (dpbench.TrainStep)" if row.case.schedule not in ("", schedule.REFERENCE) else ""
+    tool = (
+        " (dpbench.TrainStep)" if row.case.schedule not in ("", schedule.Schedule.REFERENCE) else ""
+    )
     return f"{where}use {_name(row)}{tool}: {_gain(row)}"
 
 
@@ -369,7 +371,10 @@ def _data_parallel(question: Question, chosen: Row | None) -> Row | None:
         if not row.colocated
         and (
             row.case.traits.role is Role.WRAPPER
-            or (row.case.traits.role is Role.ENGINE and row.case.schedule == schedule.REFERENCE)
+            or (
+                row.case.traits.role is Role.ENGINE
+                and row.case.schedule == schedule.Schedule.REFERENCE
+            )
         )
     ]
     count = chosen.case.devices if chosen else 0

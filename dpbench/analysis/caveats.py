@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpbench.analysis import hosts, sampled, uneven, validity
-from dpbench.analysis.ladder import label
 from dpbench.analysis.summary import FAKE_GPU, Row, baseline_in, shown
 from dpbench.hardware import foreign_load
 from dpbench.records import Case, Source, Status, Trial, fake, words
@@ -54,9 +53,7 @@ class Caveat:
     @property
     def names(self) -> list[str]:
         """Return the names of the cases, each with its detail, if any, in parentheses."""
-        return [
-            f"{label(case)} ({detail})" if detail else label(case) for case, detail in self.cases
-        ]
+        return [f"{case.label} ({detail})" if detail else case.label for case, detail in self.cases]
 
 
 def caveats(
@@ -208,7 +205,7 @@ def _of_clocks(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> Iter
             for one in (case, base)
         )
         if abs(mine / other - 1) > CLOCKS:
-            apart = f"{mine / 1e6:.0f} MHz, and {label(base)} at {other / 1e6:.0f} MHz"
+            apart = f"{mine / 1e6:.0f} MHz, and {base.label} at {other / 1e6:.0f} MHz"
             cases.append((case, apart))
     if cases:
         yield Caveat(

@@ -262,4 +262,4 @@ def _strategies(cases: Sequence[Case]) -> list[str]:
 
 def _schedules(cases: Sequence[Case]) -> tuple[str, ...]:
     found = tuple(dict.fromkeys(case.schedule for case in cases if case.schedule))
-    return () if found == (schedule.REFERENCE,) else found
+    return () if found == (schedule.Schedule.REFERENCE,) else found

@@ -1,6 +1,6 @@
-"""Ladder: the gain of each rung over the rung below, and the gain from each switch.
+"""Ladder: the gain of each rung over the rung below, from the rounds that measured both.
 
-Each comparison changes one switch of a schedule, and uses the rounds that measured both schedules.
+A rung is the place of a schedule in the ladder.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dpbench.analysis import stats
-from dpbench.records import Case, Source, plan, registry, schedule
+from dpbench.records import Case, Source, plan, registry
 from dpbench.records.registry import Role
+from dpbench.records.schedule import Schedule, known
 from dpbench.records.trial import Estimate
 
 if TYPE_CHECKING:
@@ -23,11 +24,11 @@ ENOUGH = 3
 
 @dataclass(frozen=True, kw_only=True)
 class RungGain:
-    """The gain of a rung over a lower one, or of a switch over the schedule with it set back.
+    """The gain of a rung over a lower one.
 
-    `name` is the rung or the switch, and `over` the other schedule. `ratio` is the speed ratio,
-    above 1 if steps become faster; `gain_s` is the time saved in seconds per step. `phase` changed
-    most, by `phase_s` seconds per step, negative if it became shorter.
+    `name` is the schedule, and `over` that of the lower rung. `ratio` is the speed ratio, above 1
+    if steps become faster; `gain_s` is the time saved in seconds per step. `phase` changed most, by
+    `phase_s` seconds per step, negative if it became shorter.
     """
 
     name: str
@@ -41,7 +42,7 @@ class RungGain:
 
 @dataclass(frozen=True, kw_only=True)
 class Rung:
-    """One measured rung.
+    """One measured rung: the schedule `name` and its row.
 
     `change` is its gain over the nearest lower measured rung, None for the lowest. `over_ddp` is
     DDP's step time over the rung's, None if DDP was not measured or the devices are emulated.
@@ -64,20 +65,15 @@ class Ladder:
     """The rungs of one model at one batch size and device count, in ladder order.
 
     `fastest` has the shortest median step among those verified without a tolerance; `whole` is its
-    gain over the lowest rung. `ablations` has the gain of the schedule `base` over itself with each
-    switch set back to its first position; `fixed` names its other switches, each with the reason.
-    `single` and `ddp` are the rows of these strategies on the same work, and `limit` is that of
-    `single` on one device's share of the batch; None if not measured. `lost` are the rows of
-    schedules without a result.
+    gain over the lowest rung. `single` and `ddp` are the rows of these strategies on the same work,
+    and `limit` is that of `single` on one device's share of the batch; None if not measured. `lost`
+    are the rows of schedules without a result.
     """
 
     case: Case
     rungs: tuple[Rung, ...]
     fastest: Rung
     whole: RungGain
-    base: str = ""
-    ablations: tuple[RungGain, ...] = ()
-    fixed: tuple[str, ...] = ()
     single: Row | None = None
     ddp: Row | None = None
     limit: Row | None = None
@@ -110,7 +106,7 @@ def ladders(rows: Iterable[Row]) -> list[Ladder]:
     result = []
     for (case, source), schedules in groups.items():
         steps = {name: row for name, row in schedules.items() if row.step and row.series}
-        if len(steps.keys() & schedule.RUNGS.keys()) >= ENOUGH:
+        if len(steps.keys() & {*Schedule}) >= ENOUGH:
             rivals = {
                 other: row
                 for (other, whose), row in table.items()
@@ -136,18 +132,14 @@ def _ladder(
         if case.device_kind != "emulated"
         else None
     )
-    names = [name for name in schedule.RUNGS if name in steps]
-    level = stats.together(len(names) - 1)  # about a dozen gains are read together
+    names = [one.value for one in Schedule if one in steps]
+    level = stats.together(len(names) - 1)  # the gains of all rungs are read together
     rungs = tuple(_climb({name: steps[name] for name in names}, ddp, level))
-    base, ablations, fixed = _ablated(steps)
     fastest = min(rungs, key=lambda rung: (rung.step.doubt is not None, rung.step.value))
     return Ladder(
         case=case,
         rungs=rungs,
         fastest=fastest,
-        base=base,
-        ablations=ablations,
-        fixed=fixed,
         ddp=ddp,
         lost=lost,
         whole=_change(fastest.name, rungs[0].row, fastest.row, over=rungs[0].name, level=level),
@@ -185,45 +177,13 @@ def _change(name: str, before: Row, after: Row, *, over: str, level: float) -> R
     )
 
 
-def _ablated(steps: Mapping[str, Row]) -> tuple[str, tuple[RungGain, ...], tuple[str, ...]]:
-    """Return the schedule with the most ablations, its gains, and its other switches with reasons.
-
-    An ablation has one switch set back to its first position. Rungs are often ablations of other
-    rungs, so only ablations that are not rungs count for the choice. ("", (), ()) without any.
-    """
-    measured: dict[str, dict[str, str]] = {}
-    for text in sorted(steps):
-        if (parsed := schedule.known(text)) is None:
-            continue
-        back = schedule.ablations(parsed)
-        measured[text] = {switch: str(one) for switch, one in back.items() if str(one) in steps}
-    beyond_rungs = {
-        text: sum(one not in schedule.RUNGS for one in ones.values())
-        for text, ones in measured.items()
-    }
-    base = max(beyond_rungs, key=lambda text: beyond_rungs[text])
-    if not beyond_rungs[base]:
-        return "", (), ()
-    level = stats.together(len(measured[base]))
-    changes = (
-        _change(switch, steps[one], steps[base], over=one, level=level)
-        for switch, one in measured[base].items()
-    )
-    best = schedule.parse(base)
-    fixed = []
-    for switch in best.turned().keys() - measured[base].keys():
-        missing = replace(best, **{switch: schedule.SWITCHES[switch][0]}).missing()
-        fixed.append(f"{switch}: {'; '.join(missing) or 'not measured'}")
-    return base, tuple(changes), tuple(sorted(fixed))
-
-
 def notable(rows: Sequence[Row], ladders: Sequence[Ladder]) -> list[Row]:
     """Return the rows for a short overview.
 
     Of each ladder, only the reference, the fastest rung, the schedule that TrainStep chose, and
     schedules that only another version of dpbench has are kept.
     """
-    kept = {schedule.REFERENCE, *(ladder.fastest.name for ladder in ladders)}
+    kept = {Schedule.REFERENCE, *(ladder.fastest.name for ladder in ladders)}
     climbed = {_setting(ladder.case) for ladder in ladders}
     return [
         row
@@ -232,7 +192,7 @@ def notable(rows: Sequence[Row], ladders: Sequence[Ladder]) -> list[Row]:
         and (
             not row.case.traits.scheduled
             or row.case.schedule in kept
-            or schedule.known(row.case.schedule) is None  # neither a rung nor an ablation
+            or known(row.case.schedule) is None
             or _setting(row.case) not in climbed
         )
     ]
@@ -241,31 +201,3 @@ def notable(rows: Sequence[Row], ladders: Sequence[Ladder]) -> list[Row]:
 def _setting(case: Case) -> Case:
     """Reset schedule, devices, batch and placement: equal for all ladders of one model."""
     return replace(case, schedule="", devices=1, batch_size=1, placement="spread")
-
-
-def short(text: str) -> str:
-    """Return a short name of a schedule: a rung, or the nearest rung and the switches that differ.
-
-    `text` is unchanged if it cannot be parsed, or if the name would not list fewer switches.
-    """
-    parsed = schedule.known(text)
-    if parsed is None:
-        return text
-    if str(parsed) in schedule.RUNGS:
-        return str(parsed)
-    differ = {
-        rung: [s for s in schedule.SWITCHES if getattr(parsed, s) != getattr(other, s)]
-        for rung, other in schedule.RUNGS.items()
-    }
-    nearest = min(reversed(differ), key=lambda rung: len(differ[rung]))
-    if len(differ[nearest]) >= len(parsed.turned()):
-        return text
-    return (
-        f"{nearest} but"
-        f" {','.join(f'{switch}={getattr(parsed, switch)}' for switch in differ[nearest])}"
-    )
-
-
-def label(case: Case) -> str:
-    """Return a one-line label of a case, with its schedule shortened."""
-    return replace(case, schedule=short(case.schedule)).label

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dpbench.analysis.ladder import short
 from dpbench.records import Case, words
 
 
@@ -10,7 +9,7 @@ def strategy(case: Case) -> str:
     """Return the name of a case's strategy, with the short name of any schedule in brackets."""
     if case.traits.all_cores:
         return "one device with all cores"
-    return f"{case.strategy}[{short(case.schedule)}]" if case.schedule else case.strategy
+    return f"{case.strategy}[{case.schedule}]" if case.schedule else case.strategy
 
 
 def devices(case: Case) -> str:

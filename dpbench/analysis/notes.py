@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dpbench.analysis import stats
-from dpbench.analysis.ladder import Ladder, label
+from dpbench.analysis.ladder import Ladder
 from dpbench.analysis.summary import Row
 from dpbench.hardware import foreign_load
 from dpbench.records import HABITS, Case, Trial, fake, words
@@ -53,7 +53,7 @@ def _of_habit(habit: str, pairs: Sequence[tuple[Case, Estimate]]) -> str:
     kept = sorted(pairs, key=lambda pair: pair[1].value)
     joiner, kept = (" to ", [kept[0], kept[-1]]) if len(kept) > 3 else (", ", kept)
     return f"{habit}: " + joiner.join(
-        f"{words.times(effect)} in {label(case)}" for case, effect in kept
+        f"{words.times(effect)} in {case.label}" for case, effect in kept
     )
 
 

@@ -14,7 +14,7 @@ from rich.progress import Progress as RichProgress
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from dpbench.analysis import ladder, lanes, stats, summary
+from dpbench.analysis import lanes, stats, summary
 from dpbench.hardware import foreign_load
 from dpbench.records import Case, Status, Trial, words
 from dpbench.records.trial import Estimate
@@ -89,9 +89,7 @@ class RunningSpeedups:
             return None
         shown = Table("case", "speed-up so far", "labels", box=None, padding=(0, 2, 0, 0))
         for case, estimate in [*self._speedups.items()][: self.MOST]:
-            shown.add_row(
-                escape(ladder.label(case)), words.times(estimate), " ".join(self._labels[case])
-            )
+            shown.add_row(escape(case.label), words.times(estimate), " ".join(self._labels[case]))
         return shown
 
 
@@ -105,7 +103,7 @@ def device_bars(trial: Trial, most: int = 8) -> Table | None:
     used = [lane for lane in timeline.lanes if lane.device >= 0] if timeline else []
     if not used:
         return None
-    what = f"{escape(ladder.label(trial.case))}: share of the median step with an open phase"
+    what = f"{escape(trial.case.label)}: share of the median step with an open phase"
     shown = Table("device", what, "", "labels", box=None, padding=(0, 2, 0, 0))
     labels = " ".join(summary.labels(trial))
     for lane in used[:most]:
@@ -177,7 +175,7 @@ class Progress:
                     " trials"
                 )
         else:
-            what = f"{ladder.label(event.case)}, round {event.round + 1}"
+            what = f"{event.case.label}, round {event.round + 1}"
             self._bar.update(self._task, description=escape(what))
 
     def _ended(self, event: Ended) -> None:
@@ -189,10 +187,7 @@ class Progress:
             result = f"ok, {words.time(statistics.median(trial.timed))}" if trial.timed else "ok"
         else:
             result = f"{trial.status}: {brief(trial)}"
-        line = (
-            f"[{event.done}/{event.total}] {ladder.label(trial.case)} round {trial.round + 1}:"
-            f" {result}"
-        )
+        line = f"[{event.done}/{event.total}] {trial.case.label} round {trial.round + 1}: {result}"
         self._console.print(escape(f"{line}; {left}" if left else line))
         if self._detail is Detail.VERBOSE:
             self._console.print(escape(f"    {details(trial)}"))

@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from reprlib import repr as abridged
 from typing import Any, NoReturn
@@ -121,6 +122,7 @@ def _natural(text: str) -> int:
 
 
 NAMES = Listed("a,b,...", str)
+Schedules = partial(Listed, "a,b,...", str)
 NUMBERS = Listed("1,2,...", int, "a comma-separated list of integers, such as 1,2,4")
 SWITCHES = Listed(
     "off,on",
@@ -139,26 +141,6 @@ DEVICE_IDS = Listed(
     "a list of GPUs, such as 0,1 or GPU-8d3e,GPU-41fa",
 )
 """The type of a list of GPUs: CUDA ordinals (int), or UUIDs (str), which may be abbreviated."""
-
-
-class Schedules(click.ParamType[tuple[str, ...]]):
-    """A list of schedules, each the name of a rung or a combination of switches."""
-
-    name = "rung,switch=position,..."
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Return the schedules in a text; fail for an empty list.
-
-        Commas separate rungs and switches. Adjacent switches form one schedule; `;` separates two
-        such schedules.
-        """
-        from dpbench.records import plan
-
-        if isinstance(value, tuple):
-            return value
-        return tuple(plan.split_schedules(value)) or self.fail(
-            f"{value!r} is an empty list; {EMPTY}", param, ctx
-        )
 
 
 class Tag(click.ParamType[tuple[str, str]]):

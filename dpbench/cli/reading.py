@@ -26,7 +26,7 @@ from dpbench.cli.options import (
 )
 from dpbench.cli.showing import read
 from dpbench.records import registry, words
-from dpbench.records.schedule import COPYING, FASTEST, LADDER, REFERENCE, RUNGS
+from dpbench.records.schedule import COPYING, EFFECTS, FASTEST, Schedule
 
 METRICS = {
     "busy_s": "CPU seconds that the threads of one logical CPU device spend in a step",
@@ -72,24 +72,6 @@ METRICS = {
     "load_1m": "the host's load average over one minute",
 }
 
-REMOVES = {
-    "pool": "the start of one thread per replica in each step",
-    "cached": "the rebuilding of the replicas' module trees in each step",
-    "flat_storage": "the broadcast and the reduction of tensors one by one",
-    "persistent": "the copying of weights into new replicas, through autograd, in each forward",
-    "local_loss": (
-        "the gathering of outputs on device 0, and the computation of the loss on device 0"
-    ),
-    "local_backward": "the joint backward, in which one thread drives all devices",
-    "overlap": "the delay of every reduction until the whole backward has ended",
-    "allreduce": "the optimizer on device 0 alone, and the broadcast of new weights from it",
-    "flat_optimizer": "the optimizer's loop over tensors",
-    "zero1": (
-        "the update of all weights on every device, because each device updates only its shard"
-    ),
-}
-"""The cost that each rung removes from a step by changing its switch."""
-
 
 def rows(kind: str) -> list[tuple[str, str]]:
     """Return the name and a one-line description of each model, strategy, schedule and so on.
@@ -108,7 +90,11 @@ def rows(kind: str) -> list[tuple[str, str]]:
         return sorted(METRICS.items())
     if kind == "schedules":
         return [
-            *((name, _rung(name)) for name in RUNGS),
+            (
+                Schedule.REFERENCE,
+                "the work of torch.nn.DataParallel, in phases that can be timed",
+            ),
+            *EFFECTS.items(),
             (
                 COPYING,
                 (
@@ -125,15 +111,6 @@ def rows(kind: str) -> list[tuple[str, str]]:
             for name in [*names, *sorted({*registry.names(kind)} - {*names})]
         ]
     return [(name, _first_line(registry.folder_of(kind) / f"{name}.py")) for name in names]
-
-
-def _rung(name: str) -> str:
-    if name == REFERENCE:
-        return (
-            "all switches at their defaults: the work of torch.nn.DataParallel, in phases that can"
-            " be timed"
-        )
-    return f"{'='.join(LADDER[name])}; removes {REMOVES[name]}"
 
 
 def _summary(strategy: object) -> str:

@@ -28,7 +28,6 @@ from dpbench.cli.options import (
     Bytes,
     Documented,
     Rounds,
-    Schedules,
     Tag,
     has_defaults,
     json_option,
@@ -101,21 +100,15 @@ class Output:
 )
 @click.option(
     "--schedules",
-    type=Schedules(),
-    multiple=True,
-    help=(
-        "Schedules of the strategy dp: rungs, or switches such as workers=pool,replicas=cached."
-        " Adjacent switches form one schedule; separate two schedules by ';', or repeat the option."
-        "  [default: reference]"
-    ),
+    type=NAMES,
+    help="Schedules of the strategy dp; see dpbench list schedules.  [default: reference]",
 )
 @click.option(
     "--ladder",
     is_flag=True,
     help=(
-        "Measure every rung of the ladder, the best rung with each of its switches reset in turn,"
-        " and the strategies single and ddp. Uses all available devices unless --devices is given;"
-        " two models take about five minutes."
+        "Measure the ladder: all schedules of dp, and the strategies single and ddp. Uses all"
+        " available devices unless --devices is given; two models take about three minutes."
     ),
 )
 @click.option(
@@ -361,7 +354,6 @@ def run(
 
     detail = Detail.of(quiet=quiet, verbose=verbose)
     options["tag"] = tuple(map("=".join, options["tag"]))
-    options["schedules"] = tuple(one for given in options["schedules"] for one in given) or None
     selected = Options.of(**{name: value for name, value in options.items() if value != ()})
     given = has_defaults(click.get_current_context())
     output = Output(

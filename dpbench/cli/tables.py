@@ -47,7 +47,7 @@ def table(rows: Sequence[Any], ladders: Sequence[ladder.Ladder] = ()) -> str:
 
 def _name(case: Case, best: bool = False) -> tuple[str, ...]:
     """Return the cells of the model, strategy and settings (`Case.habits`), devices and batch."""
-    schedule = f"[{ladder.short(case.schedule)}]" if case.schedule not in ("", "reference") else ""
+    schedule = f"[{case.schedule}]" if case.schedule not in ("", "reference") else ""
     name = ("single, all cores" if case.traits.all_cores else case.strategy) + schedule
     name += ", limit" if case.options == plan.LIMIT else " (best rung)" if best else ""
     return case.model, ", ".join([name, *case.habits]), case.extent, case.batch

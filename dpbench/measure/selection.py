@@ -17,6 +17,7 @@ from dpbench.measure.stopping import LEAST, Fixed, UntilPrecise
 from dpbench.records import HABITS, Case, Effort, plan, registry, words
 from dpbench.records.options import AUTO, Options
 from dpbench.records.registry import Role
+from dpbench.records.schedule import Schedule
 from dpbench.store import Naming, Store
 
 if TYPE_CHECKING:
@@ -108,14 +109,13 @@ def cases_of(options: Options, cluster: Cluster | None = None) -> tuple[list[Cas
         swept["devices"] = options.devices or (max(2, *devices),)
         cases = plan.ladder(**swept)
     else:
-        schedules = tuple(one for text in options.schedules for one in plan.split_schedules(text))
         usual = plan.default_strategies("launch" if cluster else kind)
         strategies = (*(options.strategies or usual), *options.strategy)
         cases = [
             case
             for changed in (_trained_on_gpus(options, ids) if on_gpus else ({},))
             for case in plan.sweep(
-                strategies=strategies, schedules=schedules or ("reference",), **swept | changed
+                strategies=strategies, schedules=_schedules(options), **swept | changed
             )
         ]
     if cluster:
@@ -257,13 +257,16 @@ def _two_models(options: Options, swept: dict[str, Any]) -> list[Case]:
     for name in options.together:
         if ":" in name:
             registry.check_module(name)
-    schedules = tuple(one for text in options.schedules for one in plan.split_schedules(text))
     axes = {name: value for name, value in swept.items() if name != "models"}
     return plan.together(
         options.together,
         **axes | {"devices": devices, "strategies": options.strategies or usual},
-        schedules=schedules or ("reference",),
+        schedules=_schedules(options),
     )
+
+
+def _schedules(options: Options) -> Sequence[str]:
+    return options.schedules or (Schedule.REFERENCE,)
 
 
 def naming(options: Options, command: str = "") -> Naming:

@@ -173,8 +173,7 @@ REPEATED = ("model", "strategy", "tag")
 
 def _text(value: object, name: str = "") -> str:
     if isinstance(value, tuple):
-        # a schedule may contain commas
-        return (";" if name == "schedules" else ",").join(_text(one, name) for one in value)
+        return ",".join(_text(one, name) for one in value)
     if name == "loader" and value == Case.loader:
         return "off"
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)

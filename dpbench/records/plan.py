@@ -87,21 +87,22 @@ def sweep(
 
 
 def ladder(*, devices: Sequence[int], device_kind: str = "cpu", **axes: Any) -> list[Case]:
-    """Return the cases of a ladder: rungs, ablations of the best one, default strategies, limits.
+    """Return the cases of a ladder: all schedules, the default strategies, and the limits.
 
     `axes` are further axes of `sweep`. Raises ValueError if no number of devices is above one, and
-    for a mode other than training, because rungs are schedules of training steps.
+    for a mode other than training, in which most schedules cannot run.
     """
     if {*axes.get("mode", ())} - {TRAIN}:
         raise ValueError("--ladder compares schedules of a training step: leave out --mode")
     several = [count for count in devices if count != 1]
     if not several:
         raise ValueError("--ladder needs at least two devices; give --devices 2 or more")
-    ablations = schedule.ablations(schedule.RUNGS[schedule.BEST])
-    schedules = [*schedule.RUNGS, *map(str, ablations.values())]
-    rivals = default_strategies(device_kind)
     cases = sweep(
-        strategies=rivals, schedules=schedules, devices=several, device_kind=device_kind, **axes
+        strategies=default_strategies(device_kind),
+        schedules=[*schedule.Schedule],
+        devices=several,
+        device_kind=device_kind,
+        **axes,
     )
     limits = [found for case in cases if case.traits.scheduled and (found := limit(case))]
     return list(
@@ -268,37 +269,8 @@ def plan_hash(cases: Iterable[Case], rounds: object, *how: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def split_schedules(text: str) -> list[str]:
-    """Return the schedules in a comma-separated list.
-
-    Adjacent switches, such as workers=pool,replicas=cached, form one schedule; a `;` separates two
-    schedules.
-    """
-    schedules: list[str] = []
-    for group in text.split(";"):
-        switches: list[str] = []
-        for item in [*filter(None, map(str.strip, group.split(","))), ""]:
-            if "=" in item:
-                switches.append(item)
-                continue
-            schedules += [_together(switches), item]
-            switches = []
-    return [one for one in schedules if one]
-
-
-def _together(switches: Sequence[str]) -> str:
-    names = [item.partition("=")[0].strip() for item in switches]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice:
-        raise ValueError(
-            f"--schedules sets the switch {twice} twice in {','.join(switches)!r}; put a ';'"
-            " between two schedules, or give the option twice"
-        )
-    return ",".join(switches)
-
-
 def _schedule(text: str) -> str:
-    return text if text in schedule.SELECTED else str(schedule.parse(text).check())
+    return text if text in schedule.SELECTED else str(schedule.parse(text))
 
 
 def default_strategies(device_kind: str) -> tuple[str, ...]:
@@ -326,9 +298,7 @@ def default_devices(available: int, placement: str) -> tuple[int, ...]:
 
 
 def place(text: str) -> tuple[int, str]:
-    """Return the sort key of a schedule's text: rungs in ladder order, then other schedules."""
-    return (
-        ([*schedule.RUNGS].index(text), "")
-        if text in schedule.RUNGS
-        else (len(schedule.RUNGS), text)
-    )
+    """Return the sort key of a schedule's text: in ladder order, then texts that name none."""
+    ladder = [*schedule.Schedule]
+    known = schedule.known(text)
+    return (ladder.index(known), "") if known else (len(ladder), text)

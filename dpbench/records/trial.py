@@ -1,7 +1,9 @@
 """Trial: the measurements of one case, and estimates, which are numbers with intervals.
 
 Times are seconds on the machine's monotonic clock; sizes are bytes. Version 2 of the schema added
-the memory by phase and by kind, and the device that failed.
+the memory by phase and by kind, and the device that failed. In version 3, the schedule "allreduce"
+keeps parameters apart and adds gradients after backward; before, it had flat storage and added them
+during backward.
 """
 
 from __future__ import annotations
@@ -69,7 +71,9 @@ class Estimate:
         return None if self.signed or self.high <= self.WIDEST * self.low else Doubt.WIDTH
 
 
-SCHEMA = 2
+SCHEMA = 3
+EARLIER_ALLREDUCE = "allreduce (flat, overlap)"
+"""The name under which the schedule "allreduce" of schemas below 3 is shown."""
 LONGEST_S = 1e9
 """The duration of a step, about 32 years, from which on the clock must be wrong."""
 
@@ -363,16 +367,11 @@ class Trial:
     def from_dict(cls, data: Mapping[str, Any]) -> Trial:
         """Return the trial from the data that `to_dict` returned, also after JSON.
 
-        Control characters in the texts are escaped. Raises ValueError for a schema newer than
-        `SCHEMA`, and for a value of a wrong type.
+        Control characters in the texts are escaped, and the schedule has the name of `in_schema`.
+        Raises ValueError for a schema newer than `SCHEMA`, and for a value of a wrong type.
         """
-        if (schema := data.get("schema", SCHEMA)) > SCHEMA:
-            raise ValueError(
-                f"the trial has schema {schema}, but dpbench reads only schemas up to {SCHEMA}:"
-                " update dpbench"
-            )
         values = dict(data)
-        values["case"] = Case.from_dict(values["case"])
+        values["case"] = in_schema(Case.from_dict(values["case"]), values.get("schema", SCHEMA))
         values["reason"] = visible.visible(values.get("reason", ""), lines=True)
         values |= {
             name: visible.everywhere(values.get(name, {})) for name in ("setup", "provenance")
@@ -391,6 +390,21 @@ class Trial:
             rows = zip(*(visible.column(columns.get(field, ())) for field in known), strict=True)
             values[name] = tuple(record(*row) for row in rows)
         return cls(**values)
+
+
+def in_schema(case: Case, schema: int) -> Case:
+    """Return the case of a trial of `schema`, with a schedule that means the same in this version.
+
+    Only "allreduce" has changed its meaning: the earlier one gets another name, so that no
+    comparison mixes the two. Raises ValueError for a schema newer than `SCHEMA`.
+    """
+    if schema > SCHEMA:
+        raise ValueError(
+            f"the trial has schema {schema}, but dpbench reads only schemas up to {SCHEMA}: update"
+            " dpbench"
+        )
+    changed = schema < 3 and case.schedule == "allreduce"
+    return replace(case, schedule=EARLIER_ALLREDUCE) if changed else case
 
 
 def joined(parts: Sequence[Trial]) -> tuple[tuple[Step, ...], tuple[Span, ...]]:

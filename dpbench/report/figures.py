@@ -194,7 +194,7 @@ def _panel(ladder: Ladder, key: str) -> Panel:
         drawing,
         _caption(ladder),
         naming.labels(ladder.rows),
-        table.tables(ladder),
+        [table.climb(ladder)],
         [row.case for row in ladder.rows],
     )
 

@@ -118,14 +118,14 @@ def _diagnosis(diagnosis: Diagnosis) -> Iterator[str]:
 
 def _ladder(ladder: Ladder) -> Iterator[str]:
     yield f"### {table.TITLE}: {_said(table.title(ladder))}{_labels(naming.labels(ladder.rows))}"
-    for ladder_table in reversed(table.tables(ladder)):
-        yield f"**{_said(ladder_table.title)}**"
-        yield _table(
-            ladder_table.columns,
-            ([_cell(cell) for cell in line] for line in ladder_table.lines),
-            ladder_table.columns[: ladder_table.text],
-        )
-        yield _said(ladder_table.note)
+    climb = table.climb(ladder)
+    yield f"**{_said(climb.title)}**"
+    yield _table(
+        climb.columns,
+        ([_cell(cell) for cell in line] for line in climb.lines),
+        climb.columns[: climb.text],
+    )
+    yield _said(climb.note)
 
 
 def _table(

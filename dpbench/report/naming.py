@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from typing import Any
 
 from dpbench.analysis.answer import Answer
-from dpbench.analysis.ladder import short
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
 from dpbench.hardware import foreign_load
@@ -46,7 +45,7 @@ def strategy(case: Case) -> str:
     """Return the name of a case's strategy, with its schedule in brackets if it has one."""
     if case.traits.all_cores:
         return "single, all cores"
-    return f"{case.strategy}[{short(case.schedule)}]" if case.schedule else case.strategy
+    return f"{case.strategy}[{case.schedule}]" if case.schedule else case.strategy
 
 
 def case_id(case: Case) -> str:

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dpbench.analysis import hosts, summary
-from dpbench.analysis.ladder import Ladder, Rung, RungGain, short
+from dpbench.analysis.ladder import Ladder, Rung, RungGain
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
-from dpbench.records import Case, Fault, Phase, Source, Status, Trial, plan, schedule, words
+from dpbench.records import Case, Fault, Phase, Source, Status, Trial, plan, words
 from dpbench.records.registry import Role
+from dpbench.records.schedule import EFFECTS, Schedule
 from dpbench.records.trial import HOSTS, Estimate
 from dpbench.report import naming, small_multiples
 
@@ -266,11 +267,11 @@ def machines(report: Report) -> Table | None:
 
 TITLE = "The ladder"
 LEAD = (
-    "Each rung changes one more switch of the engine's schedule than the rung below it. The bar of"
-    " a rung starts at the step time of the rung below it, and its length is the time that the"
-    " change saves or adds. The whisker is the 95% interval of this time, from the rounds that both"
-    " rungs have. If the whisker includes the start of the bar, the difference is undecided and the"
-    " bar is grey."
+    "Each rung is a schedule of the engine that keeps the changes of the rungs below and makes one"
+    " more. The bar of a rung starts at the step time of the rung below it, and its length is the"
+    " time that the change saves or adds. The whisker is the 95% interval of this time, from the"
+    " rounds that both rungs have. If the whisker includes the start of the bar, the difference is"
+    " undecided and the bar is grey."
 )
 VERDICTS = {"faster": "faster", "slower": "slower", "same": "the same", "undecided": "undecided"}
 
@@ -301,7 +302,7 @@ def climb(ladder: Ladder) -> Table:
         "phase that changed most",
     )
     lines = tuple(_rung(rung, rung is ladder.fastest) for rung in ladder.rungs)
-    lost = ", ".join(f"{short(row.case.schedule)} ({row.status.value})" for row in ladder.lost)
+    lost = ", ".join(f"{row.case.schedule} ({row.status.value})" for row in ladder.lost)
     return Table(
         "Rung by rung", columns, lines, text=2, note=f"Without a result: {lost}." if lost else ""
     )
@@ -310,9 +311,9 @@ def climb(ladder: Ladder) -> Table:
 def _rung(rung: Rung, best: bool) -> tuple[Cell, ...]:
     change = rung.change
     row = rung.row
-    turned = "=".join(schedule.LADDER[rung.name]) if rung.name in schedule.LADDER else "no switch"
+    effect = EFFECTS.get(Schedule(rung.name), "the step of torch.nn.DataParallel")
     return (
-        Cell(f"{rung.name}{' (best)' if best else ''}", turned),
+        Cell(f"{rung.name}{' (best)' if best else ''}", effect),
         Cell(VERDICTS[change.verdict], f"over {change.over}") if change else Cell("", "the start"),
         _rung_estimate(rung.step, 1e3),
         _rung_estimate(change.ratio, unit="×") if change else Cell(""),
@@ -325,46 +326,6 @@ def _rung(rung: Rung, best: bool) -> tuple[Cell, ...]:
             else Cell("")
         ),
     )
-
-
-def ablation(ladder: Ladder) -> Table | None:
-    """Return the table of what a schedule gains by each of its switches; None without ablations.
-
-    The schedule is compared with the same schedule in which this switch has its value in
-    `reference`.
-    """
-    if not ladder.ablations:
-        return None
-    columns = ("switch set back", "verdict", "its gain", "saves, ms", "phase that changed most")
-    lines = tuple(_switch(change) for change in ladder.ablations)
-    note = (
-        f"Switches without a line in this table, with the reason: {'. '.join(ladder.fixed)}."
-        if ladder.fixed
-        else ""
-    )
-    return Table(
-        f"{short(ladder.base)} without one of its switches", columns, lines, text=2, note=note
-    )
-
-
-def _switch(change: RungGain) -> tuple[Cell, ...]:
-    verdict = {"faster": "helps", "slower": "costs"}.get(change.verdict, VERDICTS[change.verdict])
-    return (
-        Cell(change.name, f"to {schedule.SWITCHES[change.name][0]}"),
-        Cell(verdict),
-        _rung_estimate(change.ratio, unit="×"),
-        _saved(change),
-        (
-            Cell(change.phase, f"{words.signed(change.phase_s * 1e3)} ms")
-            if change.phase
-            else Cell("")
-        ),
-    )
-
-
-def tables(ladder: Ladder) -> Sequence[Table]:
-    """Return the tables of a ladder: the ablations, if there are any, and then the rungs."""
-    return [table for table in (ablation(ladder), climb(ladder)) if table]
 
 
 def _rung_estimate(estimate: Estimate, scale: float = 1.0, unit: str = "") -> Cell:

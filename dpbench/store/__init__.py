@@ -19,7 +19,7 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, Self
 
-from dpbench.records import Case, Status, Trial
+from dpbench.records import SCHEMA, Case, Status, Trial
 from dpbench.store import copying, file, rows, summaries
 from dpbench.store.copying import Merged
 from dpbench.store.file import DamagedStore, StoreError
@@ -412,14 +412,15 @@ class Store:
         copying.refuse_replaced(self._db)
         with file.transaction(self._db):
             cursor = self._db.execute(
-                "INSERT INTO trial (run_id, fingerprint, round, case_json, status, started) VALUES"
-                " (?,?,?,?,?,?)",
+                "INSERT INTO trial (run_id, fingerprint, round, case_json, status, schema, started)"
+                " VALUES (?,?,?,?,?,?,?)",
                 (
                     run_id,
                     case.fingerprint,
                     number,
                     json.dumps(case.to_dict()),
                     RUNNING,
+                    SCHEMA,
                     time.time(),
                 ),
             )

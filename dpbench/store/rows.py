@@ -19,6 +19,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from dpbench.records import Case, Sample, Status, Trial, fake, visible
 from dpbench.records.series import Samples, Series
+from dpbench.records.trial import in_schema
 from dpbench.store import facts, file, summaries
 from dpbench.store.file import StoreError
 from dpbench.store.runs import StoredRun
@@ -27,6 +28,7 @@ TRIAL = (
     "fingerprint, round, case_json, status, reason, verified, source, started, schema, setup,"
     " provenance, failed_device, run_id"
 )
+CASE = "case_json, fingerprint, schema"
 STEP = "seconds, warmup, end_s"
 SPAN = "step, phase, device, clock, start_s, end_s"
 MEMORY = "device, peak_bytes, source, phase, kind"
@@ -160,7 +162,7 @@ def _plain(db: file.Connection, head: Sequence[Any]) -> dict[str, Any]:
         "provenance": {**_object(provenance), **_of_run(db, run_id)},
         "round": number,
         "failed_device": failed,
-        "case": case(text, fingerprint).to_dict(),
+        "case": case(text, fingerprint, schema).to_dict(),
     }
 
 
@@ -183,22 +185,23 @@ def _says_fake(provenance: str) -> bool:
 def outcome(db: file.Connection, row: int) -> tuple[Case, str]:
     """Return the case and the status of a trial, which may still run. Raises UnreadableRow."""
     with _reading(db, "trial", row):
-        text, fingerprint, status = _row(db, "trial", "case_json, fingerprint, status", row)
-        return case(text, fingerprint), status if status == "running" else Status(status).value
+        *head, status = _row(db, "trial", f"{CASE}, status", row)
+        return case(*head), status if status == "running" else Status(status).value
 
 
 def seconds_of(db: file.Connection, row: int) -> tuple[str, float]:
     """Return a trial's fingerprint and its seconds over all stages. Raises UnreadableRow."""
     with _reading(db, "trial", row):
-        fingerprint, setup = _row(db, "trial", "fingerprint, setup", row)
-        return fingerprint, float(sum(_object(setup).values()))
+        *head, setup = _row(db, "trial", f"{CASE}, setup", row)
+        return case(*head).fingerprint, float(sum(_object(setup).values()))
 
 
 @lru_cache(maxsize=4096)
-def case(text: str, fingerprint: str) -> Case:
+def case(text: str, fingerprint: str, schema: int | None) -> Case:
     """Return the case whose JSON is `text`, cached because all rounds of a case have the same text.
 
-    Raises ValueError if `fingerprint` is not the case's fingerprint.
+    The result is that of `in_schema`; a trial of a version below 3 that has not ended has no
+    schema. Raises ValueError if `fingerprint` is not the fingerprint of the text.
     """
     data = _object(text)
     stored = Case.from_dict(data)
@@ -208,7 +211,7 @@ def case(text: str, fingerprint: str) -> Case:
             f"the row was changed or damaged: its case, {stored.label}, does not match its"
             " fingerprint"
         )
-    return stored
+    return in_schema(stored, schema or 0)
 
 
 def readable(

@@ -171,16 +171,15 @@ def cures(context: CaseContext, rule: FindingRule) -> tuple[Cure, ...]:
 
 
 def _applies(row: Row, rule: FindingRule) -> bool:
-    """Return whether a case applies the remedy, by its strategy's role or its schedule's switches.
+    """Return whether a case applies the remedy, by its strategy's role or its schedule.
 
-    A schedule that TrainStep chose itself counts for every rule that recommends switches.
+    A schedule that TrainStep chose itself counts for every rule that recommends schedules.
     """
     case = row.case
     if not case.traits.scheduled:
         return case.traits.role in rule.roles
-    if case.schedule in schedule.SELECTED or not rule.switches:
-        return bool(rule.switches)
-    mine = schedule.known(case.schedule or schedule.REFERENCE)
-    return mine is not None and any(
-        getattr(mine, switch) in positions for switch, positions in rule.switches.items()
-    )
+    if case.schedule in schedule.SELECTED or not rule.schedules:
+        return bool(rule.schedules)
+    mine = schedule.known(case.schedule or schedule.Schedule.REFERENCE)
+    ladder = [*schedule.Schedule]
+    return mine is not None and ladder.index(mine) >= ladder.index(rule.schedules[0])

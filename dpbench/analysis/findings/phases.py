@@ -16,6 +16,7 @@ from dpbench.analysis.findings.rule import (
 )
 from dpbench.records import UNATTRIBUTED, Phase
 from dpbench.records.registry import Reduction, Role
+from dpbench.records.schedule import Schedule
 from dpbench.records.trial import Estimate
 from dpbench.records.words import count, percent, size, time, verb
 
@@ -113,7 +114,7 @@ def _optimizer(context: CaseContext) -> Judgement:
     """Return evidence if device 0 alone updates all weights; equal shares would save its cost."""
     if (
         not context.schedule
-        or context.schedule.update != "root"
+        or context.schedule.updates_everywhere
         or not context.row.phases.get(Phase.OPTIMIZER.value)
     ):
         return None
@@ -190,7 +191,8 @@ def _at_once(context: CaseContext, phase: Phase) -> float | None:
     computed. Trials from before dpbench knew joint spans show several devices in both cases, so the
     schedule decides.
     """
-    if phase is Phase.BACKWARD and context.schedule and context.schedule.backward == "joint":
+    joint = context.schedule is not None and not context.schedule.keeps_replicas
+    if phase is Phase.BACKWARD and joint:
         return 1.0 if context.case.device_kind == "cpu" else None
     return overlap(context.trials, phase)
 
@@ -233,10 +235,9 @@ RULES = (
         when=_heavy(Phase.REPLICATE, _per_tensor),
         remedy=(
             "keep the replicas between steps: the schedule cached keeps their module trees, and"
-            " persistent also keeps their weights; flat_storage copies one buffer instead of many"
-            " tensors; ddp never replicates"
+            " allreduce also their weights, which every device updates; ddp never replicates"
         ),
-        switches={"replicas": ("cached", "persistent"), "storage": ("flat",)},
+        schedules=(Schedule.CACHED, Schedule.LOCAL, Schedule.ALLREDUCE),
         roles=(Role.CONTROL,),
         alone=True,
     ),
@@ -244,10 +245,10 @@ RULES = (
         name="reduce",
         when=_heavy(Phase.REDUCE, _per_gradient),
         remedy=(
-            "add the gradients in one buffer (flat_storage), during backward (overlap, ddp), or in"
-            " shares, one on each device (zero1)"
+            "add the gradients on all devices instead of device 0 (allreduce), in one buffer and in"
+            " shares, one on each device (sharded), or during backward (ddp)"
         ),
-        switches={"storage": ("flat",), "reduce": ("overlap",), "update": ("each", "sharded")},
+        schedules=(Schedule.ALLREDUCE, Schedule.SHARDED),
         roles=(Role.CONTROL,),
         alone=True,
     ),
@@ -263,19 +264,16 @@ RULES = (
     FindingRule(
         name="gather",
         when=_heavy(Phase.GATHER, _of_batch("output_bytes")),
-        remedy="leave the outputs on their devices and compute the loss there: local_loss, or ddp",
-        switches={"loss": ("local",)},
+        remedy="leave the outputs on their devices and compute the loss there: local, or ddp",
+        schedules=(Schedule.LOCAL,),
         roles=(Role.CONTROL,),
         alone=True,
     ),
     FindingRule(
         name="optimizer",
         when=_optimizer,
-        remedy=(
-            "let every device update its share of the weights (zero1), or update all weights in one"
-            " buffer (flat_optimizer)"
-        ),
-        switches={"update": ("sharded",), "optimizer": ("flat",)},
+        remedy="let every device update its share of the weights, in one buffer (sharded)",
+        schedules=(Schedule.SHARDED,),
     ),
     FindingRule(
         name="unattributed",
@@ -293,17 +291,16 @@ RULES = (
             "give each device more work at once (a bigger batch, fewer and larger operators), or"
             " use one process per device (ddp)"
         ),
-        switches={"workers": ("pool",)},
+        schedules=(Schedule.POOL,),
         roles=(Role.CONTROL,),
     ),
     FindingRule(
         name="serial backward",
         when=_serial(Phase.BACKWARD),
         remedy=(
-            "run each device's backward in a separate thread (local_backward) or a separate process"
-            " (ddp)"
+            "run each device's backward in a separate thread (local) or a separate process (ddp)"
         ),
-        switches={"backward": ("local",)},
+        schedules=(Schedule.LOCAL,),
         roles=(Role.CONTROL,),
     ),
 )

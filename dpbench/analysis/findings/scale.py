@@ -19,8 +19,9 @@ from dpbench.analysis.findings.rule import (
 )
 from dpbench.analysis.naming import devices, strategy
 from dpbench.analysis.summary import Row, busy_of
-from dpbench.records import Case, Phase, schedule
+from dpbench.records import Case, Phase
 from dpbench.records.registry import Parallelism, Role
+from dpbench.records.schedule import Schedule, available
 from dpbench.records.trial import Estimate
 from dpbench.records.words import (
     NOT_ENOUGH,
@@ -81,7 +82,7 @@ def _slow_device(context: CaseContext) -> Judgement:
     case = context.case
     chosen = context.schedule
     # `fastest` may share out the update
-    shared = chosen.update == "sharded" if chosen else case.traits.scheduled
+    shared = chosen is Schedule.SHARDED if chosen else case.traits.scheduled
     devices, vectors = busy_of(
         [trial for trial in context.trials if trial.trusted], row.busy_source
     )
@@ -253,9 +254,7 @@ def _schedules(context: CaseContext) -> Judgement:
     if not context.engine:
         return None
     rivals = [
-        row
-        for row in context.rivals
-        if row.case.traits.scheduled and schedule.available(row.case.schedule)
+        row for row in context.rivals if row.case.traits.scheduled and available(row.case.schedule)
     ]
     if not rivals:
         return Missing(
@@ -416,7 +415,7 @@ def _diminishing(context: CaseContext) -> Judgement:
 
 
 def _balanced(case: Case) -> list[Case]:
-    return remedial(case, {"loss": ("local",), "update": ("sharded",)}, [Role.CONTROL])
+    return remedial(case, [Schedule.LOCAL, Schedule.SHARDED], [Role.CONTROL])
 
 
 def _fewer(case: Case) -> list[Case]:
@@ -437,10 +436,10 @@ RULES = (
         name="imbalance",
         when=_busy,
         remedy=(
-            "move work from device 0 to the others: the loss (local_loss), the update (zero1), or"
+            "move work from device 0 to the others: the loss (local), the update (sharded), or"
             " rows of the batch (TrainStep's chunk_sizes)"
         ),
-        switches={"loss": ("local",), "update": ("each", "sharded")},
+        schedules=(Schedule.LOCAL, Schedule.SHARDED),
         roles=(Role.CONTROL,),
         alone=True,
     ),
@@ -474,8 +473,8 @@ RULES = (
         name="memory",
         when=_memory,
         remedy=(
-            "leave outputs and loss on their devices (local_loss), shard the optimizer's state"
-            " (zero1), or use ddp"
+            "leave outputs and loss on their devices (local), shard the optimizer's state"
+            " (sharded), or use ddp"
         ),
         others=_balanced,
         alone=True,

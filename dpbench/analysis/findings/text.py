@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dpbench.analysis.answer import Answer
 from dpbench.analysis.findings import Diagnosis
 from dpbench.analysis.findings.rule import Cure, Finding
-from dpbench.analysis.ladder import label
 from dpbench.analysis.naming import devices, strategy
 from dpbench.analysis.summary import Row
 from dpbench.records import Case, fake, words
@@ -61,7 +60,7 @@ def render(diagnoses: Sequence[Diagnosis], rows: Sequence[Row] = ()) -> str:
 
 
 def _without_result(rows: Sequence[Row]) -> list[str]:
-    return [f"No result: {label(row.case)}: {_lost(row)}" for row in rows if row.step is None]
+    return [f"No result: {row.case.label}: {_lost(row)}" for row in rows if row.step is None]
 
 
 def diagnosis_of(answer: Answer, diagnoses: Sequence[Diagnosis]) -> Diagnosis | None:

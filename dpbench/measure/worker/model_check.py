@@ -29,7 +29,7 @@ from dpbench.measure.reference import all_tensors, mapped, tensors_by_name
 from dpbench.models import Model
 from dpbench.records import Case, Status, Trial, Verified, no_mark, registry
 from dpbench.records.registry import Role
-from dpbench.records.schedule import REFERENCE
+from dpbench.records.schedule import Schedule
 from dpbench.records.words import count, percent
 from dpbench.records.words import size as in_bytes
 from dpbench.strategies import precision_of
@@ -397,7 +397,7 @@ class _Facts:
         two = replace(
             self._case,
             strategy=registry.of_role(Role.ENGINE),
-            schedule=REFERENCE,
+            schedule=Schedule.REFERENCE,
             devices=2,
             batch_size=2 * ROWS + 1,
             placement="colocated" if self._case.device_kind == "cuda" else "spread",

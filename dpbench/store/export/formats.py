@@ -31,6 +31,7 @@ from dpbench.records import (
 )
 from dpbench.records.files import BOM
 from dpbench.records.ledger import Ledger
+from dpbench.records.trial import in_schema
 
 if TYPE_CHECKING:
     from dpbench.store import StoredRun
@@ -145,6 +146,7 @@ def jsonl(run_id: str, trials: Iterable[Trial], labels: Labels = lambda trial: (
         line = words.dumps(
             {
                 "run_id": run_id,
+                "schema": trial.schema,
                 "case": {**trial.case.to_dict(), "devices": trial.case.devices},
                 "source": trial.source,
                 "status": trial.status,
@@ -189,6 +191,7 @@ class ExportedTrial(msgspec.Struct):
     round: int = 0
     failed_device: int | None = None
     setup: dict[str, float] = {}
+    schema: int = 2
 
     def trial(self) -> Trial:
         """Return the trial with its ledger, without spans and samples.
@@ -197,7 +200,8 @@ class ExportedTrial(msgspec.Struct):
         """
         seconds = [math.nan if step.seconds is None else step.seconds for step in self.steps]
         trial = Trial(
-            case=Case.from_dict(self.case),
+            case=in_schema(Case.from_dict(self.case), self.schema),
+            schema=self.schema,
             source=self.source,
             status=self.status,
             reason=visible.visible(self.reason, lines=True),
