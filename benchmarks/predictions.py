@@ -18,7 +18,7 @@ def _cases(
         strategies=strategies,
         devices=devices,
         batch_per_device=batches,
-        schedules=("reference", "zero1"),
+        schedules=("reference", "sharded"),
     )
     return found
 

@@ -1462,7 +1462,7 @@ FAULTS = (
         "threads that launch at once hand the interpreter over",
         "spent * (1 + self._host_costs.hand_off * others)",
         "spent",
-        ("tests/test_predict.py::test_serial_workers_launch_one_after_the_other",),
+        ("tests/test_predict.py::test_threads_that_launch_at_once_hand_the_interpreter_over",),
     ),
     Fault(
         "ring",

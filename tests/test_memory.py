@@ -197,7 +197,7 @@ def test_a_model_that_needs_numbers_gets_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"schedule": "flat_storage"}, "storage=flat needs CPU or CUDA"),
+        ({"schedule": "sharded"}, "the schedule sharded needs CPU or CUDA"),
         ({"precision": "bf16"}, "do not support bf16"),
     ],
 )

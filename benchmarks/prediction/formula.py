@@ -17,7 +17,7 @@ from dpbench.predict.network import DeviceGroup
 from dpbench.records import Case, Cost, Phase, Profile, registry
 from dpbench.records.machine import Machine
 from dpbench.records.registry import Role
-from dpbench.records.schedule import REFERENCE
+from dpbench.records.schedule import Schedule
 from dpbench.strategies._tasks import PASSES, buckets
 
 KNOWN = (Role.BASELINE, Role.WRAPPER, Role.ENGINE, Role.CONTROL)
@@ -45,7 +45,7 @@ def seconds(
     without a formula.
     """
     traits = case.traits
-    if traits.role not in KNOWN or case.schedule not in ("", REFERENCE):
+    if traits.role not in KNOWN or case.schedule not in ("", Schedule.REFERENCE):
         known = ", ".join(map(registry.of_role, KNOWN))
         raise ValueError(
             f"there is no formula for {case.label}; formulas exist only for the strategies {known},"

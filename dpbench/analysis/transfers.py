@@ -162,8 +162,7 @@ def _separable(case: Case, phase: Phase) -> bool:
     """Return whether the moves of `phase` do not overlap with compute."""
     if phase is Phase.REDUCE:
         if case.traits.scheduled:
-            schedule = known(case.schedule)
-            return schedule is not None and schedule.reduce != "overlap"
+            return known(case.schedule) is not None
         return case.traits.reduction is not Reduction.OVERLAPPED
     return phase in MOVING
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Profile, Task
-from dpbench.records.schedule import REFERENCE, SELECTED, Schedule, known, parse
+from dpbench.records.schedule import SELECTED, Schedule, known, parse
 from dpbench.records.work import Move, Shapes
 from dpbench.strategies import (
     Forward,
@@ -42,25 +42,26 @@ class Engine(Strategy):
         """Return the reason why this strategy cannot run a case, or "" if it can.
 
         Emulated devices have no flat storage. The forward alone runs in dpbench.DataParallel, which
-        supports fewer schedules.
+        keeps no replicas between steps.
         """
         if case.zero_grad == "zero":
             return (
                 f"{case.strategy} always sets gradients to None, so zero_grad=zero cannot run:"
                 " leave out --zero-grad"
             )
-        schedule = known(case.schedule or REFERENCE)
+        schedule = known(case.schedule or Schedule.REFERENCE)
         if schedule is None:  # TrainStep selects one that can run
             return ""
-        if not case.trains and (missing := schedule.missing(train_step=False)):
+        if not case.trains and schedule.keeps_replicas:
+            can = ", ".join(one for one in Schedule if not one.keeps_replicas)
             return (
-                "the forward alone runs in dpbench.DataParallel, and"
-                f" {'; '.join(missing)}: give another schedule in --schedules"
+                "the forward alone runs in dpbench.DataParallel, which has no schedule"
+                f" {schedule}: give one of {can} in --schedules"
             )
-        if case.device_kind == "emulated" and schedule.storage == "flat":
+        if case.device_kind == "emulated" and schedule is Schedule.SHARDED:
             return (
-                "storage=flat needs CPU or CUDA devices: parameters on emulated devices cannot be"
-                " views of one buffer"
+                "the schedule sharded needs CPU or CUDA devices: parameters on emulated devices"
+                " cannot be views of one buffer"
             )
         return ""
 
@@ -77,7 +78,7 @@ class Engine(Strategy):
             model.loss,
             optimizer_of(case, model),
             list(devices),
-            case.schedule or "reference",
+            case.schedule or Schedule.REFERENCE,
             clip_norm=clip_norm_of(case, model),
             scaler=scaler_of(case),
             mark=mark,
@@ -95,7 +96,8 @@ class Engine(Strategy):
         from dpbench.engine import DataParallel
 
         module = model.module.to(devices[0].torch_device)
-        yield DataParallel(module, list(devices), schedule=case.schedule or "reference", mark=mark)
+        schedule = case.schedule or Schedule.REFERENCE
+        yield DataParallel(module, list(devices), schedule=schedule, mark=mark)
 
     def tasks(self, case: Case, profile: Profile) -> list[Task]:
         """Return the tasks of one step under the schedule that `schedule_of` returns."""
@@ -109,7 +111,7 @@ class Engine(Strategy):
         The result is empty if TrainStep selects the schedule, which it does at run time, and for a
         stored case whose schedule this version of dpbench does not have.
         """
-        schedule = known(case.schedule or REFERENCE)
+        schedule = known(case.schedule or Schedule.REFERENCE)
         return _tasks.scheduled(case, shapes, schedule) if schedule else ()
 
 
@@ -127,7 +129,7 @@ class _Training:
 
 def schedule_of(case: Case) -> Schedule:
     """Return a case's schedule: for `copying` and `fastest`, the one that TrainStep prefers."""
-    return SELECTED.get(case.schedule) or parse(case.schedule or REFERENCE)
+    return SELECTED.get(case.schedule) or parse(case.schedule or Schedule.REFERENCE)
 
 
 strategy = Engine()
