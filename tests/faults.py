@@ -1532,7 +1532,9 @@ FAULTS = (
         "threads that launch at once hand the interpreter over",
         "spent * (1 + self._host_costs.hand_off * others)",
         "spent",
-        ("tests/predict/test_simulation.py::test_serial_workers_launch_one_after_the_other",),
+        (
+            "tests/predict/test_simulation.py::test_threads_that_launch_at_once_hand_the_interpreter_over",
+        ),
     ),
     Fault(
         "ring",

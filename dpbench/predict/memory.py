@@ -95,7 +95,7 @@ class WrapperMemory(EngineMemory):
         tape.give(new if self._gradients else [])  # added to the gradients of the step before
         self._gradients = self._gradients or new
         tape.give(holding for held in names for holding in held.values())
-        first, later = self._shards.optimizer(self._units(0))
+        first, later = self._shards.optimizer(tuple(self._stepped()))
         losses = [whole.pop(number) for number in whole_trace.losses if number in whole]
         tape.give(whole.values())
         play_optimizer(tape, 0, later if step else first, self._state[0])
@@ -288,7 +288,6 @@ def tape_of(case: Case, traces: Traces, steps: int = STEPS) -> Tape:
         schedule = schedule_of(case)
         replicas = tuple(traces.of(rows) for rows in case.rows)
         shards = strategy_memory.Shards(traces.of(case.batch_size), replicas, traces.optimizer)
-        # the schedule may still replace collectives: persistent or flat weights do not use them
         collective = case.device_kind == "cuda" and case.placement == "spread" and len(replicas) > 1
         kind = WrapperMemory if role is Role.WRAPPER else strategy_memory.EngineMemory
         kind(tape, shards, schedule, collective=collective, keeps=keeps).run(steps)

@@ -29,10 +29,8 @@ from dpbench.records.work import (
     COALESCED_BYTES,
     DDP_SYNC_BYTES,
     bucket_sizes,
-    buckets,
     chunks,
     flat_bytes,
-    owners,
 )
 
 
@@ -121,9 +119,9 @@ class EngineMemory:
     """The allocations of training on several devices under one of the engine's schedules.
 
     `collective` is True if the devices are distinct GPUs. Collectives then copy weights and buffers
-    and sum gradients, several tensors in one message, except for flat weights and for the gradients
-    of persistent replicas. Each method adds one part of a step to the tape. `names` maps, for each
-    device, the storages of its trace to their allocations.
+    and sum gradients, several tensors in one message, except for the gradients of replicas that
+    persist. Each method adds one part of a step to the tape. `names` maps, for each device, the
+    storages of its trace to their allocations.
     """
 
     def __init__(
@@ -146,7 +144,7 @@ class EngineMemory:
         self._copies: list[int] = []
         self._gradients: list[int] = []
         self._state: list[Names] = [{} for _ in self._devices]
-        self._kept = schedule.replicas == "persistent"
+        self._kept = schedule.keeps_replicas
 
     def run(self, steps: int) -> None:
         """Add the setup and `steps` training steps to the tape."""
@@ -164,36 +162,43 @@ class EngineMemory:
         for i in self._devices[1:]:
             tape.take_all(i, self._sizes, "parameters")
         for i in self._owners():
-            tape.take_all(i, [self._sizes[n] for n in self._owned(i)], "reduced")
+            tape.take_all(i, self._summed(), "reduced")
 
     def _owners(self) -> range:
-        return self._devices[:1] if self._schedule.update == "root" else self._devices
+        return self._devices if self._schedule.updates_everywhere else self._devices[:1]
 
-    def _owned(self, i: int) -> list[int]:
-        """Return the indices of the parameters that device i updates.
+    def _summed(self) -> list[int]:
+        """Return the sizes of the tensors into which a device that updates weights sums gradients.
 
-        A sharded update assigns them in descending order of size, each to the device with the
-        fewest bytes.
+        Under `sharded`, a collective works on the whole flat buffer, of which a device keeps its
+        part.
         """
-        if self._schedule.update != "sharded":
-            return self._trainable
-        assigned = owners([self._sizes[n] for n in self._trainable], len(self._devices))
-        return sorted(n for n, owner in zip(self._trainable, assigned, strict=True) if owner == i)
+        if self._schedule is not Schedule.SHARDED or not self._collective:
+            return self._stepped()
+        return [self._flat_bytes]
+
+    def _stepped(self) -> list[int]:
+        """Return the sizes of the tensors that the optimizer of one device steps."""
+        if self._schedule is not Schedule.SHARDED:
+            return [self._sizes[n] for n in self._trainable]
+        return [-(-self._flat_bytes // len(self._devices))]
+
+    @property
+    def _flat_bytes(self) -> int:
+        return flat_bytes([self._sizes[n] for n in self._trainable])
 
     def _step(self, step: int) -> None:
         tape = self._tape
         parts = self._shards.parts
-        schedule = self._schedule
         tape.stage = "optimizer"
         tape.give(self._gradients)
         tape.stage = "scatter"
-        local = schedule.loss == "local"
         batch = [
             h
             for i, trace in enumerate(parts)
             for h in tape.take_all(i, trace.inputs.sizes_bytes, "inputs")
         ]
-        if local:
+        if self._kept:
             batch += [
                 h
                 for i, t in enumerate(parts)
@@ -206,7 +211,7 @@ class EngineMemory:
             play_forward(tape, i, trace, names[i])
         whole: Names = {}
         gathered: list[int] = []
-        if local:
+        if self._kept:
             self._local_loss(names, first=step == 0)
         else:
             gathered = self._gather()
@@ -214,10 +219,12 @@ class EngineMemory:
             batch += tape.take_all(0, self._shards.whole.target.sizes_bytes, "inputs")
             play_loss(tape, 0, self._shards.whole, whole)
             self._hand_out(whole, names)
-        self._backward(names)
+        for i, trace in enumerate(parts):
+            tape.stage = "backward"
+            play_backward(tape, i, trace, names[i])
         if not self._kept:
-            self._reduce([n for n in self._trainable if n not in self._reduced], names)
-            if schedule.replicas == "rebuilt":
+            self._sum(names)
+            if self._schedule is not Schedule.CACHED:
                 tape.give(self._copies)
         losses = [whole.pop(number) for number in self._shards.whole.losses if number in whole]
         replica_gradients = [
@@ -227,7 +234,7 @@ class EngineMemory:
             [*batch, *gathered, *whole.values(), *(h for each in names for h in each.values())]
         )
         if self._kept:
-            self._reduce([n for n in self._trainable if n not in self._reduced], names)
+            self._collect()
         self._optimize(step)
         tape.give([*replica_gradients, *losses])
 
@@ -238,22 +245,19 @@ class EngineMemory:
         former = self._copies
         self._copies = []
         if not self._kept:
-            self._broadcast(self._sizes, flat=self._schedule.storage == "flat")
+            self._broadcast(self._sizes)
         self._broadcast(whole.buffers.sizes_bytes)
         tape.give(former)
 
-    def _broadcast(self, sizes: Sequence[int], *, flat: bool = False) -> None:
+    def _broadcast(self, sizes: Sequence[int]) -> None:
         """Copy device 0's tensors of these sizes in bytes to all other devices.
 
-        With `flat`, into one flat buffer per device. Otherwise, a collective copies several tensors
-        in one message; without collectives, they are copied one by one.
+        A collective copies several tensors in one message; without collectives, they are copied one
+        by one.
         """
         tape = self._tape
         others = self._devices[1:]
-        if flat:
-            for i in others:
-                self._copies += tape.take(i, flat_bytes(sizes), "replicas")
-        elif not self._collective:
+        if not self._collective:
             for i in others:
                 self._copies += tape.take_all(i, sizes, "replicas")
         elif others:
@@ -320,56 +324,24 @@ class EngineMemory:
             tape.stage = "backward"
             tape.play(i, trace.loss_backward, names[i], "loss")
 
-    def _backward(self, names: Sequence[Names]) -> None:
-        """Add the backward of all replicas, and the reductions that overlap it."""
-        tape = self._tape
-        parts = self._shards.parts
-        self._reduced: set[int] = set()
-        done = [0] * len(parts)
-        for bucket in self._buckets() if self._schedule.reduce == "overlap" else []:
-            for i, trace in enumerate(parts):
-                end = max(
-                    ops for n, ops in zip(trace.ready, trace.ready_at, strict=True) if n in bucket
-                )
-                tape.stage = "backward"
-                play_backward(tape, i, trace, names[i], done[i], max(done[i], end))
-                done[i] = max(done[i], end)
-            self._reduce(bucket, names)
-        for i, trace in enumerate(parts):
-            tape.stage = "backward"
-            play_backward(tape, i, trace, names[i], done[i])
-
-    def _buckets(self) -> list[list[int]]:
-        """Return each bucket's parameters, in the order in which backward completes the buckets."""
-        wanted = self._trainable[::-1] if self._kept else self._trainable
-        runs = [[wanted[k] for k in run] for run in buckets([self._sizes[n] for n in wanted])]
-        ready = {n: k for k, n in enumerate(self._shards.whole.ready)}
-        full = [run for run in runs if run and all(n in ready for n in run)]
-        return sorted(full, key=lambda run: max(ready[n] for n in run))
-
-    def _reduce(self, numbers: Sequence[int], names: Sequence[Names]) -> None:
-        self._tape.stage = "reduce"
-        self._reduced.update(numbers)
-        if self._kept:
-            self._collect(numbers)
-        else:
-            self._sum(numbers, names)
-
-    def _sum(self, numbers: Sequence[int], names: Sequence[Names]) -> None:
+    def _sum(self, names: Sequence[Names]) -> None:
         """Sum gradients into new tensors on device 0, and release those of the replicas."""
         tape = self._tape
+        tape.stage = "reduce"
         parts = self._shards.parts
         count = len(self._devices)
         replica_gradients = [
             h
             for trace, held in zip(parts, names, strict=True)
-            for h in gradients_of(trace, held, numbers)
+            for h in gradients_of(trace, held, self._trainable)
         ]
         if count == 1:
             self._gradients += replica_gradients
             return
-        sizes = [self._sizes[n] for n in numbers]
-        unused = [self._sizes[n] for n in numbers if self._shards.whole.gradients[n] is None]
+        sizes = [self._sizes[n] for n in self._trainable]
+        unused = [
+            self._sizes[n] for n in self._trainable if self._shards.whole.gradients[n] is None
+        ]
         for i in self._devices:
             replica_gradients += tape.take_all(i, unused, "gradients")
         if self._collective:
@@ -390,28 +362,20 @@ class EngineMemory:
                 tape.give(here)
         tape.give(replica_gradients)
 
-    def _collect(self, numbers: Sequence[int]) -> None:
-        """Add other devices' gradients to the persistent sums, one parameter at a time."""
+    def _collect(self) -> None:
+        """Add other devices' gradients to the persistent sums, one tensor at a time.
+
+        If every device updates weights, collectives exchange the gradients in place.
+        """
         tape = self._tape
-        wanted = set(numbers)
+        tape.stage = "reduce"
+        if self._collective and self._schedule.updates_everywhere:
+            return
         for i in self._owners():
-            for n in self._owned(i):
-                if n in wanted:
-                    tape.give(
-                        [
-                            h
-                            for _ in self._devices[1:]
-                            for h in tape.take(i, self._sizes[n], "reduced")
-                        ]
-                    )
+            for size in self._stepped():
+                tape.give([h for _ in self._devices[1:] for h in tape.take(i, size, "reduced")])
 
     def _optimize(self, step: int) -> None:
         for i in self._owners():
-            first, later = self._shards.optimizer(self._units(i))
+            first, later = self._shards.optimizer(tuple(self._stepped()))
             play_optimizer(self._tape, i, later if step else first, self._state[i])
-
-    def _units(self, i: int) -> tuple[int, ...]:
-        if self._schedule.optimizer != "flat":
-            return tuple(self._sizes[n] for n in self._owned(i))
-        size = flat_bytes([self._sizes[n] for n in self._trainable])
-        return (-(-size // len(self._devices)) if self._schedule.update == "sharded" else size,)

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from dpbench.predict.cases import Predictor, gain
-from dpbench.records import Case, registry, schedule
+from dpbench.records import Case, registry
 from dpbench.records.registry import Role
+from dpbench.records.schedule import EFFECTS, Schedule
 
 FASTER = 4.0
 """The factor of bus bandwidths in the what-if with faster links.
@@ -22,8 +23,7 @@ class WhatIf:
 
     `devices` and `batch` are those of the changed case. `gain` is the throughput in samples per
     second with the change, divided by that without, and has the 80 % interval from `gain_low` to
-    `gain_high`. `schedule` is the rung to which the change sets the schedule; it is empty for all
-    other changes.
+    `gain_high`. `schedule` is the schedule that the change sets; it is empty for all other changes.
     """
 
     model: str
@@ -64,11 +64,13 @@ def _of(predictor: Predictor, case: Case) -> Iterator[WhatIf]:
     The unchanged case has the schedule of torch.nn.DataParallel; all gains are relative to it.
     """
     now = replace(
-        case, strategy=registry.of_role(Role.ENGINE), schedule=schedule.REFERENCE, options=()
+        case, strategy=registry.of_role(Role.ENGINE), schedule=Schedule.REFERENCE, options=()
     )
     before = predictor.predict(now)
 
-    def what_if(change: str, other: Case, rung: str = "", changed: Predictor = predictor) -> WhatIf:
+    def what_if(
+        change: str, other: Case, schedule: str = "", changed: Predictor = predictor
+    ) -> WhatIf:
         after = changed.predict(other)
         ratio = gain(after, before)
         return WhatIf(
@@ -80,7 +82,7 @@ def _of(predictor: Predictor, case: Case) -> Iterator[WhatIf]:
             gain=ratio.value,
             gain_low=ratio.low,
             gain_high=ratio.high,
-            schedule=rung,
+            schedule=schedule,
         )
 
     yield what_if("unchanged: the schedule of torch.nn.DataParallel", now)
@@ -88,7 +90,7 @@ def _of(predictor: Predictor, case: Case) -> Iterator[WhatIf]:
         "DistributedDataParallel",
         replace(now, strategy=registry.of_role(Role.CONTROL), schedule=""),
     )
-    for name in schedule.LADDER:
+    for name in EFFECTS:
         yield what_if(f"dpbench's schedule {name}", replace(now, schedule=name), name)
     faster = replace(predictor, constants=predictor.constants.changed(bus_scale=FASTER))
     yield what_if(f"links {FASTER:g} times as fast", now, changed=faster)

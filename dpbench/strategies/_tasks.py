@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dpbench.records import HOST, Case, Phase, Profile, Task, work
 from dpbench.records.schedule import Schedule
-from dpbench.records.work import BUCKET_BYTES, FIRST_BUCKET_BYTES, Move, Shapes
+from dpbench.records.work import Move, Shapes
 
 
 def scheduled(case: Case, shapes: Shapes, schedule: Schedule) -> Iterator[Move]:
     """Yield the transfers in one step of dpbench's engine under a schedule."""
     rows = case.rows
-    yield from batch(case, shapes, local=schedule.loss == "local")
+    yield from batch(case, shapes, local=schedule.keeps_replicas)
     if case.devices == 1:
         return
     yield from _weights(schedule, shapes, len(rows), case.devices)
-    if schedule.loss == "gathered":
+    if not schedule.keeps_replicas:
         yield from _outputs(case, shapes)
     yield from _gradients(case, schedule, shapes)
 
@@ -46,18 +46,13 @@ def batch(case: Case, shapes: Shapes, *, local: bool) -> Iterator[Move]:
 def _weights(schedule: Schedule, shapes: Shapes, count: int, devices: int) -> Iterator[Move]:
     """Yield the transfers of weights and buffers to the first `count` of `devices` devices.
 
-    Persistent replicas that update their weights themselves receive only the buffers. With
-    `update=sharded`, every device also receives the shards that other devices have updated.
+    Replicas that update their weights themselves receive only the buffers. Under `sharded`, every
+    device also receives the parts that other devices have updated.
     """
-    kept = schedule.replicas == "persistent" and schedule.update != "root"
+    sent = shapes.buffer_bytes + (0 if schedule.updates_everywhere else shapes.parameter_bytes)
     for device in range(1, count):
-        yield Move(
-            Phase.REPLICATE,
-            0,
-            device,
-            shapes.buffer_bytes + (0 if kept else shapes.parameter_bytes),
-        )
-    if schedule.update == "sharded":
+        yield Move(Phase.REPLICATE, 0, device, sent)
+    if schedule is Schedule.SHARDED:
         yield from _exchanged(Phase.REPLICATE, shapes.trainable_bytes / devices, devices, devices)
 
 
@@ -70,19 +65,19 @@ def _outputs(case: Case, shapes: Shapes) -> Iterator[Move]:
 def _gradients(case: Case, schedule: Schedule, shapes: Shapes) -> Iterator[Move]:
     """Yield the transfers of the gradients to the devices that update weights.
 
-    With `update=root`, device 0 receives all gradients. With `update=each`, every device does: on
-    GPUs by a ring all-reduce. With `update=sharded`, every device receives its shard. Devices
-    without rows of the batch receive gradients, but send them only in the collectives of GPUs.
+    Device 0 receives all gradients. Under `allreduce`, every device does: on GPUs by a ring
+    all-reduce. Under `sharded`, every device receives its part. Devices without rows of the batch
+    receive gradients, but send them only in the collectives of GPUs.
     """
     collective = case.device_kind == "cuda"
     count, devices, each = len(case.rows), case.devices, shapes.trainable_bytes
-    if schedule.update == "root":
+    if not schedule.updates_everywhere:
         for device in range(1, count):
             yield Move(Phase.REDUCE, device, 0, each)
-    elif schedule.update == "each" and collective:
+    elif schedule is Schedule.ALLREDUCE and collective:
         yield from ring(devices, each)
     else:
-        part = each / (devices if schedule.update == "sharded" else 1)
+        part = each / (devices if schedule is Schedule.SHARDED else 1)
         yield from _exchanged(Phase.REDUCE, part, devices if collective else count, devices)
 
 
@@ -181,52 +176,45 @@ class Graph:
         return self.launch(Phase.OPTIMIZER, device, host, launches * share, (moved, "bytes"), after)
 
 
-def buckets(profile: Profile, first: int = FIRST_BUCKET_BYTES) -> list[float]:
-    """Return the bytes of each bucket of gradients, in the order in which backward fills them.
-
-    `first` is the size limit of the first bucket in bytes.
-    """
-    sizes = profile.gradient_sizes
-    return [float(sum(sizes[i] for i in run)) for run in work.buckets(sizes, first=first)]
+def buckets(profile: Profile) -> list[float]:
+    """Return the bytes of DDP's buckets of gradients, in the order in which backward fills them."""
+    return [float(sum(sizes)) for sizes in work.bucket_sizes(profile.gradient_sizes)]
 
 
 class Chain:
     """A builder of the tasks of one step, for one process that drives several devices.
 
-    The default schedule is `reference`. Starting the replicas' threads is a task of the host if
-    `threads_marked` is True, otherwise of device 0. `reduction` is the phase in which the gradients
-    are added.
+    Starting the replicas' threads is a task of the host if `threads_marked` is True, otherwise of
+    device 0. `reduction` is the phase in which the gradients are added.
     """
 
     def __init__(
         self,
         case: Case,
         profile: Profile,
-        schedule: Schedule | None = None,
+        schedule: Schedule,
         *,
         threads_marked: bool = True,
         reduction: Phase = Phase.REDUCE,
     ) -> None:
-        self._case, self._profile, self._schedule = case, profile, schedule or Schedule()
+        self._case, self._profile, self._schedule = case, profile, schedule
         self._threads_marked, self._reduction = threads_marked, reduction
         self._rows = case.rows
         self._devices = range(len(self._rows))
         # a device without rows still takes part in updates by every device
-        self._owners = range(1 if self._schedule.update == "root" else case.devices)
+        self._owners = range(case.devices if schedule.updates_everywhere else 1)
         self._graph = Graph()
-        self._bytes = profile.parameter_bytes
         self._collectives = 0
 
     def tasks(self) -> list[Task]:
         """Return the tasks of one step, from the scatter to the last transfer of weights."""
         forwards = self._forward(self._replicate(self._scatter()))
-        local = self._schedule.loss == "local"
         losses = (
             self._local_loss(forwards)
-            if local
+            if self._schedule.keeps_replicas
             else [[self._gathered_loss(forwards)]] * len(self._rows)
         )
-        self._update(self._backward(losses))
+        self._update(self._reduce(self._backward(losses)))
         return self._graph.tasks
 
     def _scatter(self) -> list[int]:
@@ -242,14 +230,11 @@ class Chain:
     def _replicate(self, scattered: list[int]) -> list[int]:
         """Return the indices of the tasks that every forward waits for."""
         graph, profile, schedule = self._graph, self._profile, self._schedule
-        weights = schedule.replicas != "persistent" or schedule.update == "root"
-        sent = profile.buffer_bytes + (profile.parameter_bytes if weights else 0)
-        tensors = (
-            1
-            if schedule.storage == "flat"
-            else profile.buffer_tensors + profile.parameter_tensors * weights
-        )
-        modules = profile.modules if schedule.replicas == "rebuilt" else 0
+        weights = not schedule.updates_everywhere
+        sent = profile.buffer_bytes + profile.parameter_bytes * weights
+        tensors = profile.buffer_tensors + profile.parameter_tensors * weights
+        rebuilt = schedule in (Schedule.REFERENCE, Schedule.POOL)
+        modules = profile.modules if rebuilt else 0
         joined = [
             graph.add(Phase.REPLICATE, i, "host", tensors, "tensors", scattered)
             for i in self._devices
@@ -274,29 +259,23 @@ class Chain:
         Replicas that run in threads share one interpreter lock.
         """
         graph, profile, schedule = self._graph, self._profile, self._schedule
-        serial = schedule.workers == "serial"
         started: list[int] = []
-        if len(self._rows) > 1 and schedule.loss == "gathered" and not serial:
-            unit = "threads" if schedule.workers == "spawn" else "wakes"
+        if len(self._rows) > 1 and not schedule.keeps_replicas:
+            unit = "threads" if schedule is Schedule.REFERENCE else "wakes"
             where = HOST if self._threads_marked else 0
             started = [graph.add(Phase.FORWARD, where, "host", len(self._rows), unit, copied)]
-        kernels: list[int] = []
-        for i, rows in enumerate(self._rows):
-            work = (rows * profile.forward_flop, "flop")
-            host = "host" if serial else "gil"
-            handed = graph.tasks[kernels[-1]].overlap if serial and kernels else ()
-            kernels.append(
-                graph.launch(
-                    Phase.FORWARD,
-                    i,
-                    host,
-                    profile.forward_launches,
-                    work,
-                    [*copied, *handed],
-                    started,
-                )
+        return [
+            graph.launch(
+                Phase.FORWARD,
+                i,
+                "gil",
+                profile.forward_launches,
+                (rows * profile.forward_flop, "flop"),
+                copied,
+                started,
             )
-        return kernels
+            for i, rows in enumerate(self._rows)
+        ]
 
     def _gathered_loss(self, forwards: list[int]) -> int:
         graph, size = self._graph, self._profile.output_bytes
@@ -309,115 +288,84 @@ class Chain:
     def _local_loss(self, forwards: list[int]) -> list[list[int]]:
         """Return, per device, the indices of the tasks that backward waits for.
 
-        Every backward waits for the sum of the losses on device 0, except with backward=local on
-        CPU devices. With backward=local, one host task per replica precedes its backward.
+        On GPUs, every backward waits for the sum of the losses on device 0. On CPU devices, the
+        loss is divided by the count of targets, which the host knows before any replica has
+        finished.
         """
         graph, size = self._graph, self._profile.output_bytes
         losses = [
             graph.add(Phase.LOSS, i, f"device:{i}", rows * size, "bytes", [forwards[i]])
             for i, rows in enumerate(self._rows)
         ]
-        if self._schedule.backward == "local" and self._case.device_kind == "cpu":
-            # the loss is divided by the count of targets, which the host knows before any replica
-            # has finished
-            return [
-                [graph.add(Phase.LOSS, i, "gil", 1, "launches", [losses[i]])] for i in self._devices
-            ]
-        total = graph.add(Phase.LOSS, 0, "host", 1, "launches", losses)
-        if self._schedule.backward == "joint":
-            return [[losses[i], total] for i in self._devices]
+        on_host = self._case.device_kind == "cpu"
+        total = [] if on_host else [graph.add(Phase.LOSS, 0, "host", 1, "launches", losses)]
         return [
-            [graph.add(Phase.LOSS, i, "gil", 1, "launches", [losses[i], total])]
+            [graph.add(Phase.LOSS, i, "gil", 1, "launches", [losses[i], *total])]
             for i in self._devices
         ]
 
     def _backward(self, losses: list[list[int]]) -> list[int]:
-        """Return the indices of the tasks that the update waits for.
+        """Return the indices of the kernels' tasks.
 
         `losses` has, per device, the indices of the tasks that its backward waits for.
         """
-        pieces = [float(self._bytes)]
-        if self._schedule.reduce == "overlap":
-            scale = (
-                self._bytes / self._profile.parameter_bytes
-                if self._profile.parameter_bytes
-                else 0.0
-            )
-            pieces = [size * scale for size in buckets(self._profile, first=BUCKET_BYTES)]
-        segments = [self._segments(i, losses[i], len(pieces)) for i in self._devices]
-        last = [segment[-1] for segment in segments]
-        beside = self._schedule.reduce == "overlap" or self._reduction is Phase.BACKWARD
-        reduced: list[int] = []
-        for number, size in enumerate(pieces):
-            # in a trace, backward's span contains a bucket's span
-            overlap = (
-                [task for end in last for task in self._graph.tasks[end].overlap] if beside else []
-            )
-            final = overlap if number == len(pieces) - 1 else []
-            reduced = self._reduce(
-                size, [*reduced, *(segment[number] for segment in segments)], final
-            )
-        return reduced
-
-    def _segments(self, device: int, after: list[int], count: int) -> list[int]:
-        """Append one device's backward in `count` equal parts, one per bucket of gradients."""
-        parts = []
         profile = self._profile
-        work = self._rows[device] * profile.backward_flop / count
-        launches = profile.backward_launches / count
-        for _ in range(count):
-            host = f"host:{device}"
-            after = [
-                self._graph.launch(Phase.BACKWARD, device, host, launches, (work, "flop"), after)
-            ]
-            parts += after
-        return parts
-
-    def _reduce(self, size: float, ready: list[int], overlap: list[int]) -> list[int]:
-        """Append the reduction of one message of `size` bytes; return its last task per owner.
-
-        The owners are the devices that update weights. The reduction waits for the end of `ready`,
-        and may run at the same time as `overlap`.
-        """
-        schedule, graph = self._schedule, self._graph
-        share = size / self._bytes if self._bytes else 0.0
-        tensors = (
-            1.0
-            if schedule.storage == "flat"
-            else self._profile.parameter_tensors * share * len(self._rows)
-        )
-        owners = self._owners
-        kind = {"root": "reduce", "each": "all_reduce", "sharded": "reduce_scatter"}[
-            schedule.update
+        return [
+            self._graph.launch(
+                Phase.BACKWARD,
+                i,
+                f"host:{i}",
+                profile.backward_launches,
+                (rows * profile.backward_flop, "flop"),
+                losses[i],
+            )
+            for i, rows in enumerate(self._rows)
         ]
+
+    def _reduce(self, ready: list[int]) -> list[int]:
+        """Append the reduction of the gradients, and return its last task per owner.
+
+        The owners are the devices that update weights. If the reduction is a part of backward, as
+        in torch, backward's span in a trace contains its span.
+        """
+        schedule, graph, profile = self._schedule, self._graph, self._profile
+        inside = self._reduction is Phase.BACKWARD
+        overlap = [task for end in ready for task in graph.tasks[end].overlap] if inside else []
+        sharded = schedule is Schedule.SHARDED
+        tensors = 1 if sharded else profile.parameter_tensors * len(self._rows)
+        owners = self._owners
         joined = [
             graph.add(self._reduction, i, "host", tensors / len(owners), "tensors", ready, overlap)
             for i in owners
         ]
-        name = self._collective(kind)
+        kind = {Schedule.ALLREDUCE: "all_reduce", Schedule.SHARDED: "reduce_scatter"}
         return graph.each(
-            self._reduction, owners, name, size, lambda i: [joined[i]], lambda i: overlap
+            self._reduction,
+            owners,
+            self._collective(kind.get(schedule, "reduce")),
+            profile.parameter_bytes,
+            lambda i: [joined[i]],
+            lambda i: overlap,
         )
 
     def _update(self, after: list[int]) -> None:
-        schedule, graph, profile = self._schedule, self._graph, self._profile
-        owners = self._owners
-        share = 1 / len(owners) if schedule.update == "sharded" else 1.0
-        flat = schedule.optimizer == "flat"
+        graph, profile, owners = self._graph, self._profile, self._owners
+        sharded = self._schedule is Schedule.SHARDED
+        share = 1 / len(owners) if sharded else 1.0
         host = "gil" if len(owners) > 1 else "host"
         stepped = [
-            graph.update(self._case, profile, i, host, after, flat=flat, share=share)
+            graph.update(self._case, profile, i, host, after, flat=sharded, share=share)
             for i in owners
         ]
-        if schedule.update == "sharded":
+        if sharded:
             name = self._collective("all_gather")
             graph.each(Phase.REPLICATE, owners, name, profile.parameter_bytes, lambda i: stepped)
 
     def _collective(self, kind: str) -> str:
         """Return the resource of the next collective of a kind, such as "all_reduce:3".
 
-        Without flat storage, torch joins tensors into messages of 10 MiB (`_coalesced`).
+        Without flat buffers, torch joins tensors into messages of 10 MiB (`_coalesced`).
         """
         self._collectives += 1
-        joined = "" if self._schedule.storage == "flat" else "_coalesced"
+        joined = "" if self._schedule is Schedule.SHARDED else "_coalesced"
         return f"{kind}{joined}:{self._collectives}"

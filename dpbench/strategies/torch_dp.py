@@ -109,11 +109,17 @@ class TorchDataParallel(Strategy):
         """Return the tasks under the schedule `reference`, with the reduction in `backward`."""
         if case.devices == 1:
             return single.strategy.tasks(case, profile)
-        return Chain(case, profile, threads_marked=False, reduction=Phase.BACKWARD).tasks()
+        return Chain(
+            case,
+            profile,
+            Schedule.REFERENCE,
+            threads_marked=False,
+            reduction=Phase.BACKWARD,
+        ).tasks()
 
     def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
         """Yield the transfers under the schedule `reference`, with the reduction in `backward`."""
-        for move in _tasks.scheduled(case, shapes, Schedule()):
+        for move in _tasks.scheduled(case, shapes, Schedule.REFERENCE):
             yield (
                 Move(Phase.BACKWARD, move.source, move.target, move.bytes)
                 if move.phase is Phase.REDUCE

@@ -197,7 +197,7 @@ def test_a_model_that_needs_numbers_gets_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"schedule": "sharded"}, "needs CPU or CUDA devices"),
+        ({"schedule": "sharded"}, "the schedule sharded needs CPU or CUDA"),
         ({"precision": "bf16"}, "do not support bf16"),
     ],
 )

@@ -510,7 +510,7 @@ def test_predictions_are_a_table_with_their_labels_and_a_run_of_a_store(dpbench:
         "--devices",
         "1,4",
         "--schedules",
-        "reference,zero1",
+        "reference,sharded",
         "--batch-per-device",
         "32",
         "--step-s",
@@ -520,7 +520,7 @@ def test_predictions_are_a_table_with_their_labels_and_a_run_of_a_store(dpbench:
     )
     assert code == 0, err
     assert "all steps below are predictions" in out
-    assert "dp[zero1]" in out
+    assert "dp[sharded]" in out
     assert "given    PREDICTED" in out
     assert "what if" in out
     code, out, err = dpbench("report", "--md", "--store", "p.db")
@@ -565,7 +565,7 @@ def test_predictions_are_a_table_with_their_labels_and_a_run_of_a_store(dpbench:
                 "--strategies",
                 "ddp",
                 "--schedules",
-                "zero1",
+                "sharded",
             ],
             "--schedules: none of the strategies has schedules",
         ),
