@@ -16,9 +16,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-from dpbench.engine.collectives import Exchange
 
 import dpbench
+from dpbench.engine.fast.exchange import Exchange
 from dpbench.hardware.devices.cuda import CudaDevice, Nccl
 
 ROOT = Path(dpbench.__file__).parent

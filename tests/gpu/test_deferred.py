@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import dpbench
 from dpbench import models
-from dpbench.engine import DataParallel, TrainStep, collectives
+from dpbench.engine import DataParallel, TrainStep
 from dpbench.engine.containers import mapped
 from dpbench.hardware.devices import open_devices
 from dpbench.hardware.devices.cuda import CudaDevice
@@ -49,8 +49,6 @@ pytestmark = [
 PLACES = ([0, 1, 2, 3], [0, 0, 0], [0, 1, 0])
 NETS = ("mlp", "conv", "embedding", "lstm")
 STEPS, TRIES = 3, 20
-BUCKET_BYTES = 4096
-"""The size of a bucket here: the small models' gradients are then reduced in several buckets."""
 
 every_place = pytest.mark.parametrize("ids", PLACES, ids=str)
 every_net = pytest.mark.parametrize("net", NETS)
@@ -60,7 +58,6 @@ every_net = pytest.mark.parametrize("net", NETS)
 def _small_models_and_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(embedding.DIMS, "small", embedding.DIMS["small"]._replace(rows=512))
     monkeypatch.setitem(lstm.DIMS, "small", lstm.DIMS["small"]._replace(tokens=6))
-    monkeypatch.setattr(collectives, "BUCKET_BYTES", BUCKET_BYTES)
 
 
 class Fading(nn.Module):

@@ -16,13 +16,14 @@ from unittest import mock
 
 import pytest
 import torch
-from dpbench.engine.collectives import reduce
-from dpbench.engine.losses import LocalLoss, Loss
 from torch import Tensor, nn
 
 from dpbench.engine.data_parallel import DataParallel
+from dpbench.engine.fast.local_loss import LocalLoss
+from dpbench.engine.fast.losses import summed_form
 from dpbench.engine.gather import gather
 from dpbench.engine.parallel_apply import parallel_apply
+from dpbench.engine.reduce import reduce
 from dpbench.engine.replicate import replicate
 from dpbench.engine.scatter import scatter
 from dpbench.engine.train_step import TrainStep
@@ -153,7 +154,7 @@ class Run:
     def _losses(self, net: Net, batches: Batches, devices: Any) -> list[Tensor]:
         """Use the parts of the loss alone; they are freed, and their memory filled, at once."""
         reduction = "sum" if "summed" in self.kind else "mean"
-        root, summed = devices[0], Loss(nn.CrossEntropyLoss(reduction=reduction)).summed()
+        root, summed = devices[0], summed_form(nn.CrossEntropyLoss(reduction=reduction))
         assert summed is not None
         losses, replicas = [], []
         with holding(devices):

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from dpbench.engine.workers import Pool, Serial, Spawn, Workers
 from torch import nn
 
 from dpbench import models
 from dpbench.engine import DataParallel, parallel_apply
+from dpbench.engine.fast.pool import Pool
+from dpbench.engine.parallel_apply import Spawn, Workers
 from dpbench.hardware import processes
 from dpbench.hardware.devices import open_devices, resolve
 from dpbench.measure.worker import trial
@@ -80,14 +81,6 @@ def test_replicas_of_a_case_work_on_a_core_each_and_the_caller_stays_where_it_is
             assert where == (set(processes.CORES) if thread == threading.get_ident() else core(i))
     assert here() == set(processes.CORES)
     workers.close()
-
-
-@linux
-def test_one_thread_for_all_replicas_is_not_moved_about() -> None:
-    found = parallel_apply(
-        [Where()] * 2, [torch.ones(1)] * 2, None, open_devices("cpu", 2), workers=Serial()
-    )
-    assert [where for _, where in found] == 2 * [set(processes.CORES)]
 
 
 @linux

@@ -90,7 +90,7 @@ _RULES = {
         F.binary_cross_entropy_with_logits, ("weight", "pos_weight"), _elements
     ),
 }
-"""The rule of each loss module; tests/engine/fast/test_losses.py measures `bits` at many sizes and scales."""
+"""The rule of each loss module; test_losses.py measures `bits` at many sizes and scales."""
 _BY_FUNCTION = {rule.function: rule for rule in _RULES.values()}
 _ROUNDING = ("weight", "pos_weight", "label_smoothing")
 """Settings that make a loss `ROUNDED`: the divisor is no count, or the terms' divisors differ."""

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from dpbench.engine import collectives
+from dpbench.engine.fast import exchange
 from dpbench.engine.train_step import TrainStep
 from dpbench.hardware.devices import resolve
 from dpbench.hardware.devices.cuda import CudaDevice
 from dpbench.hardware.devices.host import HostDevice
 from tests.engine.fast.test_schedules import OPTIMIZERS, differing, problem, train
-from tests.engine.law.sides import EVERYWHERE, KEPT, refuses_partial_gradients
+from tests.engine.law.sides import EVERYWHERE, refuses_partial_gradients
 
 
 class Ordered:
@@ -92,7 +91,6 @@ def together(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[str]
         return found
 
     monkeypatch.setattr(HostDevice, "collectives", offered)
-    monkeypatch.setattr(collectives, "BUCKET_BYTES", 1)
     called()
     yield called
     called()
@@ -106,18 +104,17 @@ def test_collectives_make_the_weights_of_ordered_adds_on_every_schedule(
     expected, _ = train("odd", "reference", n, 4 * n - 1, "adamw_two_groups")
     assert not together()
     used = {
-        "local": {"reduce"},
         "allreduce": {"all_reduce"},
         "sharded": {"all_gather", "broadcast", "reduce_scatter"},
     }
-    for schedule in KEPT:
+    for schedule in EVERYWHERE:
         assert not differing(
             expected, train("odd", schedule, n, 4 * n - 1, "adamw_two_groups")[0]
         ), schedule
         assert used[schedule] <= set(together()), schedule
 
 
-@pytest.mark.parametrize("schedule", KEPT)
+@pytest.mark.parametrize("schedule", EVERYWHERE)
 def test_short_batches_options_and_checkpoints_go_with_collectives(
     schedule: str, together: Any
 ) -> None:
@@ -149,7 +146,6 @@ def test_short_batches_options_and_checkpoints_go_with_collectives(
 @pytest.mark.parametrize(
     ("broken", "schedule"),
     [
-        ("reduce", "local"),
         ("all_reduce", "allreduce"),
         ("all_gather", "sharded"),
         ("reduce_scatter", "sharded"),
@@ -203,16 +199,16 @@ def test_only_distinct_gpus_have_collectives(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("dpbench.hardware.devices.cuda.torch.empty", lambda *_, **__: None)
     weights = [torch.zeros(3), torch.zeros(2, 2, dtype=torch.float16)]
     spread = [_cuda(0, 0), _cuda(1, 1), _cuda(2, 2)]
-    assert collectives.choose(spread, weights) == ("nccl", 3)
-    assert collectives.choose([_cuda(0, 0), _cuda(1, 0)], weights) is None
-    assert collectives.choose(spread[:1], weights) is None
-    assert collectives.choose(spread, [torch.zeros(4, 4)[:, ::2]]) is None
-    assert collectives.choose(spread, [torch.zeros(2, dtype=torch.complex64)]) is None
-    assert collectives.choose(spread, [torch.zeros(2).to_sparse()]) is None
+    assert exchange.choose(spread, weights) == ("nccl", 3)
+    assert exchange.choose([_cuda(0, 0), _cuda(1, 0)], weights) is None
+    assert exchange.choose(spread[:1], weights) is None
+    assert exchange.choose(spread, [torch.zeros(4, 4)[:, ::2]]) is None
+    assert exchange.choose(spread, [torch.zeros(2, dtype=torch.complex64)]) is None
+    assert exchange.choose(spread, [torch.zeros(2).to_sparse()]) is None
     monkeypatch.setattr("dpbench.hardware.devices.cuda.nccl.is_available", lambda tensors: False)
-    assert collectives.choose(spread, weights) is None
+    assert exchange.choose(spread, weights) is None
     for ids in (["cpu", "cpu"], ["emulated:0", "emulated:1"]):
-        assert collectives.choose(resolve(ids), weights) is None
+        assert exchange.choose(resolve(ids), weights) is None
 
 
 def test_blocking_launches_are_refused_on_distinct_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,29 +225,3 @@ def test_blocking_launches_are_refused_on_distinct_gpus(monkeypatch: pytest.Monk
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     monkeypatch.setattr("dpbench.hardware.devices.cuda._has_nccl", lambda: False)
     assert spread[0].can_collect(spread)
-
-
-@pytest.mark.parametrize(
-    ("limit", "starts"), [(1, [48, 0, 16, 0]), (300, [48, 0, 0]), (10**6, [0, 0])]
-)
-def test_buckets_cover_each_flat_once_from_its_end(
-    limit: int, starts: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(collectives, "BUCKET_BYTES", limit)
-    parameters = [torch.zeros(n) for n in (40, 7, 100, 3)]
-    devices = resolve(["cpu", "cpu"])
-    exchange = collectives.Exchange(
-        Ordered(devices),
-        devices,
-        [parameters] * 2,
-        [[0, 2], [1, 3]],
-        [0, 0],
-        everyone=False,
-        mark=lambda *_: nullcontext(),
-    )
-    assert [run.start for run in exchange.buckets] == starts
-    assert sorted(n for run in exchange.buckets for n in run.numbers) == [0, 1, 2, 3]
-    for f, own in enumerate(exchange.buffers[0]):
-        runs = [run for run in exchange.buckets if run.flat == f]
-        assert [run.stop for run in runs] == [own.numel(), *(run.start for run in runs[:-1])]
-        assert own.numel() % 32 == 0

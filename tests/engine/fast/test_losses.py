@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from dpbench.engine.losses import Bits, Loss
 from torch import Tensor, nn
+
+from dpbench.engine.fast.losses import Bits, summed_form
 
 CLASSES = 7
 
@@ -54,9 +55,9 @@ LOSSES: dict[str, tuple[str, Callable[[torch.dtype], nn.Module]]] = {
 }
 
 
-def by_parts(loss: Loss, output: Tensor, target: Tensor, parts: int = 3) -> Tensor:
+def by_parts(loss: Any, output: Tensor, target: Tensor, parts: int = 3) -> Tensor:
     """Return the loss that the replicas' parts make."""
-    summed = loss.summed()
+    summed = summed_form(loss)
     assert summed is not None
     pieces = list(zip(output.chunk(parts), target.chunk(parts), strict=True))
     total = sum(summed.total(*piece) for piece in pieces)
@@ -71,13 +72,13 @@ def test_parts_make_the_loss_and_the_gradients_keep_the_bits_that_are_promised(
 ) -> None:
     kind, make = LOSSES[name]
     module = make(dtype)
-    summed = Loss(module).summed()
+    summed = summed_form(module)
     assert summed is not None
     for scale in (1.0, 0.25, 1024.0, 1 / 3):
         for rows in (5, 13, 16, 37):
             output, target = made(kind, rows, rows, dtype)
             gradients = []
-            for take in (module, lambda o, t: by_parts(Loss(module), o, t)):
+            for take in (module, lambda o, t: by_parts(module, o, t)):
                 leaf = output.clone().requires_grad_()
                 loss = take(leaf, target)
                 (loss * scale).backward()
@@ -90,14 +91,14 @@ def test_parts_make_the_loss_and_the_gradients_keep_the_bits_that_are_promised(
 
 
 def test_no_loss_is_said_to_keep_bits_beyond_those_tried() -> None:
-    found = {name: Loss(make(torch.float32)).summed() for name, (_, make) in LOSSES.items()}
+    found = {name: summed_form(make(torch.float32)) for name, (_, make) in LOSSES.items()}
     exact = {name for name, summed in found.items() if summed and summed.bits is Bits.SAME}
     assert exact == {"cross entropy", "ignore", "probabilities", "nll", "l1"}
 
 
 def test_settings_are_read_anew() -> None:
     criterion = nn.CrossEntropyLoss()
-    loss, (output, target) = Loss(criterion), made("classes", 9, 0, torch.float32)
+    output, target = made("classes", 9, 0, torch.float32)
     for change in (
         {"ignore_index": 1},
         {"label_smoothing": 0.2},
@@ -106,11 +107,10 @@ def test_settings_are_read_anew() -> None:
     ):
         for name, value in change.items():
             setattr(criterion, name, value)
-        torch.testing.assert_close(by_parts(loss, output, target), criterion(output, target))
+        torch.testing.assert_close(by_parts(criterion, output, target), criterion(output, target))
     partial = functools.partial(F.cross_entropy, ignore_index=0)
-    loss = Loss(partial)
     partial.keywords["ignore_index"] = 2
-    torch.testing.assert_close(by_parts(loss, output, target), partial(output, target))
+    torch.testing.assert_close(by_parts(partial, output, target), partial(output, target))
 
 
 class Own(nn.MSELoss):
@@ -157,18 +157,18 @@ def with_reduction(output: Tensor, target: Tensor, reduction: str = "mean") -> T
     ],
 )
 def test_what_has_no_known_divisor_is_not_taken_by_parts(loss: Any) -> None:
-    assert Loss(loss).summed() is None
+    assert summed_form(loss) is None
 
 
 def test_rows_that_broadcasting_couples_do_not_split() -> None:
-    summed = Loss(F.mse_loss).summed()
+    summed = summed_form(F.mse_loss)
     assert summed is not None
     assert summed.splits(torch.zeros(4, 3), torch.zeros(4, 3))
     assert summed.splits(torch.zeros(4, 3), torch.zeros(4, 1))
     assert not summed.splits(torch.zeros(4, 1), torch.zeros(4))
     assert not summed.splits(torch.zeros(4, 3), torch.zeros(3))
     assert not summed.splits({"out": torch.zeros(4)}, torch.zeros(4))
-    classes = Loss(F.cross_entropy).summed()
+    classes = summed_form(F.cross_entropy)
     assert classes is not None
     assert classes.splits(torch.zeros(4, 3), torch.zeros(4, 3))
     assert classes.splits(torch.zeros(4, 3, 2), torch.zeros(4, 2, dtype=torch.long))
@@ -181,17 +181,17 @@ def test_soft_targets_are_counted_once_per_place_whatever_their_weights(
     shape: tuple[int, ...], weighted: bool
 ) -> None:
     output, target = torch.randn(shape), torch.rand(shape).softmax(1)
-    loss = Loss(nn.CrossEntropyLoss(weight=torch.arange(1.0, 6.0) if weighted else None))
-    summed = loss.summed()
+    loss = nn.CrossEntropyLoss(weight=torch.arange(1.0, 6.0) if weighted else None)
+    summed = summed_form(loss)
     assert summed is not None
     assert summed.weight(output, target) == output.numel() // 5
-    torch.testing.assert_close(by_parts(loss, output, target), loss.whole(output, target))
+    torch.testing.assert_close(by_parts(loss, output, target), loss(output, target))
 
 
 def test_weights_that_differ_between_rows_do_not_split() -> None:
     output = torch.zeros(4, 3)
     weights = {(3,): True, (1, 3): True, (): True, (4, 3): False, (4, 1): False}
     for shape, splits in weights.items():
-        summed = Loss(nn.BCEWithLogitsLoss(weight=torch.ones(shape))).summed()
+        summed = summed_form(nn.BCEWithLogitsLoss(weight=torch.ones(shape)))
         assert summed is not None
         assert summed.splits(output, output) == splits, shape

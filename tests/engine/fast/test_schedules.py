@@ -226,7 +226,7 @@ def test_numbers_that_replicas_exchange_wait_for_each_other(
         nn.Linear(4, 4), weigh, OPTIMIZERS["sgd"], ["cpu"] * 3, "local", mark=mark
     ) as step:
         step(torch.randn(6, 4), torch.randn(6, 4))
-    added = len(log) - 1 - log[::-1].index((Phase.LOSS, 0))
+    added = [n for n, one in enumerate(log) if one == (Phase.LOSS, 0)][1]
     for i in (1, 2):
         assert (0, i) in log[log.index((Phase.LOSS, i)) : added]
         assert (i, 0) in log[added : log.index((Phase.BACKWARD, i))]

@@ -409,9 +409,11 @@ def test_five_steps_give_the_same_bits(name: str, optimizer: str, ids: tuple[int
 def test_the_comparison_sees_gradients_added_in_another_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    module = importlib.import_module("dpbench.engine.collectives")
-    add = module._sum
-    monkeypatch.setattr(module, "_sum", lambda parts, root: add([parts[0], *parts[:0:-1]], root))
+    module = importlib.import_module("dpbench.engine.replicate")
+    add = module.reduce
+    monkeypatch.setattr(
+        module, "reduce", lambda given, **others: add([given[0], *given[:0:-1]], **others)
+    )
     assert "by " in difference(
         *(train(wrap, TRAINED["mlp"], "sgd", (0, 1, 2, 3)) for wrap in (theirs, ours))
     )

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from dpbench.engine.workers import Serial, Spawn, Workers
 from torch import Tensor, nn
 
 from dpbench.engine import DataParallel
-from dpbench.engine.parallel_apply import in_stages
+from dpbench.engine.fast.pool import Pool
+from dpbench.engine.fast.stages import in_stages
+from dpbench.engine.parallel_apply import Spawn, Workers
 from dpbench.hardware.devices import resolve
 from tests.engine.chunked import Chunked
 from tests.engine.nets import cpus, made, mlp
@@ -76,7 +77,7 @@ def test_replicas_run_under_the_callers_settings(
     assert output.requires_grad == grad
 
 
-@pytest.mark.parametrize("workers", [Spawn(), Serial()], ids=["threads", "caller"])
+@pytest.mark.parametrize("workers", [Spawn(), Pool()], ids=["threads", "pool"])
 def test_the_call_between_two_stages_runs_under_the_callers_settings(workers: Workers) -> None:
     seen: list[tuple[bool, bool]] = []
 
@@ -90,8 +91,6 @@ def test_the_call_between_two_stages_runs_under_the_callers_settings(workers: Wo
 
 class LastFirst:
     """Workers for two devices: device 0 begins a stage only after device 1 has ended it."""
-
-    concurrent = True
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.arrived = threading.Event()

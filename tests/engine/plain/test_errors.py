@@ -94,7 +94,7 @@ RUNS: dict[str, Callable[[nn.Module], Callable[[torch.Tensor], torch.Tensor]]] =
     "two devices": lambda module: dpbench.DataParallel(module, TWO),
     "one device": lambda module: dpbench.DataParallel(module, TWO[:1]),
     "a step": lambda module: stepping(module, "reference"),
-    "a step with losses of its own": lambda module: stepping(module, "loss=local"),
+    "a step with losses of its own": lambda module: stepping(module, "local"),
 }
 
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from dpbench.engine.workers import capture
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpbench.engine import DataParallel, reduce, replicate
+from dpbench.engine.settings import capture
 from tests.engine.nets import TWO, Call, returning
 
 # ---------------------------------------------------------------- replicate

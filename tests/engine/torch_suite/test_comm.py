@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from dpbench.engine.collectives import copies_of
 from torch import Tensor
 
 import dpbench
 from dpbench.engine import resolve
+from dpbench.engine.replicate import copies_of
 from dpbench.records import no_mark
 from tests.engine.conformance import Place, close, every_kind, host, on, place, share
 
