@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from dpbench.hardware.devices import Devices, as_devices
-from dpbench.hardware.devices._many import add_all
 from dpbench.records import Mark, Phase, no_mark
 
 Gradients = Sequence[Sequence[torch.Tensor]]
@@ -17,10 +16,10 @@ Gradients = Sequence[Sequence[torch.Tensor]]
 def reduce(gradients: Gradients, devices: Devices, *, mark: Mark = no_mark) -> list[torch.Tensor]:
     """Return the sums of `gradients[replica][parameter]` over the replicas, on `devices[0]`.
 
-    The order of additions is ((g0 + g1) + g2) + ..., so that the sums are bitwise reproducible. On
-    distinct GPUs, torch's coalesced reduction by NCCL chooses the order, unless grad mode is
-    enabled (as in a backward with `create_graph=True`), because autograd records no collective. A
-    sum is sparse if all its gradients are.
+    There are two paths. On distinct GPUs, in the usual backward, NCCL adds the gradients and
+    chooses the order. Everywhere else, and in a backward with `create_graph=True`, because autograd
+    records no collective, the order is ((g0 + g1) + g2) + ..., and the sums are bitwise
+    reproducible. A sum is sparse if all its gradients are.
     """
     devices = as_devices(devices)
     root = devices[0]
@@ -33,19 +32,11 @@ def reduce(gradients: Gradients, devices: Devices, *, mark: Mark = no_mark) -> l
             root.borrow(one)
         with root.guard():
             sums = list(gradients[0])
-            for number, others in enumerate(gradients[1:]):
-                here = [g if g.device == home else g.to(home, non_blocking=True) for g in others]
-                sums = _added(sums, here, in_place=number > 0)
+            for others in gradients[1:]:
+                here = (g if g.device == home else g.to(home, non_blocking=True) for g in others)
+                sums = [
+                    # torch cannot add a dense tensor to a sparse one
+                    other + total if total.is_sparse and not other.is_sparse else total + other
+                    for total, other in zip(sums, here, strict=True)
+                ]
             return sums
-
-
-def _added(
-    sums: Sequence[torch.Tensor], others: Sequence[torch.Tensor], *, in_place: bool
-) -> list[torch.Tensor]:
-    if not any(total.is_sparse for total in sums):
-        return add_all(sums, others, in_place=in_place)
-    # torch cannot add a dense tensor to a sparse one
-    return [
-        other + total if total.is_sparse and not other.is_sparse else total + other
-        for total, other in zip(sums, others, strict=True)
-    ]

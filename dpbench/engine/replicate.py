@@ -64,9 +64,9 @@ def replicate(
     with mark(Phase.REPLICATE, devices[0].index):
         parameters, buffers = unique(module.parameters()), unique(module.buffers())
         check_placed((*parameters, *buffers), devices[0])
-    tensors, copies = copied(parameters, buffers, devices, detach, reducer, mark)
+    tensors, per_replica = copied(parameters, buffers, devices, detach, reducer, mark)
     replicas = []
-    for device, of_replica in zip(devices, copies, strict=True):
+    for device, of_replica in zip(devices, per_replica, strict=True):
         with mark(Phase.REPLICATE, device.index):
             replicas.append(rebuild(module, dict(zip(map(id, tensors), of_replica, strict=True))))
     return replicas
@@ -80,27 +80,30 @@ def copied(
     reducer: Reducer | None,
     mark: Mark,
 ) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
-    """Return a module's tensors in one order, and in the same order each replica's copies of them.
+    """Return a module's tensors in one order, and in the same order each replica's tensors.
 
-    Replica 0 has the tensors themselves. The arguments are those of `replicate`.
+    Replica 0 shares storage with the module: its weights are outputs of `Broadcast`, and its
+    buffers the module's own, so that writes to them, such as those of BatchNorm, change the module.
+    The other replicas have copies. The arguments are those of `replicate`.
     """
     plain = [b for b in buffers if detach or not b.requires_grad]
     trained = [*parameters, *(b for b in buffers if b.requires_grad and not detach)]
     if detach:
         with torch.no_grad():
-            copies = copies_of(trained, devices, mark)
+            per_replica = copies_of(trained, devices, mark)
     else:
         reducer = reducer or partial(reduce, devices=devices, mark=mark)
         joined = Broadcast.apply(devices, reducer, mark, *trained) if trained else ()  # type: ignore[no-untyped-call]
-        copies = [
+        per_replica = [
             list(joined[i * len(trained) : (i + 1) * len(trained)]) for i in range(len(devices))
         ]
-    for weights, statistics in zip(copies, copies_of(plain, devices, mark), strict=True):
-        weights.extend(statistics)
-    # replica 0 must not write its buffers in place while other devices still copy them
+    for of_replica, its_plain in zip(per_replica, copies_of(plain, devices, mark), strict=True):
+        of_replica.extend(its_plain)
+    # replica 0 must not write its buffers in place while other devices still copy them: work that
+    # is queued on the first device from here on starts after the copies
     for device in devices[1:]:
         devices[0].wait(device)
-    return [*trained, *plain], copies
+    return [*trained, *plain], per_replica
 
 
 class Broadcast(Function):
@@ -133,9 +136,10 @@ class Broadcast(Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradients, summed over the replicas, and None for each other argument.
 
-        As in torch, the gradient of a parameter that no replica used is zero. The sums are computed
-        on the streams of the forward, to which the gradients' memory belongs: the thread in which
-        autograd runs this has others.
+        For a parameter that a replica did not use, autograd passes zeros to this function, and not
+        None; the sum for a parameter that no replica used is therefore zero, as in torch. The sums
+        are computed on the streams of the forward, to which the gradients' memory belongs: the
+        thread in which autograd runs this has others.
         """
         wanted = [n for n, wants in enumerate(ctx.needs_input_grad[3:]) if wants]
         starts = range(0, len(gradients), ctx.count)

@@ -36,6 +36,8 @@ def place_target(target: Any, output: Any, root: Device, mark: Mark) -> Any:
     accelerator.
     """
     device = device_of(output)
+    if isinstance(target, torch.Tensor) and target.device == device:
+        return target
 
     def placed(tensor: torch.Tensor) -> torch.Tensor:
         if device is None or tensor.device == device:

@@ -22,18 +22,3 @@ def sum_all(into: Sequence[torch.Tensor], sources: Sequence[Sequence[torch.Tenso
         torch._foreach_copy_(list(into), list(sources[0]))
         for source in sources[1:]:
             torch._foreach_add_(list(into), list(source))
-
-
-def add_all(
-    sums: Sequence[torch.Tensor], others: Sequence[torch.Tensor], *, in_place: bool
-) -> list[torch.Tensor]:
-    """Return each `sums[i] + others[i]`; `in_place` adds into `sums[i]`.
-
-    All tensors must be on one device; autograd records the additions.
-    """
-    if not sums:
-        return []
-    if not in_place:
-        return list(torch._foreach_add(list(sums), list(others)))
-    torch._foreach_add_(list(sums), list(others))
-    return list(sums)

@@ -44,7 +44,7 @@ class HostDevice:
 
     def clone(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return copies of `tensors`, made one by one, so that each is aligned to 64 bytes."""
-        return [self.put(tensor) for tensor in tensors]
+        return [tensor.to(self.torch_device, copy=True) for tensor in tensors]
 
     def guard(self) -> AbstractContextManager[Any]:
         """Return a context manager that does nothing: the host is always current."""
