@@ -226,9 +226,11 @@ def test_numbers_that_replicas_exchange_wait_for_each_other(
         nn.Linear(4, 4), weigh, OPTIMIZERS["sgd"], ["cpu"] * 3, "local", mark=mark
     ) as step:
         step(torch.randn(6, 4), torch.randn(6, 4))
-    added = len(log) - 1 - log[::-1].index((Phase.LOSS, 0))
+    took = max(log.index((Phase.LOSS, i)) for i in (1, 2))
+    waited = log.index((0, 2), took)
+    added = log.index((Phase.LOSS, 0), waited)
+    assert (0, 1) in log[took:added]
     for i in (1, 2):
-        assert (0, i) in log[log.index((Phase.LOSS, i)) : added]
         assert (i, 0) in log[added : log.index((Phase.BACKWARD, i))]
 
 
