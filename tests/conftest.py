@@ -27,6 +27,7 @@ from dpbench.measure import run as runner
 from dpbench.measure.server import Server
 from dpbench.store import Store
 from tests import commands, exported, standing_in
+from tests.engine import rungs
 
 gc.disable()  # until all tests are collected: see pytest_collection_finish
 # before torch is loaded: later has no effect; the threads of a strategy that uses all cores would
@@ -175,6 +176,9 @@ def once(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
+        "--all", action="store_true", help="run the tests of all schedules, and not a sample"
+    )
+    parser.addoption(
         "--fast", action="store_true", help="leave out tests that are slow or start a process"
     )
 
@@ -288,6 +292,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     )
     if config.getoption("fast"):
         kept = set(_fast(items))
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
+
+    if not config.getoption("all"):
+        kept = set(filter(rungs.in_sample, items))
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
 

@@ -37,7 +37,7 @@ class Chunked:
         values, tree = tree_flatten((args, kwargs))
         cut = [value.split(self._rows(values)) for value in values if isinstance(value, Tensor)]
         # without tensors, there is nothing to cut: each device gets the same arguments
-        count = len(cut[0]) if cut else self._devices if values else 1
+        count = len(cut[0]) if cut else self._devices if args or kwargs else 1
         pieces = [[column[i] for column in cut] for i in range(count)]
         learned = [
             t for t in (*self.module.parameters(), *self.module.buffers()) if t.requires_grad

@@ -26,11 +26,10 @@ from torch import Tensor, nn
 
 from dpbench import DataParallel
 from dpbench.engine import resolve
-from dpbench.records.schedule import FASTEST
 from tests.engine import rungs
 
-SCHEDULES = (*map(str, rungs.WRAPPED), FASTEST)
-"""The schedules that a wrapper can have; for `fastest` it takes the highest of them."""
+SCHEDULES = tuple(map(str, rungs.WRAPPED))
+"""The schedules that a wrapper can have."""
 
 
 KINDS: dict[str, tuple[int, tuple[pytest.MarkDecorator, ...]]] = {
@@ -55,7 +54,11 @@ every_kind = pytest.mark.parametrize(
 every_schedule = pytest.mark.parametrize(
     "place",
     [
-        pytest.param((kind, schedule), marks=marks, id=f"{kind}-{schedule}")
+        pytest.param(
+            (kind, schedule),
+            marks=(*marks, *rungs.marks(schedule, SCHEDULES)),
+            id=f"{kind}-{schedule}",
+        )
         for (kind, marks), schedule in itertools.product(HERE.items(), SCHEDULES)
     ],
     indirect=True,

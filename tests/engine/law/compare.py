@@ -16,7 +16,7 @@ def assert_same(ours: Any, plain: Any, where: str) -> None:
     if isinstance(plain, Tensor):
         assert isinstance(ours, Tensor), f"{where}: {ours}, not a tensor"
         ours, plain = (
-            t.detach().to_dense() if t.layout is not torch.strided else t.detach()
+            t.detach().to_dense().cpu() if t.layout is not torch.strided else t.detach().cpu()
             for t in (ours, plain)
         )
         assert ours.dtype == plain.dtype, f"{where}: {ours.dtype}, not {plain.dtype}"

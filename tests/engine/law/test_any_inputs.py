@@ -1,17 +1,12 @@
-"""Random calls, held bit by bit against the chunked reference: one deep copy per chunk.
+"""Random calls, compared bit by bit with the plain reference of tests/engine/chunked.py.
 
-Inputs, rows, devices and schedules are drawn. `call`, and `train` of test_any_training.py, are the
-engine's side and the only places that know of schedules;
-`expect` and `expect_training` are the reference, which owes nothing to the engine: it runs copy
-after copy on the host and adds the gradients in replica order.
+Inputs, rows, devices and schedules are drawn.
 """
 
 from __future__ import annotations
 
-import copy
-import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
@@ -21,19 +16,13 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 import dpbench
-from dpbench.records.schedule import SWITCHES, Schedule
+from tests.engine import rungs
+from tests.engine.chunked import Chunked, sizes_of
 from tests.engine.conformance import Place
+from tests.engine.law.compare import assert_same
 
 WIDTH = 5
-ALL = [
-    Schedule(**dict(zip(SWITCHES, positions, strict=True)))
-    for positions in itertools.product(*SWITCHES.values())
-]
-STEPPED = [one for one in ALL if not one.missing()]
-WRAPPED = [one for one in ALL if not one.missing(train_step=False)]
-"""The schedules that TrainStep and the wrapper can have without a GPU, those that round
-included.
-"""
+WRAPPED = rungs.WRAPPED
 
 
 # ---------------------------------------------------------------- what is drawn
@@ -79,7 +68,7 @@ class Case:
         if self.sizes is not None:
             return list(self.sizes)
         if any(True for _ in leaves((self.args, self.kwargs))):
-            return [len(piece) for piece in torch.empty(self.rows).chunk(self.devices)]
+            return sizes_of(self.rows, self.devices)
         return [0] * (self.devices if self.args or self.kwargs else 1)
 
 
@@ -194,8 +183,8 @@ def slopes(outputs: list[Tensor]) -> list[Tensor]:
     ]
 
 
-def call(case: Case, module: nn.Module, wrapped: nn.Module, place: Place) -> Result:
-    """Run forward and backward by the wrapper, once."""
+def outcome(case: Case, module: nn.Module, forward: Callable[..., Any], place: Place) -> Result:
+    """Run forward and backward once."""
     inputs: list[Tensor] = []
 
     def placed(leaf: Leaf) -> Tensor:
@@ -203,7 +192,7 @@ def call(case: Case, module: nn.Module, wrapped: nn.Module, place: Place) -> Res
         return inputs[-1]
 
     args, kwargs = build((case.args, case.kwargs), placed)
-    outputs = wrapped(*args, **kwargs)
+    outputs = forward(*args, **kwargs)
     tensors = list(leaves(outputs, Tensor))
     torch.autograd.backward(tensors, [slope.to(place.device()) for slope in slopes(tensors)])
     return Result(
@@ -219,100 +208,22 @@ def at(tensor: Tensor, case: Case, place: Place) -> Tensor:
     return tensor if case.at_home else place.put(tensor)
 
 
-def expect(
-    case: Case,
-    module: nn.Module,
-    schedule: Schedule,
-    call: int = 0,
-    pull: Callable[[list[Tensor]], list[Tensor]] = slopes,
-) -> Result:
-    """Return what forward and backward must leave, from one module copy per chunk, run in turn.
-
-    `pull` gives the gradients of the whole outputs. Of the schedule only the dtype matters that
-    gradients are sent in.
-    """
-    sizes = case.pieces
-    cut: list[list[Tensor]] = []
-
-    def chunked(leaf: Leaf) -> Leaf:
-        whole = leaf.made(case.rows, call)
-        pieces = whole.detach().split(sizes)
-        cut.append([piece.clone().requires_grad_(whole.requires_grad) for piece in pieces])
-        return leaf
-
-    build((case.args, case.kwargs), chunked)
-    copies = [copy.deepcopy(module) for _ in sizes]
-    results = []
-    for i, one in enumerate(copies):
-        pieces = iter([column[i] for column in cut])
-        args, kwargs = build((case.args, case.kwargs), lambda _, pieces=pieces: next(pieces))
-        results.append(list(leaves(one(*args, **kwargs), Tensor)))
-    wholes = [
-        torch.cat([part.detach() for part in column]) for column in zip(*results, strict=True)
-    ]
-    lengths = [len(result[0]) for result in results]
-    pulls = pull(wholes)
-    for i, result in enumerate(results):
-        torch.autograd.backward(result, [slope.split(lengths)[i].clone() for slope in pulls])
-    *parts, exponential = wholes[1:]
-    return Result(
-        {"whole": wholes[0], "parts": (parts, Pair(exponential, None))},
-        {
-            name: added(case, [one.get_parameter(name) for one in copies], schedule)
-            for name, _ in module.named_parameters()
-        },
-        [
-            torch.cat([piece.grad for piece in column]) if column[0].requires_grad else None
-            for column in cut
-        ],
-        dict(copies[0].named_buffers()),
-    )
-
-
-def added(case: Case, parameters: list[nn.Parameter], schedule: Schedule) -> Tensor | None:
-    """Add gradients in replica order; with several devices, one that no replica uses gets zeros."""
-    total = None
-    for parameter in parameters:
-        part = parameter.grad
-        if part is None and case.devices > 1 and parameter.requires_grad:
-            part = torch.zeros_like(parameter)
-        total = part if total is None or part is None else total + part
-    return total
-
-
-def assert_same(ours: Any, expected: Any, what: str) -> None:
-    """Compare nested values bit by bit, and the types of containers."""
-    assert isinstance(ours, type(expected)), what
-    if isinstance(expected, Tensor):
-        ours = ours.detach().cpu()
-        assert ours.dtype == expected.dtype, what
-        assert torch.equal(ours, expected.detach()), what
-    elif isinstance(expected, dict):
-        assert list(ours) == list(expected), what
-        for key, part in expected.items():
-            assert_same(ours[key], part, f"{what}, {key}")
-    elif isinstance(expected, tuple | list):
-        assert len(ours) == len(expected), what
-        for i, (mine, part) in enumerate(zip(ours, expected, strict=True)):
-            assert_same(mine, part, f"{what}, {i}")
-    else:
-        assert ours == expected, what
-
-
-def check(case: Case, kind: str, schedule: Schedule) -> None:
-    """Hold two calls of a wrapper, so also one with kept state, against the reference."""
+def check(case: Case, kind: str, schedule: str) -> None:
+    """Compare two calls of a wrapper with the reference: the second one finds what is kept."""
     place = Place(kind)
     ids = place.ids(*range(case.devices))
     dpbench.engine.resolve(ids)
-    reference, module = Net(), Net()
+    plain, module = Net(), Net()
     wrapped = dpbench.DataParallel(module.to(place.device()), ids, schedule=schedule)
+    chunked = Chunked(plain, case.devices)
     for _ in range(2):
-        expected, ours = expect(case, reference, schedule), call(case, module, wrapped, place)
+        expected = outcome(case, plain, chunked, Place("cpu"))
+        ours = outcome(case, module, wrapped, place)
         assert_same(ours.outputs, expected.outputs, "outputs")
         assert_same(ours.gradients, expected.gradients, "gradients")
         assert_same(ours.of_inputs, expected.of_inputs, "gradients of inputs")
         assert_same(ours.buffers, expected.buffers, "buffers")
-        reference.load_state_dict(expected.buffers, strict=False)
+        plain.zero_grad()
         module.zero_grad()
 
 
@@ -321,23 +232,14 @@ def check(case: Case, kind: str, schedule: Schedule) -> None:
 every_kind = pytest.mark.parametrize("kind", ["cpu", "emulated"])
 
 
-def on_kind(schedule: Schedule, kind: str) -> Schedule:
-    """Return the schedule as this kind can have it: emulated devices have no flat buffers."""
-    return (
-        schedule
-        if kind == "cpu"
-        else replace(schedule, storage="separate", optimizer="per_parameter")
-    )
-
-
 @pytest.mark.slow
 @every_kind
 @settings(derandomize=True, max_examples=60, deadline=None)
 @given(case=cases(), schedule=st.sampled_from(WRAPPED))
 def test_any_inputs_equal_the_chunked_reference_on_any_schedule(
-    kind: str, case: Case, schedule: Schedule
+    kind: str, case: Case, schedule: str
 ) -> None:
-    check(case, kind, on_kind(schedule, kind))
+    check(case, kind, schedule)
 
 
 @every_kind

@@ -1,10 +1,10 @@
-"""Trainings over whatever hypothesis draws, held bit by bit against the chunked reference."""
+"""Trainings over whatever hypothesis draws, compared bit by bit with the plain reference."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import hypothesis.strategies as st
@@ -15,23 +15,22 @@ from torch import Tensor, nn
 
 import dpbench
 from dpbench.records.schedule import Schedule
+from tests.engine.chunked import PlainStep
 from tests.engine.conformance import Place
+from tests.engine.law.compare import assert_same
+from tests.engine.law.sides import EVERYWHERE
 from tests.engine.law.test_any_inputs import (
     NESTED,
-    STEPPED,
     TARGET,
     TENSORS,
     Case,
     Leaf,
     Net,
     Pair,
-    assert_same,
     at,
     build,
     every_kind,
-    expect,
     leaves,
-    on_kind,
 )
 
 CALLS = 4
@@ -55,7 +54,7 @@ class Training:
 
     case: Case
     target: Any
-    schedule: Schedule
+    schedule: str
     optimizer: str
     accumulate: int
     clip_norm: float | None
@@ -69,7 +68,7 @@ class Training:
 
 
 @st.composite
-def trainings(draw: st.DrawFn, schedules: Sequence[Schedule], *, sized: bool = False) -> Training:
+def trainings(draw: st.DrawFn, schedules: Sequence[str], *, sized: bool = False) -> Training:
     """Draw steps over batches that can be cut.
 
     With `sized`, each device's number of rows is drawn too.
@@ -89,13 +88,15 @@ def trainings(draw: st.DrawFn, schedules: Sequence[Schedule], *, sized: bool = F
         sizes,
         draw(st.booleans()),
     )
+    schedule = draw(st.sampled_from(schedules))
+    complete = schedule not in EVERYWHERE  # one device has the complete gradients
     return Training(
         case,
         draw(st.sampled_from([TARGET, {"t": TARGET}, Pair(None, [TARGET]), (TARGET,)])),
-        draw(st.sampled_from(schedules)),
+        schedule,
         draw(st.sampled_from(list(OPTIMIZERS))),
-        draw(st.sampled_from([1, 1, 2])),
-        draw(st.sampled_from([None, None, 0.5])),
+        draw(st.sampled_from([1, 1, 2])) if complete else 1,
+        draw(st.sampled_from([None, None, 0.5])) if complete else None,
         draw(st.booleans()),
     )
 
@@ -126,12 +127,33 @@ def rows_of(output: Any, target: Any) -> int:
     return len(output["whole"])
 
 
+def after_steps(
+    training: Training, module: nn.Module, take: Callable[[Any, Any], Tensor], place: Place
+) -> tuple[list[float], list[Tensor | None], dict[str, Tensor | None]]:
+    """Take some steps; return losses, and the gradients of inputs and parameters."""
+    case = training.case
+    inputs: list[Tensor] = []
+    losses = []
+    for n in range(CALLS):
+
+        def placed(leaf: Leaf, n: int = n) -> Tensor:
+            inputs.append(at(leaf.made(case.rows, n), case, place))
+            return inputs[-1]
+
+        def target(leaf: Leaf, n: int = n) -> Tensor:
+            return at(leaf.made(case.rows, n), case, place)
+
+        losses.append(float(take(build(case.args, placed), build(training.target, target))))
+    gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
+    return losses, [tensor.grad for tensor in inputs], gradients
+
+
 def train(training: Training, kind: str) -> Trained:
     """Step by the engine, on devices of this kind."""
     case, place = training.case, Place(kind)
     ids = place.ids(*range(case.devices))
     dpbench.engine.resolve(ids)
-    module, inputs, losses = Net(idle=training.idle).to(place.device()), [], []
+    module = Net(idle=training.idle).to(place.device())
     # shares are weights: each device gets one row, and its part of the others
     weights = None if case.sizes is None else [size - 1 + 1e-6 for size in case.sizes]
     with dpbench.TrainStep(
@@ -144,73 +166,33 @@ def train(training: Training, kind: str) -> Trained:
         clip_norm=training.clip_norm,
         chunk_sizes=weights,
     ) as step:
-        for n in range(CALLS):
-
-            def placed(leaf: Leaf, n: int = n) -> Tensor:
-                inputs.append(at(leaf.made(case.rows, n), case, place))
-                return inputs[-1]
-
-            args = build(case.args, placed)
-            target = build(
-                training.target, lambda leaf, n=n: at(leaf.made(case.rows, n), case, place)
-            )
-            losses.append(float(step(args, target)))
+        losses, of_inputs, gradients = after_steps(training, module, step, place)
         state = copy.deepcopy(step.state_dict())
-    return Trained(
-        state["module"],
-        {name: parameter.grad for name, parameter in module.named_parameters()},
-        [tensor.grad for tensor in inputs],
-        {**state["optimizer"], "state": dict(sorted(state["optimizer"]["state"].items()))},
-        losses,
-    )
+    return Trained(state["module"], gradients, of_inputs, ordered(state["optimizer"]), losses)
 
 
 def expect_training(training: Training) -> Trained:
-    """Return what steps must leave: copies for the chunks in every call, and one optimizer."""
-    case = training.case
-    module = Net(idle=training.idle)
+    """Step by the plain reference."""
+    case, module = training.case, Net(idle=training.idle)
     optimizer = OPTIMIZERS[training.optimizer](module.parameters())
-    of_inputs: list[Tensor | None] = []
-    losses = []
-    for n in range(CALLS):
-        if n % training.accumulate == 0:
-            optimizer.zero_grad()
-        (wanted,) = leaves(
-            build(training.target, lambda leaf, n=n: leaf.made(case.rows, n)), Tensor
-        )
-
-        def pull(wholes: list[Tensor], wanted: Tensor = wanted) -> list[Tensor]:
-            ends = [whole.requires_grad_() for whole in wholes]
-            *parts, exponential = ends[1:]
-            output = {"whole": ends[0], "parts": (parts, Pair(exponential, None))}
-            loss = summed(output, (wanted,)) / rows_of(output, wanted)
-            losses.append(float(loss.detach()))
-            (loss / training.accumulate if training.accumulate > 1 else loss).backward()
-            return [end.grad for end in ends]
-
-        result = expect(case, module, training.schedule, n, pull)
-        of_inputs += result.of_inputs
-        for name, parameter in module.named_parameters():
-            part = result.gradients[name]
-            parameter.grad = (
-                part
-                if parameter.grad is None
-                else parameter.grad
-                if part is None
-                else parameter.grad + part
-            )
-        module.load_state_dict(result.buffers, strict=False)
-        if (n + 1) % training.accumulate == 0:
-            if training.clip_norm is not None:
-                nn.utils.clip_grad_norm_(module.parameters(), training.clip_norm)
-            optimizer.step()
-    return Trained(
-        module.state_dict(),
-        {name: parameter.grad for name, parameter in module.named_parameters()},
-        of_inputs,
-        optimizer.state_dict(),
-        losses,
+    plain = PlainStep(
+        module,
+        lambda output, target: summed(output, target) / rows_of(output, target),
+        optimizer,
+        case.devices,
+        accumulate=training.accumulate,
+        clip_norm=training.clip_norm,
+        sizes=case.sizes,
     )
+    losses, of_inputs, gradients = after_steps(training, module, plain.step, Place("cpu"))
+    return Trained(
+        module.state_dict(), gradients, of_inputs, ordered(optimizer.state_dict()), losses
+    )
+
+
+def ordered(state: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state, its entries in the order of their numbers."""
+    return {**state, "state": dict(sorted(state["state"].items()))}
 
 
 def check_training(training: Training, kind: str) -> None:
@@ -223,21 +205,28 @@ def check_training(training: Training, kind: str) -> None:
     assert_same(ours.optimizer, expected.optimizer, "state of the optimizer")
 
 
+SCHEDULES = {
+    "cpu": tuple(Schedule),
+    "emulated": tuple(one for one in Schedule if one is not Schedule.SHARDED),
+}
+"""The schedules that each kind of device can have."""
+
+
 @pytest.mark.slow
 @every_kind
 @settings(derandomize=True, max_examples=50, deadline=None)
-@given(training=trainings(STEPPED))
+@given(data=st.data())
 def test_any_training_equals_the_chunked_reference_on_any_schedule(
-    kind: str, training: Training
+    kind: str, data: st.DataObject
 ) -> None:
-    check_training(replace(training, schedule=on_kind(training.schedule, kind)), kind)
+    check_training(data.draw(trainings(SCHEDULES[kind])), kind)
 
 
 @pytest.mark.slow
 @every_kind
 @settings(derandomize=True, max_examples=40, deadline=None)
-@given(training=trainings(STEPPED, sized=True))
+@given(data=st.data())
 def test_any_chunk_sizes_equal_the_chunked_reference_on_any_schedule(
-    kind: str, training: Training
+    kind: str, data: st.DataObject
 ) -> None:
-    check_training(replace(training, schedule=on_kind(training.schedule, kind)), kind)
+    check_training(data.draw(trainings(SCHEDULES[kind], sized=True)), kind)

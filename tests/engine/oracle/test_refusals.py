@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import dpbench.engine
+from tests.engine import rungs
 from tests.engine.conformance import SCHEDULES
 from tests.engine.oracle.torch_parallel import device, difference, error_of, oracle, ours, theirs
 
@@ -89,7 +90,7 @@ REPLICA_ERRORS: dict[str, Run] = {
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", rungs.params(SCHEDULES))
 @pytest.mark.parametrize("name", REPLICA_ERRORS)
 def test_errors_of_a_replica_are_torchs(name: str, schedule: str) -> None:
     mine = partial(ours, schedule=schedule)
@@ -147,7 +148,7 @@ def test_modules_in_lists_and_bound_methods_stay_on_the_first_device(by_list: bo
         assert "Expected all tensors to be on the same device" in found[1]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", rungs.params(SCHEDULES))
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_exit_in_a_replica_is_lost_by_torch_alone(schedule: str) -> None:
     run = raising(lambda: SystemExit(3), 1)
@@ -201,7 +202,7 @@ SAME_ERROR: dict[str, Run] = {
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", rungs.params(SCHEDULES))
 @pytest.mark.parametrize("name", SAME_ERROR)
 def test_errors_of_a_call_are_torchs(name: str, schedule: str) -> None:
     mine = partial(ours, schedule=schedule)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import dpbench.engine
 from dpbench.engine import TrainStep
+from tests.engine import rungs
 from tests.engine.conformance import SCHEDULES
 from tests.engine.nets import NETS, Call, Case, mlp, rows
 from tests.engine.oracle.torch_parallel import (
@@ -69,7 +70,7 @@ def two_calls(name: str) -> tuple[Tensor, dict[str, Any]]:
     return x, observe(theirs, make, [x], calls=2)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES[1:])
+@pytest.mark.parametrize("schedule", rungs.params(SCHEDULES[1:]))
 @pytest.mark.parametrize("name", NETS)
 def test_two_calls_on_every_schedule(name: str, schedule: str) -> None:
     x, expected = two_calls(name)
@@ -203,7 +204,7 @@ def test_modes(name: str, mode: str) -> None:
     check_modes(name, mode)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES[1:])
+@pytest.mark.parametrize("schedule", rungs.params(SCHEDULES[1:]))
 @pytest.mark.parametrize("name", ["conv", "buffers"])
 @pytest.mark.parametrize("mode", ["eval", "no_grad", "eval no_grad"])
 def test_modes_on_every_schedule(name: str, mode: str, schedule: str) -> None:
@@ -224,7 +225,7 @@ def check_modes(name: str, mode: str, schedule: str = "reference") -> None:
     assert difference(expected, observe(ours, made, [x], during=during, schedule=schedule)) == ""
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", rungs.params(SCHEDULES))
 def test_second_derivatives(schedule: str) -> None:
     def run(wrap: Callable[..., nn.Module]) -> list[Tensor | None]:
         torch.manual_seed(0)
@@ -267,7 +268,7 @@ def conv_free() -> nn.Module:
 # ---------------------------------------------------------------- replicas
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", rungs.params(SCHEDULES))
 def test_hooks_run_as_often_and_where(schedule: str) -> None:
     def run(wrap: Callable[..., nn.Module]) -> Counter[Any]:
         counts: Counter[Any] = Counter()
@@ -291,7 +292,7 @@ def test_hooks_run_as_often_and_where(schedule: str) -> None:
     assert len(counts) == 11
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", rungs.params(SCHEDULES))
 def test_what_a_replica_sees_of_itself(schedule: str) -> None:
     def run(wrap: Callable[..., nn.Module], grad: bool) -> dict[int, Any]:
         seen: dict[int, Any] = {}
