@@ -146,12 +146,16 @@ def test_a_store_gives_the_earlier_one_another_name_on_every_way_of_reading(both
         assert schedules([Trial.from_dict(one.to_dict()) for one in whole]) == {"reference", name}
 
 
-def test_a_trial_that_an_earlier_version_began_has_the_earlier_name(both) -> None:
-    path, _, run = both
-    with closing(sqlite3.connect(path)) as db, db:
-        db.execute("UPDATE trial SET status='killed', schema=NULL WHERE run_id=?", (run,))
-    with Store.read(Path(path)) as opened:
-        assert {case.schedule for case in opened.outcomes(run)} == {"reference", EARLIER_ALLREDUCE}
+def test_a_trial_that_was_begun_has_the_name_of_its_version(tmp_path: Path) -> None:
+    path = tmp_path / "begun.db"
+    with Store.create(path) as opened:
+        run, _ = opened.begin_run(plan="p", host="h", code="c", rounds=1, provenance={})
+        opened.begin_trial(run, ALLREDUCE, 0)
+        assert [case.schedule for case in opened.outcomes(run)] == ["allreduce"]
+        # earlier versions stored the schema only when a trial ended
+        with closing(sqlite3.connect(path)) as db, db:
+            db.execute("UPDATE trial SET schema=NULL")
+        assert [case.schedule for case in opened.outcomes(run)] == [EARLIER_ALLREDUCE]
 
 
 def test_the_time_of_a_plan_is_not_forecast_from_the_earlier_one(both) -> None:
