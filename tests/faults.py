@@ -748,6 +748,33 @@ FAULTS = (
         where="records.schedule.known",
     ),
     Fault(
+        "earlier-allreduce",
+        "allreduce of an earlier version is not the schedule that has this name today",
+        'schema < 3 and case.schedule == "allreduce"',
+        "False",
+        (
+            "tests/store/test_other_schedules.py::test_a_store_gives_the_earlier_one_another_name_on_every_way_of_reading",
+        ),
+    ),
+    Fault(
+        "export-without-schema",
+        "an export that states no schema is of an earlier version",
+        "    schema: int = 2\n",
+        "    schema: int = 3\n",
+        (
+            "tests/store/test_other_schedules.py::test_an_export_keeps_the_two_apart_and_one_without_a_schema_is_of_an_earlier_version",
+        ),
+    ),
+    Fault(
+        "begun-without-schema",
+        "a trial that an earlier version began, without a schema, is its own",
+        "in_schema(stored, schema or 0)",
+        "in_schema(stored, schema or 3)",
+        (
+            "tests/store/test_other_schedules.py::test_a_trial_that_was_begun_has_the_name_of_its_version",
+        ),
+    ),
+    Fault(
         "hot-journal",
         "a process that is killed in a transaction does not lock out the next one",
         "                _roll_back(path)\n                continue\n",

@@ -1,7 +1,7 @@
 """Gate: decide whether this checkout's engine is slower than that of another commit.
 
     make gate BASE=main
-    python benchmarks/scripts/gate.py BASE [--minutes 10] [--margin 0.05]
+    python benchmarks/scripts/gate.py BASE [--minutes 10] [--margin 0.05] [--cases ...]
 
 For each small case, processes are forked in pairs from two servers, one of which imports the
 package of BASE and the other the package of this checkout with its uncommitted changes. The
@@ -40,7 +40,7 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
-CASES = ("mlp reference", "mlp persistent", "convolutions reference")
+CASES = ("mlp reference", "mlp local", "convolutions reference")
 """The small cases, each a model and a schedule; `gate_side.py` builds them."""
 TIMES = ("wall_s", "cpu_s")
 """The times that decide, the first one first."""
@@ -280,12 +280,17 @@ def main() -> None:
     parser.add_argument("base", help="the commit, branch or tag to compare with")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--margin", type=float, default=0.05)
+    parser.add_argument("--cases", nargs="+", default=CASES, help='such as "mlp pool"')
     arguments = parser.parse_args()
     here = Path(__file__).resolve().parents[2]
     on_one_core()
     with tree_of(arguments.base) as base:
         found = decide(
-            base, here, cases=CASES, seconds=60 * arguments.minutes, margin=arguments.margin
+            base,
+            here,
+            cases=arguments.cases,
+            seconds=60 * arguments.minutes,
+            margin=arguments.margin,
         )
     for one in found:
         print(one)

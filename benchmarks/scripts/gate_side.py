@@ -5,8 +5,8 @@
 The server reads lines from stdin. `fork MODEL SCHEDULE` forks a process that trains a small model
 on two logical CPU devices. This process answers `block N` with the wall and CPU seconds of N steps
 as JSON, and ends at `end`. Forked processes differ less than started ones, because they share the
-memory of the imported modules. The script uses only dpbench.TrainStep, so that it runs with every
-version that has this class.
+memory of the imported modules. The script uses only dpbench.TrainStep and the schedules' names, so
+that it runs with every version that has both.
 """
 
 from __future__ import annotations
@@ -24,14 +24,24 @@ import torch._dynamo
 from torch import nn
 
 import dpbench
+from dpbench.records import schedule as schedules
 
 Step = Callable[[], object]
 WARMUP_STEPS = 20
+_LOCAL = "workers=pool,replicas=persistent,loss=local,backward=local"
+EARLIER = {
+    "local": _LOCAL,
+    "allreduce": f"{_LOCAL},update=each",
+    "sharded": f"{_LOCAL},storage=flat,update=sharded,optimizer=flat",
+}
+"""The schedules for versions of dpbench in which a schedule was a combination of switches."""
 
 
 def build(case: str) -> Step:
     """Return a function that runs one training step of a case."""
     kind, schedule = case.split()
+    if hasattr(schedules, "SWITCHES"):
+        schedule = EARLIER.get(schedule, schedule)
     torch.manual_seed(0)
     nets = {
         "mlp": (

@@ -139,10 +139,10 @@ SITUATIONS = {
         ["DataParallel gives 0.800×"],
     ),
     "a rung is the best": Situation(
-        [SINGLE, row("dp", 2, 1.2), row("dp", 2, 1.7, schedule="overlap"), row("ddp", 2, 1.5)],
+        [SINGLE, row("dp", 2, 1.2), row("dp", 2, 1.7, schedule="local"), row("ddp", 2, 1.5)],
         USE,
         ("dp", 2),
-        ["dpbench.TrainStep", "overlap"],
+        ["dpbench.TrainStep", "local"],
     ),
     "more devices gain more": Situation(
         [SINGLE, row("ddp", 2, 1.8), row("ddp", 4, 3.3)], USE, ("ddp", 4)
@@ -159,7 +159,7 @@ SITUATIONS = {
     "the faster one of two schedules": Situation(
         [
             SINGLE,
-            row("dp", 2, 1.60, schedule="overlap"),
+            row("dp", 2, 1.60, schedule="local"),
             row("dp", 2, 1.62, schedule="allreduce"),
             row("ddp", 4, 1.61),
         ],
@@ -384,7 +384,7 @@ SITUATIONS = {
         ["6 of 8 GPUs get no sample"],
     ),
     "another schedule is not DataParallel": Situation(
-        [SINGLE, row("dp", 2, 1.2, schedule="overlap"), row("ddp", 2, 1.6)], USE, ("ddp", 2)
+        [SINGLE, row("dp", 2, 1.2, schedule="local"), row("ddp", 2, 1.6)], USE, ("ddp", 2)
     ),
     "a small gain may be a worthwhile one": Situation(
         [SINGLE, row("ddp", 2, 1.049, off=0.03)],
@@ -474,7 +474,7 @@ def test_settings_of_a_case_are_in_the_command(
         "zero_grad": "zero",
         "compile": True,
         "device_ids": (1, 3),
-        "schedule": "workers=pool,replicas=persistent",
+        "schedule": "local",
     }
     rows = [row("single", **{**setting, "schedule": ""}), row("dp", 2, 1.2, off=0.3, **setting)]
     _, _, *arguments = shlex.split(only(rows, {"gpus": {"gpus": [{}, {}]}}).command)

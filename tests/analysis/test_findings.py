@@ -180,7 +180,7 @@ def test_a_finding_whose_interval_reaches_zero_is_noise() -> None:
 def test_the_optimizer_is_one_where_device_0_updates_alone() -> None:
     seen = found(one(), dp(optimizer=0.002))["optimizer"]
     assert seen.evidence.size_s.value == pytest.approx(0.001, rel=0.01)
-    sharded = measured(case(schedule="zero1"), {**LEVEL, "optimizer": 0.002})
+    sharded = measured(case(schedule="sharded"), {**LEVEL, "optimizer": 0.002})
     assert "optimizer" not in found(one(), sharded)
 
 
@@ -192,7 +192,7 @@ def test_torchs_own_has_its_reduction_in_backward_and_no_finding_on_that() -> No
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_a_phase_that_does_not_divide_is_serial(phase: str) -> None:
     name, level = f"serial {phase}", LEVEL[phase]
-    local = case(schedule="local_backward")
+    local = case(schedule="local")
     assert name not in found(one(), measured(local, LEVEL))
     assert name not in found(one(), measured(local, LEVEL | {phase: level + 0.0004}))
     seen = found(one(), measured(local, LEVEL | {phase: level + 0.0008}))[name]
@@ -272,7 +272,7 @@ def test_a_slow_device_is_named() -> None:
     )
 
 
-@pytest.mark.parametrize("schedule", ["zero1", "replicas=persistent,update=sharded", "fastest"])
+@pytest.mark.parametrize("schedule", ["sharded", "fastest"])
 def test_a_device_that_updates_more_weights_is_not_slow(schedule: str) -> None:
     busy = {0: 0.010, 1: 0.030, 2: 0.010}
     assert "slow device" in found(
@@ -449,11 +449,11 @@ def test_gpus_are_not_oversubscribed_by_cores() -> None:
     ("rule", "rival"),
     [
         ("ddp", case("ddp")),
-        ("schedule", case(schedule="zero1")),
+        ("schedule", case(schedule="sharded")),
         ("schedule", case(schedule="fastest")),
         ("all cores", case("single_all_cores", devices=1)),
     ],
-    ids=["ddp", "zero1", "fastest", "all cores"],
+    ids=["ddp", "sharded", "fastest", "all cores"],
 )
 def test_a_rival_is_a_finding_from_two_percent_faster(rule: str, rival: Case) -> None:
     subject = dp(replicate=0.015)  # 40 ms
@@ -482,7 +482,7 @@ def test_what_was_not_measured_is_said_and_not_guessed() -> None:
         "not measured in this run; measure it with: dpbench run --models mlp --strategies dp,ddp"
         in shown
     )
-    assert "--schedules 'reference;cached;flat_storage;persistent'" in shown
+    assert "--schedules reference,cached,local,allreduce" in shown
 
 
 @pytest.mark.parametrize("options", [(), plan.LIMIT], ids=["single", "limit"])
@@ -632,10 +632,10 @@ def test_emulated_devices_get_no_speed_up() -> None:
 def test_the_subject_is_torchs_own_then_the_reference_on_the_most_devices() -> None:
     rows = [
         dp(),
-        measured(case(schedule="zero1", devices=4), LEVEL),
+        measured(case(schedule="sharded", devices=4), LEVEL),
         measured(case("ddp", devices=4), LEVEL),
     ]
-    assert [d.row.case.schedule for d in explained(*rows)] == ["zero1"]
+    assert [d.row.case.schedule for d in explained(*rows)] == ["sharded"]
     rows.append(measured(case("torch_dp", devices=4), LEVEL))
     assert [d.row.case.strategy for d in explained(*rows)] == ["torch_dp"]
 

@@ -17,7 +17,7 @@ from dpbench.analysis.findings.rule import FindingRule
 from dpbench.analysis.report import Report
 from dpbench.hardware.provenance import Resources
 from dpbench.measure.selection import cases_of
-from dpbench.records import schedule
+from dpbench.records.schedule import Schedule
 from tests.analysis.test_findings import case, dp, one
 from tests.records.test_options import parsed
 
@@ -40,8 +40,8 @@ def test_most_rules_have_a_remedy_to_run() -> None:
     assert without == {"unattributed", "bigger batch", "schedule", "slow device"}
 
 
-@pytest.mark.parametrize("rung", schedule.RUNGS)
-def test_the_line_of_code_of_a_remedy_runs(rung: str) -> None:
+@pytest.mark.parametrize("schedule", Schedule)
+def test_the_line_of_code_of_a_remedy_runs(schedule: str) -> None:
     names = {
         "dpbench": dpbench,
         "model": nn.Linear(4, 2),
@@ -49,7 +49,7 @@ def test_the_line_of_code_of_a_remedy_runs(rung: str) -> None:
         "device_ids": ["cpu", "cpu"],
         "optimizer_fn": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     }
-    exec(findings.TRAIN_STEP.format(rung), names)
+    exec(findings.TRAIN_STEP.format(schedule), names)
     assert names["step"](torch.ones(4, 4), torch.zeros(4, 2)) > 0
 
 

@@ -14,28 +14,22 @@ import pytest
 from dpbench.analysis import caveats, ladder, notes, summary
 from dpbench.analysis.report import Report
 from dpbench.cli import tables
-from dpbench.records import Case, Phase, Source, Span, Status, Step, Trial, Verified, plan, schedule
+from dpbench.records import Case, Phase, Source, Span, Status, Step, Trial, Verified, plan
+from dpbench.records.schedule import Schedule
 from dpbench.report import figures, markdown, page
 from tests.report_rows import badges, part
 
 GAINS = {
     "reference": 1.0,
-    "pool": 0.85,
+    "pool": 1.0,
     "cached": 0.6,
-    "flat_storage": 0.6,
-    "persistent": 0.55,
-    "local_loss": 0.55,
-    "local_backward": 0.35,
-    "overlap": 0.33,
+    "local": 0.33,
     "allreduce": 0.45,
-    "flat_optimizer": 0.42,
-    "zero1": 0.4,
+    "sharded": 0.4,
 }
-"""Each rung's step over the reference's: cached gives most by seconds and local_backward by ratio,
-allreduce costs, and flat_storage gives nothing.
+"""Each rung's step over the reference's: cached gives most by seconds and local by ratio, allreduce
+costs, and pool gives nothing.
 """
-SWITCH = {"workers": 1.5, "backward": 1.2, "reduce": 1.0, "update": 0.9, "optimizer": 1.1}
-"""The best's step without a switch, over the best's: update costs, reduce gives nothing."""
 CASES = plan.ladder(models=["mlp"], devices=[2], batch_sizes=[64])
 
 
@@ -47,13 +41,7 @@ def factor(case: Case) -> float:
         "ddp": 0.75,
         "torch_dp": 1.0,
     }
-    if case.strategy != "dp":
-        return rivals[case.strategy]
-    if case.schedule in GAINS:
-        return GAINS[case.schedule]
-    ablations = schedule.ablations(schedule.RUNGS[schedule.BEST])
-    back = {str(one): switch for switch, one in ablations.items()}
-    return GAINS[schedule.BEST] * SWITCH[back[case.schedule]]
+    return rivals[case.strategy] if case.strategy != "dp" else GAINS[case.schedule]
 
 
 def trial(case: Case, number: int, seconds: float, noise: float) -> Trial:
@@ -102,7 +90,7 @@ def changes(found: ladder.Ladder) -> dict[str, ladder.RungGain]:
 def test_each_rung_is_compared_with_the_one_before_it_and_the_gains_sum_to_the_whole() -> None:
     found = plain()
     names = [rung.name for rung in found.rungs]
-    assert names == [*schedule.RUNGS]
+    assert names == [*Schedule]
     assert [change.over for change in changes(found).values()] == names[:-1]
     for change in changes(found).values():
         assert change.ratio.value == pytest.approx(
@@ -120,20 +108,15 @@ def test_each_rung_is_compared_with_the_one_before_it_and_the_gains_sum_to_the_w
 def test_the_verdict_is_what_the_interval_says() -> None:
     verdicts = {name: change.verdict for name, change in changes(plain()).items()}
     assert verdicts == {
-        "pool": "faster",
+        "pool": "same",
         "cached": "faster",
-        "flat_storage": "same",
-        "persistent": "faster",
-        "local_loss": "same",
-        "local_backward": "faster",
-        "overlap": "faster",
+        "local": "faster",
         "allreduce": "slower",
-        "flat_optimizer": "faster",
-        "zero1": "faster",
+        "sharded": "faster",
     }
     assert changes(plain())["allreduce"].ratio.high < 1
     assert changes(plain())["allreduce"].gain_s.high < 0
-    assert changes(climbed(trials(noise=0.3)))["zero1"].verdict == "undecided"
+    assert changes(climbed(trials(noise=0.3)))["sharded"].verdict == "undecided"
 
 
 def test_a_drift_between_rounds_decides_nothing_because_rounds_are_paired() -> None:
@@ -145,11 +128,11 @@ def test_a_drift_between_rounds_decides_nothing_because_rounds_are_paired() -> N
 
 def test_the_best_is_the_fastest_without_tolerance_and_the_biggest_step_is_by_ratio() -> None:
     found = plain()
-    assert found.fastest.name == "overlap"
-    assert (found.whole.name, found.whole.over) == ("overlap", "reference")
+    assert found.fastest.name == "local"
+    assert (found.whole.name, found.whole.over) == ("local", "reference")
     assert found.whole.ratio.value == pytest.approx(1 / 0.33, rel=0.01)
     assert found.biggest is not None
-    assert (found.biggest.name, found.biggest.over) == ("local_backward", "local_loss")
+    assert (found.biggest.name, found.biggest.over) == ("local", "cached")
 
 
 def test_where_no_rung_is_decidedly_faster_there_is_no_biggest_step() -> None:
@@ -165,22 +148,22 @@ def test_a_rung_without_a_result_is_stepped_over_and_named() -> None:
     bad = next(case for case in CASES if case.schedule == "cached")
     found = climbed([*good, Trial(case=bad, status=Status.OOM, reason="full")])
     assert "cached" not in changes(found)
-    assert changes(found)["flat_storage"].over == "pool"
+    assert changes(found)["local"].over == "pool"
     assert [row.case.schedule for row in found.lost] == ["cached"]
 
 
 def test_the_phase_that_shrank_is_named() -> None:
     change = changes(plain())["cached"]
     assert change.phase == "replicate"
-    assert change.phase_s == pytest.approx(-0.0025, rel=0.05)
+    assert change.phase_s == pytest.approx(-0.004, rel=0.05)
 
 
 def test_rungs_are_compared_with_single_and_ddp_and_the_limit_is_one_devices_share() -> None:
     found = plain()
     pool = found.rungs[1]
-    assert pool.row.speedup.value == pytest.approx(0.5 / 0.85, rel=0.01)
+    assert pool.row.speedup.value == pytest.approx(0.5 / 1.0, rel=0.01)
     assert pool.row.scaling == "strong"
-    assert pool.over_ddp.value == pytest.approx(0.75 / 0.85, rel=0.01)
+    assert pool.over_ddp.value == pytest.approx(0.75 / 1.0, rel=0.01)
     assert found.limit.case.batch_size == 32
     assert found.limit.step.value == pytest.approx(0.0025, rel=0.01)
     assert found.single.case.batch_size == 64
@@ -202,34 +185,6 @@ def test_measured_and_predicted_rungs_are_two_ladders() -> None:
     )
 
 
-# ---------------------------------------------------------------- ablations
-
-
-def test_a_switch_that_is_set_back_tells_what_it_gives() -> None:
-    found = plain()
-    assert found.base == schedule.BEST
-    given = {change.name: change for change in found.ablations}
-    assert given.keys() == SWITCH.keys()
-    for switch, change in given.items():
-        assert change.ratio.value == pytest.approx(SWITCH[switch], rel=0.01)
-        assert change.gain_s.value == pytest.approx(0.004 * (SWITCH[switch] - 1), abs=3e-5)
-    assert [given[s].verdict for s in ("workers", "reduce", "update")] == [
-        "faster",
-        "same",
-        "slower",
-    ]
-
-
-def test_a_switch_that_cannot_be_set_back_alone_says_why() -> None:
-    assert [text.partition(":")[0] for text in plain().fixed] == ["loss", "replicas", "storage"]
-    assert "optimizer=flat needs storage=flat" in plain().fixed[2]
-
-
-def test_rungs_alone_are_no_ablations() -> None:
-    found = climbed(trials([case for case in CASES if case.schedule in schedule.RUNGS]))
-    assert (found.base, found.ablations, found.fixed) == ("", (), ())
-
-
 # ---------------------------------------------------------------- emulated devices
 
 
@@ -243,7 +198,7 @@ def test_emulated_devices_have_a_ladder_and_no_speed_up() -> None:
     rows = emulated()
     assert all(row.speedup is None and row.efficiency is None for row in rows)
     (found,) = ladder.ladders(rows)
-    assert [rung.name for rung in found.rungs] == [*schedule.RUNGS]
+    assert [rung.name for rung in found.rungs] == [*Schedule]
     assert all(rung.over_ddp is None for rung in found.rungs)
     assert found.limit is None
     assert "host time alone" in notes.climbs([found])
@@ -253,8 +208,7 @@ def test_emulated_devices_have_a_ladder_and_no_speed_up() -> None:
     assert "no speed-up" in section.panels[0].caption
 
 
-# ---------------------------------------------------------------- what stays in other sections, and
-# names
+# ---------------------------------------------------------------- what stays in other sections
 
 
 def test_other_sections_keep_the_ends_of_a_ladder_and_never_the_limit() -> None:
@@ -264,7 +218,7 @@ def test_other_sections_keep_the_ends_of_a_ladder_and_never_the_limit() -> None:
     kept = ladder.notable(rows, ladder.ladders(rows))
     assert [row.case.schedule for row in kept if row.case.strategy == "dp"] == [
         "reference",
-        "overlap",
+        "local",
     ]
     assert {row.case.strategy for row in kept} == {"single", "single_all_cores", "dp", "ddp"}
     assert all(row.case.options != plan.LIMIT for row in kept)
@@ -276,27 +230,9 @@ def test_a_limit_is_nobodys_baseline() -> None:
     assert all(row.speedup is None for row in summary.rows(without))
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("reference", "reference"),
-        ("workers=pool,replicas=cached", "cached"),
-        ("workers=serial", "workers=serial"),
-        (str(schedule.ablations(schedule.RUNGS["zero1"])["workers"]), "zero1 but workers=spawn"),
-        (str(schedule.ablations(schedule.RUNGS["zero1"])["reduce"]), "zero1 but reduce=after"),
-        ("fastest", "fastest"),
-        ("", ""),
-        ("from=the,future=1", "from=the,future=1"),
-    ],
-)
-def test_a_schedule_is_said_in_short(text: str, said: str) -> None:
-    assert ladder.short(text) == said
-
-
 def test_schedules_stand_in_the_order_of_the_ladder() -> None:
     rows = [row.case.schedule for row in summary.rows(trials()) if row.case.strategy == "dp"]
-    assert [name for name in rows if name in schedule.RUNGS] == [*schedule.RUNGS]
-    assert all("=" in name for name in rows[12:])
+    assert rows == [*Schedule]
 
 
 # ---------------------------------------------------------------- what is said and drawn
@@ -314,12 +250,12 @@ def content() -> Report:
 
 def test_the_note_and_the_plain_table_name_the_best_rung_and_the_biggest_step() -> None:
     (note,) = content().notes
-    assert "the best rung is overlap, 3.0" in note
-    assert "the rung with the largest gain is local_backward, 1.5" in note
-    assert "over local_loss" in note
+    assert "the best rung is local, 3.0" in note
+    assert "the rung with the largest gain is local, 1.8" in note
+    assert "over cached" in note
     lines = tables.table(content().rows, content().ladders).splitlines()
     assert [line.split()[1:4] for line in lines if "best rung" in line] == [
-        ["dp[overlap]", "(best", "rung)"]
+        ["dp[local]", "(best", "rung)"]
     ]
     assert [line.split()[1:3] for line in lines if "limit" in line] == [["single,", "limit"]]
     assert max(map(len, lines)) < 190
@@ -336,9 +272,8 @@ def test_the_ladder_is_drawn_with_labels_tables_and_words_that_need_no_colour() 
     assert any(word.startswith("limit: 2.5") for word in words)
     assert "var(--gain)" in panel.svg
     assert "var(--loss)" in panel.svg
-    ablation, climb = panel.tables
-    assert [line[0].text for line in ablation.lines] == list(SWITCH)
-    assert [line[0].text.split()[0] for line in climb.lines] == [*schedule.RUNGS]
+    (climb,) = panel.tables
+    assert [line[0].text.split()[0] for line in climb.lines] == [*Schedule]
     assert {line[1].text for line in climb.lines} == {"", "faster", "slower", "the same"}
 
 
@@ -391,8 +326,7 @@ def test_the_page_and_the_comment_have_the_ladder_and_other_runs_have_none() -> 
     assert badges(heading) == ["MEASURED", "CPU-ONLY"]
     comment = markdown.render(content())
     assert "### The ladder: mlp ×2, small, batch 64 `MEASURED` `CPU-ONLY`" in comment
-    assert "zero1 without one of its switches" in comment
-    assert r"| allreduce<br><sub>update=each</sub> | slower" in comment
+    assert r"| allreduce<br><sub>every device updates its own weights" in comment
     other = replace(content(), ladders=[])
     assert '<section id="ladder"' not in page.render(other)
     assert "The ladder" not in markdown.render(other)
@@ -404,6 +338,6 @@ def test_other_sections_stay_readable_beside_a_ladder() -> None:
         len(sections[name].panels) for name in ("speedup", "throughput", "phases", "steps")
     ] == [1, 1, 1, 1]
     assert sections["throughput"].panels[0].svg.count(">dp[") == 2 + 2  # names and texts of marks
-    assert all(f"dp[{name}]" in sections["phases"].panels[0].svg for name in [*schedule.RUNGS])
+    assert all(f"dp[{name}]" in sections["phases"].panels[0].svg for name in [*Schedule])
     assert "the table below has the other schedules" in sections["speedup"].note
     assert "the other schedules" not in sections["phases"].note

@@ -258,7 +258,7 @@ def test_a_load_is_noisy_if_it_takes_cores_that_the_case_needs(
 def test_the_headline_the_findings_and_the_table_say_the_same_of_one_interval() -> None:
     """With several cases, the interval of one alone may exclude 1, and that of all not."""
     told = set()
-    others = [replace(DP, schedule=name) for name in ("pool", "cached", "overlap")]
+    others = [replace(DP, schedule=name) for name in ("pool", "cached", "local")]
     for spread in range(2, 15):
         draw = random.Random(7)
         trials = [trial(SINGLE, number, 0.014) for number in ROUNDS]

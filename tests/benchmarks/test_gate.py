@@ -67,6 +67,6 @@ def test_planted_work_is_found_from_end_to_end(
     monkeypatch.setattr(gate, "ALPHA", 0.5)
     with gate.tree_of("HEAD") as base, gate.tree_of("HEAD") as head:
         gate_tries.plant(head, 2.0)
-        (found,) = gate.decide(base, head, cases=["mlp persistent"], seconds=300, margin=0.05)
+        (found,) = gate.decide(base, head, cases=["mlp local"], seconds=300, margin=0.05)
     assert found.answer is gate.Answer.SLOWER
     assert found.ratio > 1.5

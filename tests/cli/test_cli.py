@@ -78,11 +78,7 @@ LISTS = {
         ),
         (["run", "--scenario", "seeds", "--compile"], ["--scenario", "leave out --compile"]),
         (["run", "--ladder", "--devices", "1"], ["ladder", "--devices 2"]),
-        (
-            ["run", "--schedules", "workers=pool,workers=serial"],
-            ["workers twice", "';'", "option twice"],
-        ),
-        (["run", "--schedules", "pool;graphs=on"], ["unknown switch 'graphs'"]),
+        (["run", "--schedules", "pool,zero1"], ["unknown schedule 'zero1'", "cached", "fastest"]),
         (
             ["run", "--device-kind", "emulated", "--device-ids", "0"],
             ["emulated", "leave out --device-ids"],
@@ -126,22 +122,6 @@ def planned(dpbench, monkeypatch):
         return seen
 
     return call
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        (["reference,workers=pool,replicas=cached"], ["reference", "cached"]),
-        (["workers=serial;replicas=cached"], ["workers=serial", "replicas=cached"]),
-        (["workers=serial", "replicas=cached"], ["workers=serial", "replicas=cached"]),
-        (["replicas=cached, workers=pool , pool"], ["cached", "pool"]),
-        (["cached,workers=pool,replicas=cached"], ["cached"]),
-    ],
-)
-def test_schedules_are_cut_at_commas_but_not_between_switches(planned, given, expected):
-    options = [word for text in given for word in ("--schedules", text)]
-    cases = planned("--models", "mlp", "--strategies", "dp", "--devices", "2", *options)
-    assert [case.schedule for case in cases] == expected
 
 
 def test_the_ladder_takes_other_axes_and_its_defaults_are_two_models_on_the_most_devices(planned):

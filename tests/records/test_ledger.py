@@ -240,7 +240,7 @@ def test_a_joint_phase_on_the_host_is_one_and_on_gpus_says_nothing_about_concurr
     assert concurrency(apart) == pytest.approx((8, 8))
 
 
-@pytest.mark.parametrize(("schedule", "joint"), [("reference", True), ("local_backward", False)])
+@pytest.mark.parametrize(("schedule", "joint"), [("reference", True), ("local", False)])
 def test_the_joint_backward_of_a_step_on_cpu_devices_is_one_phase(
     schedule: str, joint: bool
 ) -> None:

@@ -50,7 +50,7 @@ GIVEN: tuple[dict[str, Any], ...] = (
     {
         "model": ("pkg.mod:net", "b:c"),
         "strategy": ("mine.py:s",),
-        "schedules": ("pool", "workers=pool,replicas=cached"),
+        "schedules": ("pool", "cached"),
         "optimizer": "own",
         "unverified": True,
     },

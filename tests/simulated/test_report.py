@@ -108,15 +108,12 @@ def test_waiting_for_other_devices_is_no_part_of_gather_and_reduce(ran: Ran) -> 
         assert row.phases[phase.value] == pytest.approx(works_s, abs=0.01 * truth.step_s())
 
 
-SHARDED = "workers=pool,replicas=persistent,loss=local,backward=local,reduce=overlap,update=sharded"
-
-
 @pytest.mark.parametrize(
     ("count", "changed"),
     [
         (1, {"strategy": "single"}),
-        (4, {"schedule": SHARDED.replace("sharded", "each")}),
-        (8, {"schedule": SHARDED}),
+        (4, {"schedule": "local"}),
+        (8, {"schedule": "allreduce"}),
     ],
     ids=str,
 )
