@@ -21,19 +21,10 @@ from dpbench.hardware.devices import open_devices
 from dpbench.measure import ranks
 from dpbench.measure.worker.trial import run_together
 from dpbench.predict import simulation
-from dpbench.records import (
-    HOST,
-    Case,
-    Effort,
-    Phase,
-    Profile,
-    Trial,
-    Verified,
-    machine,
-    no_mark,
-    registry,
-)
-from dpbench.strategies import Strategy, Unpredictable
+from dpbench.predict.tasks import Unpredictable
+from dpbench.predict.work import Profile
+from dpbench.records import HOST, Case, Effort, Phase, Trial, Verified, machine, no_mark, registry
+from dpbench.strategies import Strategy
 from tests import commands
 
 FOLDER = Path(__file__).parents[1] / "benchmarks" / "strategies"

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from dpbench.predict import simulation
 from dpbench.predict.constants import DEFAULT, Constants
 from dpbench.predict.simulation import Timeline
-from dpbench.records import Case, Phase, Profile, Task
+from dpbench.predict.work import Profile, Task
+from dpbench.records import Case, Phase
 from dpbench.records.machine import Machine
 
 

@@ -21,19 +21,8 @@ from dpbench.predict.constants import (
     priors_of,
     scaled,
 )
-from dpbench.records import (
-    Case,
-    Memory,
-    Profile,
-    Source,
-    Span,
-    Status,
-    Step,
-    Trial,
-    plan,
-    registry,
-    words,
-)
+from dpbench.predict.work import Profile
+from dpbench.records import Case, Memory, Source, Span, Status, Step, Trial, plan, registry, words
 from dpbench.records.machine import Collective, Machine
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate

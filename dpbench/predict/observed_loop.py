@@ -15,7 +15,8 @@ from typing import Any
 
 from dpbench.predict import counts
 from dpbench.predict.stored import Stored, fit_profile, gpu_of, of_trials
-from dpbench.records import HOST, Case, Phase, Profile, Source, Span, Trial, fake, ledger
+from dpbench.predict.work import Profile
+from dpbench.records import HOST, Case, Phase, Source, Span, Trial, fake, ledger
 from dpbench.records.machine import Machine, UnknownMachine
 
 NEEDED = ("parameter_tensors", "parameter_bytes", "buffer_bytes", "input_bytes", "output_bytes")

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 
 from dpbench.predict import simulation
 from dpbench.predict.constants import DEFAULT, Constants, HostCosts
-from dpbench.records import Cost, Phase, Profile, plan
+from dpbench.predict.work import Cost, Profile
+from dpbench.records import Phase, plan
 from dpbench.records.machine import Machine, UnknownMachine
 
 if TYPE_CHECKING:

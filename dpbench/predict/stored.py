@@ -14,17 +14,8 @@ from typing import Any
 
 from dpbench.predict import counts
 from dpbench.predict.profiles import FIXED_SHARE
-from dpbench.records import (
-    UNATTRIBUTED,
-    Case,
-    Cost,
-    Phase,
-    Profile,
-    Source,
-    Status,
-    Trial,
-    registry,
-)
+from dpbench.predict.work import Cost, Profile
+from dpbench.records import UNATTRIBUTED, Case, Phase, Source, Status, Trial, registry
 from dpbench.records.machine import Machine, UnknownMachine
 from dpbench.records.registry import Role
 from dpbench.store import Store
