@@ -20,10 +20,10 @@ from dpbench import models
 from dpbench.hardware.devices import open_devices
 from dpbench.measure import ranks
 from dpbench.measure.worker.trial import run_together
-from dpbench.predict import simulation
+from dpbench.predict import machine, simulation
 from dpbench.predict.tasks import Unpredictable
 from dpbench.predict.work import Profile
-from dpbench.records import HOST, Case, Effort, Phase, Trial, Verified, machine, no_mark, registry
+from dpbench.records import HOST, Case, Effort, Phase, Trial, Verified, no_mark, registry
 from dpbench.strategies import Strategy
 from tests import commands
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from dpbench.predict import simulation
 from dpbench.predict.constants import DEFAULT, Constants
+from dpbench.predict.machine import Machine
 from dpbench.predict.simulation import Timeline
 from dpbench.predict.work import Profile, Task
 from dpbench.records import Case, Phase
-from dpbench.records.machine import Machine
 
 
 @dataclass(frozen=True, kw_only=True)

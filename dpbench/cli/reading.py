@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from dpbench.cli.options import (
     store_option,
 )
 from dpbench.cli.showing import read
-from dpbench.records import registry, words
-from dpbench.records.schedule import COPYING, FASTEST, LADDER, REFERENCE, RUNGS
+from dpbench.records import registry, siblings, words
+from dpbench.records.schedule import COPYING, EFFECTS, FASTEST, Schedule
 
 METRICS = {
     "busy_s": "CPU seconds that the threads of one logical CPU device spend in a step",
@@ -72,23 +73,15 @@ METRICS = {
     "load_1m": "the host's load average over one minute",
 }
 
-REMOVES = {
-    "pool": "the start of one thread per replica in each step",
-    "cached": "the rebuilding of the replicas' module trees in each step",
-    "flat_storage": "the broadcast and the reduction of tensors one by one",
-    "persistent": "the copying of weights into new replicas, through autograd, in each forward",
-    "local_loss": (
-        "the gathering of outputs on device 0, and the computation of the loss on device 0"
-    ),
-    "local_backward": "the joint backward, in which one thread drives all devices",
-    "overlap": "the delay of every reduction until the whole backward has ended",
-    "allreduce": "the optimizer on device 0 alone, and the broadcast of new weights from it",
-    "flat_optimizer": "the optimizer's loop over tensors",
-    "zero1": (
-        "the update of all weights on every device, because each device updates only its shard"
-    ),
-}
-"""The cost that each rung removes from a step by changing its switch."""
+KINDS = (
+    "models",
+    "strategies",
+    "schedules",
+    *(("machines",) if siblings.present("predict") else ()),
+    "metrics",
+    "runs",
+)
+"""What `dpbench list` lists."""
 
 
 def rows(kind: str) -> list[tuple[str, str]]:
@@ -97,18 +90,17 @@ def rows(kind: str) -> list[tuple[str, str]]:
     `kind` is an argument of `dpbench list`, such as "models".
     """
     if kind == "machines":
-        from dpbench.records import machine
-
-        loaded = {name: machine.load(name) for name in machine.names()}
-        return [
-            (name, f"{one.description} ({words.count(one.devices, 'GPU')})")
-            for name, one in loaded.items()
-        ]
+        found: list[tuple[str, str]] = import_module("dpbench.predict.machine").rows()
+        return found
     if kind == "metrics":
         return sorted(METRICS.items())
     if kind == "schedules":
         return [
-            *((name, _rung(name)) for name in RUNGS),
+            (
+                Schedule.REFERENCE,
+                "the work of torch.nn.DataParallel, in phases that can be timed",
+            ),
+            *EFFECTS.items(),
             (
                 COPYING,
                 (
@@ -125,15 +117,6 @@ def rows(kind: str) -> list[tuple[str, str]]:
             for name in [*names, *sorted({*registry.names(kind)} - {*names})]
         ]
     return [(name, _first_line(registry.folder_of(kind) / f"{name}.py")) for name in names]
-
-
-def _rung(name: str) -> str:
-    if name == REFERENCE:
-        return (
-            "all switches at their defaults: the work of torch.nn.DataParallel, in phases that can"
-            " be timed"
-        )
-    return f"{'='.join(LADDER[name])}; removes {REMOVES[name]}"
 
 
 def _summary(strategy: object) -> str:
@@ -211,9 +194,7 @@ def explain(
 @click.command(
     "list", cls=Documented, short_help="List models, strategies, machines, runs and more."
 )
-@click.argument(
-    "kind", type=click.Choice(["models", "strategies", "schedules", "machines", "metrics", "runs"])
-)
+@click.argument("kind", type=click.Choice(KINDS))
 @click.option(
     "--last", type=click.IntRange(1), help="With runs: only this number of runs, the newest."
 )

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.predict import profiles
 from dpbench.predict.constants import DEFAULT, Constants
+from dpbench.predict.machine import Machine
 from dpbench.predict.work import Profile
 from dpbench.records import Case, plan, registry
-from dpbench.records.machine import Machine
 
 if TYPE_CHECKING:
     from dpbench.models import Model

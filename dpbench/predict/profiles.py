@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 
 from dpbench.predict import simulation
 from dpbench.predict.constants import DEFAULT, Constants, HostCosts
+from dpbench.predict.machine import Machine, UnknownMachine
 from dpbench.predict.work import Cost, Profile
 from dpbench.records import Phase, plan
-from dpbench.records.machine import Machine, UnknownMachine
 
 if TYPE_CHECKING:
     from dpbench.predict.recorder import Op

@@ -14,11 +14,11 @@ from functools import lru_cache
 from dpbench.predict import events, network
 from dpbench.predict.constants import DEFAULT, Constants, HostCosts
 from dpbench.predict.events import SimulatedJob
+from dpbench.predict.machine import Machine, UnknownMachine
 from dpbench.predict.network import DeviceGroup
 from dpbench.predict.tasks import PASSES, of_step
 from dpbench.predict.work import Cost, Profile, Task
 from dpbench.records import Case, Phase, Span, words
-from dpbench.records.machine import Machine, UnknownMachine
 
 GIL = "gil"
 LOCAL = "local"

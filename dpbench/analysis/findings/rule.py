@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from types import MappingProxyType
 
 from dpbench.analysis import stats, validity
 from dpbench.analysis.summary import Row, parts
 from dpbench.hardware import foreign_load
 from dpbench.hardware.provenance import Resources
-from dpbench.records import Case, Phase, Trial, plan, registry, schedule
-from dpbench.records.observed import Alternative, Alternatives, Observed, observed
+from dpbench.records import Case, Phase, Trial, plan, registry
+from dpbench.records.observed import Observed, observed
 from dpbench.records.registry import Role
+from dpbench.records.schedule import Schedule, known
 from dpbench.records.trial import Estimate
 
 COMPUTE = (Phase.FORWARD.value, Phase.BACKWARD.value)
@@ -35,8 +35,6 @@ class CaseContext:
     rows: Mapping[Case, Row]
     trials_of: Mapping[Case, Sequence[Trial]]
     machine: Resources = field(default_factory=Resources)
-    alternative: Alternative | str = ""
-    """The prediction for one process per device, why there is none, or "" if none is needed."""
     _ratios: dict[Case, Estimate] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -76,16 +74,16 @@ class CaseContext:
         return validity.oversubscribed(self.case, self.cores)
 
     @cached_property
-    def schedule(self) -> schedule.Schedule | None:
+    def schedule(self) -> Schedule | None:
         """Return the diagnosed case's schedule; that of torch.nn.DataParallel is `reference`.
 
         None if TrainStep chose it, if there is none, or if another version of dpbench named it.
         """
         if self.case.traits.role is Role.WRAPPER:
-            return schedule.Schedule()
+            return Schedule.REFERENCE
         if not self.case.traits.scheduled:
             return None
-        return schedule.known(self.case.schedule or schedule.REFERENCE)
+        return known(self.case.schedule or Schedule.REFERENCE)
 
     @property
     def model(self) -> Mapping[str, float]:
@@ -275,13 +273,12 @@ def contexts(
     rows: Sequence[Row],
     trials: Sequence[Trial],
     machine: Resources,
-    alternatives: Alternatives = MappingProxyType({}),
 ) -> list[CaseContext]:
     """Return the contexts of the cases to diagnose: training steps only, which remedies change.
 
     They are all observed loops and, per setting, which is a case without its strategy, schedule,
     devices and batch size, the case on the most devices at each batch size: preferably that of
-    torch.nn.DataParallel, or else the engine's lowest rung.
+    torch.nn.DataParallel, or else that of the engine's lowest schedule.
     """
     measured = [
         row for row in rows if row.step and row.series and row.source.timed and row.case.trains
@@ -298,9 +295,7 @@ def contexts(
         if row.case.devices > 1 and not row.case.traits.observed:
             groups.setdefault(_setting(row.case), []).append(row)
     diagnosed = [
-        CaseContext(row, by_case, of_case, machine, alternatives.get(row.case, ""))
-        for row in measured
-        if row.case.traits.observed
+        CaseContext(row, by_case, of_case, machine) for row in measured if row.case.traits.observed
     ]
     for group in groups.values():
         most = max(row.case.devices for row in group)
@@ -369,36 +364,33 @@ class FindingRule:
     """The rule for one problem of data parallelism, and its remedy.
 
     `when` returns evidence if a case has the problem, `Missing` if the run lacks measurements, else
-    None. A case applies the remedy if a switch of its schedule has one of the positions in
-    `switches`, or its strategy one of the `roles`; `others` returns further such cases, on other
-    work or devices. If `alone`, the rule compares the case with no other, and also judges observed
-    loops.
+    None. `schedules` are those to try, the lowest first. A case applies the remedy if its schedule
+    is the first of them or above it, or its strategy has one of the `roles`; `others` returns
+    further such cases, on other work or devices. If `alone`, the rule compares the case with no
+    other, and also judges observed loops.
     """
 
     name: str
     when: Callable[[CaseContext], Judgement]
     remedy: str
-    switches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    schedules: tuple[Schedule, ...] = ()
     roles: tuple[Role, ...] = ()
     others: Callable[[Case], Sequence[Case]] = lambda case: ()
     alone: bool = False
 
     def remedies(self, case: Case) -> list[Case]:
-        """Return the cases that apply the remedy: rungs, other strategies, then `others`."""
+        """Return cases that apply the remedy: schedules, other strategies, then `others`."""
         found = [
-            *remedial(case, self.switches, self.roles),
+            *remedial(case, self.schedules, self.roles),
             *map(plan.normalise, self.others(case)),
         ]
         return [one for one in found if one != case]
 
 
-def remedial(
-    case: Case, switches: Mapping[str, tuple[str, ...]], roles: Sequence[Role]
-) -> list[Case]:
-    """Return the rungs with one of the `switches`, and the strategies with `roles`."""
-    wanted = [(switch, position) for switch, several in switches.items() for position in several]
-    rungs = [name for name, switched in schedule.LADDER.items() if switched in wanted]
-    cases = [replace(case, strategy=registry.of_role(Role.ENGINE), schedule=rung) for rung in rungs]
+def remedial(case: Case, schedules: Sequence[Schedule], roles: Sequence[Role]) -> list[Case]:
+    """Return the case under each of the `schedules`, and with the strategies of these roles."""
+    engine = registry.of_role(Role.ENGINE)
+    cases = [replace(case, strategy=engine, schedule=one.value) for one in schedules]
     cases += [
         plan.normalise(replace(case, strategy=registry.of_role(role), schedule=""))
         for role in roles
