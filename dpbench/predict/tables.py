@@ -144,7 +144,9 @@ def what_ifs_table(what_ifs: Sequence[WhatIf]) -> str:
     ):
         group = sorted(
             tied,
-            key=lambda what_if: list(EFFECTS).index(what_if.schedule) if what_if.schedule else 0,
+            key=lambda what_if: (
+                list(EFFECTS).index(Schedule(what_if.schedule)) if what_if.schedule else 0
+            ),
         )
         lowest = group[0]
         names = ", ".join(other.schedule for other in group)
