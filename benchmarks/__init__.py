@@ -45,7 +45,7 @@ def result(samples: list[float]) -> dict[str, Any]:
 
 EARLIER = {
     "records.ledger": ("analysis.ledger", "ledger"),
-    "records.machine": ("machine",),
+    "predict.machine": ("records.machine", "machine"),
     "records.plan": ("plan",),
     "records.registry": ("registry",),
     "engine.replicate": ("engine.replica_cache", "engine.cached"),

@@ -32,7 +32,7 @@ class Predictions:
     timeout = 60.0
 
     def setup(self) -> None:
-        predictor_of, load = module("predict.cases").Predictor, module("records.machine").load
+        predictor_of, load = module("predict.cases").Predictor, module("predict.machine").load
         self.box = predictor_of(load("rtx-3090-x8"))
         self.cluster = predictor_of(load("dgx-a100-x512"))
         self.one = _cases(("torch_dp",), (8,), (32,))[0]

@@ -949,7 +949,7 @@ FAULTS = (
         "subprocess.TimeoutExpired",
         "subprocess.CalledProcessError",
         ("tests/probe/test_probe.py::test_ranks_that_are_slow_are_no_result",),
-        "probe.all_reduce",
+        "predict.probe.all_reduce",
     ),
     # -- runs
     Fault(

@@ -13,12 +13,13 @@ from collections.abc import Collection
 from benchmarks.prediction.loops import PLAIN, LoopDifferences
 from dpbench.predict import network
 from dpbench.predict.constants import DEFAULT, Constants, HostCosts
+from dpbench.predict.machine import Machine
 from dpbench.predict.network import DeviceGroup
-from dpbench.records import Case, Cost, Phase, Profile, registry
-from dpbench.records.machine import Machine
+from dpbench.predict.tasks import PASSES, buckets
+from dpbench.predict.work import Cost, Profile
+from dpbench.records import Case, Phase, registry
 from dpbench.records.registry import Role
 from dpbench.records.schedule import Schedule
-from dpbench.strategies._tasks import PASSES, buckets
 
 KNOWN = (Role.BASELINE, Role.WRAPPER, Role.ENGINE, Role.CONTROL)
 """The roles of the strategies that have a formula.

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 from dpbench.predict import simulation
 from dpbench.predict.constants import DEFAULT, Constants
+from dpbench.predict.machine import Machine
 from dpbench.predict.simulation import Timeline
-from dpbench.records import Case, Phase, Profile, Task
-from dpbench.records.machine import Machine
+from dpbench.predict.work import Profile, Task
+from dpbench.records import Case, Phase
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from dpbench.predict import counts
-from dpbench.records import Profile
+from dpbench.predict.work import Profile
 
 PARAMETERS = 30e6
 """The assumed number of parameters of an unknown model if the published table does not state the

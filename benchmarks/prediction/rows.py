@@ -21,8 +21,9 @@ from benchmarks.prediction.named_models import Features
 from benchmarks.prediction.published import NAMED, Matched, PublishedRow
 from dpbench.predict import profiles
 from dpbench.predict.constants import DEFAULT, Constants
-from dpbench.records import Case, Phase, Profile, plan, registry
-from dpbench.records.machine import Gpu, Host, Link, Machine
+from dpbench.predict.machine import Gpu, Host, Link, Machine
+from dpbench.predict.work import Profile
+from dpbench.records import Case, Phase, plan, registry
 from dpbench.records.registry import Role
 
 DATA = Path(__file__).parent

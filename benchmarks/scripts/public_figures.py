@@ -17,8 +17,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from dpbench.predict import machine
 from dpbench.predict.cases import Predictor
-from dpbench.records import Case, machine
+from dpbench.records import Case
 
 FOLDER = Path(__file__).parents[2] / "reports" / "public-figures"
 FIGURES, MEMORY = FOLDER / "figures.csv", FOLDER / "memory.csv"

@@ -12,7 +12,7 @@ from dpbench.analysis import stats
 from dpbench.analysis.decision import WORTH, Basis, Choice, Decision, Question, best_of
 from dpbench.analysis.summary import Row
 from dpbench.hardware.provenance import Resources
-from dpbench.records import HABITS, Case, Fault, Source, Status, registry, schedule
+from dpbench.records import HABITS, Case, Fault, Source, Status, registry, schedule, siblings
 from dpbench.records.options import AUTO, Options
 from dpbench.records.registry import Role
 from dpbench.records.trial import Doubt, Estimate
@@ -81,9 +81,11 @@ def predict(case: Case, described: str = "") -> str:
     """Return the `dpbench predict` command for the work of `case` on a described machine.
 
     `described` is the machine's name or file; if empty, predict 1, 2, 4 and 8 GPUs of `GPUS`.
-    Return "" for a precision not in `PREDICTABLE`, a habit that is not the default, or a model that
-    brings its own optimizer.
+    Return "" for a precision not in `PREDICTABLE`, a habit that is not the default, a model that
+    brings its own optimizer, or an installation without predictions.
     """
+    if not siblings.present("predict"):
+        return ""
     if case.precision not in PREDICTABLE or case.habits or case.optimizer == "own":
         return ""
     precision = ["--precision", case.precision] if case.precision != Case.precision else []

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Self
 
 from dpbench.analysis import (
@@ -31,7 +30,6 @@ from dpbench.analysis.imbalance import Footprint, Index
 from dpbench.analysis.lanes import Lanes
 from dpbench.hardware.provenance import Resources
 from dpbench.records import Case, Source, Trial
-from dpbench.records.observed import Alternatives
 from dpbench.store import PastRun, UnreadableRow
 
 
@@ -68,19 +66,18 @@ class Report:
         provenance: Mapping[str, Any],
         status: str = caveats.FINISHED,
         past: Sequence[PastRun] = (),
-        alternatives: Alternatives = MappingProxyType({}),
         unreadable: Sequence[UnreadableRow] = (),
     ) -> Self:
         """Return the report of the run that has these trials.
 
-        `alternatives` are predictions for observed loops, and `unreadable` are the store's
-        unreadable rows; the other arguments are facts stored with the run.
+        `unreadable` are the store's unreadable rows; the other arguments are facts stored with the
+        run.
         """
         rows = summary.rows(trials)
         machine = Resources.of(provenance)
         ladders = ladder.ladders(rows)
         loading = loaders.curve(rows)
-        diagnoses = findings.diagnose(rows, trials, machine, alternatives)
+        diagnoses = findings.diagnose(rows, trials, machine)
         return cls(
             run_id=run_id,
             started_s=started_s,

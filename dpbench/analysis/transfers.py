@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from dpbench.analysis import stats
-from dpbench.records import HOST, Case, Phase, Source, Trial, registry
+from dpbench.analysis.moves import of_step
+from dpbench.records import HOST, Case, Phase, Source, Trial
 from dpbench.records.case import MOVING
 from dpbench.records.registry import Reduction
 from dpbench.records.schedule import known
@@ -35,12 +36,10 @@ def moves(case: Case, shapes: Shapes) -> list[Move]:
     if case.placement == "colocated":
         return []
     shapes = shapes if case.trains else replace(shapes, target_bytes=0.0)
-    try:
-        found = registry.strategy(case.strategy).moves(case, shapes)
-    except LookupError:  # an external strategy that has been removed since the run
-        return []
     return [
-        move for move in found if move.bytes > 0 and (case.trains or move.phase in FORWARD_ALONE)
+        move
+        for move in of_step(case, shapes)
+        if move.bytes > 0 and (case.trains or move.phase in FORWARD_ALONE)
     ]
 
 

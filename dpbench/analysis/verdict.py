@@ -14,13 +14,13 @@ from pathlib import PurePath
 from dpbench.analysis import decision
 from dpbench.analysis.answer import Answer
 from dpbench.analysis.decision import Choice
-from dpbench.analysis.findings import Diagnosis, loops
+from dpbench.analysis.findings import Diagnosis
 from dpbench.analysis.findings.rule import Evidence
 from dpbench.analysis.summary import Row
 from dpbench.hardware import foreign_load
 from dpbench.hardware.provenance import Resources
-from dpbench.records import UNATTRIBUTED, Source, Trial, fake, words
-from dpbench.records.observed import Observed, observed
+from dpbench.records import UNATTRIBUTED, Source, Trial, fake, siblings, words
+from dpbench.records.observed import Observed, observed, unclear
 from dpbench.records.trial import Doubt, Estimate
 
 WORTH = decision.WORTH - 1
@@ -82,7 +82,9 @@ def decide(step: Estimate | None, costs: Sequence[Estimate], unclear: float = 0.
 def answers(
     rows: Sequence[Row], trials: Sequence[Trial], diagnoses: Sequence[Diagnosis], machine: Resources
 ) -> list[Answer]:
-    """Return one answer for each observed loop of a run."""
+    """Return one answer for each observed loop of a run; none without the rules about them."""
+    if not siblings.present("observe"):
+        return []
     mine = [row for row in rows if row.case.traits.observed]
     by_case = {one.row.case: one for one in diagnoses}
     return [
@@ -228,7 +230,7 @@ def _certainty(row: Row, trials: Sequence[Trial], loop: Observed) -> Iterator[st
         )
         where = f" on {', '.join(gpus)}" if gpus else ""
         yield f"from a profiler's trace{where}; the profiler itself slows the host"
-    yield from loops.unclear(loop)
+    yield from unclear(loop)
     if foreign_load.NOISY in row.labels:
         yield f"other processes used {foreign_load.shared(row.case)} ({foreign_load.NOISY})"
     if row.case.device_kind == "cpu":

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from dpbench.analysis.report import Report
     from dpbench.records import Trial
-    from dpbench.records.observed import Alternatives
     from dpbench.store import PastRun, StoredRun, UnreadableRow
 
 
@@ -35,7 +34,6 @@ def report_of(
         status=chosen.status,
         provenance=chosen.provenance,
         past=_past(store, chosen.id, trials, listing(rows)) if store else (),
-        alternatives=_alternatives(chosen, trials),
         unreadable=rows,
     )
 
@@ -47,15 +45,6 @@ def _past(
 
     with Store.read(store, unreadable) as opened:
         return opened.past(run_id, trials)
-
-
-def _alternatives(chosen: StoredRun, trials: Sequence[Trial]) -> Alternatives:
-    """Return the prediction of each observed loop on several GPUs for one process per GPU."""
-    if not any(trial.case.traits.observed and trial.case.devices > 1 for trial in trials):
-        return {}
-    from dpbench.predict.alternatives import alternatives
-
-    return alternatives(trials, chosen.provenance)
 
 
 def write_report(path: Path | None, report: Report) -> Path:

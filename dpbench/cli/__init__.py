@@ -12,8 +12,9 @@ from pathlib import Path
 
 import click
 
-from dpbench.cli import comparing, managing, observing, options, own, predicting, reading, running
+from dpbench.cli import comparing, managing, options, own, reading, running
 from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE, open_streams
+from dpbench.records import siblings
 from dpbench.records.files import UnreadableFile
 from dpbench.records.visible import visible
 
@@ -42,8 +43,6 @@ def cli(context: click.Context, no_config: bool) -> None:
 
 for command in (
     running.run,
-    observing.watch,
-    observing.import_,
     own.check,
     own.init,
     own.loaders,
@@ -55,10 +54,9 @@ for command in (
     managing.rm,
     managing.merge,
     reading.export,
-    predicting.predict,
-    predicting.probe,
 ):
     cli.add_command(command)
+siblings.modules("commands")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from dpbench.cli.options import (
     store_option,
 )
 from dpbench.cli.showing import read
-from dpbench.records import registry, words
+from dpbench.records import registry, siblings, words
 from dpbench.records.schedule import COPYING, EFFECTS, FASTEST, Schedule
 
 METRICS = {
@@ -72,6 +73,16 @@ METRICS = {
     "load_1m": "the host's load average over one minute",
 }
 
+KINDS = (
+    "models",
+    "strategies",
+    "schedules",
+    *(("machines",) if siblings.present("predict") else ()),
+    "metrics",
+    "runs",
+)
+"""What `dpbench list` lists."""
+
 
 def rows(kind: str) -> list[tuple[str, str]]:
     """Return the name and a one-line description of each model, strategy, schedule and so on.
@@ -79,13 +90,8 @@ def rows(kind: str) -> list[tuple[str, str]]:
     `kind` is an argument of `dpbench list`, such as "models".
     """
     if kind == "machines":
-        from dpbench.records import machine
-
-        loaded = {name: machine.load(name) for name in machine.names()}
-        return [
-            (name, f"{one.description} ({words.count(one.devices, 'GPU')})")
-            for name, one in loaded.items()
-        ]
+        found: list[tuple[str, str]] = import_module("dpbench.predict.machine").rows()
+        return found
     if kind == "metrics":
         return sorted(METRICS.items())
     if kind == "schedules":
@@ -188,9 +194,7 @@ def explain(
 @click.command(
     "list", cls=Documented, short_help="List models, strategies, machines, runs and more."
 )
-@click.argument(
-    "kind", type=click.Choice(["models", "strategies", "schedules", "machines", "metrics", "runs"])
-)
+@click.argument("kind", type=click.Choice(KINDS))
 @click.option(
     "--last", type=click.IntRange(1), help="With runs: only this number of runs, the newest."
 )

@@ -1,7 +1,7 @@
 """Shapes: the JSON that commands print with --json, one record per command.
 
-The records of comparisons, imports and predictions are in `comparing`, `observing` and `predicted`;
-all others are here.
+The records of comparisons are in `comparing`, those of imports and predictions in the packages
+`observe` and `predict`, and all others here.
 
 Times are seconds, memory is bytes, and shares are fractions. A number that is missing, NaN or
 infinite is null. Keys are never removed or changed in meaning without a higher `schema`; new keys
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from dpbench.analysis.summary import Row
     from dpbench.measure.batch_search import Found
     from dpbench.measure.selection import RunForecast
-    from dpbench.records.machine import Machine
     from dpbench.records.trial import Estimate
     from dpbench.store import StoredRun
 
@@ -421,13 +420,6 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
                 if row.step is None
             ],
         )
-
-
-class ProbedMachine(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON of `dpbench probe`: the machine, with the values of the TOML file."""
-
-    machine: Machine
-    schema: int = SCHEMA
 
 
 class RunPlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -45,7 +45,9 @@ HIDDEN = "(not recorded)"
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """The cores that a run may use, and the bytes of memory of each GPU; 0 if unknown.
+    """The cores that a run may use, the name of its GPUs, and the memory of each in bytes.
+
+    Unknown numbers are 0, and the name of unknown GPUs is "a GPU".
 
     `described` is the name or the file of the machine for which a run is predicted; it is empty for
     a machine that is measured.
@@ -54,6 +56,7 @@ class Resources:
     described: str = ""
     cores: int = 0
     gpu_memory_bytes: tuple[int, ...] = ()
+    gpu: str = "a GPU"
 
     @property
     def device_kind(self) -> str:
@@ -71,7 +74,11 @@ class Resources:
         """Return the resources in the result of `collect` or a run's stored provenance."""
         gpus = (facts.get("gpus") or {}).get("gpus") or ()
         sizes = tuple(gpu.get("memory_bytes") or 0 for gpu in gpus)
-        return cls(cores=(facts.get("host") or {}).get("cores", 0), gpu_memory_bytes=sizes)
+        return cls(
+            cores=(facts.get("host") or {}).get("cores", 0),
+            gpu_memory_bytes=sizes,
+            gpu=str(next((gpu.get("name") for gpu in gpus), cls.gpu)),
+        )
 
 
 def collect(gpus: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -13,7 +13,6 @@ returns the loss, or a structure with `loss`, the model has `loss = None`.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import os
 from collections import Counter
@@ -28,7 +27,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
 from dpbench.models import _own
 from dpbench.models._own import with_forward as with_forward
-from dpbench.records import Profile, registry
+from dpbench.records import registry
 
 SIZES = ("small", "full")
 _FEW = 2
@@ -183,33 +182,6 @@ def _inside(call: str, name: str) -> Iterator[None]:
 def _inputs_of(made: Any) -> Any:
     """`Model.batch` reports a batch of a wrong form."""
     return made[0] if isinstance(made, tuple | list) and made else made
-
-
-def profile(model: Model, samples: int = 2) -> Profile:
-    """Return a model's profile: the sizes of its tensors, and the FLOP of forward and backward.
-
-    torch counts the FLOP on a batch of `samples` rows. FLOP, input bytes and output bytes are per
-    sample.
-    """
-    from torch.utils.flop_counter import FlopCounterMode
-
-    inputs, target = model.batch(samples, 0)
-    module = copy.deepcopy(model.module)  # a forward changes the statistics of BatchNorm
-    parameters, buffers = list(module.parameters()), list(module.buffers())
-    with FlopCounterMode(display=False) as forward:
-        output = module(*positional(inputs))
-    with FlopCounterMode(display=False) as backward:
-        model.loss(output, target).backward()
-    return Profile(
-        model=model.name,
-        parameter_tensors=len(parameters),
-        parameter_bytes=sum(p.nbytes for p in parameters),
-        buffer_bytes=sum(b.nbytes for b in buffers),
-        input_bytes=bytes_in(inputs) / samples,
-        output_bytes=bytes_in(output) / samples,
-        forward_flop=forward.get_total_flops() / samples,
-        backward_flop=backward.get_total_flops() / samples,
-    )
 
 
 def compile_forward(module: nn.Module) -> None:

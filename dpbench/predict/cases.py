@@ -21,20 +21,9 @@ from dpbench.predict.constants import (
     priors_of,
     scaled,
 )
-from dpbench.records import (
-    Case,
-    Memory,
-    Profile,
-    Source,
-    Span,
-    Status,
-    Step,
-    Trial,
-    plan,
-    registry,
-    words,
-)
-from dpbench.records.machine import Collective, Machine
+from dpbench.predict.machine import Collective, Machine
+from dpbench.predict.work import Profile
+from dpbench.records import Case, Memory, Source, Span, Status, Step, Trial, plan, registry, words
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
 from dpbench.records.work import DRAWS, middle_draws

@@ -21,8 +21,8 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
+from dpbench.predict.machine import Host, Machine
 from dpbench.records import Case
-from dpbench.records.machine import Host, Machine
 from dpbench.records.registry import Parallelism
 from dpbench.records.work import middle_draws
 

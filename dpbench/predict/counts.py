@@ -10,6 +10,7 @@ were traced without weights (tests/data/trace_models.py); the others come from p
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import re
@@ -21,10 +22,12 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.predict import profiles
 from dpbench.predict.constants import DEFAULT, Constants
-from dpbench.records import Case, Profile, plan, registry
-from dpbench.records.machine import Machine
+from dpbench.predict.machine import Machine
+from dpbench.predict.work import Profile
+from dpbench.records import Case, plan, registry
 
 if TYPE_CHECKING:
+    from dpbench.models import Model
     from dpbench.predict.trace import Trace
 
 log = logging.getLogger(__name__)
@@ -196,10 +199,39 @@ def _counted(model: str, size: str) -> Profile:
     modules = list(loaded.module.modules())
     launches = 2 * sum(1 for module in modules if not list(module.children()))
     return replace(
-        models.profile(loaded),
+        in_step(loaded),
         modules=len(modules),
         buffer_tensors=sum(1 for _ in loaded.module.buffers()),
         forward_launches=launches,
         backward_launches=launches,
         gradient_bytes=tuple(p.nbytes for p in reversed(list(loaded.module.parameters()))),
+    )
+
+
+def in_step(model: Model, samples: int = 2) -> Profile:
+    """Return a model's profile: the sizes of its tensors, and the FLOP of forward and backward.
+
+    torch counts the FLOP on a batch of `samples` rows. FLOP, input bytes and output bytes are per
+    sample.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from dpbench.models import bytes_in, positional
+
+    inputs, target = model.batch(samples, 0)
+    module = copy.deepcopy(model.module)  # a forward changes the statistics of BatchNorm
+    parameters, buffers = list(module.parameters()), list(module.buffers())
+    with FlopCounterMode(display=False) as forward:
+        output = module(*positional(inputs))
+    with FlopCounterMode(display=False) as backward:
+        model.loss(output, target).backward()
+    return Profile(
+        model=model.name,
+        parameter_tensors=len(parameters),
+        parameter_bytes=sum(p.nbytes for p in parameters),
+        buffer_bytes=sum(b.nbytes for b in buffers),
+        input_bytes=bytes_in(inputs) / samples,
+        output_bytes=bytes_in(output) / samples,
+        forward_flop=forward.get_total_flops() / samples,
+        backward_flop=backward.get_total_flops() / samples,
     )

@@ -34,12 +34,12 @@ from dpbench.predict.allocator import (
 )
 from dpbench.predict.recorder import AsOnGpus
 from dpbench.predict.strategy_memory import EngineMemory
+from dpbench.predict.tasks import schedule_of
 from dpbench.predict.trace import Build, OptimizerFactory, Trace, shapes_of, trace, trace_optimizer
+from dpbench.predict.work import COALESCED_BYTES, chunks
 from dpbench.records import Case, registry
 from dpbench.records.registry import Role
-from dpbench.records.work import COALESCED_BYTES, chunks
 from dpbench.strategies import OWN, optimizer_of, precision_of
-from dpbench.strategies.dp import schedule_of
 
 Release = tuple[int, list[int]]
 """A pair (n, numbers): the allocations that are released after the first n backward ops."""

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from dpbench.predict.constants import DEFAULT, Constants
 from dpbench.predict.events import rates
+from dpbench.predict.machine import HOST_NODE, Collective, Link, Machine, UnknownMachine
 from dpbench.records import words
 from dpbench.records.files import UnreadableFile
-from dpbench.records.machine import HOST_NODE, Collective, Link, Machine, UnknownMachine
 
 Direction = tuple[str, str]
 TRAFFIC: dict[str, Callable[[int], float]] = {

@@ -11,12 +11,12 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from dpbench.predict import counts
-from dpbench.predict.stored import Stored, fit_profile, gpu_of, of_trials
-from dpbench.records import HOST, Case, Phase, Profile, Source, Span, Trial, fake, ledger
-from dpbench.records.machine import Machine, UnknownMachine
+from dpbench.predict.machine import Machine, UnknownMachine
+from dpbench.predict.stored import Stored, fit_profile, of_trials
+from dpbench.predict.work import Profile
+from dpbench.records import HOST, Case, Phase, Source, Span, Trial, fake, ledger
 
 NEEDED = ("parameter_tensors", "parameter_bytes", "buffer_bytes", "input_bytes", "output_bytes")
 """The facts in a trial's provenance without which a model cannot be predicted."""
@@ -26,11 +26,11 @@ PRECISIONS = ("fp32", "bf16")
 
 @dataclass(frozen=True)
 class ObservedLoop:
-    """An observed loop: its case, trusted trials with spans, and the facts stored with its run."""
+    """An observed loop: its case, trusted trials with spans, and the name of its GPUs."""
 
     case: Case
     trials: tuple[Trial, ...]
-    facts: Mapping[str, Any]
+    gpu: str
 
     @property
     def rows(self) -> int:
@@ -44,14 +44,13 @@ class ObservedLoop:
         GPUs.
         """
         self._check()
-        device = gpu_of(self.facts)
         label = (self.trials[0].source.value if self.trials else Source.MEASURED.value).upper()
         of = f" (per device, on {self.case.devices} devices)" if self.case.devices > 1 else ""
         basis = (
             f"its launches are estimated, and the phases of its steps{of} were {label} in the"
             " user's own loop"
         )
-        return Stored(self._profile(), device, (self.rows,), target.gpu.name, basis)
+        return Stored(self._profile(), self.gpu, (self.rows,), target.gpu.name, basis)
 
     def _check(self) -> None:
         lacking = [name for name in NEEDED if name not in self._model]
@@ -159,8 +158,11 @@ def _timed(trial: Trial) -> Iterator[Sequence[Span]]:
             yield spans
 
 
-def of_run(trials: Sequence[Trial], facts: Mapping[str, Any]) -> ObservedLoop | None:
-    """Return the observed loop of a run with the most timed steps, or None if it has none."""
+def of_run(trials: Sequence[Trial], gpu: str) -> ObservedLoop | None:
+    """Return the observed loop of a run with the most timed steps, or None if it has none.
+
+    `gpu` is the name of the run's GPUs.
+    """
     by_case: dict[Case, list[Trial]] = {}
     for trial in trials:
         if trial.case.traits.observed:
@@ -169,4 +171,4 @@ def of_run(trials: Sequence[Trial], facts: Mapping[str, Any]) -> ObservedLoop | 
         return None
     case = max(by_case, key=lambda one: sum(len(trial.timed) for trial in by_case[one]))
     usable = [trial for trial in by_case[case] if trial.trusted and trial.timed]
-    return ObservedLoop(case, tuple(usable), facts)
+    return ObservedLoop(case, tuple(usable), gpu)

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 
 from dpbench.predict import simulation
 from dpbench.predict.constants import DEFAULT, Constants, HostCosts
-from dpbench.records import Cost, Phase, Profile, plan
-from dpbench.records.machine import Machine, UnknownMachine
+from dpbench.predict.machine import Machine, UnknownMachine
+from dpbench.predict.work import Cost, Profile
+from dpbench.records import Phase, plan
 
 if TYPE_CHECKING:
     from dpbench.predict.recorder import Op

@@ -14,11 +14,11 @@ from functools import lru_cache
 from dpbench.predict import events, network
 from dpbench.predict.constants import DEFAULT, Constants, HostCosts
 from dpbench.predict.events import SimulatedJob
+from dpbench.predict.machine import Machine, UnknownMachine
 from dpbench.predict.network import DeviceGroup
-from dpbench.records import Case, Cost, Phase, Profile, Span, Task, words
-from dpbench.records.machine import Machine, UnknownMachine
-from dpbench.strategies import load
-from dpbench.strategies._tasks import PASSES
+from dpbench.predict.tasks import PASSES, of_step
+from dpbench.predict.work import Cost, Profile, Task
+from dpbench.records import Case, Phase, Span, words
 
 GIL = "gil"
 LOCAL = "local"
@@ -221,10 +221,6 @@ def _capped(launches_s: float, cost: Cost | None, rows: int, share: float) -> fl
     return min(launches_s, share * cost.at(rows)) if cost else launches_s
 
 
-EXCHANGEABLE = 9
-"""From this number of ranks on, which all do the same work, only one is simulated."""
-
-
 @dataclass(frozen=True)
 class Timeline:
     """The tasks of a step, and the (begin, end) of each in seconds from the start of the step."""
@@ -293,10 +289,8 @@ def timeline(
 
 @lru_cache(maxsize=64)
 def tasks_of(case: Case, profile: Profile) -> list[Task]:
-    """Return the tasks of a step: with `EXCHANGEABLE` or more ranks, of one rank only."""
-    strategy = load(case.strategy)
-    many = case.traits.ranks and case.devices >= EXCHANGEABLE
-    return strategy.one_rank(case, profile) if many else strategy.tasks(case, profile)
+    """Return the tasks of a step, as `of_step` describes them."""
+    return of_step(case, profile)
 
 
 def _straggling(case: Case, constants: Constants) -> float:

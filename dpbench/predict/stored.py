@@ -10,22 +10,13 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from dpbench.hardware.provenance import Resources
 from dpbench.predict import counts
+from dpbench.predict.machine import Machine, UnknownMachine
 from dpbench.predict.profiles import FIXED_SHARE
-from dpbench.records import (
-    UNATTRIBUTED,
-    Case,
-    Cost,
-    Phase,
-    Profile,
-    Source,
-    Status,
-    Trial,
-    registry,
-)
-from dpbench.records.machine import Machine, UnknownMachine
+from dpbench.predict.work import Cost, Profile
+from dpbench.records import UNATTRIBUTED, Case, Phase, Source, Status, Trial, registry
 from dpbench.records.registry import Role
 from dpbench.store import Store
 
@@ -150,7 +141,7 @@ def read(path: Path, cases: Sequence[Case], machine: Machine) -> dict[counts.Key
                 if key not in found and (
                     fitting := [trial for trial in trials if _setting(trial.case) == _setting(case)]
                 ):
-                    found[key] = _stored(case, fitting, gpu_of(run.provenance), machine)
+                    found[key] = _stored(case, fitting, Resources.of(run.provenance).gpu, machine)
             if len(found) == len(wanted):
                 return found
     missing = next(case for key, case in wanted.items() if key not in found)
@@ -201,10 +192,3 @@ def _setting(case: Case) -> str:
 def _stored(case: Case, trials: Sequence[Trial], device: str, machine: Machine) -> Stored:
     batches = tuple(sorted({trial.case.batch_size for trial in trials}))
     return Stored(of_trials(counts.of(case), trials), device, batches, machine.gpu.name)
-
-
-def gpu_of(facts: Mapping[str, Any]) -> str:
-    """Return the name of the GPU from a run's provenance `facts`."""
-    return str(
-        next((gpu.get("name") for gpu in (facts.get("gpus") or {}).get("gpus") or ()), "a GPU")
-    )

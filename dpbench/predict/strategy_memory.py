@@ -24,14 +24,8 @@ from dpbench.predict.allocator import (
 )
 from dpbench.predict.recorder import Op
 from dpbench.predict.trace import Trace
+from dpbench.predict.work import COALESCED_BYTES, DDP_SYNC_BYTES, bucket_sizes, chunks, flat_bytes
 from dpbench.records.schedule import Schedule
-from dpbench.records.work import (
-    COALESCED_BYTES,
-    DDP_SYNC_BYTES,
-    bucket_sizes,
-    chunks,
-    flat_bytes,
-)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Records: the data types of dpbench, for cases, trials, schedules, machines and estimates.
+"""Records: the data types of dpbench, for cases, trials, schedules and estimates.
 
 Besides the standard library, the package imports only msgspec, which checks types.
 """
@@ -18,7 +18,6 @@ from dpbench.records.case import (
 )
 from dpbench.records.series import Sample, Span, Step
 from dpbench.records.trial import SCHEMA, Fault, Memory, Source, Status, Trial, Verified
-from dpbench.records.work import Cost, Profile, Task
 
 __all__ = [
     "HOST",
@@ -42,7 +41,4 @@ __all__ = [
     "Step",
     "Memory",
     "Trial",
-    "Cost",
-    "Profile",
-    "Task",
 ]

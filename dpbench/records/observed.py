@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from dpbench.records.case import Case
 from dpbench.records.registry import Parallelism, Reduction, Role, Traits
-from dpbench.records.trial import Estimate, Trial
+from dpbench.records.trial import Trial
+from dpbench.records.words import count
 
 SCRIPT = "script"
 """The strategy of every observed training loop."""
@@ -100,25 +100,17 @@ class Observed:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Alternative:
-    """A prediction for an observed loop, as if its work ran with one process per device.
-
-    `step` is in seconds, with an 80 % interval. `basis` is a phrase that names the machine.
-    """
-
-    step: Estimate
-    basis: str
-
-
-Alternatives = Mapping[Case, Alternative | str]
-"""The prediction, or the reason for none, for each loop with one process on several devices."""
-
-
 def observed(trial: Trial) -> Observed | None:
     """Return the facts about the observed loop of a trial; None if dpbench ran the loop."""
     found = trial.provenance.get(OBSERVED)
     return Observed.from_dict(found) if found else None
+
+
+def unclear(loop: Observed) -> list[str]:
+    """Return one text for each part of the loop that dpbench did not understand."""
+    return [
+        f"{one} (in {count(one.steps, 'step')})" if one.steps else str(one) for one in loop.unknown
+    ]
 
 
 def traits(parallelism: Parallelism, reduction: Reduction = Reduction.OVERLAPPED) -> Traits:

@@ -96,6 +96,8 @@ class Traits:
     """The number of devices that together hold one replica of the module."""
     shared_stream: bool = False
     """Whether replicas that share a GPU also share one CUDA stream."""
+    shards_weights: bool = False
+    """Whether each rank keeps a part of every weight, and gathers whole weights as torch's FSDP."""
     rounds_gradients: bool = False
     """Whether gradients are rounded to 16 bits for transfers, so that larger errors pass."""
     strategy: str = ""

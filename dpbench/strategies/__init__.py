@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dpbench.hardware import processes
 from dpbench.hardware.device import Device
-from dpbench.records import Case, Mark, Profile, Task, registry
+from dpbench.records import Case, Mark, registry
 from dpbench.records.registry import Parallelism, Reduction, Role, Traits
-from dpbench.records.work import Move, Shapes
 
-if TYPE_CHECKING:  # the predictor calls `tasks` without loading torch
+if TYPE_CHECKING:
     import torch
     from torch import nn
 
@@ -33,7 +32,6 @@ __all__ = [
     "Role",
     "Parallelism",
     "Reduction",
-    "Unpredictable",
     "Updates",
     "load",
     "begin",
@@ -70,10 +68,6 @@ class Split:
 
     rows: tuple[int, ...]
     replays: bool = True
-
-
-class Unpredictable(ValueError):
-    """The strategy does not describe its step as tasks, so its time cannot be predicted."""
 
 
 class Strategy(Protocol):
@@ -133,31 +127,6 @@ class Strategy(Protocol):
         # each GPU has its own generator
         generators = case.device_kind == "cuda" and (whole or self.traits.devices_per_replica > 1)
         return Split((case.batch_size,) if whole else case.rows, replays=not generators)
-
-    def tasks(self, case: Case, profile: Profile) -> list[Task]:
-        """Return one step of a case as a graph of tasks, from which its time is predicted.
-
-        `profile` has the sizes, FLOP and costs of the model. Raises Unpredictable if the strategy
-        does not describe its step.
-        """
-        raise Unpredictable(
-            f"the strategy {case.strategy} cannot be predicted, because it does not describe its"
-            " step as tasks; measure the strategy instead"
-        )
-
-    def one_rank(self, case: Case, profile: Profile) -> list[Task]:
-        """Return the tasks of one typical rank in one step, to predict a step of many ranks.
-
-        By default, these are the tasks of the whole step.
-        """
-        return self.tasks(case, profile)
-
-    def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
-        """Return the transfers of bytes between devices in one step; empty if not described.
-
-        `shapes` has the sizes of the model's tensors.
-        """
-        return ()
 
 
 def load(name: str) -> Strategy:

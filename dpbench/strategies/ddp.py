@@ -13,16 +13,14 @@ The phase `forward` includes the synchronisation of buffers.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dpbench.hardware.device import Device
-from dpbench.records import Case, Mark, Phase, Profile, Task
-from dpbench.records.work import Move, Shapes
+from dpbench.records import Case, Mark, Phase
 from dpbench.strategies import Forward, Parallelism, Reduction, Role, Strategy, Traits
 from dpbench.strategies._ranks import RankStep, forward_of_rank
-from dpbench.strategies._tasks import Graph, batch, buckets, ring
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,40 +54,6 @@ class DistributedDataParallel(Strategy):
     ) -> Iterator[Forward]:
         """Yield the forward of torch's wrapper on this rank's rows, with rank 0's buffers."""
         yield forward_of_rank(case, model, devices[0], mark, wrap)
-
-    def tasks(self, case: Case, profile: Profile) -> list[Task]:
-        """Return the tasks of all ranks in one step; a bucket is reduced as soon as it is full."""
-        return self._tasks(case, profile, range(len(case.rows)))
-
-    def one_rank(self, case: Case, profile: Profile) -> list[Task]:
-        """Return the tasks of rank 0 in one step, including its part of each collective."""
-        return self._tasks(case, profile, [0])
-
-    def _tasks(self, case: Case, profile: Profile, ranks: Sequence[int]) -> list[Task]:
-        graph = Graph()
-        pieces = buckets(profile) if len(case.rows) > 1 else [float(profile.parameter_bytes)]
-        ready = {i: _backward(graph, case, profile, i, len(pieces)) for i in ranks}
-        reduced: dict[int, list[int]] = {i: [] for i in ranks}
-        for number, size in enumerate(pieces):
-            for i in ranks:
-                # the last reduction overlaps with backward, whose span in a trace contains the
-                # hidden part
-                beside = graph.tasks[ready[i][-1]].overlap if number == len(pieces) - 1 else ()
-                waits = [*reduced[i], ready[i][number]]
-                reduced[i] = [
-                    graph.add(Phase.REDUCE, i, f"all_reduce:{number}", size, "bytes", waits, beside)
-                ]
-        for i in ranks:
-            graph.update(case, profile, i, f"host:{i}", reduced[i])
-        return graph.tasks
-
-    def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
-        """Yield the transfers in one step: rows, rank 0's buffers, and a ring all-reduce."""
-        yield from batch(case, shapes, local=True)
-        count = len(case.rows)
-        for rank in range(1, count):
-            yield Move(Phase.FORWARD, 0, rank, shapes.buffer_bytes)
-        yield from ring(count, shapes.trainable_bytes)
 
 
 def wrap(module: nn.Module, device: Device, **options: Any) -> nn.parallel.DistributedDataParallel:
@@ -147,25 +111,6 @@ class ExposedReduction:
         offset_ns = time.time_ns() - time.perf_counter_ns()  # the logger's clock is the time of day
         start_s = (compute_end_ns - offset_ns) / 1e9
         return [(Phase.REDUCE, self._device.index, start_s, returned_s)] if compute_end_ns else []
-
-
-def _backward(graph: Graph, case: Case, profile: Profile, rank: int, count: int) -> list[int]:
-    """Append a rank's tasks up to backward; return the task that fills each of `count` buckets."""
-    rows, host = case.rows[rank], f"host:{rank}"
-    forward = (rows * profile.forward_flop, "flop")
-    part = (rows * profile.backward_flop / count, "flop")
-    last = graph.add(Phase.SCATTER, rank, f"copy:host:{rank}", rows * profile.input_bytes, "bytes")
-    last = graph.launch(Phase.FORWARD, rank, host, profile.forward_launches, forward, [last])
-    last = graph.add(
-        Phase.LOSS, rank, f"device:{rank}", rows * profile.output_bytes, "bytes", [last]
-    )
-    filled = []
-    for _ in range(count):
-        last = graph.launch(
-            Phase.BACKWARD, rank, host, profile.backward_launches / count, part, [last]
-        )
-        filled.append(last)
-    return filled
 
 
 strategy = DistributedDataParallel()

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dpbench.hardware.device import Device
-from dpbench.records import Case, Mark, Profile, Task
-from dpbench.records.schedule import SELECTED, Schedule, known, parse
-from dpbench.records.work import Move, Shapes
+from dpbench.records import Case, Mark
+from dpbench.records.schedule import Schedule, known
 from dpbench.strategies import (
     Forward,
     Role,
     Step,
     Strategy,
     Traits,
-    _tasks,
     clip_norm_of,
     optimizer_of,
     precision_of,
     scaler_of,
     scheduler_of,
-    single,
 )
-from dpbench.strategies._tasks import Chain
 
 if TYPE_CHECKING:
     import torch
@@ -99,21 +95,6 @@ class Engine(Strategy):
         schedule = case.schedule or Schedule.REFERENCE
         yield DataParallel(module, list(devices), schedule=schedule, mark=mark)
 
-    def tasks(self, case: Case, profile: Profile) -> list[Task]:
-        """Return the tasks of one step under the schedule that `schedule_of` returns."""
-        if case.devices == 1:
-            return single.strategy.tasks(case, profile)
-        return Chain(case, profile, schedule_of(case)).tasks()
-
-    def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
-        """Return the transfers of one step under the case's schedule.
-
-        The result is empty if TrainStep selects the schedule, which it does at run time, and for a
-        stored case whose schedule this version of dpbench does not have.
-        """
-        schedule = known(case.schedule or Schedule.REFERENCE)
-        return _tasks.scheduled(case, shapes, schedule) if schedule else ()
-
 
 class _Training:
     def __init__(self, case: Case, train_step: TrainStep, scheduler: Any) -> None:
@@ -125,11 +106,6 @@ class _Training:
         if self._scheduler is not None:
             self._scheduler.step()
         return loss
-
-
-def schedule_of(case: Case) -> Schedule:
-    """Return a case's schedule: for `copying` and `fastest`, the one that TrainStep prefers."""
-    return SELECTED.get(case.schedule) or parse(case.schedule or Schedule.REFERENCE)
 
 
 strategy = Engine()

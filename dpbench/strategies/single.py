@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dpbench.hardware.device import Device
-from dpbench.records import HOST, Case, Mark, Phase, Profile, Task
-from dpbench.records.work import Move, Shapes
+from dpbench.records import Case, Mark, Phase
 from dpbench.strategies import (
     Forward,
     Parallelism,
@@ -20,7 +19,6 @@ from dpbench.strategies import (
     precision_of,
     put_all,
 )
-from dpbench.strategies._tasks import Graph
 
 if TYPE_CHECKING:
     import torch
@@ -78,29 +76,6 @@ class Single(Strategy):
             return output
 
         yield forward
-
-    def tasks(self, case: Case, profile: Profile) -> list[Task]:
-        """Return the tasks of one step: scatter, forward, loss, backward and optimizer."""
-        graph = Graph()
-        rows = case.batch_size
-        forward = (rows * profile.forward_flop, "flop")
-        backward = (rows * profile.backward_flop, "flop")
-        last = graph.add(Phase.SCATTER, 0, "copy:host:0", rows * profile.input_bytes, "bytes")
-        last = graph.launch(Phase.FORWARD, 0, "host", profile.forward_launches, forward, [last])
-        last = graph.add(Phase.LOSS, 0, "device:0", rows * profile.output_bytes, "bytes", [last])
-        last = graph.launch(
-            Phase.BACKWARD, 0, "host:0", profile.backward_launches, backward, [last]
-        )
-        graph.update(case, profile, 0, "host", [last])
-        return graph.tasks
-
-    def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
-        """Yield the transfer of the batch to the device, unless it is there before the step."""
-        if case.inputs == "device":
-            return
-        yield Move(
-            Phase.SCATTER, HOST, 0, case.batch_size * (shapes.input_bytes + shapes.target_bytes)
-        )
 
 
 strategy = Single()

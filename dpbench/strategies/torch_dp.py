@@ -6,14 +6,12 @@ Comparisons with other strategies use the sum of `backward` and `reduce`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from dpbench.hardware.device import Device
-from dpbench.records import Case, Mark, Phase, Profile, Task
-from dpbench.records.schedule import Schedule
-from dpbench.records.work import Move, Shapes
+from dpbench.records import Case, Mark, Phase
 from dpbench.strategies import (
     Forward,
     Reduction,
@@ -22,12 +20,9 @@ from dpbench.strategies import (
     Strategy,
     Traits,
     Updates,
-    _tasks,
     precision_of,
     put_all,
-    single,
 )
-from dpbench.strategies._tasks import Chain
 
 if TYPE_CHECKING:
     import torch
@@ -104,27 +99,6 @@ class TorchDataParallel(Strategy):
         model.module.to(devices[0].torch_device)
         with on_emulated_devices(case.devices) if case.device_kind == "emulated" else nullcontext():
             yield Marked(model.module, [device.torch_device.index for device in devices], mark)
-
-    def tasks(self, case: Case, profile: Profile) -> list[Task]:
-        """Return the tasks under the schedule `reference`, with the reduction in `backward`."""
-        if case.devices == 1:
-            return single.strategy.tasks(case, profile)
-        return Chain(
-            case,
-            profile,
-            Schedule.REFERENCE,
-            threads_marked=False,
-            reduction=Phase.BACKWARD,
-        ).tasks()
-
-    def moves(self, case: Case, shapes: Shapes) -> Iterable[Move]:
-        """Yield the transfers under the schedule `reference`, with the reduction in `backward`."""
-        for move in _tasks.scheduled(case, shapes, Schedule.REFERENCE):
-            yield (
-                Move(Phase.BACKWARD, move.source, move.target, move.bytes)
-                if move.phase is Phase.REDUCE
-                else move
-            )
 
 
 strategy = TorchDataParallel()

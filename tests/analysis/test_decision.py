@@ -14,11 +14,11 @@ from dpbench.analysis import commands, stats, summary
 from dpbench.analysis.answer import Answer
 from dpbench.analysis.decision import Choice
 from dpbench.analysis.summary import Row
-from dpbench.cli.predicting import predict
 from dpbench.cli.running import run
 from dpbench.hardware import foreign_load, gpus
 from dpbench.hardware.provenance import Resources
 from dpbench.measure.selection import cases_of
+from dpbench.predict.commands import predict
 from dpbench.records import CASE_FIELDS, Case, Fault, Source, Status, Trial, plan
 from dpbench.records.trial import Estimate
 from tests.records.test_options import parsed

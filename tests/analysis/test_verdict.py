@@ -14,11 +14,12 @@ from torch import nn
 from dpbench.analysis import verdict
 from dpbench.analysis.answer import Answer
 from dpbench.analysis.decision import Choice
-from dpbench.analysis.findings import Diagnosis, loops
+from dpbench.analysis.findings import Diagnosis
 from dpbench.analysis.findings.rule import Finding
 from dpbench.analysis.report import Report
 from dpbench.analysis.verdict import Ground
 from dpbench.cli.own import loaders
+from dpbench.observe import findings as observing
 from dpbench.records import Phase, Sample, Source, Trial
 from dpbench.records.observed import WITHOUT_LOADER, Held, Unknown
 from dpbench.records.registry import Parallelism
@@ -266,7 +267,7 @@ def test_reads_each_step_are_found_with_their_lines() -> None:
     )
     assert "and 1 more place" in one.evidence.numbers
     assert 0.22 < one.share < 0.25
-    assert one.code == loops.SELDOM
+    assert one.code == observing.SELDOM
     assert not finding(on_gpu(reads=places), "reads", made.GPU_FACTS)
 
 
@@ -401,7 +402,7 @@ def test_evaluation_and_checkpoints_are_compared_with_the_seconds_of_all_steps()
     steps_s = 52 * made.HEALTHY_S
     answer, diagnosis, _ = read(made.loop(evaluation_s=2 * steps_s, noise=0.0))
     assert answer.headline == "evaluation takes 1.02 s, all steps together 510 ms"
-    assert answer.command == loops.EVALUATE
+    assert answer.command == observing.EVALUATE
     assert diagnosis.findings[0].rule.name == "evaluation"
     assert not finding(made.loop(evaluation_s=0.1 * steps_s), "evaluation")
     assert finding(made.loop(checkpoint_s=0.5 * steps_s), "checkpoints")
@@ -447,7 +448,7 @@ def test_an_imported_trace_names_its_gpu_and_asks_for_more_steps_if_it_has_few()
 @pytest.mark.filterwarnings(
     "ignore:.*deprecated:DeprecationWarning", "ignore:.*CUDA is not available"
 )
-@pytest.mark.parametrize("line", [*loops.CODE, verdict.PROFILE_MORE])
+@pytest.mark.parametrize("line", [*observing.CODE, verdict.PROFILE_MORE])
 def test_the_line_of_code_of_a_remedy_runs(line: str, tmp_path) -> None:
     seen: list[Any] = []
     model: Any = nn.Linear(4, 2)
@@ -477,5 +478,5 @@ def test_the_line_of_code_of_a_remedy_runs(line: str, tmp_path) -> None:
         changed > {"model"}
         or seen
         or names["path"].exists()
-        or line in (loops.SELDOM, loops.COMPILED)
+        or line in (observing.SELDOM, observing.COMPILED)
     )

@@ -20,20 +20,11 @@ from dpbench import models
 from dpbench.hardware.devices import open_devices
 from dpbench.measure import ranks
 from dpbench.measure.worker.trial import run_together
-from dpbench.predict import simulation
-from dpbench.records import (
-    HOST,
-    Case,
-    Effort,
-    Phase,
-    Profile,
-    Trial,
-    Verified,
-    machine,
-    no_mark,
-    registry,
-)
-from dpbench.strategies import Strategy, Unpredictable
+from dpbench.predict import machine, simulation
+from dpbench.predict.tasks import Unpredictable
+from dpbench.predict.work import Profile
+from dpbench.records import HOST, Case, Effort, Phase, Trial, Verified, no_mark, registry
+from dpbench.strategies import Strategy
 from tests import commands
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "strategies"

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from benchmarks.prediction import __main__ as scoreboard
 from dpbench import cli
-from dpbench.records.machine import FOLDER
+from dpbench.predict.machine import FOLDER
 from tests.exported import made, stored
 
 EXAMPLES = int(os.environ.get("FUZZ", "60"))

@@ -13,8 +13,7 @@ import pytest
 
 from benchmarks.prediction import published
 from dpbench.cli import cli
-from dpbench.predict import network
-from dpbench.records import machine
+from dpbench.predict import machine, network
 from dpbench.store import export
 from tests import exported
 from tests.exported import is_error, made

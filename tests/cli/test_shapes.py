@@ -14,16 +14,16 @@ import pytest
 from rich.console import Console
 
 from dpbench.api.progress import Progress, device_bars
-from dpbench.cli import predicted as tables
 from dpbench.cli import shapes
 from dpbench.measure import run as runner
 from dpbench.measure import selection
 from dpbench.measure.batch_search import Found
 from dpbench.measure.run import Ended, Note, Outcome, Started
 from dpbench.measure.selection import RunForecast
+from dpbench.predict import machine, tables
 from dpbench.predict.cases import Need
 from dpbench.predict.what_if import WhatIf
-from dpbench.records import Case, Status, Trial, machine
+from dpbench.records import Case, Status, Trial
 from dpbench.records.options import Options
 from dpbench.store import Store
 from tests.analysis.test_lanes import ranks_of_which_one_ran_ahead
@@ -89,8 +89,12 @@ def strict(text: str) -> typing.Any:
 @pytest.fixture
 def names(monkeypatch):
     """Let msgspec read the annotations whose names are imported for type checkers only."""
-    in_shapes = RunForecast, Found, machine.Machine
-    for module, kinds in ((shapes, in_shapes), (tables, (Need, WhatIf)), (selection, (Options,))):
+    in_shapes = RunForecast, Found
+    for module, kinds in (
+        (shapes, in_shapes),
+        (tables, (Need, WhatIf, machine.Machine)),
+        (selection, (Options,)),
+    ):
         for kind in kinds:
             monkeypatch.setattr(module, kind.__name__, kind, raising=False)
 
@@ -181,13 +185,13 @@ def test_explain_list_show_predict_and_searches_print_json(dpbench, tmp_path, na
 
 
 def test_a_probe_prints_the_machine_that_its_file_describes(dpbench, names, monkeypatch, tmp_path):
-    from dpbench import probe
+    from dpbench.predict import probe
 
     text = (machine.FOLDER / "rtx-3090-x2.toml").read_text()
     monkeypatch.setattr(probe, "measure_toml", lambda say, **_: say("measuring") or text)
     code, out, err = dpbench("probe", "--json", "--output", tmp_path / "rtx-3090-x2.toml")
     assert (code, err) == (0, "measuring\n")
-    assert read(shapes.ProbedMachine, out).machine == machine.load("rtx-3090-x2")
+    assert read(tables.ProbedMachine, out).machine == machine.load("rtx-3090-x2")
     assert (tmp_path / "rtx-3090-x2.toml").read_text() == text
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dpbench import models, probe
+from dpbench import models
 from dpbench.analysis.report import Report
 from dpbench.engine import DataParallel, TrainStep
 from dpbench.hardware.devices import open_devices, resolve
@@ -21,6 +21,7 @@ from dpbench.hardware.provenance import collect
 from dpbench.measure import clocks
 from dpbench.measure.server import Server
 from dpbench.measure.worker.facts import gpu_uuids
+from dpbench.predict import probe
 from dpbench.records import HOST, Case, Effort, Phase, Status, Trial, Verified
 from dpbench.records.schedule import Schedule
 from dpbench.records.series import JOINT

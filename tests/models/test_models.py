@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dpbench import models
 from dpbench.models import lstm, resnet18, vgg16
+from dpbench.predict import counts
 from dpbench.records import registry
 
 NAMES = registry.names("models")
@@ -212,7 +213,7 @@ def test_full_size_maps_a_batch_to_a_row_for_each_sample(name):
 @every_model
 def test_profile_counts_bytes_and_flop(name):
     model = models.load(name, "small", 0)
-    profile = models.profile(model)
+    profile = counts.in_step(model)
     assert profile.model == name
     assert profile.parameter_tensors == len(list(model.module.parameters()))
     assert profile.parameter_bytes == 4 * count(model.module)
@@ -341,7 +342,7 @@ def test_a_users_own_model_is_loaded_from_the_current_directory():
     assert model.name == "own_pkg.mod:Halves"
     assert model.module(inputs).shape == (4, 20)
     assert torch.isfinite(model.loss(model.module(inputs), target))
-    assert models.profile(model).parameter_bytes == 4 * (3 * 20 + 20)
+    assert counts.in_step(model).parameter_bytes == 4 * (3 * 20 + 20)
 
 
 @pytest.mark.usefixtures("own_package")

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from dpbench.cli.predicted import needs_table as told
+from dpbench.predict import machine
 from dpbench.predict.cases import UNTRACED, Predictor, needs
 from dpbench.predict.memory import CONTEXT_BYTES, NCCL_BYTES
-from dpbench.records import Case, Source, Status, machine
+from dpbench.predict.tables import needs_table as told
+from dpbench.records import Case, Source, Status
 
 BOX = machine.load("rtx-2080-ti-x4")
 DP = Case(

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from benchmarks.prediction import formula, named_models, rows
-from dpbench.predict import cases, counts, profiles
+from dpbench.predict import cases, counts, machine, profiles
 from dpbench.predict.cases import Predictor
-from dpbench.records import Case, Phase, machine
+from dpbench.records import Case, Phase
 
 TABLE = Path(__file__).parents[1] / "data" / "published.csv"
 

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from dpbench.predict import network
-from dpbench.records import machine
+from dpbench.predict import machine, network
+from dpbench.predict.machine import FOLDER, Machine, UnknownMachine
 from dpbench.records.files import UnreadableFile
-from dpbench.records.machine import FOLDER, Machine, UnknownMachine
 
 PAIR: dict[str, Any] = {
     "peer_access": False,
@@ -160,10 +159,10 @@ def test_the_same_description_is_the_same_machine() -> None:
 
 def test_predicting_loads_no_torch() -> None:
     code = (
-        "import sys; from dpbench.records import machine; from dpbench.predict import cases;p ="
+        "import sys; from dpbench.predict import cases, machine;p ="
         " cases.Predictor(machine.load('dgx-a100'));found = [p.predict(case) for case in"
         " cases.sweep(['resnet50'], strategies=('single', 'torch_dp', 'dp', 'ddp'), devices=(1, 2,"
-        " 8), batch_per_device=(32,), schedules=('reference', 'zero1'))];assert len(found) > 8 and"
+        " 8), batch_per_device=(32,), schedules=('reference', 'sharded'))];assert len(found) > 8 and"
         " all(one.seconds > 0 for one in found);print(*sorted({'torch', 'matplotlib', 'pandas'} &"
         " set(sys.modules)))"
     )

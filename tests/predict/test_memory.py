@@ -19,8 +19,8 @@ from dpbench.models import Model
 from dpbench.predict import memory
 from dpbench.predict.allocator import MIB, Allocator, OutOfDeviceMemory, Tape, replay
 from dpbench.predict.memory import DeviceMemory, Traces, largest_batch, needed, tape_of, traces_of
+from dpbench.predict.work import bucket_sizes, chunks
 from dpbench.records import Case, no_mark
-from dpbench.records.work import bucket_sizes, chunks
 from dpbench.strategies import optimizer_of, single
 
 BATCH = 17

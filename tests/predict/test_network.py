@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpbench.predict import network
+from dpbench.predict import machine, network
 from dpbench.predict.constants import DEFAULT
 from dpbench.predict.events import SimulatedJob, rates, simulate
-from dpbench.records import machine
-from dpbench.records.machine import UnknownMachine
+from dpbench.predict.machine import UnknownMachine
 
 # ---------------------------------------------------------------- sharing
 

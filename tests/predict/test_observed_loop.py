@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dpbench.analysis.findings import Diagnosis
 from dpbench.analysis.findings.text import headline
 from dpbench.analysis.report import Report
-from dpbench.predict import observed_loop
-from dpbench.predict.alternatives import alternatives
+from dpbench.predict import findings, machine, observed_loop
 from dpbench.predict.cases import Predictor
-from dpbench.records import Case, Phase, Source, machine
-from dpbench.records.machine import UnknownMachine
-from dpbench.records.observed import OBSERVED, Alternative
-from dpbench.records.trial import Estimate
+from dpbench.predict.machine import UnknownMachine
+from dpbench.records import Case, Phase, Source, Trial
+from dpbench.records.observed import OBSERVED
 from dpbench.store import Naming
 from tests import exported
 from tests import observed_loops as loops
@@ -29,7 +28,7 @@ GPU = loops.case(device_kind="cuda")
 
 
 def loop_of(*arguments: Any, **more: Any) -> observed_loop.ObservedLoop:
-    found = observed_loop.of_run(loops.loop(*arguments, **more), loops.GPU_FACTS)
+    found = observed_loop.of_run(loops.loop(*arguments, **more), "NVIDIA GeForce RTX 3090")
     assert found
     return found
 
@@ -145,39 +144,38 @@ def test_the_command_takes_a_run_by_file_and_by_name(
     assert "there is no such file" in err
 
 
-def test_the_gain_of_ddp_over_data_parallel_is_predicted_from_the_loop_itself() -> None:
+def diagnosis(trials: Sequence[Trial], facts: Mapping[str, Any] = loops.GPU_FACTS) -> Diagnosis:
+    return Report.of(trials, run_id="r", started_s=0.0, provenance=facts).diagnoses[0]
+
+
+def test_the_gain_of_ddp_over_data_parallel_is_predicted_from_the_loop_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     four = loops.case(devices=4, device_kind="cuda")
     trials = loops.loop(loops.parallel(), four, wrapper="DataParallel")
-    (known,) = alternatives([one.summary() for one in trials], loops.GPU_FACTS).values()
-    assert isinstance(known, Alternative)
-    assert known.step.low < known.step.value < known.step.high < 0.05
-    assert "rtx-3090" in known.basis
-    diagnosed = Report.of(
-        trials, run_id="r", started_s=0.0, provenance=loops.GPU_FACTS, alternatives={four: known}
-    ).diagnoses[0]
-    (found,) = (one for one in diagnosed.findings if one.rule.name == "predicted ddp")
+    loop = observed_loop.of_run([one.summary() for one in trials], "NVIDIA GeForce RTX 3090")
+    assert loop
+    known = findings.alternative(loop)
+    assert known.low_s < known.seconds < known.high_s < 0.05
+    assert "rtx-3090" in known.machine
+    (found,) = (one for one in diagnosis(trials).findings if one.rule.name == "predicted ddp")
     assert found.labels == ("MEASURED", "PREDICTED")
     assert "is predicted to save" in headline(found)
+    assert f"on {known.machine}, the slowest" in found.evidence.numbers
     assert found.evidence.size_s
-    assert found.evidence.size_s.value == pytest.approx(0.0499 - known.step.value, abs=2e-4)
-    slower = replace(known, step=Estimate(0.06, 0.055, 0.065, 0))
-    slow = Report.of(
-        trials, run_id="r", started_s=0.0, provenance=loops.GPU_FACTS, alternatives={four: slower}
-    )
-    assert "predicted ddp" not in {one.rule.name for one in slow.diagnoses[0].findings}
+    assert found.evidence.size_s.value == pytest.approx(0.0499 - known.seconds, abs=2e-4)
+    slower = replace(known, seconds=0.06, low_s=0.055, high_s=0.065)
+    monkeypatch.setattr(findings, "alternative", lambda loop: slower)
+    assert "predicted ddp" not in {one.rule.name for one in diagnosis(trials).findings}
 
 
 def test_without_a_described_machine_the_gain_of_ddp_is_a_question_with_its_reason() -> None:
     four = loops.case(devices=4, device_kind="cuda")
     facts = {**loops.GPU_FACTS, "gpus": {"gpus": [{"name": "NVIDIA GB999"}] * 4}}
     trials = loops.loop(loops.parallel(), four, wrapper="DataParallel")
-    known = alternatives(trials, facts)
-    assert str(known[four]).startswith("no described machine has 4 GPUs of the model NVIDIA GB999")
-    found = Report.of(
-        trials, run_id="r", started_s=0.0, provenance=facts, alternatives=known
-    ).diagnoses[0]
-    assert any(
-        "whether DistributedDataParallel is faster (no described machine" in one
-        for one in found.unjudged
+    asked = (
+        "whether DistributedDataParallel is faster (no described machine has 4 GPUs of the model"
     )
-    assert not alternatives(loops.loop(of=GPU), loops.GPU_FACTS), "one device has no such question"
+    assert any(f"{asked} NVIDIA GB999" in one for one in diagnosis(trials, facts).unjudged)
+    (one_device,) = [diagnosis(loops.loop(of=GPU))]
+    assert not any("DistributedDataParallel" in one for one in one_device.unjudged)

@@ -13,10 +13,11 @@ import pytest
 from benchmarks.prediction import formula, loops, named_models
 from benchmarks.prediction.loops import LoopDifferences
 from dpbench.analysis import summary
-from dpbench.predict import cases, counts, network, profiles, simulation, what_if
+from dpbench.predict import cases, counts, machine, network, profiles, simulation, what_if
 from dpbench.predict.constants import DEFAULT, drawn, interval
-from dpbench.records import Case, Cost, Phase, Profile, Source, Step, ledger, machine, registry
-from dpbench.records.machine import Link, UnknownMachine
+from dpbench.predict.machine import Link, UnknownMachine
+from dpbench.predict.work import Cost, Profile
+from dpbench.records import Case, Phase, Source, Step, ledger, registry
 from dpbench.records.schedule import Schedule
 
 # ---------------------------------------------------------------- the simulation

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.predict import counts, stored
+from dpbench.predict import counts, machine, stored
 from dpbench.predict.cases import Predictor, keep
+from dpbench.predict.machine import UnknownMachine
 from dpbench.predict.stored import of_trials
-from dpbench.records import Case, Cost, Phase, Source, Span, Step, Trial, machine
-from dpbench.records.machine import UnknownMachine
+from dpbench.predict.work import Cost
+from dpbench.records import Case, Phase, Source, Span, Step, Trial
 from dpbench.store import Store
 from tests.exported import command
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dpbench import models
+from dpbench.predict import counts
 from dpbench.predict.stored import fit_cost, of_trials
 from dpbench.records import Case, Phase, Span, Step, Trial
 
@@ -47,7 +48,7 @@ def stored(rows: int, forward_s: float, backward_s: float) -> Trial:
 
 
 def test_stored_trials_make_a_profile() -> None:
-    counted = models.profile(models.load("mlp", "small", 0))
+    counted = counts.in_step(models.load("mlp", "small", 0))
     found = of_trials(counted, [stored(8, 0.3, 0.5), stored(16, 0.4, 0.9)])
     assert found.forward is not None
     assert found.backward is not None

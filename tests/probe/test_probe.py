@@ -19,12 +19,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from dpbench import probe
 from dpbench.cli import cli
 from dpbench.hardware import foreign_load, processes
 from dpbench.hardware.processes import CORES
-from dpbench.probe import Probe, all_reduce, gpu, host, to_toml
-from dpbench.probe.figures import (
+from dpbench.predict import machine, probe
+from dpbench.predict.probe import Probe, all_reduce, gpu, host, to_toml
+from dpbench.predict.probe.figures import (
     Figure,
     Timing,
     figure,
@@ -35,7 +35,6 @@ from dpbench.probe.figures import (
     time_together,
     timing,
 )
-from dpbench.records import machine
 from tests.exported import command
 from tests.simulated.backend import LINK_BYTES, running
 from tests.simulated.machine import Machine

@@ -64,7 +64,9 @@ def files(folder: Path, arguments: list[str]) -> list[str]:
     Return its arguments with the ids of runs that exist.
     """
     modules(folder)
-    shutil.copy(ROOT / "dpbench" / "machines" / "rtx-3090-x8.toml", folder / "mine.toml")
+    shutil.copy(
+        ROOT / "dpbench" / "predict" / "machines" / "rtx-3090-x8.toml", folder / "mine.toml"
+    )
     shutil.copy(ROOT / "tests" / "data" / "published.csv", folder / "FILE.csv")
     for rank in range(2):
         shutil.copy(

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from dpbench.records import siblings
+
 FLOORS = (
     "records",
     "hardware",
@@ -25,12 +27,11 @@ FLOORS = (
     "strategies",
     "analysis",
     "measure",
-    "observe",
-    "predict",
-    "probe",
     "report",
     "api",
     "cli",
+    "observe",
+    "predict",
     "dpbench",
     "__main__",
 )
@@ -54,7 +55,6 @@ HOMES = {
         "measure.worker",
         "observe",
         "predict",
-        "probe",
     ),
     "pynvml": ("hardware.nvml",),
     "matplotlib": ("report",),
@@ -158,7 +158,7 @@ def circles(pairs: set[tuple[str, str]]) -> list[set[str]]:
 
 def test_the_packages_are_the_floors() -> None:
     found = {path.name for path in ROOT.iterdir() if not path.name.startswith("__")} - {"py.typed"}
-    assert found == {*FLOORS[:-2], "machines"}
+    assert found == {*FLOORS[:-2]}
 
 
 def test_a_circle_and_an_arrow_that_points_up_are_found() -> None:
@@ -178,6 +178,16 @@ def test_no_import_points_up_and_none_is_in_a_circle() -> None:
     )
     assert upward == []
     assert found == []
+
+
+def test_no_package_imports_a_sibling() -> None:
+    """The facade names `watch` for type checkers, and imports it on first use."""
+    found = {
+        (module, other)
+        for module, other in arrows()
+        if (top := other.partition(".")[0]) in siblings.SIBLINGS and module.partition(".")[0] != top
+    }
+    assert found == {("dpbench", "observe.watching")}
 
 
 def test_heavy_libraries_have_one_home() -> None:

@@ -19,12 +19,12 @@ import torch
 
 import dpbench as dp
 from benchmarks.scripts import gallery
-from dpbench import probe
 from dpbench.analysis import comparison, frames, summary
 from dpbench.analysis.decision import Basis, Choice, decide, questions
 from dpbench.cli import tables
 from dpbench.hardware import nvml
-from dpbench.records import Case, Source, Status, Trial, fake, machine
+from dpbench.predict import machine, probe
+from dpbench.records import Case, Source, Status, Trial, fake
 from dpbench.store import Store
 from tests import observed_loops as loops
 from tests.analysis.test_comparison import report, rounds

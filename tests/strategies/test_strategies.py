@@ -1,4 +1,4 @@
-"""The laws of all strategies: their gradients, and the tasks and phases that they declare."""
+"""The laws of all strategies: their gradients, and the phases of the tasks that predict them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,11 @@ from dpbench.engine import resolve
 from dpbench.measure import verification
 from dpbench.measure.server import Server
 from dpbench.measure.worker import trial
-from dpbench.records import (
-    Case,
-    Effort,
-    Phase,
-    Profile,
-    Status,
-    Task,
-    Trial,
-    Verified,
-    no_mark,
-    registry,
-)
+from dpbench.predict.tasks import of_step
+from dpbench.predict.work import Profile, Task
+from dpbench.records import Case, Effort, Phase, Status, Trial, Verified, no_mark, registry
 from dpbench.records.plan import normalise
-from dpbench.records.schedule import LADDER
+from dpbench.records.schedule import Schedule
 from dpbench.strategies import OPTIMIZERS, Strategy, load, optimizer_of, precision_of
 
 NAMES = registry.names("strategies")
@@ -91,8 +82,7 @@ def collapsed(tasks: Sequence[Task], *, overlap: bool) -> set[tuple[DevicePhase,
 @pytest.mark.parametrize("rows", [1, 5, 8])
 def test_tasks_are_a_graph_in_order(name: str, devices: int, rows: int) -> None:
     case = case_of(name, devices=devices, batch_size=rows)
-    plug = load(name)
-    tasks = plug.tasks(case, PROFILE)
+    tasks = of_step(case, PROFILE)
     assert tasks
     for index, task in enumerate(tasks):
         assert all(0 <= other < index for other in (*task.after, *task.overlap))
@@ -116,21 +106,18 @@ def test_tasks_are_a_graph_in_order(name: str, devices: int, rows: int) -> None:
 @pytest.mark.parametrize(("devices", "rows"), [(1, 6), (2, 7), (2, 1), (3, 2)])
 def test_a_trace_is_what_tasks_say(server: Server, name: str, devices: int, rows: int) -> None:
     case = case_of(name, devices=devices, batch_size=rows)
-    plug = runnable(case)
-    hold(measured(server, case), plug.tasks(case, PROFILE))
+    runnable(case)
+    hold(measured(server, case), of_step(case, PROFILE))
 
 
-@pytest.mark.parametrize(
-    "name", [*LADDER, "workers=serial", "replicas=cached,update=root,storage=flat"]
-)
+@pytest.mark.parametrize("name", Schedule)
 @pytest.mark.parametrize(("devices", "rows"), [(2, 7), (3, 2)])
-def test_a_trace_of_every_rung_is_what_tasks_say(
+def test_a_trace_of_every_schedule_is_what_tasks_say(
     server: Server, name: str, devices: int, rows: int
 ) -> None:
     case = case_of("dp", devices=devices, batch_size=rows, schedule=name)
-    plug = runnable(case)
     # replicas that persist are filled in the first step, on devices without rows too
-    hold(measured(server, case), plug.tasks(case, PROFILE), first=1)
+    hold(measured(server, case), of_step(case, PROFILE), first=1)
 
 
 def hold(done: Trial, tasks: Sequence[Task], first: int = 0) -> None:

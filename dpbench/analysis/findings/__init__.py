@@ -1,6 +1,7 @@
 """Findings: explain the gain from data parallelism, where the time goes, and what would help.
 
-The rules are in phases.py, scale.py and loops.py. Each examines one case, preferably that of
+The rules are in phases.py and scale.py, those about observed loops in the packages `observe` and
+`predict`. Each examines one case, preferably that of
 torch.nn.DataParallel on the most devices, and compares it with the other cases of the run. A
 finding is a problem that a rule found, with the gain of the remedy if that was measured. Findings
 are sorted by their cost in seconds per step, the largest first.
@@ -10,10 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from dpbench.analysis import commands, stats
-from dpbench.analysis.findings import loops, phases, scale
+from dpbench.analysis.findings import phases, scale
 from dpbench.analysis.findings.rule import (
     SMALLEST,
     CaseContext,
@@ -28,19 +28,20 @@ from dpbench.analysis.findings.rule import (
 from dpbench.analysis.findings.sentences import paragraph
 from dpbench.analysis.summary import Row
 from dpbench.hardware.provenance import Resources
-from dpbench.records import Case, Source, Trial, schedule, words
-from dpbench.records.observed import Alternatives
+from dpbench.records import Case, Source, Trial, schedule, siblings, words
+from dpbench.records.observed import unclear
 from dpbench.records.registry import Role
 
 __all__ = ["Diagnosis", "Finding", "RULES", "diagnose"]
 
 TRAIN_STEP = 'step = dpbench.TrainStep(model, loss_fn, optimizer_fn, device_ids, schedule="{}")'
 """The line of code that applies a schedule to a training loop."""
-DDP = loops.DDP
+DDP = (
+    "model = torch.nn.parallel.DistributedDataParallel(model)  # in each process that torchrun"
+    " starts"
+)
 """The line of code that trains with one process per device."""
 RULES: tuple[FindingRule, ...] = (*scale.RULES, *phases.RULES)
-OBSERVED_RULES: tuple[FindingRule, ...] = (*loops.RULES, *(rule for rule in RULES if rule.alone))
-"""The rules for observed loops."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,17 +66,19 @@ def diagnose(
     rows: Sequence[Row],
     trials: Sequence[Trial],
     machine: Resources,
-    alternatives: Alternatives = MappingProxyType({}),
 ) -> list[Diagnosis]:
-    """Return the diagnoses of a run: of each observed loop, and of the cases of `contexts`.
+    """Return the diagnoses of a run: of each observed loop, and of the cases of `contexts`."""
+    return [_diagnosis(context) for context in contexts(rows, trials, machine)]
 
-    `alternatives` are the predictions for observed loops.
-    """
-    return [_diagnosis(context) for context in contexts(rows, trials, machine, alternatives)]
+
+def _about_loops() -> tuple[FindingRule, ...]:
+    """Return the rules for observed loops: those of the siblings, and those that compare nothing."""
+    theirs = [rule for one in siblings.modules("findings") for rule in one.RULES]
+    return (*theirs, *(rule for rule in RULES if rule.alone))
 
 
 def _diagnosis(context: CaseContext) -> Diagnosis:
-    rules = OBSERVED_RULES if context.case.traits.observed else RULES
+    rules = _about_loops() if context.case.traits.observed else RULES
     if context.row.on_fake_gpus:
         rules = ()  # times that mean nothing are no evidence
     judged = [(rule, rule.when(context)) for rule in rules]
@@ -86,7 +89,7 @@ def _diagnosis(context: CaseContext) -> Diagnosis:
     ]
     findings.sort(key=lambda finding: -finding.stake)
     missing = [seen.what for _, seen in judged if isinstance(seen, Missing)]
-    missing += loops.unclear(context.observed) if context.observed else ()
+    missing += unclear(context.observed) if context.observed else ()
     return Diagnosis(
         row=context.row,
         labels=context.labels,

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from types import MappingProxyType
 
 from dpbench.analysis import stats, validity
 from dpbench.analysis.summary import Row, parts
 from dpbench.hardware import foreign_load
 from dpbench.hardware.provenance import Resources
 from dpbench.records import Case, Phase, Trial, plan, registry
-from dpbench.records.observed import Alternative, Alternatives, Observed, observed
+from dpbench.records.observed import Observed, observed
 from dpbench.records.registry import Role
 from dpbench.records.schedule import Schedule, known
 from dpbench.records.trial import Estimate
@@ -36,8 +35,6 @@ class CaseContext:
     rows: Mapping[Case, Row]
     trials_of: Mapping[Case, Sequence[Trial]]
     machine: Resources = field(default_factory=Resources)
-    alternative: Alternative | str = ""
-    """The prediction for one process per device, why there is none, or "" if none is needed."""
     _ratios: dict[Case, Estimate] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -276,7 +273,6 @@ def contexts(
     rows: Sequence[Row],
     trials: Sequence[Trial],
     machine: Resources,
-    alternatives: Alternatives = MappingProxyType({}),
 ) -> list[CaseContext]:
     """Return the contexts of the cases to diagnose: training steps only, which remedies change.
 
@@ -299,9 +295,7 @@ def contexts(
         if row.case.devices > 1 and not row.case.traits.observed:
             groups.setdefault(_setting(row.case), []).append(row)
     diagnosed = [
-        CaseContext(row, by_case, of_case, machine, alternatives.get(row.case, ""))
-        for row in measured
-        if row.case.traits.observed
+        CaseContext(row, by_case, of_case, machine) for row in measured if row.case.traits.observed
     ]
     for group in groups.values():
         most = max(row.case.devices for row in group)

@@ -1,4 +1,4 @@
-"""Observing: the commands that make trials of the user's training.
+"""Commands that make trials of the user's training.
 
 `dpbench watch` runs a training script unchanged and records its steps. `dpbench import` reads
 profiler traces.
@@ -19,7 +19,7 @@ import msgspec
 from dpbench.api import STORE
 from dpbench.api.reports import report_of
 from dpbench.api.stored import choose
-from dpbench.cli import shapes
+from dpbench.cli import cli, shapes
 from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE, Documented, Tag, json_option
 from dpbench.cli.showing import print_answers, print_notes, print_table, print_warnings, try_report
 from dpbench.records.files import UnreadableFile
@@ -111,7 +111,7 @@ class Import(msgspec.Struct, frozen=True, kw_only=True):
     files: Sequence[TraceFile]
 
 
-@click.command(
+@cli.command(
     "import",
     cls=Documented,
     short_help="Import traces of torch.profiler as a run.",
@@ -253,7 +253,7 @@ def _print(file: TraceFile) -> None:
         )
 
 
-@click.command(
+@cli.command(
     cls=Documented,
     short_help="Run a training script unchanged, and record its steps.",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},

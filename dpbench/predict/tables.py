@@ -1,4 +1,4 @@
-"""Predicted: the tables and the JSON of `dpbench predict`."""
+"""Tables and JSON of `dpbench predict` and `dpbench probe`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dpbench.cli import shapes
-from dpbench.records import UNATTRIBUTED, Case, Step, ledger, schedule, words
+from dpbench.records import UNATTRIBUTED, Case, Step, ledger, words
+from dpbench.records.schedule import EFFECTS, Schedule
 from dpbench.records.words import aligned
 
 if TYPE_CHECKING:
     from dpbench.predict.cases import Need, Prediction
+    from dpbench.predict.machine import Machine
     from dpbench.predict.what_if import WhatIf
 
 COLUMNS = (
@@ -143,13 +145,13 @@ def what_ifs_table(what_ifs: Sequence[WhatIf]) -> str:
         group = sorted(
             tied,
             key=lambda what_if: (
-                list(schedule.EFFECTS).index(what_if.schedule) if what_if.schedule else 0
+                list(EFFECTS).index(Schedule(what_if.schedule)) if what_if.schedule else 0
             ),
         )
         lowest = group[0]
         names = ", ".join(other.schedule for other in group)
         change = (
-            f"schedule {names}: {schedule.EFFECTS[lowest.schedule]}"
+            f"schedule {names}: {EFFECTS[Schedule(lowest.schedule)]}"
             if lowest.schedule
             else lowest.change
         )
@@ -238,4 +240,11 @@ class Predictions(msgspec.Struct, frozen=True, kw_only=True):
     cases: Sequence[PredictedCase]
     what_ifs: Sequence[WhatIf]
     measured_steps: Sequence[str]
+    schema: int = shapes.SCHEMA
+
+
+class ProbedMachine(msgspec.Struct, frozen=True, kw_only=True):
+    """The JSON of `dpbench probe`: the machine, with the values of the TOML file."""
+
+    machine: Machine
     schema: int = shapes.SCHEMA

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from dpbench.hardware import processes
 from dpbench.measure import scratch
 from dpbench.measure.ranks import run
-from dpbench.probe.figures import Figure, Timing, figure, last_line, lines, spread, timing
+from dpbench.predict.probe.figures import Figure, Timing, figure, last_line, lines, spread, timing
 
 KIB = 2**10
 MIB = 2**20
@@ -71,7 +71,13 @@ def figures(ranks: int, backend: str = "nccl", sizes: Sequence[int] = SIZES) -> 
 
 def _measured(ranks: int, backend: str, sizes: Sequence[int]) -> list[tuple[int, Timing]]:
     with scratch.folder() as folder:
-        command = [sys.executable, "-m", "dpbench.probe.all_reduce", str(os.getpid()), str(folder)]
+        command = [
+            sys.executable,
+            "-m",
+            "dpbench.predict.probe.all_reduce",
+            str(os.getpid()),
+            str(folder),
+        ]
         try:
             done = subprocess.run(
                 [*command, str(ranks), backend, json.dumps(sizes)],

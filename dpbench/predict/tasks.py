@@ -1,97 +1,62 @@
-"""Tasks: describe training steps as graphs of tasks, from which the predictor computes step times.
+"""Tasks: one step of a case as a graph of tasks, from which the simulation computes its time.
 
-`Graph` builds a list of tasks, and `Chain` the tasks of a process that drives several devices under
-a schedule. `scheduled` yields the transfers of one step under a schedule.
+`of_step` selects the description of a step by the traits of the case's strategy. `Graph` builds a
+list of tasks, and `Chain` the tasks of a process that drives several devices under a schedule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
 
-from dpbench.records import HOST, Case, Phase, Profile, Task, work
-from dpbench.records.schedule import Schedule
-from dpbench.records.work import Move, Shapes
+from dpbench.predict.work import Profile, Task, bucket_sizes
+from dpbench.records import HOST, Case, Phase, registry
+from dpbench.records.registry import Role
+from dpbench.records.schedule import SELECTED, Schedule, parse
 
-
-def scheduled(case: Case, shapes: Shapes, schedule: Schedule) -> Iterator[Move]:
-    """Yield the transfers in one step of dpbench's engine under a schedule."""
-    rows = case.rows
-    yield from batch(case, shapes, local=schedule.keeps_replicas)
-    if case.devices == 1:
-        return
-    yield from _weights(schedule, shapes, len(rows), case.devices)
-    if not schedule.keeps_replicas:
-        yield from _outputs(case, shapes)
-    yield from _gradients(case, schedule, shapes)
+EXCHANGEABLE = 9
+"""From this number of ranks on, which all do the same work, only one is simulated."""
 
 
-def batch(case: Case, shapes: Shapes, *, local: bool) -> Iterator[Move]:
-    """Yield the transfers of the inputs and the target of a batch to the devices.
+class Unpredictable(ValueError):
+    """The steps of a strategy are not described as tasks, so their time cannot be predicted."""
 
-    If `local`, the rows of the target move to their replicas. Otherwise the whole target moves to
-    device 0, unless the devices are logical CPU devices, which read the host's memory.
+
+def of_step(case: Case, profile: Profile) -> list[Task]:
+    """Return the tasks of one step; with `EXCHANGEABLE` or more ranks, of one rank only.
+
+    `profile` has the sizes, FLOP and costs of the model. Raises Unpredictable for a strategy whose
+    traits are those of no strategy that is described here.
     """
-    on_device = case.inputs == "device"
-    for device, count in enumerate(case.rows):
-        if on_device and (case.traits.ranks or device == 0):
-            continue  # the batch is there before the step
-        size = count * (shapes.input_bytes + shapes.target_bytes * local)
-        yield Move(Phase.SCATTER, 0 if on_device else HOST, device, size)
-    if on_device:
-        return
-    if not local and case.device_kind != "cpu":  # logical CPU devices read the host's memory
-        yield Move(Phase.SCATTER, HOST, 0, case.batch_size * shapes.target_bytes)
+    traits = case.traits
+    ranks = [0] if traits.ranks and case.devices >= EXCHANGEABLE else range(len(case.rows))
+    alone = traits.role in (Role.BASELINE, Role.ALL_CORES)
+    if alone or (traits.role in (Role.WRAPPER, Role.ENGINE) and case.devices == 1):
+        return _alone(case, profile)
+    if traits.role is Role.WRAPPER:
+        return Chain(
+            case,
+            profile,
+            Schedule.REFERENCE,
+            threads_marked=False,
+            reduction=Phase.BACKWARD,
+        ).tasks()
+    if traits.role is Role.ENGINE:
+        return Chain(case, profile, schedule_of(case)).tasks()
+    if traits.role is Role.CONTROL:
+        return _ddp(case, profile, ranks)
+    if traits.ranks and traits.shards_weights:
+        return _fsdp(case, profile, ranks)
+    known = ", ".join(name for name in registry.own("strategies"))
+    raise Unpredictable(
+        f"the strategy {case.strategy} cannot be predicted, because its step is not described as"
+        f" tasks; measure the strategy instead, or predict one of {known}"
+    )
 
 
-def _weights(schedule: Schedule, shapes: Shapes, count: int, devices: int) -> Iterator[Move]:
-    """Yield the transfers of weights and buffers to the first `count` of `devices` devices.
-
-    Replicas that update their weights themselves receive only the buffers. Under `sharded`, every
-    device also receives the parts that other devices have updated.
-    """
-    sent = shapes.buffer_bytes + (0 if schedule.updates_everywhere else shapes.parameter_bytes)
-    for device in range(1, count):
-        yield Move(Phase.REPLICATE, 0, device, sent)
-    if schedule is Schedule.SHARDED:
-        yield from _exchanged(Phase.REPLICATE, shapes.trainable_bytes / devices, devices, devices)
-
-
-def _outputs(case: Case, shapes: Shapes) -> Iterator[Move]:
-    for device, rows in enumerate(case.rows[1:], start=1):
-        yield Move(Phase.GATHER, device, 0, rows * shapes.output_bytes)
-        yield Move(Phase.BACKWARD, 0, device, rows * shapes.output_bytes)
-
-
-def _gradients(case: Case, schedule: Schedule, shapes: Shapes) -> Iterator[Move]:
-    """Yield the transfers of the gradients to the devices that update weights.
-
-    Device 0 receives all gradients. Under `allreduce`, every device does: on GPUs by a ring
-    all-reduce. Under `sharded`, every device receives its part. Devices without rows of the batch
-    receive gradients, but send them only in the collectives of GPUs.
-    """
-    collective = case.device_kind == "cuda"
-    count, devices, each = len(case.rows), case.devices, shapes.trainable_bytes
-    if not schedule.updates_everywhere:
-        for device in range(1, count):
-            yield Move(Phase.REDUCE, device, 0, each)
-    elif schedule is Schedule.ALLREDUCE and collective:
-        yield from ring(devices, each)
-    else:
-        part = each / (devices if schedule is Schedule.SHARDED else 1)
-        yield from _exchanged(Phase.REDUCE, part, devices if collective else count, devices)
-
-
-def ring(count: int, size: float) -> Iterator[Move]:
-    """Yield the transfers of a ring all-reduce of `size` bytes between `count` devices."""
-    for device in range(count if count > 1 else 0):
-        yield Move(Phase.REDUCE, device, (device + 1) % count, 2 * (count - 1) / count * size)
-
-
-def _exchanged(phase: Phase, each: float, sources: int, targets: int) -> Iterator[Move]:
-    for source in range(sources):
-        for target in range(targets):
-            if source != target:
-                yield Move(phase, source, target, each)
+def schedule_of(case: Case) -> Schedule:
+    """Return a case's schedule: for `copying` and `fastest`, the one that TrainStep prefers."""
+    return SELECTED.get(case.schedule) or parse(case.schedule or Schedule.REFERENCE)
 
 
 PASSES = {"sgd": 5, "adam": 7, "adamw": 9}
@@ -178,7 +143,7 @@ class Graph:
 
 def buckets(profile: Profile) -> list[float]:
     """Return the bytes of DDP's buckets of gradients, in the order in which backward fills them."""
-    return [float(sum(sizes)) for sizes in work.bucket_sizes(profile.gradient_sizes)]
+    return [float(sum(sizes)) for sizes in bucket_sizes(profile.gradient_sizes)]
 
 
 class Chain:
@@ -348,13 +313,14 @@ class Chain:
             lambda i: overlap,
         )
 
-    def _update(self, after: list[int]) -> None:
+    def _update(self, reduced: list[int]) -> None:
+        """Append the updates; each waits for the task in `reduced` of its own device."""
         graph, profile, owners = self._graph, self._profile, self._owners
         sharded = self._schedule is Schedule.SHARDED
         share = 1 / len(owners) if sharded else 1.0
         host = "gil" if len(owners) > 1 else "host"
         stepped = [
-            graph.update(self._case, profile, i, host, after, flat=sharded, share=share)
+            graph.update(self._case, profile, i, host, [reduced[i]], flat=sharded, share=share)
             for i in owners
         ]
         if sharded:
@@ -369,3 +335,107 @@ class Chain:
         self._collectives += 1
         joined = "" if self._schedule is Schedule.SHARDED else "_coalesced"
         return f"{kind}{joined}:{self._collectives}"
+
+
+def _alone(case: Case, profile: Profile) -> list[Task]:
+    """Return the tasks on one device: scatter, forward, loss, backward and optimizer."""
+    graph = Graph()
+    rows = case.batch_size
+    forward = (rows * profile.forward_flop, "flop")
+    backward = (rows * profile.backward_flop, "flop")
+    last = graph.add(Phase.SCATTER, 0, "copy:host:0", rows * profile.input_bytes, "bytes")
+    last = graph.launch(Phase.FORWARD, 0, "host", profile.forward_launches, forward, [last])
+    last = graph.add(Phase.LOSS, 0, "device:0", rows * profile.output_bytes, "bytes", [last])
+    last = graph.launch(Phase.BACKWARD, 0, "host:0", profile.backward_launches, backward, [last])
+    graph.update(case, profile, 0, "host", [last])
+    return graph.tasks
+
+
+def _ddp(case: Case, profile: Profile, ranks: Sequence[int]) -> list[Task]:
+    """Return the tasks of `ranks`; a bucket is reduced as soon as it is full."""
+    graph = Graph()
+    pieces = buckets(profile) if len(case.rows) > 1 else [float(profile.parameter_bytes)]
+    ready = {i: _to_backward(graph, case, profile, i, len(pieces)) for i in ranks}
+    reduced: dict[int, list[int]] = {i: [] for i in ranks}
+    for number, size in enumerate(pieces):
+        for i in ranks:
+            # the last reduction overlaps with backward, whose span in a trace contains the
+            # hidden part
+            beside = graph.tasks[ready[i][-1]].overlap if number == len(pieces) - 1 else ()
+            waits = [*reduced[i], ready[i][number]]
+            reduced[i] = [
+                graph.add(Phase.REDUCE, i, f"all_reduce:{number}", size, "bytes", waits, beside)
+            ]
+    for i in ranks:
+        graph.update(case, profile, i, f"host:{i}", reduced[i])
+    return graph.tasks
+
+
+def _to_backward(graph: Graph, case: Case, profile: Profile, rank: int, parts: int) -> list[int]:
+    """Append a rank's tasks up to backward; return the task that fills each of `parts` buckets."""
+    rows, host = case.rows[rank], f"host:{rank}"
+    forward = (rows * profile.forward_flop, "flop")
+    part = (rows * profile.backward_flop / parts, "flop")
+    last = graph.add(Phase.SCATTER, rank, f"copy:host:{rank}", rows * profile.input_bytes, "bytes")
+    last = graph.launch(Phase.FORWARD, rank, host, profile.forward_launches, forward, [last])
+    last = graph.add(
+        Phase.LOSS, rank, f"device:{rank}", rows * profile.output_bytes, "bytes", [last]
+    )
+    filled = []
+    for _ in range(parts):
+        last = graph.launch(
+            Phase.BACKWARD, rank, host, profile.backward_launches / parts, part, [last]
+        )
+        filled.append(last)
+    return filled
+
+
+def _fsdp(case: Case, profile: Profile, ranks: Sequence[int]) -> list[Task]:
+    """Return the tasks of `ranks`; the collectives of a unit run during the compute of other units.
+
+    A unit is a group of parameters that one collective gathers. Units are assumed to be as large as
+    DDP's buckets, because a profile does not describe the module's children.
+    """
+    graph = Graph()
+    sizes = buckets(profile) if len(case.rows) > 1 else []
+    parts = max(1, len(sizes))
+    numbers = count()
+    rows = {i: case.rows[i] for i in ranks}
+    done = {
+        i: graph.add(Phase.SCATTER, i, f"copy:host:{i}", rows[i] * profile.input_bytes, "bytes")
+        for i in ranks
+    }
+
+    def collective(
+        phase: Phase, kind: str, size: float, after: dict[int, list[int]]
+    ) -> dict[int, int]:
+        name = f"{kind}:{next(numbers)}"
+        return {i: graph.add(phase, i, name, size, "bytes", after[i]) for i in ranks}
+
+    for phase, flop, launches, units in (
+        (Phase.FORWARD, profile.forward_flop, profile.forward_launches, sizes[::-1]),
+        (Phase.BACKWARD, profile.backward_flop, profile.backward_launches, sizes),
+    ):
+        # the units' weights are gathered one after the other, ahead of the compute that needs them
+        waits = {i: [done[i]] for i in ranks}
+        gathered: list[dict[int, int]] = []
+        for size in units:
+            gathered.append(collective(phase, "all_gather", size, waits))
+            waits = {i: [gathered[-1][i]] for i in ranks}
+        for part in range(parts):
+            for i in ranks:
+                needs = [done[i], *([gathered[part][i]] if gathered else [])]
+                work = (rows[i] * flop / parts, "flop")
+                done[i] = graph.launch(phase, i, f"host:{i}", launches / parts, work, needs)
+            if phase is Phase.BACKWARD and sizes:
+                last = collective(
+                    phase, "reduce_scatter", units[part], {i: [done[i]] for i in ranks}
+                )
+        if phase is Phase.FORWARD:
+            for i in ranks:
+                output = rows[i] * profile.output_bytes
+                done[i] = graph.add(Phase.LOSS, i, f"device:{i}", output, "bytes", [done[i]])
+    for i in ranks:
+        ends = [done[i], *([last[i]] if sizes else [])]
+        graph.update(case, profile, i, f"host:{i}", ends, share=1 / len(case.rows))
+    return graph.tasks

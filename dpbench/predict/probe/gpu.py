@@ -15,7 +15,7 @@ import torch
 from dpbench.hardware.device import Device
 from dpbench.hardware.nvml import NvmlGpu
 from dpbench.measure.worker import facts
-from dpbench.probe.figures import Figure, line, spread, timing
+from dpbench.predict.probe.figures import Figure, line, spread, timing
 from dpbench.records import HOST
 
 KIB = 2**10

@@ -1,4 +1,4 @@
-"""Loops: the rules about observed training loops, such as loading, copies, launches, evaluation.
+"""Findings: the rules about observed training loops, such as loading, copies, launches, evaluation.
 
 Each rule judges one loop by itself, because a user's loop has no counterpart. The remedies are
 lines of code or commands.
@@ -17,13 +17,12 @@ from dpbench.analysis.findings.rule import (
     Missing,
     share_of,
 )
-from dpbench.analysis.stats import quotient
 from dpbench.records import Case, Phase, Source
 from dpbench.records.case import MOVING
-from dpbench.records.observed import WITHOUT_LOADER, Held, Observed, Unknown
+from dpbench.records.observed import WITHOUT_LOADER, Held, Observed
 from dpbench.records.registry import Parallelism
 from dpbench.records.trial import Estimate
-from dpbench.records.words import count, duration, interval, long_time, number, percent, size, time
+from dpbench.records.words import count, duration, long_time, percent, size, time
 
 WORKERS = (
     "loader = torch.utils.data.DataLoader(dataset, batch_size={}, num_workers={},"
@@ -33,10 +32,6 @@ PINNED = "loader = torch.utils.data.DataLoader(dataset, batch_size={}, pin_memor
 SELDOM = "if step % 10 == 0: print(step, loss.item())"
 COMPILED = 'model = torch.compile(model, mode="reduce-overhead")'
 SCALE = 'scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)'
-DDP = (
-    "model = torch.nn.parallel.DistributedDataParallel(model)  # in each process that torchrun"
-    " starts"
-)
 BIND = (
     'local_rank = int(os.environ["LOCAL_RANK"]); torch.cuda.set_device(local_rank); '
     'checkpoint = torch.load(path, map_location=f"cuda:{local_rank}")'
@@ -240,35 +235,6 @@ def _reduction(context: CaseContext, loop: Observed) -> Judgement:
     )
 
 
-def _ddp(context: CaseContext, loop: Observed) -> Judgement:
-    """Return evidence on the predicted gain from DistributedDataParallel, a process per device."""
-    other = context.alternative
-    step = context.row.step
-    if isinstance(other, str) or step is None:
-        return Missing(f"whether DistributedDataParallel is faster ({other})") if other else None
-    saved = Estimate(
-        step.value - other.step.value,
-        step.low - other.step.high,
-        step.high - other.step.low,
-        step.n,
-        signed=True,
-    )
-    ratio = quotient(step, other.step)
-    return Evidence(
-        says=(
-            f"DistributedDataParallel would be {number(ratio.value)}× ({interval(ratio)}) as fast,"
-            " PREDICTED from the phases of this loop"
-        ),
-        numbers=(
-            f"{time(other.step.value)} ({interval(other.step, 1e3)} ms, 80% interval) per step"
-            f" instead of {duration(step)}, {other.basis}"
-        ),
-        size_s=saved,
-        predicted=True,
-        code=DDP,
-    )
-
-
 def _foreign(context: CaseContext, loop: Observed) -> Judgement:
     """Return evidence on ranks that hold memory on GPUs on which they do not train.
 
@@ -356,15 +322,6 @@ def _skipped(context: CaseContext, loop: Observed) -> Judgement:
     )
 
 
-def unclear(loop: Observed) -> list[str]:
-    """Return one text for each part of the loop that dpbench did not understand."""
-    return [_affected(one) for one in loop.unknown]
-
-
-def _affected(one: Unknown) -> str:
-    return f"{one} (in {count(one.steps, 'step')})" if one.steps else str(one)
-
-
 RULES = (
     FindingRule(
         name="loading",
@@ -418,14 +375,6 @@ RULES = (
         remedy=(
             "call torch.cuda.set_device(local_rank) before the first CUDA call, and load"
             " checkpoints with map_location"
-        ),
-    ),
-    FindingRule(
-        name="predicted ddp",
-        when=_observing(_ddp),
-        remedy=(
-            "start one process per device with torchrun, and use"
-            " torch.nn.parallel.DistributedDataParallel"
         ),
     ),
     FindingRule(

@@ -25,8 +25,8 @@ from dpbench.hardware import foreign_load, processes
 from dpbench.hardware.devices import open_devices
 from dpbench.hardware.nvml import describe, open_nvml
 from dpbench.measure.server import environment
-from dpbench.probe import all_reduce, gpu, host
-from dpbench.probe.figures import Figure, last_line, over_passes
+from dpbench.predict.probe import all_reduce, gpu, host
+from dpbench.predict.probe.figures import Figure, last_line, over_passes
 from dpbench.records import fake
 
 PASSES = 3
@@ -195,7 +195,7 @@ def _noise(load: foreign_load.Measured) -> Iterator[str]:
 
 def _pass(name: str, say: Say) -> list[Figure | LeftOut]:
     """Run one pass in a fresh process; as in a worker, torch uses one thread per operation."""
-    command = [sys.executable, "-m", "dpbench.probe", str(os.getpid())]
+    command = [sys.executable, "-m", "dpbench.predict.probe", str(os.getpid())]
     measured: list[Figure | LeftOut] = []
     with (
         tempfile.TemporaryFile("w+") as errors,

@@ -21,8 +21,9 @@ import msgspec
 
 from dpbench.records.files import UnreadableFile, text_of
 from dpbench.records.visible import everywhere
+from dpbench.records.words import count
 
-FOLDER = Path(__file__).parents[1] / "machines"
+FOLDER = Path(__file__).parent / "machines"
 KINDS = ("nvlink", "pcie", "socket", "network")
 """The kinds of links. `socket` joins processors, `network` joins nodes."""
 HOST_NODE = "cpu"
@@ -142,6 +143,14 @@ class Machine:
 def names() -> list[str]:
     """Return the names of the machines that come with dpbench."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def rows() -> list[tuple[str, str]]:
+    """Return the name and a one-line description of each machine that comes with dpbench."""
+    loaded = {name: load(name) for name in names()}
+    return [
+        (name, f"{one.description} ({count(one.devices, 'GPU')})") for name, one in loaded.items()
+    ]
 
 
 def load(name: str) -> Machine:

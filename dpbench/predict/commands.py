@@ -1,4 +1,4 @@
-"""Predicting: the commands `dpbench predict` and `dpbench probe`."""
+"""Commands: `dpbench predict` and `dpbench probe`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from click.core import ParameterSource
 
 from dpbench.api import STORE
 from dpbench.api.stored import choose, list_unreadable
-from dpbench.cli import shapes
+from dpbench.cli import cli, shapes
 from dpbench.cli.options import (
     EXIT_FAILED,
     EXIT_USAGE,
@@ -25,30 +25,31 @@ from dpbench.cli.options import (
     json_option,
     patience_option,
 )
-from dpbench.cli.predicted import (
+from dpbench.cli.showing import print_answers
+from dpbench.predict.tables import (
     PredictedCase,
     Predictions,
+    ProbedMachine,
     needs_table,
     predictions_table,
     what_ifs_table,
 )
-from dpbench.cli.showing import print_answers
 from dpbench.records import words
 from dpbench.records.files import UnreadableFile
 
 if TYPE_CHECKING:
     from dpbench.analysis.answer import Answer
     from dpbench.predict.cases import Need, Prediction
+    from dpbench.predict.machine import Machine
     from dpbench.predict.observed_loop import ObservedLoop
     from dpbench.predict.stored import Stored
     from dpbench.predict.what_if import WhatIf
     from dpbench.records import Case
-    from dpbench.records.machine import Machine
 
 DEVICES = (1, 2, 4, 8)
 
 
-@click.command(
+@cli.command(
     cls=Documented,
     short_help="Predict steps on another machine.",
     exits=EXITS | {EXIT_USAGE: "wrong usage, or a machine or model that lacks a needed value"},
@@ -138,9 +139,8 @@ def predict(as_json: bool, **options: Any) -> None:
     from dpbench.analysis.answer import answers
     from dpbench.analysis.summary import rows
     from dpbench.hardware.provenance import Resources
-    from dpbench.predict import cases, counts, stored, what_if
+    from dpbench.predict import cases, counts, machine, stored, what_if
     from dpbench.predict.cases import needs
-    from dpbench.records import machine
 
     models = (*options["models"], *options["own"])
     path, run = _source(options["measured"]) if options["measured"] else (None, None)
@@ -300,12 +300,15 @@ def _loop(path: Path, run: str | None) -> ObservedLoop:
 
     Raises UsageError if there is none.
     """
+    from dpbench.hardware.provenance import Resources
     from dpbench.predict import observed_loop
     from dpbench.store import Store
 
     with Store.read(path, list_unreadable) as opened:
         for one in [choose(opened, run)] if run else opened.newest():
-            if found := observed_loop.of_run(opened.trials(one.id), one.provenance):
+            if found := observed_loop.of_run(
+                opened.trials(one.id), Resources.of(one.provenance).gpu
+            ):
                 return found
     what = f"the run {run}" if run else f"{path}"
     raise click.UsageError(
@@ -360,7 +363,7 @@ def _check(
     _refuse_without_effect(selected, options)
 
 
-@click.command(
+@cli.command(
     cls=Documented,
     short_help="Measure this machine's GPUs, and write a machine file.",
     exits=EXITS
@@ -388,8 +391,8 @@ def probe(output: Path | None, patience: float | None, as_json: bool, anyway: bo
     import platform
     import tomllib
 
-    from dpbench.probe import BusyMachine, PassFailed, measure_toml
-    from dpbench.records import machine
+    from dpbench.predict import machine
+    from dpbench.predict.probe import BusyMachine, PassFailed, measure_toml
 
     try:
         text = measure_toml(
@@ -402,6 +405,6 @@ def probe(output: Path | None, patience: float | None, as_json: bool, anyway: bo
         output.write_text(text, encoding="utf-8")
     if as_json:
         name = output.stem if output else platform.node()
-        shapes.show(shapes.ProbedMachine(machine=machine.read(tomllib.loads(text), name)))
+        shapes.show(ProbedMachine(machine=machine.read(tomllib.loads(text), name)))
     elif output is None:
         click.echo(text, nl=False)
