@@ -1267,6 +1267,13 @@ FAULTS = (
         ),
     ),
     Fault(
+        "compared-modes",
+        "a case that is slow in one of two runs has no ratio",
+        "len(_modes(pair)) == 1",
+        "True",
+        ("tests/test_compare.py::test_a_case_with_few_steps_in_one_run_only_has_no_ratio",),
+    ),
+    Fault(
         "dropped-round",
         "on GPUs, a round that does not fit into the budget is left out as a whole",
         "on_gpus(cases) and len(cases) * self._usual_s > self._left_s",

@@ -83,7 +83,7 @@ class Unlike:
 class Comparisons:
     """Two runs compared: common cases, by verdict, and the facts in which the machines differ.
 
-    `lost` has the reason for each common case without a result in at least one run.
+    `lost` has the reason for each common case without a ratio, such as a missing result.
     """
 
     lines: Sequence[Comparison]
@@ -118,7 +118,7 @@ def between(
             f"the two runs differ ({said}): give --unlike to compare them nevertheless"
         )
     lines = compare(before.trials, after.trials, margin=margin, unlike=unlike)
-    lost = uncompared(before.trials, after.trials)
+    lost = uncompared(before.trials, after.trials, unlike=unlike)
     if not lines:
         reasons = "".join(f"; {case.label}: {reason}" for case, reason in lost.items())
         raise ValueError(
@@ -173,9 +173,9 @@ def compare(
     `margin` is the relative difference up to which two cases count as the same. The intervals of
     all ratios hold together with the probability `SURE`. With `unlike`, a case is compared with the
     same case on another kind of device; emulated devices, whose time is host time only, never are.
+    Cases that took only a few steps (`Trial.slow`) in one of the runs are left out.
     """
-    sides = [_by_case(side, unlike=unlike) for side in (before, after)]
-    pairs = [(earlier, sides[1][key]) for key, earlier in sides[0].items() if key in sides[1]]
+    pairs = [pair for pair in _pairs(before, after, unlike=unlike) if len(_modes(pair)) == 1]
     level = stats.together(len(pairs), SURE)
     lines = []
     for earlier, later in pairs:
@@ -200,6 +200,19 @@ def compare(
             )
         )
     return sorted(lines, key=lambda line: (ORDER.index(line.verdict), order(line.case)))
+
+
+def _pairs(
+    before: Sequence[Trial], after: Sequence[Trial], *, unlike: bool
+) -> list[tuple[list[Trial], list[Trial]]]:
+    """Return the trials in both runs of each case with results in both."""
+    first, second = (_by_case(side, unlike=unlike) for side in (before, after))
+    return [(earlier, second[key]) for key, earlier in first.items() if key in second]
+
+
+def _modes(pair: tuple[list[Trial], list[Trial]]) -> set[bool]:
+    """Return whether the trials behind a ratio took only a few steps; both if they differ."""
+    return {trial.slow for trials in pair for trial in shown(trials)}
 
 
 def _by_case(trials: Iterable[Trial], *, unlike: bool) -> dict[Case, list[Trial]]:
@@ -243,9 +256,15 @@ def _reason(ratio: Estimate, verdict: str, count: int, margin: float) -> str:
     )
 
 
-def uncompared(before: Sequence[Trial], after: Sequence[Trial]) -> dict[Case, str]:
-    """Return the common cases without a result in at least one run, each with the reason."""
-    reasons = {}
+def uncompared(
+    before: Sequence[Trial], after: Sequence[Trial], *, unlike: bool = False
+) -> dict[Case, str]:
+    """Return the common cases without a comparison, each with the reason."""
+    reasons = {
+        earlier[-1].case: _in_two_modes(earlier, later)
+        for earlier, later in _pairs(before, after, unlike=unlike)
+        if len(_modes((earlier, later))) > 1
+    }
     for case in dict.fromkeys(trial.case for trial in before):
         for name, side in (("before", before), ("after", after)):
             of_case = [trial for trial in side if trial.case == case]
@@ -254,6 +273,14 @@ def uncompared(before: Sequence[Trial], after: Sequence[Trial]) -> dict[Case, st
                     f'no result in the run "{name}": {of_case[-1].refusal.partition(chr(10))[0]}'
                 )
     return reasons
+
+
+def _in_two_modes(before: Sequence[Trial], after: Sequence[Trial]) -> str:
+    steps = ", then ".join(words.duration(stats.median(measured(side))) for side in (before, after))
+    return (
+        "no ratio: some trials took few steps, because these are long, and other trials did not"
+        f" ({steps} per step); measure both runs with a smaller batch"
+    )
 
 
 def blame(before: Sequence[Trial], after: Sequence[Trial]) -> tuple[str, float]:

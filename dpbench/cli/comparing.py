@@ -94,7 +94,7 @@ class ComparedRuns(msgspec.Struct, frozen=True, kw_only=True):
 
     Relative differences below `margin` count as equal. `unlike` has the facts in which the machines
     or the software of the runs differ. `lost` maps the label of each case that is in both runs but
-    has no result in one of them or in both to the reason.
+    has no ratio, such as one without a result in one of them, to the reason.
     """
 
     before: ComparedRun

@@ -117,6 +117,7 @@ def cases_of(options: Options, cluster: Cluster | None = None) -> tuple[list[Cas
             for case in plan.sweep(
                 strategies=strategies, schedules=_schedules(options), **swept | changed
             )
+            if not (on_gpus and placement == "spread") or _decides(case)
         ]
     if cluster:
         cases = list(dict.fromkeys(cluster.placed(case) for case in cases))
@@ -196,6 +197,14 @@ def _trained_on_gpus(options: Options, ids: Sequence[int | str]) -> list[dict[st
         }
         for model, precision in GPU_MODELS.items()
     ]
+
+
+def _decides(case: Case) -> bool:
+    """Return whether an answer needs the case: the baseline, or a case on several devices.
+
+    The other cases on one GPU would take a third of a run's time, at the cost of rounds.
+    """
+    return case.devices > 1 or case.traits.role is Role.BASELINE
 
 
 def _check_together(options: Options, cluster: Cluster | None) -> None:

@@ -50,7 +50,7 @@ def heading(report: Report) -> str:
 
 
 def cells(comparisons: Comparisons) -> list[tuple[str, ...]]:
-    """Return the cells of each case in the order of `COLUMNS`; cases without a result are last."""
+    """Return the cells of each case in the order of `COLUMNS`; cases without a ratio are last."""
     lost = [
         ("undecided", case.label, *[""] * 5, reason) for case, reason in comparisons.lost.items()
     ]

@@ -20,7 +20,7 @@ from dpbench.analysis import comparison, stats
 from dpbench.analysis.report import Report
 from dpbench.cli import comparing
 from dpbench.records import Case, Phase, Span, Status, Step, Trial, Verified
-from dpbench.records.trial import Estimate
+from dpbench.records.trial import SLOW, Estimate
 from dpbench.report import comparing as drawing
 from dpbench.report import swim_lanes
 from dpbench.store import Naming, Store, export
@@ -247,6 +247,29 @@ def test_a_case_without_a_result_is_undecided_with_its_reason(tmp_path: Path, dp
     assert line.startswith("undecided ")
     assert line.endswith('no result in the run "after": out of memory')
     assert "1 case undecided, 1 case same. A ratio above 1 means" in out
+
+
+def slow(trials: Sequence[Trial], *cases: Case) -> list[Trial]:
+    """Return the trials, those of `cases` as if they had only a few steps."""
+    return [replace(one, provenance={**one.provenance, SLOW: one.case in cases}) for one in trials]
+
+
+def test_a_case_with_few_steps_in_one_run_only_has_no_ratio() -> None:
+    for first, second in ((BEFORE, slow(AFTER, DP)), (slow(BEFORE, DP), AFTER)):
+        found = comparison.between(report(first), report(second))
+        assert [line.case for line in found.lines] == [SINGLE]
+        assert set(found.lost) == {DP}
+        assert "5.00 ms" in found.lost[DP]
+        assert "3.00 ms" in found.lost[DP]
+        assert found.verdicts == {"same": 1, "undecided": 1}
+    mixed = [*BEFORE, *slow(BEFORE[-1:], DP)]
+    assert set(comparison.between(report(mixed), report(slow(AFTER, DP))).lost) == {DP}
+    both = comparison.between(report(slow(BEFORE, SINGLE, DP)), report(slow(AFTER, SINGLE, DP)))
+    assert {line.verdict for line in both.lines} == {"same", "faster"}
+    on_gpu = [replace(one, case=replace(one.case, device_kind="cuda")) for one in slow(AFTER, DP)]
+    other = comparison.between(report(BEFORE), report(slow(on_gpu, on_gpu[-1].case)), unlike=True)
+    assert [line.case for line in other.lines] == [SINGLE]
+    assert set(other.lost) == {DP}
 
 
 # -- which runs are meant

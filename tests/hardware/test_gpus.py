@@ -207,6 +207,8 @@ def test_by_default_gpus_train_full_models_in_the_precision_of_their_generation(
     assert {case.precision for case in cases} == precisions
     assert {case.model for case in cases} == {"resnet18", "transformer"}
     assert budget_s == 600.0
+    assert {case.strategy for case in cases if case.devices == 1} == {"single"}
+    assert {case.strategy for case in cases if case.devices == 2} == {"dp", "torch_dp", "ddp"}
     chosen, _ = selection.cases_of(Options(models=("mlp",)))
     assert {(case.size, case.precision, case.batch_size) for case in chosen} == {
         ("small", "fp32", 64)
