@@ -15,7 +15,7 @@ from dpbench.records import siblings
 from tests import exported
 from tests import observed_loops as loops
 
-PACKAGE = Path(__file__).parents[1] / "dpbench"
+PACKAGE = Path(__file__).parents[2] / "dpbench"
 COMMANDS = {"observe": {"watch", "import"}, "predict": {"predict", "probe"}}
 
 
