@@ -132,6 +132,11 @@ def floor(module: str) -> int:
     return FLOORS.index(module.partition(".")[0])
 
 
+def height(module: str, below: dict[str, set[str]]) -> int:
+    """Return the number of modules of the longest chain of imports that starts at a module."""
+    return 1 + max((height(one, below) for one in below.get(module, ())), default=0)
+
+
 def circles(pairs: set[tuple[str, str]]) -> list[set[str]]:
     """Return the largest sets of modules that all import each other, directly or not."""
     below: dict[str, set[str]] = {}
@@ -302,3 +307,20 @@ def test_facade_loads_the_engine_on_first_use() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT.parent
     )
     assert done.stdout.strip() == "scatter"
+
+
+def test_the_plain_engine_stands_without_the_fast_one_and_both_on_few_floors() -> None:
+    inside = {
+        (above, below)
+        for above, below in arrows()
+        if above.startswith("engine.") and below.startswith("engine.") and above != "engine.fast"
+    }
+    fast = "engine.fast"
+    upward = {pair for pair in inside if pair[1].startswith(fast) and fast not in pair[0]}
+    assert upward == set()
+    below: dict[str, set[str]] = {}
+    for module, other in inside:
+        below.setdefault(module, set()).add(other)
+    floors = max(height(module, below) for module in below)
+    print(f"engine: {floors} floors, {len(inside)} arrows")
+    assert floors <= 7

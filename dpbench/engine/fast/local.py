@@ -24,7 +24,7 @@ from dpbench.engine.containers import mapped, tensors_in
 from dpbench.engine.errors import Refused
 from dpbench.engine.fast import local_loss
 from dpbench.engine.fast.local_loss import LocalLoss
-from dpbench.engine.fast.losses import Summed, summed_form
+from dpbench.engine.fast.losses import ROUNDED, Summed, summed_form
 from dpbench.engine.fast.notice import GradientHooks, Identity, Muted
 from dpbench.engine.fast.pool import Pool
 from dpbench.engine.fast.replica_weights import ReplicaWeights
@@ -40,10 +40,6 @@ from dpbench.records.schedule import Schedule
 
 NO_DIVISOR = "loss_fn now has hooks, another forward or reduction, and thus no known divisor"
 OTHER_ROWS = "the rows of the output and of the target do not correspond one to one"
-ROUNDED = (
-    "the loss is computed over the gathered batch, because summing the replicas' losses could"
-    " change the last bit of the gradients"
-)
 
 
 class Local:

@@ -94,6 +94,11 @@ _RULES = {
 _BY_FUNCTION = {rule.function: rule for rule in _RULES.values()}
 _ROUNDING = ("weight", "pos_weight", "label_smoothing")
 """Settings that make a loss `ROUNDED`: the divisor is no count, or the terms' divisors differ."""
+ROUNDED = (
+    "the loss is computed over the gathered batch, because summing the replicas' losses could"
+    " change the last bit of the gradients"
+)
+"""Why a selected schedule computes the loss of the whole batch."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 

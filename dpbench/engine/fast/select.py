@@ -6,7 +6,7 @@ TrainStep runs the highest schedule that nothing forbids, and reports the reason
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 
 import torch
@@ -14,41 +14,34 @@ from torch import nn
 
 from dpbench.engine.containers import tensors_in
 from dpbench.engine.errors import Refused
-from dpbench.engine.fast.allreduce import AllReduce
 from dpbench.engine.fast.flat_storage import is_dense
-from dpbench.engine.fast.local import ROUNDED, Local
-from dpbench.engine.fast.losses import summed_form
+from dpbench.engine.fast.losses import ROUNDED, summed_form
 from dpbench.engine.fast.notice import HAS_GRAD_DTYPE, GradientHooks, is_watched
 from dpbench.engine.fast.optimizer_state import ELEMENTWISE, groups_of
-from dpbench.engine.fast.sharded import Sharded
 from dpbench.engine.replicate import unique
 from dpbench.engine.schedules import Copying, Runner
 from dpbench.engine.training import Training
 from dpbench.records.schedule import SELECTED, Schedule
 
-KEEPING: dict[Schedule, type[Local]] = {
-    Schedule.LOCAL: Local,
-    Schedule.ALLREDUCE: AllReduce,
-    Schedule.SHARDED: Sharded,
-}
-"""The schedules that keep replicas, and what runs their steps."""
+Kinds = Mapping[Schedule, Callable[..., Runner]]
+"""For each schedule that keeps replicas, what makes its runner."""
 EXACT_DTYPES = (torch.float32, torch.float64)
 """Dtypes for which elementwise kernels round an element independently of its position."""
 
 
-def named(schedule: Schedule, training: Training, unfit: str) -> Runner:
+def named(kinds: Kinds, schedule: Schedule, training: Training, unfit: str) -> Runner:
     """Return what runs the steps under a schedule that the user has named.
 
     With a single device, the module itself runs. Raises Refused if the schedule cannot run.
     """
     if reason := next(reasons(schedule, training), ""):
         raise Refused(f"schedule {schedule}: {reason}")
-    if schedule in KEEPING and len(training.devices) > 1:
-        return KEEPING[schedule](training, selected=False)
+    if schedule in kinds and len(training.devices) > 1:
+        return kinds[schedule](training, selected=False)
     return Copying(training, schedule)
 
 
-def selected(name: str, training: Training, unfit: str) -> Runner:
+def selected(kinds: Kinds, name: str, training: Training, unfit: str) -> Runner:
     """Return what runs the steps under the highest schedule that nothing forbids.
 
     `name` is "copying" or "fastest". The results are bitwise equal to those of `reference` (on
@@ -66,8 +59,8 @@ def selected(name: str, training: Training, unfit: str) -> Runner:
         notes.append(reason)
         schedule = ladder[ladder.index(schedule) - 1]
     note = "; ".join(dict.fromkeys(notes))
-    if schedule in KEEPING:
-        return KEEPING[schedule](training, selected=True, note=note)
+    if schedule in kinds:
+        return kinds[schedule](training, selected=True, note=note)
     return Copying(training, schedule, note)
 
 
