@@ -1465,6 +1465,20 @@ FAULTS = (
         ("tests/test_predict.py::test_threads_that_launch_at_once_hand_the_interpreter_over",),
     ),
     Fault(
+        "sibling",
+        "dpbench works without the folders predict and observe",
+        '(Path(__file__).parents[1] / package / "__init__.py").is_file()',
+        "True",
+        ("tests/test_siblings.py::test_without_a_sibling_everything_else_works",),
+    ),
+    Fault(
+        "flat parts",
+        "under sharded, each device receives a part of the gradients",
+        "part = each / (devices if schedule is Schedule.SHARDED else 1)",
+        "part = each",
+        ("tests/test_links.py::test_sharded_updates_move_a_part_to_and_from_each_device",),
+    ),
+    Fault(
         "ring",
         "an all-reduce moves 2 (n - 1) / n of its message over each link",
         "lambda n: 2 * (n - 1) / n",
