@@ -1271,7 +1271,9 @@ FAULTS = (
         "a case that is slow in one of two runs has no ratio",
         "len(_modes(pair)) == 1",
         "True",
-        ("tests/test_compare.py::test_a_case_with_few_steps_in_one_run_only_has_no_ratio",),
+        (
+            "tests/analysis/test_comparison.py::test_a_case_with_few_steps_in_one_run_only_has_no_ratio",
+        ),
     ),
     Fault(
         "dropped-round",
@@ -1559,6 +1561,22 @@ FAULTS = (
         "spent",
         (
             "tests/predict/test_simulation.py::test_threads_that_launch_at_once_hand_the_interpreter_over",
+        ),
+    ),
+    Fault(
+        "sibling",
+        "dpbench works without the folders predict and observe",
+        '(Path(__file__).parents[1] / package / "__init__.py").is_file()',
+        "True",
+        ("tests/test_siblings.py::test_without_a_sibling_everything_else_works",),
+    ),
+    Fault(
+        "flat parts",
+        "under sharded, each device receives a part of the gradients",
+        "part = each / (devices if schedule is Schedule.SHARDED else 1)",
+        "part = each",
+        (
+            "tests/analysis/test_transfers.py::test_sharded_updates_move_a_part_to_and_from_each_device",
         ),
     ),
     Fault(

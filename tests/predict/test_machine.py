@@ -162,10 +162,9 @@ def test_predicting_loads_no_torch() -> None:
         "import sys; from dpbench.predict import cases, machine;p ="
         " cases.Predictor(machine.load('dgx-a100'));found = [p.predict(case) for case in"
         " cases.sweep(['resnet50'], strategies=('single', 'torch_dp', 'dp', 'ddp'), devices=(1, 2,"
-        " 8), batch_per_device=(32,), schedules=('reference', 'sharded'))];"
-        "assert len(found) > 8 and"
-        " all(one.seconds > 0 for one in found);print(*sorted({'torch', 'matplotlib', 'pandas'} &"
-        " set(sys.modules)))"
+        " 8), batch_per_device=(32,), schedules=('reference', 'sharded'))];assert len(found) > 8"
+        " and all(one.seconds > 0 for one in found);print(*sorted({'torch', 'matplotlib', 'pandas'}"
+        " & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""

@@ -72,7 +72,7 @@ def diagnose(
 
 
 def _about_loops() -> tuple[FindingRule, ...]:
-    """Return the rules for observed loops: the siblings' own, and those that compare nothing."""
+    """Return the rules for observed loops: those of siblings, and those that compare nothing."""
     theirs = [rule for one in siblings.modules("findings") for rule in one.RULES]
     return (*theirs, *(rule for rule in RULES if rule.alone))
 
