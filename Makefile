@@ -1,5 +1,7 @@
 # make bench      measure this machine: dpbench.db and reports/latest/index.html
-# make test       the whole test suite, as CI runs it
+# make test       the test suite, as CI runs it: the tests of the engine run on the schedules reference, the default and
+#                 the top one, and a sample of them on the others
+# make test-all   the test suite with all schedules everywhere
 # make test-fast  the tests that start no process and take about a second at most, for use between two edits: a test that
 #                 starts a process is skipped, one with a mark slow, alone or browser is left out, and of one with many
 #                 parameters 6 sets are taken
@@ -40,7 +42,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 SPREAD = $(shell $(BIN)/python -c 'import xdist' 2>/dev/null && echo "--numprocesses=$(JOBS) --dist=worksteal")
 
 .DEFAULT_GOAL := bench
-.PHONY: bench test test-fast test-gpu faults hardening check history gate gpu-check clean
+.PHONY: bench test test-all test-fast test-gpu faults hardening check history gate gpu-check clean
 
 ifeq ($(TORCH),system)
 # No registry is asked: the Python that runs make lends its packages, after a check that all are there.
@@ -66,10 +68,13 @@ bench: $(VENV)/base.stamp
 	$(BIN)/dpbench run $(ARGS)
 
 # The tests start some hundred Python processes: without files of bytecode, each would compile what it imports.
-test test-fast: export PYTHONDONTWRITEBYTECODE =
+test test-all test-fast: export PYTHONDONTWRITEBYTECODE =
 
 test: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest $(SPREAD) $(ARGS)
+
+test-all: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest --all $(SPREAD) $(ARGS)
 
 test-fast: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest --fast -rfE $(SPREAD) $(ARGS)

@@ -18,9 +18,10 @@ import pytest
 from dpbench.analysis.report import Report
 from dpbench.api.reports import report_of
 from dpbench.api.stored import choose
-from dpbench.records import Case, Source, Step, Trial, Verified
+from dpbench.records import Case, Source, Step, Trial
 from dpbench.report import figures, markdown, page
 from dpbench.store import Store
+from tests.trials import trial_of
 
 CASE = Case(model="mlp", strategy="dp", devices=2, batch_size=64, schedule="reference")
 GPU = Case(
@@ -32,14 +33,7 @@ GPUS = {"gpus": [{"name": "NVIDIA GeForce RTX 3090"}] * 2}
 def trials_of(case: Case, seconds: float, rounds: int = 4) -> list[Trial]:
     """Return measured trials whose rounds differ by 0.1 %."""
     return [
-        Trial(
-            case=case,
-            verified=Verified.BITWISE,
-            round=number,
-            steps=tuple(
-                Step(seconds * (1 + 0.001 * number), False, i * seconds) for i in range(1, 9)
-            ),
-        )
+        trial_of(case, [seconds * (1 + 0.001 * number)] * 8, round=number)
         for number in range(rounds)
     ]
 

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 
 from dpbench.analysis import frames, imbalance, stats, summary
-from dpbench.records import Case, Memory, Phase, Sample, Span, Status, Step, Trial, Verified
+from dpbench.records import Case, Memory, Phase, Sample, Span, Status, Trial, Verified
 from dpbench.records.work import Shapes
+from tests.trials import trial_of
 
 DP = Case(model="mlp", strategy="dp", schedule="reference", batch_size=64, devices=3)
 DDP = replace(DP, strategy="ddp", schedule="")
@@ -24,20 +25,14 @@ def trial(case: Case, busy: list[list[float]], *, number: int = 0, **changed: An
 
     `busy` has a row a timed step, a column a device.
     """
-    steps = tuple(Step(1.0, k == 0, 100.0 + k) for k in range(len(busy) + 1))
     rows = [[99.0] * len(busy[0]), *busy]
+    made = trial_of(case, [1.0] * len(rows), warmup=1, round=number)
     samples = tuple(
         Sample(step.end_s, d, "busy_s", v)
-        for step, row in zip(steps, rows, strict=True)
+        for step, row in zip(made.steps, rows, strict=True)
         for d, v in enumerate(row)
     )
-    values = {
-        "verified": Verified.BITWISE,
-        "steps": steps,
-        "samples": samples,
-        "round": number,
-    } | changed
-    return Trial(case=case, **values)
+    return replace(made, **{"samples": samples} | changed)
 
 
 def index(

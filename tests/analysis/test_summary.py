@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import hypothesis
@@ -22,6 +23,7 @@ from dpbench.records import (
     Trial,
     Verified,
 )
+from tests.trials import trial_of
 
 
 def case(strategy: str = "dp", batch: int = 64, devices: int = 2, **changed: Any) -> Case:
@@ -50,28 +52,18 @@ def trial(
 ) -> Trial:
     """Return a trial of slow warm-up steps and then timed ones: half forward, a quarter reduce."""
     timed = [seconds] * 10 if isinstance(seconds, float | int) else seconds
-    steps, spans, samples, at = [], [], [], 100.0
-    for k, one in enumerate([50.0] * warm + timed):
-        at += one
-        steps.append(Step(float(one), k < warm, at))
-        start = at - one
-        spans += [
-            Span(k, Phase.FORWARD, 0, "host", start, start + one / 2),
-            Span(k, Phase.FORWARD, 1, "host", start, start + one / 4),
-            Span(k, Phase.REDUCE, 0, "host", start + one / 2, start + 3 * one / 4),
-        ]
-        samples += [
-            Sample(at, d, "busy_s", 99.0 if k < warm else v) for d, v in (busy or {}).items()
-        ]
-    values = {
-        "verified": Verified.BITWISE,
-        "steps": tuple(steps),
-        "spans": tuple(spans),
-        "samples": tuple(samples),
-        "round": number,
-        "memory": (Memory(-1, 1000, "rss"),),
-    } | changed
-    return Trial(case=of, **values)
+    parts = [
+        (Phase.FORWARD, 0, 0.0, 0.5),
+        (Phase.FORWARD, 1, 0.0, 0.25),
+        (Phase.REDUCE, 0, 0.5, 0.75),
+    ]
+    made = trial_of(of, [50.0] * warm + timed, warmup=warm, parts=parts, round=number)
+    samples = tuple(
+        Sample(step.end_s, device, "busy_s", 99.0 if step.warmup else value)
+        for step in made.steps
+        for device, value in (busy or {}).items()
+    )
+    return replace(made, **{"samples": samples, "memory": (Memory(-1, 1000, "rss"),)} | changed)
 
 
 def failed(of: Case, status: Status = Status.OOM, **changed: Any) -> Trial:

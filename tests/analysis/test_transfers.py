@@ -18,8 +18,9 @@ from dpbench import models
 from dpbench.analysis import transfers
 from dpbench.hardware.devices import _wrapper, open_devices
 from dpbench.measure.worker.facts import of_model
-from dpbench.records import HOST, Case, Phase, Sample, Span, Step, Trial, Verified, registry
+from dpbench.records import HOST, Case, Phase, Sample, Step, Trial, Verified, registry
 from dpbench.records.work import FACT, Move, Shapes, received, sent
+from tests.trials import trial_of
 
 SHAPES = Shapes(
     parameter_tensors=6,
@@ -248,26 +249,15 @@ def test_what_is_not_known_moves_nothing() -> None:
 
 
 def trial(case: Case = DP, *, number: int = 0, **changed: Any) -> Trial:
-    steps = tuple(Step(1.0, k == 0, 10.0 + k) for k in range(4))
-    spans = tuple(
-        Span(k, phase, d, "cuda_event", s.start_s + a, s.start_s + b)
-        for k, s in enumerate(steps)
-        for phase, d, a, b in [
-            (Phase.SCATTER, 0, 0.0, 0.1),
-            (Phase.SCATTER, 1, 0.1, 0.3),
-            (Phase.REPLICATE, 1, 0.3, 0.5),
-            (Phase.BACKWARD, 0, 0.5, 0.75),
-            (Phase.REDUCE, 0, 0.75, 1.0),
-        ]
-    )
-    values = {
-        "verified": Verified.BITWISE,
-        "steps": steps,
-        "spans": spans,
-        "round": number,
-        "provenance": {"model": vars(SHAPES)},
-    } | changed
-    return Trial(case=case, **values)
+    parts = [
+        (Phase.SCATTER, 0, 0.0, 0.1),
+        (Phase.SCATTER, 1, 0.1, 0.3),
+        (Phase.REPLICATE, 1, 0.3, 0.5),
+        (Phase.BACKWARD, 0, 0.5, 0.75),
+        (Phase.REDUCE, 0, 0.75, 1.0),
+    ]
+    given = {"provenance": {"model": vars(SHAPES)}, "round": number} | changed
+    return trial_of(case, [1.0] * 4, warmup=1, parts=parts, clock="cuda_event", **given)
 
 
 def test_a_rate_is_bytes_over_the_ledgers_seconds() -> None:

@@ -15,10 +15,11 @@ from dpbench import load
 from dpbench.analysis import stats, summary, uneven
 from dpbench.analysis.decision import Choice
 from dpbench.analysis.report import Report
-from dpbench.records import Case, Step, Trial, Verified
+from dpbench.records import Case, Trial
 from tests import observed_loops
 from tests.analysis import test_noisy
 from tests.exported import stored
+from tests.trials import trial_of
 
 SINGLE, DDP = test_noisy.SINGLE, test_noisy.DDP
 BASE_S, LONGER_S = 0.0158, 0.060
@@ -33,12 +34,8 @@ def trial(
     steps: int = 65,
 ) -> Trial:
     draw = random.Random(f"{case.label} {number}")
-    found, end_s = [], 100.0
-    for index in range(steps):
-        seconds = base_s * draw.lognormvariate(0, 0.01) + longer_s(index)
-        end_s += seconds
-        found.append(Step(seconds, index < 5, end_s))
-    return Trial(case=case, round=number, verified=Verified.BITWISE, steps=tuple(found))
+    seconds = [base_s * draw.lognormvariate(0, 0.01) + longer_s(k) for k in range(steps)]
+    return trial_of(case, seconds, warmup=5, round=number)
 
 
 def every(period: int, longer_s: float = LONGER_S) -> Callable[[int], float]:

@@ -15,8 +15,9 @@ import scipy
 
 from dpbench.analysis import caveats, summary, validity
 from dpbench.hardware import foreign_load
-from dpbench.records import HOST, Case, Phase, Sample, Source, Span, Status, Step, Trial, Verified
+from dpbench.records import HOST, Case, Phase, Sample, Source, Status, Trial, Verified
 from dpbench.records.trial import AVERAGING
+from tests.trials import trial_of
 
 CASE = Case(model="mlp", strategy="dp", schedule="reference", batch_size=64, devices=2)
 GPU = replace(CASE, device_kind="cuda")
@@ -34,23 +35,20 @@ def trial(
 
     `metrics` maps (metric, device) to readings.
     """
-    steps, spans, at = [Step(9.0, True, 100.0)], [], 100.0
-    for k, one in enumerate(seconds or [0.1] * 20, 1):
-        spans.append(Span(k, Phase.FORWARD, 0, "host", at, at + one * covered))
-        at += one
-        steps.append(Step(one, False, at))
+    made = trial_of(
+        of,
+        [9.0, *(seconds or [0.1] * 20)],
+        warmup=1,
+        begin_s=91.0,
+        parts=[(Phase.FORWARD, 0, 0.0, covered)],
+    )
+    timed_s = made.steps[-1].end_s - 100.0
     samples = tuple(
-        Sample(100.0 + (at - 100.0) * (i + 1) / (len(readings) + 1), device, metric, value)
+        Sample(100.0 + timed_s * (i + 1) / (len(readings) + 1), device, metric, value)
         for (metric, device), readings in (metrics or {}).items()
         for i, value in enumerate(readings)
     )
-    return Trial(
-        case=of,
-        steps=tuple(steps),
-        spans=tuple(spans),
-        samples=samples,
-        **{"verified": Verified.BITWISE, **changed},
-    )
+    return replace(made, **{"samples": samples} | changed)
 
 
 def checks(one: Trial, cores: int = 8) -> dict[str, validity.Check]:

@@ -19,11 +19,12 @@ from dpbench.analysis.report import Report
 from dpbench.cli import tables
 from dpbench.measure.worker import trial
 from dpbench.predict import stored
-from dpbench.records import Case, Effort, Phase, Status, Step, Trial, Verified, plan, registry
+from dpbench.records import Case, Effort, Phase, Status, Trial, Verified, plan, registry
 from dpbench.records.case import MODES
 from dpbench.records.work import Shapes
 from dpbench.report import devices, markdown
 from dpbench.strategies.single import Single
+from tests.trials import trial_of
 
 TINY = Effort(
     budget_s=0.01, warmup_steps=1, min_steps=2, max_steps=2, block_steps=1, memory_by_phase=False
@@ -173,11 +174,7 @@ def trials(case: Case, step_s: float, steps: int, *, rounds: int = 3) -> list[Tr
     found = []
     for number in range(rounds):
         series = step_s * (1 + np.random.default_rng(number).exponential(0.1, steps))
-        made = tuple(
-            Step(float(one), False, float(end))
-            for one, end in zip(series, series.cumsum(), strict=True)
-        )
-        found.append(Trial(case=case, verified=Verified.BITWISE, steps=made, round=number))
+        found.append(trial_of(case, series.tolist(), round=number))
     return found
 
 

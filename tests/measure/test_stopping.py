@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from dpbench.measure.stopping import UntilPrecise, shortage
-from dpbench.records import Case, Status, Step, Trial, Verified, plan
+from dpbench.records import Case, Status, Trial, Verified, plan
+from tests.trials import trial_of
 
 SINGLE = Case(model="mlp", strategy="single", batch_size=64)
 DP = Case(model="mlp", strategy="dp", schedule="reference", devices=2, batch_size=64)
@@ -17,8 +18,7 @@ DDP = Case(model="mlp", strategy="ddp", devices=2, batch_size=64)
 
 
 def trial(case: Case, number: int, seconds: float, **rest) -> Trial:
-    steps = tuple(Step(seconds, False, i * seconds) for i in range(1, 11))
-    return Trial(case=case, round=number, steps=steps, **({"verified": Verified.BITWISE} | rest))
+    return trial_of(case, [seconds] * 10, round=number, **rest)
 
 
 def fed(rule: UntilPrecise, rounds: int, spread: dict[Case, float], seed: int = 0) -> UntilPrecise:

@@ -7,7 +7,8 @@ import pytest
 from dpbench import models
 from dpbench.predict import counts
 from dpbench.predict.stored import fit_cost, of_trials
-from dpbench.records import Case, Phase, Span, Step, Trial
+from dpbench.records import Case, Phase, Trial
+from tests.trials import trial_of
 
 
 def test_a_line_is_found_again() -> None:
@@ -33,18 +34,11 @@ def test_distances_count_relative_to_the_time() -> None:
 
 def stored(rows: int, forward_s: float, backward_s: float) -> Trial:
     """Return a trial of three steps, the first of them warm-up and ten times slower."""
-    steps, spans, now = [], [], 100.0
-    for i in range(3):
-        slow = 10.0 if i == 0 else 1.0
-        middle, end = now + slow * forward_s, now + slow * (forward_s + backward_s)
-        spans += [
-            Span(i, Phase.FORWARD, 0, "host", now, middle),
-            Span(i, Phase.BACKWARD, 0, "host", middle, end),
-        ]
-        steps.append(Step(end - now, i == 0, end))
-        now = end
+    step_s = forward_s + backward_s
+    middle = forward_s / step_s
     case = Case(model="mlp", strategy="single", batch_size=rows)
-    return Trial(case=case, steps=tuple(steps), spans=tuple(spans))
+    parts = [(Phase.FORWARD, 0, 0.0, middle), (Phase.BACKWARD, 0, middle, 1.0)]
+    return trial_of(case, [10 * step_s, step_s, step_s], warmup=1, parts=parts)
 
 
 def test_stored_trials_make_a_profile() -> None:

@@ -1,0 +1,38 @@
+"""Trials made by hand: steps of known duration, and phases that are shares of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from dpbench.records import Case, Phase, Span, Step, Trial, Verified
+
+Part = tuple[Phase, int, float, float]
+"""A phase, its device, and where in a step it begins and ends, as shares of the step."""
+
+
+def trial_of(
+    case: Case,
+    seconds: Iterable[float],
+    *,
+    warmup: int = 0,
+    begin_s: float = 100.0,
+    parts: Iterable[Part] = (),
+    clock: str = "host",
+    **changes: Any,
+) -> Trial:
+    """Return a verified trial whose steps take these seconds, one after the other.
+
+    The first `warmup` steps are warm-up. Every step has the phases `parts`, by this clock.
+    """
+    steps, spans, end_s = [], [], begin_s
+    parts = tuple(parts)
+    for index, took_s in enumerate(seconds):
+        start_s, end_s = end_s, end_s + took_s
+        steps.append(Step(took_s, index < warmup, end_s))
+        spans += [
+            Span(index, phase, device, clock, start_s + took_s * begin, start_s + took_s * end)
+            for phase, device, begin, end in parts
+        ]
+    given = {"verified": Verified.BITWISE, "steps": tuple(steps), "spans": tuple(spans)}
+    return Trial(case=case, **given | changes)
