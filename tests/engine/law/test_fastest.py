@@ -6,6 +6,7 @@ A refusal comes before anything changes.
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,11 +17,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpbench import DataParallel
+from dpbench.engine.errors import Refused
 from dpbench.engine.train_step import TrainStep
 from dpbench.records.schedule import COPYING, FASTEST, Schedule
 from tests.engine import rungs
 from tests.engine.law.compare import assert_same
-from tests.engine.law.sides import Pair, must_refuse, pair, refusing
+from tests.engine.law.sides import (
+    EVERYWHERE,
+    Pair,
+    must_refuse,
+    pair,
+    refuses_partial_gradients,
+    refusing,
+)
 from tests.engine.nets import OPTIMIZERS, Net, Regularised, Table, batch
 
 # a parameter whose data was replaced by a transposed tensor gets gradients of another layout; torch
@@ -42,6 +51,79 @@ def test_the_highest_schedule_is_taken_where_nothing_forbids_it(
         both.step(*batch(1, 8))
         assert both.ours.train.schedule is highest
         assert both.ours.train.note == ""
+
+
+def hooked_parameter(step: TrainStep) -> Any:
+    return step.module.last.weight.register_hook(lambda gradient: None)
+
+
+def hooked_optimizer(step: TrainStep) -> Any:
+    return step.optimizer.register_step_post_hook(lambda *_: None)
+
+
+def replaced_method(step: TrainStep) -> None:
+    step.optimizer.step = types.MethodType(type(step.optimizer).step, step.optimizer)
+
+
+def parameter_without_optimizer(step: TrainStep) -> None:
+    group = step.optimizer.param_groups[0]
+    group["params"] = [p for p in group["params"] if p is not step.module.last.weight]
+
+
+COMPLETE: dict[str, tuple[dict[str, Any], Callable[[TrainStep], Any]]] = {
+    "accumulate": ({"accumulate": 2}, lambda step: None),
+    "clip_norm": ({"clip_norm": 1.0}, lambda step: None),
+    "scaler": ({"scaler": torch.amp.GradScaler("cpu")}, lambda step: None),
+    "hook on a gradient": ({}, hooked_parameter),
+    "hook of the optimizer": ({}, hooked_optimizer),
+    "replaced method": ({}, replaced_method),
+    "parameter without optimizer": ({}, parameter_without_optimizer),
+}
+"""Options, and changes between steps, that need complete gradients on one device."""
+
+
+@pytest.mark.skipif(
+    not refuses_partial_gradients(), reason="the engine still completes partial gradients"
+)
+@pytest.mark.parametrize("name", list(COMPLETE))
+@pytest.mark.parametrize("schedule", [*EVERYWHERE, FASTEST])
+def test_complete_gradients_are_refused_by_name_and_fastest_falls_back(
+    schedule: str, name: str
+) -> None:
+    options, change = COMPLETE[name]
+    inputs, target = batch(1, 8)
+    module = Net()
+
+    def begun() -> TrainStep:
+        step = TrainStep(
+            module,
+            nn.MSELoss(),
+            lambda p: OPTIMIZERS["adam"](list(p)),
+            ["cpu"] * 2,
+            schedule,
+            **options,
+        )
+        step(inputs, target)
+        return step
+
+    if schedule == FASTEST:
+        with begun() as step:
+            change(step)
+            step(inputs, target)
+            assert step.schedule not in EVERYWHERE
+            assert step.note
+    elif options:
+        before = copy.deepcopy(module.state_dict())
+        with pytest.raises(Refused, match=schedule):
+            begun()
+        assert_same(dict(module.state_dict()), dict(before), "module")
+    else:
+        with begun() as step:
+            change(step)
+            before = copy.deepcopy(module.state_dict())
+            with pytest.raises(Refused, match=schedule):
+                step(inputs, target)
+            assert_same(dict(module.state_dict()), dict(before), "module")
 
 
 def assert_avoided(step: TrainStep) -> None:
