@@ -128,9 +128,9 @@ def test_autograd_is_that_of_the_mode(mode: str) -> None:
 
 
 def test_a_schedule_without_a_forward_of_its_own_is_skipped_with_the_reason(tmp_path: Path) -> None:
-    done = trial.run(replace(CASE, strategy="dp", schedule="zero1", devices=2), TINY, tmp_path)
+    done = trial.run(replace(CASE, strategy="dp", schedule="sharded", devices=2), TINY, tmp_path)
     assert done.status is Status.SKIPPED
-    assert "replicas=persistent needs TrainStep" in done.reason
+    assert "needs TrainStep" in done.reason
 
 
 def test_every_strategy_has_a_forward_or_a_reason() -> None:
