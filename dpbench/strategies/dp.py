@@ -51,8 +51,8 @@ class Engine(Strategy):
         if not case.trains and schedule.keeps_replicas:
             can = ", ".join(one for one in Schedule if not one.keeps_replicas)
             return (
-                "the forward alone runs in dpbench.DataParallel, which has no schedule"
-                f" {schedule}: give one of {can} in --schedules"
+                f"the schedule {schedule} needs TrainStep, but the forward alone runs in"
+                f" dpbench.DataParallel: give one of {can} in --schedules"
             )
         if case.device_kind == "emulated" and schedule is Schedule.SHARDED:
             return (

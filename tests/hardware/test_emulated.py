@@ -22,7 +22,7 @@ from torch.nn.utils import parametrizations
 from dpbench.engine import DataParallel, resolve
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import open_devices
-from dpbench.hardware.devices._ledger import DeviceFull, StorageLedger
+from dpbench.hardware.devices._byte_count import ByteCount, DeviceFull
 from dpbench.hardware.devices._wrapper import EmulatedTensor
 from dpbench.hardware.devices.host import EmulatedDevice, bounded, bytes_only
 
@@ -366,7 +366,7 @@ def test_the_ledger_is_exact_for_an_mlp() -> None:
 
 
 def test_a_storage_counts_once_with_its_present_size() -> None:
-    count, device, storage = StorageLedger(), torch.device("cpu"), torch.UntypedStorage(100)
+    count, device, storage = ByteCount(), torch.device("cpu"), torch.UntypedStorage(100)
     count.bind(device, 150)
     # a view of a tensor has the storage of the tensor, which needs no more memory
     for _ in range(2):

@@ -16,7 +16,7 @@ import torch
 from dpbench import models
 from dpbench.engine.errors import in_replica
 from dpbench.hardware.devices import open_devices, resolve
-from dpbench.hardware.devices._ledger import DeviceFull
+from dpbench.hardware.devices._byte_count import DeviceFull
 from dpbench.hardware.devices.host import EmulatedDevice, bounded, bytes_only
 from dpbench.measure.failures import of_error, of_rank
 from dpbench.measure.merging import merge

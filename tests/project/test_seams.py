@@ -17,7 +17,7 @@ import dpbench
 from dpbench import models
 from dpbench.engine import errors
 from dpbench.hardware import processes
-from dpbench.hardware.devices import _ledger
+from dpbench.hardware.devices import _byte_count
 from dpbench.measure import failures, verification
 from dpbench.measure.worker import memory, trial
 from dpbench.records import Case, Effort, Mark, Status, Trial, Verified, registry
@@ -127,17 +127,17 @@ def bounded_device_1(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
     @contextmanager
     def bound(case: Case) -> Iterator[None]:
-        _ledger.ledger.bind(torch.device("lazy", 1), 400_000)
+        _byte_count.byte_count.bind(torch.device("lazy", 1), 400_000)
         try:
             yield
         finally:
-            _ledger.ledger.bind(torch.device("lazy", 1), None)
+            _byte_count.byte_count.bind(torch.device("lazy", 1), None)
 
     monkeypatch.setattr(memory, "bound", bound)
     with ThreadPoolExecutor(1) as thread:
         done = thread.submit(trial.run, case, TINY, folder).result()
     # torch frees it after Python's part of the thread has ended
-    while _ledger.ledger.now(torch.device("lazy", 0)):
+    while _byte_count.byte_count.now(torch.device("lazy", 0)):
         gc.collect()
     return done
 
@@ -174,7 +174,7 @@ def say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "advice", lambda status, killed_before, peak_bytes: "-")
     monkeypatch.setattr(errors, "_rebuilt", lambda error, message: RuntimeError("-"))
     monkeypatch.setattr(
-        _ledger.DeviceFull, "__init__", lambda self, *_: RuntimeError.__init__(self, "-")
+        _byte_count.DeviceFull, "__init__", lambda self, *_: RuntimeError.__init__(self, "-")
     )
 
 

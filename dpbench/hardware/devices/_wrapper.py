@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dpbench.hardware.devices._ledger import ledger
+from dpbench.hardware.devices._byte_count import byte_count
 
 LAZY = "lazy"
 """The device type that emulated tensors report.
@@ -169,7 +169,7 @@ def wrap(inner: torch.Tensor, device: torch.device) -> EmulatedTensor:
     )
     tensor.held = inner
     for part in parts:
-        ledger.own(part.untyped_storage(), device)
+        byte_count.own(part.untyped_storage(), device)
     return tensor  # type: ignore[no-any-return]
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from dpbench.hardware.device import Collectives, Device
-from dpbench.hardware.devices._ledger import ledger
+from dpbench.hardware.devices._byte_count import byte_count
 from dpbench.hardware.devices._wrapper import LAZY, install, load_operators, set_home
 from dpbench.hardware.processes import stay
 
@@ -147,15 +147,15 @@ class EmulatedDevice(HostDevice):
 
         The dict is empty if another replica already reports this device's memory.
         """
-        return {} if self._shares_memory else {"allocated": ledger.take(self.torch_device)}
+        return {} if self._shares_memory else {"allocated": byte_count.take(self.torch_device)}
 
     def allocated(self) -> int:
         """Return the bytes that are allocated on this device now."""
-        return ledger.now(self.torch_device)
+        return byte_count.now(self.torch_device)
 
     def reset_memory(self) -> None:
         """Reset the peak of allocated bytes to the bytes that are allocated now."""
-        ledger.reset(self.torch_device)
+        byte_count.reset(self.torch_device)
 
 
 @contextmanager
@@ -176,9 +176,9 @@ def bounded(count: int, size: int) -> Iterator[None]:
     """
     devices = [torch.device(LAZY, ordinal) for ordinal in range(count)]
     for device in devices:
-        ledger.bind(device, size)
+        byte_count.bind(device, size)
     try:
         yield
     finally:
         for device in devices:
-            ledger.bind(device, None)
+            byte_count.bind(device, None)

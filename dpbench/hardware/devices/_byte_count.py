@@ -1,4 +1,4 @@
-"""Ledger: count the bytes of tensor storages on each emulated device, and enforce a limit."""
+"""Byte count: count the bytes of tensor storages on each emulated device, and enforce a limit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class DeviceFull(torch.OutOfMemoryError):
     ordinal: int | None = None
 
 
-class StorageLedger:
+class ByteCount:
     """A count of the bytes of the tensor storages on each emulated device.
 
     All methods are thread-safe.
@@ -93,5 +93,5 @@ class StorageLedger:
             self._peak[device] = self._now[device]
 
 
-ledger = StorageLedger()
-"""The only ledger of the process, because storages may outlive device objects."""
+byte_count = ByteCount()
+"""The only count of the process, because storages may outlive device objects."""
