@@ -183,8 +183,9 @@ class SavedRandomStates:
                 "activation checkpointing (or other code of forward) saves the state of the random"
                 " number generator, while concurrent replicas draw numbers from the same generator,"
                 " so that backward would repeat forward with other numbers, such as other dropout"
-                " masks; use a schedule with workers=serial, or, if no random numbers are drawn"
-                " inside the checkpoints, checkpoint(..., preserve_rng_state=False)"
+                " masks; use DistributedDataParallel, whose ranks have generators of their own, or,"
+                " if no random numbers are drawn inside the checkpoints, checkpoint(...,"
+                " preserve_rng_state=False)"
             )
 
 

@@ -7,8 +7,8 @@ A model is a file of this folder, or a user's object (see `_own`). It has three 
     loss(output, target) -> 0-dim tensor
 
 `inputs` is a tensor, a tuple of positional arguments, or a dict of keyword arguments; a dict alone
-is a batch without a target. Schedules with loss=local need a loss function of torch. If forward
-returns the loss, or a structure with `loss`, the model has `loss = None`.
+is a batch without a target. The schedules from `local` up need a loss function of torch. If
+forward returns the loss, or a structure with `loss`, the model has `loss = None`.
 """
 
 from __future__ import annotations

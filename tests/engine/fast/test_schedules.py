@@ -20,7 +20,7 @@ from dpbench.hardware.devices.host import HostDevice
 from dpbench.records import Phase, registry
 from dpbench.records.schedule import Schedule
 from tests.engine import rungs
-from tests.engine.law.sides import EVERYWHERE, KEPT, refuses_partial_gradients
+from tests.engine.law.sides import EVERYWHERE, KEPT
 from tests.engine.nets import Odd
 
 OPTIMIZERS: dict[str, Any] = {
@@ -154,7 +154,7 @@ SCALED: dict[str, Callable[[], dict[str, Any]]] = {
 def test_accumulation_clipping_and_scaling_change_no_bit_against_reference(
     rung: str, name: str
 ) -> None:
-    if rung in EVERYWHERE and refuses_partial_gradients():
+    if rung in EVERYWHERE:
         with pytest.raises(Refused):
             train("mlp", rung, 3, 11, "adam", **SCALED[name]())
     else:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
@@ -375,26 +374,6 @@ def pair(
 # ---------------------------------------------------------------- refusals
 
 
-@functools.cache
-def refuses_partial_gradients() -> bool:
-    """Return whether the engine refuses to keep gradients in parts where they must be complete.
-
-    Until it does, it completes them, and the tests expect the results of a plain loop.
-    """
-    try:
-        TrainStep(
-            nn.Linear(1, 1),
-            nn.MSELoss(),
-            OPTIMIZERS["sgd"],
-            ["cpu", "cpu"],
-            Schedule.ALLREDUCE,
-            accumulate=2,
-        ).close()
-    except Refused:
-        return True
-    return False
-
-
 FLAT = (Schedule.SHARDED,)
 REFUSALS: dict[str, tuple[Schedule, ...]] = {
     # the optimizer steps a tensor that is no longer a parameter of the module
@@ -472,8 +451,7 @@ def must_refuse(rung: str, *situations: str) -> bool:
 
     Situations without a row are refused by none.
     """
-    known = situations if refuses_partial_gradients() else {*situations} - COMPLETE
-    return any(rung in REFUSALS.get(one, ()) for one in known)
+    return any(rung in REFUSALS.get(one, ()) for one in situations)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,6 @@ from tests.engine.law.sides import (
     Pair,
     must_refuse,
     pair,
-    refuses_partial_gradients,
     refusing,
 )
 from tests.engine.nets import OPTIMIZERS, Net, Regularised, Table, batch
@@ -82,9 +81,6 @@ COMPLETE: dict[str, tuple[dict[str, Any], Callable[[TrainStep], Any]]] = {
 """Options, and changes between steps, that need complete gradients on one device."""
 
 
-@pytest.mark.skipif(
-    not refuses_partial_gradients(), reason="the engine still completes partial gradients"
-)
 @pytest.mark.parametrize("name", list(COMPLETE))
 @pytest.mark.parametrize("schedule", [*EVERYWHERE, FASTEST])
 def test_complete_gradients_are_refused_by_name_and_fastest_falls_back(
