@@ -21,6 +21,7 @@ from dpbench.records.trial import EARLIER_ALLREDUCE
 from dpbench.store import Store
 from dpbench.store.export.formats import read_jsonl
 from tests import exported
+from tests.golden import REPORTS
 from tests.test_decision import SINGLE, row
 
 MEASURED = {"bf16_comm", "workers=pool,comm_dtype=bf16"}
@@ -107,7 +108,7 @@ def test_the_answer_recommends_a_schedule_that_can_run() -> None:
 
 
 ALLREDUCE = replace(exported.DP, schedule="allreduce")
-LADDER = Path(__file__).parents[1] / "reports" / "ladder-2-cores" / "trials.jsonl.gz"
+LADDER = REPORTS / "ladder-2-cores" / "trials.jsonl.gz"
 """A run of an earlier version, in which "allreduce" had flat storage and overlapped reductions."""
 
 
