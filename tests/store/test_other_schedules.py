@@ -22,6 +22,7 @@ from dpbench.store import Store
 from dpbench.store.export.formats import read_jsonl
 from tests import exported
 from tests.analysis.test_decision import SINGLE, row
+from tests.golden import REPORTS
 
 MEASURED = {"bf16_comm", "workers=pool,comm_dtype=bf16"}
 PREDICTED = {"graphs", "replicas=persistent,loss=local,backward=local,graphs=on"}
@@ -107,7 +108,7 @@ def test_the_answer_recommends_a_schedule_that_can_run() -> None:
 
 
 ALLREDUCE = replace(exported.DP, schedule="allreduce")
-LADDER = Path(__file__).parents[1] / "reports" / "ladder-2-cores" / "trials.jsonl.gz"
+LADDER = REPORTS / "ladder-2-cores" / "trials.jsonl.gz"
 """A run of an earlier version, in which "allreduce" had flat storage and overlapped reductions."""
 
 
