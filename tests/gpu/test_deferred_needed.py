@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -205,28 +204,28 @@ class Run:
 
 LOCAL, ALLREDUCE, SHARDED = Schedule.LOCAL, Schedule.ALLREDUCE, Schedule.SHARDED
 NEEDING = {
-    "collectives.reduce: root.wait(device)": Run(Schedule.REFERENCE, SHARED, "verbs"),
-    "collectives.reduce: root.borrow(one)": Run(Schedule.REFERENCE, SHARED, "verbs"),
-    "collectives.stage: self._collectives.follow(i)": Run(LOCAL, PAIR),
-    "collectives.lead: self._collectives.lead(i)": Run(LOCAL, PAIR),
-    "collectives.wait: self.lead()": Run(LOCAL, PAIR),
+    "reduce.reduce: root.wait(device)": Run(Schedule.REFERENCE, SHARED, "verbs"),
+    "reduce.reduce: root.borrow(one)": Run(Schedule.REFERENCE, SHARED, "verbs"),
+    "allreduce._exchange: exchange.wait()": Run(ALLREDUCE, PAIR),
+    "exchange.stage: self._collectives.follow(i)": Run(ALLREDUCE, PAIR),
+    "exchange.lead: self._collectives.lead(i)": Run(ALLREDUCE, PAIR),
+    "exchange.wait: self.lead()": Run(ALLREDUCE, PAIR),
+    "exchange._together: self._collectives.follow(i)": Run(SHARDED, PAIR),
+    "exchange._together: self._collectives.lead(i)": Run(SHARDED, PAIR),
     "gather.forward: target.wait(device)": Run(Schedule.REFERENCE, SHARED, "verbs"),
     "gather.forward: target.borrow(tensors)": Run(Schedule.REFERENCE, SHARED, "verbs"),
-    "losses.meet: root.wait(device)": Run(LOCAL, SHARED),
-    "losses.meet: root.borrow([*self._totals, *tensors])": Run(
+    "local_loss.meet: root.wait(device)": Run(LOCAL, SHARED),
+    "local_loss.meet: root.borrow([*self._totals, *tensors])": Run(
         Schedule.REFERENCE, SHARED, "summed losses"
     ),
-    "losses.backward: device.wait(self._devices[0])": Run(LOCAL, SHARED),
-    "losses.backward: device.borrow([self._weight])": Run(Schedule.REFERENCE, SHARED, "losses"),
-    "persistent.modules: root.wait(device)": Run(LOCAL, SHARED),
-    "persistent.refresh: device.wait(self._devices[0])": Run(LOCAL, SHARED, "host"),
-    "persistent_step._together: exchange.wait() again": Run(LOCAL, PAIR),
-    "replicate.replicate: devices[0].wait(device)": Run(Schedule.REFERENCE, SHARED),
+    "local_loss.backward: device.wait(self._devices[0])": Run(LOCAL, SHARED),
+    "local_loss.backward: device.borrow([self._weight])": Run(Schedule.REFERENCE, SHARED, "losses"),
+    "replica_weights.modules: root.wait(device)": Run(LOCAL, SHARED),
+    "replica_weights.refresh: device.wait(self._devices[0])": Run(LOCAL, SHARED, "host"),
+    "replicate.copied: devices[0].wait(device)": Run(Schedule.REFERENCE, SHARED),
     "__init__.holding: device.hold()": Run(LOCAL, SHARED),
-    "update.collect: device.wait(other)": Run(LOCAL, SHARED),
-    "update.collect: device.borrow([g for g in gradients if g is not None])": Run(
-        ALLREDUCE, (0, 1, 0)
-    ),
+    "update.collect: device.wait(other)": Run(ALLREDUCE, SHARED),
+    "update.collect: device.borrow([g for g in one if g is not None])": Run(ALLREDUCE, (0, 1, 0)),
     "update.copy: device.wait(self._devices[j])": Run(SHARDED, SHARED),
     "cuda.put: self._follow([tensor])": Run(Schedule.REFERENCE, SHARED, "verbs"),
     "cuda.put: self.borrow([tensor])": Run(Schedule.REFERENCE, SHARED, "verbs"),
@@ -242,16 +241,16 @@ NEEDING = {
     ),
     "cuda._follow: self.stream.wait_stream(source)": Run(Schedule.REFERENCE, SHARED, "verbs"),
     "cuda.follow: self._streams[i].wait_stream(torch.cuda.current_stream(self._ordinals[i]))": Run(
-        LOCAL, PAIR
+        ALLREDUCE, PAIR
     ),
     "cuda.lead: torch.cuda.current_stream(self._ordinals[i]).wait_stream(self._streams[i])": Run(
-        LOCAL, PAIR
+        ALLREDUCE, PAIR
     ),
 }
 """For each call of the engine that orders streams or keeps memory, a run that needs it."""
 WITHOUT_EFFECT = (
-    "persistent_step._step: self._devices[0].wait(device)",
-    "persistent_step.close: self._devices[0].wait(device)",
+    "sharded._update_all: self._devices[0].wait(device)",
+    "local.close: self._devices[0].wait(device)",
 )
 """Calls on which no number depends: other replicas' late reads, whose results nobody uses.
 
@@ -270,12 +269,6 @@ def is_right(run: Run) -> bool:
         torch.allclose(one, other, **ROUNDING)
         for one, other in zip(found, expected(run), strict=True)
     )
-
-
-@pytest.fixture(autouse=True)
-def _small_buckets() -> Any:
-    with mock.patch("dpbench.engine.collectives.BUCKET_BYTES", 64):
-        yield
 
 
 @pytest.mark.parametrize("run", dict.fromkeys(NEEDING.values()), ids=str)

@@ -136,7 +136,6 @@ class AllReduce(Local):
         assert exchange is not None
         idle = [None] * (len(self._devices) - self._used)
         each = [*gradients, *idle]
-        exchange.wait()  # a failed step may have left collectives running
         run_on_devices(lambda i: exchange.stage(i, each[i]), self._devices, self._workers)
         exchange.reduce()
         exchange.wait()
@@ -151,7 +150,5 @@ class AllReduce(Local):
 
     def close(self) -> None:
         """End the threads; leave module and optimizer as an ordinary loop would."""
-        if exchange := self._update.exchange:
-            exchange.lead()
         super().close()
         self._update.close()
