@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -98,6 +98,26 @@ def _dispatch_modes(modes: Sequence[Any]) -> Iterator[None]:
             dispatch._pop_mode(
                 getattr(mode, "_dispatch_key", None) or getattr(mode, "_mode_key", None)
             )
+
+
+def without_cast_cache() -> AbstractContextManager[Any]:
+    """Return a context manager that disables autocast's cache of cast weights, if autocast is on.
+
+    The cache keeps casts of leaf tensors only. With the cache, a weight that is used twice would be
+    cast once on replicas with leaf parameters, but twice on replicas with non-leaf weights. The
+    weight's gradients would therefore be added in different dtypes.
+    """
+    cached = torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
+    return _uncached() if cached else nullcontext()
+
+
+@contextmanager
+def _uncached() -> Iterator[None]:
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(True)
 
 
 def flushes_denormals() -> bool:

@@ -24,11 +24,10 @@ PRIVATE = {
     r"dropout\._DropoutNd": "measure/verification.py",
     r"torch\._C\._autograd import|_ExperimentalConfig": "measure/worker/profiling.py",
     r"_(?:function|dispatch)_mode_stack|_saved_tensors_|_autocast_supported|_is_any_autocast": (
-        "engine/workers.py"
+        "engine/settings.py"
     ),
-    r"_is_multithreading|parametrize\._cache": "engine/workers.py",
-    r"_set_sequence_nr": "engine/collectives.py",
-    r"_post_accumulate_grad_hooks": "engine/legal.py",
+    r"_is_multithreading|parametrize\._cache": "engine/settings.py",
+    r"_post_accumulate_grad_hooks": "engine/fast/notice.py",
     r"_flatten_dense_tensors": "predict/probe/host.py",
     r"torch\._dynamo\.utils": "models/__init__.py",
     r"FakeTensorMode": "predict/trace.py",
@@ -65,7 +64,6 @@ def test_private_parts_exist_in_this_torch() -> None:
     assert hasattr(torch._subclasses.fake_tensor, "FakeTensorMode"), where
     assert importlib.util.find_spec("torch._dynamo.utils"), where
     leaf = torch.zeros(1, requires_grad=True)
-    assert hasattr(leaf.view(1).grad_fn, "_set_sequence_nr"), where
     assert leaf._post_accumulate_grad_hooks is None, where
     assert hasattr(torch.Tensor, "_make_wrapper_subclass"), where
     assert hasattr(torch._C, "_disabled_torch_function_impl"), where

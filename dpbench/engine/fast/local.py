@@ -13,8 +13,8 @@ sums. Changes of the module are noticed at the start of a step, and replicas are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from dpbench.engine.gather import gather
 from dpbench.engine.parallel_apply import parallel_apply
 from dpbench.engine.reduce import reduce
 from dpbench.engine.scatter import scatter
+from dpbench.engine.settings import without_cast_cache
 from dpbench.engine.targets import checked_target, place_target, same_rows
 from dpbench.engine.training import Training
 from dpbench.records import Phase
@@ -323,23 +324,3 @@ def set_gradients(
     """Set the `.grad` of each parameter."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
-
-
-def without_cast_cache() -> AbstractContextManager[Any]:
-    """Return a context manager that disables autocast's cache of cast weights, if autocast is on.
-
-    The cache keeps casts of leaf tensors only. With the cache, a weight that is used twice would be
-    cast once on replicas with leaf parameters, but twice on replicas with non-leaf weights. The
-    weight's gradients would therefore be added in different dtypes.
-    """
-    cached = torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
-    return _uncached() if cached else nullcontext()
-
-
-@contextmanager
-def _uncached() -> Iterator[None]:
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(True)
