@@ -48,8 +48,8 @@ EARLIER = {
     "predict.machine": ("records.machine", "machine"),
     "records.plan": ("plan",),
     "records.registry": ("registry",),
-    "engine.replicate": ("engine.replica_cache", "engine.cached"),
-    "engine.collectives": ("engine.broadcast",),
+    "engine.fast.cached": ("engine.replicate", "engine.replica_cache", "engine.cached"),
+    "engine.replicate": ("engine.collectives", "engine.broadcast"),
     "hardware.samplers.nvml": ("samplers.nvml",),
     "measure.server": ("server",),
 }

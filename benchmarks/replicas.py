@@ -65,8 +65,8 @@ def resnet50() -> Any:
 
 def setup(part: str) -> None:
     with names_of_the_commit():
-        attribute("engine.replicate", "ReplicaCache", "Trees")
-        attribute("engine.collectives", "copies_of")
+        attribute("engine.fast.cached", "ReplicaCache", "Trees")
+        attribute("engine.replicate", "copies_of")
 
 
 def _call(part: str) -> Callable[[], Any]:
@@ -77,9 +77,9 @@ def _call(part: str) -> Callable[[], Any]:
     from dpbench.engine.replicate import rebuild
     from dpbench.records import no_mark
 
-    copies_of = attribute("engine.collectives", "copies_of")
+    copies_of = attribute("engine.replicate", "copies_of")
     # earlier commits call it Trees
-    cache_class = attribute("engine.replicate", "ReplicaCache", "Trees")
+    cache_class = attribute("engine.fast.cached", "ReplicaCache", "Trees")
     torch.set_num_threads(1)
     with torch.device("cpu" if part == "broadcast" else "meta"):
         network = resnet50()

@@ -287,8 +287,8 @@ FAULTS = (
     Fault(
         "reduce-order",
         "gradients are added in replica order",
-        "gradients[1:]",
-        "gradients[:0:-1]",
+        "enumerate(parts[1:], start=1)",
+        "enumerate(parts[:0:-1], start=1)",
         (
             "tests/engine/plain/test_verbs.py::test_reduce_adds_in_replica_order_and_spares_its_inputs",
         ),

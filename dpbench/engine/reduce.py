@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from dpbench.hardware.device import Device
 from dpbench.hardware.devices import Devices, as_devices
 from dpbench.records import Mark, Phase, no_mark
 
@@ -23,7 +24,6 @@ def reduce(gradients: Gradients, devices: Devices, *, mark: Mark = no_mark) -> l
     """
     devices = as_devices(devices)
     root = devices[0]
-    home = root.torch_device
     with mark(Phase.REDUCE, root.index):
         if root.can_collect(devices) and not torch.is_grad_enabled():
             return root.reduce_add(gradients, devices)
@@ -31,12 +31,19 @@ def reduce(gradients: Gradients, devices: Devices, *, mark: Mark = no_mark) -> l
             root.wait(device)
             root.borrow(one)
         with root.guard():
-            sums = list(gradients[0])
-            for others in gradients[1:]:
-                here = (g if g.device == home else g.to(home, non_blocking=True) for g in others)
-                sums = [
-                    # torch cannot add a dense tensor to a sparse one
-                    other + total if total.is_sparse and not other.is_sparse else total + other
-                    for total, other in zip(sums, here, strict=True)
-                ]
-            return sums
+            return [_sum(parts, root) for parts in zip(*gradients, strict=True)]
+
+
+def _sum(parts: Sequence[torch.Tensor], root: Device) -> torch.Tensor:
+    """Return the sum of one parameter's gradients on `root`, added in order."""
+    home = root.torch_device
+    total = parts[0]
+    for replica, part in enumerate(parts[1:], start=1):
+        here = part if part.device == home else part.to(home, non_blocking=True)
+        if total.is_sparse and not here.is_sparse:
+            total = here + total  # torch cannot add a dense tensor to a sparse one
+        elif replica == 1:
+            total = total + here  # a new tensor: replica 0 keeps its gradient
+        else:
+            total.add_(here)
+    return total

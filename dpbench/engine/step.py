@@ -81,9 +81,11 @@ def step(
         for device in used:
             backward_marks.enter_context(mark(Phase.BACKWARD, device.index))
         scaled.backward()
+    loss = loss.detach()
+    del pieces, replicas, outputs, output, target, scaled  # free memory before the optimizer runs
 
     # optimizer: the first device alone updates the weights; the next step copies them again
     if last:
         with mark(Phase.OPTIMIZER, root.index):
             training.update()
-    return loss.detach()
+    return loss

@@ -147,7 +147,7 @@ class EngineMemory:
             self._step(step)
 
     def _setup(self) -> None:
-        """Persistent replicas have parameters and summed gradients from the start."""
+        """Kept replicas have parameters from the start, and their updates summed gradients."""
         tape = self._tape
         whole = self._shards.whole
         settle(tape, 0, whole)
@@ -155,8 +155,9 @@ class EngineMemory:
             return
         for i in self._devices[1:]:
             tape.take_all(i, self._sizes, "parameters")
-        for i in self._owners():
-            tape.take_all(i, self._summed(), "reduced")
+        if self._schedule.updates_everywhere:
+            for i in self._owners():
+                tape.take_all(i, self._summed(), "reduced")
 
     def _owners(self) -> range:
         return self._devices if self._schedule.updates_everywhere else self._devices[:1]
@@ -217,7 +218,13 @@ class EngineMemory:
             tape.stage = "backward"
             play_backward(tape, i, trace, names[i])
         if not self._kept:
-            self._sum(names)
+            self._sum(
+                [
+                    h
+                    for trace, held in zip(parts, names, strict=True)
+                    for h in gradients_of(trace, held, self._trainable)
+                ]
+            )
             if self._schedule is not Schedule.CACHED:
                 tape.give(self._copies)
         losses = [whole.pop(number) for number in self._shards.whole.losses if number in whole]
@@ -227,7 +234,10 @@ class EngineMemory:
         tape.give(
             [*batch, *gathered, *whole.values(), *(h for each in names for h in each.values())]
         )
-        if self._kept:
+        if self._schedule is Schedule.LOCAL:
+            self._sum(replica_gradients)
+            replica_gradients = []
+        elif self._kept:
             self._collect()
         self._optimize(step)
         tape.give([*replica_gradients, *losses])
@@ -318,17 +328,11 @@ class EngineMemory:
             tape.stage = "backward"
             tape.play(i, trace.loss_backward, names[i], "loss")
 
-    def _sum(self, names: Sequence[Names]) -> None:
+    def _sum(self, replica_gradients: list[int]) -> None:
         """Sum gradients into new tensors on device 0, and release those of the replicas."""
         tape = self._tape
         tape.stage = "reduce"
-        parts = self._shards.parts
         count = len(self._devices)
-        replica_gradients = [
-            h
-            for trace, held in zip(parts, names, strict=True)
-            for h in gradients_of(trace, held, self._trainable)
-        ]
         if count == 1:
             self._gradients += replica_gradients
             return

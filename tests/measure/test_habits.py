@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dpbench import models, strategies
-from dpbench.analysis import transfers
+from dpbench.analysis import moves, transfers
 from dpbench.analysis.report import Report
 from dpbench.cli import tables
 from dpbench.hardware.devices import open_devices
@@ -152,9 +152,9 @@ def test_inputs_on_device_0_do_not_cross_the_host(
     )
 
     def scattered(one: Case) -> list[tuple[int, int, float]]:
-        moves = strategies.load(strategy).moves(one, SHAPES)
+        found = moves.of_step(one, SHAPES)
         return [
-            (move.source, move.target, move.bytes) for move in moves if move.phase is Phase.SCATTER
+            (move.source, move.target, move.bytes) for move in found if move.phase is Phase.SCATTER
         ]
 
     assert scattered(case) == expected
