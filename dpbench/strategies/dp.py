@@ -54,6 +54,11 @@ class Engine(Strategy):
                 f"the schedule {schedule} needs TrainStep, but the forward alone runs in"
                 f" dpbench.DataParallel: give one of {can} in --schedules"
             )
+        if case.precision == "fp16" and schedule.updates_everywhere:
+            return (
+                f"the schedule {schedule} has complete gradients on no device, but the GradScaler"
+                f" of fp16 needs them: give {Schedule.LOCAL} in --schedules, or --precision bf16"
+            )
         if case.device_kind == "emulated" and schedule is Schedule.SHARDED:
             return (
                 "the schedule sharded needs CPU or CUDA devices: parameters on emulated devices"

@@ -21,6 +21,7 @@ from dpbench.hardware.devices import open_devices
 from dpbench.measure import verification
 from dpbench.measure.worker import trial
 from dpbench.records import Case, Effort, Status, Verified, plan
+from dpbench.records.schedule import Schedule
 
 FEW = Effort(
     budget_s=9, min_steps=2, max_steps=2, warmup_steps=1, block_steps=1, memory_by_phase=False
@@ -130,6 +131,14 @@ class Forgetful(strategies.Strategy):
             return found
 
         yield step
+
+
+@pytest.mark.parametrize("schedule", list(Schedule))
+def test_fp16_leaves_out_schedules_without_complete_gradients(schedule: Schedule) -> None:
+    case = Case(model="mlp", strategy="dp", devices=2, batch_size=8, schedule=schedule)
+    reason = strategies.load("dp").skip(replace(case, precision="fp16"))
+    assert bool(reason) == schedule.updates_everywhere
+    assert strategies.load("dp").skip(case) == ""
 
 
 def test_gradients_that_stay_scaled_are_wrong() -> None:
