@@ -361,6 +361,6 @@ def test_replicas_on_distinct_gpus_stay_alike_bit_by_bit(rung: str) -> None:
     with TrainStep(module, loaded.loss, torch.optim.Adam, ids, rung) as step:
         for seed in range(5):
             step(*loaded.batch(8 * len(ids) + 3, seed))
-        first, *others = step._replicas._weights.parameters
+        first, *others = step._runner._weights.parameters
         for other in others:
             assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(first, other, strict=True))
