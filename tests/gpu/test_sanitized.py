@@ -34,7 +34,12 @@ def test_a_rung_has_no_race_that_csan_sees(report: dict[str, Any], rung: str) ->
     assert report["clean"][rung] == 0
 
 
-@pytest.mark.parametrize("rung", Schedule)
-@pytest.mark.parametrize("fault", ["no wait", "no follow"])
+# in a step, only the copies of weights through autograd follow the work of another stream
+MISSED = [("no wait", rung) for rung in Schedule] + [
+    ("no follow", rung) for rung in Schedule if not rung.keeps_replicas
+]
+
+
+@pytest.mark.parametrize(("fault", "rung"), MISSED)
 def test_csan_finds_a_missing_wait(report: dict[str, Any], fault: str, rung: str) -> None:
     assert report["found"][fault][rung] > 0
