@@ -283,8 +283,13 @@ class Local:
             )
 
     def changed(self) -> bool:
-        """Return whether the parameters or the optimizer have changed."""
-        return not self._weights.notice() or self._identity.changed() or bool(self.unfit)
+        """Return whether the parameters or the optimizer have changed.
+
+        Of a schedule that TrainStep has selected, also whether a parameter has hooks.
+        """
+        hooked = self._selected and bool(self._hooks)
+        changed = not self._weights.notice() or self._identity.changed()
+        return changed or hooked or bool(self.unfit)
 
     def stale(self) -> list[int]:
         """Return an empty list, because every step copies the weights."""
