@@ -277,19 +277,18 @@ class Local:
             else:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         if hooked:
+            # torch calls no hook on several gradients in a backward whose only root is a leaf: this
+            # empty tensor is another root
+            empty = torch.zeros(0, device=self._devices[0].torch_device, requires_grad=True)
+            hooked.append((empty, empty.detach()))
             # in one backward: a hook on several parameters waits for all of their gradients
             torch.autograd.backward(
                 [parameter for parameter, _ in hooked], [gradient for _, gradient in hooked]
             )
 
     def changed(self) -> bool:
-        """Return whether the parameters or the optimizer have changed.
-
-        Of a schedule that TrainStep has selected, also whether a parameter has hooks.
-        """
-        hooked = self._selected and bool(self._hooks)
-        changed = not self._weights.notice() or self._identity.changed()
-        return changed or hooked or bool(self.unfit)
+        """Return whether the parameters or the optimizer have changed."""
+        return not self._weights.notice() or self._identity.changed() or bool(self.unfit)
 
     def stale(self) -> list[int]:
         """Return an empty list, because every step copies the weights."""

@@ -83,11 +83,6 @@ def inexact(schedule: Schedule, training: Training) -> Iterator[str]:
         summed = summed_form(training.loss_fn)
         if summed is not None and not summed.keeps_bits(powers=training.powers):
             yield ROUNDED
-        if GradientHooks(trained(training.module)):
-            yield (
-                "replicas are not kept, because a parameter has a hook that must get the gradient"
-                " from autograd"
-            )
     if schedule is not Schedule.SHARDED:
         return
     if any(group.get("fused") for group in training.optimizer.param_groups):

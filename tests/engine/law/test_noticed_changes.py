@@ -332,7 +332,8 @@ def hook_all(loop: Loop) -> None:
 
     def seen(gradients: Any) -> None:
         for name, gradient in zip(names, gradients, strict=True):
-            loop.log.append((name, "all", gradient.clone()))
+            if gradient is not None:
+                loop.log.append((name, "all", gradient.clone()))
 
     loop.handles.append(register_multi_grad_hook(list(loop.module.parameters()), seen))
 
@@ -345,6 +346,19 @@ def test_hooks_on_nodes_see_the_reduced_gradients_once(
 ) -> None:
     with refusing(rung, hook.__name__):
         steps(rung, Plain, hook, accumulate=accumulate)
+
+
+@every_schedule
+def test_a_hook_on_several_gradients_of_which_one_is_left_is_called(rung: str) -> None:
+    """A backward whose only root is a leaf calls no such hook in torch."""
+
+    def freeze_and_hook_all(loop: Loop) -> None:
+        hook_all(loop)
+        for parameter in [*loop.module.parameters()][1:]:
+            parameter.requires_grad_(False)
+
+    with refusing(rung, "hook_all"):
+        steps(rung, Plain, freeze_and_hook_all)
 
 
 class Counting(Plain):
