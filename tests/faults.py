@@ -430,14 +430,14 @@ FAULTS = (
         "identity-groups",
         "a group that is added to the optimizer is stepped",
         """(
-            is_watched(optimizer) != self.watched
+            is_watched(self._optimizer) != self.watched
             or len(groups) != len(self._groups)
             or not all(
                 _same(group["params"], seen)
                 for group, seen in zip(groups, self._groups, strict=True)
             )
         )""",
-        "is_watched(optimizer) != self.watched",
+        "is_watched(self._optimizer) != self.watched",
         ("tests/engine/law/test_named_changes.py::test_a_group_that_is_added_is_stepped",),
     ),
     Fault(

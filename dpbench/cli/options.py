@@ -15,7 +15,6 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from reprlib import repr as abridged
 from typing import Any, NoReturn
@@ -122,7 +121,6 @@ def _natural(text: str) -> int:
 
 
 NAMES = Listed("a,b,...", str)
-Schedules = partial(Listed, "a,b,...", str)
 NUMBERS = Listed("1,2,...", int, "a comma-separated list of integers, such as 1,2,4")
 SWITCHES = Listed(
     "off,on",

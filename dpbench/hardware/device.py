@@ -27,9 +27,6 @@ class Collectives(Protocol):
     def lead(self, i: int) -> None:
         """Make later work on device i wait for all collectives that are queued so far."""
 
-    def reduce(self, tensors: Sequence[torch.Tensor], root: int) -> None:
-        """Write the sum of all tensors into `tensors[root]`; the other tensors stay unchanged."""
-
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
         """Write the sum of all tensors into every tensor."""
 
@@ -107,9 +104,6 @@ class Device(Protocol):
 
     def reset_memory(self) -> None:
         """Release cached memory, and reset the memory peaks to the bytes that are in use."""
-
-    def allocations(self) -> int:
-        """Return how often torch has got memory from the device's driver; 0 without a driver."""
 
     def can_collect(self, devices: Sequence[Device]) -> bool:
         """Return whether collectives can run over `devices`, of which this device is the first.

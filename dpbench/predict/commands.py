@@ -21,7 +21,6 @@ from dpbench.cli.options import (
     NAMES,
     NUMBERS,
     Documented,
-    Schedules,
     json_option,
     patience_option,
 )
@@ -68,7 +67,7 @@ DEVICES = (1, 2, 4, 8)
 )
 @click.option("--strategies", type=NAMES, default=(), help="[default: single,torch_dp,dp,ddp]")
 @click.option(
-    "--schedules", type=Schedules(), multiple=True, help="Schedules of dp.  [default: reference]"
+    "--schedules", type=NAMES, multiple=True, help="Schedules of dp.  [default: reference]"
 )
 @click.option(
     "--devices",

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from dpbench.records import Phase
-from dpbench.records.work import buckets
 
 Size = TypeVar("Size", int, float)
 
@@ -15,10 +14,34 @@ COALESCED_BYTES = 10 * 2**20
 """The limit of the flat buffers in which torch.nn.parallel.comm copies tensors."""
 DDP_SYNC_BYTES = 250 * 2**20
 """The limit of the messages in which DistributedDataParallel broadcasts weights and buffers."""
+BUCKET_BYTES = 25 * 2**20
+"""The bytes at which a bucket of gradients is full, as in DistributedDataParallel."""
 FIRST_BUCKET_BYTES = 2**20
 """The bytes at which DistributedDataParallel's first bucket of gradients is full."""
 SLOT_BYTES = 64
 """The alignment of each tensor in a flat buffer."""
+
+
+def buckets(
+    sizes: Sequence[float], limit: float = BUCKET_BYTES, first: float | None = None
+) -> list[range]:
+    """Split tensors into consecutive buckets, and return the indices of each bucket's tensors.
+
+    `sizes` are in bytes. A bucket is full when its size is at least `limit`; `first` is the limit
+    of the first bucket, by default `limit`.
+    """
+    runs = []
+    start = 0
+    total = 0.0
+    full = limit if first is None else first
+    for i, size in enumerate(sizes):
+        total += size
+        if total >= full:
+            runs.append(range(start, i + 1))
+            start = i + 1
+            total = 0.0
+            full = limit
+    return runs + ([range(start, len(sizes))] if start < len(sizes) else [])
 
 
 def chunks(sizes_bytes: Sequence[int], limit_bytes: int) -> list[list[int]]:

@@ -8,45 +8,6 @@ from typing import Any, Self
 
 from dpbench.records.case import Case, Phase
 
-BUCKET_BYTES = 25 * 2**20
-"""The bytes at which a bucket of gradients is full, as in DistributedDataParallel."""
-
-
-def buckets(
-    sizes: Sequence[float], limit: float = BUCKET_BYTES, first: float | None = None
-) -> list[range]:
-    """Split tensors into consecutive buckets, and return the indices of each bucket's tensors.
-
-    `sizes` are in bytes. A bucket is full when its size is at least `limit`; `first` is the limit
-    of the first bucket, by default `limit`.
-    """
-    runs = []
-    start = 0
-    total = 0.0
-    full = limit if first is None else first
-    for i, size in enumerate(sizes):
-        total += size
-        if total >= full:
-            runs.append(range(start, i + 1))
-            start = i + 1
-            total = 0.0
-            full = limit
-    return runs + ([range(start, len(sizes))] if start < len(sizes) else [])
-
-
-def owners(sizes: Sequence[int], devices: int) -> list[int]:
-    """Return the index of the device that owns each tensor.
-
-    In descending order of size, each tensor is assigned to the device with the fewest bytes.
-    """
-    load = [0] * devices
-    owner = [0] * len(sizes)
-    for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
-        owner[n] = load.index(min(load))
-        load[owner[n]] += sizes[n]
-    return owner
-
-
 FACT = "model"
 """The key of a trial's provenance for `Shapes`."""
 

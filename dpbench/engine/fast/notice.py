@@ -28,30 +28,26 @@ Hooks = dict[int, Any]
 class Identity:
     """A record of parameters' memory and `requires_grad`, of the optimizer's groups and hooks."""
 
-    def __init__(
-        self, parameters: Sequence[torch.Tensor], optimizer: Optimizer | None = None
-    ) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> None:
         self._parameters = parameters
         self._optimizer = optimizer
         self._memory = [p.detach() for p in parameters]
         self._wanted = list(map(_requires_grad, parameters))
-        self._groups = (
-            [list(group["params"]) for group in optimizer.param_groups] if optimizer else []
-        )
-        self.watched = optimizer is not None and is_watched(optimizer)
+        self._groups = [list(group["params"]) for group in optimizer.param_groups]
+        self.watched = is_watched(optimizer)
 
     def changed(self) -> bool:
         """Return whether one of the recorded properties has changed."""
         return (
             not all(map(torch.Tensor.is_set_to, self._parameters, self._memory))
             or list(map(_requires_grad, self._parameters)) != self._wanted
-            or (self._optimizer is not None and self._stepped_otherwise(self._optimizer))
+            or self._stepped_otherwise()
         )
 
-    def _stepped_otherwise(self, optimizer: Optimizer) -> bool:
-        groups = optimizer.param_groups
+    def _stepped_otherwise(self) -> bool:
+        groups = self._optimizer.param_groups
         return (
-            is_watched(optimizer) != self.watched
+            is_watched(self._optimizer) != self.watched
             or len(groups) != len(self._groups)
             or not all(
                 _same(group["params"], seen)

@@ -172,11 +172,6 @@ class CudaDevice:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.ordinal)
 
-    def allocations(self) -> int:
-        """Return how often torch's allocator has got memory of this GPU from the driver."""
-        stats = torch.cuda.memory.memory_stats_as_nested_dict(self.ordinal)
-        return int(stats.get("num_device_alloc", 0))
-
     def can_collect(self, devices: Sequence[Device]) -> bool:
         """Return whether `devices` are two or more CUDA devices, all on distinct GPUs.
 
@@ -309,10 +304,6 @@ class Nccl:
     def lead(self, i: int) -> None:
         """Make this thread's current stream on device i's GPU wait for all queued collectives."""
         torch.cuda.current_stream(self._ordinals[i]).wait_stream(self._streams[i])
-
-    def reduce(self, tensors: Sequence[torch.Tensor], root: int) -> None:
-        """Write the sum of all tensors into `tensors[root]`."""
-        nccl.reduce(tensors, root=root, streams=self._streams)
 
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
         """Write the sum of all tensors into every tensor."""

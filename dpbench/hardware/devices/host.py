@@ -70,10 +70,6 @@ class HostDevice:
     def synchronize(self) -> None:
         """Do nothing: the work of this device is done when its call returns."""
 
-    def allocations(self) -> int:
-        """Return 0: the host's memory needs no driver."""
-        return 0
-
     def can_collect(self, devices: Sequence[Device]) -> bool:
         """Return False: the host has no collectives within a process."""
         return False

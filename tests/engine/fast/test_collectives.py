@@ -50,9 +50,6 @@ class Ordered:
         assert len({t.data_ptr() for t in tensors}) == self.count
         self.calls.append(name)
 
-    def reduce(self, tensors: Sequence[Tensor], root: int) -> None:
-        tensors[root].copy_(self._sum("reduce", tensors))
-
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
         total = self._sum("all_reduce", tensors)
         for tensor in tensors:
