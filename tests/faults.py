@@ -338,6 +338,16 @@ FAULTS = (
         ),
     ),
     Fault(
+        "hook-root",
+        "a hook on several gradients is called when only one of them is left",
+        "hooked.append((empty, empty.detach()))",
+        "pass",
+        (
+            "tests/engine/law/test_noticed_changes.py::"
+            "test_a_hook_on_several_gradients_of_which_one_is_left_is_called",
+        ),
+    ),
+    Fault(
         "hooks-muted",
         "hooks on parameters are back after a step that failed",
         "            self._muted.restore()\n"
