@@ -589,10 +589,10 @@ FAULTS = (
     ),
     Fault(
         "budget",
-        "the check of a model takes nothing of the budget",
-        "self._deadline += time.perf_counter() - began",
-        "self._deadline += 0.0",
-        ("tests/measure/test_run.py::test_the_check_of_a_model_takes_nothing_of_the_budget",),
+        "the budget counts everything from the start of the run",
+        "began_s + (math.inf if budget_s is None else budget_s)",
+        "began_s + (math.inf if budget_s is None else budget_s + 20)",
+        ("tests/measure/test_run.py::test_the_check_of_a_model_is_part_of_the_budget",),
     ),
     Fault(
         "tolerance",
@@ -1235,7 +1235,7 @@ FAULTS = (
         "a run says at its start how long it is expected to take",
         "if self._plan:\n    self._console.print(escape(self._plan))",
         "if False:\n    self._console.print(escape(self._plan))",
-        ("tests/cli/test_shapes.py::test_lines_have_milliseconds_and_the_time_left",),
+        ("tests/cli/test_shapes.py::test_a_line_per_round_has_the_time_left",),
     ),
     Fault(
         "probed-access",
@@ -1278,7 +1278,7 @@ FAULTS = (
     Fault(
         "dropped-round",
         "on GPUs, a round that does not fit into the budget is left out as a whole",
-        "on_gpus(cases) and len(cases) * self._usual_s > self._left_s",
+        "on_gpus(cases) and needed_s > self._left_s",
         "False",
         (
             "tests/measure/test_run.py::test_on_gpus_a_round_that_does_not_fit_is_left_out_and_named_and_no"
@@ -2024,10 +2024,31 @@ FAULTS = (
         ),
     ),
     Fault(
+        "looks",
+        "the intervals of a run that stops once its answers are settled hold at all looks together",
+        "stats.together(count * looks)",
+        "stats.together(count)",
+        ("tests/measure/test_stopping.py::test_the_looks_widen_the_intervals_that_decide",),
+    ),
+    Fault(
+        "only-at-looks",
+        "a run looks at its results after fixed numbers of rounds only",
+        "number in stats.LOOKS",
+        "number > 0",
+        ("tests/measure/test_stopping.py::test_between_two_looks_the_cases_stay_the_same",),
+    ),
+    Fault(
+        "open-baseline",
+        "the baseline is measured beside the rivals of a recommended case",
+        "frozenset({question.home, *rivals})",
+        "frozenset(rivals)",
+        ("tests/measure/test_stopping.py::test_a_rival_of_the_recommended_case_goes_on",),
+    ),
+    Fault(
         "killed-resumed",
         "a run with killed trials is not finished",
-        "finished = session.killed <= store.done(run_id) and not session.shortened",
-        "finished = True",
+        "session.killed <= store.done(run_id) and not session.shortened",
+        "True",
         (
             "tests/measure/test_run.py::test_the_same_call_measures_again_what_was_killed_and_nothing_else",
         ),

@@ -22,16 +22,16 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 
 from dpbench.analysis import comparison, stats, summary
 from dpbench.measure.run import run
-from dpbench.measure.stopping import RoundsRule, UntilPrecise
+from dpbench.measure.stopping import RoundsRule
 from dpbench.records import Case, Effort, Trial
 from dpbench.store import Store
 
@@ -39,7 +39,34 @@ CASE = Case(model="planted:none", strategy="dp", schedule="reference", devices=2
 EFFORT = Effort(budget_s=0.4, max_steps=100, min_steps=20, memory_by_phase=False)
 PHASES = ("forward", "loss", "backward")
 SLOWDOWN = 0.03
+PRECISION = 0.01
 AA_BUDGET_S, AB_BUDGET_S = 12.0, 45.0
+
+
+@dataclass
+class UntilPrecise:
+    """The rule that adds rounds until the ratio of two cases is known to within `PRECISION`."""
+
+    name: ClassVar[str] = "until precise"
+    least: ClassVar[int] = 5
+    looks: ClassVar[int] = 1
+    _series: dict[Case, stats.Timed] = field(default_factory=dict)
+
+    def add(self, trial: Trial) -> None:
+        """Add an ended trial."""
+        summary.add(self._series, trial)
+
+    def wanted(self, cases: Sequence[Case], number: int) -> list[Case]:
+        """Return both cases until their ratio is precise."""
+        if number < self.least:
+            return list(cases)
+        ratio = stats.ratio(*self._series.values())
+        precise = (ratio.high - ratio.low) / 2 <= PRECISION * ratio.value
+        return [] if precise else list(cases)
+
+    def unsettled(self) -> frozenset[Case]:
+        """Return no case: the verdict is the script's."""
+        return frozenset()
 
 
 def measure(
@@ -61,7 +88,7 @@ def measure(
 
 def inside(first: Case, second: Case, budget_s: float) -> dict[str, Any]:
     """Compare two cases within one run; a ratio above 1 means that the second case is faster."""
-    trials = measure([first, second], UntilPrecise(least=5), paired=True, budget_s=budget_s)
+    trials = measure([first, second], UntilPrecise(), paired=True, budget_s=budget_s)
     sides = [[trial for trial in trials if trial.case == case] for case in (first, second)]
     one, other = (summary.measured(side) for side in sides)
     ratio = stats.ratio(one, other)

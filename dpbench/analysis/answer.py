@@ -15,7 +15,10 @@ from dpbench.analysis.decision import (
     best_of,
     decide,
     questions,
+    ranking,
     ratio_of,
+    sure_of_first,
+    unsettled,
     unusual,
 )
 from dpbench.analysis.naming import devices, strategy
@@ -54,17 +57,21 @@ _OBSTACLES = {
 class Answer:
     """The answer to one question, in words.
 
-    `subject` names the model and, if a run has several, the settings. `headline` is the choice with
-    its speed-up. `reason` is a clause on DataParallel's speed-up and most costly phase, `certainty`
-    on doubts and missing measurements, `memory` on the memory of the recommended case. `command` is
-    the command to run next. A text is "" if there is nothing to say. `home` is the case on one
-    device with which those in `compared` are compared, and `baseline` its row, None if not
-    measured. `row` is the row of the recommended case, None without one.
+    `subject` names the model and, if a run has several, the settings. `ranking` has the compared
+    cases, the fastest first; `ranked` is a clause with their speed-ups and the probability that the
+    first is the fastest. `headline` is the choice with its speed-up. `reason` is a clause on
+    DataParallel's speed-up and most costly phase, `certainty` on doubts and missing measurements,
+    `memory` on the memory of the recommended case. `command` is the command to run next. A text is
+    "" if there is nothing to say. `home` is the case on one device with which those in `compared`
+    are compared, and `baseline` its row, None if not measured. `row` is the row of the recommended
+    case, None without one.
     """
 
     subject: str
     choice: Choice
     headline: str
+    ranking: tuple[Row, ...] = ()
+    ranked: str = ""
     reason: str = ""
     certainty: str = ""
     memory: str = ""
@@ -79,10 +86,19 @@ class Answer:
     @property
     def text(self) -> str:
         """Return the whole answer as one paragraph."""
-        clauses = [part for part in (self.reason, self.certainty, self.memory) if part]
-        following = [f"Next: {self.command}"] if self.command else []
-        sentences = [f"{part[0].upper()}{part[1:]}." for part in clauses]
-        return " ".join([f"{self.subject}: {self.headline}.", *sentences, *following])
+        return " ".join(self.lines)
+
+    @property
+    def lines(self) -> list[str]:
+        """Return the whole answer as lines: the ranking, the choice, why, and the next command."""
+        why = [_sentence(part) for part in (self.reason, self.certainty, self.memory) if part]
+        lines = [
+            f"{self.subject}: {self.ranked or self.headline}.",
+            _sentence(self.headline) if self.ranked else "",
+            " ".join(why),
+            f"Next: {self.command}" if self.command else "",
+        ]
+        return [line for line in lines if line]
 
     def epoch(self, samples: int) -> str:
         """Return a clause on the time of an epoch and on what the answer saves of it."""
@@ -151,15 +167,22 @@ class Answer:
         return f"the time of {amount} is unknown, because {why}"
 
 
+def _sentence(clause: str) -> str:
+    return f"{clause[0].upper()}{clause[1:]}."
+
+
 def _epoch_s(row: Row | None, samples: int) -> Estimate | None:
     rate = row.throughput if row else None
     return summary.scaled(stats.inverse(rate), samples) if rate and not rate.doubt else None
 
 
-def answers(rows: Sequence[Row], machine: Resources) -> list[Answer]:
-    """Return one answer for each question of a run, those without unusual settings first."""
+def answers(rows: Sequence[Row], machine: Resources, again: str = "") -> list[Answer]:
+    """Return one answer for each question of a run, those without unusual settings first.
+
+    `again` is the command that goes on with the run; "" if it has ended.
+    """
     asked = questions(rows)
-    return [_answer(one, asked, machine) for one in asked]
+    return [_answer(one, asked, machine, again) for one in asked]
 
 
 def _subject(question: Question, all_questions: Sequence[Question]) -> str:
@@ -176,8 +199,11 @@ def _subject(question: Question, all_questions: Sequence[Question]) -> str:
     return f"{question.home.model} ({', '.join(details)})" if details else question.home.model
 
 
-def _answer(question: Question, all_questions: Sequence[Question], machine: Resources) -> Answer:
+def _answer(
+    question: Question, all_questions: Sequence[Question], machine: Resources, again: str
+) -> Answer:
     decision = decide(question)
+    ranked = ranking(question)
     measured = {
         one.home.batch_size for one in all_questions if one.home.model == question.home.model
     }
@@ -191,10 +217,16 @@ def _answer(question: Question, all_questions: Sequence[Question], machine: Reso
         row=decision.row,
         baseline=question.baseline,
         headline=_too_small(question) + _headline(question, decision),
+        ranking=ranked,
+        ranked=_ranked(ranked),
         reason=_reason(question, decision, machine),
-        certainty=_certainty(question, decision),
+        certainty=_certainty(question, decision, again if unsettled(question) else ""),
         memory=_memory(question, decision, machine),
-        command=commands.following(question, decision, machine, measured),
+        command=(
+            again
+            if again and unsettled(question)
+            else commands.following(question, decision, machine, measured)
+        ),
         labels=tuple(
             dict.fromkeys(
                 [
@@ -220,6 +252,49 @@ def _name(row: Row) -> str:
         f"{case.strategy if case.schedule == schedule.Schedule.REFERENCE else strategy(case)} on"
         f" {devices(case)}{hosts}"
     )
+
+
+RANKED = 5
+"""The number of cases of a ranking that a text names."""
+
+
+def _ranked(rows: Sequence[Row]) -> str:
+    """Return the speed-ups of a ranking as a clause, and how probable it is that it has the first.
+
+    A speed-up whose interval must not be shown is marked with "~".
+    """
+    if len(rows) < 2:
+        return ""
+    first, *others = rows
+    parts = [
+        f"{_place(first)} {_gain(first) if first.speedup and _shown(first) else _about(first)}"
+    ]
+    parts += [f"{_place(row)} {_about(row)}" for row in others[: RANKED - 1]]
+    more = f", and {len(rows) - RANKED} more" if len(rows) > RANKED else ""
+    sure = sure_of_first(rows)
+    standing = ", ".join(parts) + more
+    return standing if sure is None else f"{standing}; {_how_sure(sure)}"
+
+
+def _place(row: Row) -> str:
+    return _one(row.case) if row.case.traits.role is Role.BASELINE else _name(row)
+
+
+def _shown(row: Row) -> bool:
+    return row.speedup is not None and not row.speedup.doubt
+
+
+def _about(row: Row) -> str:
+    if row.speedup is None:
+        return "1×"
+    return f"{'' if _shown(row) else '~'}{words.number(row.speedup.value)}×"
+
+
+def _how_sure(chance: float) -> str:
+    if chance < 0.5:
+        return "it is not clear which is the fastest"
+    least = "more than 99%" if chance > 0.99 else f"at least {chance:.0%}"
+    return f"the first is the fastest with a probability of {least}"
 
 
 def _one(case: Case) -> str:
@@ -413,7 +488,7 @@ def _loses(row: Row, question: Question) -> str:
     return f"{clause}; {where} adds most, {words.time(phases[most])}"
 
 
-def _certainty(question: Question, decision: Decision) -> str:
+def _certainty(question: Question, decision: Decision, again: str) -> str:
     clauses = []
     if question.source is Source.PREDICTED:
         clauses.append("predicted, with an 80% interval")
@@ -422,6 +497,8 @@ def _certainty(question: Question, decision: Decision) -> str:
             "no verdict is given on such rounds: end the other processes, or let dpbench wait"
             " (--patience)"
         )
+    elif again:
+        clauses.append("the time was used up before this was decided; the same command goes on")
     elif decision.basis is Basis.OPEN:
         rounds = commands.rounds_needed(decision.open)
         more = (
@@ -444,7 +521,7 @@ def _certainty(question: Question, decision: Decision) -> str:
         names = ", ".join(map(_name, decision.open[:3]))
         clauses.append(
             f"it is undecided whether {names} {words.verb(len(decision.open), 'is', 'are')} faster"
-            " than this choice"
+            f" than this choice by {WORTH - 1:.0%} or more"
         )
     if any(foreign_load.NOISY in row.labels for row in question.rows):
         left_out = ", and the comparison leaves these rounds out" if decision.row else ""

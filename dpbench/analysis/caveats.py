@@ -14,7 +14,7 @@ from dpbench.records import Case, Source, Status, Trial, fake, words
 from dpbench.records.observed import observed
 from dpbench.store import UnreadableRow
 
-FINISHED = "finished"
+FINISHED, OPEN = "finished", "open"
 """The status of a run that has measured all of its cases."""
 PARTS = (
     "the rounds of an observed loop are consecutive parts of one execution, so intervals leave out"
@@ -43,12 +43,16 @@ class Caveat:
 
     def __str__(self) -> str:
         """Return the problem and its cases in one line, as in "oom: out of memory: vgg16 dp x4"."""
+        return self.line(NAMES)
+
+    def line(self, most: int) -> str:
+        """Return the problem and the names of at most `most` of its cases in one line."""
         if not self.cases:
             return self.text
         if self.every:
             return f"{self.text}: all {words.count(len(self.cases), 'case')}"
-        more = f" and {len(self.cases) - NAMES} more" if len(self.cases) > NAMES else ""
-        return f"{self.text}: {', '.join(self.names[:NAMES])}{more}"
+        more = f" and {len(self.cases) - most} more" if len(self.cases) > most else ""
+        return f"{self.text}: {', '.join(self.names[:most])}{more}"
 
     @property
     def names(self) -> list[str]:
@@ -94,7 +98,7 @@ def summary(problems: Sequence[Caveat]) -> str:
 
 
 def _of_run(status: str, provenance: Mapping[str, Any]) -> Iterator[Caveat]:
-    if status != FINISHED:
+    if status not in (FINISHED, OPEN):
         again = "repeat the same `dpbench run` command to continue it"
         yield Caveat(
             kind="incomplete", text=f"incomplete: the status of this run is {status}; {again}"

@@ -158,6 +158,61 @@ def decide(question: Question) -> Decision:
     return Decision(choice=Choice.STAY, basis=Basis.NO_GAIN, row=question.baseline, open=unsure)
 
 
+def unsettled(question: Question) -> frozenset[Case]:
+    """Return the cases of which further rounds can settle the answer; empty if it is settled.
+
+    An answer is settled if a choice is made, and no other candidate may be faster than the
+    recommended case by more than `WORTH`. For the choice between one and several devices, one
+    device with all cores does not matter. The baseline is always among the cases, because speed-ups
+    use the rounds that both cases have.
+    """
+    decision = decide(question)
+    if decision.basis is Basis.OPEN:
+        several = (row.case for row in decision.open if row.case.devices > 1)
+        return frozenset({question.home, *several})
+    if decision.basis is Basis.GAIN and decision.row and decision.open:
+        rivals = (row.case for row in (decision.row, *decision.open))
+        return frozenset({question.home, *rivals})
+    return frozenset()
+
+
+def ranking(question: Question) -> tuple[Row, ...]:
+    """Return the baseline and the candidates by their speed, the fastest first.
+
+    Empty if the question has no speed-ups, or times that mean nothing.
+    """
+    if _timeless(question) or not question.baseline or not question.baseline.step:
+        return ()
+    compared = [row for row in question.candidates if row.speedup]
+    return tuple(sorted((question.baseline, *compared), key=_of_baseline, reverse=True))
+
+
+def _of_baseline(row: Row) -> float:
+    return row.speedup.value if row.speedup else 1.0
+
+
+def sure_of_first(ranked: Sequence[Row]) -> float | None:
+    """Return the least probability that the first of several rows is the fastest; None if unknown.
+
+    The probability that it is not is at most the sum of those that each other row is faster.
+    """
+    if len(ranked) < 2 or any(row.speedup and row.speedup.n < 2 for row in ranked):
+        return None
+    first, *others = ranked
+    slower = (stats.chance_above(_over(first, row)) for row in others)
+    return max(0.0, 1 - sum(1 - chance for chance in slower))
+
+
+def _over(row: Row, other: Row) -> Estimate:
+    """Return the ratio of the speeds of two rows of a ranking, of which one may be the baseline."""
+    if row.speedup and other.speedup:
+        return ratio_of(row, other)
+    if row.speedup:
+        return row.speedup
+    assert other.speedup
+    return stats.inverse(other.speedup)
+
+
 def _timeless(question: Question) -> Basis | None:
     """Return the reason why steps on these devices say nothing about time, if there is one."""
     if any(row.on_fake_gpus for row in question.rows):
@@ -222,15 +277,13 @@ def _simplest(rows: Sequence[Row], of: Callable[[Row], float]) -> Row:
 
 def _rivals(best: Row, rows: Sequence[Row]) -> tuple[Row, ...]:
     """Return the rows that may be faster than `best` by more than `WORTH`."""
+    level = best.speedup.level if best.speedup else stats.CONFIDENCE
     others = [row for row in rows if row is not best]
-    ratios = {row.case: ratio_of(row, best, level=stats.together(len(others))) for row in others}
-    return tuple(row for row in others if _may_gain(ratios[row.case]))
+    return tuple(row for row in others if _may_gain(ratio_of(row, best, level=level)))
 
 
 def _may_gain(ratio: Estimate) -> bool:
-    return stats.verdict(ratio) == "undecided" and (
-        ratio.doubt is Doubt.NOISY or ratio.high >= WORTH
-    )
+    return ratio.doubt is Doubt.NOISY or ratio.high >= WORTH
 
 
 def ratio_of(row: Row, other: Row, *, level: float = stats.CONFIDENCE) -> Estimate:

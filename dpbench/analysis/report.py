@@ -78,6 +78,7 @@ class Report:
         ladders = ladder.ladders(rows)
         loading = loaders.curve(rows)
         diagnoses = findings.diagnose(rows, trials, machine)
+        again = str(provenance.get("command", "")) if status == caveats.OPEN else ""
         return cls(
             run_id=run_id,
             started_s=started_s,
@@ -102,7 +103,7 @@ class Report:
                 if loading
                 else (
                     *verdict.answers(rows, trials, diagnoses, machine),
-                    *answer.answers(rows, machine),
+                    *answer.answers(rows, machine, again),
                 )
             ),
             warnings=caveats.caveats(rows, trials, provenance, status, unreadable),

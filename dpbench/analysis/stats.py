@@ -63,6 +63,12 @@ NETWORK = 10
 CELLS = 4_000_000
 """The most pairs of rounds in all resamples; with many rounds, there are fewer resamples."""
 CONFIDENCE = 0.95
+LOOKS = (4, 6, 9, 14, 21, 31)
+"""The rounds after which a run that stops once its answers are decided looks at its results.
+
+The intervals hold at all looks together (Bonferroni), so that stopping early makes no verdict less
+certain. The growing distances keep the number of looks small.
+"""
 MARGIN = 0.01
 """The relative difference up to which two cases count as the same."""
 
@@ -507,6 +513,20 @@ def verdict(estimate: Estimate, *, margin: float = MARGIN) -> str:
     if 1 - margin <= estimate.low and estimate.high <= 1 + margin:
         return "same"
     return "faster" if estimate.low > 1 else "slower" if estimate.high < 1 else "undecided"
+
+
+def chance_above(estimate: Estimate, against: float = 1.0) -> float:
+    """Return the probability that the true value of a ratio of at least two rounds is above one.
+
+    It is one minus the p-value of Student's one-sided test; `against` is the value to be above.
+    """
+    error = (
+        math.log(estimate.high / estimate.low) / 2 / float(_quantile(estimate.n, estimate.level))
+    )
+    apart = math.log(estimate.value / against)
+    if not error:
+        return 0.5 + 0.5 * float(np.sign(apart))
+    return float(scipy.special.stdtr(estimate.n - 1, apart / error))
 
 
 def rounds_to_decide(

@@ -134,7 +134,8 @@ def rows(trials: Iterable[Trial]) -> list[Row]:
     for (case, source), group in groups.items():
         series.setdefault(source, {})[case] = measured(group)
     table = [_row(case, group, series[source][case]) for (case, source), group in groups.items()]
-    levels = {source: speedup_levels(alike) for source, alike in series.items()}
+    looks = max((trial.looks for group in groups.values() for trial in group), default=1)
+    levels = {source: speedup_levels(alike, looks) for source, alike in series.items()}
     steps = {(row.case, row.source): row.step for row in table if row.step}
     draws = {key: group[-1].provenance.get(DRAWS, ()) for key, group in groups.items()}
     return [_compared(row, series[row.source], levels[row.source], steps, draws) for row in table]
@@ -346,22 +347,26 @@ def _speedup(
     return scaled(ratio, case.batch_size / base.batch_size)
 
 
-def speedups(series: Mapping[Case, stats.Rounds]) -> dict[Case, Estimate]:
+def speedups(series: Mapping[Case, stats.Rounds], looks: int = 1) -> dict[Case, Estimate]:
     """Return the speed-up of each measured case over its baseline in `series`, if it has one.
 
-    `series` has the durations of the timed steps of each case in seconds, by round.
+    `series` has the durations of the timed steps of each case in seconds, by round. For `looks`,
+    see `speedup_levels`.
     """
-    levels = speedup_levels(series)
+    levels = speedup_levels(series, looks)
     bases = {case: baseline_in(case, series) for case, mine in series.items() if mine}
     return {case: _speedup(case, base, series, levels) for case, base in bases.items() if base}
 
 
-def speedup_levels(series: Mapping[Case, stats.Rounds]) -> dict[Case, float]:
-    """Return, by baseline, the level at which the intervals of all speed-ups hold together."""
+def speedup_levels(series: Mapping[Case, stats.Rounds], looks: int = 1) -> dict[Case, float]:
+    """Return, by baseline, the level at which the intervals of all speed-ups hold together.
+
+    They hold together at each of `looks` looks at a run that stops once its answers are decided.
+    """
     counts = Counter(
         base for case, mine in series.items() if mine and (base := baseline_in(case, series))
     )
-    return {base: stats.together(count) for base, count in counts.items()}
+    return {base: stats.together(count * looks) for base, count in counts.items()}
 
 
 def baseline_in(case: Case, series: Mapping[Case, stats.Rounds]) -> Case | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Self
 
@@ -29,9 +29,9 @@ class Detail(Enum):
     QUIET = auto()
     """No progress."""
     USUAL = auto()
-    """One line per trial, and a live display on a terminal."""
+    """A live display on a terminal, and otherwise one line per round."""
     VERBOSE = auto()
-    """Also the stages, steps and memory of each trial."""
+    """Also two lines per trial, with its stages, steps and memory."""
 
     @classmethod
     def of(cls, *, quiet: bool, verbose: bool) -> Self:
@@ -73,15 +73,17 @@ class RunningSpeedups:
         self._labels: dict[Case, tuple[str, ...]] = {}
         self._speedups: dict[Case, Estimate] = {}
         self._model = ""
+        self._looks = 1
 
     def add(self, trial: Trial) -> None:
         """Add an ended trial, and compute the speed-ups of the cases with its model."""
         summary.add(self._series, trial)
         self._model = trial.case.model
+        self._looks = max(self._looks, trial.looks)
         noisy = [foreign_load.NOISY] * bool(self._series[trial.case].noisy)
         self._labels[trial.case] = tuple(dict.fromkeys([*summary.labels(trial), *noisy]))
         alike = {case: series for case, series in self._series.items() if case.model == self._model}
-        self._speedups = summary.speedups(alike)
+        self._speedups = summary.speedups(alike, self._looks)
 
     def table(self) -> Table | None:
         """Return a table of the speed-ups with 95 % intervals and labels; None without any."""
@@ -120,10 +122,10 @@ def device_bars(trial: Trial, most: int = 8) -> Table | None:
 
 
 class Progress:
-    """A context manager that prints one line per trial.
+    """A context manager that shows the progress of a run; see `Detail`.
 
-    On a terminal it also shows a progress bar, speed-ups, and a bar for each device. `plan` is
-    printed when the run starts.
+    On a terminal it shows a progress bar, speed-ups, and a bar for each device. `plan` is printed
+    when the run starts.
     """
 
     def __init__(
@@ -144,7 +146,7 @@ class Progress:
         )
         self._bar.speedups = RunningSpeedups() if live else None
         self._task: Any = None
-        self._seconds: list[float] = []
+        self._round = -1
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -180,17 +182,17 @@ class Progress:
 
     def _ended(self, event: Ended) -> None:
         trial = event.trial
-        if trial.status is not Status.SKIPPED:
-            self._seconds.append(event.seconds)
-        left = left_text(self._seconds, event.total - event.done)
-        if trial.status is Status.OK:
-            result = f"ok, {words.time(statistics.median(trial.timed))}" if trial.timed else "ok"
-        else:
-            result = f"{trial.status}: {brief(trial)}"
-        line = f"[{event.done}/{event.total}] {trial.case.label} round {trial.round + 1}: {result}"
-        self._console.print(escape(f"{line}; {left}" if left else line))
+        left = left_text(event.left_s)
+        failed = trial.status not in (Status.OK, Status.SKIPPED)
+        if failed or self._detail is Detail.VERBOSE:
+            line = f"{trial.case.label}, round {trial.round + 1}: {outcome(trial)}"
+            self._console.print(escape(line))
         if self._detail is Detail.VERBOSE:
             self._console.print(escape(f"    {details(trial)}"))
+        if trial.round > self._round and not self._console.is_terminal:
+            self._round = trial.round
+            started = f"round {trial.round + 1}, {words.count(event.done, 'trial')} measured"
+            self._console.print(", ".join(filter(None, (started, left))))
         if self._bar.speedups:
             self._bar.speedups.add(trial)
             self._bar.devices = device_bars(trial) or self._bar.devices
@@ -206,17 +208,16 @@ def brief(trial: Trial) -> str:
     return lines[0 if trial.status is Status.TIMEOUT else -1].strip()
 
 
-def left_text(seconds: Sequence[float], trials: int) -> str:
-    """Return the expected duration of the next `trials` trials, such as "about 2 min left".
+def outcome(trial: Trial) -> str:
+    """Return the outcome of a trial as text: its median step, or why it failed."""
+    if trial.status is not Status.OK:
+        return f"{trial.status}: {brief(trial)}"
+    return f"ok, {words.time(statistics.median(trial.timed))}" if trial.timed else "ok"
 
-    `seconds` are the durations of earlier trials. Return "" if there are none, or if no trial is
-    left.
-    """
-    return (
-        f"about {words.long_time(statistics.mean(seconds) * trials)} left"
-        if seconds and trials > 0
-        else ""
-    )
+
+def left_text(left_s: float | None) -> str:
+    """Return the expected rest of a run as text, such as "about 2 min left"; "" if unknown."""
+    return f"about {words.long_time(left_s)} left" if left_s else ""
 
 
 def details(trial: Trial) -> str:

@@ -58,7 +58,10 @@ class Run:
 
     @property
     def status(self) -> str:
-        """Return "finished", "interrupted" or "running"; "exported" for exported trials."""
+        """Return "finished", "open", "interrupted" or "running"; "exported" for exported trials.
+
+        An open run used up its time before all of its answers were settled.
+        """
         return self._stored.status if self._store else "exported"
 
     @property

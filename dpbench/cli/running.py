@@ -37,10 +37,8 @@ from dpbench.cli.options import (
 )
 from dpbench.cli.showing import (
     expectation,
-    print_answers,
-    print_notes,
     print_plan,
-    print_table,
+    print_results,
     print_warnings,
     try_report,
 )
@@ -251,21 +249,11 @@ class Output:
 @click.option(
     "--rounds",
     type=Rounds(),
-    default=3,
+    default="auto",
     show_default=True,
     help=(
-        "Number of rounds, each of which measures every case in a fresh process. auto: add rounds"
-        " until the interval of each speed-up is as narrow as --within."
-    ),
-)
-@click.option(
-    "--within",
-    type=click.FloatRange(1e-4, 1),
-    default=0.01,
-    show_default=True,
-    help=(
-        "With --rounds auto: required half-width of a speed-up's 95 % interval, as a fraction of"
-        " the speed-up."
+        "Number of rounds, each of which measures every case in a fresh process. auto: three, and"
+        " then more of the cases on which an answer still depends."
     ),
 )
 @click.option(
@@ -281,8 +269,8 @@ class Output:
     "--budget",
     type=click.FloatRange(1),
     help=(
-        "Maximum seconds for the whole run.  [default: 80, or 180 on GPUs, for default cases; 300"
-        " for --rounds auto]"
+        "Maximum seconds for the whole run.  [default: 110, or 600 on GPUs, for default cases;"
+        " otherwise none, and no round for undecided answers begins after 300 s]"
     ),
 )
 @click.option(
@@ -413,7 +401,7 @@ def measure_and_show(
     `plan` is a text to print at the start.
     """
     from dpbench.api.progress import Progress
-    from dpbench.store import FINISHED, Store
+    from dpbench.store import FINISHED, OPEN, Store
 
     with Store.create(output.store, naming) as opened:
         try:
@@ -428,16 +416,12 @@ def measure_and_show(
         shown = report_of(chosen, opened.summaries(outcome.run_id), output.store)
     closed = False
     try:
-        print_warnings(shown)
         if output.as_json:
+            print_warnings(shown)
             shapes.show(shapes.RunResult.of(chosen, shown))
         else:
             where = [] if output.store == STORE else ["--store", str(output.store)]
-            print_answers(
-                shown.answers, shlex.join(["dpbench", "explain", "--run", chosen.id[:8], *where])
-            )
-            print_table(shown)
-            print_notes(shown)
+            print_results(shown, shlex.join(["dpbench", "explain", "--run", chosen.id[:8], *where]))
         sys.stdout.flush()
     except BrokenPipeError:
         closed = True
@@ -447,10 +431,9 @@ def measure_and_show(
             "the output was closed; the run is complete: `dpbench report --run"
             f" {outcome.run_id[:8]}` shows it"
         )
-    lost = (
-        any(outcome.counts.get(bad) for bad in ("failed", "oom", "timeout"))
-        or chosen.status != FINISHED
-    )
+    lost = any(
+        outcome.counts.get(bad) for bad in ("failed", "oom", "timeout")
+    ) or chosen.status not in (FINISHED, OPEN)
     sys.exit(EXIT_FAILED if lost or not written or not any(row.step for row in shown.rows) else 0)
 
 

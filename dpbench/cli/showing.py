@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,8 @@ def try_report(path: Path | None, report: Report, store: Path) -> bool:
     return not fault
 
 
+NAMED = 2
+"""The number of cases that a printed warning names; the page names all."""
 ANSWERS = 6
 """The largest number of answers that a run prints; `dpbench explain` prints all."""
 
@@ -69,9 +72,20 @@ def print_answers(answers: Sequence[Answer], rest: str = "") -> None:
     """
     shown = answers[:ANSWERS] if rest else answers
     for one in shown:
-        click.echo(f"{one.text} [{' '.join(one.labels)}]\n")
+        first, *others = one.lines
+        lines = [f"{first} [{' '.join(one.labels)}]", *others]
+        click.echo("\n" + "\n  ".join(lines))
     if len(shown) < len(answers):
-        click.echo(f"{words.count(len(answers) - len(shown), 'more answer')}: {rest}\n")
+        click.echo(f"\n{words.count(len(answers) - len(shown), 'more answer')}: {rest}")
+
+
+def print_results(report: Report, rest: str) -> None:
+    """Print a run's table, notes and warnings, and its answers last; `rest` prints all answers."""
+    print_table(report)
+    print_notes(report)
+    sys.stdout.flush()
+    print_warnings(report)
+    print_answers(report.answers, rest)
 
 
 def print_table(report: Report) -> None:
@@ -84,11 +98,9 @@ def print_table(report: Report) -> None:
 
 
 def print_warnings(report: Report) -> None:
-    """Print a report's warnings to stderr, and why each case's automatic rounds ended."""
+    """Print a report's warnings to stderr, one line each."""
     for warning in report.warnings:
-        click.echo(f"warning: {warning}", err=True)
-    for case, ended in report.provenance.get("rounds", {}).items():
-        click.echo(f"{case}: {ended}", err=True)
+        click.echo(f"warning: {warning.line(NAMED)}", err=True)
 
 
 def print_notes(report: Report) -> None:
@@ -132,7 +144,12 @@ def expectation(planned: RunForecast) -> str:
         ),
         f"expected time: about {words.long_time(planned.seconds)} ({planned.basis})",
     ]
-    if planned.budget_s:
+    if planned.auto:
+        lines.append(
+            "then more rounds of the cases on which an answer still depends, until"
+            f" {words.long_time(planned.settle_s)} have passed"
+        )
+    elif planned.budget_s:
         limit = (
             "later rounds that do not fit into it are left out"
             if planned.on_gpus

@@ -8,8 +8,10 @@ results. This module does not import torch.
 
 from __future__ import annotations
 
+import math
 import random
 import re
+import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench.analysis import validity
+from dpbench.analysis import stats, validity
 from dpbench.hardware import foreign_load, provenance, samplers, signals
 from dpbench.hardware.gpus import describe
 from dpbench.hardware.nvml import replicas_of
@@ -27,11 +29,11 @@ from dpbench.measure.scratch import folder
 from dpbench.measure.server import Server, TrialRunner
 from dpbench.measure.stopping import GPU_LEAST_S, LEAST_S, Fixed, RoundsRule, shortage
 from dpbench.records import HOST, Case, Effort, Sample, Status, Trial, plan, registry
-from dpbench.records.trial import HOSTS
+from dpbench.records.trial import HOSTS, LOOKS
 from dpbench.records.words import count
 from dpbench.records.words import time as time_text
 from dpbench.records.work import LINKS, times_links
-from dpbench.store import FINAL, Store
+from dpbench.store import FINAL, FINISHED, INTERRUPTED, OPEN, Store
 
 if TYPE_CHECKING:
     from dpbench.measure.cluster import Cluster
@@ -40,6 +42,11 @@ Slot = tuple[Case, int]
 """A case and the number of the round in which it is measured."""
 SHARED = 0.9
 """The share of the remaining budget that is divided among the trials; the rest is a reserve."""
+PLANNED = stats.LOOKS[3]
+"""The rounds for which time is reserved in a run that ends with its answers.
+
+More rounds of shorter trials settle more answers, because rounds differ more than steps.
+"""
 OVERHEAD_S = 1.0
 """The first estimate of a trial's seconds without timed steps; successful trials update it."""
 
@@ -48,7 +55,8 @@ OVERHEAD_S = 1.0
 class Started:
     """A run (`case` is None) or one of its trials has started.
 
-    `done` is the number of trials that have ended, and `total` that of all trials planned so far.
+    `done` is the number of trials that have ended, and `total` that of all trials planned so far;
+    0 if the number of rounds is open.
     """
 
     run_id: str
@@ -63,12 +71,15 @@ class Ended:
     """A trial has ended and is stored; `done` of the run's `total` trials have ended.
 
     `seconds` is the trial's duration, or its equal share if one worker measured several cases.
+    `left_s` is the expected duration of the rest of the run in seconds, which never grows; None if
+    it is unknown.
     """
 
     trial: Trial
     done: int
     total: int
     seconds: float
+    left_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +113,7 @@ def run(
     paired: bool = False,
     effort: Effort | None = None,
     budget_s: float | None = None,
+    settle_s: float = math.inf,
     limit_s: float = 120.0,
     retry: Iterable[str] = (),
     patience_s: float | None = None,
@@ -117,15 +129,19 @@ def run(
     one worker, which runs their blocks of steps in turn. `effort` limits the steps and the time of
     each trial (None: the defaults).
 
-    `budget_s` limits the total duration of the trials in seconds (None: no limit). On CPUs, the
-    timed part of each trial is shortened to fit this budget; on GPUs, whole rounds after the first
-    are left out instead, and named. Trials of a round that has started are stored as skipped if
-    they have not started when the budget is spent. The budget does not include the checks of the
-    models. The foreign load is the share of the cores' time that other processes use. The wait
-    before the first trial until the foreign load is low is not part of the budget; `patience_s` is
-    its longest duration in seconds (None: the environment variable DPBENCH_PATIENCE, or the
-    default). Trials during which the foreign load was too high are measured once more at the end,
-    if the budget permits; if `patience_s` is 0, they are only labelled as noisy.
+    `budget_s` limits the duration of this call in seconds (None: no limit). On CPUs, the timed part
+    of each trial is shortened to fit this budget; on GPUs, whole rounds after the first are left
+    out instead, and named. Trials of a round that has started are stored as skipped if they have
+    not started when the budget is spent. A rule that goes on until answers are settled begins no
+    further round, beyond those that every case needs, that is expected to end more than `settle_s`
+    seconds after the call. If an answer is then not settled, the status of the run is `open`, and
+    the same call goes on with it.
+
+    The foreign load is the share of the cores' time that other processes use. `patience_s` is the
+    longest wait in seconds, before the first trial, until it is low (None: the environment variable
+    DPBENCH_PATIENCE, or the default). In a fixed number of rounds, trials during which it was too
+    high are measured once more at the end, if the budget permits; if `patience_s` is 0, they are
+    only labelled as noisy.
 
     `limit_s` limits the duration of one trial in seconds. `retry` has names of statuses: trials
     that ended with one of them are measured again, even if the latest run of this plan has
@@ -136,6 +152,7 @@ def run(
     ended both attempts at a trial, the same call resumes the run. Raises OSError if temporary files
     cannot be written; the trials that have ended stay stored.
     """
+    began_s = time.perf_counter()
     facts = collect(cluster)
     again = statuses(retry)
     patience_s = foreign_load.patience(patience_s)
@@ -146,7 +163,7 @@ def run(
         reopen=bool(again),
         **identity(cases, rule, facts, paired=paired),
     )
-    finished = False
+    status = INTERRUPTED
     try:
         # the ranks of a cluster measure their own machines
         gpus = [] if cluster else ordinals(cases)
@@ -159,7 +176,8 @@ def run(
             run_id,
             rule,
             effort or Effort(),
-            budget_s,
+            began_s + (math.inf if budget_s is None else budget_s),
+            began_s + settle_s,
             limit_s,
             patience_s,
             listen,
@@ -172,11 +190,10 @@ def run(
         session.measure(cases, store.done(run_id, retry=again), paired=paired)
         store.annotate(run_id, "noisy", _noise(before, session.noisy, session.gpus_used))
         # the same command goes on with a run of which a trial was killed or rounds were left out
-        finished = session.killed <= store.done(run_id) and not session.shortened
+        if session.killed <= store.done(run_id) and not session.shortened:
+            status = OPEN if session.open else FINISHED
     finally:
-        if reasons := rule.reasons(cases):
-            store.annotate(run_id, "rounds", reasons)
-        store.end_run(run_id, "finished" if finished else "interrupted")
+        store.end_run(run_id, status)
     return Outcome(run_id, resumed, store.counts(run_id))
 
 
@@ -251,7 +268,8 @@ class _Session:
         run_id: str,
         rule: RoundsRule,
         effort: Effort,
-        budget_s: float | None,
+        deadline_s: float,
+        settle_by_s: float,
         limit_s: float,
         patience_s: float,
         listen: Listener,
@@ -280,15 +298,24 @@ class _Session:
         self._effort = effort
         self._limit_s = limit_s
         self._listen = listen
-        self._deadline = None if budget_s is None else time.perf_counter() + budget_s
+        self._deadline_s = deadline_s
+        self._settle_by_s = min(settle_by_s, deadline_s)
         self._overhead_s = OVERHEAD_S
         self._done = self._total = 0
         self._models = checks.Models(limit_s)
         self._times: Counter[Slot] = Counter()
         self._slow: dict[str, bool] = {}
         """Whether the trials of each model take only a few steps; its first trial decides."""
-        self._trial_s: list[float] = []
-        """The seconds of each trial that this session has measured."""
+        self._case_s: dict[Case, list[float]] = {}
+        """The seconds of each case's trials that this session has measured."""
+        self._ahead: Counter[Case] = Counter()
+        """How many trials of each case are still to be measured, as far as it is known."""
+        self._planned = 0
+        """The number of trials for which time is reserved."""
+        self._expected_s = math.inf
+        """The last expected duration of the rest of the run."""
+        self.open = False
+        """Whether an answer is not settled, because the time for further rounds was used up."""
         self.noisy: set[Slot] = set()
         """The slots whose last trusted trial (`Trial.trusted`) ran under too much load."""
         self.shortened = False
@@ -298,8 +325,9 @@ class _Session:
 
     def measure(self, cases: Sequence[Case], done: set[tuple[str, int]], *, paired: bool) -> None:
         """Measure the rule's rounds, except the pairs (case fingerprint, round) in `done`."""
-        fixed = self._rule.name if isinstance(self._rule.name, int) else 0
-        self._total = max(len(done), len(cases) * fixed)
+        least = self._rule.least
+        planned = max(least, PLANNED if self._rule.looks > 1 else 0)
+        self._total = max(len(done), len(cases) * least)
         self._done = len(done)
         self._widest = max((case.devices for case in cases if times_links(case)), default=0)
         self._listen(Started(self._run_id, self._total, self._done))
@@ -311,59 +339,50 @@ class _Session:
             lasting = stack.enter_context(self._workers(scratch)) if paired else None
             number = 0
             while wanted := self._rule.wanted(cases, number):
-                if number and not fixed and self._spent():
-                    # rounds beyond the first were not requested: do not store them as skipped
-                    break
                 pending = [case for case in wanted if (case.fingerprint, number) not in done]
-                # a new server per round widens the intervals by a server's effect; in paired cases,
-                # the effect cancels
-                if pending and number and self._too_long(pending):
-                    if fixed:  # otherwise, nobody asked for a further round
-                        self._drop(number, pending, fixed)
+                if pending and number and self._too_long(pending, number):
+                    self._leave_out(pending, number)
                     break
                 if pending:
                     if number and self._gpus:
                         # a GPU that stays in use is waited for only once
                         in_use = any(load.busy for load in self._gpu_loads)
                         self._look(0.0 if in_use else self._patience_s, pending)
+                    # a new server per round widens the intervals by a server's effect; in paired
+                    # cases, the effect cancels
                     with nullcontext(lasting) if lasting else self._workers(scratch) as server:
                         refused = self._refuse(pending, number, server)
                         cases = [case for case in cases if case not in refused]
-                        remaining = {
-                            (case.fingerprint, n) for case in cases for n in range(number, fixed)
-                        } - done
                         pending = [case for case in pending if case not in refused]
-                        self._total = self._done + max(len(remaining), len(pending))
+                        remaining = [
+                            case
+                            for n in range(number, least)
+                            for case in cases
+                            if (case.fingerprint, n) not in done
+                        ]
+                        self._ahead = Counter(remaining or pending)
+                        self._planned = max(len(remaining), len(pending) * (planned - number))
+                        self._total = self._done + self._ahead.total()
                         self._round(pending, number, server, watched, paired=paired)
-                        short = shortage(self._left_s, self._total - self._done, self._overhead_s)
+                        short = shortage(self._left_s, self._ahead.total(), self._overhead_s)
                         if short and number == 0 and not on_gpus(pending):
                             self._listen(Note(short))
                 number += 1
-            if self._patience_s > 0 and self._repeatable():
+            # where the number of rounds is open, further rounds replace those under load
+            if self._rule.looks == 1 and self._patience_s > 0 and self._repeatable():
                 self._look(self._patience_s, cases)
                 with nullcontext(lasting) if lasting else self._workers(scratch) as server:
                     self._repeat(cases, server, watched, paired=paired)
 
     @contextmanager
     def _workers(self, scratch: Path) -> Iterator[TrialRunner]:
-        """Yield a runner of trials; a cluster's start does not count for the budget."""
-        entered = time.perf_counter()
         with self._cluster.workers() if self._cluster else Server(scratch) as found:
-            if self._deadline is not None:
-                self._deadline += time.perf_counter() - entered
             yield found
 
     def _refuse(self, cases: Sequence[Case], number: int, server: TrialRunner) -> set[Case]:
-        """Check the models; store a failed trial for each case whose model fails, and return these.
-
-        The duration of the checks, which includes the start of the server, does not count for the
-        budget.
-        """
-        began = time.perf_counter()
+        """Check the models; store and return the cases whose model fails, as failed trials."""
         for line in () if self._spent() else self._models.check(cases, server):
             self._listen(Note(line))
-        if self._deadline is not None:
-            self._deadline += time.perf_counter() - began
         failed = {case: trial for case in cases if (trial := self._models.failed(case, number))}
         for case, trial in failed.items():
             self._store.end_trial(self._store.begin_trial(self._run_id, case, number), trial)
@@ -471,19 +490,19 @@ class _Session:
             self._store.end_trial(trial_id, checked)
             self._take(checked)
             self._done += 1
-            self._listen(Ended(checked, self._done, self._total, (ended - began) / len(group)))
+            self._ahead -= Counter([trial.case])
+            self._planned -= 1
+            seconds = (ended - began) / len(group)
             if effort is not None:
-                self._trial_s.append((ended - began) / len(group))
-        left = self._total - self._done
-        if len(self._trial_s) == len(group) and on_gpus(group) and left > 0:
-            self._listen(Note(self._expected(left)))
+                self._case_s.setdefault(trial.case, []).append(seconds)
+            self._listen(Ended(checked, self._done, self._total, seconds, self._remaining_s()))
         if all(trial.status is Status.OK for trial in trials):
             timed = sum(step.seconds for trial in trials for step in trial.steps)
             self._overhead_s += 0.3 * ((ended - began - timed) / len(group) - self._overhead_s)
 
     def _load_facts(self, trial: Trial, load: foreign_load.Measured | None) -> dict[str, Any]:
         """Return what others used during a trial, and how long the GPU computes in a step."""
-        facts: dict[str, Any] = {}
+        facts: dict[str, Any] = {LOOKS: self._rule.looks} if self._rule.looks > 1 else {}
         if isinstance(load, foreign_load.Load):
             facts[foreign_load.FACT] = foreign_load.plain(load)
         mine = ordinals([trial.case])
@@ -522,7 +541,7 @@ class _Session:
     @property
     def _left_s(self) -> float:
         """Return the rest of the time budget in seconds; infinity without a budget."""
-        return float("inf") if self._deadline is None else self._deadline - time.perf_counter()
+        return self._deadline_s - time.perf_counter()
 
     def _spent(self) -> bool:
         return self._left_s <= 0
@@ -537,46 +556,63 @@ class _Session:
             / f"{words}-{case.fingerprint[:8]}-r{number}.json"
         )
 
-    def _too_long(self, cases: Sequence[Case]) -> bool:
-        """Return whether a further round of these cases would exceed the budget, on GPUs."""
-        return on_gpus(cases) and len(cases) * self._usual_s > self._left_s
+    def _too_long(self, cases: Sequence[Case], number: int) -> bool:
+        """Return whether round `number` of these cases would end too late.
 
-    @property
-    def _usual_s(self) -> float:
-        return sum(self._trial_s) / len(self._trial_s) if self._trial_s else 0.0
+        On CPUs, trials of the rounds that every case needs are shortened instead.
+        """
+        needed_s = self._usual_s(Counter(cases))
+        if number >= self._rule.least:
+            return needed_s > self._settle_by_s - time.perf_counter()
+        return on_gpus(cases) and needed_s > self._left_s
 
-    def _drop(self, number: int, cases: Sequence[Case], fixed: int) -> None:
-        """Say that round `number` and all later ones are left out."""
-        rounds = f"rounds {number + 1} to {fixed}" if number + 1 < fixed else f"round {number + 1}"
+    def _usual_s(self, trials: Counter[Case]) -> float:
+        """Return the expected seconds of trials: the mean of the case's, or of all so far."""
+        every = [seconds for each in self._case_s.values() for seconds in each]
+        usual_s = statistics.mean(every) if every else 0.0
+        means = {case: statistics.mean(each) for case, each in self._case_s.items()}
+        return sum(count * means.get(case, usual_s) for case, count in trials.items())
+
+    def _remaining_s(self) -> float | None:
+        """Return the expected seconds of the rest of the run, which never grow; None if unknown."""
+        now_s = time.perf_counter()
+        expected_s = self._usual_s(self._ahead)
+        if self._rule.looks > 1:
+            expected_s = max(expected_s, self._settle_by_s - now_s)
+        self._expected_s = min(self._expected_s, expected_s, self._left_s)
+        return max(0.0, self._expected_s) if math.isfinite(self._expected_s) else None
+
+    def _leave_out(self, cases: Sequence[Case], number: int) -> None:
+        """Record that no further round is measured; say so if every case needed it."""
+        self._total = self._done
+        if number >= self._rule.least:
+            self.open = bool(self._rule.unsettled())
+            return
+        last = self._rule.least
+        rounds = f"rounds {number + 1} to {last}" if number + 1 < last else f"round {number + 1}"
         self._listen(
             Note(
                 f"{rounds} left out: one round of {count(len(cases), 'case')} takes about"
-                f" {time_text(len(cases) * self._usual_s)}, and {time_text(max(0.0, self._left_s))}"
-                " of the budget is left; the same command goes on with them"
+                f" {time_text(self._usual_s(Counter(cases)))}, and"
+                f" {time_text(max(0.0, self._left_s))} of the budget is left; the same command goes"
+                " on with them"
             )
         )
         self.shortened = True
-        self._total = self._done
-
-    def _expected(self, left: int) -> str:
-        """Return a line on the duration of the `left` trials, estimated from the first trial."""
-        return (
-            f"the first trial took {time_text(self._usual_s)}; the other {count(left, 'trial')}"
-            f" take about {time_text(left * self._usual_s)}"
-        )
 
     def _affordable(self, group: Sequence[Case]) -> Effort | None:
         """Return the effort for the next trial, or None if the budget is spent.
 
-        On CPUs, a trial takes at most an equal share of the remaining budget.
+        On CPUs, a trial takes at most an equal share of the remaining time.
         """
-        if self._deadline is not None and self._spent():
+        if self._spent():
             return None
         if on_gpus(group):
             return replace(self._effort, least_s=min(GPU_LEAST_S, self._effort.budget_s))
-        if self._deadline is None:
+        left_s = self._settle_by_s - time.perf_counter() if self._rule.looks > 1 else self._left_s
+        if math.isinf(left_s):
             return self._effort
-        share_s = SHARED * self._left_s / max(1, self._total - self._done) - self._overhead_s
+        share_s = SHARED * left_s / max(1, self._planned) - self._overhead_s
         return replace(self._effort, budget_s=min(self._effort.budget_s, max(LEAST_S, share_s)))
 
 

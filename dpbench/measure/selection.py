@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.measure import run
 from dpbench.measure.run import OVERHEAD_S
-from dpbench.measure.stopping import LEAST, Fixed, UntilPrecise
+from dpbench.measure.stopping import Fixed, RoundsRule, UntilDecided
 from dpbench.records import HABITS, Case, Effort, plan, registry, words
-from dpbench.records.options import AUTO, Options
+from dpbench.records.options import Options
 from dpbench.records.registry import Role
 from dpbench.records.schedule import Schedule
 from dpbench.store import Naming, Store
@@ -27,12 +27,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-QUICK_BUDGET_S = {"cpu": 80.0, "cuda": 600.0, "emulated": 80.0}
+QUICK_BUDGET_S = {"cpu": 110.0, "cuda": 600.0, "emulated": 80.0}
 """The budget in seconds of a run without options that select cases, by device kind.
 
-On two cores, such a run ends within 120 s. The budget for GPUs is larger, because each trial
-creates a CUDA context and loads libraries.
+On a CPU, such a run ends within two minutes, with its start and its page. The budget for GPUs is
+larger, because each trial creates a CUDA context and loads libraries.
 """
+SETTLE_S = 300.0
+"""The seconds from which on a run without a budget begins no round that only some answers need."""
 GPU_MODELS = {"resnet18": "tf32", "transformer": "bf16"}
 """The models of such a run on GPUs, in full size, each with the precision in which it is trained.
 
@@ -45,7 +47,6 @@ In fp32, the strategy that needs most memory needs 7.1 GiB with 64 samples on ea
 3.5 GiB with 16 (`dpbench predict --memory`).
 """
 AMPERE = (8, 0)
-AUTO_BUDGET_S = 300.0
 ASSUMED_S = {"cpu": OVERHEAD_S + Effort().budget_s, "cuda": 6.0}
 """The assumed seconds of a case's first trial: the overhead plus the default budget for steps.
 
@@ -55,7 +56,7 @@ LEFT_OUT = (
     "the check of each model, the start of the workers' server in each round, and the wait for idle"
     " cores"
 )
-"""The work of a run that is not part of its trials."""
+"""The work of a run that is not part of its trials, but of its budget."""
 
 
 def cases_of(options: Options, cluster: Cluster | None = None) -> tuple[list[Case], float | None]:
@@ -84,6 +85,7 @@ def cases_of(options: Options, cluster: Cluster | None = None) -> tuple[list[Cas
         cluster.counts() if cluster else plan.default_devices(available, placement)
     )
     on_gpus = options.quick and kind == "cuda" and not cluster
+    only_deciding = options.quick and kind != "emulated" and placement == "spread" and not cluster
     swept: dict[str, Any] = {
         "models": (
             *(options.models or (() if options.model else ("mlp", "resnet18"))),
@@ -117,7 +119,7 @@ def cases_of(options: Options, cluster: Cluster | None = None) -> tuple[list[Cas
             for case in plan.sweep(
                 strategies=strategies, schedules=_schedules(options), **swept | changed
             )
-            if not (on_gpus and placement == "spread") or _decides(case)
+            if not only_deciding or _decides(case)
         ]
     if cluster:
         cases = list(dict.fromkeys(cluster.placed(case) for case in cases))
@@ -126,8 +128,7 @@ def cases_of(options: Options, cluster: Cluster | None = None) -> tuple[list[Cas
     cases = list(
         dict.fromkeys(replace(case, optimizer=optimizer, unverified=unverified) for case in cases)
     )
-    budget_s = options.budget or (QUICK_BUDGET_S[kind] if options.quick else None)
-    return cases, AUTO_BUDGET_S if options.rounds == AUTO and not budget_s else budget_s
+    return cases, options.budget or (QUICK_BUDGET_S[kind] if options.quick else None)
 
 
 def default_kind() -> str:
@@ -200,11 +201,11 @@ def _trained_on_gpus(options: Options, ids: Sequence[int | str]) -> list[dict[st
 
 
 def _decides(case: Case) -> bool:
-    """Return whether an answer needs the case: the baseline, or a case on several devices.
+    """Return whether an answer depends on the case: one on several devices, or an alternative.
 
-    The other cases on one GPU would take a third of a run's time, at the cost of rounds.
+    The other cases on one device would take a third of a run's time, at the cost of rounds.
     """
-    return case.devices > 1 or case.traits.role is Role.BASELINE
+    return case.devices > 1 or case.traits.role is Role.BASELINE or case.traits.all_cores
 
 
 def _check_together(options: Options, cluster: Cluster | None) -> None:
@@ -307,14 +308,14 @@ def measure(
 ) -> Outcome:
     """Measure the cases of `cases_of` in processes of this machine, or by ranks of `cluster`."""
     from dpbench.measure import run as runner
-    from dpbench.measure.stopping import UntilPrecise
 
     return runner.run(
         cases,
         store,
-        rounds=options.rounds if isinstance(options.rounds, int) else UntilPrecise(options.within),
+        rounds=options.rounds if isinstance(options.rounds, int) else UntilDecided(),
         paired=options.paired,
         budget_s=budget_s,
+        settle_s=SETTLE_S if budget_s is None else budget_s,
         limit_s=options.limit,
         retry=options.retry,
         patience_s=options.patience,
@@ -322,6 +323,10 @@ def measure(
         cluster=cluster,
         traces=store.traces if options.profile else None,
     )
+
+
+def _rule(options: Options) -> RoundsRule:
+    return Fixed(options.rounds) if isinstance(options.rounds, int) else UntilDecided()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,6 +357,11 @@ class RunForecast:
     auto: bool
     resumes: str
     budget_s: float | None
+
+    @property
+    def settle_s(self) -> float:
+        """Return the seconds from which on no round begins that only some answers need."""
+        return self.budget_s or SETTLE_S
 
     @property
     def trials(self) -> int:
@@ -419,12 +429,7 @@ class Known:
         if not path.exists():
             return cls()
         facts = run.collect(cluster)
-        rule = (
-            Fixed(options.rounds)
-            if isinstance(options.rounds, int)
-            else UntilPrecise(options.within)
-        )
-        keys = run.identity(cases, rule, facts, paired=options.paired)
+        keys = run.identity(cases, _rule(options), facts, paired=options.paired)
         keys["plan"] = naming.identified(keys["plan"])
         with Store.read(path) as store:
             run_id = store.unfinished(**keys, reopen=bool(options.retry))
@@ -443,7 +448,8 @@ def forecast(
 ) -> RunForecast:
     """Return the plan of a run whose store is at `path`, for the results of `cases_of`."""
     stored = Known.of(path, options, cases, naming, cluster)
-    rounds = options.rounds if isinstance(options.rounds, int) else LEAST
+    rule = _rule(options)
+    rounds = rule.least
     done = Counter(fingerprint for fingerprint, number in stored.done if number < rounds)
     planned = []
     for case in cases:
@@ -454,7 +460,7 @@ def forecast(
     return RunForecast(
         cases=planned,
         rounds=rounds,
-        auto=options.rounds == AUTO,
+        auto=rule.looks > 1,
         resumes=stored.resumes,
         budget_s=budget_s,
     )

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
-from dpbench.analysis import stats, summary
+from dpbench.analysis import decision, stats, summary
 from dpbench.records import Case, Trial, words
-from dpbench.records.trial import Estimate
+from dpbench.records.options import AUTO
 from dpbench.records.words import count
 
 WINDOW = 64
 """The noise of a series counts as known if it stays nearly constant over this number of steps."""
 STABLE = 0.05
 """The largest deviation of constant noise from its median over the window, as a fraction."""
-AUTO = "auto"
-LEAST, MOST = 3, 200
-PRECISION = 0.01
 LEAST_S = 0.05
 """The least seconds of timed steps of each trial on CPUs, as long as the budget is not spent."""
 GPU_LEAST_S = 0.5
@@ -143,107 +140,39 @@ def half_width(series: Sequence[float]) -> float:
 
 
 @dataclass
-class UntilPrecise:
-    """The rule that adds rounds until every speed-up is precise.
+class UntilDecided:
+    """The rule that adds rounds until every answer of the run is settled.
 
-    A speed-up is precise if half the width of its 95 % interval is at most the fraction `precision`
-    of its value. As long as a case's speed-up is not precise, the case and its baseline are
-    measured in every round. If no case has a speed-up, the step time of every case must become
-    precise instead. Every case gets at least `least` and at most `most` rounds.
+    After each number of rounds in `stats.LOOKS` it derives the answers from the trials so far, and
+    until the next look, it measures only the cases on which an answer still depends
+    (`decision.unsettled`). After the last look, no case is measured.
     """
 
-    precision: float = PRECISION
-    least: int = LEAST
-    most: int = MOST
-    _series: dict[Case, stats.Timed] = field(default_factory=dict)
+    _trials: list[Trial] = field(default_factory=list)
+    _open: frozenset[Case] = frozenset()
+
+    name: ClassVar[str] = AUTO
+    least: ClassVar[int] = stats.LOOKS[0]
+    looks: ClassVar[int] = len(stats.LOOKS)
 
     def add(self, trial: Trial) -> None:
-        """Add a trial's step times to its case, if the trial is trusted (`Trial.trusted`)."""
-        summary.add(self._series, trial)
-
-    @property
-    def name(self) -> str:
-        """Return the name of the rule and its precision, such as "auto 0.01"."""
-        return f"{AUTO} {self.precision:g}"
+        """Add an ended trial."""
+        self._trials.append(trial.summary())
 
     def wanted(self, cases: Sequence[Case], number: int) -> list[Case]:
-        """Return the cases to measure in round `number`, which counts from 0.
-
-        The first `least` rounds measure all cases. Each later round measures the cases that are not
-        yet precise, and their baselines. The list is empty from round `most` on.
-        """
+        """Return the cases to measure in round `number`, which counts from 0."""
         if number < self.least:
             return list(cases)
-        if number >= self.most:
+        if number in stats.LOOKS:
+            self._open = self.unsettled()
+        if number >= stats.LOOKS[-1]:
             return []
-        open_ = {
-            case: base
-            for case, base, estimate in self._judged(cases)
-            if interval_half_width(estimate) > self.precision
-        }
-        needed = {*open_, *filter(None, open_.values())}
-        return [case for case in cases if case in needed]
+        return [case for case in cases if case in self._open]
 
-    def reasons(self, cases: Sequence[Case]) -> dict[str, str]:
-        """Return, by label of each judged case, a text that says why it got no more rounds.
-
-        The judged cases are those with a baseline or, if no case has one, all measured cases. The
-        text begins with the reason, which is `precise`, `rounds` (the case had the maximum number
-        of rounds) or `budget`. The precision that was reached follows.
-        """
-        reasons = {}
-        for case, base, estimate in self._judged(cases):
-            width = interval_half_width(estimate)
-            quantity = "speed-up" if base else "step time"
-            ended = (
-                "precise"
-                if width <= self.precision
-                else "rounds"
-                if estimate.n >= self.most
-                else "budget"
-            )
-            reasons[case.label] = (
-                f"{ended}: {quantity} known to within {width:.1%} after"
-                f" {count(estimate.n, 'round')}"
-                + _outlook(estimate if base and ended != "precise" else None)
-            )
-        return reasons
-
-    def _judged(self, cases: Sequence[Case]) -> Iterator[tuple[Case, Case | None, Estimate]]:
-        """Yield (case, baseline, speed-up) for each measured case that has a measured baseline.
-
-        If no case has one, yield (case, None, step time in seconds) for each measured case.
-        """
-        series = {case: self._series[case] for case in cases if self._series.get(case)}
-        speedups = summary.speedups(series)
-        for case, speedup in speedups.items():
-            yield case, summary.baseline_in(case, series), speedup
-        if not speedups:
-            for case, times in series.items():
-                yield case, None, stats.median(times)
-
-
-def _outlook(ratio: Estimate | None) -> str:
-    """Return the verdict on a speed-up (such as "faster") as text to append to a reason.
-
-    For "undecided", it has the number of further rounds that would decide the verdict, unless it is
-    too large. Empty if `ratio` is None.
-    """
-    if ratio is None:
-        return ""
-    verdict = stats.verdict(ratio)
-    if verdict != "undecided":
-        return f", {verdict}"
-    more = stats.rounds_to_decide(ratio) - ratio.n
-    needed = (
-        f": about {count(more, 'more round')} would show whether it is faster, slower or the same"
-    )
-    return f", undecided{needed if more < MOST else ''}"
-
-
-def interval_half_width(estimate: Estimate) -> float:
-    """Return half the width of an interval as a fraction of the value; infinity for one round."""
-    return (estimate.high - estimate.low) / 2 / estimate.value if estimate.n > 1 else float("inf")
+    def unsettled(self) -> frozenset[Case]:
+        """Return the cases on which an answer depends that the trials so far do not settle."""
+        asked = decision.questions(summary.rows(self._trials))
+        return frozenset().union(*map(decision.unsettled, asked))
 
 
 class RoundsRule(Protocol):
@@ -256,14 +185,22 @@ class RoundsRule(Protocol):
     def name(self) -> int | str:
         """Return the fixed number of rounds, or the rule's name; the plan's hash contains it."""
 
+    @property
+    def least(self) -> int:
+        """Return the number of rounds in which every case is measured."""
+
+    @property
+    def looks(self) -> int:
+        """Return how often the rule looks at the results; see `Trial.looks`."""
+
     def add(self, trial: Trial) -> None:
         """Add an ended trial, on which later decisions can depend."""
 
     def wanted(self, cases: Sequence[Case], number: int) -> list[Case]:
         """Return the cases to measure in round `number`, which counts from 0; none ends the run."""
 
-    def reasons(self, cases: Sequence[Case]) -> dict[str, str]:
-        """Return, by each case's label, the reason why the case got no more rounds."""
+    def unsettled(self) -> frozenset[Case]:
+        """Return the cases on which an answer depends that the trials so far do not settle."""
 
 
 @dataclass(frozen=True)
@@ -271,6 +208,12 @@ class Fixed:
     """The rule that measures every case in `name` rounds."""
 
     name: int
+    looks: ClassVar[int] = 1
+
+    @property
+    def least(self) -> int:
+        """Return the number of rounds."""
+        return self.name
 
     def add(self, trial: Trial) -> None:
         """Do nothing: a fixed number of rounds does not depend on the trials."""
@@ -279,9 +222,9 @@ class Fixed:
         """Return all cases if `number`, which counts from 0, is below the number of rounds."""
         return list(cases) if number < self.name else []
 
-    def reasons(self, cases: Sequence[Case]) -> dict[str, str]:
-        """Return an empty dictionary: the plan itself fixes the number of rounds."""
-        return {}
+    def unsettled(self) -> frozenset[Case]:
+        """Return no case: a fixed number of rounds does not depend on the answers."""
+        return frozenset()
 
 
 def shortage(left_s: float, trials: int, overhead_s: float) -> str:

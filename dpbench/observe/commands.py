@@ -21,7 +21,7 @@ from dpbench.api.reports import report_of
 from dpbench.api.stored import choose
 from dpbench.cli import cli, shapes
 from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE, Documented, Tag, json_option
-from dpbench.cli.showing import print_answers, print_notes, print_table, print_warnings, try_report
+from dpbench.cli.showing import print_results, try_report
 from dpbench.records.files import UnreadableFile
 
 if TYPE_CHECKING:
@@ -329,9 +329,6 @@ def _show(store: Path, run_id: str) -> bool:
     with Store.read(store) as opened:
         chosen = choose(opened, run_id)
         shown = report_of(chosen, opened.summaries(run_id))
-    print_warnings(shown)
     where = [] if store == STORE else ["--store", str(store)]
-    print_answers(shown.answers, shlex.join(["dpbench", "explain", "--run", chosen.id[:8], *where]))
-    print_table(shown)
-    print_notes(shown)
+    print_results(shown, shlex.join(["dpbench", "explain", "--run", chosen.id[:8], *where]))
     return try_report(None, shown, store)

@@ -326,12 +326,12 @@ def _print(
 ) -> None:
     click.echo(f"{machine.name}: {machine.description}; all steps below are predictions")
     click.echo("".join(f"{one.words}\n" for one in steps))
-    print_answers(answered)
     click.echo(predictions_table(predictions))
     if held:
         click.echo(f"\n{needs_table(held)}")
     if changes:
         click.echo(f"\n{what_ifs_table(changes)}")
+    print_answers(answered)
 
 
 def _check(

@@ -28,7 +28,7 @@ MOST_ROUNDS = 10_000
 MOST = 10**9
 """The largest number of devices, and the largest batch size, of a sweep."""
 AUTO = "auto"
-"""The value of `rounds` with which a run adds rounds until its speed-ups are precise."""
+"""The value of `rounds` with which a run adds rounds until its answers are settled."""
 SCENARIOS = ("seeds",)
 AXES = (
     "scenario",
@@ -79,8 +79,7 @@ class Options:
     compile: tuple[bool, ...] = (False,)
     loader: tuple[int, ...] = (-1,)
     mode: tuple[str, ...] = (TRAIN,)
-    rounds: int | str = 3
-    within: float = 0.01
+    rounds: int | str = AUTO
     paired: bool = False
     budget: float | None = None
     limit: float = 120.0
@@ -119,7 +118,6 @@ class Options:
                 " nor auto"
             )
         for name, least, most in (
-            ("within", 1e-4, 1.0),
             ("budget", 1.0, None),
             ("limit", 1.0, None),
             ("patience", 0.0, None),

@@ -101,6 +101,11 @@ class Products(NamedTuple):
     convolution: str | None
 
 
+LOOKS = "looks"
+"""The key in a trial's provenance of how often its run may look at its results to go on or stop.
+
+Each look is another chance of a wrong verdict, for which the intervals are widened.
+"""
 SLOW = "slow"
 """The key in a trial's provenance of whether it took only a few steps, because they are long."""
 HOSTS = "hosts"
@@ -298,6 +303,11 @@ class Trial:
     def slow(self) -> bool:
         """Return whether the trial took only a few steps, with one warm-up step."""
         return bool(self.provenance.get(SLOW))
+
+    @property
+    def looks(self) -> int:
+        """Return how often the trial's run may look at its results to decide whether to go on."""
+        return int(self.provenance.get(LOOKS, 1))
 
     @property
     def hosts(self) -> tuple[TrialHost, ...]:

@@ -29,6 +29,8 @@ from dpbench.store.runs import LATEST, PREDICTED, Naming, PastRun, StoredRun, al
 __all__ = [
     "FINAL",
     "FINISHED",
+    "INTERRUPTED",
+    "OPEN",
     "LATEST",
     "PAST",
     "DamagedStore",
@@ -43,6 +45,9 @@ __all__ = [
 
 RUNNING = "running"
 FINISHED = "finished"
+OPEN = "open"
+"""The status of a run that used up its time before all of its answers were settled."""
+INTERRUPTED = "interrupted"
 FINAL = frozenset({Status.OK, Status.OOM, Status.FAILED, Status.TIMEOUT, Status.SKIPPED})
 """The statuses of trials that are not repeated when a run is resumed."""
 _RANKED = (

@@ -86,8 +86,10 @@ def test_the_answer_comes_first_and_the_findings_follow_by_size(folder: Path) ->
     assert max(len(line) for line in done.stdout.splitlines() if not line.startswith(pasted)) <= 100
 
 
-def test_the_run_prints_its_answer_first(folder: Path) -> None:
-    assert (folder / "out").read_text().startswith("mlp: ")
+def test_the_run_prints_its_answer_last(folder: Path) -> None:
+    table, _, answer = (folder / "out").read_text().partition("\nmlp: ")
+    assert table.startswith("model ")
+    assert answer.splitlines()[-1].startswith("  Next: ")
 
 
 def test_a_run_can_be_named_and_one_that_is_not_there_says_so(folder: Path) -> None:

@@ -24,7 +24,7 @@ batch-sizes = [8, 16]
 rounds = 5
 paired = true
 compile = true
-within = 0.05
+limit = 50
 
 [compare]
 margin = 0.5
@@ -111,11 +111,11 @@ def test_defaults_are_for_every_command_that_has_the_option(dpbench, tmp_path):
         ("[run]\nhelp = true\n", ["'help'"]),
         ("[compare]\nbefore = '@last'\n", ["[compare]", "'before'"]),
         ("[run]\nrounds = 'many'\n", ["--rounds", "'many'"]),
-        ("[run]\nwithin = 3\n", ["--within", "3"]),
+        ("[run]\nlimit = 0\n", ["--limit", "0"]),
         ("[run]\nsize = 'huge'\n", ["--size", "huge"]),
         ("[run]\npaired = 'perhaps'\n", ["--paired", "perhaps"]),
         ("[run]\nrounds = {a = 1}\n", ["--rounds"]),
-        ("[run]\nwithin = 2020-01-01\n", ["--within", "2020-01-01"]),
+        ("[run]\nlimit = 2020-01-01\n", ["--limit", "2020-01-01"]),
         ("[run]\nstarted = 2020-01-01\n", ["'started'"]),
     ],
 )

@@ -58,16 +58,16 @@ def trials(rounds: int = 3) -> Iterator[Trial]:
 def measured(monkeypatch):
     """Replace a run's measurement by one that stores made trials and tells the listener of each."""
 
-    def run(cases, store, *, rounds, listen, **_):
+    def run(cases, store, *, listen, **_):
         run_id, resumed = store.begin_run(
-            plan="p", host="h", code="c", rounds=rounds, provenance=PROVENANCE
+            plan="p", host="h", code="c", rounds=3, provenance=PROVENANCE
         )
         listen(Started(run_id, 6, 0))
         listen(Note("a note"))
         for number, trial in enumerate(trials(), 1):
             listen(Started(run_id, 6, number - 1, trial.case, trial.round))
             store.end_trial(store.begin_trial(run_id, trial.case, trial.round), trial)
-            listen(Ended(trial, number, 6, 2.0))
+            listen(Ended(trial, number, 6, 2.0, 2.0 * (6 - number)))
         store.end_run(run_id)
         return Outcome(run_id, resumed, store.counts(run_id))
 
@@ -109,12 +109,12 @@ def read(kind: type, out: str) -> typing.Any:
 
 def test_a_run_and_its_report_print_the_same_json_and_nothing_else_to_stdout(dpbench, measured):
     code, out, err = dpbench(
-        *CASES, "--json", "--name", "a", "--tag", "driver=550", "--tag", "room=2"
+        *CASES, "--rounds", "3", "--json", "--name", "a", "--tag", "driver=550", "--tag", "room=2"
     )
     assert code == 0, err
     found = read(shapes.RunResult, out)
     assert (found.run.name, found.run.tags) == ("a", {"driver": "550", "room": "2"})
-    assert "[6/6]" in err
+    assert "round 3" in err
     two = next(one for one in found.cases if one.case == DP)
     assert two.speedup.value == pytest.approx(2.0, rel=0.05)
     assert two.speedup.low < two.speedup.value < two.speedup.high
@@ -215,7 +215,7 @@ def test_a_dry_run_has_the_cases_the_trials_and_the_basis_of_the_time_and_makes_
     assert "time budget: 30.0 s" in out
     assert list(tmp_path.iterdir()) == []
     plan = read(shapes.RunPlan, dpbench(*CASES, "--dry-run", "--json")[1])
-    assert (plan.trials, plan.seconds) == (6, 6 * selection.ASSUMED_S["cpu"])
+    assert (plan.trials, plan.seconds) == (8, 8 * selection.ASSUMED_S["cpu"])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -245,8 +245,8 @@ def test_the_expected_time_is_that_of_earlier_trials_of_this_machine_only(
         for one in found["forecast"]["cases"]
     }
     assert planned == {"single": (None, 0), "dp": (3.5, 2)}
-    assert found["seconds"] == 3 * (3.5 + selection.ASSUMED_S["cpu"])
-    assert (found["forecast"]["auto"], found["forecast"]["budget_s"]) == (True, 300.0)
+    assert found["seconds"] == 4 * (3.5 + selection.ASSUMED_S["cpu"])
+    assert (found["forecast"]["auto"], found["forecast"]["budget_s"]) == (True, None)
     out = dpbench(*CASES, "--dry-run")[1]
     assert "1 case with earlier trials on this machine; 1 case without" in out
     assert path.read_bytes() == before
@@ -321,15 +321,17 @@ def test_a_search_has_no_plan(dpbench):
 # -- progress
 
 
-def test_lines_have_milliseconds_and_the_time_left(dpbench, measured):
-    code, out, err = dpbench(*CASES)
+def test_a_line_per_round_has_the_time_left(dpbench, measured):
+    code, out, err = dpbench(*CASES, "--rounds", "3")
     assert code == 0
-    lines = [line for line in err.splitlines() if line.startswith("[")]
-    assert lines[0] == f"[1/6] {SINGLE.label} round 1: ok, 2.00 ms; about 10.0 s left"
-    assert lines[3] == f"[4/6] {DP.label} round 2: ok, 1.01 ms; about 4.00 s left"
-    assert lines[5].endswith("ok, 1.02 ms")
+    lines = [line for line in err.splitlines() if line.startswith("round ")]
+    assert lines == [
+        "round 1, 1 trial measured, about 10.0 s left",
+        "round 2, 3 trials measured, about 6.00 s left",
+        "round 3, 5 trials measured, about 2.00 s left",
+    ]
     plan = "2 cases in 3 rounds: 6 trials to measure\nexpected time: about "
-    assert plan in err.partition("[1/6]")[0], "said before the first trial"
+    assert plan in err.partition("round 1,")[0], "said before the first trial"
     assert plan not in out
     assert "a note" in err
     assert out == dpbench("run", *CASES[1:], "--quiet")[1] != ""
@@ -337,11 +339,12 @@ def test_lines_have_milliseconds_and_the_time_left(dpbench, measured):
 
 def test_quiet_prints_no_progress_and_verbose_more(dpbench, measured):
     _, _, quiet = dpbench(*CASES, "-q")
-    assert "[1/6]" not in quiet
+    assert "round 1" not in quiet
     assert "expected time" not in quiet
     assert "a note" not in quiet
     assert "report: " in quiet
     _, _, verbose = dpbench(*CASES, "-v")
+    assert f"{SINGLE.label}, round 1: ok, 2.00 ms" in verbose
     assert (
         "    build 500 ms, steps 1.00 s; 4 timed steps, 2 of warm-up; device 0 1.00 MiB; gradients:"
         " bitwise" in verbose
@@ -363,7 +366,7 @@ def listen(progress: Progress, rounds: int = 3) -> None:
     progress.listen(Started("abc", 6, 0))
     for number, trial in enumerate(trials(rounds), 1):
         progress.listen(Started("abc", 6, number - 1, trial.case, trial.round))
-        progress.listen(Ended(trial, number, 6, 2.0))
+        progress.listen(Ended(trial, number, 6, 2.0, 2.0 * (6 - number)))
 
 
 def test_a_terminal_shows_the_case_the_time_left_and_speed_ups_with_intervals_and_labels():

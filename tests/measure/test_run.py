@@ -10,9 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from dpbench.analysis.stats import LOOKS
 from dpbench.measure import run as module
 from dpbench.measure.run import Ended, Note, Started, run
-from dpbench.measure.stopping import UntilPrecise
+from dpbench.measure.stopping import UntilDecided
 from dpbench.records import Case, Effort, Sample, Status
 from dpbench.store import Store
 from tests.standing_in import Server
@@ -266,7 +267,7 @@ def test_a_model_that_fails_its_check_is_told_once_and_stored_per_case_and_the_o
 
 
 @pytest.mark.usefixtures("quick")
-def test_the_check_of_a_model_takes_nothing_of_the_budget(store, monkeypatch):
+def test_the_check_of_a_model_is_part_of_the_budget(store, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
@@ -275,9 +276,9 @@ def test_the_check_of_a_model_takes_nothing_of_the_budget(store, monkeypatch):
         return {}
 
     monkeypatch.setattr(Server, "verdict", staticmethod(check))
-    outcome = run(CASES[:2], store, rounds=1, budget_s=1.0)
+    outcome = run(CASES[:2], store, rounds=1, budget_s=15.0)
     assert len(Server.checked) == 2
-    assert outcome.counts == {Status.OK: 2}
+    assert outcome.counts == {Status.SKIPPED: 2}, "20 s of checks"
 
 
 @pytest.mark.usefixtures("quick")
@@ -392,8 +393,9 @@ def test_on_gpus_a_round_that_does_not_fit_is_left_out_and_named_and_no_trial_is
 
 
 @pytest.mark.usefixtures("quick")
-def test_on_gpus_rounds_that_nobody_asked_for_end_with_the_budget_and_the_run_is_finished(
-    store, monkeypatch
+@pytest.mark.parametrize(("settle_s", "rounds"), [(125.0, LOOKS[0]), (160.0, LOOKS[0] + 1)])
+def test_open_rounds_end_in_time_the_run_is_open_and_the_same_call_goes_on(
+    store, monkeypatch, settle_s, rounds
 ):
     clock = SimpleNamespace(now_s=0.0)
 
@@ -403,9 +405,44 @@ def test_on_gpus_rounds_that_nobody_asked_for_end_with_the_budget_and_the_run_is
 
     monkeypatch.setattr(module.time, "perf_counter", lambda: clock.now_s)
     monkeypatch.setattr(Server, "act", staticmethod(act))
-    run(ON_GPUS, store, rounds=UntilPrecise(least=9), budget_s=75.0)
-    assert slots(store.trials()) == Counter((case, number) for case in ON_GPUS for number in (0, 1))
+    monkeypatch.setattr(UntilDecided, "unsettled", lambda self: frozenset(ON_GPUS))
+    first = run(ON_GPUS, store, rounds=UntilDecided(), settle_s=settle_s)
+    assert slots(store.trials()) == Counter(
+        (case, number) for case in ON_GPUS for number in range(rounds)
+    ), "a round takes 30 s"
+    assert store.runs()[0].status == "open"
+    monkeypatch.setattr(UntilDecided, "unsettled", lambda self: frozenset())
+    again = run(ON_GPUS, store, rounds=UntilDecided(), settle_s=settle_s)
+    assert (again.run_id, again.resumed) == (first.run_id, True)
+    assert len(store.trials()) == rounds * len(ON_GPUS)
     assert store.runs()[0].status == "finished"
+    assert {trial.looks for trial in store.trials()} == {len(LOOKS)}
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_rounds_that_every_case_needs_are_measured_however_long_they_take(store, monkeypatch):
+    clock = SimpleNamespace(now_s=0.0)
+
+    def act(case, effort):
+        clock.now_s += 5.0
+        return {}
+
+    monkeypatch.setattr(module.time, "perf_counter", lambda: clock.now_s)
+    monkeypatch.setattr(Server, "act", staticmethod(act))
+    left = []
+    run(
+        CASES,
+        store,
+        rounds=UntilDecided(),
+        settle_s=1.0,
+        listen=lambda event: left.append(event.left_s) if isinstance(event, Ended) else None,
+    )
+    assert slots(store.trials()) == Counter(
+        (case, number) for case in CASES for number in range(LOOKS[0])
+    )
+    assert left == sorted(left, reverse=True), "the expected rest never grows"
+    assert left[0] == pytest.approx(5.0 * (len(CASES) * LOOKS[0] - 1))
+    assert left[-1] == 0
 
 
 @pytest.mark.usefixtures("quick")

@@ -8,7 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dpbench.measure.stopping import UntilPrecise, shortage
+from dpbench.analysis import stats, summary
+from dpbench.analysis.stats import LOOKS
+from dpbench.measure.stopping import UntilDecided, shortage
 from dpbench.records import Case, Status, Trial, Verified, plan
 from tests.trials import trial_of
 
@@ -21,71 +23,92 @@ def trial(case: Case, number: int, seconds: float, **rest) -> Trial:
     return trial_of(case, [seconds] * 10, round=number, **rest)
 
 
-def fed(rule: UntilPrecise, rounds: int, spread: dict[Case, float], seed: int = 0) -> UntilPrecise:
+def fed(
+    rounds: int, speeds: dict[Case, float], spread: float = 0.01, seed: int = 0
+) -> UntilDecided:
+    """Return the rule after some rounds; `speeds` are true speed-ups, with noise of `spread`."""
     generator = np.random.default_rng(seed)
+    rule = UntilDecided()
     for number in range(rounds):
-        for case, noise in spread.items():
-            rule.add(trial(case, number, float(np.exp(noise * generator.standard_normal()))))
+        for case, speed in speeds.items():
+            noise = float(np.exp(spread * generator.standard_normal()))
+            rule.add(trial(case, number, noise / speed))
     return rule
 
 
 def test_everything_is_measured_in_the_first_rounds() -> None:
-    rule = UntilPrecise(least=3)
-    assert all(rule.wanted([SINGLE, DP], number) == [SINGLE, DP] for number in range(3))
+    rule = UntilDecided()
+    assert all(rule.wanted([SINGLE, DP], number) == [SINGLE, DP] for number in range(rule.least))
 
 
-def test_only_what_is_not_precise_goes_on_and_its_baseline_with_it() -> None:
-    rule = fed(UntilPrecise(), 5, {SINGLE: 0.0, DP: 0.2, DDP: 0.001})
-    assert rule.wanted([DDP, DP, SINGLE], 5) == [DP, SINGLE]
-    reasons = rule.reasons([DDP, DP, SINGLE])
-    assert reasons[DDP.label].startswith("precise: speed-up known to within 0.")
-    assert reasons[DP.label].startswith("budget: speed-up known to within ")
-    assert "after 5 rounds, undecided" in reasons[DP.label]
-    assert SINGLE.label not in reasons, "a baseline is not judged"
+def test_a_settled_answer_gets_no_further_round() -> None:
+    speeds = {SINGLE: 1.0, DP: 0.5, DDP: 1.8}
+    assert fed(LOOKS[0], speeds).wanted([*speeds], LOOKS[0]) == []
 
 
-def test_nothing_is_wanted_when_all_is_precise_or_the_most_rounds_are_reached() -> None:
-    assert fed(UntilPrecise(), 4, {SINGLE: 0.0, DP: 0.0001}).wanted([SINGLE, DP], 4) == []
-    rule = fed(UntilPrecise(most=4), 4, {SINGLE: 0.0, DP: 0.5})
-    assert rule.wanted([SINGLE, DP], 4) == []
-    assert rule.reasons([SINGLE, DP])[DP.label].startswith("rounds: ")
+def test_only_the_cases_of_an_open_answer_go_on_and_its_baseline_with_them() -> None:
+    other = replace(SINGLE, model="resnet18")
+    other_ddp = replace(DDP, model="resnet18")
+    rule = fed(LOOKS[0], {SINGLE: 1.0, DP: 0.5, DDP: 1.05, other: 1.0, other_ddp: 1.9}, 0.02)
+    assert rule.wanted([other_ddp, DDP, other, DP, SINGLE], LOOKS[0]) == [DDP, SINGLE]
 
 
-def test_rounds_end_when_the_interval_is_as_narrow_as_was_asked() -> None:
-    """The count of rounds follows the noise, (1.96 x spread / precision)^2, and is enough."""
-    counts = {}
-    for noise in (0.01, 0.03):
-        rule, number = UntilPrecise(precision=0.02, most=500), 0
-        generator = np.random.default_rng(3)
-        while rule.wanted([SINGLE, DP], number):
-            rule.add(trial(SINGLE, number, 1.0))
-            rule.add(trial(DP, number, float(np.exp(noise * generator.standard_normal()))))
-            number += 1
-        counts[noise] = number
-        assert rule.reasons([SINGLE, DP])[DP.label].startswith("precise: speed-up known to within ")
-    assert 3 <= counts[0.01] <= 8
-    assert 6 <= counts[0.03] <= 25
+def test_a_rival_of_the_recommended_case_goes_on() -> None:
+    rule = fed(LOOKS[0], {SINGLE: 1.0, DP: 1.5, DDP: 1.52}, 0.03)
+    assert set(rule.wanted([SINGLE, DP, DDP], LOOKS[0])) == {SINGLE, DP, DDP}
 
 
-def test_without_a_baseline_the_step_itself_must_be_precise() -> None:
-    rule = fed(UntilPrecise(), 5, {DP: 0.2})
-    assert rule.wanted([DP], 5) == [DP]
-    assert rule.reasons([DP])[DP.label].startswith("budget: step time known to within ")
-    assert fed(UntilPrecise(), 5, {DP: 0.0}).wanted([DP], 5) == []
+def test_between_two_looks_the_cases_stay_the_same() -> None:
+    """A look is another chance of a wrong verdict, and the intervals allow for these looks only."""
+    speeds = {SINGLE: 1.0, DDP: 1.05}
+    rule = fed(LOOKS[0], speeds, 0.1)
+    assert rule.wanted([*speeds], LOOKS[0]) == [*speeds]
+    for number in range(100, 200):
+        for case, speed in {SINGLE: 1.0, DDP: 3.0}.items():
+            rule.add(trial(case, number, 1 / speed))
+    assert rule.unsettled() == frozenset()
+    assert rule.wanted([*speeds], LOOKS[1] - 1) == [*speeds]
+    assert rule.wanted([*speeds], LOOKS[1]) == []
+
+
+def test_no_case_is_measured_after_the_last_look() -> None:
+    speeds = {SINGLE: 1.0, DDP: 1.05}
+    rule = fed(LOOKS[0], speeds, 0.2)
+    assert rule.wanted([*speeds], LOOKS[0])
+    assert rule.wanted([*speeds], LOOKS[-1]) == []
+    assert rule.unsettled() == {*speeds}
+
+
+def test_without_a_baseline_nothing_can_be_settled() -> None:
+    assert fed(LOOKS[0], {DP: 1.0}, 0.2).wanted([DP], LOOKS[0]) == []
 
 
 def test_failed_and_unverified_trials_ask_for_no_more_rounds() -> None:
-    rule = fed(UntilPrecise(), 5, {SINGLE: 0.0})
-    for number in range(5):
+    rule = fed(LOOKS[0], {SINGLE: 1.0})
+    for number in range(LOOKS[0]):
         rule.add(Trial(case=DP, round=number, status=Status.OOM))
         rule.add(trial(DDP, number, 1.0 + number, verified=Verified.NO))
-    assert rule.wanted([SINGLE, DP, DDP], 5) == []
+    assert rule.wanted([SINGLE, DP, DDP], LOOKS[0]) == []
 
 
-def test_another_precision_is_another_plan() -> None:
-    assert plan.plan_hash([DP], UntilPrecise(0.01).name) != plan.plan_hash(
-        [DP], UntilPrecise(0.02).name
+def test_the_looks_widen_the_intervals_that_decide() -> None:
+    """All intervals of all looks hold together, and the trials carry how many looks there are."""
+    trials = [
+        trial(case, number, 1.0 + 0.1 * number, provenance=provenance)
+        for provenance in ({}, {"looks": len(LOOKS)})
+        for number in range(4)
+        for case in (SINGLE, DP, DDP)
+    ]
+    (plain, looked) = (
+        next(row.speedup for row in summary.rows(half) if row.case == DDP)
+        for half in (trials[:12], trials[12:])
     )
+    assert plain.level == stats.together(2)
+    assert looked.level == stats.together(2 * len(LOOKS))
+
+
+def test_an_open_number_of_rounds_is_another_plan() -> None:
+    assert plan.plan_hash([DP], UntilDecided.name) != plan.plan_hash([DP], UntilDecided.least)
     assert plan.plan_hash([DP], 3) != plan.plan_hash([DP], 3, "paired")
 
 
