@@ -12,6 +12,7 @@
 # make check      ruff and mypy
 # make history    asv over the last COMMITS=3 commits, published in .asv/html/index.html, which opens from a file; a
 #                 second run measures only the missing results, or all with AGAIN=1; BENCH=REGEX selects benchmarks
+# make docs       the documents as a site, build/site/index.html; a broken link is an error
 # make gate       decide whether this checkout's engine is slower than BASE=main: slower, not slower, or cannot tell
 # make test-gpu   on any Linux machine: torch's CUDA build on fake GPUs, in the virtual environment .venv-gpu (1.8 GB).
 #                 tests/fakegpu/README.md says what this shows and what it does not
@@ -42,7 +43,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 SPREAD = $(shell $(BIN)/python -c 'import xdist' 2>/dev/null && echo "--numprocesses=$(JOBS) --dist=worksteal")
 
 .DEFAULT_GOAL := bench
-.PHONY: bench test test-all test-fast test-gpu faults hardening check history gate gpu-check clean
+.PHONY: bench test test-all test-fast test-gpu faults hardening check docs history gate gpu-check clean
 
 ifeq ($(TORCH),system)
 # No registry is asked: the Python that runs make lends its packages, after a check that all are there.
@@ -92,6 +93,15 @@ check: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# sphinx with furo and myst: a maintained generator whose site needs no network
+$(VENV)/docs.stamp: $(VENV)/dev.stamp
+	$(PIP) -e ".[docs]"
+	@touch $@
+
+docs: $(VENV)/docs.stamp
+	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/site
+	@echo "build/site/index.html"
 
 history: $(VENV)/dev.stamp
 	PATH="$(abspath $(BIN)):$$PATH" COMMITS=$(COMMITS) BENCH='$(BENCH)' AGAIN=$(AGAIN) sh benchmarks/history.sh
