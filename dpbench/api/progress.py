@@ -216,8 +216,11 @@ def outcome(trial: Trial) -> str:
 
 
 def left_text(left_s: float | None) -> str:
-    """Return the expected rest of a run as text, such as "about 2 min left"; "" if unknown."""
-    return f"about {words.long_time(left_s)} left" if left_s else ""
+    """Return the expected rest of a run as text, such as "about 2 min left".
+
+    "" if it is unknown or less than a second.
+    """
+    return f"about {words.long_time(left_s)} left" if left_s and left_s >= 1 else ""
 
 
 def details(trial: Trial) -> str:
