@@ -266,17 +266,16 @@ def _ranked(rows: Sequence[Row]) -> str:
     if len(rows) < 2:
         return ""
     first, *others = rows
-    parts = [
-        f"{_place(first)} {_gain(first) if first.speedup and _shown(first) else _about(first)}"
-    ]
-    parts += [f"{_place(row)} {_about(row)}" for row in others[: RANKED - 1]]
+    parts = [f"{place(first)} {_gain(first) if first.speedup and _shown(first) else about(first)}"]
+    parts += [f"{place(row)} {about(row)}" for row in others[: RANKED - 1]]
     more = f", and {len(rows) - RANKED} more" if len(rows) > RANKED else ""
     sure = sure_of_first(rows)
     standing = ", ".join(parts) + more
     return standing if sure is None else f"{standing}; {_how_sure(sure)}"
 
 
-def _place(row: Row) -> str:
+def place(row: Row) -> str:
+    """Return how a ranking names a row: its strategy and devices, or "one device"."""
     return _one(row.case) if row.case.traits.role is Role.BASELINE else _name(row)
 
 
@@ -284,7 +283,8 @@ def _shown(row: Row) -> bool:
     return row.speedup is not None and not row.speedup.doubt
 
 
-def _about(row: Row) -> str:
+def about(row: Row) -> str:
+    """Return a row's speed-up as in a ranking; "~" marks one whose interval must not be shown."""
     if row.speedup is None:
         return "1×"
     return f"{'' if _shown(row) else '~'}{words.number(row.speedup.value)}×"
@@ -316,6 +316,12 @@ def _too_small(question: Question) -> str:
 def _headline(question: Question, decision: Decision) -> str:
     if decision.choice is Choice.UNKNOWN:
         return f"{Choice.UNKNOWN}: {_unknown(question, decision)}"
+    lost = [row for row in question.failed if row.case.traits.role is Role.CONTROL]
+    without = f"; without a result: {_failures(lost)}" if lost else ""
+    return _chosen(question, decision) + without
+
+
+def _chosen(question: Question, decision: Decision) -> str:
     here = question.home.device_kind == "cpu" and question.source is Source.MEASURED
     row = decision.row
     where = "on this CPU, " if here else ""
@@ -547,8 +553,9 @@ def _of_all_steps(question: Question, row: Row) -> Iterator[str]:
 
 
 def _gaps(question: Question, row: Row) -> Iterator[str]:
-    if question.failed:
-        yield f"without a result: {_failures(question.failed)}"
+    lost = [row for row in question.failed if row.case.traits.role is not Role.CONTROL]
+    if lost:
+        yield f"without a result: {_failures(lost)}"
     for reported in [
         row,
         *([question.baseline] if question.baseline and question.baseline is not row else []),

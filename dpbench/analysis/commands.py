@@ -15,7 +15,7 @@ from dpbench.hardware.provenance import Resources
 from dpbench.records import HABITS, Case, Fault, Source, Status, registry, schedule, siblings
 from dpbench.records.options import AUTO, Options
 from dpbench.records.registry import Role
-from dpbench.records.trial import Doubt, Estimate
+from dpbench.records.trial import CHECK_FAILED, Doubt, Estimate
 
 ROUNDS_MOST = 50
 """The largest number of rounds that a command states; for more, it gives --rounds auto."""
@@ -202,6 +202,8 @@ def _again(question: Question, cases: Sequence[Case], machine: Resources) -> str
         and question.home.batch_size > 1
     ):
         return measure(at_batch(cases, 0.5), machine=machine)
+    if any(row.reason.startswith(CHECK_FAILED) for row in question.rows):
+        return shlex.join(["dpbench", "check", "--model", question.home.model])
     ended = [
         row.status for row in question.several if not row.step and Fault.UNVERIFIED not in row.lost
     ]

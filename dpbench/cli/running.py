@@ -36,6 +36,7 @@ from dpbench.cli.options import (
     store_option,
 )
 from dpbench.cli.showing import (
+    check_page,
     expectation,
     print_plan,
     print_results,
@@ -382,6 +383,7 @@ def _measure(output: Output, cluster: Cluster | None, selected: Options) -> NoRe
             as_json=output.as_json,
         )
         sys.exit(0)
+    check_page(output.report)
     planned = selection.forecast(output.store, selected, cases, naming, cluster, budget_s)
     measure_and_show(
         output,

@@ -36,6 +36,17 @@ def read(store: Path, run_id: str | None) -> tuple[StoredRun, list[Trial], list[
     return stored.read(store, run_id)
 
 
+def check_page(path: Path | None) -> None:
+    """Raise OSError if the page `path` cannot be written; a run would learn it after measuring."""
+    if path is None:
+        return
+    there = path.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.open("a", encoding="utf-8").close()
+    if not there:
+        path.unlink()
+
+
 def try_report(path: Path | None, report: Report, store: Path) -> bool:
     """Write the page of a run, print its path and the store's, and return whether it was written.
 

@@ -1,4 +1,4 @@
-"""Tables: format the results of a run as plain tables."""
+"""Tables: format the results of a run as plain tables of at most about 120 columns."""
 
 from __future__ import annotations
 
@@ -7,42 +7,58 @@ from typing import Any
 
 from dpbench.analysis import ladder
 from dpbench.records import Case, plan, words
-from dpbench.records.trial import Estimate
+from dpbench.records.trial import Doubt, Estimate
 from dpbench.records.words import aligned
 
+HEAD = ("model", "strategy", "devices", "batch")
 COLUMNS = (
-    "model",
-    "strategy",
-    "devices",
-    "batch",
-    "ms/step",
-    "95 % interval",
+    *HEAD,
+    "ms/step (95 %)",
     "samples/s",
-    "speed-up",
-    "95 %",
+    "speed-up (95 %)",
     "effic.",
     "dev-0 imb.",
-    "unattr.",
     "verified",
     "labels",
 )
-COMPARED = ("speed-up", "95 %", "effic.", "verified")
-"""Columns that observed loops lack, which have no baseline and no reference."""
 TEXT = ("model", "strategy", "verified", "labels")
 """The columns that contain text, and not numbers."""
+UNCERTAIN, WITHHELD = "~", "—"
+FOOTNOTES = {
+    UNCERTAIN: f"uncertain, because it is from fewer than {Estimate.ROUNDS} rounds",
+    WITHHELD: f"not shown: the interval spans more than a factor of {Estimate.WIDEST:.0f}, or fewer"
+    f" than {Estimate.ROUNDS} rounds are without the label NOISY",
+}
 
 
 def table(rows: Sequence[Any], ladders: Sequence[ladder.Ladder] = ()) -> str:
     """Return the rows of an analysis as a table with one line per case.
 
     A case without a measured step time shows its status. Each ladder's fastest rung is marked.
+    Columns without any value are left out, and labels that all rows share stand below the table.
     """
     best = [found.fastest.row for found in ladders]
-    lines = [COLUMNS, *(_cells(row, any(row is one for one in best)) for row in rows)]
-    if all(row.case.traits.observed for row in rows):
-        kept = [i for i, name in enumerate(COLUMNS) if name not in COMPARED]
-        lines = [tuple(line[i] for i in kept) for line in lines]
-    return "\n".join(aligned(lines, left=[i for i, name in enumerate(lines[0]) if name in TEXT]))
+    lines = [_cells(row, any(row is one for one in best)) for row in rows]
+    shared = " ".join(rows[0].labels) if len({row.labels for row in rows}) == 1 else ""
+    if shared:
+        lines = [(*line[:-1], "") for line in lines]
+    return "\n".join([*_aligned(COLUMNS, lines), *_below(lines, shared)])
+
+
+def _aligned(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    kept = [i for i, name in enumerate(columns) if name in HEAD or any(line[i] for line in lines)]
+    left = [place for place, i in enumerate(kept) if columns[i] in TEXT]
+    return aligned([[line[i] for i in kept] for line in (columns, *lines)], left=left)
+
+
+def _below(lines: Sequence[Sequence[str]], shared: str) -> list[str]:
+    cells = [cell for line in lines for cell in line]
+    notes = [
+        f"{sign}: {why}"
+        for sign, why in FOOTNOTES.items()
+        if any(cell.startswith(sign) for cell in cells)
+    ]
+    return ["", *([f"all cases: {shared}"] if shared else []), *notes] if shared or notes else []
 
 
 def _name(case: Case, best: bool = False) -> tuple[str, ...]:
@@ -62,67 +78,49 @@ def _cells(row: Any, best: bool) -> tuple[str, ...]:
     weak = " weak" if row.scaling == "weak" else ""
     return (
         *head,
-        *_estimate(row.step, 1e3),
+        _estimate(row.step, 1e3),
         words.number(row.throughput.value) if row.throughput and not row.throughput.doubt else "",
-        *_estimate(row.speedup, unit=f"x{weak}"),
+        _estimate(row.speedup, unit=f"×{weak}"),
         words.percent(efficiency.value) if efficiency and not efficiency.doubt else "",
-        _estimate(row.imbalance)[0],
-        words.percent(row.unattributed_share),
+        _estimate(row.imbalance).partition(" ")[0],
         f"{row.verified.value}{'' if case.trains else ' (outputs)'}" if row.verified else "",
         " ".join(row.labels),
     )
 
 
-LATENCY = (
-    "model",
-    "strategy",
-    "devices",
-    "batch",
-    "rounds, steps",
-    "p50 ms",
-    "95 % interval",
-    "p95 ms",
-    "95 %",
-    "p99 ms",
-    "95 %",
-    "labels",
-)
+LATENCY = (*HEAD, "rounds, steps", "p50 ms (95 %)", "p95 ms (95 %)", "p99 ms (95 %)", "labels")
 
 
 def latencies(rows: Sequence[Any]) -> str:
     """Return a table of the latencies of cases that run the forward alone; "" without any."""
     lines = [_latency(row) for row in rows if row.step and not row.case.trains]
-    return "\n".join(aligned([LATENCY, *lines], left=(0, 1, len(LATENCY) - 1))) if lines else ""
+    return "\n".join(_aligned(LATENCY, lines)) if lines else ""
 
 
 def _latency(row: Any) -> tuple[str, ...]:
-    cells = [
-        (
-            (words.NOT_ENOUGH_STEPS, "")
-            if percentile.doubt
-            else (
-                words.number(percentile.value * 1e3),
-                f"{words.number(percentile.low * 1e3)}–{words.number(percentile.high * 1e3)}",
-            )
-        )
-        for percentile in row.percentiles.values()
-    ]
     return (
         *_name(row.case),
         f"{row.rounds}, {row.steps}",
-        *_estimate(row.step, 1e3),
-        *(cell for pair in cells for cell in pair),
+        _estimate(row.step, 1e3),
+        *(
+            words.NOT_ENOUGH_STEPS
+            if percentile.doubt
+            else f"{words.number(percentile.value * 1e3)} ({words.number(percentile.low * 1e3)}–"
+            f"{words.number(percentile.high * 1e3)})"
+            for percentile in row.percentiles.values()
+        ),
         " ".join(row.labels),
     )
 
 
-def _estimate(estimate: Estimate | None, scale: float = 1.0, unit: str = "") -> tuple[str, str]:
-    """Return the cells of an estimate's value and of its interval; both empty for None.
+def _estimate(estimate: Estimate | None, scale: float = 1.0, unit: str = "") -> str:
+    """Return the cell of an estimate times `scale`, with its interval; "" for None.
 
-    `scale` is a factor. If the estimate has a `doubt`, the cells are `words.withheld` and empty.
+    An estimate from few rounds is marked as uncertain; one in another doubt is withheld.
     """
     if estimate is None:
-        return "", ""
-    if estimate.doubt:
-        return words.withheld(estimate), ""
-    return words.number(estimate.value * scale) + unit, words.interval(estimate, scale)
+        return ""
+    if estimate.doubt not in (None, Doubt.ROUNDS):
+        return WITHHELD
+    value = f"{words.number(estimate.value * scale)}{unit}"
+    return UNCERTAIN + value if estimate.doubt else f"{value} ({words.interval(estimate, scale)})"

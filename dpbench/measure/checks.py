@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from dpbench.measure.server import TrialRunner
 from dpbench.records import Case, Status, Trial, plan
+from dpbench.records.trial import CHECK_FAILED
 from dpbench.records.words import count
 
 
@@ -54,7 +55,7 @@ class Models:
             verdict,
             case=case,
             round=number,
-            reason=f"the check of the {checked} failed: {verdict.reason}",
+            reason=f"{CHECK_FAILED} {checked} failed: {verdict.reason}",
         )
 
 

@@ -128,6 +128,13 @@ def cases_of(options: Options, cluster: Cluster | None = None) -> tuple[list[Cas
     cases = list(
         dict.fromkeys(replace(case, optimizer=optimizer, unverified=unverified) for case in cases)
     )
+    most = max((case.devices for case in cases), default=0)
+    if kind == "cpu" and most > usable_cores():
+        log.warning(
+            "%s on %s: logical devices share cores, so that more of them cannot be faster",
+            words.count(most, "device"),
+            words.count(usable_cores(), "core"),
+        )
     return cases, options.budget or (QUICK_BUDGET_S[kind] if options.quick else None)
 
 

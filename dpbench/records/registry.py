@@ -10,6 +10,7 @@ Plans, predictions and reports depend on the traits of a strategy, never on the 
 
 from __future__ import annotations
 
+import ast
 import difflib
 import hashlib
 import importlib
@@ -17,6 +18,7 @@ import importlib.machinery
 import importlib.util
 import pkgutil
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
@@ -286,9 +288,12 @@ def _check_exists(kind: str, name: str, path: str) -> None:
 def _executed(path: Path) -> Any:
     """Execute a Python file as a module of a package that stands for, and is unique to, its folder.
 
-    The file can import its neighbours with `from .neighbour import name`.
+    The file can import its neighbours with `from .neighbour import name` and, as a script can, with
+    `import neighbour`.
     """
     folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # processes that this one spawns get the same path
     package = f"dpbench_outside_{hashlib.sha256(folder.encode()).hexdigest()[:12]}"
     if package not in sys.modules:
         sys.modules[package] = ModuleType(package)
@@ -328,18 +333,24 @@ def of_role(role: Role) -> str:
 
 
 def check_module(name: str, option: str = "--model") -> None:
-    """Raise LookupError if the top-level module of the user's object `name` cannot be found.
+    """Raise LookupError if the user's object `name` cannot be found.
 
     Raises UnreadableFile, which is a LookupError, if its file does not exist. `name` is
     `file.py:object`, `package.module:object`, or a library's model, such as `transformers:gpt2`.
-    `option` is the option that gives the name. Nothing is imported.
+    `option` is the option that gives the name. Nothing is imported: the syntax tree of a file shows
+    its names.
     """
     _check_visible(option, name)
-    place, colon, _ = name.rpartition(":")
+    place, colon, attribute = name.rpartition(":")
     if not colon:
-        raise LookupError(f"{option} {name}: give file.py:name or package.module:name")
+        like = ""
+        if name.endswith(".py"):
+            _check_exists(option, name, name)
+            like = "".join(f", such as {name}:{one}" for one in _names_in(name, option)[-1:])
+        raise LookupError(f"{option} {name}: give file.py:name or package.module:name{like}")
     if place.endswith(".py"):
         _check_exists(option, name, place)
+        _check_name(place, attribute, option, name)
         return
     top = place.partition(".")[0]
     here = str(Path.cwd())
@@ -354,6 +365,55 @@ def check_module(name: str, option: str = "--model") -> None:
             f"{option} {name}: cannot find the module {top!r} in the folder {here} or on Python's"
             " path"
         )
+
+
+def _check_name(file: str, attribute: str, option: str, name: str) -> None:
+    """Raise LookupError if the file has no such name on its top level, or only a class of it."""
+    tree = _tree(file, option)
+    if any(_imports_all(node) for node in ast.walk(tree)):
+        return  # the names of other modules are unknown
+    known = [*_assigned(tree)]
+    if attribute not in known:
+        raise LookupError(f"{option} {name}: {unknown('name', attribute, known)}")
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    if option == "--model" and attribute in classes:
+        raise LookupError(
+            f"{option} {name}: {attribute} is a class, and dpbench needs an object with build,"
+            f" batch and loss: add `model = {attribute}()` to the file, and give {file}:model"
+        )
+
+
+def _names_in(file: str, option: str) -> list[str]:
+    """Return the names of objects that the file makes on its top level, in their order."""
+    made = [
+        node
+        for node in _tree(file, option).body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+    ]
+    return [one.id for node in made for one in node.targets if isinstance(one, ast.Name)]
+
+
+def _tree(file: str, option: str) -> ast.Module:
+    try:
+        return ast.parse(Path(file).read_bytes(), file)
+    except (SyntaxError, ValueError) as error:
+        where = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        raise LookupError(f"{option} {file}{where}: {type(error).__name__}: {error}") from error
+
+
+def _imports_all(node: ast.AST) -> bool:
+    return isinstance(node, ast.ImportFrom) and any(one.name == "*" for one in node.names)
+
+
+def _assigned(tree: ast.Module) -> Iterator[str]:
+    """Yield the names that the module defines, assigns or imports anywhere in its text."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield from (one.asname or one.name.partition(".")[0] for one in node.names)
 
 
 def _check_visible(kind: str, name: str) -> None:

@@ -106,6 +106,8 @@ LOOKS = "looks"
 
 Each look is another chance of a wrong verdict, for which the intervals are widened.
 """
+CHECK_FAILED = "the check of the"
+"""The beginning of the reason of a trial that did not run because its model failed the check."""
 SLOW = "slow"
 """The key in a trial's provenance of whether it took only a few steps, because they are long."""
 HOSTS = "hosts"

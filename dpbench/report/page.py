@@ -25,7 +25,9 @@ import msgspec
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
+from dpbench.analysis import answer as answering
 from dpbench.analysis import caveats
+from dpbench.analysis.answer import Answer
 from dpbench.analysis.findings import text
 from dpbench.analysis.report import Report
 from dpbench.records import words
@@ -154,6 +156,7 @@ def render(report: Report) -> str:
         command=command,
         badges=naming.badges(report.rows),
         axes=naming.axes([row.case for row in report.rows]),
+        standing=_standing,
         contents=_contents(sections, findings=bool(report.diagnoses), command=bool(command)),
         alike=lambda one: naming.alike(one, report.rows),
         summary=caveats.summary,
@@ -239,6 +242,26 @@ def _tabled(section: devices.TableSection) -> PageSection:
     cases = list(map(naming.case_id, section.cases))
     tables = [Numbers(section.table, cases, section.open)]
     return PageSection(section.id, section.title, section.lead, section.labels, tables=tables)
+
+
+class Place(NamedTuple):
+    """A line of an answer's ranking; `uncertain` if its interval must not be shown."""
+
+    name: str
+    speedup: str
+    interval: str
+    uncertain: bool
+
+
+def _standing(answer: Answer) -> list[Place]:
+    """Return the lines of an answer's ranking, the fastest first; none for a single case."""
+    places = []
+    for row in answer.ranking if len(answer.ranking) > 1 else ():
+        found = row.speedup
+        uncertain = bool(found and found.doubt)
+        interval = words.interval(found) if found and not uncertain else ""
+        places.append(Place(answering.place(row), answering.about(row), interval, uncertain))
+    return places
 
 
 def _contents(

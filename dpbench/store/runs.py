@@ -15,7 +15,7 @@ PREDICTED = "predicted:"
 """The beginning of the `host` of a run that was predicted for a described machine."""
 LATEST = "last"
 """The name that always means the newest run, and that no run can have."""
-_WORD = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
+_WORD = re.compile(r"[^\W_][\w.-]*")
 
 
 @dataclass(frozen=True, kw_only=True)

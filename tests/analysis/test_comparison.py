@@ -308,7 +308,8 @@ def test_a_side_is_a_run_a_commit_or_a_file(
         code, text, err = dpbench(
             "compare", asked, "@last", "--json", *["--unlike"] * asked.endswith("gz")
         )
-        assert (code, err) == (0, ""), asked
+        assert code == 0, asked
+        assert ("are the same run" in err) == (run_id == second), asked
         assert json.loads(text)["before"]["run"]["id"] == run_id, asked
 
 

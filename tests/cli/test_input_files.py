@@ -60,7 +60,7 @@ def test_every_command_that_reads_a_file_is_among_them() -> None:
 def test_a_file_that_does_not_exist_is_named_with_the_code_of_files(
     dpbench, tmp_path, reader
 ) -> None:
-    (tmp_path / "x.py").touch()
+    (tmp_path / "x.py").write_text("data = []\n")
     said = is_error(*dpbench(*reader.format("missing").split()), expected=2)
     assert "missing" in said
     assert [path.name for path in tmp_path.iterdir()] == ["x.py"]

@@ -81,7 +81,7 @@ def test_a_name_and_tags_are_part_of_what_is_resumed_and_a_run_without_them_has_
     assert [found[run_id] for run_id in ids] == namings
 
 
-@pytest.mark.parametrize("word", ["last", "@a", "a b", "-a", "ä", "a/b", "a\n"])
+@pytest.mark.parametrize("word", ["last", "@a", "a b", "-a", "_a", "a/b", "a\n"])
 def test_a_name_that_could_not_be_given_back_is_refused_before_anything_is_made(
     dpbench, tmp_path, word
 ):

@@ -18,11 +18,11 @@ from dpbench.records import Case
 from dpbench.store import Naming
 from tests.exported import DP, command, made, stored
 from tests.predict.test_stored import single, write
-from tests.project.test_docs import COMMANDS, DOCS, README, ROOT
+from tests.project.test_docs import COMMANDS, DOCS, README, ROOT, TEN
 from tests.strategies.test_users_own import MINE
 
 SHORTER = {
-    "run": ("--budget", "1"),
+    "run": ("--rounds", "1", "--budget", "30"),
     "loaders": ("--rounds", "1", "--examples", "1", "--workers", "0,1"),
 }
 """Options that end a command early; the others are run exactly as they are written."""
@@ -39,6 +39,7 @@ RUNS = re.compile(r"[0-9a-f]{8}")
 TRAIN = """
 import torch
 
+dataset = list(range(999))
 net = torch.nn.Linear(8, 1)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 for _ in range(20):
@@ -99,6 +100,7 @@ ALONE = Case(model="mlp", strategy="single", batch_size=64)
 def test_commands_that_are_run_elsewhere_are_run_there() -> None:
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     assert [name for name in ELSEWHERE.values() if f"def {name}(" not in tests] == []
+    assert len(TEN) == 10
     assert len(COMMANDS) > 15
     assert DOCS
 
@@ -120,7 +122,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "arguments", [one for one in COMMANDS if not ELSEWHERE.keys() & {*one}], ids=" ".join
+    "arguments", [one for one in [*TEN, *COMMANDS] if not ELSEWHERE.keys() & {*one}], ids=" ".join
 )
 def test_a_command_of_a_document_runs(
     arguments: list[str],

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from benchmarks.scripts import commands_page
 from dpbench.cli import cli
 
 ROOT = Path(__file__).parents[2]
@@ -89,6 +90,8 @@ COMMANDS = [
     for line in block.splitlines()
     if line.startswith("dpbench ")
 ]
+TEN = [shlex.split(line)[1:] for line in re.findall(r"^\| `(dpbench .*?)` \|", README, re.M)]
+"""The commands of the README's table."""
 
 
 def test_every_option_that_a_document_names_is_one() -> None:
@@ -105,9 +108,15 @@ def test_every_option_that_a_document_names_is_one() -> None:
 
 
 @pytest.mark.parametrize("command", sorted(cli.commands))
-def test_every_command_has_help_and_stands_in_the_readme(command: str) -> None:
+def test_every_command_has_help_and_stands_in_the_recipes(command: str) -> None:
     assert CliRunner().invoke(cli, [command, "--help"]).exit_code == 0
-    assert f"dpbench {command}" in README
+    assert f"dpbench {command}" in (ROOT / "docs" / "recipes.md").read_text()
+
+
+def test_the_page_of_commands_is_that_of_this_version() -> None:
+    assert commands_page.PAGE.read_text() == commands_page.page(), (
+        "run: python -m benchmarks.scripts.commands_page"
+    )
 
 
 def test_every_extra_that_a_text_names_is_one_of_this_distribution() -> None:

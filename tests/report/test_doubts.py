@@ -101,9 +101,9 @@ def test_what_is_in_doubt_is_in_no_headline_and_on_no_axis(name: str) -> None:
     assert dp.step.doubt
     assert dp.speedup.doubt
     (answer,) = shown.answers
-    assert "×" not in answer.text
+    assert "×" not in answer.headline
     assert answer.headline.startswith("cannot tell: ")
-    assert "--rounds" in answer.command
+    assert answer.command.startswith("dpbench run ")
     sections = {section.id: section for section in figures.sections(shown)}
     assert sections["speedup"].panels == []
     assert sections["speedup"].note == "2 cases are not drawn: not enough rounds."
@@ -120,8 +120,8 @@ def test_every_report_says_so_in_the_place_of_the_number_and_what_would_help(nam
     (line,) = [
         line for line in tables.table(shown.rows).splitlines() if re.match(r"mlp +dp ", line)
     ]
-    assert line.count("not enough rounds") >= 2
-    assert not re.search(r"\d-\d|\d–\d|\dx", line)
+    assert line.count("—") + line.count("~") >= 2
+    assert not re.search(r"\d-\d|\d–\d", line)
     for rendered in (terminal(shown), page.render(shown), markdown.render(shown)):
         assert "not enough rounds" in rendered
         assert "--rounds N, or --rounds auto" in rendered
@@ -137,7 +137,7 @@ def test_the_issues_line_is_gone() -> None:
     (line,) = [
         line for line in tables.table(shown.rows).splitlines() if re.match(r"mlp +dp ", line)
     ]
-    assert re.split(r"  +", line)[4:6] == ["not enough rounds", "not enough rounds"]
+    assert re.split(r"  +", line)[4:6] == ["—", "—"]
 
 
 def test_a_sound_step_without_a_sound_speed_up_is_still_shown() -> None:
@@ -264,7 +264,7 @@ def test_weak_scaling_is_named_beside_a_speed_up_that_is_shown() -> None:
     (line,) = [
         line for line in tables.table(shown.rows).splitlines() if re.match(r"mlp +dp ", line)
     ]
-    assert "1.33x weak" in line
+    assert "1.33× weak" in line
     (answer,) = shown.answers
     assert answer.headline.startswith("on this CPU, use dp on 2 logical CPU devices: 1.33× ")
     assert answer.headline.endswith(", weak scaling")

@@ -101,6 +101,8 @@ class _Facts:
         self.seen: dict[str, Any] = {}
         self.notes: list[str] = []
         self._draws = False
+        self._repeats = True
+        """Whether the same seed gives the same batch, as far as it was tried."""
 
     def parameters(self) -> None:
         """Raises ModelFault if the parameters cannot be trained or exceed the free memory."""
@@ -189,6 +191,7 @@ class _Facts:
                     )
         again = self._model.batch(self._case.batch_size, self._case.seed)
         if not _equal(all_tensors(batch), all_tensors(again)):
+            self._repeats = False
             self.notes.append(
                 "batch(): the same seed gave different values; draw from"
                 " torch.Generator().manual_seed(seed), because each rank draws the batch itself"
@@ -393,7 +396,13 @@ class _Facts:
             )
 
     def two_devices(self) -> None:
-        """Verify a step of the engine on two devices; a failure becomes a note."""
+        """Verify a step of the engine on two devices; a failure becomes a note.
+
+        Without batches that repeat, gradients differ for no other reason, and nothing is verified.
+        """
+        if not self._repeats:
+            self.seen["two devices"] = "not verified, because batch() does not repeat its batches"
+            return
         two = replace(
             self._case,
             strategy=registry.of_role(Role.ENGINE),

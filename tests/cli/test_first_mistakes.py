@@ -1,0 +1,106 @@
+"""The first mistakes of a new user end before anything is measured or stored, with the way out."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+
+from dpbench.cli.showing import check_page
+from dpbench.measure import selection
+from dpbench.records import registry
+from dpbench.records.options import Options
+from tests import exported
+
+MODEL = """
+from types import SimpleNamespace
+
+class Net:
+    pass
+
+net = SimpleNamespace(build=None)
+"""
+
+
+@pytest.fixture
+def dpbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    return exported.command(tmp_path, monkeypatch, capfd)
+
+
+@pytest.mark.parametrize("command", ["run", "check"])
+@pytest.mark.parametrize(
+    ("text", "name", "words"),
+    [
+        (MODEL, "m.py:nett", ["nett", "did you mean 'net'"]),
+        (MODEL, "m.py:Net", ["is a class", "m.py:model"]),
+        (MODEL, "m.py", ["such as m.py:net"]),
+        ("def build(:\n", "m.py:net", ["line 1", "SyntaxError"]),
+    ],
+)
+def test_a_wrong_name_of_a_model_ends_before_anything_is_stored(
+    dpbench, tmp_path: Path, command: str, text: str, name: str, words: list[str]
+) -> None:
+    (tmp_path / "m.py").write_text(text)
+    code, out, err = dpbench(command, "--model", name)
+    assert (code, out) == (64, "")
+    assert all(word in err for word in words), err
+    assert "--retry" not in err
+    assert [path.name for path in tmp_path.iterdir()] == ["m.py"]
+
+
+def test_a_name_from_a_star_import_is_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("m.py").write_text("from models import *\n")
+    registry.check_module("m.py:net")
+
+
+def test_a_file_imports_its_neighbour_as_a_script_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "neighbour_of_train.py").write_text("ROWS = [1, 2, 3]\n")
+    (tmp_path / "scripts" / "train.py").write_text(
+        "from neighbour_of_train import ROWS\ndataset = ROWS\n"
+    )
+    assert registry.outside("dataset", "scripts/train.py:dataset") == [1, 2, 3]
+
+
+def test_a_page_that_cannot_be_written_is_noticed_before_measuring(dpbench, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code, out, err = dpbench("run", "--models", "mlp", "--report", "file/page.html")
+    assert (code, out) == (2, "")
+    assert "file" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_check_of_a_page_leaves_no_file_and_changes_none(tmp_path: Path) -> None:
+    check_page(tmp_path / "deep" / "page.html")
+    assert [*(tmp_path / "deep").iterdir()] == []
+    (tmp_path / "page.html").write_text("kept")
+    check_page(tmp_path / "page.html")
+    assert (tmp_path / "page.html").read_text() == "kept"
+
+
+def test_more_devices_than_cores_are_a_warning_before_the_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("dpbench.hardware.provenance.usable_cores", lambda: 2)
+    options = Options(models=("mlp",), devices=(2,), device_kind="cpu")
+    with caplog.at_level(logging.WARNING):
+        selection.cases_of(options)
+        assert caplog.text == ""
+        selection.cases_of(Options(models=("mlp",), devices=(3,), device_kind="cpu"))
+    assert "3 devices on 2 cores" in caplog.text
+
+
+def test_a_run_may_have_a_name_in_any_script(dpbench, tmp_path: Path) -> None:
+    options = ("--models", "mlp", "--strategies", "single", "--dry-run")
+    for name in ("größer", "训练-1"):
+        code, _, err = dpbench("run", *options, "--name", name)
+        assert code == 0, err
