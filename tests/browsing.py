@@ -56,13 +56,18 @@ def driven(profile: Path, flags: Sequence[str]) -> Iterator[Any]:
         driver.quit()
 
 
-def show(browser: Any, file: Path, width: int = 1280, scheme: str = "light") -> None:
+def show(
+    browser: Any, file: Path, width: int = 1280, scheme: str = "light", *, folded: bool = False
+) -> None:
+    """Open a page, with its details shown unless `folded`."""
     media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
     metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     browser.get("about:blank")  # else only the fragment may change, and the page stays
     browser.get(file.as_uri())
+    if not folded:
+        browser.execute_script("document.querySelectorAll('#details').forEach(e => e.open = true)")
 
 
 def _cpu() -> str:

@@ -61,10 +61,10 @@ class Answer:
     cases, the fastest first; `ranked` is a clause with their speed-ups and the probability that the
     first is the fastest. `headline` is the choice with its speed-up. `reason` is a clause on
     DataParallel's speed-up and most costly phase, `certainty` on doubts and missing measurements,
-    `memory` on the memory of the recommended case. `command` is the command to run next. A text is
-    "" if there is nothing to say. `home` is the case on one device with which those in `compared`
-    are compared, and `baseline` its row, None if not measured. `row` is the row of the recommended
-    case, None without one.
+    `memory` on the memory of the recommended case, `earlier` on the same case in an earlier run.
+    `command` is the command to run next. A text is "" if there is nothing to say. `home` is the
+    case on one device with which those in `compared` are compared, and `baseline` its row, None if
+    not measured. `row` is the row of the recommended case, None without one.
     """
 
     subject: str
@@ -75,6 +75,7 @@ class Answer:
     reason: str = ""
     certainty: str = ""
     memory: str = ""
+    earlier: str = ""
     command: str = ""
     labels: tuple[str, ...] = ()
     home: Case
@@ -91,14 +92,19 @@ class Answer:
     @property
     def lines(self) -> list[str]:
         """Return the whole answer as lines: the ranking, the choice, why, and the next command."""
-        why = [_sentence(part) for part in (self.reason, self.certainty, self.memory) if part]
         lines = [
             f"{self.subject}: {self.ranked or self.headline}.",
             _sentence(self.headline) if self.ranked else "",
-            " ".join(why),
+            " ".join(self.sentences),
             f"Next: {self.command}" if self.command else "",
         ]
         return [line for line in lines if line]
+
+    @property
+    def sentences(self) -> list[str]:
+        """Return what explains the headline: reason, certainty, memory and the earlier run."""
+        clauses = (self.reason, self.certainty, self.memory, self.earlier)
+        return [_sentence(clause) for clause in clauses if clause]
 
     def epoch(self, samples: int) -> str:
         """Return a clause on the time of an epoch and on what the answer saves of it."""

@@ -9,7 +9,8 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dpbench.analysis import stats
 from dpbench.analysis.summary import FAKE_GPU, all_labels, measured, order, shown
@@ -17,7 +18,7 @@ from dpbench.records import Case, Source, Trial, words
 from dpbench.records.trial import Estimate
 
 if TYPE_CHECKING:
-    from dpbench.analysis.report import Report
+    from dpbench.store import PastRun
 
 UNKNOWN = "unknown"
 FAKES = "fake GPUs"
@@ -31,6 +32,24 @@ NEVER = 100
 """More rounds are not recommended if at least this number would be needed to decide a verdict."""
 ORDER = ("slower", "faster", "undecided", "same")
 """The verdicts in the order in which cases are listed."""
+VERDICTS = {"faster": "faster", "slower": "slower", "same": "the same", "undecided": "cannot tell"}
+"""The verdicts in words."""
+
+
+class Measured(Protocol):
+    """A run with its facts and its trials: a `Report` or a `PastRun`."""
+
+    @property
+    def run_id(self) -> str:
+        """Return the id of the run."""
+
+    @property
+    def provenance(self) -> Mapping[str, Any]:
+        """Return the facts that are stored with the run."""
+
+    @property
+    def trials(self) -> Sequence[Trial]:
+        """Return the run's trials."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +117,7 @@ class Comparisons:
 
 
 def between(
-    before: Report, after: Report, *, margin: float = stats.MARGIN, unlike: bool = False
+    before: Measured, after: Measured, *, margin: float = stats.MARGIN, unlike: bool = False
 ) -> Comparisons:
     """Return the comparison of two runs.
 
@@ -128,7 +147,7 @@ def between(
     return Comparisons(lines=lines, lost=lost, unlike=differing, margin=margin)
 
 
-def unlikes(before: Report, after: Report) -> list[Unlike]:
+def unlikes(before: Measured, after: Measured) -> list[Unlike]:
     """Return the facts that step times depend on, and in which two runs differ."""
     first = _facts(before)
     second = _facts(after)
@@ -137,7 +156,7 @@ def unlikes(before: Report, after: Report) -> list[Unlike]:
     ]
 
 
-def _facts(report: Report) -> dict[str, str]:
+def _facts(report: Measured) -> dict[str, str]:
     host, gpus = (report.provenance.get(key) or {} for key in ("host", "gpus"))
     models = Counter(str(gpu.get("name", UNKNOWN)) for gpu in gpus.get("gpus") or ())
     versions = dict.fromkeys(
@@ -200,6 +219,30 @@ def compare(
             )
         )
     return sorted(lines, key=lambda line: (ORDER.index(line.verdict), order(line.case)))
+
+
+def earlier(case: Case, run: Measured, past: Iterable[PastRun]) -> str:
+    """Return a clause that compares a case of a run with the newest of `past` on a like machine.
+
+    "" if no such run measured the case. The verdict needs the margin and the interval of `compare`.
+    """
+    here = [trial for trial in run.trials if trial.case == case]
+    for before in sorted(past, key=lambda one: one.run.started, reverse=True):
+        there = [trial for trial in before.trials if trial.case == case]
+        if unlikes(before, run) or not (found := compare(there, here)):
+            continue
+        line = found[0]
+        when = datetime.fromtimestamp(before.run.started, UTC).strftime("%Y-%m-%d")
+        phase = (
+            f", most of the change in {line.phase} ({words.signed_time(line.phase_s)})"
+            if line.decided
+            else ""
+        )
+        return (
+            f"against run {before.run.id[:8]} of {when}: {VERDICTS[line.verdict]}"
+            f" ({words.times(line.ratio)} the speed){phase}"
+        )
+    return ""
 
 
 def _pairs(

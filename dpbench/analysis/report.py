@@ -7,12 +7,13 @@ fits in memory.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from dpbench.analysis import (
     answer,
     caveats,
+    comparison,
     findings,
     forecasts,
     history,
@@ -79,7 +80,15 @@ class Report:
         loading = loaders.curve(rows)
         diagnoses = findings.diagnose(rows, trials, machine)
         again = str(provenance.get("command", "")) if status == caveats.OPEN else ""
-        return cls(
+        given = (
+            ()
+            if loading
+            else (
+                *verdict.answers(rows, trials, diagnoses, machine),
+                *answer.answers(rows, machine, again),
+            )
+        )
+        report = cls(
             run_id=run_id,
             started_s=started_s,
             provenance=provenance,
@@ -98,18 +107,19 @@ class Report:
                     ),
                 )
             ),
-            answers=(
-                ()
-                if loading
-                else (
-                    *verdict.answers(rows, trials, diagnoses, machine),
-                    *answer.answers(rows, machine, again),
-                )
-            ),
             warnings=caveats.caveats(rows, trials, provenance, status, unreadable),
             diagnoses=diagnoses,
             past=past,
             loading=loading,
+        )
+        return replace(report, answers=tuple(map(report._with_earlier, given)))
+
+    def _with_earlier(self, given: answer.Answer) -> answer.Answer:
+        """Return an answer with a clause on its case in an earlier run."""
+        before = [one for one in self.past if one.run.started < self.started_s]
+        shown = given.row or next(iter(given.ranking), None)
+        return (
+            replace(given, earlier=comparison.earlier(shown.case, self, before)) if shown else given
         )
 
     @property

@@ -80,7 +80,7 @@ def check(
     from dpbench.records.options import check_model
     from dpbench.records.words import dumps
 
-    if ":" in model:
+    if ":" in model or model.endswith(".py"):
         registry.check_module(model)
     else:
         check_model(model)
@@ -264,7 +264,7 @@ def _step_of(model: str, batch_size: int) -> Case:
     from dpbench.records import Case, registry
     from dpbench.records.registry import Role
 
-    if ":" in model:
+    if ":" in model or model.endswith(".py"):
         registry.check_module(model)
     else:
         registry.check("models", model)

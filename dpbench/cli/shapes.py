@@ -231,6 +231,7 @@ class AnswerFacts(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     certainty: str
     memory: str
+    earlier: str
     command: str
     labels: Sequence[str]
     case: str | None
@@ -249,6 +250,7 @@ class AnswerFacts(msgspec.Struct, frozen=True, kw_only=True):
             reason=answer.reason,
             certainty=answer.certainty,
             memory=answer.memory,
+            earlier=answer.earlier,
             command=answer.command,
             labels=answer.labels,
             case=answer.row.case.label if answer.row else None,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dpbench.analysis import ladder
-from dpbench.records import Case, plan, words
+from dpbench.records import Case, Verified, plan, words
 from dpbench.records.trial import Doubt, Estimate
 from dpbench.records.words import aligned
 
@@ -83,9 +83,15 @@ def _cells(row: Any, best: bool) -> tuple[str, ...]:
         _estimate(row.speedup, unit=f"×{weak}"),
         words.percent(efficiency.value) if efficiency and not efficiency.doubt else "",
         _estimate(row.imbalance).partition(" ")[0],
-        f"{row.verified.value}{'' if case.trains else ' (outputs)'}" if row.verified else "",
+        _verified(row),
         " ".join(row.labels),
     )
+
+
+def _verified(row: Any) -> str:
+    if row.verified in (None, Verified.NOT_APPLICABLE):
+        return ""
+    return f"{row.verified.value}{'' if row.case.trains else ' (outputs)'}"
 
 
 LATENCY = (*HEAD, "rounds, steps", "p50 ms (95 %)", "p95 ms (95 %)", "p99 ms (95 %)", "labels")

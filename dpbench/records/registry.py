@@ -18,10 +18,11 @@ import importlib.machinery
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -372,9 +373,10 @@ def _check_name(file: str, attribute: str, option: str, name: str) -> None:
     tree = _tree(file, option)
     if any(_imports_all(node) for node in ast.walk(tree)):
         return  # the names of other modules are unknown
-    known = [*_assigned(tree)]
-    if attribute not in known:
-        raise LookupError(f"{option} {name}: {unknown('name', attribute, known)}")
+    if attribute not in _assigned(ast.walk(tree)):
+        targets = (one.targets if isinstance(one, ast.Assign) else [one] for one in tree.body)
+        known = dict.fromkeys(_assigned(chain.from_iterable(targets)))
+        raise LookupError(f"{option} {name}: {unknown('name', attribute, [*known])}")
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     if option == "--model" and attribute in classes:
         raise LookupError(
@@ -405,9 +407,9 @@ def _imports_all(node: ast.AST) -> bool:
     return isinstance(node, ast.ImportFrom) and any(one.name == "*" for one in node.names)
 
 
-def _assigned(tree: ast.Module) -> Iterator[str]:
-    """Yield the names that the module defines, assigns or imports anywhere in its text."""
-    for node in ast.walk(tree):
+def _assigned(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Yield the names that these parts of a module define, assign or import."""
+    for node in nodes:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):

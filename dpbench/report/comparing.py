@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,6 @@ from dpbench.report import markdown, naming, table
 
 if TYPE_CHECKING:
     from dpbench.report.page import PageSection, Styles
-    from dpbench.report.svg import Panel
 
 COLUMNS = ("verdict", "case", "ratio", "99 %", "before, ms", "after, ms", "labels", "why")
 TEXT_COLUMNS = ("verdict", "case", "labels", "why")
@@ -164,14 +162,8 @@ def page(before: Report, after: Report, comparisons: Comparisons) -> str:
     from dpbench.report import page as report_page
 
     styles = report_page.Styles()
-    sections = [
-        section
-        for section in (
-            _lanes(before, after, comparisons, styles),
-            _phases(before, after, comparisons, styles),
-        )
-        if section
-    ]
+    lanes = _lanes(before, after, comparisons, styles)
+    sections = [lanes] if lanes else []
     side_answers = answers(before, after, comparisons)
     style = f"{report_page.text_of('page.css')}{report_page.text_of('compare.css')}{styles}"
     script = report_page.text_of("page.js")
@@ -265,6 +257,7 @@ def answers(before: Report, after: Report, comparisons: Comparisons) -> list[Sid
 def _lanes(
     before: Report, after: Report, comparisons: Comparisons, styles: Styles
 ) -> PageSection | None:
+    from dpbench.report import page as report_page
     from dpbench.report import swim_lanes
 
     sides = [
@@ -278,60 +271,26 @@ def _lanes(
     drawable = [
         line for line in comparisons.lines if line.case in sides[0] and line.other in sides[1]
     ]
+    if not drawable:
+        return None
     panels = []
     for i, line in enumerate(drawable[:PANELS]):
+        title = naming.plain(f"{line.name}: {line.verdict}")
         timelines = sides[0][line.case], sides[1][line.other]
-        panels.append(
-            (line.case, swim_lanes.compared(_title(line), *timelines, line.labels, f"lanes{i}"))
-        )
+        panel = swim_lanes.compared(title, *timelines, line.labels, f"lanes{i}")
+        panel = replace(panel, caption=f"{why(line)}. {panel.caption}")
+        # the page filters a drawing of two runs as a whole, by the case of the first run
+        panels.append(report_page.figure(replace(panel, cases=[line.case]), (), styles))
     lead = (
         "One median step of each run, one above the other on the same time axis. A bar is a phase"
         " on a device; where a lane is grey, no phase is open on the device. A thick outline is the"
         " critical path."
     )
-    return _part("lanes", "One median step before and after", lead, panels, len(drawable), styles)
-
-
-def _phases(
-    before: Report, after: Report, comparisons: Comparisons, styles: Styles
-) -> PageSection | None:
-    from dpbench.report import figures
-
-    rows = [{row.case: row for row in report.rows} for report in (before, after)]
-    drawable = [line for line in comparisons.lines if not (line.before.doubt or line.after.doubt)]
-    panels = []
-    for i, line in enumerate(drawable[:PANELS]):
-        panel = figures.compared(_title(line), rows[0][line.case], rows[1][line.other], f"case{i}")
-        panels.append((line.case, replace(panel, caption=f"{why(line)}.", labels=line.labels)))
-    lead = "Milliseconds of one step by phase; the bars of a case have the same scale."
-    return _part("phases", "Phases before and after", lead, panels, len(drawable), styles)
-
-
-def _title(line: Comparison) -> str:
-    return naming.plain(f"{line.name}: {line.verdict}")
-
-
-def _part(
-    name: str,
-    title: str,
-    lead: str,
-    panels: Sequence[tuple[Case, Panel]],
-    drawable: int,
-    styles: Styles,
-) -> PageSection | None:
-    """Return a section with the panels, or None without any; a note counts the cases left out."""
-    from dpbench.report import page as report_page
-
-    if not panels:
-        return None
-    # the page filters a drawing of two runs as a whole, by the case of the first run
-    drawings = [
-        report_page.figure(replace(panel, cases=[case]), (), styles) for case, panel in panels
-    ]
-    left_out = drawable - len(panels)
+    left_out = len(drawable) - len(panels)
     note = (
         f"{words.count(left_out, 'more case')} {words.verb(left_out, 'is', 'are')} not drawn."
         if left_out
         else ""
     )
-    return report_page.PageSection(name, title, lead, (), drawings, note=note)
+    title = "One median step before and after"
+    return report_page.PageSection("lanes", title, lead, (), panels, note=note)

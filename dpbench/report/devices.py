@@ -47,7 +47,7 @@ def parts(report: Report) -> list[TableSection]:
     labels = report.labels
     tables = [
         ("latency", "Latency", LATENCY, *_latency(ordered.rows)),
-        ("imbalance-index", "Imbalance", IMBALANCE, *_imbalance(ordered.imbalance)),
+        ("imbalance", "Imbalance", IMBALANCE, *_imbalance(ordered.imbalance)),
         ("memory-by-phase", "Memory by phase", MEMORY, *_memory(ordered.memory)),
         ("links", "Bytes over links", LINKS, *_links(ordered.flows)),
         ("link-counters", "Bytes in device counters", COUNTERS, *_counters(ordered.counted)),

@@ -1,4 +1,4 @@
-"""Figures: the sections on throughput, phases, ladders and commits, and the list of sections."""
+"""Figures: the sections on ladders and commits, and the list of sections."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from matplotlib.patches import Patch
 from dpbench.analysis.history import History
 from dpbench.analysis.ladder import Ladder, Rung, RungGain, notable
 from dpbench.analysis.report import Report
-from dpbench.analysis.summary import Row
 from dpbench.records import words
 from dpbench.records.registry import Role
 from dpbench.report import (
@@ -302,24 +301,19 @@ def _caption(ladder: Ladder) -> str:
 
 
 def sections(report: Report) -> list[Section]:
-    """Return every section with drawings, in the order of the page.
+    """Return every section with drawings.
 
-    The sections on the ladder and on phases show all rungs of each ladder, the others only the
-    lowest rung, the best rung, and the schedule that TrainStep selected.
+    The section on the ladder shows all rungs of each ladder, the others only the lowest rung, the
+    best rung, and the schedule that TrainStep selected.
     """
     ladders = report.ladders
     drawable = notable(report.rows, report.ladders)
-    climbed = {
-        row.case for row in (*drawable, *(rung.row for ladder in ladders for rung in ladder.rungs))
-    }
     with svg.theme():
         if report.loading:
             return [loaders.section(report.loading, report.trials)]
         all_sections = [
             swim_lanes.section(drawable, report.lanes),
             speedup.section(drawable),
-            throughput(drawable),
-            phases([row for row in report.rows if row.case in climbed]),
             timeline.imbalance(drawable),
             timeline.steps(drawable, report.trials),
             timeline.utilisation(drawable, report.trials),
@@ -329,134 +323,5 @@ def sections(report: Report) -> list[Section]:
             return [section for section in all_sections if section.panels]
         if not ladders:
             return all_sections
-        with_notes = [
-            section
-            if section.id == "phases"
-            else replace(section, note=f"{section.note} {ENDS}".strip())
-            for section in all_sections
-        ]
-        return [*with_notes[:5], ladder_section(ladders), *with_notes[5:]]
-
-
-def throughput(rows: Sequence[Row]) -> Section:
-    """Return the section on throughput, with a bar for the samples per second of each case."""
-    panels, left_out = small_multiples.split(
-        [row for row in rows if naming.drawable(row.throughput)], per=12
-    )
-    left_out = " ".join(filter(None, (left_out, naming.withheld(row.throughput for row in rows))))
-    return Section(
-        "throughput",
-        "Throughput",
-        "Samples per second; longer is better. Whiskers are 95% intervals.",
-        [_throughput(facet, f"throughput{i}") for i, facet in enumerate(panels)],
-        left_out or ("" if panels else "No case was measured."),
-    )
-
-
-def _throughput(facet: small_multiples.Facet, key: str) -> Panel:
-    estimates = [row.throughput for row in facet.rows if row.throughput]
-    values = [f"{words.number(e.value)}/s ({words.interval(e)})" for e in estimates]
-    figure, axes, tops = svg.lanes(facet.names, values, [38] * len(values), cases=facet.cases)
-    end = svg.extent(estimates)
-    for row, name, e, y in zip(
-        facet.rows, facet.names, estimates, (top + 24 for top in tops), strict=True
-    ):
-        colour = svg.colour(row.case)
-        face = "none" if "PREDICTED" in row.labels else colour
-        bar = svg.bar(
-            axes, (0, e.value), (y - 5.5, 11), facecolor=face, edgecolor=colour, linewidth=1.2
-        )
-        marks.explain(
-            bar,
-            f"{name}: {words.number(e.value)} samples per second ({words.interval(e)}),"
-            f" {naming.basis(row)}",
-        )
-        svg.whisker(axes, y, e.value, (e.low, e.high), end)
-    axes.set(xlim=(0, end * 1.03), xlabel="samples per second")
-    svg.amounts(axes.xaxis)
-    description = "; ".join(
-        f"{name}: {value}" for name, value in zip(facet.names, values, strict=True)
-    )
-    drawing = svg.render(
-        figure, key=key, title=f"Throughput: {facet.title}", description=description
-    )
-    return Panel(facet.title, drawing, naming.rounds(facet.rows), facet.labels, cases=facet.cases)
-
-
-def phases(rows: Sequence[Row]) -> Section:
-    """Return the section on phases, with a bar for the step of each case, made of its phases."""
-    drawn = [row for row in rows if row.phases and row.step and naming.drawable(row.step)]
-    panels, left_out = small_multiples.split(drawn, per=16)  # enough for a whole ladder
-    left_out = " ".join(
-        filter(None, (left_out, naming.withheld(row.step for row in rows if row.phases)))
-    )
-    return Section(
-        "phases",
-        "Step time by phase",
-        "Milliseconds of one step by phase. The ledger charges each moment of the step to one"
-        " phase, so the phases add up to the step. Hollow parts are time that no phase covers.",
-        [_phases(facet, f"phases{i}") for i, facet in enumerate(panels)],
-        left_out or ("" if panels else "No case has phases."),
-    )
-
-
-def _phases(facet: small_multiples.Facet, key: str) -> Panel:
-    present = [name for name in svg.PHASES if any(name in row.phases for row in facet.rows)]
-    values = [f"{words.number(row.step.value * 1e3)} ms" if row.step else "" for row in facet.rows]
-    figure, axes, tops = svg.lanes(
-        facet.names, values, [40] * len(values), keys=-(-len(present) // 3), cases=facet.cases
-    )
-    widest = max(sum(row.phases.values()) for row in facet.rows) * 1e3
-    for row, name, top in zip(facet.rows, facet.names, tops, strict=True):
-        _stack(axes, row, name, present, top + 26, widest)
-    axes.set(xlim=(0, widest * 1.02), xlabel="milliseconds of one step")
-    svg.amounts(axes.xaxis)
-    svg.legend(figure, svg.phase_keys(present), 3)
-    description = "; ".join(
-        f"{name}: "
-        + ", ".join(
-            f"{phase} {words.number(seconds * 1e3)} ms" for phase, seconds in row.phases.items()
-        )
-        for name, row in zip(facet.names, facet.rows, strict=True)
-    )
-    drawing = svg.render(
-        figure, key=key, title=f"Step time by phase: {facet.title}", description=description
-    )
-    caption = "Each bar is the median step time, and its parts add up to it."
-    return Panel(facet.title, drawing, caption, facet.labels, cases=facet.cases)
-
-
-def _stack(
-    axes: Axes, row: Row, case: str, present: Sequence[str], y: float, widest: float
-) -> None:
-    """Draw the phases `present` of a case as parts of a bar at height `y`, with the names that fit.
-
-    `widest` is the longest bar of the panel in milliseconds.
-    """
-    left = 0.0
-    for name in present:
-        width = row.phases.get(name, 0.0) * 1e3
-        if not width:
-            continue
-        look = svg.PHASES[name]
-        share = words.percent(width / 1e3 / sum(row.phases.values()))
-        bar = svg.bar(axes, (left, width), (y - 8, 16), facecolor=look.fill, **svg.edge(name))
-        marks.explain(
-            bar,
-            f"{case}: {name} {words.time(width / 1e3)}, {share} of the step, {naming.basis(row)}",
-        )
-        letters = svg.room(width, widest * 1.02)
-        if text := next((text for text in (name, look.short) if len(text) <= letters), ""):
-            axes.text(
-                left + width / 2, y + 4, text, ha="center", color=look.ink, fontsize=svg.SMALL
-            )
-        left += width
-
-
-def compared(title: str, before: Row, after: Row, key: str) -> Panel:
-    """Return the panel with the step of a case by phase in two runs, one below the other.
-
-    Both rows must have phases. `key` makes the ids in the drawing unique on the page.
-    """
-    with svg.theme():
-        return _phases(small_multiples.Facet(title, (before, after), ("before", "after")), key)
+        noted = [replace(one, note=f"{one.note} {ENDS}".strip()) for one in all_sections]
+        return [*noted, ladder_section(ladders)]

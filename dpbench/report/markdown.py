@@ -54,6 +54,14 @@ def render(report: Report) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+def brief(report: Report) -> str:
+    """Return the answers and the table of all cases, for an issue or a pull request."""
+    columns, lines = table.all_cases(report, brief=True)
+    cells = ([_cell(cell) for cell in line.cells] for line in lines)
+    parts = [*map(_answer, report.answers), _table(columns, cells), "\n".join(_notes(lines))]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
 def _said(text: str, columns: int = 1000) -> str:
     """Return the text as one line of at most `columns`, with markup, mentions and links escaped."""
     escaped = re.sub(r"([\\`*_\[\]#|~])", r"\\\1", naming.clip(text, columns))
@@ -62,16 +70,11 @@ def _said(text: str, columns: int = 1000) -> str:
 
 
 def _answer(answer: Answer) -> str:
-    clauses = [
-        _said(f"{part[0].upper()}{part[1:]}.")
-        for part in (answer.reason, answer.certainty, answer.memory)
-        if part
-    ]
     command = [f"Next: {_code(answer.command)}"] if answer.command else []
     return " ".join(
         [
             f"**{_said(answer.subject)}: {_said(answer.headline)}**{_labels(answer.labels)}",
-            *clauses,
+            *map(_said, answer.sentences),
             *command,
         ]
     )

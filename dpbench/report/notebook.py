@@ -73,8 +73,7 @@ def compared(before: Report, after: Report, comparisons: Comparisons) -> str:
 
 
 def _card(answer: Answer) -> Markup:
-    clauses = [clause for clause in (answer.reason, answer.certainty, answer.memory) if clause]
-    paragraphs = Markup("").join(map(_line, clauses))
+    paragraphs = Markup("").join(map(_line, answer.sentences))
     following = (
         Markup("<p>Next: <code>{}</code></p>").format(answer.command) if answer.command else ""
     )

@@ -49,6 +49,17 @@ if (navigator.clipboard) {
   }
 }
 
+// -- copying the answers and the table as Markdown
+
+const brief = document.getElementById("markdown");
+if (navigator.clipboard && brief) {
+  const copy = button("Copy as Markdown", async () => {
+    await navigator.clipboard.writeText(JSON.parse(brief.textContent));
+    copy.textContent = "Copied";
+  });
+  document.getElementById("copying").append(copy, "the answers and the table, for an issue or a pull request");
+}
+
 // -- saving the numbers of a section as a file
 
 function save(name, type, text) {
@@ -170,6 +181,8 @@ function follow() {
   filter();
   target = id;
   const section = id && document.getElementById(id);
+  const fold = section && section.closest("details");
+  if (fold) fold.open = true;
   if (section) section.scrollIntoView();
 }
 
@@ -243,9 +256,9 @@ for (const svg of $("svg")) {
 
 // -- tools of a section: its numbers as files, and a larger drawing of the lanes
 
-for (const section of $("main > section")) {
+for (const section of $("main section")) {
   const read = section.dataset.columns ? recordsOf : $("table", section).length ? linesOf : marksOf;
-  if (section.dataset.columns || $(`table:not(.environment), ${MARK}`, section).length) {
+  if (section.dataset.columns || $(`table:not(.environment, .ranking), ${MARK}`, section).length) {
     const tools = document.createElement("div");
     tools.className = "tools";
     const name = (kind) => `dpbench-${document.title.split(" ").at(-1)}-${section.id}.${kind}`;
@@ -296,9 +309,31 @@ function zoomable(figure) {
 }
 $("#lanes figure").forEach(zoomable);
 
+// -- the drawn steps in Perfetto: the page asks no other site for anything before this click
+
+const PERFETTO = "https://ui.perfetto.dev";
+
+function openInPerfetto() {
+  const events = JSON.parse(document.getElementById("trace").textContent);
+  const buffer = new TextEncoder().encode(JSON.stringify({traceEvents: events})).buffer;
+  const opened = window.open(PERFETTO);
+  if (!opened) return;
+  const asking = setInterval(() => opened.closed ? clearInterval(asking) : opened.postMessage("PING", PERFETTO), 100);
+  addEventListener("message", function answered(event) {
+    if (event.source !== opened || event.data !== "PONG") return;
+    clearInterval(asking);
+    removeEventListener("message", answered);
+    opened.postMessage({perfetto: {buffer, title: document.title}}, PERFETTO);
+  });
+}
+
+if (document.getElementById("trace")) {
+  $("#lanes > .tools").forEach((tools) => tools.append(button("Open in Perfetto", openInPerfetto)));
+}
+
 // -- contents: the section that is on the screen
 
-const sections = $("main > section");
+const sections = $("main section");
 const visible = new Set();
 const spy = new IntersectionObserver((entries) => {
   for (const entry of entries) visible[entry.isIntersecting ? "add" : "delete"](entry.target);

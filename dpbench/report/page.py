@@ -15,8 +15,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -31,19 +31,16 @@ from dpbench.analysis.answer import Answer
 from dpbench.analysis.findings import text
 from dpbench.analysis.report import Report
 from dpbench.records import words
-from dpbench.report import devices, figures, naming, table
+from dpbench.report import devices, figures, markdown, naming, swim_lanes, table
 from dpbench.report.svg import Panel, Section
 
 FOLDER = Path(__file__).parent
+SHOWN = ("loaders", "lanes", "speedup", "ladder")
+"""The ids of the sections that the page shows at once; the others are folded as its details."""
 ORDER = (
-    "loaders",
-    "lanes",
-    "speedup",
-    "throughput",
+    *SHOWN,
     "phases",
     "imbalance",
-    "imbalance-index",
-    "ladder",
     "memory-by-phase",
     "links",
     "link-counters",
@@ -56,13 +53,16 @@ ORDER = (
 """The ids of the sections with drawings or tables, in the order of the page; others come last."""
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "speedup": ("speedup", "scaling", "efficiency"),
-    "throughput": ("throughput",),
     "phases": ("step", "phase"),
     "imbalance": ("imbalance", "busy", "memory"),
     "ladder": ("step", "speedup", "phase"),
     "steps": ("step",),
 }
 """For each section, the prefixes of the numbers in `frames.frame` that the page's script saves."""
+PHASES = (
+    "Milliseconds of one step by phase. The ledger charges each moment of the step to one phase, so"
+    " the phases add up to the step."
+)
 FACTS = "run.json"
 
 
@@ -84,11 +84,15 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Numbers:
-    """A table that can be folded, below the drawings; `cases` has the id of each line's case."""
+    """A table that can be folded, below the drawings; `cases` has the id of each line's case.
+
+    `lead` is the text above the table, "" if the lead of its section says it.
+    """
 
     content: table.Table
     cases: Sequence[str]
     open: bool
+    lead: str = ""
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,9 @@ def render(report: Report) -> str:
     """Return the HTML text of the page."""
     styles = Styles()
     sections = _parts(report, styles)
-    columns, lines = table.all_cases(report)
+    shown = [part for part in sections if part.id in SHOWN]
+    details = [part for part in sections if part.id not in SHOWN]
+    columns, lines = table.all_cases(report, brief=True)
     style = f"{text_of('page.css')}{styles}"
     script = text_of("page.js")
     command = str(report.provenance.get("command", ""))
@@ -157,7 +163,7 @@ def render(report: Report) -> str:
         badges=naming.badges(report.rows),
         axes=naming.axes([row.case for row in report.rows]),
         standing=_standing,
-        contents=_contents(sections, findings=bool(report.diagnoses), command=bool(command)),
+        contents=_contents(shown, details, report, command),
         alike=lambda one: naming.alike(one, report.rows),
         summary=caveats.summary,
         count=words.count,
@@ -166,12 +172,15 @@ def render(report: Report) -> str:
         headline=text.headline,
         finding_parts=text.parts,
         findings_note=text.NOTE,
-        parts=sections,
+        shown=shown,
+        details=details,
         columns=columns,
         text_columns=table.TEXT_COLUMNS,
         lines=lines,
         environment=naming.environment(report.provenance, report.trials),
         numbers=Markup(table.as_json(report.rows)),
+        trace=Markup(table.safe(words.dumps(swim_lanes.trace(report.lanes)))),
+        markdown=Markup(table.safe(words.dumps(markdown.brief(report)))),
     )
     # a name that was not UTF-8 contains lone surrogates, which cannot be encoded
     return rendered.encode("utf-8", "replace").decode()
@@ -200,32 +209,46 @@ def allowed(content: str) -> str:
 
 
 def _parts(report: Report, styles: Styles) -> list[PageSection]:
-    with_drawings = (_drawn(section, report, styles) for section in figures.sections(report))
-    parts = [*with_drawings, *(_tabled(section) for section in devices.parts(report))]
-    if machines := table.machines(report):
-        lead = "The machines of the launch. A slow machine delays every rank at each collective."
-        parts.append(
-            PageSection(
-                "hosts",
-                "Hosts",
-                lead,
-                naming.labels(report.rows),
-                tables=[Numbers(machines, (), open=True)],
-            )
-        )
+    drawn = [_drawn(section, styles) for section in figures.sections(report)]
+    tabled = [_tabled(section) for section in devices.parts(report)]
+    by_id = {part.id: part for part in drawn}
+    for part in tabled:
+        before = by_id.get(part.id)
+        by_id[part.id] = _joined(before, part) if before else part
+    parts = [*by_id.values(), *_phases(report), *_hosts(report)]
     return sorted(parts, key=lambda part: ORDER.index(part.id) if part.id in ORDER else len(ORDER))
 
 
-def _drawn(section: Section, report: Report, styles: Styles) -> PageSection:
+def _joined(drawn: PageSection, tabled: PageSection) -> PageSection:
+    """Return a section with the drawings of one section, and the table of the other below them."""
+    tables = [replace(numbers, lead=tabled.lead) for numbers in tabled.tables]
+    return replace(drawn, tables=[*drawn.tables, *tables])
+
+
+def _phases(report: Report) -> Iterator[PageSection]:
+    content, cases = table.phases(report.rows)
+    if cases:
+        numbers = Numbers(content, list(map(naming.case_id, cases)), open=True)
+        labels = naming.labels(report.rows)
+        columns = " ".join(COLUMNS["phases"])
+        yield PageSection(
+            "phases", "Step time by phase", PHASES, labels, tables=[numbers], columns=columns
+        )
+
+
+def _hosts(report: Report) -> Iterator[PageSection]:
+    if machines := table.machines(report):
+        lead = "The machines of the launch. A slow machine delays every rank at each collective."
+        numbers = Numbers(machines, (), open=True)
+        yield PageSection("hosts", "Hosts", lead, naming.labels(report.rows), tables=[numbers])
+
+
+def _drawn(section: Section, styles: Styles) -> PageSection:
     labels = naming.common(panel.labels for panel in section.panels)
-    tables = []
-    if section.id == "phases":
-        content, cases = table.phases(report.rows)
-        tables = [Numbers(content, list(map(naming.case_id, cases)), open=False)] if cases else []
     panels = [figure(panel, labels, styles) for panel in section.panels]
     columns = " ".join(COLUMNS.get(section.id, ())) if panels else ""
     return PageSection(
-        section.id, section.title, section.lead, labels, panels, tables, section.note, columns
+        section.id, section.title, section.lead, labels, panels, note=section.note, columns=columns
     )
 
 
@@ -265,13 +288,15 @@ def _standing(answer: Answer) -> list[Place]:
 
 
 def _contents(
-    sections: Sequence[PageSection], *, findings: bool, command: bool
+    shown: Sequence[PageSection], details: Sequence[PageSection], report: Report, command: str
 ) -> list[tuple[str, str]]:
     return [
         ("answers", "Answers"),
-        *((part.id, part.title) for part in sections),
+        *((part.id, part.title) for part in shown),
         ("cases", "All cases"),
-        *([("findings", "Causes and remedies")] if findings else []),
+        *([("findings", "Causes and remedies")] if report.diagnoses else []),
+        ("details", "Details"),
+        *((part.id, part.title) for part in details),
         ("method", "How it was measured"),
         ("environment", "Environment"),
         *([("reproduce", "Command")] if command else []),

@@ -12,7 +12,7 @@ from matplotlib.path import Path
 
 from dpbench.analysis.lanes import Bar, Lane, Lanes, PathSegment
 from dpbench.analysis.summary import Row
-from dpbench.records import HOST, UNATTRIBUTED, Case, Source, words
+from dpbench.records import HOST, UNATTRIBUTED, Case, Phase, Source, words
 from dpbench.report import marks, naming, small_multiples, svg
 from dpbench.report.svg import Panel, Section
 
@@ -177,7 +177,8 @@ def _timeline(axes: Axes, lanes: Lanes, top: float, width: float) -> None:
         for begin, end in lane.idle:
             box = _box(axes, (begin, end), top, lane.rows * ROW, **IDLE)
             _write(axes, ("idle",), (begin, end), top, width, svg.MUTED)
-            marks.explain(box, f"{_place(lane.device)} idle: {_extent(begin, end, lanes.seconds)}")
+            idle = f"{_place(lane.device)} idle{_waits(lanes.path, begin, end)}"
+            marks.explain(box, f"{idle}: {_extent(begin, end, lanes.seconds)}")
         for bar in lane.bars:
             look = svg.PHASES[bar.phase]
             y = top + bar.row * ROW
@@ -192,6 +193,55 @@ def _timeline(axes: Axes, lanes: Lanes, top: float, width: float) -> None:
             marks.explain(box, f"{_named(bar)} on {_place(lane.device)}: {extent}{on_path}")
         top += lane.rows * ROW + GAP
     _outline(axes, lanes.path, edges, (start, top - GAP))
+
+
+def _waits(path: Sequence[PathSegment], begin_s: float, end_s: float) -> str:
+    """Return what the step waits for in most of an interval, after a comma.
+
+    "" if the interval is not within the step.
+    """
+    within: dict[str, float] = {}
+    for part in path:
+        overlap_s = min(part.end_s, end_s) - max(part.start_s, begin_s)
+        if overlap_s > 0:
+            cause = _cause(part)
+            within[cause] = within.get(cause, 0.0) + overlap_s
+    return f", {max(within, key=lambda cause: within[cause])}" if within else ""
+
+
+def _cause(part: PathSegment) -> str:
+    if part.bar is None or part.device is None:
+        return "while no phase is open anywhere"
+    if part.bar.phase is Phase.DATA:
+        return "waiting for data"
+    return f"waiting for {part.bar.phase} on {_place(part.device)}"
+
+
+def trace(lanes_of: Drawn) -> list[dict[str, object]]:
+    """Return the drawn steps as events of the Trace Event Format: a process for each case."""
+    events: list[dict[str, object]] = []
+    for pid, timeline in enumerate(lanes_of.values(), 1):
+        label = f"{timeline.case.label} ({timeline.source})"
+        events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": label}})
+        tid = 0
+        for lane in timeline.lanes:
+            for row in range(lane.rows):
+                tid += 1
+                thread = {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid}
+                events.append({**thread, "args": {"name": _place(lane.device)}})
+                events += [
+                    {
+                        "ph": "X",
+                        "name": _named(bar),
+                        "pid": pid,
+                        "tid": tid,
+                        "ts": round(bar.start_s * 1e6, 3),
+                        "dur": round((bar.end_s - bar.start_s) * 1e6, 3),
+                    }
+                    for bar in lane.bars
+                    if bar.row == row
+                ]
+    return events
 
 
 def _named(bar: Bar) -> str:

@@ -81,12 +81,24 @@ def lines(rows: Iterable[Row], trials: Sequence[Trial]) -> list[TableLine]:
     ]
 
 
-def all_cases(report: Report) -> tuple[Sequence[str], list[TableLine]]:
-    """Return the columns and the lines of the table of all cases; see `lines`."""
+def all_cases(report: Report, *, brief: bool = False) -> tuple[Sequence[str], list[TableLine]]:
+    """Return the columns and the lines of the table of all cases; see `lines`.
+
+    If `brief`, the columns are left out that say nothing: samples/s, which is the batch over the
+    median, the status if all cases are ok, and columns that are empty in all lines.
+    """
     every_line = lines(report.rows, report.trials)
-    if not report.observed:
-        return COLUMNS, every_line
-    kept = [i for i, name in enumerate(COLUMNS) if name not in COMPARED]
+    dropped = set(COMPARED) if report.observed else set()
+    if brief:
+        dropped |= {"samples/s"}
+        dropped |= {
+            name
+            for i, name in enumerate(COLUMNS)
+            if all(not line.cells[i].text for line in every_line)
+        }
+        if all(line.status == Status.OK for line in every_line):
+            dropped |= {"status"}
+    kept = [i for i, name in enumerate(COLUMNS) if name not in dropped]
     return [COLUMNS[i] for i in kept], [
         replace(line, cells=tuple(line.cells[i] for i in kept)) for line in every_line
     ]
@@ -228,8 +240,12 @@ def embedded(records: Sequence[Mapping[Any, object]]) -> str:
     """
     columns = list(dict.fromkeys(key for record in records for key in record))
     rows = [[record.get(key) for key in columns] for record in records]
-    text = words.dumps({"columns": columns, "rows": rows}, default=str, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return safe(words.dumps({"columns": columns, "rows": rows}, default=str, separators=(",", ":")))
+
+
+def safe(json: str) -> str:
+    """Return JSON text that is safe inside an HTML script element."""
+    return json.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def machines(report: Report) -> Table | None:

@@ -103,6 +103,16 @@ class PastRun:
     run: StoredRun
     trials: tuple[Trial, ...]
 
+    @property
+    def run_id(self) -> str:
+        """Return the id of the run."""
+        return self.run.id
+
+    @property
+    def provenance(self) -> Mapping[str, Any]:
+        """Return the facts that are stored with the run."""
+        return self.run.provenance
+
 
 def born(pid: int) -> float:
     """Return the start time of a process in seconds since the epoch; 0 if it does not exist.

@@ -426,7 +426,31 @@ def runs_of(folder: Path) -> list[dp.Run]:
         return [dp.load(store.path, run.id) for run in store.runs()[::-1]]
 
 
-def test_the_page_has_answers_table_lanes_and_phases_of_both_runs_and_needs_no_network(
+@pytest.mark.parametrize(
+    ("single", "dp_case", "said"),
+    [
+        (0.004, 0.003, r"the same \(1\.00×.* the speed\)"),
+        (0.002, 0.003, r"faster \(1\.5\d× .* the speed\), .* in backward \(−"),
+        (0.008, 0.015, r"slower \(0\.6\d*× .* the speed\), .* in backward \(\+"),
+    ],
+)
+def test_an_answer_compares_its_case_with_the_newest_earlier_run_on_a_like_machine(
+    tmp_path: Path, single: float, dp_case: float, said: str
+) -> None:
+    path = tmp_path / "dpbench.db"
+    stored(path, AFTER)
+    first = stored(path, BEFORE)
+    other = {**FACTS, "host": {"name": "bench-08", "cpu": "Xeon", "cores": 8}}
+    stored(path, rounds((SINGLE, 0.05, 0.05)), other)
+    last = stored(path, rounds((SINGLE, 0.002, single), (DP, 0.002, dp_case)))
+    earlier, *_, newest = dp.load(path, first), dp.load(path, last)
+    assert re.search(f"^against run {first[:8]} of .*: {said}", newest.answers[0].earlier)
+    assert earlier.answers[0].earlier.startswith("against run ")
+    oldest = runs_of(tmp_path)[0]
+    assert oldest.answers[0].earlier == ""
+
+
+def test_the_page_has_answers_table_and_lanes_of_both_runs_and_needs_no_network(
     tmp_path: Path, dpbench: Any
 ) -> None:
     wrong = [replace(one, case=replace(one.case, model=HOSTILE)) for one in BEFORE]
@@ -438,11 +462,11 @@ def test_the_page_has_answers_table_lanes_and_phases_of_both_runs_and_needs_no_n
     text = page.read_text()
     assert HOSTILE not in text
     assert not {"http:", "https:", "src=", "<link", "url("} & {*text.split()}
-    assert text.count("<svg") == 2 * 4, "the lanes and the phases of each case"
+    assert text.count("<svg") == 4, "the lanes of each case"
     assert text.count("<tr data-cases=") == 4
     assert "unsafe-inline" not in text
     assert not re.search(r"<[^<>]* style=", text), "the policy allows the style sheet alone"
-    assert text.count('<span class="badge CPU-ONLY">') == text.count('<div class="card') - 1 + 2 * 4
+    assert text.count('<span class="badge CPU-ONLY">') == text.count('<div class="card') - 1 + 4
     assert text.count(", before and after</h3>") == len(runs_of(tmp_path)[0].answers) - 1, (
         "that of mlp has changed"
     )

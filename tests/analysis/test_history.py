@@ -113,7 +113,7 @@ def test_the_step_is_detected_and_drawn(kept: Path) -> None:
     assert panel.cases == [CASE]
     assert panel.svg.count("data-bar") == 6 + 2
     ids = re.findall(r'<section id="([^"]*)"', page.render(found))
-    assert ids.index("utilisation") < ids.index("history") < ids.index("cases")
+    assert ids.index("cases") < ids.index("utilisation") < ids.index("history")
 
 
 def test_a_step_within_the_intervals_does_not_count(tmp_path: Path) -> None:

@@ -318,7 +318,7 @@ def test_a_rival_far_beyond_the_rungs_is_said_and_not_drawn() -> None:
 def test_the_page_and_the_comment_have_the_ladder_and_other_runs_have_none() -> None:
     text = page.render(content())
     places = [
-        text.index(f'<section id="{name}"') for name in ("lanes", "imbalance", "ladder", "steps")
+        text.index(f'<section id="{name}"') for name in ("lanes", "ladder", "imbalance", "steps")
     ]
     assert places == sorted(places)
     assert len(text.encode()) < 400 * 1024
@@ -334,10 +334,7 @@ def test_the_page_and_the_comment_have_the_ladder_and_other_runs_have_none() -> 
 
 def test_other_sections_stay_readable_beside_a_ladder() -> None:
     sections = {s.id: s for s in figures.sections(content())}
-    assert [
-        len(sections[name].panels) for name in ("speedup", "throughput", "phases", "steps")
-    ] == [1, 1, 1, 1]
-    assert sections["throughput"].panels[0].svg.count(">dp[") == 2 + 2  # names and texts of marks
-    assert all(f"dp[{name}]" in sections["phases"].panels[0].svg for name in [*Schedule])
+    assert [len(sections[name].panels) for name in ("speedup", "steps")] == [1, 1]
     assert "the table below has the other schedules" in sections["speedup"].note
-    assert "the other schedules" not in sections["phases"].note
+    phases = re.search(r'<section id="phases".*?</section>', page.render(content()), re.DOTALL)[0]
+    assert all(f"dp[{name}]" in phases for name in [*Schedule])

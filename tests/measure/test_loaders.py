@@ -362,7 +362,6 @@ UNFIT = {
     "data.py:Stream": "Stream is an IterableDataset, ",
     "data.py:number": "int has no __len__ and no __getitem__",
     "data.py:broken": "ZeroDivisionError: division by zero",
-    "data.py:none": "data.py has no object 'none'",
 }
 
 
@@ -377,6 +376,16 @@ def test_a_dataset_that_cannot_be_measured_is_checked_once(
     assert code == 2
     assert UNFIT[name] in err
     assert "Cannot tell" in out
+
+
+def test_a_dataset_that_is_not_there_ends_before_anything_is_stored(
+    here: Path, dpbench: Command
+) -> None:
+    code, out, err = dpbench("loaders", "--dataset", f"{here}/data.py:none")
+    assert (code, out) == (64, "")
+    assert "data.py:none: unknown name 'none'; known: " in err
+    assert "good" in err
+    assert "__getitem__" not in err, "only names on the file's top level"
 
 
 def test_pinning_without_an_accelerator_is_refused(here: Path) -> None:

@@ -68,13 +68,10 @@ def test_every_format_shows_an_observed_run_without_comparisons(kind: str) -> No
 def test_the_page_has_the_sections_that_an_observed_run_has_data_for() -> None:
     assert [one.id for one in figures.sections(kinds()["plain"])] == [
         "lanes",
-        "throughput",
-        "phases",
         "steps",
     ]
     assert [one.id for one in figures.sections(kinds()["unknown batch"])] == [
         "lanes",
-        "phases",
         "steps",
     ]
     assert "memory-by-phase" not in {one.id for one in figures.sections(kinds()["imported"])}

@@ -91,7 +91,7 @@ def test_three_sound_rounds_are_shown_in_full() -> None:
         assert "not enough rounds" not in rendered.replace(explained.WITHHELD, "")
         assert "1.50" in rendered  # the speed-up of dp
     panels = {section.id: len(section.panels) for section in figures.sections(SOUND)}
-    assert panels["lanes"] == panels["speedup"] == panels["throughput"] == panels["phases"] == 1
+    assert panels["lanes"] == panels["speedup"] == 1
 
 
 @pytest.mark.parametrize("name", DOUBTFUL)
@@ -107,11 +107,6 @@ def test_what_is_in_doubt_is_in_no_headline_and_on_no_axis(name: str) -> None:
     sections = {section.id: section for section in figures.sections(shown)}
     assert sections["speedup"].panels == []
     assert sections["speedup"].note == "2 cases are not drawn: not enough rounds."
-    drawn = "".join(
-        panel.svg for name in ("throughput", "phases") for panel in sections[name].panels
-    )
-    assert "dp" not in re.findall(r">([^<>]*)</text>", drawn)
-    assert not any("ddp" in label for label in re.findall(r">([^<>]*)</text>", drawn))
 
 
 @pytest.mark.parametrize("name", DOUBTFUL)

@@ -25,25 +25,6 @@ from tests.report_rows import (
 )
 
 
-def test_parts_of_a_bar_sum_to_the_step() -> None:
-    row = made(Case(model="mlp", strategy="dp", batch_size=8, devices=2), 0.1)
-    assert sum(row.phases.values()) == pytest.approx(row.step.value)
-    (panel,) = part(of_rows([row]), "phases").panels
-    drawn = r'<path d="M([\d.]+) [\d.]+H([\d.]+)V[^"]*" style="fill:(#[0-9a-f]{6}|none);'
-    edges = re.findall(drawn, panel.svg)
-    assert len(edges) >= len(row.phases)
-    fills = {look.fill for look in svg.PHASES.values()}
-    width = sum(
-        float(right) - float(left)
-        for left, right, fill in edges[: len(row.phases)]
-        if fill in fills
-    )
-    assert width == pytest.approx((420 - 30) / 1.02, abs=0.5)
-    said = re.search(r"<desc[^>]*>(.*?)</desc>", panel.svg)[1]
-    assert sum(map(float, re.findall(r"([\d.]+) ms", said))) == pytest.approx(100, rel=0.01)
-    assert "unattributed" in said
-
-
 def test_speedup_says_weak_or_strong_and_draws_all_cores_as_a_level() -> None:
     section = part(of_rows(colocated_cpu_and_weak()), "speedup")
     strong, weak = section.panels
@@ -76,20 +57,17 @@ def test_a_ladder_of_schedules_keeps_each_line_in_one_panel() -> None:
     assert sum(panel.svg.count("on 4</text>") for panel in panels) == 13 + 2
 
 
-@pytest.mark.slow
 def test_sixty_cases_stay_readable_and_what_is_left_out_is_said() -> None:
-    with svg.theme():
-        throughput = figures.throughput(many(60))
-    assert [panel.svg.count("/s (") // 2 for panel in throughput.panels] == [10] * 6
-    assert not throughput.note
+    facets, note = small_multiples.split(many(60), per=12)
+    assert [len(facet.rows) for facet in facets] == [10] * 6
+    assert not note
     crowd = [
         dataclasses.replace(row, case=dataclasses.replace(row.case, model=f"m{i:02}"))
         for i, row in enumerate(many(60))
     ]
-    with svg.theme():
-        throughput = figures.throughput(crowd)
-    assert len(throughput.panels) == small_multiples.PANELS
-    assert throughput.note == "54 more cases are not drawn; the table shows all cases."
+    facets, note = small_multiples.split(crowd, per=12)
+    assert len(facets) == small_multiples.PANELS
+    assert note == "54 more cases are not drawn; the table shows all cases."
 
 
 def test_measured_and_predicted_of_one_case_stay_apart() -> None:
@@ -104,13 +82,11 @@ def test_measured_and_predicted_of_one_case_stay_apart() -> None:
     assert {name: len(panels) for name, panels in sections.items()} == {
         "lanes": 1,
         "speedup": 1,
-        "throughput": 1,
-        "phases": 1,
         "imbalance": 2,
         "steps": 1,
         "utilisation": 1,
     }
-    for name in ("lanes", "speedup", "throughput"):
+    for name in ("lanes", "speedup"):
         assert sections[name][0].labels == ("MEASURED", "PREDICTED")
     assert ">PREDICTED dp: 0.500×" in sections["speedup"][0].svg
     assert ">dp: 1.00×" in sections["speedup"][0].svg
@@ -119,10 +95,12 @@ def test_measured_and_predicted_of_one_case_stay_apart() -> None:
 
 
 def test_a_long_name_costs_the_interval_and_never_the_label() -> None:
-    rows = [row for row in colocated_cpu_and_weak() if row.case.devices == 2]
-    (panel,) = part(of_rows(rows), "throughput").panels
-    found = re.findall(r">([^<>]*)</text>", panel.svg)
-    assert "COLOCATED dp[reference] ×2, batch 64" in found
+    name = "COLOCATED dp[reference] ×2, batch 64"
+    with svg.theme():
+        figure, _, _ = svg.lanes([name], ["3,200/s (3,100–3,300)"], [38])
+        drawn = svg.render(figure, key="k", title="t", description="d")
+    found = re.findall(r">([^<>]*)</text>", drawn)
+    assert name in found
     assert "3,200/s" in found
 
 
@@ -198,21 +176,20 @@ def test_the_colours_of_phases_differ_in_normal_vision_and_under_three_deficienc
     assert [pair for pair in close if pair[3] < 10] == []
 
 
-def test_every_drawing_takes_the_colours_of_phases_from_one_table() -> None:
+def test_the_lanes_take_the_colours_of_phases_from_one_table() -> None:
     row = made(Case(model="mlp", strategy="dp", batch_size=64, devices=2, device_kind="cuda"), 0.01)
     row = dataclasses.replace(
         row, phases=dict.fromkeys(("data", "clip", "read"), 0.0002) | row.phases
     )
     run = run_of(row, trials=ran(row, spans=True))
     with svg.theme():
-        drawn = [figures.phases([row]), swim_lanes.section([row], run.lanes)]
+        (panel,) = swim_lanes.section([row], run.lanes).panels
     for phase in Phase:
-        for section in drawn:
-            assert f"fill:{svg.PHASES[phase].fill}" in section.panels[0].svg, (section.id, phase)
+        assert f"fill:{svg.PHASES[phase].fill}" in panel.svg, phase
 
 
 def test_a_wide_interval_does_not_rule_the_axis_and_ends_in_an_arrow() -> None:
-    """The axis of each chart with whiskers ends at four times the largest value."""
+    """The axis of a chart with whiskers ends at four times the largest value."""
     steady = made(Case(model="mlp", strategy="ddp", batch_size=64, devices=2), 0.01, 0.01)
     wild = Estimate(6400.0, 1600.0, 6400.0 * 40, 0)  # a prediction is never in doubt
     row = dataclasses.replace(
@@ -223,15 +200,10 @@ def test_a_wide_interval_does_not_rule_the_axis_and_ends_in_an_arrow() -> None:
     assert svg.extent([wild, spread(6400.0)]) == 4 * 6400
     assert svg.extent([spread(6400.0)]) == pytest.approx(6400 * 1.03)
     with svg.theme():
-        bars, lines = (
-            figures.throughput([steady, row]).panels[0].svg,
-            speedup.section([steady, row]).panels[0].svg,
-        )
-    assert set(re.findall(r">(\d{2,}k)</text>", bars)) == {"10k", "20k"}
-    assert f'x="{12 + 390 / 1.03:.2f}"' in bars  # the arrow, at the end of the axis less some room
+        lines = speedup.section([steady, row]).panels[0].svg
     assert {"0", "2", "4", "6", "8"} <= set(re.findall(r">(\d+)</text>", lines))
     assert not re.findall(r">(\d\d+)</text>", lines)
-    assert max(float(x) for x in re.findall(r"[MLH](-?[\d.]+)", bars + lines)) <= 420
+    assert max(float(x) for x in re.findall(r"[MLH](-?[\d.]+)", lines)) <= 420
 
 
 def test_the_sentence_on_device_0_has_the_time_the_interval_and_the_memory() -> None:

@@ -54,7 +54,7 @@ def test_everything_lies_within_the_page(
         "return [...document.querySelectorAll('svg')].map(e => [e.closest('section').id,"
         " e.getBoundingClientRect()])"
     )
-    drawn = {"lanes", "speedup", "throughput", "phases", "imbalance", "utilisation", "steps"}
+    drawn = {"lanes", "speedup", "imbalance", "utilisation", "steps"}
     without = {"ladder": {"imbalance", "utilisation"}}  # which its trials have no samples for
     expected = (drawn | ({"ladder"} & {name})) - without.get(name, set())
     assert {section for section, _ in boxes} == (set() if name == "empty" else expected)
@@ -147,6 +147,7 @@ def test_page_is_whole_without_scripts(browser: Any, files: dict[str, Path]) -> 
         "return [...document.querySelectorAll('nav.side, figure svg, #filters')].map(e =>"
         " e.checkVisibility())"
     )
+    browser.execute_script("document.getElementById('details').open = true")
     nav, filters, *drawings = browser.execute_script(shown)
     assert (nav, filters) == (True, False)
     assert drawings
@@ -212,15 +213,15 @@ def test_filters_show_the_chosen_cases_and_the_address_keeps_them(
     links = "return [...document.querySelectorAll('.permalink')].map(e => e.hash)"
     assert all(link.endswith("&model=vgg16&devices=4") for link in browser.execute_script(links))
     show(browser, files["empty"])
-    browser.get(address.replace("#", "#throughput"))
+    browser.get(address.replace("#", "#steps"))
     assert browser.execute_script(SHOWN) == 4
-    top = "return document.getElementById('throughput').getBoundingClientRect().top"
+    top = "return document.getElementById('steps').getBoundingClientRect().top"
     assert abs(browser.execute_script(top)) < 30
     browser.execute_script("document.querySelector('#filters [type=reset]').click()")
     assert (
         browser.execute_async_script(f"setTimeout(() => arguments[0]((() => {{{SHOWN}}})()))") == 20
     )
-    assert browser.current_url.partition("#")[2] == "throughput"
+    assert browser.current_url.partition("#")[2] == "steps"
     assert browser.get_log("browser") == []
 
 
@@ -228,7 +229,7 @@ def test_a_link_that_names_a_case_of_another_run_says_so(
     browser: Any, files: dict[str, Path]
 ) -> None:
     show(browser, files["gpu"])
-    browser.get(f"{files['gpu'].as_uri()}#phases&model=vgg16,bert%2Clarge&kind=x")
+    browser.get(f"{files['gpu'].as_uri()}#steps&model=vgg16,bert%2Clarge&kind=x")
     wait.WebDriverWait(browser, 10).until(lambda driver: driver.execute_script(SHOWN) == 9)
     said = (
         "9 of 20 cases; the link also names model bert,large, kind x, which this run does not have"
@@ -241,32 +242,22 @@ def test_a_filter_closes_the_gaps_in_a_drawing_and_keeps_its_axis(
 ) -> None:
     show(browser, files["gpu"])
     look = """
-        const svg = document.querySelector('#throughput svg');
+        const svg = document.querySelector('#imbalance svg');
         const wide = (e) => e.getBoundingClientRect().width;
         const texts = [...svg.querySelectorAll('text')].filter(wide).map(e => e.textContent);
         const bottom = svg.getBoundingClientRect().bottom;
         const label = [...svg.querySelectorAll('text')]
-          .find(e => e.textContent === 'samples per second');
+          .find(e => e.textContent === 'milliseconds of one step');
         return [texts, svg.viewBox.baseVal.height, bottom - label.getBoundingClientRect().bottom];
         """
     before, height, below = browser.execute_script(look)
+    names = [text for text in before if "×" in text and "(" not in text]
     browser.execute_script(CHOOSE, "strategy", "ddp")
     after, lower, still_below = browser.execute_script(look)
-    assert [text for text in after if "×" in text] == ["ddp ×2", "ddp ×4"]
-    assert height - lower == pytest.approx(7 * 38)  # seven of nine lanes
+    kept = [text for text in after if "×" in text and "(" not in text]
+    assert kept == ["ddp ×2", "ddp ×4"]
+    assert height - lower == pytest.approx((len(names) - len(kept)) * 47)
     assert still_below == pytest.approx(below, abs=0.5)
-    astray = """
-        const svg = document.querySelector('#throughput svg');
-        const bars = [...svg.querySelectorAll('[data-bar]')].filter(e => !e.hasAttribute('hidden'));
-        const ends = bars.map(e => e.getBoundingClientRect());
-        const whiskers = [...svg.querySelectorAll('[data-lane]')]
-          .filter(e => e.getBoundingClientRect().height < 3)
-          .filter(e => e.getBoundingClientRect().width > 3).map(e => e.getBoundingClientRect());
-        return [bars.length, whiskers.filter(w => ends.some(b => w.left < b.right
-          && w.right > b.right && w.top > b.top && w.bottom < b.bottom)).length];
-        """
-    assert browser.execute_script(astray) == [2, 2], "each whisker stays at the end of its bar"
-    assert {text for text in before if "k" in text} <= {*after}, "the axis stays"
     assert browser.execute_script(SPOILT) == []
     browser.execute_script(CHOOSE, "strategy", "ddp")
     assert browser.execute_script(look) == [before, height, below]
@@ -277,27 +268,28 @@ def test_a_mark_tells_its_value_to_the_pointer_and_to_the_keyboard(
 ) -> None:
     show(browser, files["gpu"])
     tip = "const tip = document.getElementById('tip'); return tip.hidden ? '' : tip.textContent"
-    mark = browser.find_element("css selector", "#throughput [data-bar]")
+    mark = browser.find_element("css selector", "#imbalance [data-bar]")
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", mark)
     webdriver.ActionChains(browser).move_to_element(mark).perform()
     said = browser.execute_script(tip)
     assert re.fullmatch(
-        r"single: [\d,]+ samples per second \([\d,]+–[\d,]+\), 3 rounds with 90 steps", said
+        r".*, device 0: [\d.]+ milliseconds of one step, 3 rounds with 90 steps", said
     )
     assert (
         browser.execute_script(
-            "return document.querySelectorAll('#throughput [data-bar] title').length"
+            "return document.querySelectorAll('#imbalance [data-bar] title').length"
         )
         == 0
     )
-    browser.execute_script("document.querySelector('#phases [data-bar]').focus()")
-    assert "scatter" in browser.execute_script(tip)
+    browser.execute_script("document.querySelector('#imbalance [data-bar]').focus()")
+    assert browser.execute_script(tip) == said
     browser.switch_to.active_element.send_keys(webdriver.Keys.ARROW_RIGHT)
-    said = browser.execute_script(tip)
-    assert re.fullmatch(r"single: forward .* ms, 30% of the step, 3 rounds with 90 steps", said), (
-        said
-    )
-    stops = "return document.querySelectorAll('#phases svg:first-of-type [tabindex=\"0\"]').length"
-    assert browser.execute_script(stops) == 2, "one in each drawing"
+    assert ", mean of the others: " in browser.execute_script(tip)
+    stops = """
+        return [...document.querySelectorAll('#imbalance svg')].map(
+          svg => svg.querySelectorAll('[tabindex="0"]').length);
+        """
+    assert set(browser.execute_script(stops)) == {1}, "one in each drawing"
     browser.switch_to.active_element.send_keys(webdriver.Keys.ESCAPE)
     assert browser.execute_script(tip) == ""
     assert browser.get_log("browser") == []
@@ -365,9 +357,9 @@ def test_the_page_of_a_comparison_filters_drawings_and_tells_values_as_that_of_a
         return [...document.querySelectorAll('figure, tbody tr')].filter(e => e.checkVisibility())
           .map(e => e.closest('section').id);
         """
-    assert browser.execute_script(shown) == ["cases"] * 2 + ["lanes"] * 2 + ["phases"] * 2
+    assert browser.execute_script(shown) == ["cases"] * 2 + ["lanes"] * 2
     browser.execute_script(CHOOSE, "verdict", "faster")
-    assert browser.execute_script(shown) == ["cases", "lanes", "phases"]
+    assert browser.execute_script(shown) == ["cases", "lanes"]
     assert browser.execute_script(STATUS) == "1 of 2 cases"
     assert browser.current_url.endswith("#&verdict=faster")
     mark = browser.find_element("css selector", "#lanes figure:not([hidden]) [data-bar]")
@@ -414,6 +406,40 @@ def test_a_link_to_a_section_leads_there_and_the_contents_name_it(
     assert browser.execute_script(folded) == [False, True]
 
 
+def test_a_link_into_the_folded_details_opens_them(browser: Any, files: dict[str, Path]) -> None:
+    show(browser, files["gpu"], folded=True)
+    is_open = "return document.getElementById('details').open"
+    assert not browser.execute_script(is_open)
+    browser.execute_script("document.querySelector('nav.side a[href=\"#steps\"]').click()")
+    wait.WebDriverWait(browser, 10).until(lambda driver: driver.execute_script(is_open))
+    assert browser.execute_script("return document.getElementById('steps').checkVisibility()")
+
+
+def test_the_answers_are_copied_as_markdown_and_the_steps_go_to_perfetto(
+    browser: Any, files: dict[str, Path]
+) -> None:
+    show(browser, files["gpu"])
+    browser.execute_script("""
+        window.copied = '';
+        window.sent = [];
+        navigator.clipboard.writeText = async (text) => { window.copied = text; };
+        window.open = (address) => {
+          window.asked = address;
+          window.other = {closed: false, postMessage: (what) => {
+            window.sent.push(what);
+            if (what === 'PING')
+              window.dispatchEvent(new MessageEvent('message', {data: 'PONG', source: null}));
+          }};
+          return null;
+        };
+        [...document.querySelectorAll('button')]
+          .filter((one) => /Markdown|Perfetto/.test(one.textContent)).forEach((one) => one.click());
+        """)
+    copied = browser.execute_script("return window.copied")
+    assert copied.startswith("**vgg16") or "\n| vgg16" in copied
+    assert browser.execute_script("return window.asked") == "https://ui.perfetto.dev"
+
+
 def test_the_numbers_of_a_section_are_saved_without_the_hidden_cases(
     browser: Any, files: dict[str, Path]
 ) -> None:
@@ -422,7 +448,7 @@ def test_the_numbers_of_a_section_are_saved_without_the_hidden_cases(
     saved = browser.execute_async_script("""
         const done = arguments[0], usual = URL.createObjectURL, blobs = [];
         URL.createObjectURL = (blob) => { blobs.push(blob); return 'data:,'; };
-        document.querySelectorAll('#throughput .tools button').forEach((button) => button.click());
+        document.querySelectorAll('#steps .tools button').forEach((button) => button.click());
         URL.createObjectURL = usual;
         Promise.all(blobs.map((blob) => blob.text())).then(done);
         """)
@@ -430,8 +456,8 @@ def test_the_numbers_of_a_section_are_saved_without_the_hidden_cases(
     assert len(rows) == len(records) == 9
     assert {row["model"] for row in rows} == {"vgg16"}
     for row, record in zip(rows, records, strict=True):
-        assert float(row["throughput_value"]) == record["throughput_value"] > 0
-        assert not {name for name in row if name.startswith("step")}
+        assert float(row["step_value"]) == record["step_value"] > 0
+        assert not {name for name in row if name.startswith("throughput")}
 
 
 @pytest.fixture(scope="module")

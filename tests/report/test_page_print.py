@@ -28,13 +28,13 @@ def test_the_printed_page_has_two_drawings_a_row_and_no_lonely_heading(
         lefts, breaks, hidden = browser.execute_script("""
             const style = (e) => getComputedStyle(e);
             return [
-              [...document.querySelectorAll('#throughput figure')].map(
+              [...document.querySelectorAll('#imbalance figure')].map(
                 e => e.getBoundingClientRect().left),
               [...document.querySelectorAll('h2, h3, .head')].map(e => style(e).breakAfter),
               [...document.querySelectorAll('aside, .tools, .copy')].map(e => e.checkVisibility()),
             ];
             """)
-        assert len(set(lefts)) == len(lefts) == 2
+        assert len(set(lefts)) == 2 <= len(lefts)
         assert set(breaks) == {"avoid"}
         assert not any(hidden)
         assert browser.execute_script("return document.documentElement.scrollWidth") <= 718
@@ -83,7 +83,7 @@ def printed_lines(pdf: bytes) -> list[list[Line]]:
     return found
 
 
-@pytest.mark.parametrize(("name", "height"), [("cpu", 9.5), ("ladder", 11.69), ("compared", 11.0)])
+@pytest.mark.parametrize(("name", "height"), [("cpu", 9.5), ("ladder", 11.69), ("compared", 7.0)])
 def test_no_sheet_of_the_printed_page_ends_with_a_heading(
     browser: Any, files: dict[str, Path], name: str, height: float
 ) -> None:
@@ -96,7 +96,11 @@ def test_no_sheet_of_the_printed_page_ends_with_a_heading(
     large = [
         text for lines in sheets for line in lines for text, points in line if points > HEADING_PT
     ]
-    assert {"Answers", "Step time by phase", "Phases before and after"} & {*headings} & {*large}
+    assert (
+        {"Answers", "Step time by phase", "One median step before and after"}
+        & {*headings}
+        & {*large}
+    )
     ends = [line for lines in sheets[:-1] if lines for line in lines[0]]
     assert ends
     # of a heading of several lines, the last line would end the sheet
