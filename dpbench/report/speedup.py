@@ -27,8 +27,11 @@ DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
 Points = Sequence[tuple[Row, Estimate]]
 
 
-def section(rows: Sequence[Row]) -> Section:
-    """Return the section on speed-up, with one panel per model and amount of work."""
+def section(rows: Sequence[Row], key: str = "speedup") -> Section:
+    """Return the section on speed-up, with one panel per model and amount of work.
+
+    The ids in the drawings begin with `key`.
+    """
     drawable = _both_ways([row for row in rows if naming.drawable(row.speedup)])
     levels = [row for row in drawable if row.case.traits.all_cores]
     lines = [row for row in drawable if not row.case.traits.all_cores] or levels
@@ -42,7 +45,7 @@ def section(rows: Sequence[Row]) -> Section:
         "Speed-up against ideal",
         "The step time on one device divided by the step time on several devices, for equal work."
         " The dotted line is the ideal speed-up. Whiskers and bands are 95% intervals.",
-        [_panel(facet, _beside(facet, levels), f"speedup{i}") for i, facet in enumerate(panels)],
+        [_panel(facet, _beside(facet, levels), f"{key}{i}") for i, facet in enumerate(panels)],
         missing or left_out,
     )
 

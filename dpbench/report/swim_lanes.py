@@ -32,8 +32,11 @@ PALE = 0.35
 IDLE: Mapping[str, Any] = {"facecolor": svg.GRID, "edgecolor": "none", "alpha": 0.8}
 
 
-def section(rows: Sequence[Row], lanes_of: Drawn) -> Section:
-    """Return the section of swim lanes: a panel for each setting and batch size; see `_groups`."""
+def section(rows: Sequence[Row], lanes_of: Drawn, key: str = "lanes") -> Section:
+    """Return the section of swim lanes: a panel for each setting and batch size; see `_groups`.
+
+    The ids in the drawings begin with `key`.
+    """
     # a timed step is drawn even if its rounds are too few for an estimate; the caption then names
     # the case
     with_lanes = [row for row in rows if (row.case, row.source) in lanes_of]
@@ -46,7 +49,7 @@ def section(rows: Sequence[Row], lanes_of: Drawn) -> Section:
         " pale bar belongs to the step before or after. Where a lane is grey, no phase is open on"
         " the device. A thick outline is the critical path: the bars that the end of the step"
         " waited for.",
-        [_panel(facet, lanes_of, f"lanes{i}") for i, facet in enumerate(facets)],
+        [_panel(facet, lanes_of, f"{key}{i}") for i, facet in enumerate(facets)],
         left_out if facets else "No case has spans of a median step.",
     )
 
