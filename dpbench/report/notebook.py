@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dpbench.report.svg import Panel, Section
 
 LIGHT, DARK = re.findall(
-    r":root (\{.*?\})", Path(__file__).with_name("page.css").read_text("utf-8"), re.DOTALL
+    r":root (\{.*?\})", Path(__file__).with_name("page.css").read_text(encoding="utf-8"), re.DOTALL
 )[:2]
 """The CSS variables of the page in its light and its dark theme, to which drawings refer."""
 THEMES = (
