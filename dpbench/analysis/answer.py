@@ -19,9 +19,7 @@ from dpbench.analysis.decision import (
     ratio_of,
     sure_of_first,
     unsettled,
-    unusual,
 )
-from dpbench.analysis.naming import devices, strategy
 from dpbench.analysis.summary import KERNELS, Row
 from dpbench.hardware import foreign_load
 from dpbench.hardware.provenance import Resources
@@ -37,6 +35,7 @@ from dpbench.records import (
     schedule,
     words,
 )
+from dpbench.records.names import devices, in_words, unusual
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
 
@@ -83,6 +82,11 @@ class Answer:
     compared: frozenset[Case] = frozenset()
     row: Row | None = None
     baseline: Row | None = None
+
+    @property
+    def recommended(self) -> str | None:
+        """Return the label of the recommended case; None without one."""
+        return self.row.case.label if self.row else None
 
     @property
     def text(self) -> str:
@@ -252,12 +256,9 @@ def _answer(
 def _name(row: Row) -> str:
     case = row.case
     if case.traits.all_cores:
-        return strategy(case)
+        return in_words(case)
     hosts = f" on {case.hosts} hosts" if case.hosts > 1 else ""
-    return (
-        f"{case.strategy if case.schedule == schedule.Schedule.REFERENCE else strategy(case)} on"
-        f" {devices(case)}{hosts}"
-    )
+    return f"{in_words(case)} on {devices(case)}{hosts}"
 
 
 RANKED = 5
@@ -339,7 +340,7 @@ def _chosen(question: Question, decision: Decision) -> str:
         gives = f"the best case on several devices, {_name(best)}, gives only {_gain(best)}"
         return f"{where}stay with {_one(question.home)}: {gives}"
     if row.case.traits.all_cores:
-        return f"{where}stay with {strategy(row.case)}: {_gain(row)}"
+        return f"{where}stay with {in_words(row.case)}: {_gain(row)}"
     tool = (
         " (dpbench.TrainStep)" if row.case.schedule not in ("", schedule.Schedule.REFERENCE) else ""
     )

@@ -15,6 +15,7 @@ from enum import StrEnum, auto
 from dpbench.analysis import stats
 from dpbench.analysis.summary import Row, scaled
 from dpbench.records import Case, Fault, Source, Status, plan, schedule
+from dpbench.records.names import unusual
 from dpbench.records.registry import Role
 from dpbench.records.trial import Doubt, Estimate
 
@@ -356,10 +357,3 @@ def homes(case: Case) -> list[Case]:
         plan.alone(case, batch)
         for batch in ([case.batch_size] if rest else [case.batch_size, share])
     ]
-
-
-def unusual(case: Case) -> list[str]:
-    """Return, as texts, the unusual settings of a case, such as a precision that is not fp32."""
-    size = [] if case.size == "small" else [case.size]
-    precision = [] if case.precision == "fp32" else [case.precision]
-    return [*size, *precision, *case.habits]

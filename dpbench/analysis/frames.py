@@ -22,10 +22,15 @@ Columns = dict[str, Sequence[object]]
 """The values of a table by column; all columns are equally long."""
 
 
-def cases(run_id: str, rows: Sequence[summary.Row], trials: Sequence[Trial]) -> pd.DataFrame:
-    """Return a table with one row per case: the columns of `frame`, then the imbalance indexes."""
+def cases(
+    run_id: str, rows: Sequence[summary.Row], trials: Sequence[Trial], *, raw: bool = False
+) -> pd.DataFrame:
+    """Return a table with one row per case: the columns of `frame`, then the imbalance indexes.
+
+    For `raw`, see `frame`.
+    """
     beside = imbalance.columns([(run_id, trials)], [(run_id, row.case, row.source) for row in rows])
-    return frame(rows, [run_id] * len(rows), beside)
+    return frame(rows, [run_id] * len(rows), beside, raw=raw)
 
 
 def steps(run_id: str, trials: Sequence[Trial]) -> pd.DataFrame:
@@ -141,11 +146,14 @@ def frame(
     table: Sequence[summary.Row],
     run_ids: Sequence[str] = (),
     extra: Mapping[str, Sequence[object]] = MappingProxyType({}),
+    *,
+    raw: bool = False,
 ) -> pd.DataFrame:
     """Return the rows as a flat table with the columns of `summary.records`.
 
     `run_ids`, if given, become the first column, and those of `extra` the last ones, with one value
-    per row.
+    per row. A number that reports withhold is NaN, and its column `*_withheld` has the reason;
+    `raw` keeps the number. The phases of a step are withheld together with its time.
     """
     blank, *flat = summary.records([summary.BLANK, *table])
     frame_of_rows = pd.DataFrame(flat, columns=list(blank))
@@ -153,7 +161,21 @@ def frame(
         frame_of_rows = pd.concat([frame_of_rows, pd.DataFrame(dict(extra))], axis=1)
     if run_ids:
         frame_of_rows.insert(0, "run_id", list(run_ids))
+    if not raw:
+        _withhold(frame_of_rows)
     return frame_of_rows
+
+
+def _withhold(table: pd.DataFrame) -> None:
+    """Replace each number by NaN for which `*_withheld` has a reason."""
+    names = list(map(str, table))
+    phases = [name for name in names if name.startswith("phase_")]
+    for reason in [name for name in names if name.endswith("_withheld")]:
+        estimate = reason.removesuffix("_withheld")
+        numbers = [f"{estimate}_{part}" for part in ("value", "low", "high")]
+        if estimate == "step":
+            numbers += phases
+        table.loc[table[reason].notna(), numbers] = float("nan")
 
 
 def csv(table: pd.DataFrame) -> str:

@@ -90,6 +90,11 @@ class LoaderCurve:
         return [point.workers for point in self.points]
 
     @property
+    def bounds(self) -> dict[int, str]:
+        """Return the slower one of the DataLoader and the step, by number of workers."""
+        return {point.workers: point.bound.value for point in self.points if point.demand}
+
+    @property
     def advised(self) -> int | None:
         """Return the least number of workers that surely suffices for the step, else the knee.
 

@@ -88,6 +88,11 @@ class Row:
     lost: tuple[Fault | Status, ...] = ()
 
     @property
+    def label(self) -> str:
+        """Return the label of the case."""
+        return self.case.label
+
+    @property
     def colocated(self) -> bool:
         """Return whether replicas share a GPU, or hosts a machine, so that nothing can speed up."""
         return COLOCATED in self.labels

@@ -8,7 +8,7 @@ docs/measuring.md lists the limits.
 from __future__ import annotations
 
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -304,6 +304,34 @@ def _copies(trials: Iterable[Trial]) -> dict[tuple[int, int], stats.Rounds]:
             by_ends.setdefault(ends, {})[number] = seconds
             passes[ends] += 1
     return dict(by_ends)
+
+
+def floors(case: Case, trials_of: Mapping[Case, Sequence[Trial]]) -> dict[tuple[Phase, int], float]:
+    """Return the least seconds of each phase on each device: its bytes over the measured links.
+
+    A device receives one copy after the other, and sends one after the other; the longer of both
+    counts. A phase is left out if one of its links was not measured.
+    """
+    seconds_per_byte = {
+        ends: stats.median(copies).value
+        for ends, copies in _copies(with_links(case, trials_of)).items()
+    }
+    every = _moves(case, trials_of.get(case, ())) if seconds_per_byte else []
+    unknown = {
+        move.phase
+        for move in every
+        if (move.source, move.target) not in seconds_per_byte or not _separable(case, move.phase)
+    }
+    totals: defaultdict[tuple[Phase, int, str], float] = defaultdict(float)
+    for move in every:
+        if move.phase not in unknown:
+            seconds = move.bytes * seconds_per_byte[move.source, move.target]
+            totals[move.phase, move.target, "received"] += seconds
+            totals[move.phase, move.source, "sent"] += seconds
+    found: dict[tuple[Phase, int], float] = {}
+    for (phase, device, _), seconds in totals.items():
+        found[phase, device] = max(seconds, found.get((phase, device), 0.0))
+    return found
 
 
 def _median_of(links: Sequence[stats.Rounds]) -> stats.Rounds:

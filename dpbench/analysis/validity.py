@@ -27,7 +27,7 @@ from dpbench.records import (
     Verified,
     words,
 )
-from dpbench.records.trial import AVERAGING, FLOAT32, NO_PROFILE, Products, TrialHost
+from dpbench.records.trial import AVERAGING, FLOAT32, MARK, NO_PROFILE, Products, TrialHost
 
 SIGNIFICANT = 0.01
 """The p-value of Spearman's test below which a trend counts as real."""
@@ -367,6 +367,20 @@ def _closure(trial: Trial, cores: int) -> Deviation | None:
     return (statistics.median(shares), {}) if shares else None
 
 
+def _marks(trial: Trial, cores: int) -> Deviation | None:
+    """Return the time that the marks of a step take, as a fraction of the median timed step.
+
+    Marks of several threads are summed. None without spans, or if an older version measured it.
+    """
+    each_s = trial.provenance.get(MARK)
+    timed = {index for index, step in enumerate(trial.steps) if not step.warmup}
+    marks = sum(span.step in timed for span in trial.spans)
+    if not each_s or not marks:
+        return None
+    step_s = statistics.median(trial.steps[index].seconds for index in timed)
+    return (marks / len(timed) * each_s / step_s, {}) if step_s > 0 else None
+
+
 def _outlasting(trial: Trial, cores: int) -> Deviation | None:
     """Return how long GPUs still work after a block of steps, as a fraction of its duration.
 
@@ -500,6 +514,13 @@ RULES: Sequence[ValidityRule] = (
         limit=0.05,
         measure=_closure,
         headline="more than 5% of the step is not covered by any phase",
+        item=_percent,
+    ),
+    ValidityRule(
+        name="marks",
+        limit=0.01,
+        measure=_marks,
+        headline="timing the phases takes more than 1% of the step, which is so much too long",
         item=_percent,
     ),
     ValidityRule(

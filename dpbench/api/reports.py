@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from dpbench.api import LATEST, REPORTS
 from dpbench.api.stored import listing
+from dpbench.report import check_drawings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -51,8 +52,10 @@ def write_report(path: Path | None, report: Report) -> Path:
     """Write a report as an HTML page, and return the page's file.
 
     If `path` is None, the page is kept in the archive `REPORTS`; the file returned is then `LATEST`
-    if `LATEST` shows this run, and otherwise the run's page in the archive.
+    if `LATEST` shows this run, and otherwise the run's page in the archive. Raises NoDrawings
+    without matplotlib.
     """
+    check_drawings()
     from dpbench.report import page
 
     if path is not None:

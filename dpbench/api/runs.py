@@ -27,11 +27,12 @@ if TYPE_CHECKING:
 class Run:
     """A run: its measurements and its results.
 
-    A notebook shows its answers and the table of its cases. The tables are tidy: `frame` has one
-    row per case, `steps` per step, `phases` per phase of a step, and `samples` per sample. Times
-    are seconds and sizes bytes. Each estimate has the columns value, low and high for its 95 %
-    interval (80 % for predictions), and `withheld`, the reason why reports do not show the
-    estimate. Whoever shows a number must also show its `labels`.
+    A notebook shows its answers, its swim lanes and the table of its cases. The tables are tidy:
+    `frame` has one row per case, `steps` per step, `phases` per phase of a step, and `samples` per
+    sample. Times are seconds and sizes bytes. Each estimate has the columns value, low and high for
+    its 95 % interval (80 % for predictions), and `withheld`, the reason why reports do not show the
+    estimate. Such an estimate is NaN in `frame`; `raw_frame` has all numbers. Whoever shows a
+    number must also show its `labels`.
     """
 
     def __init__(
@@ -111,8 +112,16 @@ class Run:
 
     @property
     def frame(self) -> DataFrame:
-        """Return a new table with one row per case."""
+        """Return a new table with one row per case; a number that reports withhold is NaN.
+
+        The columns `*_withheld` say why. The phases of a step are withheld with `step`.
+        """
         return frames.cases(self.id, self.analysis.rows, self._trials)
+
+    @property
+    def raw_frame(self) -> DataFrame:
+        """Return the table `frame` with all numbers, also those that reports withhold."""
+        return frames.cases(self.id, self.analysis.rows, self._trials, raw=True)
 
     @property
     def steps(self) -> DataFrame:
@@ -140,8 +149,20 @@ class Run:
         brief = text.explain(report.answers, report.diagnoses, () if all else report.rows, samples)
         return f"{brief}\n\n{text.render(report.diagnoses, report.rows)}" if all else brief
 
+    def plot(self) -> Plot:
+        """Return the swim lanes of a median step and the speed-ups, which a notebook shows.
+
+        For a run of `dpbench loaders`, they are its rates. Raises LookupError without matplotlib.
+        """
+        from dpbench.report import notebook
+
+        return Plot(notebook.drawings(self.analysis))
+
     def report(self, path: str | Path) -> Path:
-        """Write the report of the run as one HTML file, and return its path."""
+        """Write the report of the run as one HTML file, and return its path.
+
+        Raises LookupError without matplotlib.
+        """
         write_report(Path(path), self.analysis)
         return Path(path)
 
@@ -175,6 +196,16 @@ class Run:
         from dpbench.report import notebook
 
         return notebook.render(self.analysis)
+
+
+class Plot:
+    """Drawings of a run, which a notebook shows; outside of one, `Run.report` writes them."""
+
+    def __init__(self, html: str) -> None:
+        self._html = html
+
+    def _repr_html_(self) -> str:
+        return self._html
 
 
 class Compared:

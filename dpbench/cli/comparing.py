@@ -25,7 +25,6 @@ from dpbench.cli.options import (
 from dpbench.cli.shapes import AnswerFacts, EstimateFacts, RunFacts
 
 if TYPE_CHECKING:
-    from dpbench.analysis.comparison import Comparison
     from dpbench.analysis.report import Report
     from dpbench.store import StoredRun
 
@@ -61,32 +60,16 @@ class ComparedCase(msgspec.Struct, frozen=True, kw_only=True):
     `phase_share` is the size of this change as a share of the sizes of all phases' changes.
     """
 
-    label: str
+    name: str = msgspec.field(name="label")
     labels: Sequence[str]
     verdict: str
     reason: str
-    before_s: EstimateFacts | None
-    after_s: EstimateFacts | None
-    ratio: EstimateFacts | None
+    before: EstimateFacts = msgspec.field(name="before_s")
+    after: EstimateFacts = msgspec.field(name="after_s")
+    ratio: EstimateFacts
     phase: str
     phase_s: float
-    phase_share: float
-
-    @classmethod
-    def of(cls, line: Comparison) -> ComparedCase:
-        """Return the comparison of a case as a record."""
-        return cls(
-            label=line.name,
-            labels=line.labels,
-            verdict=line.verdict,
-            reason=line.reason,
-            before_s=EstimateFacts.of(line.before),
-            after_s=EstimateFacts.of(line.after),
-            ratio=EstimateFacts.of(line.ratio),
-            phase=line.phase,
-            phase_s=line.phase_s,
-            phase_share=line.share,
-        )
+    share: float = msgspec.field(name="phase_share")
 
 
 class ComparedRuns(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,7 +167,7 @@ def compare(
                 after=both[1],
                 margin=margin,
                 unlike=[str(one) for one in comparisons.unlike],
-                cases=[ComparedCase.of(line) for line in comparisons.lines],
+                cases=[shapes.made(ComparedCase, line) for line in comparisons.lines],
                 lost=lost,
             )
         )

@@ -25,6 +25,7 @@ from dpbench.cli.options import (
     patience_option,
     store_option,
 )
+from dpbench.cli.showing import check_page
 
 if TYPE_CHECKING:
     from dpbench.records import Case
@@ -218,6 +219,7 @@ def loaders(
     from dpbench.store import Naming
 
     registry.check_module(dataset, "--dataset")
+    check_page(report)
     cases = _loader_cases(dataset, **options)
     output = Output(
         store=store, report=report, as_json=as_json, dry_run=False, detail=Detail.USUAL, command=""

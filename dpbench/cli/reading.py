@@ -284,7 +284,8 @@ def export(
         beside = imbalance.columns(
             [(run.id, trials) for run, trials in runs], [(i, r.case, r.source) for i, r in tables]
         )
-        pieces = iter([frames.csv(frames.frame([row for _, row in tables], ids, beside))])
+        table = frames.frame([row for _, row in tables], ids, beside, raw=True)
+        pieces = iter([frames.csv(table)])
     else:
         pieces = export.pieces(format, runs, summary.labels, every=every, **only)
     try:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 import msgspec
@@ -22,14 +22,12 @@ from dpbench.records import Case
 if TYPE_CHECKING:
     from dpbench.analysis.answer import Answer
     from dpbench.analysis.findings import Diagnosis, Finding
-    from dpbench.analysis.loaders import LoaderCurve
     from dpbench.analysis.report import Report
-    from dpbench.analysis.summary import Row
     from dpbench.measure.batch_search import Found
     from dpbench.measure.selection import RunForecast
-    from dpbench.records.trial import Estimate
     from dpbench.store import StoredRun
 
+_Shape = TypeVar("_Shape", bound=msgspec.Struct)
 SCHEMA = 2
 """The version of the JSON of all commands."""
 
@@ -37,6 +35,16 @@ SCHEMA = 2
 def show(record: object) -> None:
     """Print the JSON of a command to stdout."""
     click.echo(msgspec.json.format(msgspec.json.encode(record), indent=1).decode())
+
+
+def made(shape: type[_Shape], result: object) -> _Shape:
+    """Return a result as a record: `shape` has its attributes, some under other names in JSON."""
+    return msgspec.convert(result, shape, from_attributes=True)
+
+
+def optional(shape: type[_Shape], result: object) -> _Shape | None:
+    """Return a result as a record, and None for None."""
+    return None if result is None else made(shape, result)
 
 
 class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,23 +150,9 @@ class EstimateFacts(msgspec.Struct, frozen=True, kw_only=True):
     value: float
     low: float
     high: float
-    rounds: int
+    n: int = msgspec.field(name="rounds")
     withheld: str
-    level: float = 0.95
-
-    @classmethod
-    def of(cls, estimate: Estimate | None) -> EstimateFacts | None:
-        """Return an estimate as a record; None for None."""
-        if estimate is None:
-            return None
-        return cls(
-            value=estimate.value,
-            low=estimate.low,
-            high=estimate.high,
-            rounds=estimate.n,
-            withheld=estimate.doubt or "",
-            level=0.8 if estimate.n == 0 else estimate.level,
-        )
+    coverage: float = msgspec.field(name="level")
 
 
 class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,42 +171,17 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int
     steps: int
     verified: str | None
-    step_s: EstimateFacts | None
-    mean_s: EstimateFacts | None
-    samples_per_s: EstimateFacts | None
+    step: EstimateFacts | None = msgspec.field(name="step_s")
+    mean: EstimateFacts | None = msgspec.field(name="mean_s")
+    throughput: EstimateFacts | None = msgspec.field(name="samples_per_s")
     speedup: EstimateFacts | None
     scaling: str
     efficiency: EstimateFacts | None
-    phases_s: Mapping[str, float]
-    busy_s: Mapping[int, float]
-    memory_bytes: Mapping[int, int]
+    phases: Mapping[str, float] = msgspec.field(name="phases_s")
+    busy: Mapping[int, float] = msgspec.field(name="busy_s")
+    memory: Mapping[int, int] = msgspec.field(name="memory_bytes")
     host_bytes: int
     imbalance: EstimateFacts | None
-
-    @classmethod
-    def of(cls, row: Row) -> CaseResult:
-        """Return the results of a row."""
-        return cls(
-            label=row.case.label,
-            labels=row.labels,
-            case=row.case,
-            outcome=row.outcome,
-            reason=row.reason,
-            rounds=row.rounds,
-            steps=row.steps,
-            verified=row.verified.value if row.verified else None,
-            step_s=EstimateFacts.of(row.step),
-            mean_s=EstimateFacts.of(row.mean),
-            samples_per_s=EstimateFacts.of(row.throughput),
-            speedup=EstimateFacts.of(row.speedup),
-            scaling=row.scaling,
-            efficiency=EstimateFacts.of(row.efficiency),
-            phases_s=row.phases,
-            busy_s=row.busy,
-            memory_bytes=row.memory,
-            host_bytes=row.host_bytes,
-            imbalance=EstimateFacts.of(row.imbalance),
-        )
 
 
 class AnswerFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -234,29 +203,20 @@ class AnswerFacts(msgspec.Struct, frozen=True, kw_only=True):
     earlier: str
     command: str
     labels: Sequence[str]
-    case: str | None
-    epoch: str = ""
-    epoch_s: EstimateFacts | None = None
-    epoch_choice_s: EstimateFacts | None = None
+    recommended: str | None = msgspec.field(name="case")
+    epoch_text: str = msgspec.field(name="epoch", default="")
+    now: EstimateFacts | None = msgspec.field(name="epoch_s", default=None)
+    chosen: EstimateFacts | None = msgspec.field(name="epoch_choice_s", default=None)
 
     @classmethod
     def of(cls, answer: Answer, samples: int = 0) -> AnswerFacts:
         """Return an answer as a record; `samples` is those of an epoch, 0 if unknown."""
-        now, then = answer.epoch_s(samples) if samples else (None, None)
-        return cls(
-            subject=answer.subject,
-            choice=answer.choice.value,
-            headline=answer.headline,
-            reason=answer.reason,
-            certainty=answer.certainty,
-            memory=answer.memory,
-            earlier=answer.earlier,
-            command=answer.command,
-            labels=answer.labels,
-            case=answer.row.case.label if answer.row else None,
-            epoch=answer.epoch(samples) if samples else "",
-            epoch_s=EstimateFacts.of(now),
-            epoch_choice_s=EstimateFacts.of(then),
+        facts = made(cls, answer)
+        if not samples:
+            return facts
+        now, chosen = (optional(EstimateFacts, one) for one in answer.epoch_s(samples))
+        return msgspec.structs.replace(
+            facts, epoch_text=answer.epoch(samples), now=now, chosen=chosen
         )
 
 
@@ -274,18 +234,6 @@ class LoaderFacts(msgspec.Struct, frozen=True, kw_only=True):
     possible: Sequence[int]
     bounds: Mapping[int, str]
     advised: int | None
-
-    @classmethod
-    def of(cls, curve: LoaderCurve) -> LoaderFacts:
-        """Return the verdicts on a curve as a record."""
-        bounds = {point.workers: point.bound.value for point in curve.points if point.demand}
-        return cls(
-            shape=curve.shape.value,
-            knee=curve.knee,
-            possible=curve.possible,
-            bounds=bounds,
-            advised=curve.advised,
-        )
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -311,8 +259,8 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
             answers=[AnswerFacts.of(one) for one in report.answers],
             notes=report.notes,
             warnings=[*map(str, report.warnings)],
-            cases=[CaseResult.of(row) for row in report.rows],
-            loading=LoaderFacts.of(report.loading) if report.loading else None,
+            cases=[made(CaseResult, row) for row in report.rows],
+            loading=made(LoaderFacts, report.loading) if report.loading else None,
         )
 
 
@@ -352,8 +300,8 @@ class FindingFacts(msgspec.Struct, frozen=True, kw_only=True):
         cures = [
             CureFacts(
                 label=cure.row.case.label,
-                ratio=EstimateFacts.of(cure.ratio),
-                gain_s=EstimateFacts.of(cure.gain_s),
+                ratio=made(EstimateFacts, cure.ratio),
+                gain_s=made(EstimateFacts, cure.gain_s),
                 verdict=cure.verdict,
             )
             for cure in finding.cures
@@ -363,7 +311,7 @@ class FindingFacts(msgspec.Struct, frozen=True, kw_only=True):
             problem=finding.evidence.says,
             evidence=finding.evidence.numbers,
             labels=finding.labels,
-            cost_s=EstimateFacts.of(finding.evidence.size_s),
+            cost_s=optional(EstimateFacts, finding.evidence.size_s),
             share=finding.share,
             remedy=finding.rule.remedy,
             code=finding.code,

@@ -12,6 +12,7 @@ import click
 from dpbench.api import stored
 from dpbench.api.reports import write_report
 from dpbench.records import words
+from dpbench.report import NoDrawings, check_drawings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,9 +38,13 @@ def read(store: Path, run_id: str | None) -> tuple[StoredRun, list[Trial], list[
 
 
 def check_page(path: Path | None) -> None:
-    """Raise OSError if the page `path` cannot be written; a run would learn it after measuring."""
+    """Raise OSError or NoDrawings if the page `path`, which the user named, cannot be written.
+
+    A run would otherwise learn it after measuring.
+    """
     if path is None:
         return
+    check_drawings()
     there = path.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.open("a", encoding="utf-8").close()
@@ -48,12 +53,13 @@ def check_page(path: Path | None) -> None:
 
 
 def try_report(path: Path | None, report: Report, store: Path) -> bool:
-    """Write the page of a run, print its path and the store's, and return whether it was written.
+    """Write the page of a run, and print its path and the store's; return False for a failure.
 
-    Call it after printing the results: a page that cannot be written must not hide them.
+    Call it after printing the results: a page that cannot be written must not hide them. Without
+    matplotlib, a note says that there is no page.
     """
     written = None
-    fault = ""
+    fault = note = ""
     try:
         written = write_report(path, report)
     except OSError as error:
@@ -61,11 +67,13 @@ def try_report(path: Path | None, report: Report, store: Path) -> bool:
             f"error: cannot write the page: {error}; `dpbench report --html FILE` writes it"
             " elsewhere"
         )
+    except NoDrawings as missing:
+        note = f"note: {missing}"
     click.echo(
         f"report: {written or 'not written'}   store: {store}   run: {report.run_id[:8]}", err=True
     )
-    if fault:
-        click.echo(fault, err=True)
+    if fault or note:
+        click.echo(fault or note, err=True)
     return not fault
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from dpbench.analysis import ladder
-from dpbench.records import Case, Verified, plan, words
-from dpbench.records.trial import Doubt, Estimate
+from dpbench.records import Case, names, plan, words
 from dpbench.records.words import aligned
+from dpbench.report.table import FOOTNOTES, Cell, efficiency, estimate, footnotes, verified
 
 HEAD = ("model", "strategy", "devices", "batch")
 COLUMNS = (
@@ -23,12 +23,6 @@ COLUMNS = (
 )
 TEXT = ("model", "strategy", "verified", "labels")
 """The columns that contain text, and not numbers."""
-UNCERTAIN, WITHHELD = "~", "—"
-FOOTNOTES = {
-    UNCERTAIN: f"uncertain, because it is from fewer than {Estimate.ROUNDS} rounds",
-    WITHHELD: f"not shown: the interval spans more than a factor of {Estimate.WIDEST:.0f}, or fewer"
-    f" than {Estimate.ROUNDS} rounds are without the label NOISY",
-}
 
 
 def table(rows: Sequence[Any], ladders: Sequence[ladder.Ladder] = ()) -> str:
@@ -52,19 +46,13 @@ def _aligned(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str
 
 
 def _below(lines: Sequence[Sequence[str]], shared: str) -> list[str]:
-    cells = [cell for line in lines for cell in line]
-    notes = [
-        f"{sign}: {why}"
-        for sign, why in FOOTNOTES.items()
-        if any(cell.startswith(sign) for cell in cells)
-    ]
+    notes = footnotes([[Cell(cell) for cell in line] for line in lines])
     return ["", *([f"all cases: {shared}"] if shared else []), *notes] if shared or notes else []
 
 
 def _name(case: Case, best: bool = False) -> tuple[str, ...]:
     """Return the cells of the model, strategy and settings (`Case.habits`), devices and batch."""
-    schedule = f"[{case.schedule}]" if case.schedule not in ("", "reference") else ""
-    name = ("single, all cores" if case.traits.all_cores else case.strategy) + schedule
+    name = names.strategy(case)
     name += ", limit" if case.options == plan.LIMIT else " (best rung)" if best else ""
     return case.model, ", ".join([name, *case.habits]), case.extent, case.batch
 
@@ -74,24 +62,17 @@ def _cells(row: Any, best: bool) -> tuple[str, ...]:
     head = _name(case, best)
     if row.step is None:
         return (*head, row.outcome, *[""] * (len(COLUMNS) - 6), " ".join(row.labels))
-    efficiency = row.efficiency
     weak = " weak" if row.scaling == "weak" else ""
     return (
         *head,
-        _estimate(row.step, 1e3),
+        _flat(estimate(row.step, 1e3)),
         words.number(row.throughput.value) if row.throughput and not row.throughput.doubt else "",
-        _estimate(row.speedup, unit=f"×{weak}"),
-        words.percent(efficiency.value) if efficiency and not efficiency.doubt else "",
-        _estimate(row.imbalance).partition(" ")[0],
-        _verified(row),
+        _flat(estimate(row.speedup, unit=f"×{weak}")),
+        efficiency(row.efficiency).text,
+        estimate(row.imbalance).text,
+        _flat(verified(row)),
         " ".join(row.labels),
     )
-
-
-def _verified(row: Any) -> str:
-    if row.verified in (None, Verified.NOT_APPLICABLE):
-        return ""
-    return f"{row.verified.value}{'' if row.case.trains else ' (outputs)'}"
 
 
 LATENCY = (*HEAD, "rounds, steps", "p50 ms (95 %)", "p95 ms (95 %)", "p99 ms (95 %)", "labels")
@@ -107,7 +88,7 @@ def _latency(row: Any) -> tuple[str, ...]:
     return (
         *_name(row.case),
         f"{row.rounds}, {row.steps}",
-        _estimate(row.step, 1e3),
+        _flat(estimate(row.step, 1e3)),
         *(
             words.NOT_ENOUGH_STEPS
             if percentile.doubt
@@ -119,14 +100,8 @@ def _latency(row: Any) -> tuple[str, ...]:
     )
 
 
-def _estimate(estimate: Estimate | None, scale: float = 1.0, unit: str = "") -> str:
-    """Return the cell of an estimate times `scale`, with its interval; "" for None.
-
-    An estimate from few rounds is marked as uncertain; one in another doubt is withheld.
-    """
-    if estimate is None:
-        return ""
-    if estimate.doubt not in (None, Doubt.ROUNDS):
-        return WITHHELD
-    value = f"{words.number(estimate.value * scale)}{unit}"
-    return UNCERTAIN + value if estimate.doubt else f"{value} ({words.interval(estimate, scale)})"
+def _flat(cell: Cell) -> str:
+    """Return a cell as one text; an estimate in doubt has no interval."""
+    return (
+        f"{cell.text} ({cell.small})" if cell.small and cell.text[0] not in FOOTNOTES else cell.text
+    )

@@ -15,7 +15,7 @@ from dpbench.measure import run
 from dpbench.measure.run import OVERHEAD_S
 from dpbench.measure.stopping import Fixed, RoundsRule, UntilDecided
 from dpbench.records import HABITS, Case, Effort, plan, registry, words
-from dpbench.records.options import Options
+from dpbench.records.options import AUTO, Options
 from dpbench.records.registry import Role
 from dpbench.records.schedule import Schedule
 from dpbench.store import Naming, Store
@@ -47,6 +47,8 @@ In fp32, the strategy that needs most memory needs 7.1 GiB with 64 samples on ea
 3.5 GiB with 16 (`dpbench predict --memory`).
 """
 AMPERE = (8, 0)
+SHORT_S = 0.75
+"""The seconds of timed steps of a trial on a CPU, in a run that ends with its answers settled."""
 ASSUMED_S = {"cpu": OVERHEAD_S + Effort().budget_s, "cuda": 6.0}
 """The assumed seconds of a case's first trial: the overhead plus the default budget for steps.
 
@@ -324,12 +326,22 @@ def measure(
         budget_s=budget_s,
         settle_s=SETTLE_S if budget_s is None else budget_s,
         limit_s=options.limit,
+        effort=_effort(options, cases),
         retry=options.retry,
         patience_s=options.patience,
         listen=listen,
         cluster=cluster,
         traces=store.traces if options.profile else None,
     )
+
+
+def _effort(options: Options, cases: Sequence[Case]) -> Effort:
+    """Return the limits on a trial: on a CPU, many short rounds settle an answer sooner.
+
+    Processes differ more from each other than the steps of one process do.
+    """
+    short = options.rounds == AUTO and all(case.device_kind == "cpu" for case in cases)
+    return Effort(budget_s=SHORT_S) if short else Effort()
 
 
 def _rule(options: Options) -> RoundsRule:

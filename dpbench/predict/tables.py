@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from dpbench.cli import shapes
-from dpbench.records import UNATTRIBUTED, Case, Step, ledger, words
+from dpbench.records import UNATTRIBUTED, Case, Step, ledger, names, words
 from dpbench.records.schedule import EFFECTS, Schedule
+from dpbench.records.trial import Estimate
 from dpbench.records.words import aligned
 
 if TYPE_CHECKING:
@@ -49,12 +50,11 @@ def _cells(prediction: Prediction, others: Sequence[Prediction]) -> tuple[str, .
     from dpbench.predict.cases import speedup
 
     case = prediction.case
-    schedule = f"[{case.schedule}]" if case.schedule not in ("", "reference") else ""
     ratio, scaling = speedup(prediction, others)
     weak = " weak" if scaling == "weak" else ""
     return (
         case.model,
-        case.strategy + schedule,
+        names.strategy(case),
         str(case.devices),
         str(case.batch_size),
         words.number(prediction.seconds * 1e3),
@@ -97,8 +97,7 @@ def needs_table(needs: Iterable[Need]) -> str:
     lines: list[tuple[str, ...]] = [NEEDS]
     for need in needs:
         case = need.case
-        schedule = f"[{case.schedule}]" if case.schedule not in ("", "reference") else ""
-        head = (case.model, case.strategy + schedule, str(case.devices), str(case.batch_size))
+        head = (case.model, names.strategy(case), str(case.devices), str(case.batch_size))
         if need.reason:
             lines.append((*head, *["-"] * 4, need.reason, "", "PREDICTED"))
             continue
@@ -205,22 +204,17 @@ class PredictedCase(msgspec.Struct, frozen=True, kw_only=True):
         from dpbench.predict.cases import speedup
 
         ratio, scaling = speedup(prediction, others)
+        step = Estimate(prediction.seconds, prediction.low_s, prediction.high_s, 0)
         return cls(
             label=prediction.case.label,
             labels=labels(prediction.trial()),
             case=prediction.case,
             profile=prediction.profile,
             scaling=scaling,
-            step_s=shapes.EstimateFacts(
-                value=prediction.seconds,
-                low=prediction.low_s,
-                high=prediction.high_s,
-                rounds=0,
-                withheld="",
-            ),
+            step_s=shapes.made(shapes.EstimateFacts, step),
             samples_per_s=prediction.case.batch_size / prediction.seconds,
             memory=prediction.need,
-            speedup=shapes.EstimateFacts.of(ratio),
+            speedup=shapes.optional(shapes.EstimateFacts, ratio),
             phases_s=ledger.phases(
                 Step(prediction.seconds, False, prediction.seconds), prediction.spans
             ),

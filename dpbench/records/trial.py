@@ -70,6 +70,16 @@ class Estimate:
         # a low end of 0 or NaN also counts as too wide
         return None if self.signed or self.high <= self.WIDEST * self.low else Doubt.WIDTH
 
+    @property
+    def withheld(self) -> str:
+        """Return the reason why the estimate must not be shown as a result; "" if it may be."""
+        return self.doubt or ""
+
+    @property
+    def coverage(self) -> float:
+        """Return the probability with which the interval contains the true value."""
+        return 0.8 if self.n == 0 else self.level
+
 
 SCHEMA = 3
 EARLIER_ALLREDUCE = "allreduce (flat, overlap)"
@@ -85,6 +95,8 @@ They are right for the strategy, but are not the gradient of the whole batch. `l
 the smallest and the largest relative difference of a parameter's gradient, in a step of `rows`
 samples.
 """
+MARK = "mark_s"
+"""The key of the provenance for the seconds of host time that the timing of one span takes."""
 NO_PROFILE = "no_profile"
 """The key of the provenance for the reason why the figures of profiled steps are withheld."""
 FLOAT32 = "float32"

@@ -146,12 +146,6 @@ TOGETHER = (
     " true values with 95% (Bonferroni). The interval that is shown decides: a case is faster or"
     " slower if its whole interval is above or below 1."
 )
-WITHHELD = (
-    f"An estimate from fewer than {Estimate.ROUNDS} rounds, or with an interval that spans more"
-    f" than a factor of {Estimate.WIDEST:.0f}, is replaced by “{NOT_ENOUGH}” and not drawn; a"
-    f" comparison with fewer than {Estimate.ROUNDS} rounds without the label NOISY is replaced by"
-    f" “{NOT_ENOUGH_QUIET}”. To get this estimate, use {REMEDY}."
-)
 
 
 def interval(estimate: Estimate, scale: float = 1.0) -> str:

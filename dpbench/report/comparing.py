@@ -12,7 +12,7 @@ from dpbench.analysis.comparison import ORDER, SURE, Comparison, Comparisons
 from dpbench.analysis.report import Report
 from dpbench.records import Case, Source, words
 from dpbench.records.trial import Estimate
-from dpbench.report import markdown, naming, table
+from dpbench.report import check_drawings, markdown, naming, table
 
 if TYPE_CHECKING:
     from dpbench.report.page import PageSection, Styles
@@ -157,8 +157,10 @@ class SideAnswer:
 def page(before: Report, after: Report, comparisons: Comparisons) -> str:
     """Return the comparison as an HTML page: both runs' answers, the table, and both runs' steps.
 
-    The page has the style sheet and the script of the page of a run.
+    The page has the style sheet and the script of the page of a run. Raises NoDrawings without
+    matplotlib.
     """
+    check_drawings()
     from dpbench.report import page as report_page
 
     styles = report_page.Styles()

@@ -12,8 +12,7 @@ from dpbench.analysis.report import Report
 from dpbench.analysis.stats import Percentile
 from dpbench.analysis.summary import PERCENTILES, Row
 from dpbench.analysis.transfers import Counted, PhaseTraffic
-from dpbench.records import Case, words
-from dpbench.records.trial import Estimate
+from dpbench.records import Case, names, words
 from dpbench.report import naming, small_multiples
 from dpbench.report.table import Cell, Table, estimate
 
@@ -119,8 +118,8 @@ def _place(case: Case) -> tuple[object, ...]:
 def _case(case: Case) -> Cell:
     placed = "" if case.placement == "spread" else f" {case.placement}"
     kind = "" if case.device_kind == "cpu" else f", {case.device_kind}"
-    work = f"{naming.plain(naming.model(case))}{kind}, batch {case.batch}"
-    return Cell(f"{naming.strategy(case)} ×{case.devices}{placed}", work)
+    work = f"{naming.plain(names.model(case))}{kind}, batch {case.batch}"
+    return Cell(f"{names.strategy(case)} ×{case.devices}{placed}", work)
 
 
 def _latency(rows: Sequence[Row]) -> tuple[Table, list[Case]]:
@@ -184,16 +183,10 @@ def _index(index: Index) -> tuple[Cell, ...]:
         Cell(as_text(index.devices[0])),
         Cell(as_text(sum(others) / len(others))),
         Cell(as_text(index.floor)) if index.floor is not None else Cell(""),
-        _estimate(index.first),
-        _estimate(index.most),
-        _estimate(index.control) if index.control else Cell(""),
+        estimate(index.first, unit="×"),
+        estimate(index.most, unit="×"),
+        estimate(index.control, unit="×"),
     )
-
-
-def _estimate(estimate: Estimate) -> Cell:
-    if estimate.doubt:
-        return Cell(words.withheld(estimate), words.count(estimate.n, "round"))
-    return Cell(words.number(estimate.value) + "×", words.interval(estimate))
 
 
 def _memory(footprints: Sequence[Footprint]) -> tuple[Table, list[Case]]:

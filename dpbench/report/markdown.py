@@ -43,6 +43,7 @@ def render(report: Report) -> str:
         *(part for ladder in report.ladders for part in _ladder(ladder)),
         _table(columns, ([_cell(cell) for cell in line.cells] for line in lines)),
         "\n".join(_notes(lines)),
+        *table.footnotes(line.cells for line in lines),
         _details("Step time by phase, in ms", _phases(rows)),
         *(_part(part) for part in devices.parts(report)),
         _machines(report),
@@ -58,7 +59,8 @@ def brief(report: Report) -> str:
     """Return the answers and the table of all cases, for an issue or a pull request."""
     columns, lines = table.all_cases(report, brief=True)
     cells = ([_cell(cell) for cell in line.cells] for line in lines)
-    parts = [*map(_answer, report.answers), _table(columns, cells), "\n".join(_notes(lines))]
+    notes = [*_notes(lines), *table.footnotes(line.cells for line in lines)]
+    parts = [*map(_answer, report.answers), _table(columns, cells), "\n".join(notes)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -128,7 +130,7 @@ def _ladder(ladder: Ladder) -> Iterator[str]:
         ([_cell(cell) for cell in line] for line in climb.lines),
         climb.columns[: climb.text],
     )
-    yield _said(climb.note)
+    yield "\n".join([_said(climb.note), *table.footnotes(climb.lines)])
 
 
 def _table(
@@ -158,7 +160,9 @@ def _phases(rows: Sequence[Row]) -> str:
 def _part(section: devices.TableSection) -> str:
     cells = [[_cell(cell) for cell in line] for line in section.table.lines]
     body = _table(section.table.columns, cells, section.table.columns[: section.table.text])
-    return _details(section.title, f"{_said(section.lead)}{_labels(section.labels)}\n\n{body}")
+    notes = "\n".join(table.footnotes(section.table.lines))
+    lead = f"{_said(section.lead)}{_labels(section.labels)}"
+    return _details(section.title, f"{lead}\n\n{body}\n\n{notes}".rstrip())
 
 
 def _details(summary: str, body: str) -> str:

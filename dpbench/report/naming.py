@@ -15,11 +15,10 @@ from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
 from dpbench.hardware import foreign_load
 from dpbench.records import Case, Trial, words
-from dpbench.records.trial import Estimate
+from dpbench.records.trial import MARK, Estimate
 
-OF_A_TRIAL = ("validity", "foreign_load", "foreign_gpus", "gpu_busy_s", "neighbour_steps")
+OF_A_TRIAL = ("validity", "foreign_load", "foreign_gpus", "gpu_busy_s", "neighbour_steps", MARK)
 """The facts that `environment` leaves out because they differ between trials."""
-_PLAIN = Case(model="", strategy="", batch_size=0)
 
 
 def drawable(estimate: Estimate | None) -> bool:
@@ -33,19 +32,6 @@ def withheld(estimates: Iterable[Estimate | None]) -> str:
     number = sum(1 for estimate in estimates if estimate and estimate.doubt)
     verb = "is" if number == 1 else "are"
     return f"{words.count(number, 'case')} {verb} not drawn: {words.NOT_ENOUGH}." if number else ""
-
-
-def model(case: Case) -> str:
-    """Return the name of a case's model, with its settings in parentheses if it has any."""
-    settings = ", ".join(setting(case))
-    return f"{case.model} ({settings})" if settings else case.model
-
-
-def strategy(case: Case) -> str:
-    """Return the name of a case's strategy, with its schedule in brackets if it has one."""
-    if case.traits.all_cores:
-        return "single, all cores"
-    return f"{case.strategy}[{case.schedule}]" if case.schedule else case.strategy
 
 
 def case_id(case: Case) -> str:
@@ -65,19 +51,6 @@ def alike(answer: Answer, rows: Sequence[Row]) -> str:
     return case_ids(
         one for one in cases if one.model == answer.home.model and one.batch_size in batches
     )
-
-
-def setting(case: Case) -> list[str]:
-    """Return a case's settings that are not the default, and the model's size if it has one."""
-    extra = [getattr(case, name) for name in ("precision", "optimizer")]
-    usual = [getattr(_PLAIN, name) for name in ("precision", "optimizer")]
-    bound = [f"within {words.size(case.device_memory_bytes)}"] if case.device_memory_bytes else []
-    return [
-        *([] if case.traits.observed or case.traits.loads else [case.size]),
-        *(value for value, default in zip(extra, usual, strict=True) if value != default),
-        *bound,
-        *case.habits,
-    ]
 
 
 def labels(rows: Iterable[Row]) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 
 from dpbench.analysis.summary import Row
-from dpbench.records import HABITS, Case, plan, words
+from dpbench.records import HABITS, Case, names, plan, words
 from dpbench.records.registry import Role
 from dpbench.report import naming
 
@@ -109,7 +109,7 @@ def heading(group: Sequence[Row]) -> str:
     batches = {row.case.batch_size for row in group}
     batch = [f"batch {case.batch}"] if len(batches) == 1 else []
     kind = [] if case.device_kind == "cpu" else [case.device_kind]
-    return naming.clip(", ".join([naming.model(case), *kind, *batch]), 90)
+    return naming.clip(", ".join([names.model(case), *kind, *batch]), 90)
 
 
 def named(group: Sequence[Row]) -> tuple[str, ...]:
@@ -126,7 +126,7 @@ def named(group: Sequence[Row]) -> tuple[str, ...]:
 def _name(row: Row, differ: set[str], common: set[str]) -> str:
     case = row.case
     count = "" if case.traits.one_device else f" ×{case.devices}"
-    parts = [f"{naming.strategy(case)}{count}"]
+    parts = [f"{names.strategy(case)}{count}"]
     if "batch_size" in differ:
         parts.append(f"batch {case.batch}")
     if "seed" in differ:

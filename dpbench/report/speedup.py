@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from dpbench.analysis.summary import Row
-from dpbench.records import Case, words
+from dpbench.records import Case, names, words
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
 from dpbench.report import marks, naming, small_multiples, svg
@@ -27,8 +27,11 @@ DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
 Points = Sequence[tuple[Row, Estimate]]
 
 
-def section(rows: Sequence[Row]) -> Section:
-    """Return the section on speed-up, with one panel per model and amount of work."""
+def section(rows: Sequence[Row], key: str = "speedup") -> Section:
+    """Return the section on speed-up, with one panel per model and amount of work.
+
+    The ids in the drawings begin with `key`.
+    """
     drawable = _both_ways([row for row in rows if naming.drawable(row.speedup)])
     levels = [row for row in drawable if row.case.traits.all_cores]
     lines = [row for row in drawable if not row.case.traits.all_cores] or levels
@@ -42,7 +45,7 @@ def section(rows: Sequence[Row]) -> Section:
         "Speed-up against ideal",
         "The step time on one device divided by the step time on several devices, for equal work."
         " The dotted line is the ideal speed-up. Whiskers and bands are 95% intervals.",
-        [_panel(facet, _beside(facet, levels), f"speedup{i}") for i, facet in enumerate(panels)],
+        [_panel(facet, _beside(facet, levels), f"{key}{i}") for i, facet in enumerate(panels)],
         missing or left_out,
     )
 
@@ -136,7 +139,7 @@ def _cases(line: Points) -> list[Case]:
 def _said(row: Row, speedup: Estimate) -> str:
     count = "" if row.case.traits.one_device else f" ×{row.case.devices}"
     return (
-        f"{naming.strategy(row.case)}{count}: speed-up {words.times(speedup)}, {naming.basis(row)}"
+        f"{names.strategy(row.case)}{count}: speed-up {words.times(speedup)}, {naming.basis(row)}"
     )
 
 
@@ -170,7 +173,7 @@ def _frame(most: int, top: float, lines: int) -> tuple[Drawing, Axes, list[Line2
 def _name(case: Case, labels: Iterable[str], value: str) -> str:
     options = " ".join(f"{name}={value}" for name, value in case.options)
     odd = " ".join(label for label in labels if label in svg.ODD)
-    name = " ".join(filter(None, (odd, naming.strategy(case), options)))
+    name = " ".join(filter(None, (odd, names.strategy(case), options)))
     return f"{naming.clip(name, svg.COLUMNS - 4 - len(value))}: {value}"
 
 

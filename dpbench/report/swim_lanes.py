@@ -32,8 +32,11 @@ PALE = 0.35
 IDLE: Mapping[str, Any] = {"facecolor": svg.GRID, "edgecolor": "none", "alpha": 0.8}
 
 
-def section(rows: Sequence[Row], lanes_of: Drawn) -> Section:
-    """Return the section of swim lanes: a panel for each setting and batch size; see `_groups`."""
+def section(rows: Sequence[Row], lanes_of: Drawn, key: str = "lanes") -> Section:
+    """Return the section of swim lanes: a panel for each setting and batch size; see `_groups`.
+
+    The ids in the drawings begin with `key`.
+    """
     # a timed step is drawn even if its rounds are too few for an estimate; the caption then names
     # the case
     with_lanes = [row for row in rows if (row.case, row.source) in lanes_of]
@@ -45,8 +48,9 @@ def section(rows: Sequence[Row], lanes_of: Drawn) -> Section:
         " on each device. The lanes of a panel share one time axis. A bar is a phase on a device; a"
         " pale bar belongs to the step before or after. Where a lane is grey, no phase is open on"
         " the device. A thick outline is the critical path: the bars that the end of the step"
-        " waited for.",
-        [_panel(facet, lanes_of, f"lanes{i}") for i, facet in enumerate(facets)],
+        " waited for. A tick in a bar marks the least time that its bytes need over the links that"
+        " were measured.",
+        [_panel(facet, lanes_of, f"{key}{i}") for i, facet in enumerate(facets)],
         left_out if facets else "No case has spans of a median step.",
     )
 
@@ -190,9 +194,25 @@ def _timeline(axes: Axes, lanes: Lanes, top: float, width: float) -> None:
             waited = critical.get((lane.device, bar), 0.0)
             on_path = f"; critical for {words.time(waited)}" if waited else ""
             extent = _extent(bar.start_s, bar.end_s, lanes.seconds)
-            marks.explain(box, f"{_named(bar)} on {_place(lane.device)}: {extent}{on_path}")
+            floor_s = _floor(lanes, lane, bar)
+            least = f"; its bytes need {words.time(floor_s)} at least" if floor_s else ""
+            marks.explain(box, f"{_named(bar)} on {_place(lane.device)}: {extent}{on_path}{least}")
+            if floor_s:
+                at_ms = (bar.start_s + floor_s) * 1e3
+                axes.plot([at_ms, at_ms], [y - 1, y + ROW], color=svg.FOREGROUND, linewidth=1.6)
         top += lane.rows * ROW + GAP
     _outline(axes, lanes.path, edges, (start, top - GAP))
+
+
+def _floor(lanes: Lanes, lane: Lane, bar: Bar) -> float:
+    """Return the least seconds of a bar by its bytes; 0 if unknown, or for one of several bars.
+
+    A floor above the bar's length is no floor: the library found a shorter way for the bytes.
+    """
+    alike = [one for one in lane.bars if one.phase is bar.phase and not one.step]
+    alone = len(alike) == 1 and not bar.step and not bar.joint
+    floor_s = lanes.floors.get((bar.phase, lane.device), 0.0) if alone else 0.0
+    return floor_s if floor_s <= bar.end_s - bar.start_s else 0.0
 
 
 def _waits(path: Sequence[PathSegment], begin_s: float, end_s: float) -> str:

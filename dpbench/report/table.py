@@ -10,10 +10,10 @@ from dpbench.analysis import hosts, summary
 from dpbench.analysis.ladder import Ladder, Rung, RungGain
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
-from dpbench.records import Case, Fault, Phase, Source, Status, Trial, plan, words
+from dpbench.records import Case, Fault, Phase, Source, Status, Trial, Verified, names, plan, words
 from dpbench.records.registry import Role
 from dpbench.records.schedule import EFFECTS, Schedule
-from dpbench.records.trial import HOSTS, Estimate
+from dpbench.records.trial import HOSTS, Doubt, Estimate
 from dpbench.report import naming, small_multiples
 
 COLUMNS = (
@@ -35,6 +35,13 @@ COLUMNS = (
 COMPARED = ("speed-up", "efficiency", "verified")
 """The columns that observed loops lack, because they have no baseline and no reference."""
 TEXT_COLUMNS = ("model", "strategy", "verified", "labels", "status")
+UNCERTAIN, WITHHELD = "~", "—"
+FOOTNOTES = {
+    UNCERTAIN: f"uncertain, because it is from fewer than {Estimate.ROUNDS} rounds",
+    WITHHELD: f"not shown: the interval spans more than a factor of {Estimate.WIDEST:.0f}, or fewer"
+    f" than {Estimate.ROUNDS} rounds are without the label NOISY",
+}
+"""The signs with which the cell of an estimate in doubt begins, and what they mean."""
 PHASE_COLUMNS = (*(phase.value for phase in Phase), "unattributed")
 
 
@@ -108,14 +115,14 @@ def _line(row: Row, trials: Sequence[Trial]) -> TableLine:
     case = row.case
     measured = row.step is not None
     details = [
-        *naming.strategy(case).partition("[")[1:],
+        *names.strategy(case).partition("[")[1:],
         *(f" {name}={value}" for name, value in case.options),
     ]
     placed = "" if case.placement == "spread" else f" {case.placement}"
     cells = (
-        Cell(naming.plain(case.model), ", ".join(naming.setting(case))),
+        Cell(naming.plain(case.model), ", ".join(names.settings(case))),
         Cell(
-            naming.plain(naming.strategy(case).partition("[")[0]),
+            naming.plain(names.strategy(case).partition("[")[0]),
             naming.plain("".join(details) + placed),
         ),
         Cell(case.extent, case.device_kind, str(case.devices)),
@@ -124,19 +131,10 @@ def _line(row: Row, trials: Sequence[Trial]) -> TableLine:
         estimate(row.step, 1e3),
         estimate(row.throughput),
         _speedup(row),
-        _efficiency(row.efficiency),
+        efficiency(row.efficiency),
         estimate(row.imbalance, unit="×"),
         _memory(row),
-        Cell(
-            (
-                row.verified.value.replace("_", " ")
-                if row.verified
-                else "no"
-                if row.fault is Fault.UNVERIFIED
-                else ""
-            ),
-            "" if case.trains or not row.verified else "outputs",
-        ),
+        verified(row),
         Cell("\n".join(row.labels)),
         Cell(row.outcome),
     )
@@ -144,22 +142,31 @@ def _line(row: Row, trials: Sequence[Trial]) -> TableLine:
 
 
 def estimate(estimated: Estimate | None, scale: float = 1.0, unit: str = "") -> Cell:
-    """Return the cell of an estimate times `scale`, with its interval; empty for None."""
+    """Return the cell of an estimate times `scale`, with its interval; empty for None.
+
+    `FOOTNOTES` has the signs of an estimate in doubt.
+    """
     if estimated is None:
         return Cell("")
+    value = f"{words.number(estimated.value * scale)}{unit}"
+    if estimated.doubt is Doubt.ROUNDS:
+        return Cell(UNCERTAIN + value, words.count(estimated.n, "round"), repr(estimated.value))
     if estimated.doubt:
-        return Cell(words.withheld(estimated), words.count(estimated.n, "round"))
-    return Cell(
-        words.number(estimated.value * scale) + unit,
-        words.interval(estimated, scale),
-        repr(estimated.value),
-    )
+        return Cell(WITHHELD, words.count(estimated.n, "round"))
+    return Cell(value, words.interval(estimated, scale), repr(estimated.value))
 
 
-def _efficiency(estimate: Estimate | None) -> Cell:
-    if estimate is None or estimate.doubt:
-        return Cell(words.withheld(estimate) if estimate else "")
-    return Cell(words.percent(estimate.value), sort=repr(estimate.value))
+def efficiency(estimated: Estimate | None) -> Cell:
+    """Return the cell of an efficiency in percent; empty for None or one in doubt."""
+    if estimated is None or estimated.doubt:
+        return Cell("")
+    return Cell(words.percent(estimated.value), sort=repr(estimated.value))
+
+
+def footnotes(lines: Iterable[Sequence[Cell]]) -> list[str]:
+    """Return an explanation of each sign with which a cell of these lines begins."""
+    first = {cell.text[:1] for line in lines for cell in line}
+    return [f"{sign}: {why}" for sign, why in FOOTNOTES.items() if sign in first]
 
 
 def _speedup(row: Row) -> Cell:
@@ -173,6 +180,13 @@ def _speedup(row: Row) -> Cell:
         )
     cell = estimate(row.speedup, unit="×")
     return Cell(cell.text, f"{cell.small} {row.scaling}", cell.sort)
+
+
+def verified(row: Row) -> Cell:
+    """Return the cell of a verification; empty for a case that has no reference."""
+    if row.verified in (None, Verified.NOT_APPLICABLE):
+        return Cell("no" if row.fault is Fault.UNVERIFIED else "")
+    return Cell(row.verified.value.replace("_", " "), "" if row.case.trains else "outputs")
 
 
 def _memory(row: Row) -> Cell:
@@ -298,7 +312,7 @@ def title(ladder: Ladder) -> str:
     kind = [] if case.device_kind == "cpu" else [case.device_kind]
     parts = [
         f"{case.model} ×{case.devices}",
-        *naming.setting(case),
+        *names.settings(case),
         *kind,
         f"batch {case.batch_size}",
     ]
@@ -331,11 +345,11 @@ def _rung(rung: Rung, best: bool) -> tuple[Cell, ...]:
     return (
         Cell(f"{rung.name}{' (best)' if best else ''}", effect),
         Cell(VERDICTS[change.verdict], f"over {change.over}") if change else Cell("", "the start"),
-        _rung_estimate(rung.step, 1e3),
-        _rung_estimate(change.ratio, unit="×") if change else Cell(""),
+        estimate(rung.step, 1e3),
+        estimate(change.ratio, unit="×") if change else Cell(""),
         _saved(change) if change else Cell(""),
-        _rung_estimate(row.speedup, unit="×") if row.speedup else Cell(""),
-        _rung_estimate(rung.over_ddp, unit="×") if rung.over_ddp else Cell(""),
+        estimate(row.speedup, unit="×"),
+        estimate(rung.over_ddp, unit="×"),
         (
             Cell(change.phase, f"{words.signed(change.phase_s * 1e3)} ms")
             if change and change.phase
@@ -344,15 +358,9 @@ def _rung(rung: Rung, best: bool) -> tuple[Cell, ...]:
     )
 
 
-def _rung_estimate(estimate: Estimate, scale: float = 1.0, unit: str = "") -> Cell:
-    if estimate.doubt:
-        return Cell(words.withheld(estimate))
-    return Cell(words.number(estimate.value * scale) + unit, words.interval(estimate, scale))
-
-
 def _saved(change: RungGain) -> Cell:
     gain_s = change.gain_s
     if gain_s.doubt or change.ratio.doubt:
-        return Cell(words.withheld(gain_s if gain_s.doubt else change.ratio))
+        return Cell(WITHHELD)
     low, high = (words.signed(side * 1e3) for side in (gain_s.low, gain_s.high))
     return Cell(words.signed(gain_s.value * 1e3), f"{low} to {high}")

@@ -86,7 +86,7 @@ def test_three_bullets_explain_an_answer_and_the_command_is_one_line() -> None:
         said,
     )
     assert (
-        "the most costly finding in dp[reference] on 2 logical CPU devices: replicate takes 38% of"
+        "the most costly finding in dp on 2 logical CPU devices: replicate takes 38% of"
         " the step" in said
     )
     assert (

@@ -419,7 +419,7 @@ def test_a_frame_has_a_line_a_case_and_no_number_that_is_none() -> None:
     table = summary.rows(
         [trial(SINGLE, 3.0), trial(case(), 2.0, busy={0: 1.0, 1: 0.5}), failed(case("ddp"))]
     )
-    found = frames.frame(table).set_index("strategy")
+    found = frames.frame(table, raw=True).set_index("strategy")
     assert list(found.index) == ["single", "ddp", "dp"]
     assert found.loc["dp", "speedup_value"] == pytest.approx(1.5)
     assert found.loc["dp", "busy_1_s"] == 0.5
@@ -438,6 +438,25 @@ def test_a_frame_has_a_line_a_case_and_no_number_that_is_none() -> None:
         "memory_9_bytes",
     }
     assert wide.columns[0] == "run_id"
+
+
+def test_a_frame_has_no_number_that_reports_withhold_unless_it_is_raw() -> None:
+    single = [trial(SINGLE, 3.0, number=number) for number in range(3)]
+    table = summary.rows([*single, trial(case(), 2.0, busy={0: 1.0, 1: 0.5})])
+    shown = frames.frame(table).set_index("strategy")
+    raw = frames.frame(table, raw=True).set_index("strategy")
+    hidden = shown.isna() & raw.notna()
+    assert {*hidden.columns[hidden.loc["single"]]} == {"p95_value", "p99_value"}
+    assert {*hidden.columns[hidden.loc["dp"]]} == {
+        *(
+            f"{name}_{part}"
+            for name in ("step", "mean", "throughput", "speedup", "efficiency", "imbalance")
+            for part in ("value", "low", "high")
+        ),
+        *("phase_forward_s", "phase_reduce_s", "phase_unattributed_s", "p95_value", "p99_value"),
+    }
+    reasons = ["step_withheld", "speedup_withheld", "p95_withheld"]
+    assert [*shown.loc["dp", reasons]] == ["too few rounds", "too few rounds", "too few steps"]
 
 
 def test_the_order_of_trials_changes_no_row() -> None:

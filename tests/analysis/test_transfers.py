@@ -273,6 +273,28 @@ def test_a_rate_is_bytes_over_the_ledgers_seconds() -> None:
     assert found[Phase.GATHER].rate is None  # no span of it
 
 
+def test_a_floor_is_the_bytes_of_a_device_over_its_measured_links() -> None:
+    """Copies of 1,000 bytes take 1 s, from the host 2 s: 2 and 4 bytes over 1,000 a second."""
+    ends = [(source, target) for source in (-1, 0, 1) for target in (0, 1) if source != target]
+    links = [
+        {"source": s, "target": t, "bytes": 1000, "seconds": [2.0 if s < 0 else 1.0] * 3}
+        for s, t in ends
+    ]
+    of = replace(DP, device_kind="cuda")
+    timed = trial(of, provenance={"model": vars(SHAPES), "links": links})
+    found = transfers.floors(of, {of: [timed]})
+    moved = {flow.phase: flow for flow in transfers.flows([timed])}
+    for phase in (Phase.SCATTER, Phase.REDUCE):
+        each = 2e-3 if phase is Phase.SCATTER else 1e-3
+        for device in (0, 1):
+            into = sum(move.bytes for move in moved[phase].moves if move.target == device)
+            out = sum(move.bytes for move in moved[phase].moves if move.source == device)
+            assert found.get((phase, device), 0.0) == pytest.approx(each * max(into, out))
+    assert transfers.floors(of, {of: [trial(of)]}) == {}, "no link was measured"
+    half = trial(of, provenance={"model": vars(SHAPES), "links": links[:2]})
+    assert {phase for phase, _ in transfers.floors(of, {of: [half]})} == {Phase.SCATTER}
+
+
 def test_a_reduction_beside_backward_has_no_rate() -> None:
     case = replace(DP, strategy="ddp", schedule="")
     found = {flow.phase: flow for flow in transfers.flows([trial(case)])}

@@ -231,6 +231,13 @@ def test_the_ledger_must_close_to_five_percent(covered: float, found: bool) -> N
     assert checks(one)["closure"].value == pytest.approx(1 - covered)
 
 
+@pytest.mark.parametrize(("mark_s", "found"), [(0.0009, False), (0.0011, True)])
+def test_marks_may_take_one_percent_of_the_step(mark_s: float, found: bool) -> None:
+    one = trial([0.1] * 19 + [5.0], provenance={"mark_s": mark_s})
+    assert ("marks" in bad(one)) is found
+    assert checks(one)["marks"].value == pytest.approx(mark_s / 0.1)
+
+
 @pytest.mark.parametrize("verified", list(Verified))
 def test_what_was_not_verified_is_said(verified: Verified) -> None:
     sound = verified in (Verified.BITWISE, Verified.WITHIN_TOLERANCE)

@@ -22,7 +22,8 @@ from dpbench.cli import running
 from dpbench.measure import launch
 from dpbench.records import Case, Phase, Status, Step, Trial, Verified
 from dpbench.records.options import Options
-from dpbench.store import Naming, Store, StoreError, export
+from dpbench.report import notebook, svg
+from dpbench.store import Naming, Store, StoredRun, StoreError, export
 from tests import commands, standing_in
 from tests.exported import DP, PROVENANCE, made, stored
 
@@ -113,7 +114,7 @@ def test_a_run_has_the_facts_and_results_of_the_command_line(
     assert run.explain().startswith(run.answers[0].subject)
     everything = run.explain(all=True, samples=1000)
     assert "an epoch of 1,000 samples takes" in everything
-    assert "mlp at batch 64: 2 logical CPU devices under dp[reference] give" in everything
+    assert "mlp at batch 64: 2 logical CPU devices under dp give" in everything
     assert any("oom" in warning for warning in run.warnings), run.warnings
     page = run.report(tmp_path / "new" / "page.html")
     assert page.read_text().startswith("<!doctype html>")
@@ -174,12 +175,16 @@ class Tags(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.tags: list[str] = []
+        self.ids: list[str] = []
         self.said: list[str] = []
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        assert not {name for name, _ in attrs} & {"src", "href", "onclick"}
+        found = dict(attrs)
+        assert not {"src", "onclick"} & found.keys()
+        assert (found.get("href") or "#").startswith("#"), "a drawing refers to its own parts"
+        self.ids += filter(None, [found.get("id")])
 
     def handle_data(self, data: str) -> None:
         self.said.append(data)
@@ -194,9 +199,78 @@ def test_the_html_of_a_run_is_small_escaped_and_needs_no_network(run: dp.Run) ->
     text = " ".join(found.said)
     for answer in run.answers:
         assert answer.headline in text
+        assert answer.ranked[1:] in text
     assert f"out of memory {HOSTILE}" in text
-    assert len(html) < 12_000
+    assert found.tags.count("svg") == 1, "the swim lanes"
+    assert len(html) < 40_000
     assert html == run._repr_html_()
+
+
+def test_a_plot_has_the_swim_lanes_and_the_speed_ups(run: dp.Run) -> None:
+    found = Tags(run.plot()._repr_html_())
+    assert found.tags.count("svg") == 2
+    assert {"One median step, device by device", "Speed-up against ideal"} <= {*found.said}
+    assert len(found.ids) == len({*found.ids})
+    other = dp.Run(StoredRun("f" * 32, "finished", 0.0, 5, {}), run.trials, None)
+    both = found.ids + Tags(other.plot()._repr_html_()).ids
+    assert len(both) == len({*both}), "a notebook shows several runs"
+
+
+def test_a_notebook_has_the_colours_of_the_drawings_in_both_themes() -> None:
+    for theme in (notebook.LIGHT, notebook.DARK):
+        assert {f"{name}:" for name in svg.VARIABLES.values()} <= {*theme.split()}
+    assert notebook.LIGHT != notebook.DARK
+    assert ":root" not in notebook.STYLE
+
+
+# -- without matplotlib
+
+
+HIDDEN = """
+import sys
+sys.modules["matplotlib"] = None
+import dpbench as dp
+from dpbench import cli
+run = dp.load("dpbench.db")
+assert run.answers and len(run.frame) == 3
+assert "No swim lanes: " in run._repr_html_() and "<svg" not in run._repr_html_()
+for draw in (run.plot, lambda: run.report("page.html"), lambda: run.compare(run).page("page.html")):
+    try:
+        draw()
+    except LookupError as error:
+        assert "pip install matplotlib" in str(error)
+    else:
+        raise AssertionError(draw)
+for command, expected in (
+    ("report --md", 0), ("report --json", 0), ("report", 64), ("explain --all", 0),
+    ("compare @last @last --md", 3), ("compare @last @last --page page.html", 64),
+    ("export csv", 0), ("show @last", 0),
+):
+    try:
+        cli.main(command.split())
+        code = 0
+    except SystemExit as end:
+        code = end.code or 0
+    assert code == expected, (command, code)
+assert [name for name in sys.modules if name.startswith("matplotlib")] == ["matplotlib"]
+"""
+
+
+@pytest.mark.slow
+def test_only_drawings_and_pages_need_matplotlib(file: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HIDDEN],
+        cwd=file.parent,
+        env=os.environ | {"PYTHONPATH": str(commands.ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 2, done.stderr
+    assert all("install it with pip install matplotlib" in line for line in errors)
+    assert not (file.parent / "page.html").exists()
 
 
 # -- where runs come from

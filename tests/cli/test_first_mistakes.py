@@ -79,6 +79,24 @@ def test_a_page_that_cannot_be_written_is_noticed_before_measuring(dpbench, tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.usefixtures("quick")
+def test_without_matplotlib_a_run_has_no_page_and_refuses_to_measure_for_one(
+    dpbench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    measure = ("run", "--models", "mlp", "--strategies", "single", "--rounds", 1)
+    code, out, err = dpbench(*measure, "--report", "page.html")
+    assert (code, out) == (64, "")
+    assert "pip install matplotlib" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["tmp"]
+    code, out, err = dpbench(*measure)
+    assert (code, "mlp" in out) == (0, True), err
+    first, last = err.splitlines()[-2:]
+    assert first.startswith("report: not written")
+    assert last.startswith("note: drawings and pages need the package matplotlib")
+    assert not (tmp_path / "reports").exists()
+
+
 def test_the_check_of_a_page_leaves_no_file_and_changes_none(tmp_path: Path) -> None:
     check_page(tmp_path / "deep" / "page.html")
     assert [*(tmp_path / "deep").iterdir()] == []

@@ -263,6 +263,6 @@ def test_nothing_of_a_hostile_run_is_executed_by_its_page(tmp_path) -> None:
         provenance=poisoned(exported.PROVENANCE, TEXT),
     )
     text = page.render(report_of(*read(tmp_path / "dpbench.db", run_id)))
-    assert len(Tags(text).all("script")) == 2
+    assert len(Tags(text).all("script")) == 4
     assert "<script>alert" not in text
     assert not HIDDEN.search(text)

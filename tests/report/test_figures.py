@@ -95,7 +95,7 @@ def test_measured_and_predicted_of_one_case_stay_apart() -> None:
 
 
 def test_a_long_name_costs_the_interval_and_never_the_label() -> None:
-    name = "COLOCATED dp[reference] ×2, batch 64"
+    name = "COLOCATED dp[allreduce] ×2, batch 64"
     with svg.theme():
         figure, _, _ = svg.lanes([name], ["3,200/s (3,100–3,300)"], [38])
         drawn = svg.render(figure, key="k", title="t", description="d")

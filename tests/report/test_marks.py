@@ -118,7 +118,7 @@ def test_a_line_of_speed_ups_and_its_legend_have_the_cases_of_its_points() -> No
     with svg.theme():
         strong, _ = speedup.section(colocated_cpu_and_weak()).panels
     said = [title.text for group in parsed(strong).iter("g") for title in group.findall("title")]
-    assert "dp[reference] ×2: speed-up 1.43× (1.39–1.47), 3 rounds with 90 steps" in said
+    assert "dp ×2: speed-up 1.43× (1.39–1.47), 3 rounds with 90 steps" in said
     assert "single, all cores: speed-up 1.67× (1.62–1.72), 3 rounds with 90 steps" in said
 
 

@@ -34,12 +34,13 @@ def test_a_notebook_shows_the_answers_and_the_cases(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(commands.ROOT))
     run_id = stored(tmp_path / "dpbench.db", *trials(FAILED))
-    loading, shown, verdict, table = executed(
+    loading, shown, verdict, table, plot = executed(
         tmp_path,
         "import dpbench as dp\nrun = dp.load()",
         "run",
         "print(run.verdict)",
         "run.steps.groupby('strategy')['seconds'].median()",
+        "run.plot()",
     )
     assert loading == []
     [output] = shown
@@ -50,3 +51,4 @@ def test_a_notebook_shows_the_answers_and_the_cases(
     assert HOSTILE not in html
     assert "\n\nmlp: " in verdict[0]["text"]
     assert "single" in table[0]["data"]["text/plain"]
+    assert plot[0]["data"]["text/html"].count("<svg ") == 2

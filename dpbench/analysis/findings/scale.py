@@ -17,9 +17,9 @@ from dpbench.analysis.findings.rule import (
     scaled,
     share_of,
 )
-from dpbench.analysis.naming import devices, strategy
 from dpbench.analysis.summary import Row, busy_of
 from dpbench.records import Case, Phase
+from dpbench.records.names import devices, in_words
 from dpbench.records.registry import Parallelism, Role
 from dpbench.records.schedule import Schedule, available
 from dpbench.records.trial import Estimate
@@ -164,7 +164,7 @@ def _memory(context: CaseContext) -> Judgement:
         return None
     others = [held for device, held in row.memory.items() if device > 0]
     lighter = [
-        f"{strategy(one.case)} {number(one.memory_imbalance)}×"
+        f"{in_words(one.case)} {number(one.memory_imbalance)}×"
         for one in context.rivals
         if one.memory_imbalance is not None and one.memory_imbalance < row.memory_imbalance - 0.05
     ]
@@ -261,7 +261,7 @@ def _schedules(context: CaseContext) -> Judgement:
             "whether another schedule is faster (measure with --schedules fastest, or --ladder)"
         )
     best = min(rivals, key=lambda row: (row.doubt is not None, row.step.value if row.step else 0.0))
-    found = _against(context, best, f"the schedule {strategy(best.case)}")
+    found = _against(context, best, f"the schedule {in_words(best.case)}")
     return replace(found, schedule=best.case.schedule) if isinstance(found, Evidence) else found
 
 

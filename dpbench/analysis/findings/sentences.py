@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from dpbench.analysis import stats
 from dpbench.analysis.findings.rule import CaseContext, Finding, scaled
-from dpbench.analysis.naming import devices, strategy
 from dpbench.analysis.summary import Row
 from dpbench.records import UNATTRIBUTED, fake, schedule
+from dpbench.records.names import devices, in_words
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
 from dpbench.records.words import (
@@ -98,7 +98,7 @@ def _subject(context: CaseContext) -> str:
         return f"{case.model} at batch {case.batch}: the training steps on {devices(case)}{wrapper}"
     habits = "".join(f", {habit}" for habit in case.habits)
     return (
-        f"{case.model} at batch {case.batch_size}{habits}: {devices(case)} under {strategy(case)}"
+        f"{case.model} at batch {case.batch_size}{habits}: {devices(case)} under {in_words(case)}"
     )
 
 
@@ -195,7 +195,7 @@ def _alone(context: CaseContext) -> str:
     if not found:
         return ""
     row, ratio = found[0]
-    name = "one device" if row.case.traits.role is Role.BASELINE else strategy(row.case)
+    name = "one device" if row.case.traits.role is Role.BASELINE else in_words(row.case)
     several = [rival for rival in context.rivals if not _slower(rival, row, context)]
     beaten = (
         ""
@@ -224,9 +224,9 @@ def _faster(context: CaseContext, others: Sequence[Row]) -> list[tuple[Row, Esti
 
 def _name(row: Row) -> str:
     if not row.case.traits.scheduled:
-        return strategy(row.case)
+        return in_words(row.case)
     chosen = " (chosen by TrainStep itself)" if row.case.schedule in schedule.SELECTED else ""
-    return f"the schedule {strategy(row.case)}{chosen}"
+    return f"the schedule {row.case.schedule}{chosen}"
 
 
 def _unmeasured(context: CaseContext, findings: Sequence[Finding]) -> str:
@@ -234,7 +234,7 @@ def _unmeasured(context: CaseContext, findings: Sequence[Finding]) -> str:
     tried = context.rivals
     nothing = (
         "No measured alternative is decidedly faster on the same work"
-        f" ({', '.join(strategy(r.case) for r in tried)})."
+        f" ({', '.join(in_words(r.case) for r in tried)})."
         if tried
         else "No alternative for the same work was measured."
     )

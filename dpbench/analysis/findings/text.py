@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from dpbench.analysis.answer import Answer
 from dpbench.analysis.findings import Diagnosis
 from dpbench.analysis.findings.rule import Cure, Finding
-from dpbench.analysis.naming import devices, strategy
 from dpbench.analysis.summary import Row
 from dpbench.records import Case, fake, words
+from dpbench.records.names import devices, in_words
 from dpbench.records.words import duration, percent, time, times, withheld
 
 WIDTH = 100
@@ -103,7 +103,7 @@ def _no_finding(diagnosis: Diagnosis) -> str:
 
 
 def _named(case: Case) -> str:
-    return f"{strategy(case)} on {devices(case)}"
+    return f"{in_words(case)} on {devices(case)}"
 
 
 def _remedy_clauses(finding: Finding) -> list[str]:
@@ -170,7 +170,7 @@ def parts(finding: Finding) -> list[tuple[str, str]]:
 
 
 def _cure(cure: Cure) -> str:
-    name = strategy(cure.row.case)
+    name = in_words(cure.row.case)
     if cure.ratio.doubt:
         return f"{name}: {withheld(cure.ratio)}"
     said = {"faster": "as fast", "slower": "as fast (slower)", "same": "as fast (the same)"}

@@ -47,7 +47,7 @@ from dpbench.records import (
     no_mark,
 )
 from dpbench.records.activity import EXPOSED_REDUCTION, Activity, busy
-from dpbench.records.trial import NO_PROFILE, SLOW
+from dpbench.records.trial import MARK, NO_PROFILE, SLOW
 from dpbench.strategies import Strategy, begin
 
 PROFILED_STEPS = 5
@@ -295,7 +295,12 @@ class CaseTimer:
             samples=tuple(samples),
             memory=memory,
             setup={**prepared.setup, "steps_s": self._steps_s, **cost},
-            provenance={**prepared.facts, **withheld, SLOW: self._slow},
+            provenance={
+                **prepared.facts,
+                **withheld,
+                SLOW: self._slow,
+                MARK: clocks.mark_s(prepared.devices),
+            },
         )
 
     def _profile(self) -> Profile:
