@@ -365,7 +365,7 @@ class Options:
         """
         named = {name: value for name, value in given.items() if value not in (None, ())}
         if unknown := sorted(named.keys() - OPTIONS.keys()):
-            raise TypeError(registry.unknown("option", unknown[0], [*OPTIONS]))
+            raise TypeError(registry.unknown("argument", unknown[0], [*OPTIONS]))
         for name, value in named.items():
             if OPTIONS[name].listed:
                 one = isinstance(value, str) or not isinstance(value, Iterable)

@@ -154,8 +154,8 @@ def test_a_wrong_value_is_refused_and_the_command_refuses_it_too(
             parsed(f"--{name.replace('_', '-')}", str(value))
 
 
-def test_an_unknown_option_is_a_type_error_that_names_the_nearest() -> None:
-    with pytest.raises(TypeError, match="unknown option 'model_names'; known: models"):
+def test_an_unknown_argument_is_a_type_error_that_names_the_nearest() -> None:
+    with pytest.raises(TypeError, match="unknown argument 'model_names'; known: models"):
         Options.of(model_names=["mlp"])
 
 
