@@ -24,7 +24,7 @@ from click.core import ParameterSource
 
 from dpbench.api import LATEST, REPORTS, STORE
 from dpbench.records.files import UnreadableFile, text_of
-from dpbench.records.options import OPTIONS, Option
+from dpbench.records.options import OPTIONS, OUTPUT, Option
 from dpbench.records.visible import everywhere
 
 if TYPE_CHECKING:
@@ -135,9 +135,28 @@ def option_of(name: str, **changed: Any) -> Callable[[Any], Any]:
 class Documented(click.Command):
     """A command whose help ends with the defaults from a file and with the command's exit codes."""
 
-    def __init__(self, *args: Any, exits: Mapping[int, str] = EXITS, **options: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        exits: Mapping[int, str] = EXITS,
+        grouped: bool = False,
+        **options: Any,
+    ) -> None:
         super().__init__(*args, **options)
         self.exits = exits
+        self.grouped = grouped
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Add the options to the help, in groups if they are those of a run."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            known = OPTIONS.get(param.name or "") if self.grouped else None
+            group = known.group if known else OUTPUT if self.grouped else "Options"
+            if record := param.get_help_record(ctx):
+                sections.setdefault(group, []).append(record)
+        for group, records in sections.items():
+            with formatter.section(group):
+                formatter.write_dl(records)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Add to the help the defaults that a file gives, and the exit codes."""

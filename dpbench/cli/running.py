@@ -69,6 +69,7 @@ def _run_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.command(
     cls=Documented,
+    grouped=True,
     short_help="Measure cases, and print an answer and a table.",
     exits={
         0: "every case was measured, or skipped with a reason",
@@ -104,10 +105,10 @@ def run(
 ) -> None:
     """Measure cases in fresh processes, store every trial, and print the answers and a table.
 
-    Without options that select cases, dpbench selects cases that fit this machine. The same command
-    resumes an interrupted run. Started by torchrun, or as several tasks by srun, the processes are
-    the ranks of one launch, which measure together; rank 0 stores the trials and prints the
-    results.
+    Without options of the first group, dpbench selects cases that fit this machine. The same
+    command resumes an interrupted run. Started by torchrun, or as several tasks by srun, the
+    processes are the ranks of one launch, which measure together; rank 0 stores the trials and
+    prints the results.
     """
     from dpbench.api.progress import Detail
     from dpbench.measure import launch
