@@ -32,8 +32,11 @@ if TYPE_CHECKING:
 
 EXIT_WORSE, EXIT_FAILED, EXIT_UNDECIDED, EXIT_USAGE = 1, 2, 3, 64
 EXIT_CLOSED = 128 + signal.SIGPIPE
-PAGE = f"The page to write.  [default: {LATEST}, and the run's page below {REPORTS}/runs/]"
-"""The help of the options that name the report page."""
+report_option = click.option(
+    "--report",
+    type=click.Path(path_type=Path),
+    help=f"The page to write.  [default: {LATEST}, and the run's page below {REPORTS}/runs/]",
+)
 store_option = click.option(
     "--store",
     type=click.Path(path_type=Path),
@@ -148,12 +151,14 @@ class Documented(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Add the options to the help, in groups if they are those of a run."""
+        if not self.grouped:
+            super().format_options(ctx, formatter)
+            return
         sections: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
-            known = OPTIONS.get(param.name or "") if self.grouped else None
-            group = known.group if known else OUTPUT if self.grouped else "Options"
+            option = OPTIONS.get(param.name or "")
             if record := param.get_help_record(ctx):
-                sections.setdefault(group, []).append(record)
+                sections.setdefault(option.group if option else OUTPUT, []).append(record)
         for group, records in sections.items():
             with formatter.section(group):
                 formatter.write_dl(records)

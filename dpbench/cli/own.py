@@ -18,11 +18,11 @@ from dpbench.cli.options import (
     EXIT_FAILED,
     EXIT_USAGE,
     EXITS,
-    PAGE,
     Documented,
     Value,
     json_option,
     option_of,
+    report_option,
     store_option,
 )
 from dpbench.records.options import OPTIONS
@@ -45,9 +45,7 @@ if TYPE_CHECKING:
 @click.option(
     "--batch-size", type=click.IntRange(1), default=64, show_default=True, help="Rows of the batch."
 )
-@option_of(
-    "optimizer", help="sgd, adam, adamw, or own: the optimizer that the model's file defines."
-)
+@option_of("optimizer", help="own: the optimizer that the model's file defines.")
 @option_of("limit", help="Seconds after which the check fails.")
 @json_option
 def check(
@@ -171,7 +169,7 @@ def init(file: Path) -> None:
     type=click.FloatRange(0, min_open=True),
     help="Compare the loading rate with a step of this length.",
 )
-@click.option("--report", type=click.Path(path_type=Path), help=PAGE)
+@report_option
 @json_option
 @option_of("patience")
 @store_option

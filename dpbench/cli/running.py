@@ -19,12 +19,12 @@ from dpbench.cli.options import (
     EXIT_CLOSED,
     EXIT_FAILED,
     EXIT_USAGE,
-    PAGE,
     Documented,
     has_defaults,
     json_option,
     last_words,
     option_of,
+    report_option,
     store_option,
 )
 from dpbench.cli.showing import (
@@ -80,7 +80,7 @@ def _run_options(command: Callable[..., Any]) -> Callable[..., Any]:
     },
 )
 @_run_options
-@click.option("--report", type=click.Path(path_type=Path), help=PAGE)
+@report_option
 @click.option(
     "--dry-run",
     is_flag=True,

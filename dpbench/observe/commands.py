@@ -20,7 +20,14 @@ from dpbench.api import STORE
 from dpbench.api.reports import report_of
 from dpbench.api.stored import choose
 from dpbench.cli import cli, shapes
-from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE, Documented, json_option, option_of
+from dpbench.cli.options import (
+    EXIT_FAILED,
+    EXIT_USAGE,
+    Documented,
+    json_option,
+    option_of,
+    store_option,
+)
 from dpbench.cli.showing import print_results, try_report
 from dpbench.records.files import UnreadableFile
 
@@ -122,17 +129,9 @@ class Import(msgspec.Struct, frozen=True, kw_only=True):
     },
 )
 @click.argument("traces", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option(
-    "--output",
-    "--store",
-    "store",
-    type=click.Path(path_type=Path),
-    default=STORE,
-    show_default=True,
-    help="The results file.",
-)
 @option_of("name")
 @json_option
+@store_option
 def import_(traces: tuple[Path, ...], store: Path, name: str | None, as_json: bool) -> None:
     """Import traces that torch.profiler wrote (Chrome's JSON, or gzip of it) as a run of the store.
 
@@ -266,17 +265,9 @@ def _print(file: TraceFile) -> None:
 @click.option(
     "-m", "module", is_flag=True, help="SCRIPT is the name of a module, as for python -m."
 )
-@click.option(
-    "--output",
-    "--store",
-    "store",
-    type=click.Path(path_type=Path),
-    default=STORE,
-    show_default=True,
-    help="The results file.",
-)
 @option_of("name")
 @option_of("tag")
+@store_option
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def watch(

@@ -271,8 +271,6 @@ NEVER = {
     "--output",
     "--store",
     "--report",
-    "--html",
-    "--page",
     "--max-batch",
     "--memory",
     "--anyway",

@@ -358,7 +358,7 @@ def test_python_never_opens_the_file_of_a_store(dpbench, path, opened_files):
                 ("merge", part),
                 ("list", "runs"),
                 ("show", "@second"),
-                ("report", "--html", path.with_name("a.html")),
+                ("report", "--report", path.with_name("a.html")),
                 ("report", "--md"),
                 ("explain", "--run", first),
                 ("compare", "@part", "@second"),
