@@ -47,7 +47,7 @@ SPREAD = {Phase.SCATTER, Phase.REPLICATE, Phase.FORWARD, Phase.BACKWARD}
 """The phases that run on each device; the others run on device 0."""
 COMMANDS = {
     "list runs": (),
-    "report": ("--html", "page.html"),
+    "report": ("--report", "page.html"),
     "explain": (),
     "export csv": ("--output", "rows.csv"),
 }

@@ -109,7 +109,7 @@ def of_run(trials: Sequence[Trial]) -> Outputs:
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         store(Path("dpbench.db"), trials)
         outputs = {name: one_round(name, printed(command)) for name, command in COMMANDS.items()}
-        printed(("report", "--html", "page.html"))
+        printed(("report", "--report", "page.html"))
         outputs[PAGE] = Path("page.html").read_text()
         return {name: text.replace(folder, "FOLDER") for name, text in outputs.items()}
 

@@ -67,7 +67,7 @@ def damaged(data: bytes, generator: random.Random) -> bytes:
 def commands(path: Path, folder: Path) -> Iterator[tuple[str, ...]]:
     """Yield the commands that read or write a store, each of which must end without a traceback."""
     store = ("--store", str(path))
-    yield ("report", "--html", str(folder / "page.html"), *store)
+    yield ("report", "--report", str(folder / "page.html"), *store)
     yield ("explain", "--all", *store)
     yield ("list", "runs", *store)
     yield ("show", "@before", *store)

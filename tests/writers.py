@@ -100,7 +100,7 @@ class Process:
         page = str(self.private.with_suffix(".html"))
         arguments = self.generator.choice(
             (
-                ("report", "--html", page),
+                ("report", "--report", page),
                 ("list", "runs"),
                 ("show",),
                 ("export", "csv", "--all"),
@@ -229,7 +229,11 @@ def share(count: int, call: Call, seed: int = 0) -> list[str]:
             call(
                 (
                     command,
-                    *(("--html", str(folder / "page.html")) if command == "report" else ("runs",)),
+                    *(
+                        ("--report", str(folder / "page.html"))
+                        if command == "report"
+                        else ("runs",)
+                    ),
                     "--store",
                     str(store),
                 )

@@ -13,7 +13,7 @@ from dpbench.analysis.decision import WORTH, Basis, Choice, Decision, Question, 
 from dpbench.analysis.summary import Row
 from dpbench.hardware.provenance import Resources
 from dpbench.records import HABITS, Case, Fault, Source, Status, registry, schedule, siblings
-from dpbench.records.options import AUTO, Options
+from dpbench.records.options import AUTO, PREDICTABLE, Options
 from dpbench.records.registry import Role
 from dpbench.records.trial import CHECK_FAILED, Doubt, Estimate
 
@@ -23,8 +23,6 @@ PATIENT_S = 600.0
 """The seconds that a repeated run waits for other processes to leave the cores."""
 GPUS = "rtx-3090-x8"
 """The described machine for which a prediction is suggested to a user without several GPUs."""
-PREDICTABLE = ("fp32", "bf16")
-"""The precisions that `dpbench predict` knows."""
 
 
 def measure(cases: Sequence[Case], *, machine: Resources, **how: Any) -> str:

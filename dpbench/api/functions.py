@@ -1,96 +1,61 @@
 """Functions: measure cases, and read stored or exported runs.
 
 The functions raise ValueError for a wrong argument, LookupError for an unknown name, and StoreError
-for a results file that cannot be used. The messages are those of the command line, and name its
-options, such as --devices for `devices`.
+for a results file that cannot be used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, get_type_hints
 
 from dpbench.api import STORE, stored
 from dpbench.api.progress import Detail, Progress
 from dpbench.api.runs import Run
 from dpbench.measure import launch, selection
-from dpbench.records.options import Options
+from dpbench.records.options import OPTIONS, Options
 from dpbench.store import Store, export
-
-Names = str | Sequence[str]
-Numbers = int | Sequence[int]
 
 
 def run(
-    *,
-    models: Names = (),
-    model: Names = (),
-    strategies: Names = (),
-    strategy: Names = (),
-    schedules: Names = (),
-    ladder: bool = False,
-    scenario: str = "",
-    together: Names = (),
-    devices: Numbers = (),
-    device_ids: int | str | Sequence[int | str] = (),
-    device_kind: str = "",
-    placement: str = "",
-    batch_sizes: Numbers = (),
-    batch_per_device: Numbers = (),
-    size: str = "small",
-    precision: str = "fp32",
-    optimizer: str = "sgd",
-    unverified: bool = False,
-    inputs: Names = ("pinned",),
-    read_loss: Numbers = (0,),
-    zero_grad: Names = ("none",),
-    compile: bool | Sequence[bool] = (False,),
-    loader: Numbers = (-1,),
-    mode: Names = ("train",),
-    rounds: int | str = "auto",
-    paired: bool = False,
-    budget: float | None = None,
-    limit: float = 120.0,
-    patience: float | None = None,
-    retry: Names = (),
-    profile: bool = False,
-    device_memory: int = 0,
-    name: str = "",
-    tag: Names = (),
-    store: str | Path = STORE,
-    quiet: bool = False,
-    verbose: bool = False,
+    *, store: str | Path = STORE, quiet: bool = False, verbose: bool = False, **options: Any
 ) -> Run:
     """Measure cases in fresh processes, store every trial in the file `store`, and return the run.
 
-    The arguments are the options of `dpbench run`, with the same defaults; `dpbench run --help`
-    explains them. An empty value means the default on this machine. Without arguments that select
-    cases, dpbench selects cases that fit this machine. Times are in seconds and sizes in bytes.
-    `model` and `strategy` take the names of your own objects, such as "package.module:name",
-    because the measuring processes import them by name. `tag` takes texts such as "driver=550".
-    Progress is printed to stderr unless `quiet` is True. After a KeyboardInterrupt, the finished
-    trials are stored, and the same call resumes the run.
+    `options` are those of `dpbench run`, such as batch_sizes for --batch-sizes, with the same
+    defaults; `dpbench run --help` explains them. A list may be one value. Times are in seconds and
+    sizes in bytes. `model` and `strategy` take names such as "package.module:name", because the
+    measuring processes import your objects by name. Progress is printed to stderr unless `quiet` is
+    True. After a KeyboardInterrupt, the finished trials are stored, and the same call resumes the
+    run.
 
-    Raises ValueError for a wrong argument, LookupError for an unknown name, and RuntimeError under
-    torchrun or srun, where only the command `dpbench run` can measure.
+    Raises TypeError for an unknown argument, ValueError for a wrong one, LookupError for an unknown
+    name, and RuntimeError under torchrun or srun, where only the command `dpbench run` can measure.
     """
-    arguments = dict(locals())
-    del arguments["store"], arguments["quiet"], arguments["verbose"]
-    detail = Detail.of(quiet=quiet, verbose=verbose)
-    options = Options.of(**{name: value for name, value in arguments.items() if value != ()})
     if launch.of_environment():
         raise RuntimeError(
             "dpbench.run measures on one machine: under torchrun or srun, use the command `dpbench"
             " run` instead"
         )
-    cases, budget_s = selection.cases_of(options)
-    path = Path(store)
-    store_option = [] if path == STORE else ["--store", str(path)]
-    naming = selection.naming(options, options.command(*store_option, config=False))
+    with _naming_arguments():
+        detail = Detail.of(quiet=quiet, verbose=verbose)
+        selected = Options.of(**options)
+        if selected.find_max_batch:
+            raise ValueError(
+                "a search returns no run: use the command `dpbench run --find-max-batch`"
+            )
+        cases, budget_s = selection.cases_of(selected)
+        path = Path(store)
+        store_option = [] if path == STORE else ["--store", str(path)]
+        naming = selection.naming(selected, selected.command(*store_option, config=False))
     with Store.create(path, naming) as opened, Progress(detail) as progress:
         try:
             outcome = selection.measure(
-                options, cases, opened, budget_s=budget_s, listen=progress.listen
+                selected, cases, opened, budget_s=budget_s, listen=progress.listen
             )
         except KeyboardInterrupt:
             raise KeyboardInterrupt(
@@ -98,6 +63,49 @@ def run(
                 " dpbench.run with the same arguments again"
             ) from None
     return load(path, outcome.run_id)
+
+
+_OWN = inspect.signature(run, eval_str=True)
+_TYPES = get_type_hints(Options)
+run.__signature__ = _OWN.replace(  # type: ignore[attr-defined]
+    parameters=[
+        *(
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=_TYPES[name]
+            )
+            for name, one in OPTIONS.items()
+            if name != "find_max_batch"
+        ),
+        *[*_OWN.parameters.values()][:-1],
+    ]
+)
+
+
+@contextmanager
+def _naming_arguments() -> Iterator[None]:
+    """Name arguments in place of options in an error: device_kind='cpu' for --device-kind cpu."""
+    try:
+        yield
+    except (LookupError, ValueError) as error:
+        option = r"`[^`]*`|--([a-z]+(?:-[a-z]+)*)(?: ([\w.,:]*\w))?"
+        error.args = tuple(re.sub(option, _argument, str(one)) for one in error.args)
+        raise
+
+
+def _argument(found: re.Match[str]) -> str:
+    name, word = str(found[1]).replace("-", "_"), found[2] or ""
+    if name not in inspect.signature(run).parameters:
+        return found[0]
+    rest = f" {word}" if word else ""
+    option = OPTIONS.get(name)
+    if option is None or option.flag:
+        return f"{name}=True{rest}"
+    named = ":" in word or found.string[found.end() :].startswith(":")
+    if named or option.choices or word[:1].isdigit():
+        with suppress(ValueError):
+            value = option.read(word)
+            return f"{name}={value[0] if option.listed and len(value) == 1 else value!r}"
+    return f"{name}={rest}"
 
 
 def load(store: str | Path = STORE, run: str | None = None) -> Run:

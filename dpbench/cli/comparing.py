@@ -119,7 +119,7 @@ class ComparedRuns(msgspec.Struct, frozen=True, kw_only=True):
 @click.option("--md", is_flag=True, help="Print Markdown for a pull request.")
 @json_option
 @click.option(
-    "--page",
+    "--report",
     type=click.Path(path_type=Path),
     help="Also write an HTML page with both runs to this file.",
 )
@@ -131,7 +131,7 @@ def compare(
     unlike: bool,
     md: bool,
     as_json: bool,
-    page: Path | None,
+    report: Path | None,
     store: Path,
 ) -> None:
     """Compare two runs case by case; a ratio above 1 means that AFTER is faster than BEFORE.
@@ -173,9 +173,9 @@ def compare(
         )
     else:
         click.echo((comparing.as_markdown if md else comparing.text)(first, second, comparisons))
-    if page:  # a page that cannot be written must not hide the result
-        page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(comparing.page(first, second, comparisons), encoding="utf-8")
-        click.echo(f"page: {page}", err=True)
+    if report:  # a page that cannot be written must not hide the result
+        report.parent.mkdir(parents=True, exist_ok=True)
+        report.write_text(comparing.page(first, second, comparisons), encoding="utf-8")
+        click.echo(f"page: {report}", err=True)
     verdicts = comparisons.verdicts
     sys.exit(EXIT_WORSE if verdicts["slower"] else EXIT_UNDECIDED if verdicts["undecided"] else 0)

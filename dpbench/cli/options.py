@@ -10,26 +10,33 @@ a file, and with the command's exit codes.
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from reprlib import repr as abridged
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 from click.core import ParameterSource
 
 from dpbench.api import LATEST, REPORTS, STORE
 from dpbench.records.files import UnreadableFile, text_of
+from dpbench.records.options import OPTIONS, OUTPUT, Option
 from dpbench.records.visible import everywhere
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 EXIT_WORSE, EXIT_FAILED, EXIT_UNDECIDED, EXIT_USAGE = 1, 2, 3, 64
 EXIT_CLOSED = 128 + signal.SIGPIPE
-PAGE = f"The page to write.  [default: {LATEST}, and the run's page below {REPORTS}/runs/]"
-"""The help of the options that name the report page."""
+report_option = click.option(
+    "--report",
+    type=click.Path(path_type=Path),
+    help=f"The page to write.  [default: {LATEST}, and the run's page below {REPORTS}/runs/]",
+)
 store_option = click.option(
     "--store",
     type=click.Path(path_type=Path),
@@ -43,16 +50,6 @@ run_option = click.option("--run", "run_id", help=f"The run: {RUN}.  [default: t
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON, which cli/shapes.py describes."
 )
-patience_option = click.option(
-    "--patience",
-    type=click.FloatRange(0),
-    help=(
-        "Maximum seconds to wait until other processes leave the cores idle.  [default:"
-        " $DPBENCH_PATIENCE, or 30]"
-    ),
-)
-EMPTY = "give at least one value, or leave the option out"
-MOST_BYTES = 1e18
 OWN, PROJECT = "dpbench.toml", "pyproject.toml"
 SHARED = ("store", "patience")
 """The options whose defaults a file may set for all commands, outside of their tables."""
@@ -89,114 +86,82 @@ def open_streams() -> None:
             setattr(sys, name, Path(os.devnull).open("w" if number else "r", encoding="utf-8"))  # noqa: SIM115
 
 
-class Listed(click.ParamType[tuple[Any, ...]]):
-    """The type of a comma-separated list.
+class Value(click.ParamType[Any]):
+    """The type of an option of a run; `Option.read` converts and checks its texts."""
 
-    `part` converts one part; it raises ValueError for a text that it does not accept. `expected`
-    describes the list in the message for such a text.
-    """
+    def __init__(self, option: Option) -> None:
+        self.name = option.name
+        self._option = option
 
-    def __init__(self, name: str, part: Callable[[str], Any], expected: str = "") -> None:
-        self.name = name
-        self._part = part
-        self._expected = expected
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """Return the form of the texts that the help shows."""
+        option = self._option
+        if option.form or option.choices:
+            return option.form or f"[{'|'.join(option.choices)}]" + ",..." * option.listed
+        if option.listed and not option.repeated:
+            return "1,2,..." if "int" in option.kinds else "A,B,..."
+        return "SECONDS" if "float" in option.kinds else "TEXT"
 
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Return the values of all parts; fail for an empty list or a part that is not accepted."""
-        if isinstance(value, tuple):
-            return value
-        parts = [part.strip() for part in value.split(",") if part.strip()]
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the value of a text; fail for a wrong text."""
         try:
-            return tuple(map(self._part, parts)) or self.fail(
-                f"{value!r} is an empty list; {EMPTY}", param, ctx
-            )
-        except ValueError:
-            self.fail(f"{value!r} is not {self._expected}", param, ctx)
+            return self._option.read(value) if isinstance(value, str) else value
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Return the choices that begin with the text."""
+        from click.shell_completion import CompletionItem
+
+        return [CompletionItem(one) for one in self._option.choices if one.startswith(incomplete)]
 
 
-def _natural(text: str) -> int:
-    if not text.isdigit():
-        raise ValueError(text)
-    return int(text)
-
-
-NAMES = Listed("a,b,...", str)
-NUMBERS = Listed("1,2,...", int, "a comma-separated list of integers, such as 1,2,4")
-SWITCHES = Listed(
-    "off,on",
-    lambda text: ("off", "on").index(text) == 1,
-    "a list of the words off and on, such as off,on",
-)
-LOADERS = Listed(
-    "off,0,...",
-    lambda text: -1 if text == "off" else _natural(text),
-    "a list in which each entry is off or a number of workers, such as off,0,2",
-)
-"""The type of a list of DataLoader settings: a number of workers, or -1 for no DataLoader."""
-DEVICE_IDS = Listed(
-    "0,1,...|GPU-...",
-    lambda text: text if text.startswith("GPU-") else _natural(text),
-    "a list of GPUs, such as 0,1 or GPU-8d3e,GPU-41fa",
-)
-"""The type of a list of GPUs: CUDA ordinals (int), or UUIDs (str), which may be abbreviated."""
-
-
-class Tag(click.ParamType[tuple[str, str]]):
-    """A tag, key=value, that the user gives to a run."""
-
-    name = "key=value"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Return the key and the value; fail if one of them is missing."""
-        if isinstance(value, tuple):
-            return value
-        key, _, text = value.partition("=")
-        return (
-            (key, text)
-            if key and text
-            else self.fail(f"{value!r} is not key=value, such as driver=550", param, ctx)
-        )
-
-
-class Rounds(click.ParamType["int | str"]):
-    """A number of rounds, or `auto`."""
-
-    name = "n|auto"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Return `auto` or a positive integer; fail for any other value."""
-        if value != "auto" and not (str(value).isdigit() and int(value) > 0):
-            self.fail(f"{value!r} is neither a number of rounds (1 or more) nor auto", param, ctx)
-        return value if value == "auto" else int(value)
-
-
-class Bytes(click.ParamType[int]):
-    """A number of bytes, with or without a unit."""
-
-    name = "bytes"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Return the number of bytes; fail for no number, a too large one, or an unknown unit."""
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", str(value), re.IGNORECASE)
-        if not match:
-            self.fail(
-                f"{value!r} is not a number of bytes, such as 8GiB, 512MiB or 1000000", param, ctx
-            )
-        power = " KMGT".index((match[2] or " ").upper())
-        size = float(match[1]) * (1024 if match[3] else 1000) ** power
-        return (
-            int(size)
-            if size < MOST_BYTES
-            else self.fail(f"{value} is more than {MOST_BYTES:.0e} bytes", param, ctx)
-        )
+def option_of(name: str, **changed: Any) -> Callable[[Any], Any]:
+    """Return the decorator for an option of a run; `changed` are facts that a command changes."""
+    option = replace(OPTIONS[name], **changed)
+    if option.flag:
+        return click.option(option.spelled, is_flag=True, help=option.help)
+    switch: dict[str, Any] = {"is_flag": False, "flag_value": "on"} if "on" in option.words else {}
+    return click.option(
+        option.spelled,
+        type=Value(option),
+        default=option.text(option.default) if option.default else () if option.listed else None,
+        show_default=True,
+        multiple=option.repeated,
+        help=option.help,
+        **switch,
+    )
 
 
 class Documented(click.Command):
     """A command whose help ends with the defaults from a file and with the command's exit codes."""
 
-    def __init__(self, *args: Any, exits: Mapping[int, str] = EXITS, **options: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        exits: Mapping[int, str] = EXITS,
+        grouped: bool = False,
+        **options: Any,
+    ) -> None:
         super().__init__(*args, **options)
         self.exits = exits
+        self.grouped = grouped
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Add the options to the help, in groups if they are those of a run."""
+        if not self.grouped:
+            super().format_options(ctx, formatter)
+            return
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            option = OPTIONS.get(param.name or "")
+            if record := param.get_help_record(ctx):
+                sections.setdefault(option.group if option else OUTPUT, []).append(record)
+        for group, records in sections.items():
+            with formatter.section(group):
+                formatter.write_dl(records)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Add to the help the defaults that a file gives, and the exit codes."""

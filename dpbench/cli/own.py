@@ -18,19 +18,18 @@ from dpbench.cli.options import (
     EXIT_FAILED,
     EXIT_USAGE,
     EXITS,
-    NUMBERS,
-    PAGE,
     Documented,
+    Value,
     json_option,
-    patience_option,
+    option_of,
+    report_option,
     store_option,
 )
 from dpbench.cli.showing import check_page
+from dpbench.records.options import OPTIONS
 
 if TYPE_CHECKING:
     from dpbench.records import Case
-
-MOST_WORKERS = 1024
 
 
 @click.command(
@@ -43,29 +42,12 @@ MOST_WORKERS = 1024
     },
 )
 @click.option("--model", required=True, help="file.py:name, package.module:name or library:name.")
-@click.option(
-    "--size",
-    type=click.Choice(["small", "full"]),
-    default="small",
-    show_default=True,
-    help="Model size.",
-)
+@option_of("size")
 @click.option(
     "--batch-size", type=click.IntRange(1), default=64, show_default=True, help="Rows of the batch."
 )
-@click.option(
-    "--optimizer",
-    default="sgd",
-    show_default=True,
-    help="sgd, adam, adamw, or own: the optimizer that the model's file defines.",
-)
-@click.option(
-    "--limit",
-    type=float,
-    default=120.0,
-    show_default=True,
-    help="Seconds after which the check fails.",
-)
+@option_of("optimizer", help="own: the optimizer that the model's file defines.")
+@option_of("limit", help="Seconds after which the check fails.")
 @json_option
 def check(
     model: str, size: str, batch_size: int, optimizer: str, limit: float, as_json: bool
@@ -150,7 +132,7 @@ def init(file: Path) -> None:
 )
 @click.option(
     "--workers",
-    type=NUMBERS,
+    type=Value(replace(OPTIONS["devices"], least=0, most=1024)),
     help=(
         "The numbers of workers to measure.  [default: 0, and powers of two up to the number of"
         " cores]"
@@ -174,13 +156,7 @@ def init(file: Path) -> None:
     show_default=True,
     help="Fresh processes per setting.",
 )
-@click.option(
-    "--limit",
-    type=click.FloatRange(1.0),
-    default=120.0,
-    show_default=True,
-    help="Seconds per measurement.",
-)
+@option_of("limit", help="Seconds per measurement.")
 @click.option(
     "--model",
     default="",
@@ -194,9 +170,9 @@ def init(file: Path) -> None:
     type=click.FloatRange(0, min_open=True),
     help="Compare the loading rate with a step of this length.",
 )
-@click.option("--report", type=click.Path(path_type=Path), help=PAGE)
+@report_option
 @json_option
-@patience_option
+@option_of("patience")
 @store_option
 def loaders(
     dataset: str,
@@ -251,10 +227,6 @@ def _loader_cases(
             "--model and --step-ms both give the step to compare with: leave out one of them"
         )
     counts = workers or workers_default(usable_cores())
-    if min(counts) < 0 or max(counts) > MOST_WORKERS:
-        raise click.UsageError(
-            f"--workers must be from 0 to {MOST_WORKERS}, got {','.join(map(str, counts))}"
-        )
     settings = Loading(**loading, step_s=(step_ms or 0.0) / 1e3)
     cases = [settings.case(dataset, count, batch_size) for count in dict.fromkeys(counts)]
     return [*cases, *([_step_of(model, batch_size)] if model else [])]

@@ -18,10 +18,10 @@ from dpbench.api.reports import report_of, write_report
 from dpbench.api.stored import choose, list_unreadable
 from dpbench.cli import managing, shapes
 from dpbench.cli.options import (
-    PAGE,
     Documented,
     json_option,
     last_words,
+    report_option,
     run_option,
     store_option,
 )
@@ -128,12 +128,12 @@ def _first_line(path: Path) -> str:
 
 
 @click.command(cls=Documented, short_help="Write the report of a run as a page, Markdown or JSON.")
-@click.option("--html", type=click.Path(path_type=Path), help=PAGE)
+@report_option
 @click.option("--md", is_flag=True, help="Print Markdown for a pull request and write no page.")
 @json_option
 @run_option
 @store_option
-def report(store: Path, run_id: str | None, html: Path | None, md: bool, as_json: bool) -> None:
+def report(store: Path, run_id: str | None, report: Path | None, md: bool, as_json: bool) -> None:
     """Write the report of a run as one HTML file, or print it as Markdown or JSON."""
     if md and as_json:
         raise click.UsageError(
@@ -149,7 +149,7 @@ def report(store: Path, run_id: str | None, html: Path | None, md: bool, as_json
 
         click.echo(markdown.render(result))
         return
-    click.echo(str(write_report(html, result)))
+    click.echo(str(write_report(report, result)))
 
 
 @click.command(cls=Documented, short_help="Explain whether, why and how several devices help.")

@@ -16,23 +16,15 @@ from dpbench.api.reports import report_of
 from dpbench.api.stored import choose
 from dpbench.cli import shapes
 from dpbench.cli.options import (
-    DEVICE_IDS,
     EXIT_CLOSED,
     EXIT_FAILED,
     EXIT_USAGE,
-    LOADERS,
-    NAMES,
-    NUMBERS,
-    PAGE,
-    SWITCHES,
-    Bytes,
     Documented,
-    Rounds,
-    Tag,
     has_defaults,
     json_option,
     last_words,
-    patience_option,
+    option_of,
+    report_option,
     store_option,
 )
 from dpbench.cli.showing import (
@@ -43,13 +35,13 @@ from dpbench.cli.showing import (
     print_warnings,
     try_report,
 )
+from dpbench.records.options import OPTIONS, Options
 
 if TYPE_CHECKING:
     from dpbench.api.progress import Detail
     from dpbench.measure.cluster import Cluster
     from dpbench.measure.run import Listener, Outcome
     from dpbench.records import Case, Trial
-    from dpbench.records.options import Options
     from dpbench.store import Naming, Store
 
 
@@ -69,8 +61,15 @@ class Output:
     """The command that repeats the run if a file has defaults of options; else empty."""
 
 
+def _run_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for name in reversed(OPTIONS):
+        command = option_of(name)(command)
+    return command
+
+
 @click.command(
     cls=Documented,
+    grouped=True,
     short_help="Measure cases, and print an answer and a table.",
     exits={
         0: "every case was measured, or skipped with a reason",
@@ -80,228 +79,8 @@ class Output:
         EXIT_CLOSED: "the reader of the output closed it",
     },
 )
-@click.option("--models", type=NAMES, help="Reference models.  [default: mlp,resnet18]")
-@click.option(
-    "--model", multiple=True, help="Your own model, package.module:name; may be repeated."
-)
-@click.option(
-    "--strategies",
-    type=NAMES,
-    help="Training strategies.  [default: all that this machine can run]",
-)
-@click.option(
-    "--strategy",
-    multiple=True,
-    help=(
-        "Your own strategy, file.py:name or package.module:name, in addition to --strategies; may"
-        " be repeated."
-    ),
-)
-@click.option(
-    "--schedules",
-    type=NAMES,
-    help="Schedules of the strategy dp; see dpbench list schedules.  [default: reference]",
-)
-@click.option(
-    "--ladder",
-    is_flag=True,
-    help=(
-        "Measure the ladder: all schedules of dp, and the strategies single and ddp. Uses all"
-        " available devices unless --devices is given; two models take about three minutes."
-    ),
-)
-@click.option(
-    "--scenario",
-    type=click.Choice(["seeds"]),
-    help=(
-        "Measure the common situations of multi-GPU training: every strategy, settings of a"
-        " training loop, a DataLoader, the forward alone, two models at once, precisions and"
-        " torch.compile, on two devices; about seven minutes.  [default model: mlp]"
-    ),
-)
-@click.option(
-    "--together",
-    type=NAMES,
-    help=(
-        "Two models, such as mlp,resnet18: measure each alone, and while the other runs beside it"
-        " on as many other devices."
-    ),
-)
-@click.option(
-    "--devices",
-    type=NUMBERS,
-    help=(
-        "Numbers of devices.  [default: 1,2,4,8, up to the available GPUs; at most 4 without GPUs;"
-        " colocated: 1,2]"
-    ),
-)
-@click.option(
-    "--device-ids",
-    type=DEVICE_IDS,
-    default=(),
-    help=(
-        "The GPUs to use, in order, by index or by UUID, which may be abbreviated.  [default:"
-        " from 0]"
-    ),
-)
-@click.option(
-    "--device-kind",
-    type=click.Choice(["cpu", "cuda", "emulated"]),
-    help="[default: cuda if there is a GPU]",
-)
-@click.option(
-    "--placement",
-    type=click.Choice(["spread", "colocated"]),
-    help="colocated: replicas share one GPU.",
-)
-@click.option(
-    "--batch-sizes", type=NUMBERS, help="Global batch sizes (strong scaling).  [default: 64]"
-)
-@click.option("--batch-per-device", type=NUMBERS, help="Batch sizes per device (weak scaling).")
-@click.option(
-    "--size",
-    type=click.Choice(["small", "full"]),
-    default="small",
-    show_default=True,
-    help="Model size.",
-)
-@click.option(
-    "--precision",
-    type=click.Choice(["fp32", "tf32", "bf16", "fp16"]),
-    default="fp32",
-    show_default=True,
-    help=(
-        "fp32: torch's defaults; tf32: float32 products in TF32; bf16, fp16: autocast, in fp16 with"
-        " a GradScaler."
-    ),
-)
-@click.option(
-    "--optimizer",
-    type=click.Choice(["sgd", "adam", "adamw", "own"]),
-    default="sgd",
-    show_default=True,
-    help=(
-        "sgd (momentum), adam, adamw, or own: the optimizer, the scheduler and the clip_norm of"
-        " your --model."
-    ),
-)
-@click.option(
-    "--unverified",
-    is_flag=True,
-    help=(
-        "Time steps without comparing their gradients with the reference; every figure is labelled"
-        " UNVERIFIED."
-    ),
-)
-@click.option(
-    "--inputs",
-    type=NAMES,
-    default=("pinned",),
-    help=(
-        "Place of the batch before each step: pageable or pinned for host memory, device for device"
-        " 0.  [default: pinned]"
-    ),
-)
-@click.option(
-    "--read-loss",
-    type=NUMBERS,
-    default=(0,),
-    help=(
-        "Read the loss as a number every N steps, as loops that print the loss do; 0: never. "
-        " [default: 0]"
-    ),
-)
-@click.option(
-    "--zero-grad",
-    type=NAMES,
-    default=("none",),
-    help=(
-        "How the loop clears gradients: none drops them, zero fills them with zeros in place. "
-        " [default: none]"
-    ),
-)
-@click.option(
-    "--compile",
-    type=SWITCHES,
-    is_flag=False,
-    flag_value="on",
-    default=(False,),
-    help="Compile the module with torch.compile; off,on measures both.  [default: off]",
-)
-@click.option(
-    "--loader",
-    type=LOADERS,
-    default=(-1,),
-    help=(
-        "Take each batch from a DataLoader with this number of workers; 0 loads in the loop, off"
-        " makes the batches before the loop. The wait for a batch is the phase data.  [default:"
-        " off]"
-    ),
-)
-@click.option(
-    "--mode",
-    type=NAMES,
-    default=("train",),
-    help=(
-        "The work of a step: train; or the forward alone, with autograd (forward), under no_grad"
-        " (no_grad), or under inference_mode (inference).  [default: train]"
-    ),
-)
-@click.option(
-    "--rounds",
-    type=Rounds(),
-    default="auto",
-    show_default=True,
-    help=(
-        "Number of rounds, each of which measures every case in a fresh process. auto: three, and"
-        " then more of the cases on which an answer still depends."
-    ),
-)
-@click.option(
-    "--paired",
-    is_flag=True,
-    help=(
-        "Measure the cases of a model in one process, with alternating blocks of steps: ratios are"
-        " far more stable, but the memory of each case is unknown. ddp still runs in separate"
-        " processes."
-    ),
-)
-@click.option(
-    "--budget",
-    type=click.FloatRange(1),
-    help=(
-        "Maximum seconds for the whole run.  [default: 110, or 600 on GPUs, for default cases;"
-        " otherwise none, and no round for undecided answers begins after 300 s]"
-    ),
-)
-@click.option(
-    "--limit",
-    type=click.FloatRange(1),
-    default=120.0,
-    show_default=True,
-    help="Maximum seconds per trial.",
-)
-@patience_option
-@click.option(
-    "--retry",
-    type=NAMES,
-    default=(),
-    help="Measure trials with these statuses again: failed,oom,...",
-)
-@click.option(
-    "--profile",
-    is_flag=True,
-    help="Profile one additional step of each trial; write Chrome traces.",
-)
-@click.option(
-    "--find-max-batch",
-    is_flag=True,
-    help="Search for the largest batch of each case that fits in memory.",
-)
-@click.option(
-    "--device-memory", type=Bytes(), default=0, help="Memory of each emulated device, such as 8GiB."
-)
-@click.option("--report", type=click.Path(path_type=Path), help=PAGE)
+@_run_options
+@report_option
 @click.option(
     "--dry-run",
     is_flag=True,
@@ -313,12 +92,6 @@ class Output:
 )
 @click.option(
     "-v", "--verbose", is_flag=True, help="Also print the stages, steps and memory of each trial."
-)
-@click.option(
-    "--name", default="", help="A name for the run, with which other commands find it: @NAME."
-)
-@click.option(
-    "--tag", type=Tag(), multiple=True, help="A tag that is stored with the run; may be repeated."
 )
 @store_option
 def run(
@@ -332,18 +105,16 @@ def run(
 ) -> None:
     """Measure cases in fresh processes, store every trial, and print the answers and a table.
 
-    Without options that select cases, dpbench selects cases that fit this machine. The same command
-    resumes an interrupted run. Started by torchrun, or as several tasks by srun, the processes are
-    the ranks of one launch, which measure together; rank 0 stores the trials and prints the
-    results.
+    Without options of the first group, dpbench selects cases that fit this machine. The same
+    command resumes an interrupted run. Started by torchrun, or as several tasks by srun, the
+    processes are the ranks of one launch, which measure together; rank 0 stores the trials and
+    prints the results.
     """
     from dpbench.api.progress import Detail
     from dpbench.measure import launch
-    from dpbench.records.options import Options
 
     detail = Detail.of(quiet=quiet, verbose=verbose)
-    options["tag"] = tuple(map("=".join, options["tag"]))
-    selected = Options.of(**{name: value for name, value in options.items() if value != ()})
+    selected = Options.of(**options)
     given = has_defaults(click.get_current_context())
     output = Output(
         store=store,

@@ -64,7 +64,7 @@ def try_report(path: Path | None, report: Report, store: Path) -> bool:
         written = write_report(path, report)
     except OSError as error:
         fault = (
-            f"error: cannot write the page: {error}; `dpbench report --html FILE` writes it"
+            f"error: cannot write the page: {error}; `dpbench report --report FILE` writes it"
             " elsewhere"
         )
     except NoDrawings as missing:

@@ -17,8 +17,9 @@ from dpbench.measure.scratch import folder
 from dpbench.measure.server import Server
 from dpbench.records import Case, Effort, Status, Trial, plan, words
 from dpbench.records.options import Options
+from dpbench.records.trial import FINAL
 from dpbench.records.words import aligned
-from dpbench.store import FINAL, Store
+from dpbench.store import Store
 
 EFFORT = Effort(budget_s=0.0, warmup_steps=1, min_steps=2, max_steps=2, block_steps=1)
 """Each try has one warm-up step, which creates the optimizer's state, and two more steps."""

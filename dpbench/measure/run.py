@@ -14,7 +14,7 @@ import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from dpbench.records.trial import HOSTS, LOOKS
 from dpbench.records.words import count
 from dpbench.records.words import time as time_text
 from dpbench.records.work import LINKS, times_links
-from dpbench.store import FINAL, FINISHED, INTERRUPTED, OPEN, Store
+from dpbench.store import FINISHED, INTERRUPTED, OPEN, Store
 
 if TYPE_CHECKING:
     from dpbench.measure.cluster import Cluster
@@ -115,7 +115,7 @@ def run(
     budget_s: float | None = None,
     settle_s: float = math.inf,
     limit_s: float = 120.0,
-    retry: Iterable[str] = (),
+    retry: Collection[str] = (),
     patience_s: float | None = None,
     traces: Path | None = None,
     cluster: Cluster | None = None,
@@ -154,13 +154,12 @@ def run(
     """
     began_s = time.perf_counter()
     facts = collect(cluster)
-    again = statuses(retry)
     patience_s = foreign_load.patience(patience_s)
     rule = Fixed(rounds) if isinstance(rounds, int) else rounds
     run_id, resumed = store.begin_run(
         rounds=rounds if isinstance(rounds, int) else 0,
         provenance=facts,
-        reopen=bool(again),
+        reopen=bool(retry),
         **identity(cases, rule, facts, paired=paired),
     )
     status = INTERRUPTED
@@ -187,7 +186,7 @@ def run(
             gpus,
             load.gpus,
         )
-        session.measure(cases, store.done(run_id, retry=again), paired=paired)
+        session.measure(cases, store.done(run_id, retry=retry), paired=paired)
         store.annotate(run_id, "noisy", _noise(before, session.noisy, session.gpus_used))
         # the same command goes on with a run of which a trial was killed or rounds were left out
         if session.killed <= store.done(run_id) and not session.shortened:
@@ -227,17 +226,6 @@ def _noise(
         used = f" ({'; '.join(gpus.values())})" if gpus else ""
         reasons["during"] = f"{count(len(trials), 'trial')} ran under too much foreign load{used}"
     return reasons
-
-
-def statuses(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of statuses; raise ValueError for one that is not a final status."""
-    wanted = tuple(names)
-    for name in wanted:
-        if name not in FINAL:
-            raise ValueError(
-                registry.unknown("status to retry", name, sorted(status.value for status in FINAL))
-            )
-    return wanted
 
 
 def _groups(cases: Sequence[Case], *, paired: bool) -> list[tuple[Case, ...]]:

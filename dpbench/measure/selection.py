@@ -15,7 +15,7 @@ from dpbench.measure import run
 from dpbench.measure.run import OVERHEAD_S
 from dpbench.measure.stopping import Fixed, RoundsRule, UntilDecided
 from dpbench.records import HABITS, Case, Effort, plan, registry, words
-from dpbench.records.options import AUTO, Options
+from dpbench.records.options import AUTO, Options, tags
 from dpbench.records.registry import Role
 from dpbench.records.schedule import Schedule
 from dpbench.store import Naming, Store
@@ -219,9 +219,6 @@ def _decides(case: Case) -> bool:
 
 def _check_together(options: Options, cluster: Cluster | None) -> None:
     """Raise ValueError for options that exclude each other, or that a launch does not support."""
-    from dpbench.measure.run import statuses
-
-    statuses(options.retry)
     if options.profile and options.paired:
         raise ValueError("--profile needs one case per process: leave out --paired")
     for name in ("ladder", "paired", "profile", "find_max_batch", "together") if cluster else ():
@@ -296,14 +293,7 @@ def naming(options: Options, command: str = "") -> Naming:
     """
     from dpbench.store import Naming
 
-    pairs = [text.partition("=") for text in options.tag]
-    if wrong := next(("".join(parts) for parts in pairs if not all(parts)), None):
-        raise ValueError(f"--tag {wrong} is not of the form KEY=VALUE, such as driver=550")
-    tags = {key: value for key, _, value in pairs}
-    keys = [key for key, _, _ in pairs]
-    if twice := next((key for key in keys if keys.count(key) > 1), None):
-        raise ValueError(f"--tag gives the tag {twice} twice: leave out one of its values")
-    return Naming(name=options.name, tags=tags, command=command)
+    return Naming(name=options.name, tags=tags(options.tag), command=command)
 
 
 def measure(

@@ -28,8 +28,8 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 from dpbench.models import _own
 from dpbench.models._own import with_forward as with_forward
 from dpbench.records import registry
+from dpbench.records.options import SIZES
 
-SIZES = ("small", "full")
 _FEW = 2
 """The rows of the batch that shows whether a user's model takes keyword arguments."""
 RECOMPILE_LIMIT = 64

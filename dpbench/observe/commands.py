@@ -20,7 +20,14 @@ from dpbench.api import STORE
 from dpbench.api.reports import report_of
 from dpbench.api.stored import choose
 from dpbench.cli import cli, shapes
-from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE, Documented, Tag, json_option
+from dpbench.cli.options import (
+    EXIT_FAILED,
+    EXIT_USAGE,
+    Documented,
+    json_option,
+    option_of,
+    store_option,
+)
 from dpbench.cli.showing import print_results, try_report
 from dpbench.records.files import UnreadableFile
 
@@ -122,20 +129,10 @@ class Import(msgspec.Struct, frozen=True, kw_only=True):
     },
 )
 @click.argument("traces", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option(
-    "--output",
-    "--store",
-    "store",
-    type=click.Path(path_type=Path),
-    default=STORE,
-    show_default=True,
-    help="The results file.",
-)
-@click.option(
-    "--name", default="", help="A name for the run, with which other commands find it: @NAME."
-)
+@option_of("name")
 @json_option
-def import_(traces: tuple[Path, ...], store: Path, name: str, as_json: bool) -> None:
+@store_option
+def import_(traces: tuple[Path, ...], store: Path, name: str | None, as_json: bool) -> None:
     """Import traces that torch.profiler wrote (Chrome's JSON, or gzip of it) as a run of the store.
 
     Each file is one process; files of different ranks of one process group become one case. The
@@ -148,7 +145,7 @@ def import_(traces: tuple[Path, ...], store: Path, name: str, as_json: bool) -> 
     from dpbench.observe import imported
     from dpbench.store import Naming
 
-    naming = Naming(name=name)
+    naming = Naming(name=name or "")
     loops = imported.load(traces)
     run_id = imported.store(store, loops, naming)
     files = [_file(trace, loop) for loop in loops for trace in loop.traces]
@@ -268,21 +265,9 @@ def _print(file: TraceFile) -> None:
 @click.option(
     "-m", "module", is_flag=True, help="SCRIPT is the name of a module, as for python -m."
 )
-@click.option(
-    "--output",
-    "--store",
-    "store",
-    type=click.Path(path_type=Path),
-    default=STORE,
-    show_default=True,
-    help="The results file.",
-)
-@click.option(
-    "--name", default="", help="A name for the run, with which other commands find it: @NAME."
-)
-@click.option(
-    "--tag", type=Tag(), multiple=True, help="A tag that is stored with the run; may be repeated."
-)
+@option_of("name")
+@option_of("tag")
+@store_option
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def watch(
@@ -290,8 +275,8 @@ def watch(
     arguments: tuple[str, ...],
     module: bool,
     store: Path,
-    name: str,
-    tag: tuple[tuple[str, str], ...],
+    name: str | None,
+    tag: tuple[str, ...],
 ) -> None:
     """Run a training script in this process, unchanged, and store its steps as a run.
 
@@ -300,6 +285,7 @@ def watch(
     """
     from dpbench.observe.script import run
     from dpbench.observe.watching import watch as watching
+    from dpbench.records.options import tags
 
     if not module and not Path(script).is_file():
         raise UnreadableFile(
@@ -308,7 +294,7 @@ def watch(
     command = shlex.join(["dpbench", "watch", *(["-m"] if module else []), script, *arguments])
     live = sys.stderr if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0" else None
     with watching(
-        store, name=name, tags=dict(tag), script=Path(script).name, command=command, live=live
+        store, name=name or "", tags=tags(tag), script=Path(script).name, command=command, live=live
     ) as result:
         code = run(script, arguments, module=module)
     if result.rank:

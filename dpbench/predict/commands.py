@@ -18,11 +18,9 @@ from dpbench.cli.options import (
     EXIT_FAILED,
     EXIT_USAGE,
     EXITS,
-    NAMES,
-    NUMBERS,
     Documented,
     json_option,
-    patience_option,
+    option_of,
 )
 from dpbench.cli.showing import print_answers
 from dpbench.predict.tables import (
@@ -35,6 +33,7 @@ from dpbench.predict.tables import (
 )
 from dpbench.records import words
 from dpbench.records.files import UnreadableFile
+from dpbench.records.options import OPTIMIZERS, PREDICTABLE
 
 if TYPE_CHECKING:
     from dpbench.analysis.answer import Answer
@@ -56,47 +55,18 @@ DEVICES = (1, 2, 4, 8)
 @click.option(
     "--machine", "machine_name", help="A name from `dpbench list machines`, or a TOML file."
 )
-@click.option(
-    "--models",
-    type=NAMES,
-    default=(),
-    help="Reference models, or well-known ones such as resnet50.",
-)
-@click.option(
-    "--model", "own", multiple=True, help="Your own model, package.module:name; may be repeated."
-)
-@click.option("--strategies", type=NAMES, default=(), help="[default: single,torch_dp,dp,ddp]")
-@click.option(
-    "--schedules", type=NAMES, multiple=True, help="Schedules of dp.  [default: reference]"
-)
-@click.option(
-    "--devices",
-    type=NUMBERS,
-    default=(),
-    help="Numbers of devices.  [default: 1,2,4,8 if available]",
-)
-@click.option(
-    "--batch-sizes", type=NUMBERS, default=(), help="Global batch sizes (strong scaling)."
-)
-@click.option(
-    "--batch-per-device",
-    type=NUMBERS,
-    default=(),
-    help="Batch sizes per device (weak scaling).  [default: 32]",
-)
-@click.option(
-    "--size",
-    type=click.Choice(["small", "full"]),
-    default="full",
-    show_default=True,
-    help="Size of reference models.",
-)
-@click.option("--precision", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
-@click.option(
-    "--optimizer",
-    type=click.Choice(["sgd", "adam", "adamw"]),
-    default="sgd",
-    show_default=True,
+@option_of("models", help="Reference models, or well-known ones such as resnet50.")
+@option_of("model")
+@option_of("strategies", help="[default: single,torch_dp,dp,ddp]")
+@option_of("schedules", help="Schedules of dp.  [default: reference]")
+@option_of("devices", help="Numbers of devices.  [default: 1,2,4,8 if available]")
+@option_of("batch_sizes", help="Global batch sizes (strong scaling).")
+@option_of("batch_per_device", help="Batch sizes per device (weak scaling).  [default: 32]")
+@option_of("size", default="full", help="Size of reference models.")
+@option_of("precision", choices=PREDICTABLE, help="")
+@option_of(
+    "optimizer",
+    choices=OPTIMIZERS[:-1],
     help="The optimizer of the predicted step and memory; sgd has momentum.",
 )
 @click.option(
@@ -141,7 +111,7 @@ def predict(as_json: bool, **options: Any) -> None:
     from dpbench.predict import cases, counts, machine, stored, what_if
     from dpbench.predict.cases import needs
 
-    models = (*options["models"], *options["own"])
+    models = (*options["models"], *options["model"])
     path, run = _source(options["measured"]) if options["measured"] else (None, None)
     loop = _loop(path, run) if path and not models else None
     models = (loop.case.model,) if loop else models
@@ -214,7 +184,7 @@ def _asked(
         models,
         strategies=options["strategies"] or cases.STRATEGIES,
         devices=options["devices"] or tuple(n for n in DEVICES if n <= described.devices),
-        schedules=tuple(one for given in options["schedules"] for one in given) or ("reference",),
+        schedules=options["schedules"] or ("reference",),
         size=options["size"],
         **axes,
     )
@@ -377,7 +347,7 @@ def _check(
 @click.option(
     "--output", type=click.Path(path_type=Path), help="The TOML file to write.  [default: stdout]"
 )
-@patience_option
+@option_of("patience")
 @json_option
 @click.option(
     "--anyway", is_flag=True, help="Measure even if the machine is busy, and label the file NOISY."

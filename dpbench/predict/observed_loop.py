@@ -17,11 +17,10 @@ from dpbench.predict.machine import Machine, UnknownMachine
 from dpbench.predict.stored import Stored, fit_profile, of_trials
 from dpbench.predict.work import Profile
 from dpbench.records import HOST, Case, Phase, Source, Span, Trial, fake, ledger
+from dpbench.records.options import PREDICTABLE
 
 NEEDED = ("parameter_tensors", "parameter_bytes", "buffer_bytes", "input_bytes", "output_bytes")
 """The facts in a trial's provenance without which a model cannot be predicted."""
-PRECISIONS = ("fp32", "bf16")
-"""The precisions of observed loops that can be predicted."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +71,9 @@ class ObservedLoop:
                 ),
             ),
             (
-                self.case.precision not in PRECISIONS,
+                self.case.precision not in PREDICTABLE,
                 (
-                    f"it used {self.case.precision}, but only {' and '.join(PRECISIONS)} can be"
+                    f"it used {self.case.precision}, but only {' and '.join(PREDICTABLE)} can be"
                     " predicted; watch the loop with one of these precisions"
                 ),
             ),

@@ -1,146 +1,395 @@
-"""Options: the cases and the measurements of a run, and the checks of their values."""
+"""Options: the only list of the options of a run, with the checks of their values.
+
+The command line and `dpbench.run` make their options from the fields of `Options`.
+"""
 
 from __future__ import annotations
 
+import math
+import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields, replace
+from reprlib import repr as abridged
 from typing import Any, Self
 
 from dpbench.records import registry
 from dpbench.records.case import MODES, TRAIN, Case
+from dpbench.records.trial import FINAL
 
 DEVICE_KINDS = ("cpu", "cuda", "emulated")
 PLACEMENTS = ("spread", "colocated")
 OPTIMIZERS = ("sgd", "adam", "adamw", "own")
+"""The optimizers of a step; the last one is that of the user's model."""
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+PREDICTABLE = ("fp32", "bf16")
+"""The precisions that `dpbench predict` knows."""
 SIZES = ("small", "full")
 INPUTS = ("pageable", "pinned", "device")
-ZERO_GRAD = ("none", "zero")
-HABIT_VALUES = (
-    ("inputs", "place of the inputs", INPUTS),
-    ("zero_grad", "way to clear gradients", ZERO_GRAD),
-    ("mode", "mode", MODES),
-)
-"""The fields of `HABITS` with a fixed set of values, as (field, description, values)."""
-MOST_ROUNDS = 10_000
 MOST = 10**9
 """The largest number of devices, and the largest batch size, of a sweep."""
 AUTO = "auto"
 """The value of `rounds` with which a run adds rounds until its answers are settled."""
-SCENARIOS = ("seeds",)
-AXES = (
-    "scenario",
-    "together",
-    "models",
-    "model",
-    "strategies",
-    "strategy",
-    "schedules",
-    "ladder",
-    "devices",
-    "batch_sizes",
-    "batch_per_device",
-)
-"""The options that select cases; without any, a run is short and uses default cases."""
+CASES = "What to measure"
+"""The group of the options that select cases; without any, a run is short, with default cases."""
+PLACE, TIME, STEP = "Where", "How long", "Settings of the step"
+ADVANCED, OUTPUT = "Advanced", "Output"
+"""The groups of the options that few users need, and of those for the results."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """An option of a run: its name, its default, its values and its help.
+
+    A text must be among `choices` and match `pattern`, if given; a number lies between `least` and
+    `most`. `expected` describes the values in an error, and `form` their texts in the help; if
+    empty, both follow from the other facts. `words` and `parse` convert texts that are neither
+    numbers nor names. A `repeated` option is given once per value; the text of any other list has
+    commas. `kinds` has the names of the types of a value, or of those in its list.
+    """
+
+    group: str
+    help: str
+    choices: tuple[str, ...] = ()
+    pattern: str = ".*"
+    least: float = 0
+    most: float = math.inf
+    expected: str = ""
+    form: str = ""
+    words: Mapping[str, int] = field(default_factory=dict)
+    parse: Callable[[str], Any] | None = None
+    repeated: bool = False
+    name: str = ""
+    default: Any = None
+    listed: bool = False
+    kinds: Sequence[str] = ()
+
+    @property
+    def flag(self) -> bool:
+        """Return whether the option has no value on the command line."""
+        return self.kinds == ["bool"] and not self.listed
+
+    @property
+    def spelled(self) -> str:
+        """Return the option as on the command line, such as --batch-sizes."""
+        return f"--{self.name.replace('_', '-')}"
+
+    def text(self, value: Any) -> str:
+        """Return the text that gives `value` on the command line."""
+        if isinstance(value, tuple):
+            return ",".join(map(self.text, value))
+        named = (word for word, meaning in self.words.items() if meaning == value)
+        return next(named, str(value))
+
+    def read(self, text: str) -> Any:
+        """Return the value that a text gives, or one of the values of a repeated option.
+
+        Raises ValueError for a wrong text; the message does not name the option.
+        """
+        value: Any = self._word(text)
+        if self.listed and not self.repeated:
+            value = _several(self._word(part.strip()) for part in text.split(",") if part.strip())
+        self.check(value)
+        return value
+
+    def _word(self, text: str) -> Any:
+        """Return the value of a text, or the text itself, which `check` then refuses."""
+        if self.parse:
+            return self.parse(text)
+        if text in self.words:
+            return self.words[text]
+        for kind in (int, float):
+            if kind.__name__ in self.kinds:
+                with suppress(ValueError):
+                    return kind(text)
+        return text
+
+    def check(self, value: Any) -> None:
+        """Raise ValueError for a wrong value; the message does not name the option."""
+        for item in value if isinstance(value, tuple) else (value,):
+            if not self._fits(item):
+                plain = isinstance(item, str | int | float)
+                got = abridged(item) if plain else f"a value of the type {type(item).__name__}"
+                near = registry.near(str(item), self.choices)
+                raise ValueError(f"must be {self._expected}, got {got}{near}")
+
+    def _fits(self, item: Any) -> bool:
+        if isinstance(item, str):
+            known = not self.choices or item in self.choices
+            return "str" in self.kinds and known and bool(re.fullmatch(self.pattern, item, re.S))
+        if isinstance(item, bool):  # True is an int in Python, but not a number of devices
+            return "bool" in self.kinds
+        types = {"int": (int,), "float": (int, float)}
+        number = any(isinstance(item, types.get(kind, ())) for kind in self.kinds)
+        return number and self.least <= item <= self.most
+
+    @property
+    def _expected(self) -> str:
+        if self.expected or self.kinds == ["bool"]:
+            return self.expected or "off (False) or on (True)"
+        least, most = f"of at least {self.least:g}", f"from {self.least:g} to {self.most:.12g}"
+        bounds = least if self.most == math.inf else most
+        integer = f"integers (such as 1,2,4) {bounds}" if self.listed else f"an integer {bounds}"
+        number = {"int": [integer], "float": [f"a number {bounds}"]}.get(self.kinds[0], [])
+        return " or ".join([*number, *self.choices]) or "a text"
+
+
+def _several(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the values of a list; raise ValueError if there are none."""
+    found = tuple(values)
+    if not found:
+        raise ValueError("is an empty list: give at least one value, or leave the option out")
+    return found
+
+
+def _option(default: Any, group: str, help: str, **facts: Any) -> Any:
+    return field(default=default, metadata={"option": Option(group=group, help=help, **facts)})
+
+
+def _bytes(text: str) -> int | str:
+    """Return the number of bytes of a text such as 8GiB, and any other text unchanged."""
+    match = re.fullmatch(r"(\d{1,30}(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", text, re.IGNORECASE)
+    if not match:
+        return text
+    power = " KMGT".index((match[2] or " ").upper())
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options that select the cases and the measurements of a run.
+    """The options of a run: each field is one, with its default and what the help says about it.
 
-    Each field has the name and the default of an option of `dpbench run`, whose --help explains it.
     An empty value means the default on this machine, which `measure.selection` inserts. `model` and
-    `strategy` name the user's own models and strategies.
+    `strategy` name the user's own models and strategies. Raises ValueError for a wrong value.
     """
 
-    models: tuple[str, ...] = ()
-    model: tuple[str, ...] = ()
-    strategies: tuple[str, ...] = ()
-    strategy: tuple[str, ...] = ()
-    schedules: tuple[str, ...] = ()
-    ladder: bool = False
-    scenario: str = ""
-    together: tuple[str, ...] = ()
-    devices: tuple[int, ...] = ()
-    device_ids: tuple[int | str, ...] = ()
-    device_kind: str = ""
-    placement: str = ""
-    batch_sizes: tuple[int, ...] = ()
-    batch_per_device: tuple[int, ...] = ()
-    size: str = "small"
-    precision: str = "fp32"
-    optimizer: str = "sgd"
-    unverified: bool = False
-    inputs: tuple[str, ...] = ("pinned",)
-    read_loss: tuple[int, ...] = (0,)
-    zero_grad: tuple[str, ...] = ("none",)
-    compile: tuple[bool, ...] = (False,)
-    loader: tuple[int, ...] = (-1,)
-    mode: tuple[str, ...] = (TRAIN,)
-    rounds: int | str = AUTO
-    paired: bool = False
-    budget: float | None = None
-    limit: float = 120.0
-    patience: float | None = None
-    retry: tuple[str, ...] = ()
-    profile: bool = False
-    device_memory: int = 0
-    find_max_batch: bool = False
-    name: str = ""
-    tag: tuple[str, ...] = ()
+    models: tuple[str, ...] = _option((), CASES, "Reference models.  [default: mlp,resnet18]")
+    model: tuple[str, ...] = _option(
+        (),
+        CASES,
+        "Your own model, package.module:name; may be repeated.",
+        expected="package.module:name, from which measuring processes import your model",
+        repeated=True,
+    )
+    strategies: tuple[str, ...] = _option(
+        (), CASES, "Training strategies.  [default: all that this machine can run]"
+    )
+    strategy: tuple[str, ...] = _option(
+        (),
+        CASES,
+        "Your own strategy, file.py:name or package.module:name, in addition to --strategies; may"
+        " be repeated.",
+        expected="package.module:name, from which measuring processes import your strategy",
+        repeated=True,
+    )
+    schedules: tuple[str, ...] = _option(
+        (),
+        CASES,
+        "Schedules of the strategy dp; see dpbench list schedules.  [default: reference]",
+    )
+    ladder: bool = _option(
+        False,
+        CASES,
+        "Measure the ladder: all schedules of dp, and the strategies single and ddp. Uses all"
+        " available devices unless --devices is given; two models take about three minutes.",
+    )
+    scenario: str = _option(
+        "",
+        CASES,
+        "Measure the common situations of multi-GPU training: every strategy, settings of a"
+        " training loop, a DataLoader, the forward alone, two models at once, precisions and"
+        " torch.compile, on two devices; about seven minutes.  [default model: mlp]",
+        choices=("seeds",),
+    )
+    together: tuple[str, ...] = _option(
+        (),
+        CASES,
+        "Two models, such as mlp,resnet18: measure each alone, and while the other runs beside it"
+        " on as many other devices.",
+    )
+    devices: tuple[int, ...] = _option(
+        (),
+        CASES,
+        "Numbers of devices.  [default: 1,2,4,8, up to the available GPUs; at most 4 without GPUs;"
+        " colocated: 1,2]",
+        least=1,
+        most=MOST,
+    )
+    batch_sizes: tuple[int, ...] = _option(
+        (), CASES, "Global batch sizes (strong scaling).  [default: 64]", least=1, most=MOST
+    )
+    batch_per_device: tuple[int, ...] = _option(
+        (), CASES, "Batch sizes per device (weak scaling).", least=1, most=MOST
+    )
+    device_kind: str = _option("", PLACE, "[default: cuda if there is a GPU]", choices=DEVICE_KINDS)
+    device_ids: tuple[int | str, ...] = _option(
+        (),
+        PLACE,
+        "The GPUs to use, in order, by index or by UUID, which may be abbreviated.  [default: from"
+        " 0]",
+        pattern="GPU-.*",
+        expected="a list of GPUs, such as 0,1 or GPU-8d3e,GPU-41fa",
+        form="0,1,...|GPU-...",
+    )
+    placement: str = _option("", PLACE, "colocated: replicas share one GPU.", choices=PLACEMENTS)
+    rounds: int | str = _option(
+        AUTO,
+        TIME,
+        "Number of rounds, each of which measures every case in a fresh process. auto: three, and"
+        " then more of the cases on which an answer still depends.",
+        choices=(AUTO,),
+        least=1,
+        most=10_000,
+        form="N|auto",
+    )
+    budget: float | None = _option(
+        None,
+        TIME,
+        "Maximum seconds for the whole run.  [default: 110, or 600 on GPUs, for default cases;"
+        " otherwise none, and no round for undecided answers begins after 300 s]",
+        least=1,
+    )
+    limit: float = _option(120.0, TIME, "Maximum seconds per trial.", least=1)
+    patience: float | None = _option(
+        None,
+        TIME,
+        "Maximum seconds to wait until other processes leave the cores idle.  [default:"
+        " $DPBENCH_PATIENCE, or 30]",
+    )
+    size: str = _option("small", STEP, "Model size.", choices=SIZES)
+    precision: str = _option(
+        "fp32",
+        STEP,
+        "fp32: torch's defaults; tf32: float32 products in TF32; bf16, fp16: autocast, in fp16 with"
+        " a GradScaler.",
+        choices=PRECISIONS,
+    )
+    optimizer: str = _option(
+        "sgd",
+        STEP,
+        "sgd (momentum), adam, adamw, or own: the optimizer, the scheduler and the clip_norm of"
+        " your --model.",
+        choices=OPTIMIZERS,
+    )
+    compile: tuple[bool, ...] = _option(
+        (False,),
+        STEP,
+        "Compile the module with torch.compile; off,on measures both.",
+        words={"off": False, "on": True},
+        form="off,on",
+    )
+    mode: tuple[str, ...] = _option(
+        (TRAIN,),
+        STEP,
+        "The work of a step: train; or the forward alone, with autograd (forward), under no_grad"
+        " (no_grad), or under inference_mode (inference).",
+        choices=MODES,
+    )
+    loader: tuple[int, ...] = _option(
+        (Case.loader,),
+        STEP,
+        "Take each batch from a DataLoader with this number of workers; 0 loads in the loop, off"
+        " makes the batches before the loop. The wait for a batch is the phase data.",
+        least=Case.loader,
+        words={"off": Case.loader},
+        expected=f"off ({Case.loader}) or a number of workers",
+        form="off,0,...",
+    )
+    inputs: tuple[str, ...] = _option(
+        ("pinned",),
+        STEP,
+        "Place of the batch before each step: pageable or pinned for host memory, device for device"
+        " 0.",
+        choices=INPUTS,
+    )
+    read_loss: tuple[int, ...] = _option(
+        (0,),
+        STEP,
+        "Read the loss as a number every N steps, as loops that print the loss do; 0: never.",
+    )
+    zero_grad: tuple[str, ...] = _option(
+        ("none",),
+        STEP,
+        "How the loop clears gradients: none drops them, zero fills them with zeros in place.",
+        choices=("none", "zero"),
+    )
+    paired: bool = _option(
+        False,
+        ADVANCED,
+        "Measure the cases of a model in one process, with alternating blocks of steps: ratios are"
+        " far more stable, but the memory of each case is unknown. ddp still runs in separate"
+        " processes.",
+    )
+    unverified: bool = _option(
+        False,
+        ADVANCED,
+        "Time steps without comparing their gradients with the reference; every figure is labelled"
+        " UNVERIFIED.",
+    )
+    retry: tuple[str, ...] = _option(
+        (), ADVANCED, "Measure trials with these statuses again.", choices=FINAL
+    )
+    profile: bool = _option(
+        False, ADVANCED, "Profile one additional step of each trial; write Chrome traces."
+    )
+    find_max_batch: bool = _option(
+        False, ADVANCED, "Search for the largest batch of each case that fits in memory."
+    )
+    device_memory: int = _option(
+        0,
+        ADVANCED,
+        "Memory of each emulated device, such as 8GiB.",
+        most=1e18,
+        expected="a number of bytes, such as 8GiB, 512MiB or 1000000",
+        form="BYTES",
+        parse=_bytes,
+    )
+    name: str = _option("", OUTPUT, "A name for the run, with which other commands find it: @NAME.")
+    tag: tuple[str, ...] = _option(
+        (),
+        OUTPUT,
+        "A tag that is stored with the run; may be repeated.",
+        pattern="[^=]+=.+",
+        expected="key=value, such as driver=550",
+        form="KEY=VALUE",
+        repeated=True,
+    )
 
     @classmethod
     def of(cls, **given: Any) -> Self:
-        """Return the options with these values, from the command line or from a caller in Python.
+        """Return the options with these values from a caller in Python.
 
-        None means the default. Lists become tuples, and one value becomes a tuple of one value.
-        Raises ValueError for a value of a wrong type, and TypeError for an unknown option.
+        None and () mean the default. Lists become tuples, and one value becomes a tuple of one
+        value. Raises ValueError for a wrong value, and TypeError for an unknown option.
         """
-        kinds = _kinds()
-        named = {name: value for name, value in given.items() if value is not None}
-        if unknown := sorted(named.keys() - kinds.keys()):
-            raise TypeError(registry.unknown("option", unknown[0], [*kinds]))
-        return cls(**{name: _typed(name, value, kinds[name]) for name, value in named.items()})
+        named = {name: value for name, value in given.items() if value not in (None, ())}
+        if unknown := sorted(named.keys() - OPTIONS.keys()):
+            raise TypeError(registry.unknown("argument", unknown[0], [*OPTIONS]))
+        for name, value in named.items():
+            if OPTIONS[name].listed:
+                one = isinstance(value, str) or not isinstance(value, Iterable)
+                with _naming(OPTIONS[name]):
+                    named[name] = (value,) if one else _several(value)
+        return cls(**named)
 
     def __post_init__(self) -> None:
+        for option in self._given():
+            with _naming(option):
+                option.check(getattr(self, option.name))
         if self.optimizer == "own" and (self.models or not self.model):
             raise ValueError(
                 "--optimizer own takes the optimizer of your model's file: give --model, and no"
                 " --models"
             )
-        if self.rounds != AUTO and (
-            isinstance(self.rounds, str) or not 1 <= self.rounds <= MOST_ROUNDS
-        ):
-            raise ValueError(
-                f"--rounds: {self.rounds!r} is neither a number of rounds from 1 to {MOST_ROUNDS}"
-                " nor auto"
-            )
-        for name, least, most in (
-            ("budget", 1.0, None),
-            ("limit", 1.0, None),
-            ("patience", 0.0, None),
-        ):
-            value = getattr(self, name)
-            if value is not None and not least <= value <= (float("inf") if most is None else most):
-                bound = f"at least {least:g}" if most is None else f"from {least:g} to {most:g}"
-                raise ValueError(f"--{name} must be {bound}, got {value:g}")
-        for name, values in (
-            ("scenario", SCENARIOS),
-            ("device_kind", DEVICE_KINDS),
-            ("placement", PLACEMENTS),
-            ("optimizer", OPTIMIZERS),
-        ):
-            if getattr(self, name) not in ("", *values):
-                raise ValueError(
-                    registry.unknown(name.replace("_", " "), getattr(self, name), [*values])
-                )
+
+    def _given(self) -> list[Option]:
+        return [one for one in OPTIONS.values() if getattr(self, one.name) != one.default]
 
     @property
     def quick(self) -> bool:
-        """Return whether no option selects cases; see `AXES`."""
-        return not any(getattr(self, axis) for axis in AXES)
+        """Return whether no option of the group `CASES` is given."""
+        return not any(option.group == CASES for option in self._given())
 
     def command(self, *more: str, config: bool = True) -> str:
         """Return these options, and the arguments `more`, as the text of a `dpbench run` command.
@@ -148,92 +397,52 @@ class Options:
         With `config=False`, the command ignores the defaults in files.
         """
         words = ["dpbench", "run"] if config else ["dpbench", "--no-config", "run"]
-        for field in fields(self):
-            value = getattr(self, field.name)
-            option = f"--{field.name.replace('_', '-')}"
-            if value == field.default:
-                continue
-            if field.name in REPEATED:
-                words += [part for item in value for part in (option, str(item))]
-            else:
-                words += [option] if value is True else [option, _text(value, field.name)]
+        for option in self._given():
+            value = getattr(self, option.name)
+            for item in value if option.repeated else (value,):
+                words += [option.spelled, *([] if item is True else [option.text(item)])]
         return shlex.join([*words, *more])
 
 
-@lru_cache
-def _kinds() -> dict[str, str]:
-    return {one.name: str(one.type) for one in fields(Options)}
+@contextmanager
+def _naming(option: Option) -> Iterator[None]:
+    """Name the option in an error of a check."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{option.spelled} {error}") from None
 
 
-REPEATED = ("model", "strategy", "tag")
-"""The options that are given once per value; any other list is one text with commas."""
-
-
-def _text(value: object, name: str = "") -> str:
-    if isinstance(value, tuple):
-        return ",".join(_text(one, name) for one in value)
-    if name == "loader" and value == Case.loader:
-        return "off"
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
-
-
-KINDS: dict[str, type | tuple[type, ...]] = {
-    "int": int,
-    "str": str,
-    "bool": bool,
-    "float": (int, float),
-}
-
-
-def _typed(name: str, value: Any, kind: str) -> Any:
-    """Return `value`, as a tuple if the annotation `kind` is one, such as "tuple[int, ...]".
-
-    Raises ValueError for a value of another type.
-    """
-    several = kind.startswith("tuple[")
-    allowed = [
-        item
-        for item in kind.removeprefix("tuple[").removesuffix(", ...]").split(" | ")
-        if item in KINDS
-    ]
-    values = (
-        tuple(value)
-        if several and isinstance(value, Iterable) and not isinstance(value, str)
-        else (value,)
+OPTIONS: dict[str, Option] = {
+    one.name: replace(
+        one.metadata["option"],
+        name=one.name,
+        default=one.default,
+        listed=str(one.type).startswith("tuple"),
+        kinds=re.findall("int|float|str|bool", str(one.type)),
     )
-    for item in values:
-        # True is an int in Python, but not a number of devices
-        fits = any(
-            isinstance(item, KINDS[each]) and isinstance(item, bool) <= (each == "bool")
-            for each in allowed
-        )
-        if not fits:
-            listed = f"a list of {' or '.join(allowed)}" if several else " or ".join(allowed)
-            raise ValueError(
-                f"--{name.replace('_', '-')} must be {listed}, got {item!r} ({type(item).__name__})"
-            )
-    if several and not values:
-        raise ValueError(
-            f"--{name.replace('_', '-')}: the list is empty; give at least one value, or leave"
-            " it out"
-        )
-    return values if several else value
+    for one in fields(Options)
+}
+"""The options by name, in the order of the help."""
 
 
-def check_names(
-    models: Sequence[str], strategies: Sequence[str], devices: Sequence[int], batches: Sequence[int]
-) -> None:
-    """Raise LookupError for unknown models or strategies, ValueError for empty or invalid axes."""
+def tags(texts: Iterable[str]) -> dict[str, str]:
+    """Return the tags that texts such as "driver=550" give; raise ValueError for a repeated key."""
+    found: dict[str, str] = {}
+    for text in texts:
+        key, _, value = text.partition("=")
+        if key in found:
+            raise ValueError(f"--tag gives the tag {key} twice: leave out one of its values")
+        found[key] = value
+    return found
+
+
+def check_names(models: Sequence[str], strategies: Sequence[str], devices: Sequence[int]) -> None:
+    """Raise LookupError for unknown models or strategies, ValueError for an empty axis."""
     for model in models:
         check_model(model)
     for strategy in strategies:
         registry.check("strategies", strategy)
-    for kind, values in (("number of devices", devices), ("batch size", batches)):
-        for value in values:
-            if not 1 <= value <= MOST:
-                raise ValueError(
-                    f"each {kind} of a sweep must be at least 1 and at most {MOST}, got {value}"
-                )
     if not models:
         raise ValueError(
             f"no model given; --models takes any of: {', '.join(registry.names('models'))}"
@@ -261,8 +470,6 @@ def check_model(name: str) -> None:
 
 def check_placement(devices: Sequence[int], kind: str, ids: Sequence[int], placement: str) -> None:
     """Raise ValueError if the placement or the device ids do not suit the devices."""
-    one_of("device kind", kind, DEVICE_KINDS)
-    one_of("placement", placement, PLACEMENTS)
     others = {"cpu": "logical CPU devices", "emulated": "emulated devices"}.get(kind)
     if others and ids:
         raise ValueError(
@@ -286,9 +493,7 @@ def check_placement(devices: Sequence[int], kind: str, ids: Sequence[int], place
 
 
 def check_memory(kind: str, size: int) -> None:
-    """Raise ValueError for a negative memory limit, or one of devices that are not emulated."""
-    if size < 0:
-        raise ValueError(f"--device-memory must be at least 1 byte, got {size}")
+    """Raise ValueError for a memory limit of devices that are not emulated."""
     if size and kind == "cpu":
         raise ValueError(
             "--device-memory limits emulated devices; logical CPU devices share the host's memory:"
@@ -302,8 +507,7 @@ def check_memory(kind: str, size: int) -> None:
 
 
 def check_precision(precision: str, kind: str) -> None:
-    """Raise ValueError if a precision is unknown, or has no effect on this kind of device."""
-    one_of("precision", precision, PRECISIONS)
+    """Raise ValueError if a precision has no effect on this kind of device."""
     if precision == "tf32" and kind != "cuda":
         raise ValueError(
             f"--precision tf32 is for GPUs, and the devices are {kind} devices: give --precision"
@@ -317,13 +521,10 @@ def check_precision(precision: str, kind: str) -> None:
 
 
 def check_habits(kind: str, habits: Mapping[str, Sequence[Any]]) -> None:
-    """Raise ValueError if a habit's value is unknown, or unfit for the devices or another habit.
+    """Raise ValueError if a habit's value is unfit for the devices or another habit.
 
     `habits` maps each name in `HABITS` to the values of that axis.
     """
-    for name, axis, allowed in HABIT_VALUES:
-        for value in habits[name]:
-            one_of(axis, value, allowed)
     others = {*habits["inputs"]} - {"pinned"}
     if kind == "cpu" and others:
         raise ValueError(
@@ -334,10 +535,6 @@ def check_habits(kind: str, habits: Mapping[str, Sequence[Any]]) -> None:
         raise ValueError(
             "--inputs pageable has no effect on emulated devices: give --inputs pinned or device"
         )
-    if (every := min(habits["read_loss"])) < 0:
-        raise ValueError(f"--read-loss must be 0 (never) or a number of steps, got {every}")
-    if (workers := min(habits["loader"])) < -1:
-        raise ValueError(f"--loader must be off or a number of workers, 0 or more, got {workers}")
     if any(habits["compile"]) and kind == "emulated":
         raise ValueError(
             "torch.compile cannot trace the tensors of emulated devices: leave out --compile"
@@ -364,9 +561,3 @@ def _check_combined(habits: Mapping[str, Sequence[Any]]) -> None:
                 f"{option} has no effect on a forward alone, which has no loss and no gradients:"
                 f" leave out {option}, or give --mode {TRAIN}"
             )
-
-
-def one_of(kind: str, value: str, known: Sequence[str]) -> None:
-    """Raise ValueError, with the known values, if a value of the axis `kind` is unknown."""
-    if value not in known:
-        raise ValueError(registry.unknown(kind, value, list(known)))

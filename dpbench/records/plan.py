@@ -56,11 +56,10 @@ def sweep(
         raise TypeError(
             f"a sweep has no axis {', '.join(habits)}; its axes for the training loop are {known}"
         )
-    options.check_names(models, strategies, devices, [*batch_sizes, *batch_per_device])
+    options.check_names(models, strategies, devices)
     schedules = [_schedule(text) for text in schedules]
     options.check_placement(devices, device_kind, device_ids, placement)
     options.check_memory(device_kind, device_memory_bytes)
-    options.one_of("size", size, options.SIZES)
     options.check_precision(precision, device_kind)
     options.check_habits(device_kind, loops)
     cases = []

@@ -18,7 +18,7 @@ import importlib.machinery
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
@@ -432,6 +432,10 @@ def unknown(kind: str, name: str, known: list[str]) -> str:
 
     `kind` is the kind of the named thing in words, such as "model".
     """
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"unknown {kind} {name!r}; known: {', '.join(known)}{hint}"
+    return f"unknown {kind} {name!r}; known: {', '.join(known)}{near(name, known)}"
+
+
+def near(name: str, known: Sequence[str]) -> str:
+    """Return a question for the known name that is most similar to `name`; "" if none is."""
+    found = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean '{found[0]}'?" if found else ""

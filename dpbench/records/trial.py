@@ -179,6 +179,10 @@ class Status(StrEnum):
     SKIPPED = "skipped"
 
 
+FINAL = (Status.OK, Status.OOM, Status.FAILED, Status.TIMEOUT, Status.SKIPPED)
+"""The statuses of trials that are not repeated when a run is resumed."""
+
+
 class Fault(StrEnum):
     """The reason why a trial of status `ok` has no usable step times."""
 

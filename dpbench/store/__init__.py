@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from dpbench.records import SCHEMA, Case, Status, Trial
+from dpbench.records.trial import FINAL
 from dpbench.store import copying, file, rows, summaries
 from dpbench.store.copying import Merged
 from dpbench.store.file import DamagedStore, StoreError
@@ -27,7 +28,6 @@ from dpbench.store.rows import UnreadableRow
 from dpbench.store.runs import LATEST, PREDICTED, Naming, PastRun, StoredRun, alive, born
 
 __all__ = [
-    "FINAL",
     "FINISHED",
     "INTERRUPTED",
     "OPEN",
@@ -48,8 +48,6 @@ FINISHED = "finished"
 OPEN = "open"
 """The status of a run that used up its time before all of its answers were settled."""
 INTERRUPTED = "interrupted"
-FINAL = frozenset({Status.OK, Status.OOM, Status.FAILED, Status.TIMEOUT, Status.SKIPPED})
-"""The statuses of trials that are not repeated when a run is resumed."""
 _RANKED = (
     "SELECT id, run_id, status, row_number() OVER (PARTITION BY run_id, fingerprint, round ORDER BY"
     " status IN ('running', 'killed'), status='ok' AND verified<>'no' DESC, id DESC) AS place FROM"
@@ -368,7 +366,7 @@ class Store:
 
         Its status is final and not in `retry`.
         """
-        final = sorted(FINAL - set(retry))
+        final = sorted({*FINAL} - {*retry})
         marks = ",".join("?" * len(final))
         query = f"SELECT fingerprint, round FROM trial WHERE run_id=? AND status IN ({marks})"
         return {

@@ -457,7 +457,7 @@ def test_the_page_has_answers_table_and_lanes_of_both_runs_and_needs_no_network(
     first = stored(tmp_path / "dpbench.db", [*BEFORE, *wrong])
     second = stored(tmp_path / "dpbench.db", [*AFTER, *wrong])
     page = tmp_path / "new" / "page.html"
-    code, _, err = dpbench("compare", first, second, "--page", page)
+    code, _, err = dpbench("compare", first, second, "--report", page)
     assert (code, err) == (0, f"page: {page}\n")
     text = page.read_text()
     assert HOSTILE not in text

@@ -309,7 +309,7 @@ OUTPUTS = {
     "show --json": ("show", "--json"),
     "report --md": ("report", "--md"),
     "report --json": ("report", "--json"),
-    "report": ("report", "--html", "out"),
+    "report": ("report", "--report", "out"),
     "explain": ("explain",),
     "explain --all": ("explain", "--all"),
     "explain --json": ("explain", "--json"),
@@ -329,7 +329,7 @@ def test_every_label_of_a_run_is_in_every_output(name: str, labelled: Path, dpbe
     assert not missing
 
 
-@pytest.mark.parametrize("form", [(), ("--md",), ("--json",), ("--page", "out")])
+@pytest.mark.parametrize("form", [(), ("--md",), ("--json",), ("--report", "out")])
 def test_every_label_of_two_runs_is_beside_every_line_of_their_comparison(
     form: Sequence[str], labelled: Path, dpbench: Any
 ) -> None:

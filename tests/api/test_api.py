@@ -243,7 +243,7 @@ for draw in (run.plot, lambda: run.report("page.html"), lambda: run.compare(run)
         raise AssertionError(draw)
 for command, expected in (
     ("report --md", 0), ("report --json", 0), ("report", 64), ("explain --all", 0),
-    ("compare @last @last --md", 3), ("compare @last @last --page page.html", 64),
+    ("compare @last @last --md", 3), ("compare @last @last --report page.html", 64),
     ("export csv", 0), ("show @last", 0),
 ):
     try:
@@ -409,13 +409,21 @@ def test_a_run_is_measured_stored_and_resumed_after_an_interrupt(
 @pytest.mark.usefixtures("quick")
 def test_wrong_arguments_leave_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for wrong, kind in (
-        ({"quiet": True, "verbose": True}, ValueError),
-        ({"models": "resnet81"}, LookupError),
-        ({"devices": 0}, ValueError),
-        ({"tag": "a"}, ValueError),
+    # each error names arguments, as the caller wrote them
+    for wrong, kind, said in (
+        ({"quiet": True, "verbose": True}, ValueError, "quiet=True and verbose=True"),
+        ({"rnds": 2}, TypeError, "did you mean 'rounds'"),
+        ({"models": "resnet81"}, LookupError, "give model='package.module:name'"),
+        ({"model": object()}, ValueError, "model= must be package.module:name"),
+        ({"model": "absent:net"}, LookupError, "model='absent:net': "),
+        ({"model": "absent"}, LookupError, "model='absent': "),
+        ({"batch_sizes": 0}, ValueError, "batch_sizes= must be"),
+        ({"ladder": True, "devices": 1}, ValueError, "ladder=True needs .* give devices=2"),
+        ({"device_kind": "cpu", "device_ids": 0}, ValueError, "leave out device_ids="),
+        ({"tag": "a"}, ValueError, "tag= must be key=value"),
+        ({"find_max_batch": True}, ValueError, "`dpbench run --find-max-batch`"),
     ):
-        with pytest.raises(kind):
+        with pytest.raises(kind, match=said):
             dp.run(**wrong)
     monkeypatch.setattr(launch, "of_environment", object)
     with pytest.raises(
@@ -464,7 +472,7 @@ def test_a_script_without_a_guard_measures_and_is_run_once(tmp_path: Path) -> No
 
 WRONG = """
 import dpbench as dp
-run = dp.run(models=3, rnds=2)
+run = dp.run(store=3)
 verdict: int = run.verdict
 frame: str = run.frame
 """
@@ -502,10 +510,7 @@ def test_a_type_checker_knows_the_interface(tmp_path: Path) -> None:
     errors = [line for line in done.stdout.splitlines() if ": error: " in line]
     assert [line for line in errors if "wrong.py" not in line] == []
     found = [line.partition("error: ")[2] for line in errors]
-    assert found[0].startswith(
-        'Unexpected keyword argument "rnds" for "run"; did you mean "rounds"?'
-    ), done.stdout
-    assert 'incompatible type "int"; expected "str | Sequence[str]"' in found[1]
-    assert 'expression has type "str", variable has type "int"' in found[2]
-    assert 'expression has type "DataFrame", variable has type "str"' in found[3]
-    assert len(found) == 4
+    assert 'incompatible type "int"; expected "str | Path"' in found[0], done.stdout
+    assert 'expression has type "str", variable has type "int"' in found[1]
+    assert 'expression has type "DataFrame", variable has type "str"' in found[2]
+    assert len(found) == 3

@@ -53,7 +53,7 @@ LISTS = {
         (["run", "--devices=-1"], ["devices", "-1"]),
         (["run", "--devices", "x"], ["--devices", "x", "1,2,4"]),
         (["run", "--devices", "1.5"], ["--devices", "1.5"]),
-        (["run", "--batch-sizes", "0"], ["batch size", "0"]),
+        (["run", "--batch-sizes", "0"], ["--batch-sizes", "0"]),
         (["run", "--batch-sizes", "64", "--batch-per-device", "8"], ["strong", "weak"]),
         (["run", "--device-kind", "cpu", "--device-ids", "0,1"], ["--device-ids", "CPU"]),
         (["run", "--device-kind", "cpu", "--placement", "colocated"], ["colocated", "spread"]),

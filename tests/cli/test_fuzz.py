@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from benchmarks.prediction import __main__ as scoreboard
 from dpbench import cli
 from dpbench.predict.machine import FOLDER
+from dpbench.records.options import OPTIONS
 from tests.exported import made, stored
 
 EXAMPLES = int(os.environ.get("FUZZ", "60"))
@@ -270,8 +271,6 @@ NEVER = {
     "--output",
     "--store",
     "--report",
-    "--html",
-    "--page",
     "--max-batch",
     "--memory",
     "--anyway",
@@ -296,7 +295,7 @@ def lines(draw: st.DrawFn) -> list[str]:
     for one in draw(st.lists(st.sampled_from(options), max_size=4)) if options else []:
         found.append(one.opts[0])
         if not one.is_flag:
-            known = list(one.type.choices) if isinstance(one.type, click.Choice) else []
+            known = OPTIONS[one.name].choices if one.name in OPTIONS else ()
             usual = st.sampled_from(
                 [*map(str, known), "1", "2", "mlp", "single,dp", "dpbench.db", "resnet50", "0.5"]
             )

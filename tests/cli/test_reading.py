@@ -339,7 +339,7 @@ def test_exported_rows_say_their_run_and_runs_do_not_mix(dpbench, tmp_path, form
 
 @pytest.mark.parametrize(
     "arguments",
-    [("export", "csv", "--output"), ("export", "jsonl", "--output"), ("report", "--html")],
+    [("export", "csv", "--output"), ("export", "jsonl", "--output"), ("report", "--report")],
 )
 def test_an_output_that_cannot_be_written_is_an_error_of_one_line(dpbench, tmp_path, arguments):
     fill(tmp_path / "dpbench.db", FAST)
@@ -353,7 +353,7 @@ def test_an_output_that_cannot_be_written_is_an_error_of_one_line(dpbench, tmp_p
 def test_the_report_is_written_and_named_and_markdown_goes_to_stdout(dpbench, weak, tmp_path):
     folder, done = weak
     code, out, err = dpbench(
-        "report", "--store", folder.store, "--html", tmp_path / "deep" / "page.html"
+        "report", "--store", folder.store, "--report", tmp_path / "deep" / "page.html"
     )
     assert (code, err) == (0, "")
     page = Path(out.strip())

@@ -118,13 +118,13 @@ def test_a_run_and_its_report_print_the_same_json_and_nothing_else_to_stdout(dpb
     two = next(one for one in found.cases if one.case == DP)
     assert two.speedup.value == pytest.approx(2.0, rel=0.05)
     assert two.speedup.low < two.speedup.value < two.speedup.high
-    assert (two.speedup.rounds, two.speedup.withheld, list(two.labels)) == (
+    assert (two.speedup.n, two.speedup.withheld, list(two.labels)) == (
         3,
         "",
         ["MEASURED", "CPU-ONLY"],
     )
     assert [one.choice for one in found.answers] == ["use"]
-    assert found.answers[0].case == DP.label
+    assert found.answers[0].recommended == DP.label
     assert dpbench("report", "--json", "--run", "@a")[1] == out
     assert "leave out" in is_error(*dpbench("report", "--json", "--md"))
 

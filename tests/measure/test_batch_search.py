@@ -9,16 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import click
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from dpbench.cli.options import Bytes
 from dpbench.measure import batch_search
 from dpbench.measure.worker import trial as trials
 from dpbench.records import Case, Status, Trial, plan
-from dpbench.records.options import Options
+from dpbench.records.options import OPTIONS, Options
 from dpbench.store import Store
 from tests.exported import Command
 
@@ -279,13 +277,13 @@ def test_axes_that_contradict_a_search_are_refused(changed: dict[str, Any], said
     ],
 )
 def test_bytes_have_units(text: str, size: int) -> None:
-    assert Bytes().convert(text, None, None) == size
+    assert OPTIONS["device_memory"].read(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "many", "8GiBs", "-1", "8.GiB", "iB"])
 def test_what_is_no_number_of_bytes_is_refused_with_examples(text: str) -> None:
-    with pytest.raises(click.BadParameter, match="such as 8GiB"):
-        Bytes().convert(text, None, None)
+    with pytest.raises(ValueError, match="such as 8GiB"):
+        OPTIONS["device_memory"].read(text)
 
 
 # ---------------------------------------------------------------- the command

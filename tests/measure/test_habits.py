@@ -194,9 +194,6 @@ def test_each_habit_is_a_case_with_a_baseline_of_the_same_habit() -> None:
     [
         ("cpu", {"inputs": ["device"]}, "no effect on logical CPU devices"),
         ("emulated", {"inputs": ["pageable"]}, "no effect on emulated devices"),
-        ("cuda", {"inputs": ["disk"]}, "unknown place of the inputs 'disk'"),
-        ("cuda", {"read_loss": [-1]}, "--read-loss must be 0"),
-        ("cuda", {"zero_grad": ["one"]}, "unknown way to clear gradients 'one'"),
     ],
 )
 def test_a_habit_without_effect_is_refused(kind: str, given: dict[str, Any], message: str) -> None:

@@ -148,7 +148,6 @@ def test_every_strategy_has_a_forward_or_a_reason() -> None:
 @pytest.mark.parametrize(
     ("axes", "message"),
     [
-        ({"mode": ("test",)}, "unknown mode 'test'"),
         ({"mode": ("no_grad",), "read_loss": (1,)}, "--read-loss has no effect on a forward alone"),
         (
             {"mode": ("train", "inference"), "zero_grad": ("zero",)},

@@ -468,7 +468,7 @@ KEYS = {"span_s", "compute_s", "copies_s", "communication_s", "exposed_communica
 def test_the_json_has_devices_and_steps_and_the_store_has_the_rounds(tmp_path, capsys) -> None:
     path, store = EXCERPTS / "a100-x2-ddp-rank0.json.gz", tmp_path / "dpbench.db"
     code, out, err = run(
-        "import", path, "--output", store, "--name", "a100", "--json", capsys=capsys
+        "import", path, "--store", store, "--name", "a100", "--json", capsys=capsys
     )
     assert (code, err) == (0, "")
     found = json.loads(out)
@@ -502,7 +502,7 @@ def test_the_json_has_devices_and_steps_and_the_store_has_the_rounds(tmp_path, c
 def test_the_text_names_devices_the_median_step_and_the_run(tmp_path, capsys) -> None:
     store = tmp_path / "dpbench.db"
     code, out, err = run(
-        "import", EXCERPTS / "v100-loader-workers-0.json.gz", "--output", store, capsys=capsys
+        "import", EXCERPTS / "v100-loader-workers-0.json.gz", "--store", store, capsys=capsys
     )
     assert code == 0
     assert "2 steps on 1 device" in out
@@ -569,7 +569,7 @@ def with_events(*events):
 def test_a_file_that_is_no_trace_is_named_with_the_place(tmp_path, capsys, content, said) -> None:
     path = tmp_path / "bad.json"
     path.write_bytes(content)
-    code, out, err = run("import", path, "--output", tmp_path / "dpbench.db", capsys=capsys)
+    code, out, err = run("import", path, "--store", tmp_path / "dpbench.db", capsys=capsys)
     assert (code, out) == (2, "")
     assert err.startswith(f"error: {path}")
     assert said in err
@@ -587,7 +587,7 @@ def test_a_file_that_decompresses_to_more_than_a_trace_is_refused_within_bounded
     path.write_bytes(gzip.compress(b'{"traceEvents": [' + filling * 2000 + b"{}]}", 9, mtime=0))
     assert path.stat().st_size < 60_000
     tracemalloc.start()
-    code, out, err = run("import", path, "--output", tmp_path / "db", capsys=capsys)
+    code, out, err = run("import", path, "--store", tmp_path / "db", capsys=capsys)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert (code, out) == (2, "")
@@ -615,9 +615,9 @@ def test_a_byte_order_mark_is_no_part_of_a_trace(tmp_path, compress) -> None:
 def test_missing_files_and_folders_are_named(tmp_path, capsys) -> None:
     assert (
         "No such file"
-        in run("import", tmp_path / "no.json", "--output", tmp_path / "db", capsys=capsys)[2]
+        in run("import", tmp_path / "no.json", "--store", tmp_path / "db", capsys=capsys)[2]
     )
-    assert "is a folder" in run("import", tmp_path, "--output", tmp_path / "db", capsys=capsys)[2]
+    assert "is a folder" in run("import", tmp_path, "--store", tmp_path / "db", capsys=capsys)[2]
 
 
 def test_numbers_that_json_does_not_know_and_broken_events_are_left_out_with_a_note(

@@ -288,10 +288,10 @@ def test_a_trace_that_does_not_show_the_ends_of_its_steps_keeps_those_of_the_hos
 
 def test_the_lead_of_the_host_is_in_the_json_and_on_a_line_of_its_own(tmp_path, capsys) -> None:
     path = lagging(tmp_path)
-    main(["import", str(path), "--output", str(tmp_path / "db"), "--json"])
+    main(["import", str(path), "--store", str(tmp_path / "db"), "--json"])
     (file,) = json.loads(capsys.readouterr().out)["files"]
     assert [step["host_ahead_s"] for step in file["steps"]] == pytest.approx([0.025, 0.045, 0.065])
     assert [step["partial"] for step in file["steps"]] == [True, False, False]
-    main(["import", str(path), "--output", str(tmp_path / "db")])
+    main(["import", str(path), "--store", str(tmp_path / "db")])
     (line,) = [line for line in capsys.readouterr().out.splitlines() if " host: " in line]
     assert "45.0 ms" in line

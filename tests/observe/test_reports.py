@@ -132,7 +132,7 @@ def test_every_command_reads_watched_runs_and_imported_traces(
     explained = json.loads(said("explain", "--json", "--run", "@after"))
     assert explained["answers"][0]["choice"] == "change the loop"
     assert explained["diagnoses"][0]["findings"][0]["command"].startswith("dpbench loaders")
-    said("report", "--html", tmp_path / "page.html")
+    said("report", "--report", tmp_path / "page.html")
     assert "IMPORTED" in (tmp_path / "page.html").read_text()
     assert "train.py" in said("list", "runs")
     assert "train.py script x1 batch 64" in said("show", "@before")

@@ -462,7 +462,7 @@ def test_a_script_that_ends_early_keeps_its_exit_code_and_its_steps(
         cli,
         [
             "watch",
-            "--output",
+            "--store",
             str(path),
             "--name",
             "mine",
@@ -728,7 +728,7 @@ kinds, ports = (text.split(",") for text in sys.argv[1:])
 for kind in kinds:
     for how in ("alone", "watched"):
         train = ["train.py", kind, f"{kind}-{how}"]
-        watch = ["dpbench", "watch", "--output", f"{kind}.db", *train]
+        watch = ["dpbench", "watch", "--store", f"{kind}.db", *train]
         sys.argv = train if how == "alone" else watch
         try:
             if how == "alone":

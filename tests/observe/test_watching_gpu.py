@@ -221,7 +221,7 @@ torch.distributed.destroy_process_group()
 def test_all_ranks_of_ddp_with_nccl_are_one_run(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(RANKS)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    watch = ["-m", "dpbench", "watch", "--output", "store.db", "train.py"]
+    watch = ["-m", "dpbench", "watch", "--store", "store.db", "train.py"]
     subprocess.run(
         [sys.executable, *launch, *watch],
         check=True,

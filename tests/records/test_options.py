@@ -107,25 +107,40 @@ def test_lists_single_values_and_none_are_taken_as_a_caller_means_them() -> None
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"devices": "2"}, r"--devices must be a list of int, got '2' \(str\)"),
-        ({"devices": [1, 2.5]}, "--devices must be a list of int, got 2.5"),
-        ({"devices": 1.5}, "--devices must be a list of int, got 1.5"),
-        ({"devices": True}, "--devices must be a list of int, got True"),
-        ({"models": [object]}, "--models must be a list of str, got <class 'object'>"),
-        ({"models": []}, "--models: the list is empty"),
-        ({"compile": 1}, "--compile must be a list of bool, got 1"),
-        ({"paired": "yes"}, "--paired must be bool, got 'yes'"),
-        ({"budget": "10"}, "--budget must be float, got '10'"),
-        ({"rounds": 0}, "--rounds: 0 is neither"),
-        ({"rounds": 10_001}, "--rounds: 10001 is neither a number of rounds from 1 to 10000"),
-        ({"rounds": "often"}, "--rounds: 'often' is neither"),
-        ({"rounds": True}, "--rounds must be int or str"),
-        ({"budget": 0.5}, "--budget must be at least 1, got 0.5"),
-        ({"limit": float("nan")}, "--limit must be at least 1, got nan"),
-        ({"patience": -1}, "--patience must be at least 0"),
-        ({"device_kind": "gpu"}, "unknown device kind 'gpu'; known: cpu, cuda, emulated"),
+        ({"devices": "2"}, r"--devices must be integers .* from 1 to 1000000000, got '2'"),
+        ({"devices": [1, 2.5]}, "--devices must be integers .* got 2.5"),
+        ({"devices": 1.5}, "--devices must be integers .* got 1.5"),
+        ({"devices": True}, "--devices must be integers .* got True"),
+        ({"devices": [1, 0]}, "--devices must be .* got 0"),
+        ({"batch_sizes": -4}, "--batch-sizes must be .* got -4"),
+        ({"batch_per_device": 10**10}, "--batch-per-device must be .* got 10000000000"),
+        ({"models": [object]}, "--models must be a text, got a value of the type type"),
+        ({"model": object()}, "--model must be package.module:name, .* type object"),
+        ({"models": []}, "--models is an empty list"),
+        ({"compile": 1}, "--compile must be .* got 1"),
+        ({"paired": "yes"}, "--paired must be .* got 'yes'"),
+        ({"budget": "10"}, "--budget must be a number of at least 1, got '10'"),
+        ({"rounds": 0}, "--rounds must be an integer from 1 to 10000 or auto, got 0"),
+        ({"rounds": 10_001}, "--rounds must be .* got 10001"),
+        ({"rounds": "often"}, "--rounds must be .* got 'often'"),
+        ({"rounds": True}, "--rounds must be .* got True"),
+        ({"budget": 0.5}, "--budget must be a number of at least 1, got 0.5"),
+        ({"limit": float("nan")}, "--limit must be a number of at least 1, got nan"),
+        ({"patience": -1}, "--patience must be a number of at least 0"),
+        ({"device_kind": "gpu"}, "--device-kind must be cpu or cuda or emulated, got 'gpu'"),
         ({"placement": "spraed"}, "did you mean 'spread'"),
         ({"scenario": "sedes"}, "did you mean 'seeds'"),
+        ({"size": "medium"}, "--size must be small or full"),
+        ({"precision": "fp8"}, "--precision must be fp32 or .* got 'fp8'"),
+        ({"inputs": ["pinned", "disk"]}, "--inputs must be .* got 'disk'"),
+        ({"zero_grad": "one"}, "--zero-grad must be none or zero, got 'one'"),
+        ({"mode": "test"}, "--mode must be train or .* got 'test'"),
+        ({"read_loss": -1}, "--read-loss must be .* got -1"),
+        ({"loader": -2}, r"--loader must be off \(-1\) or a number of workers, got -2"),
+        ({"retry": "fialed"}, "did you mean 'failed'"),
+        ({"tag": "driver"}, "--tag must be key=value"),
+        ({"device_ids": "first"}, "--device-ids must be a list of GPUs"),
+        ({"device_memory": -1}, "--device-memory must be a number of bytes"),
     ],
 )
 def test_a_wrong_value_is_refused_and_the_command_refuses_it_too(
@@ -135,12 +150,12 @@ def test_a_wrong_value_is_refused_and_the_command_refuses_it_too(
         Options.of(**wrong)
     [(name, value)] = wrong.items()
     if isinstance(value, str | float) and name not in ("devices", "budget", "paired"):
-        with pytest.raises((click.BadParameter, ValueError)):
+        with pytest.raises(click.BadParameter):
             parsed(f"--{name.replace('_', '-')}", str(value))
 
 
-def test_an_unknown_option_is_a_type_error_that_names_the_nearest() -> None:
-    with pytest.raises(TypeError, match="unknown option 'model_names'; known: models"):
+def test_an_unknown_argument_is_a_type_error_that_names_the_nearest() -> None:
+    with pytest.raises(TypeError, match="unknown argument 'model_names'; known: models"):
         Options.of(model_names=["mlp"])
 
 
@@ -149,7 +164,6 @@ def test_an_unknown_option_is_a_type_error_that_names_the_nearest() -> None:
     [
         ({"models": ["resnet81"]}, LookupError, "did you mean 'resnet18'"),
         ({"model": "no_such_module:net"}, LookupError, "cannot find the module 'no_such_module'"),
-        ({"retry": "fialed"}, ValueError, "did you mean 'failed'"),
         ({"paired": True, "profile": True}, ValueError, "leave out --paired"),
         ({"ladder": True, "strategies": "dp"}, ValueError, "leave out --strategies"),
         ({"scenario": "seeds", "read_loss": 5}, ValueError, "leave out --read-loss"),

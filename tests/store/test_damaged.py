@@ -94,7 +94,7 @@ def test_names_that_only_another_version_knows_are_shown(dpbench, path, field) -
     assert {row["case"].get(field) for row in rows} >= {NAMES[field]}
     assert len(rows) == 3
     for command in (
-        ("report", "--html", path.with_name("page.html")),
+        ("report", "--report", path.with_name("page.html")),
         ("explain", "--all"),
         ("show",),
     ):
@@ -124,7 +124,7 @@ def is_left_out(dpbench, path: Path, table: str = "trial") -> None:
     """
     for command in (
         ("report", "--json"),
-        ("report", "--html", path.with_name("page.html")),
+        ("report", "--report", path.with_name("page.html")),
         ("explain", "--all"),
         ("list", "runs"),
         ("show",),
@@ -332,7 +332,7 @@ def test_page_markdown_json_and_python_list_the_rows_that_could_not_be_read(dpbe
         " the table trial"
     )
     page = path.with_name("page.html")
-    assert dpbench("report", "--run", run_id, "--html", page, "--store", path)[0] == 0
+    assert dpbench("report", "--run", run_id, "--report", page, "--store", path)[0] == 0
     assert page.read_text(encoding="utf-8").count(said) == 1
     assert said in dpbench("report", "--run", run_id, "--md", "--store", path)[1]
     assert said in dpbench("report", "--run", run_id, "--json", "--store", path)[1]

@@ -66,7 +66,7 @@ def test_their_rows_have_the_stored_labels(dpbench, store: str) -> None:
         ("export", "csv"),
         ("export", "jsonl"),
         ("export", "pyperf"),
-        ("report", "--html", "page.html"),
+        ("report", "--report", "page.html"),
         ("export", "trace", "--all", "--output", "trace.json"),
     ],
     ids=" ".join,

@@ -24,7 +24,8 @@ import pytest
 import dpbench
 from dpbench import load
 from dpbench.records import Case, Status
-from dpbench.store import FINAL, DamagedStore, Naming, Store, StoreError, rows
+from dpbench.records.trial import FINAL
+from dpbench.store import DamagedStore, Naming, Store, StoreError, rows
 from dpbench.store import file as module
 from tests.exported import made, stored
 from tests.store.test_file import contents
@@ -266,7 +267,7 @@ def test_final_statuses_are_done_killed_is_not_and_retry_opens_what_it_names(pat
             put(store, run_id, make_trial(status=status, round=number))
         store.begin_trial(run_id, CASE, 99)
         slots = {status: (CASE.fingerprint, number) for number, status in enumerate(ENDED)}
-        assert set(ENDED) == FINAL
+        assert set(ENDED) == set(FINAL)
         assert store.done(run_id) == set(slots.values())
         for status in ENDED:
             assert store.done(run_id, retry=[status.value]) == set(slots.values()) - {slots[status]}
@@ -357,7 +358,7 @@ def test_python_never_opens_the_file_of_a_store(dpbench, path, opened_files):
                 ("merge", part),
                 ("list", "runs"),
                 ("show", "@second"),
-                ("report", "--html", path.with_name("a.html")),
+                ("report", "--report", path.with_name("a.html")),
                 ("report", "--md"),
                 ("explain", "--run", first),
                 ("compare", "@part", "@second"),

@@ -68,7 +68,7 @@ def shown_everywhere(dpbench: Command, name: str) -> None:
         code, out, err = dpbench(*reader)
         assert code == 0, err
         assert name in out, reader
-    assert dpbench("report", "--html", "page.html")[0] == 0
+    assert dpbench("report", "--report", "page.html")[0] == 0
     assert name in Path("page.html").read_text()
     trials = [json.loads(line) for line in dpbench("export", "jsonl")[1].splitlines()]
     assert {trial["verified"] for trial in trials if trial["case"]["strategy"] == name} == {
