@@ -82,6 +82,7 @@ class Examination(msgspec.Struct, frozen=True, kw_only=True):
     },
 )
 @json_option
+@click.option("--report", type=click.Path(path_type=Path), help="A page to write, with a picture.")
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
@@ -94,7 +95,9 @@ class Examination(msgspec.Struct, frozen=True, kw_only=True):
     is_flag=True,
     help="With --output: measure even if the machine is busy, and label the file NOISY.",
 )
-def doctor(as_json: bool, output: Path | None, patience: float | None, anyway: bool) -> None:
+def doctor(
+    as_json: bool, report: Path | None, output: Path | None, patience: float | None, anyway: bool
+) -> None:
     """Examine this machine: copies between GPUs, links, sockets, limits, settings.
 
     It takes less than a minute, needs no root, and changes nothing. Copies are compared on arrival;
@@ -109,6 +112,10 @@ def doctor(as_json: bool, output: Path | None, patience: float | None, anyway: b
     machine = examine(lambda line: click.echo(line, err=True))
     found = faults.found(machine)
     done, undone = faults.checked(machine)
+    if report is not None:
+        from dpbench.doctor import page
+
+        report.write_text(page.render(machine, found, (done, undone)), encoding="utf-8")
     if as_json:
         shapes.show(
             Examination(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from dpbench.doctor.faults import Examined, Finding
 from dpbench.doctor.system import PciDevice
-from dpbench.doctor.transfers import Copy, Transfer
+from dpbench.doctor.transfers import DIRECT, PAGEABLE, PINNED, STAGED, Copy
 from dpbench.records import HOST, words
 
 WIDTH = 100
@@ -87,24 +87,59 @@ def _lanes(device: PciDevice) -> str:
 
 
 def links(machine: Examined) -> Iterator[str]:
-    """Yield a table of the copies, with the share of what the PCIe link promises."""
+    """Yield a table of the copies from and to the host, and one of those between all GPUs."""
     if not machine.transfers:
         return
-    rows = [("copy", "GB/s", "of the link"), *(_link(machine, one) for one in machine.transfers)]
-    yield ""
-    yield from words.aligned(rows, left=(0,))
+    yield from ("", *words.aligned(host_table(machine), left=(0,)))
+    if len(machine.gpus) > 1:
+        yield from ("", "direct copies in GB/s, from each GPU (row) to each GPU (column):")
+        yield from words.aligned(pair_table(machine, DIRECT), left=(0,))
+        staged = [one.bytes_per_s for one in machine.of(STAGED)]
+        if staged:
+            low, high = (words.number(edge(staged) / 1e9) for edge in (min, max))
+            yield f"through the host's memory: {low} to {high} GB/s"
     if machine.all_reduce and machine.all_reduce.bytes_per_s:
         rate = words.number(machine.all_reduce.bytes_per_s / 1e9)
         yield f"all-reduce over all GPUs: {rate} GB/s sent by each"
 
 
-def _link(machine: Examined, one: Transfer) -> tuple[str, str, str]:
-    if one.failure:
-        return str(one.copy), "-", one.failure
-    promised = promised_bytes_per_s(machine, one.copy)
-    share = words.percent(one.bytes_per_s / promised) if promised else ""
-    wrong = f"  {words.count(one.wrong, 'wrong byte')}" if one.wrong else ""
-    return str(one.copy), words.number(one.bytes_per_s / 1e9), share + wrong
+def host_table(machine: Examined) -> list[tuple[str, ...]]:
+    """Return a row per GPU: GB/s from and to the host, and the share of what its link promises."""
+    head = ("GB/s", "from pinned", "to pinned", "from pageable", "to pageable", "of the link")
+    rows = [head]
+    for gpu in range(len(machine.gpus)):
+        ends = ((HOST, gpu), (gpu, HOST))
+        cells = [_cell(machine, Copy(*pair, way)) for way in (PINNED, PAGEABLE) for pair in ends]
+        best = max(
+            (one.bytes_per_s for one in machine.of(PINNED) if gpu in one.copy.ends), default=0
+        )
+        promised = machine.promised(gpu)
+        share = words.percent(best / promised) if promised and best else ""
+        rows.append((f"GPU {gpu}", *cells, share))
+    return rows
+
+
+def pair_table(machine: Examined, way: str) -> list[tuple[str, ...]]:
+    """Return a row per source and a column per target, in GB/s."""
+    numbers = range(len(machine.gpus))
+    rows = [("", *(f"GPU {target}" for target in numbers))]
+    for source in numbers:
+        cells = (
+            _cell(machine, Copy(source, target, way)) if source != target else ""
+            for target in numbers
+        )
+        rows.append((f"GPU {source}", *cells))
+    return rows
+
+
+def _cell(machine: Examined, copy: Copy) -> str:
+    """Return the rate of a copy in GB/s, or what is wrong with it."""
+    found = next((one for one in machine.transfers if one.copy == copy), None)
+    if found is None:
+        return ""
+    if found.failure:
+        return "hangs" if found.hangs else "fails"
+    return "wrong" if found.wrong else words.number(found.bytes_per_s / 1e9)
 
 
 def promised_bytes_per_s(machine: Examined, copy: Copy) -> float:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner
 
 from dpbench.cli import cli
+from dpbench.doctor import page
 from dpbench.doctor.examine import examine
 from dpbench.doctor.faults import Examined
 from dpbench.doctor.transfers import DIRECT, Copy
@@ -34,7 +37,10 @@ def test_a_fault_is_told_with_its_evidence_and_the_way_out(
     assert code == 1
     assert "1. GPU 0 -> GPU 2 direct: bytes arrive changed" in out
     assert all(f"   {part}: " in out for part in ("evidence", "cost", "change", "undo"))
-    assert "7 wrong bytes" in out
+    table = out.partition("direct copies in GB/s")[2].splitlines()[1:7]
+    assert [line.split() for line in table if line.startswith("GPU 0")] == [
+        ["GPU", "0", "22", "wrong", "22"]
+    ]
     assert "Nothing wrong found" not in out
     assert max(map(len, out.splitlines())) <= 120
 
@@ -76,6 +82,31 @@ def test_a_healthy_machine_ends_with_what_was_checked(monkeypatch: pytest.Monkey
     assert "Nothing wrong found." in out
     assert "Checked: " in out
     assert "Not checked: " in out
+
+
+@pytest.mark.parametrize("name", machines.TREES)
+def test_the_page_has_a_box_for_each_gpu_and_the_findings(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine = machines.examined(machines.read(tmp_path / "tree", name))
+    path = tmp_path / "page.html"
+    code, _ = told(monkeypatch, machine, "--report", str(path))
+    text = path.read_text()
+    assert code == (name == "container")
+    picture = ElementTree.fromstring(re.search(r"<svg.*?</svg>", text, re.DOTALL)[0])
+    texts = [one.text for one in picture.iter("text")]
+    for gpu in range(len(machine.gpus)):
+        assert sum(one.split(",")[0] == f"GPU {gpu}" for one in texts) == 1
+    assert sum(one.get("class") == "box" for one in picture.iter("rect")) >= len(machine.gpus) + 1
+    assert ("Nothing wrong found" in text) is (code == 0)
+    assert not re.search(r"https?://|<script", text)
+
+
+def test_a_slow_link_is_red_in_the_picture(tmp_path: Path) -> None:
+    machine = machines.examined(machines.read(tmp_path, "2x3090"))
+    assert "link slow" not in page.picture(machine)
+    slow = machines.with_transfer(machine, machines.UP, bytes_per_s=3e9)
+    assert page.picture(slow).count("link slow") == 1
 
 
 def test_this_machine_is_examined() -> None:

@@ -1,4 +1,4 @@
-"""Siblings: without `predict`, `observe` or `doctor`, dpbench works and lacks only their commands."""
+"""Siblings: without one of them, dpbench works and lacks only its commands."""
 
 from __future__ import annotations
 
