@@ -26,11 +26,17 @@ SIZES = (2**20, 2**25)
 EACH_S = 0.2
 """The seconds between two readings of the GPUs' clocks during the copies."""
 _QUESTION = """
-import json, torch
+import json, time, torch
 count = torch.cuda.device_count() if torch.cuda.is_available() else 0
 peers = [[a, b] for a in range(count) for b in range(count)
          if a != b and torch.cuda.can_device_access_peer(a, b)]
-print(json.dumps([torch.version.cuda or "", peers]))
+source, target = torch.zeros(2**26), torch.zeros(2**26)
+seconds = []
+for _ in range(4):
+    begin = time.perf_counter()
+    target.copy_(source)
+    seconds.append(time.perf_counter() - begin)
+print(json.dumps([torch.version.cuda or "", peers, 2 * source.nbytes / min(seconds)]))
 """
 
 
@@ -38,7 +44,8 @@ def examine(say: Callable[[str], None] = lambda _: None) -> Examined:
     """Return what this machine shows; `say` is called with each line of progress."""
     described = gpus.describe()
     count = len(gpus.of_torch().gpus)
-    build, peers = _torch()
+    say("the build of torch and the host's memory ...")
+    build, peers, memory_bytes_per_s = _torch()
     readings: dict[int, int] = {}
     copied: list[transfers.Transfer] = []
     reduced = None
@@ -61,13 +68,17 @@ def examine(say: Callable[[str], None] = lambda _: None) -> Examined:
         foreign=foreign,
         readings=readings,
         build=build,
+        memory_bytes_per_s=memory_bytes_per_s,
         driver_cuda=described.get("cuda_driver", ""),
         variables=dict(os.environ),
     )
 
 
-def _torch() -> tuple[str, frozenset[tuple[int, int]] | None]:
-    """Return the CUDA version of torch's build and the pairs with peer access, asked elsewhere."""
+def _torch() -> tuple[str, frozenset[tuple[int, int]] | None, float]:
+    """Return torch's CUDA version, the pairs with peer access, and the rate of the host's memory.
+
+    A process of its own answers, so that this one does not start CUDA.
+    """
     try:
         answer = subprocess.run(
             [sys.executable, "-P", "-c", _QUESTION],
@@ -77,9 +88,9 @@ def _torch() -> tuple[str, frozenset[tuple[int, int]] | None]:
             check=True,
         )
     except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
-        return "", None
-    build, pairs = json.loads(answer.stdout.splitlines()[-1])
-    return build, frozenset((one, other) for one, other in pairs)
+        return "", None, 0.0
+    build, pairs, rate = json.loads(answer.stdout.splitlines()[-1])
+    return build, frozenset((one, other) for one, other in pairs), rate
 
 
 def _processes(nvml: Nvml | None) -> dict[int, dict[int, int | None]]:

@@ -57,7 +57,8 @@ class Examined:
     `gpus` are the facts of NVML for each GPU that torch can use, in CUDA's order. `unused` says why
     torch cannot use a GPU that is there. `peers` has the ordered pairs of GPUs with peer access,
     None if unknown. `foreign` has the bytes that other processes hold on each GPU. `build` is the
-    CUDA version of torch's build, "" for CPUs. `readings` has the throttle reasons of each GPU.
+    CUDA version of torch's build, "" for CPUs. `memory_bytes_per_s` counts the bytes that a copy in
+    the host's memory reads and writes, 0 if unknown. `readings` has the throttle reasons of each GPU.
     """
 
     system: System
@@ -69,6 +70,7 @@ class Examined:
     foreign: Mapping[int, Mapping[int, int | None]] = field(default_factory=dict)
     readings: Mapping[int, int] = field(default_factory=dict)
     build: str = ""
+    memory_bytes_per_s: float = 0.0
     driver_cuda: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
 

@@ -18,7 +18,7 @@ def text(
 ) -> str:
     """Return the whole result; `checks` has what was checked, and what was not."""
     done, undone = checks
-    lines = [*tree(machine), *links(machine)]
+    lines = [*tree(machine), *_host(machine), *links(machine)]
     for number, finding in enumerate(findings, 1):
         lines += ["", *_finding(number, finding)]
     if not any(finding.wrong for finding in findings):
@@ -41,6 +41,16 @@ def _finding(number: int, finding: Finding) -> Iterator[str]:
             yield textwrap.fill(
                 f"   {name}: {said}", WIDTH, subsequent_indent=" " * 6, break_on_hyphens=False
             )
+
+
+def _host(machine: Examined) -> Iterator[str]:
+    if machine.memory_bytes_per_s:
+        yield f"host memory: {words.number(machine.memory_bytes_per_s / 1e9)} GB/s read and written"
+    if not machine.gpus:
+        yield (
+            "torch uses no GPU here: `dpbench run` measures this processor, and `dpbench predict`"
+            " described GPUs"
+        )
 
 
 def tree(machine: Examined) -> Iterator[str]:
