@@ -58,7 +58,7 @@ class Examined:
     torch cannot use a GPU that is there. `peers` has the ordered pairs of GPUs with peer access,
     None if unknown. `foreign` has the bytes that other processes hold on each GPU. `build` is the
     CUDA version of torch's build, "" for CPUs. `memory_bytes_per_s` counts the bytes that a copy in
-    the host's memory reads and writes, 0 if unknown. `readings` has the throttle reasons of each GPU.
+    the host's memory reads and writes, 0 if unknown. `readings` has the throttle reasons of GPUs.
     """
 
     system: System
