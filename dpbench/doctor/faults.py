@@ -489,7 +489,7 @@ def _mixed(machine: Examined) -> Iterator[Finding]:
             cost="the step takes as long as that of the slowest GPU with its share",
             change=(
                 "use GPUs of one model (CUDA_VISIBLE_DEVICES), or give the slow ones smaller shares"
-                " (dpbench.DataParallel(chunk_sizes=...))"
+                " (chunk_sizes of dpbench.TrainStep)"
             ),
             undo="unset CUDA_VISIBLE_DEVICES",
             wrong=False,
