@@ -116,7 +116,7 @@ def links(machine: Examined) -> Iterator[str]:
 def host_table(machine: Examined) -> list[tuple[str, ...]]:
     """Return a row per GPU: GB/s from and to the host, and the share of what its link promises."""
     head = ("GB/s", "from pinned", "to pinned", "from pageable", "to pageable", "of the link")
-    rows = [head]
+    rows: list[tuple[str, ...]] = [head]
     for gpu in range(len(machine.gpus)):
         ends = ((HOST, gpu), (gpu, HOST))
         cells = [_cell(machine, Copy(*pair, way)) for way in (PINNED, PAGEABLE) for pair in ends]
@@ -132,7 +132,7 @@ def host_table(machine: Examined) -> list[tuple[str, ...]]:
 def pair_table(machine: Examined, way: str) -> list[tuple[str, ...]]:
     """Return a row per source and a column per target, in GB/s."""
     numbers = range(len(machine.gpus))
-    rows = [("", *(f"GPU {target}" for target in numbers))]
+    rows: list[tuple[str, ...]] = [("", *(f"GPU {target}" for target in numbers))]
     for source in numbers:
         cells = (
             _cell(machine, Copy(source, target, way)) if source != target else ""

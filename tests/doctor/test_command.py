@@ -39,7 +39,7 @@ def test_a_fault_is_told_with_its_evidence_and_the_way_out(
     assert all(f"   {part}: " in out for part in ("evidence", "cost", "change", "undo"))
     table = out.partition("direct copies in GB/s")[2].splitlines()[1:7]
     assert [line.split() for line in table if line.startswith("GPU 0")] == [
-        ["GPU", "0", "22", "wrong", "22"]
+        ["GPU", "0", "22.0", "wrong", "22.0"]
     ]
     assert "Nothing wrong found" not in out
     assert max(map(len, out.splitlines())) <= 120

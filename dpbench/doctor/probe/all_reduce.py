@@ -41,16 +41,16 @@ class NoResult(RuntimeError):
 
 
 def figures(
-    ranks: int, backend: str = "nccl", sizes: Sequence[int] = SIZES, limit_s: float = LIMIT_S
+    ranks: int, backend: str = "nccl", sizes: Sequence[int] = SIZES, limit_s: float | None = None
 ) -> Iterator[Figure]:
     """Yield the seconds of an all-reduce of each size, and the start-up time and rate of a line.
 
     `sizes` are in bytes. `backend` is torch.distributed's: "nccl" between GPUs, "gloo" between CPU
     processes. The line is fitted to the seconds over the bytes that each of n ranks sends in a ring
     all-reduce: 2 (n - 1) / n times the size. Raises NoResult if a rank fails, or if the ranks take
-    longer than `limit_s`; the error then says what each rank was doing.
+    longer than `limit_s` (by default `LIMIT_S`); the error then says what each rank was doing.
     """
-    timings = _measured(ranks, backend, sizes, limit_s)
+    timings = _measured(ranks, backend, sizes, LIMIT_S if limit_s is None else limit_s)
     for size, spent in timings:
         how = (
             f"all_reduce of {size // KIB} KiB between {ranks} ranks with {backend}, after "
