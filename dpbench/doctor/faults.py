@@ -136,7 +136,7 @@ def _corrupt(machine: Examined) -> Iterator[Finding]:
             yield Finding(
                 name="corrupt transfer",
                 says=f"{one.copy}: bytes arrive changed, so that training computes wrong numbers",
-                evidence=f"{words.number(one.wrong)} bytes of a pattern differ on arrival",
+                evidence=f"{words.count(one.wrong, 'byte')} of the pattern differ on arrival",
                 cost="every result of several GPUs on this machine is in doubt",
                 change=_free_peers(machine),
                 undo="export NCCL_P2P_DISABLE=0, and the earlier kernel command line",
@@ -197,8 +197,11 @@ def _narrow(machine: Examined) -> Iterator[Finding]:
 
 
 def _slow_host(machine: Examined) -> Iterator[Finding]:
-    for one in machine.of(PINNED):
-        gpu = max(one.copy.ends)
+    for gpu in range(len(machine.gpus)):
+        both = [one for one in machine.of(PINNED) if gpu in one.copy.ends]
+        if not both:
+            continue
+        one = min(both, key=lambda one: one.bytes_per_s)
         promised = machine.promised(gpu)
         facts = machine.gpus[gpu]
         trained_down = 0 < facts.get("pcie_width_now", 0) < facts.get("pcie_width", 0)
@@ -390,12 +393,8 @@ def _shared_memory(machine: Examined) -> Iterator[Finding]:
 
 def _locked_memory(machine: Examined) -> Iterator[Finding]:
     limit = machine.system.locked_bytes
-    if (
-        machine.system.of("nic")
-        and machine.gpus
-        and limit is not None
-        and 0 <= limit < LOCKED_BYTES
-    ):
+    matters = machine.gpus and any(card.rdma for card in machine.system.of("nic"))
+    if matters and limit is not None and 0 <= limit < LOCKED_BYTES:
         yield Finding(
             name="locked memory",
             says=f"a process may lock only {words.size(limit)} of memory",

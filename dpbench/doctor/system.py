@@ -14,7 +14,8 @@ from pathlib import Path
 
 ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 """The address of a PCIe device: domain, bus, device and function."""
-NVIDIA = "0x10de"
+NVIDIA, MELLANOX = "0x10de", "0x15b3"
+INFINIBAND = "0x0207"
 KINDS = {"0x03": "gpu", "0x02": "nic", "0x06": "bridge"}
 """The kinds of devices by the first byte of their class; a GPU counts only if it is NVIDIA's."""
 LANE_GT = {2.5: 0.25e9, 5.0: 0.5e9, 8.0: 0.985e9, 16.0: 1.969e9, 32.0: 3.938e9, 64.0: 7.563e9}
@@ -31,8 +32,9 @@ class PciDevice:
 
     `path` has the addresses of the bridges above it, the root port first, and `root` the name of
     its host bridge. `node` is its NUMA node, -1 if unknown. Widths are in lanes, and `max_speed_gt`
-    in gigatransfers per second; 0 means unknown. `acs` is whether a bridge sends the traffic
-    between its devices up to the root complex, None if only root may read it.
+    in gigatransfers per second; 0 means unknown. `rdma` is whether a network card accesses memory
+    directly, as InfiniBand's do. `acs` is whether a bridge sends the traffic between its devices up
+    to the root complex, None if only root may read it.
     """
 
     address: str
@@ -43,6 +45,7 @@ class PciDevice:
     width: int
     max_width: int
     max_speed_gt: float
+    rdma: bool
     acs: bool | None
 
 
@@ -137,6 +140,8 @@ def _pci(root: Path) -> dict[str, PciDevice]:
             width=_number(link / "current_link_width"),
             max_width=_number(link / "max_link_width"),
             max_speed_gt=float(speed[0]) if speed else 0.0,
+            rdma=_text(link / "class").startswith(INFINIBAND)
+            or (kind == "nic" and _text(link / "vendor") == MELLANOX),
             acs=_acs(link / "config") if kind == "bridge" else None,
         )
     return found

@@ -57,10 +57,9 @@ def tree(machine: Examined) -> Iterator[str]:
     """Yield the sockets with their cores, and below them the bridges, GPUs and network cards."""
     system = machine.system
     shown = [one for one in system.pci.values() if one.kind != "bridge"]
-    names = {
-        str(gpu.get("pci_address")): f"GPU {number}  {gpu.get('name', '')}"
-        for number, gpu in enumerate(machine.gpus)
-    }
+    places = [str(gpu.get("pci_address", "")) for gpu in machine.gpus]
+    titles = [f"GPU {number}  {gpu.get('name', '')}" for number, gpu in enumerate(machine.gpus)]
+    names = dict(zip(places, titles, strict=True))
     nodes = sorted({*system.nodes, *(one.node for one in shown)})
     for node in nodes:
         cores = system.nodes.get(node, frozenset())
@@ -76,8 +75,8 @@ def tree(machine: Examined) -> Iterator[str]:
                 depth += _shared(address, shown)
             yield f"{'  ' * depth}{names.get(one.address) or _kind(one)}{_lanes(one)}"
     placed = {one.address for one in shown}
-    for address, name in names.items():
-        if address not in placed:
+    for place, name in zip(places, titles, strict=True):
+        if place not in placed:
             yield f"{name}  (its place on PCIe is unknown)"
 
 
