@@ -948,8 +948,8 @@ FAULTS = (
         "the probe leaves out all-reduces whose ranks are too slow",
         "subprocess.TimeoutExpired",
         "subprocess.CalledProcessError",
-        ("tests/probe/test_probe.py::test_ranks_that_are_slow_are_no_result",),
-        "predict.probe.all_reduce",
+        ("tests/doctor/test_probe.py::test_ranks_that_are_slow_are_no_result",),
+        "doctor.probe.all_reduce",
     ),
     # -- runs
     Fault(
@@ -1243,7 +1243,7 @@ FAULTS = (
         'any(one.name == "peer_access_ratio" and one.value == 1 for one in self.figures)',
         'any(one.name == "peer_access_ratio" for one in self.figures)',
         (
-            "tests/probe/test_probe.py::test_a_file_has_the_peer_access_and_the_nvlink_that_were_measured",
+            "tests/doctor/test_probe.py::test_a_file_has_the_peer_access_and_the_nvlink_that_were_measured",
         ),
     ),
     Fault(
@@ -1252,7 +1252,7 @@ FAULTS = (
         "permutations(ends, 2)",
         "pairwise(ends)",
         (
-            "tests/probe/test_probe.py::test_the_links_of_gpus_have_their_true_rates_and_nvlinks_share",
+            "tests/doctor/test_probe.py::test_the_links_of_gpus_have_their_true_rates_and_nvlinks_share",
         ),
     ),
     # -- hardware and store

@@ -95,6 +95,7 @@ _FACTS: dict[str, Callable[[Library, Handle], Any]] = {
     "pcie_width": lambda nvml, gpu: nvml.nvmlDeviceGetMaxPcieLinkWidth(gpu),
     "pcie_generation_now": lambda nvml, gpu: nvml.nvmlDeviceGetCurrPcieLinkGeneration(gpu),
     "pcie_width_now": lambda nvml, gpu: nvml.nvmlDeviceGetCurrPcieLinkWidth(gpu),
+    "pci_address": lambda nvml, gpu: _address(nvml.nvmlDeviceGetPciInfo(gpu).busId),
     "ecc": lambda nvml, gpu: bool(nvml.nvmlDeviceGetEccMode(gpu)[0]),
     "persistence_mode": lambda nvml, gpu: bool(nvml.nvmlDeviceGetPersistenceMode(gpu)),
     "compute_mode": lambda nvml, gpu: _COMPUTE_MODES[nvml.nvmlDeviceGetComputeMode(gpu)],
@@ -436,6 +437,13 @@ def _tell(library: Library, call: Callable[..., Any], *arguments: Any) -> Any:
 
 def _known(facts: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in facts.items() if value is not None}
+
+
+def _address(bus_id: bytes | str) -> str:
+    """Return a PCIe address as the kernel writes it: NVML's domain has eight digits."""
+    text = bus_id.decode() if isinstance(bus_id, bytes) else bus_id
+    domain, _, rest = text.lower().partition(":")
+    return f"{int(domain, 16):04x}:{rest}"
 
 
 def _processes(library: Library, handle: Handle) -> Any:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from dpbench.predict import counts, network, profiles, simulation
 from dpbench.predict.constants import (
+    COMPUTE,
     DEFAULT,
     HOST_FACTOR,
     RESIDUAL,
@@ -211,6 +212,9 @@ class Predictor:
         timeline = simulation.step(case, profile, self.machine, self.constants)
 
         def evaluate(name: str, factor: float) -> float:
+            if name == COMPUTE:
+                varied_profile = profiles.slower(profile, factor)
+                return simulation.step(case, varied_profile, self.machine, self.constants).seconds
             if name == HOST_FACTOR:
                 host = replace(self.machine.host, factor=self.machine.host.factor * factor)
                 varied = replace(self, machine=replace(self.machine, host=host))
@@ -227,7 +231,11 @@ class Predictor:
         if not self.given:
             del priors["forward_share"]
         seconds = timeline.seconds
-        draws = drawn(seconds, evaluate, priors, RESIDUAL[profile.source])
+        residual = RESIDUAL[profile.source]
+        if profile.source in PRICED:
+            priors[COMPUTE] = residual
+            residual = 0.0
+        draws = drawn(seconds, evaluate, priors, residual)
         low_s, high_s = interval(seconds, draws)
         spans = tuple(timeline.spans())
         return Prediction(

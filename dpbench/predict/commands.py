@@ -1,8 +1,7 @@
-"""Commands: `dpbench predict` and `dpbench probe`."""
+"""Commands: `dpbench predict`."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,6 @@ from dpbench.api import STORE
 from dpbench.api.stored import choose, list_unreadable
 from dpbench.cli import cli, shapes
 from dpbench.cli.options import (
-    EXIT_FAILED,
     EXIT_USAGE,
     EXITS,
     Documented,
@@ -26,7 +24,6 @@ from dpbench.cli.showing import print_answers
 from dpbench.predict.tables import (
     PredictedCase,
     Predictions,
-    ProbedMachine,
     needs_table,
     predictions_table,
     what_ifs_table,
@@ -330,50 +327,3 @@ def _check(
             "--step-s and --from both give the step time on one device: leave out one of them"
         )
     _refuse_without_effect(selected, options)
-
-
-@cli.command(
-    cls=Documented,
-    short_help="Measure this machine's GPUs, and write a machine file.",
-    exits=EXITS
-    | {
-        EXIT_FAILED: (
-            "other processes use the cores (see --anyway), a pass failed, or the file cannot be"
-            " written"
-        ),
-        EXIT_USAGE: "wrong usage, or a machine without GPUs",
-    },
-)
-@click.option(
-    "--output", type=click.Path(path_type=Path), help="The TOML file to write.  [default: stdout]"
-)
-@option_of("patience")
-@json_option
-@click.option(
-    "--anyway", is_flag=True, help="Measure even if the machine is busy, and label the file NOISY."
-)
-def probe(output: Path | None, patience: float | None, as_json: bool, anyway: bool) -> None:
-    """Measure this machine's GPUs, in one or two minutes in which nothing else should run.
-
-    The machine file is what `dpbench predict --machine FILE.toml` reads.
-    """
-    import platform
-    import tomllib
-
-    from dpbench.predict import machine
-    from dpbench.predict.probe import BusyMachine, PassFailed, measure_toml
-
-    try:
-        text = measure_toml(
-            lambda line: click.echo(line, err=True), patience_s=patience, anyway=anyway
-        )
-    except (BusyMachine, PassFailed) as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(EXIT_FAILED)
-    if output is not None:
-        output.write_text(text, encoding="utf-8")
-    if as_json:
-        name = output.stem if output else platform.node()
-        shapes.show(ProbedMachine(machine=machine.read(tomllib.loads(text), name)))
-    elif output is None:
-        click.echo(text, nl=False)

@@ -117,7 +117,7 @@ class Machine:
     nodes: int = 1
     collective: Collective | None = None
     probe: Mapping[str, float] = field(default_factory=dict, compare=False)
-    """The figures that `dpbench probe` measured, by name."""
+    """The figures that `dpbench doctor` measured, by name."""
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property

@@ -309,6 +309,21 @@ def counted(
     return launched(priced, machine, constants)
 
 
+def slower(profile: Profile, factor: float) -> Profile:
+    """Return `profile` with `factor` times the device's computation; launches stay as they are."""
+
+    def cost(one: Cost | None) -> Cost | None:
+        return one and replace(one, fixed_s=factor * one.fixed_s, sample_s=factor * one.sample_s)
+
+    return replace(
+        profile,
+        forward=cost(profile.forward),
+        loss=cost(profile.loss),
+        backward=cost(profile.backward),
+        optimizer=cost(profile.optimizer),
+    )
+
+
 def launched(profile: Profile, machine: Machine, constants: Constants = DEFAULT) -> Profile:
     """Return `profile` where no phase is shorter than the host's launches of its kernels."""
     host = HostCosts.of(machine.host, constants)

@@ -1,4 +1,4 @@
-"""Tables and JSON of `dpbench predict` and `dpbench probe`."""
+"""Tables and JSON of `dpbench predict`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from dpbench.records.words import aligned
 
 if TYPE_CHECKING:
     from dpbench.predict.cases import Need, Prediction
-    from dpbench.predict.machine import Machine
     from dpbench.predict.what_if import WhatIf
 
 COLUMNS = (
@@ -234,11 +233,4 @@ class Predictions(msgspec.Struct, frozen=True, kw_only=True):
     cases: Sequence[PredictedCase]
     what_ifs: Sequence[WhatIf]
     measured_steps: Sequence[str]
-    schema: int = shapes.SCHEMA
-
-
-class ProbedMachine(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON of `dpbench probe`: the machine, with the values of the TOML file."""
-
-    machine: Machine
     schema: int = shapes.SCHEMA

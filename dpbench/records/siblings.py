@@ -1,7 +1,7 @@
 """Siblings: packages that no other package imports, and without which dpbench works.
 
-The module `commands` of a sibling adds its commands to the command line, and the module `findings`
-has its rules about observed loops as `RULES`.
+The module `commands` of a sibling adds its commands to the command line; a module `findings`, if
+there is one, has its rules about observed loops as `RULES`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-SIBLINGS = ("observe", "predict")
+SIBLINGS = ("observe", "predict", "doctor")
 
 
 def present(package: str) -> bool:
@@ -20,4 +20,9 @@ def present(package: str) -> bool:
 
 def modules(name: str) -> list[ModuleType]:
     """Import and return the module `name` of each sibling that this installation has."""
-    return [import_module(f"dpbench.{one}.{name}") for one in SIBLINGS if present(one)]
+    package = Path(__file__).parents[1]
+    return [
+        import_module(f"dpbench.{one}.{name}")
+        for one in SIBLINGS
+        if (package / one / f"{name}.py").is_file()
+    ]

@@ -264,7 +264,7 @@ FREE = {
     "loaders",
     "watch",
 }
-"""The commands that are fuzzed; `probe` measures for a minute, whatever its options are."""
+"""The commands that are fuzzed; `doctor` measures, whatever its options are."""
 NEVER = {
     "-m",
     "--yes",

@@ -184,17 +184,6 @@ def test_explain_list_show_predict_and_searches_print_json(dpbench, tmp_path, na
     assert predicted.what_ifs
 
 
-def test_a_probe_prints_the_machine_that_its_file_describes(dpbench, names, monkeypatch, tmp_path):
-    from dpbench.predict import probe
-
-    text = (machine.FOLDER / "rtx-3090-x2.toml").read_text()
-    monkeypatch.setattr(probe, "measure_toml", lambda say, **_: say("measuring") or text)
-    code, out, err = dpbench("probe", "--json", "--output", tmp_path / "rtx-3090-x2.toml")
-    assert (code, err) == (0, "measuring\n")
-    assert read(tables.ProbedMachine, out).machine == machine.load("rtx-3090-x2")
-    assert (tmp_path / "rtx-3090-x2.toml").read_text() == text
-
-
 # -- the plan of a run
 
 

@@ -35,7 +35,7 @@ MARKS = ("mark.gpu", "mark.multi_gpu", "tests.engine.conformance")
 """Texts by which a file of tests is known to have tests for GPUs."""
 CLOCK_ALONE = {"FAKECUDA_NUMERICS": "0", "FAKECUDA_DATA": "0"}
 TIMED = (
-    "tests/probe/test_probe.py",
+    "tests/doctor/test_probe.py",
     "tests/gpu/test_one_gpu.py::test_cuda_steps_agree_with_the_host_over_a_block",
     "tests/gpu/test_one_gpu.py::test_a_copy_from_the_host_does_not_wait_for_the_replicas_work",
     "tests/gpu/test_one_gpu.py::test_the_probe_times_every_link",

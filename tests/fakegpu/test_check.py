@@ -98,6 +98,6 @@ def test_each_file_of_gpu_tests_is_in_one_stage() -> None:
     assert sum(map(len, tests)) == len(set().union(*tests))
     assert {
         "tests/gpu/test_one_gpu.py",
-        "tests/probe/test_probe.py",
+        "tests/doctor/test_probe.py",
         "tests/engine/torch_suite/test_comm.py",
     } <= (set().union(*tests))

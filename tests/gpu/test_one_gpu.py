@@ -13,6 +13,7 @@ import torch
 
 from dpbench import models
 from dpbench.analysis.report import Report
+from dpbench.doctor import probe
 from dpbench.engine import DataParallel, TrainStep
 from dpbench.hardware.devices import open_devices, resolve
 from dpbench.hardware.devices.cuda import CudaDevice
@@ -21,7 +22,6 @@ from dpbench.hardware.provenance import collect
 from dpbench.measure import clocks
 from dpbench.measure.server import Server
 from dpbench.measure.worker.facts import gpu_uuids
-from dpbench.predict import probe
 from dpbench.records import HOST, Case, Effort, Phase, Status, Trial, Verified
 from dpbench.records.schedule import Schedule
 from dpbench.records.series import JOINT

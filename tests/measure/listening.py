@@ -168,7 +168,7 @@ def strategies() -> str:
 
 def probe() -> str:
     """Let the probe's ranks measure an all-reduce."""
-    from dpbench.predict.probe import all_reduce  # which loads torch: a trial's parent needs none
+    from dpbench.doctor.probe import all_reduce  # which loads torch: a trial's parent needs none
 
     return "ok" if [*all_reduce.figures(2, "gloo", (32 * 1024, 2**20))] else "no figures"
 

@@ -14,7 +14,7 @@ from benchmarks.prediction import formula, loops, named_models
 from benchmarks.prediction.loops import LoopDifferences
 from dpbench.analysis import summary
 from dpbench.predict import cases, counts, machine, network, profiles, simulation, what_if
-from dpbench.predict.constants import DEFAULT, drawn, interval
+from dpbench.predict.constants import DEFAULT, END, RESIDUAL, drawn, interval
 from dpbench.predict.machine import Link, UnknownMachine
 from dpbench.predict.work import Cost, Profile
 from dpbench.records import Case, Phase, Source, Step, ledger, registry
@@ -321,6 +321,45 @@ def test_errors_that_two_steps_share_cancel_in_their_speed_up() -> None:
     assert row.speedup is not None
     assert (row.speedup.low, row.speedup.high) == pytest.approx((stated.low, stated.high), rel=1e-3)
     assert row.scaling == scaling
+
+
+@pytest.mark.parametrize("strategy", ["torch_dp", "dp", "ddp"])
+@pytest.mark.parametrize("name", ["h100-pcie-x8", "rtx-3090-x8", "dgx-1-v100"])
+@pytest.mark.parametrize("model", ["resnet50", "vgg16"])
+def test_an_interval_of_a_speed_up_holds_those_at_the_ends_of_the_computation(
+    model: str, name: str, strategy: str
+) -> None:
+    """A faster device computes the step on one sooner, and copies take as long as before."""
+    predictor = cases.Predictor(machine.load(name))
+    single, many = (
+        replace(case, model=model) for case in (case_of("single", 1), case_of(strategy, 8))
+    )
+    stated = cases.gain(predictor.predict(many), predictor.predict(single))
+
+    def speedup(factor: float) -> float:
+        one, all_eight = (
+            simulation.step(
+                case,
+                profiles.slower(predictor.profile(case), factor),
+                predictor.machine,
+                predictor.constants,
+            ).seconds
+            for case in (single, many)
+        )
+        return 8 * one / all_eight
+
+    for sign in (-1, 1):
+        found = speedup(math.exp(sign * END * RESIDUAL["counted"]))
+        assert 0.99 * stated.low <= found <= 1.01 * stated.high
+
+
+def test_data_parallel_on_eight_of_a_described_machine_may_gain_little_or_much() -> None:
+    """At the ends of the interval of the step on one device it gives 1.4 and 4.0 times as much."""
+    predictor = cases.Predictor(machine.load("h100-pcie-x8"))
+    single, many = case_of("single", 1, 64), case_of("torch_dp", 8, 64)
+    stated = cases.gain(predictor.predict(many), predictor.predict(single))
+    assert stated.low <= 1.4
+    assert stated.high >= 4.0
 
 
 def test_named_convolutional_nets_compute_in_tf32_as_torch_does_by_default() -> None:

@@ -32,6 +32,7 @@ FLOORS = (
     "cli",
     "observe",
     "predict",
+    "doctor",
     "dpbench",
     "__main__",
 )
@@ -55,6 +56,7 @@ HOMES = {
         "measure.worker",
         "observe",
         "predict",
+        "doctor",
     ),
     "pynvml": ("hardware.nvml",),
     "matplotlib": ("report",),

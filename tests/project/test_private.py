@@ -28,7 +28,7 @@ PRIVATE = {
     ),
     r"_is_multithreading|parametrize\._cache": "engine/settings.py",
     r"_post_accumulate_grad_hooks": "engine/fast/notice.py",
-    r"_flatten_dense_tensors": "predict/probe/host.py",
+    r"_flatten_dense_tensors": "doctor/probe/host.py",
     r"torch\._dynamo\.utils": "models/__init__.py",
     r"FakeTensorMode": "predict/trace.py",
     r"_make_wrapper_subclass|_disabled_torch_function_impl|DispatchKeySet": (

@@ -1,4 +1,4 @@
-"""Siblings: without `predict` or `observe`, dpbench works and lacks only their commands."""
+"""Siblings: without one of them, dpbench works and lacks only its commands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests import exported
 from tests import observed_loops as loops
 
 PACKAGE = Path(__file__).parents[2] / "dpbench"
-COMMANDS = {"observe": {"watch", "import"}, "predict": {"predict", "probe"}}
+COMMANDS = {"observe": {"watch", "import"}, "predict": {"predict"}, "doctor": {"doctor"}}
 
 
 def do(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -22,8 +22,9 @@ from benchmarks.scripts import gallery
 from dpbench.analysis import comparison, frames, summary
 from dpbench.analysis.decision import Basis, Choice, decide, questions
 from dpbench.cli import tables
+from dpbench.doctor import probe
 from dpbench.hardware import nvml
-from dpbench.predict import machine, probe
+from dpbench.predict import machine
 from dpbench.records import Case, Source, Status, Trial, fake
 from dpbench.store import Store
 from tests import observed_loops as loops

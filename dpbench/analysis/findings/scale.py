@@ -448,15 +448,15 @@ RULES = (
         when=_slow_device,
         remedy=(
             "look at the clock, temperature and other processes of the slow device; leave it out,"
-            ' or give it fewer rows of the batch (TrainStep\'s chunk_sizes="auto")'
+            " or give it fewer rows of the batch (chunk_sizes=[...] of TrainStep)"
         ),
     ),
     FindingRule(
         name="slow link",
         when=_slow_link((Phase.REPLICATE, Phase.GATHER, Phase.REDUCE), to_host=False),
         remedy=(
-            "look at nvidia-smi topo -m and nvidia-smi nvlink -s, or use fewer devices, without the"
-            " slow link (--device-ids)"
+            "let dpbench doctor find out why, or use fewer devices, without the slow link"
+            " (--device-ids)"
         ),
         others=_fewer,
     ),
@@ -464,7 +464,7 @@ RULES = (
         name="slow host link",
         when=_slow_link((Phase.SCATTER,), to_host=True),
         remedy=(
-            "compare the PCIe width of the devices (nvidia-smi -q), or leave the device out"
+            "let dpbench doctor compare the PCIe links of the devices, or leave the device out"
             " (--device-ids)"
         ),
         others=_fewer,

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dpbench.doctor.probe.figures import Figure, Timing, figure, last_line, lines, spread, timing
 from dpbench.hardware import processes
 from dpbench.measure import scratch
 from dpbench.measure.ranks import run
-from dpbench.predict.probe.figures import Figure, Timing, figure, last_line, lines, spread, timing
 
 KIB = 2**10
 MIB = 2**20
@@ -40,14 +40,17 @@ class NoResult(RuntimeError):
     """The ranks failed, or took longer than `LIMIT_S`."""
 
 
-def figures(ranks: int, backend: str = "nccl", sizes: Sequence[int] = SIZES) -> Iterator[Figure]:
+def figures(
+    ranks: int, backend: str = "nccl", sizes: Sequence[int] = SIZES, limit_s: float | None = None
+) -> Iterator[Figure]:
     """Yield the seconds of an all-reduce of each size, and the start-up time and rate of a line.
 
     `sizes` are in bytes. `backend` is torch.distributed's: "nccl" between GPUs, "gloo" between CPU
     processes. The line is fitted to the seconds over the bytes that each of n ranks sends in a ring
-    all-reduce: 2 (n - 1) / n times the size. Raises NoResult if a rank fails or is too slow.
+    all-reduce: 2 (n - 1) / n times the size. Raises NoResult if a rank fails, or if the ranks take
+    longer than `limit_s` (by default `LIMIT_S`); the error then says what each rank was doing.
     """
-    timings = _measured(ranks, backend, sizes)
+    timings = _measured(ranks, backend, sizes, LIMIT_S if limit_s is None else limit_s)
     for size, spent in timings:
         how = (
             f"all_reduce of {size // KIB} KiB between {ranks} ranks with {backend}, after "
@@ -69,25 +72,29 @@ def figures(ranks: int, backend: str = "nccl", sizes: Sequence[int] = SIZES) -> 
     )
 
 
-def _measured(ranks: int, backend: str, sizes: Sequence[int]) -> list[tuple[int, Timing]]:
+def _measured(
+    ranks: int, backend: str, sizes: Sequence[int], limit_s: float
+) -> list[tuple[int, Timing]]:
     with scratch.folder() as folder:
         command = [
             sys.executable,
             "-m",
-            "dpbench.predict.probe.all_reduce",
+            "dpbench.doctor.probe.all_reduce",
             str(os.getpid()),
             str(folder),
         ]
         try:
             done = subprocess.run(
                 [*command, str(ranks), backend, json.dumps(sizes)],
-                timeout=LIMIT_S,
+                timeout=limit_s,
                 capture_output=True,
                 text=True,
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            raise NoResult(f"the probe's ranks did not end within {LIMIT_S:g} s") from None
+            raise NoResult(
+                f"the ranks did not end within {limit_s:g} s{_stages(folder, ranks)}"
+            ) from None
     if done.returncode:
         raise NoResult(
             f"the probe's ranks ended with exit status {done.returncode}; the last line of their"
@@ -97,7 +104,19 @@ def _measured(ranks: int, backend: str, sizes: Sequence[int]) -> list[tuple[int,
     return [(size, Timing(**seconds)) for size, seconds in answer]
 
 
-def _rank(backend: str, sizes: Sequence[int], rank: int) -> list[tuple[int, dict[str, float]]]:
+def _stages(folder: Path, ranks: int) -> str:
+    """Return what each rank was doing when the time was over, after a colon."""
+    stages = []
+    for rank in range(ranks):
+        path = folder / f"stage-{rank}"
+        stage = path.read_text(encoding="utf-8") if path.exists() else "had not started"
+        stages.append(f"rank {rank} {stage}")
+    return f": {'; '.join(stages)}"
+
+
+def _rank(
+    folder: Path, backend: str, sizes: Sequence[int], rank: int
+) -> list[tuple[int, dict[str, float]]]:
     """Return, for each size in bytes, the fields of the `Timing` of an all-reduce.
 
     Each follows a computation, as in a step, because an idle core responds later. It lasts from the
@@ -112,6 +131,8 @@ def _rank(backend: str, sizes: Sequence[int], rank: int) -> list[tuple[int, dict
     answer = []
     for size in sizes:
         value = torch.zeros(size // 4, device=device)
+        stage = f"was in the all-reduces of {size // KIB} KiB"
+        (folder / f"stage-{rank}").write_text(stage, encoding="utf-8")
         times = []
         for _ in range(WARM + (20 if size <= MIB else 8)):
             _compute()
@@ -125,6 +146,7 @@ def _rank(backend: str, sizes: Sequence[int], rank: int) -> list[tuple[int, dict
             max(end for _, end in ranks) - max(begin for begin, _ in ranks) for ranks in by_step
         ]
         answer.append((size, asdict(timing(seconds[WARM:]))))
+    (folder / f"stage-{rank}").write_text("had ended", encoding="utf-8")
     return answer
 
 
@@ -143,7 +165,8 @@ def _of_all_ranks(times: Any) -> list[Any]:
 
 def _main(parent: str, folder: str, ranks: str, backend: str, sizes: str) -> None:
     processes.die_with_parent(int(parent))
-    answers = run(partial(_rank, backend, json.loads(sizes)), int(ranks), Path(folder), backend)
+    work = partial(_rank, Path(folder), backend, json.loads(sizes))
+    answers = run(work, int(ranks), Path(folder), backend)
     print(json.dumps(answers[0]), flush=True)
 
 

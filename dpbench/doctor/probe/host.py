@@ -13,9 +13,9 @@ import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from dpbench import models
+from dpbench.doctor.probe.figures import Figure, Work, figure, spread, time_call, time_together
 from dpbench.engine.replicate import rebuild
 from dpbench.hardware import processes
-from dpbench.predict.probe.figures import Figure, Work, figure, spread, time_call, time_together
 
 
 def figures() -> Iterator[Figure]:

@@ -11,7 +11,7 @@ from dpbench.hardware import processes
 
 if __name__ == "__main__":
     processes.die_with_parent(int(sys.argv[1]))
-    from dpbench.predict.probe import measure
+    from dpbench.doctor.probe import measure
 
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # other output goes to stderr and is not read as a figure

@@ -21,12 +21,12 @@ from pathlib import Path
 
 import torch
 
+from dpbench.doctor.probe import all_reduce, gpu, host
+from dpbench.doctor.probe.figures import Figure, last_line, over_passes
 from dpbench.hardware import foreign_load, processes
 from dpbench.hardware.devices import open_devices
 from dpbench.hardware.nvml import describe, open_nvml
 from dpbench.measure.server import environment
-from dpbench.predict.probe import all_reduce, gpu, host
-from dpbench.predict.probe.figures import Figure, last_line, over_passes
 from dpbench.records import fake
 
 PASSES = 3
@@ -195,7 +195,7 @@ def _noise(load: foreign_load.Measured) -> Iterator[str]:
 
 def _pass(name: str, say: Say) -> list[Figure | LeftOut]:
     """Run one pass in a fresh process; as in a worker, torch uses one thread per operation."""
-    command = [sys.executable, "-m", "dpbench.predict.probe", str(os.getpid())]
+    command = [sys.executable, "-m", "dpbench.doctor.probe", str(os.getpid())]
     measured: list[Figure | LeftOut] = []
     with (
         tempfile.TemporaryFile("w+") as errors,
@@ -276,7 +276,7 @@ def to_toml(result: Probe) -> str:
     show which links the pairs share, so a comment says how to add the links.
     """
     passes = f"{result.passes} of {PASSES} passes in {result.seconds:.0f} s"
-    how = f"measured by dpbench probe in {passes} with torch {torch.__version__}"
+    how = f"measured by dpbench doctor in {passes} with torch {torch.__version__}"
     without = (f"left out: {one}" for one in result.left_out)
     how = "; ".join([how, *without, *_noise(result.load)])
     noisy = f" ({foreign_load.NOISY})" if foreign_load.busy(result.load) else ""

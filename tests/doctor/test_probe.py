@@ -20,11 +20,9 @@ import torch
 from click.testing import CliRunner
 
 from dpbench.cli import cli
-from dpbench.hardware import foreign_load, processes
-from dpbench.hardware.processes import CORES
-from dpbench.predict import machine, probe
-from dpbench.predict.probe import Probe, all_reduce, gpu, host, to_toml
-from dpbench.predict.probe.figures import (
+from dpbench.doctor import probe
+from dpbench.doctor.probe import Probe, all_reduce, gpu, host, to_toml
+from dpbench.doctor.probe.figures import (
     Figure,
     Timing,
     figure,
@@ -35,10 +33,20 @@ from dpbench.predict.probe.figures import (
     time_together,
     timing,
 )
+from dpbench.hardware import foreign_load, processes
+from dpbench.hardware.processes import CORES
+from dpbench.predict import machine
+from tests.doctor import machines
 from tests.exported import command
 from tests.simulated.backend import LINK_BYTES, running
 from tests.simulated.machine import Machine
 from tests.simulated.timeline import Gpu
+
+
+@pytest.fixture
+def healthy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the doctor find nothing wrong."""
+    monkeypatch.setattr("dpbench.doctor.examine.examine", lambda say: machines.healthy())
 
 
 def test_a_call_takes_as_long_as_it_does() -> None:
@@ -214,15 +222,15 @@ def test_an_unknown_figure_lists_the_known() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("healthy")
 def test_the_command_measures_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One pass of it: a second one would not fit into this budget."""
     monkeypatch.setattr(probe, "BUDGET_S", 1.0)
     path = tmp_path / "here.toml"
     done = CliRunner().invoke(
-        cli, ["probe", "--anyway", "--output", str(path)], catch_exceptions=False
+        cli, ["doctor", "--anyway", "--output", str(path)], catch_exceptions=False
     )
     assert done.exit_code == 0
-    assert done.stdout == ""
     data = tomllib.loads(path.read_text())
     assert all(row["passes"] == 1 and row["stopped_early"] for row in data["probe"].values())
     assert data["gpu"]["memory_bytes_per_s"] > 5e10
@@ -233,7 +241,7 @@ def test_without_gpus_the_command_is_an_error_with_the_way_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    code, _, said = command(tmp_path, monkeypatch, capfd)("probe", "--output", "here.toml")
+    code, _, said = command(tmp_path, monkeypatch, capfd)("doctor", "--output", "here.toml")
     assert code == 64
     assert said.startswith("error: ")
     assert "dpbench run" in said
@@ -330,7 +338,7 @@ def test_a_first_pass_that_fails_is_an_error_of_one_line(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(foreign_load, "measure", lambda: QUIET)
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    done = CliRunner().invoke(cli, ["probe"])
+    done = CliRunner().invoke(cli, ["doctor", "--output", "here.toml"])
     assert done.exit_code == 2
     assert isinstance(done.exception, SystemExit), "no traceback"
     (line,) = done.stderr.splitlines()
@@ -486,7 +494,7 @@ def test_a_busy_machine_is_not_probed_and_the_way_out_is_told(
 ) -> None:
     passing(monkeypatch, BUSY, QUIET)
     done = CliRunner().invoke(
-        cli, ["probe", "--patience", "0", "--output", str(tmp_path / "here.toml")]
+        cli, ["doctor", "--patience", "0", "--output", str(tmp_path / "here.toml")]
     )
     assert done.exit_code == 2
     assert done.stderr.startswith(
@@ -497,6 +505,7 @@ def test_a_busy_machine_is_not_probed_and_the_way_out_is_told(
     assert not (tmp_path / "here.toml").exists()
 
 
+@pytest.mark.usefixtures("healthy")
 @pytest.mark.parametrize("when", ["before", "during"])
 def test_a_file_of_a_busy_machine_is_labelled_and_read_back(
     when: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -504,7 +513,7 @@ def test_a_file_of_a_busy_machine_is_labelled_and_read_back(
     passing(monkeypatch, BUSY if when == "before" else QUIET, BUSY if when == "during" else QUIET)
     path = tmp_path / "here.toml"
     options = ["--anyway"] if when == "before" else []
-    done = CliRunner().invoke(cli, ["probe", "--patience", "0", *options, "--output", str(path)])
+    done = CliRunner().invoke(cli, ["doctor", "--patience", "0", *options, "--output", str(path)])
     assert done.exit_code == 0
     assert "NOISY: other processes took 40%" in done.stderr
     data = tomllib.loads(path.read_text())

@@ -12,10 +12,10 @@ from itertools import permutations
 
 import torch
 
+from dpbench.doctor.probe.figures import Figure, line, spread, timing
 from dpbench.hardware.device import Device
 from dpbench.hardware.nvml import NvmlGpu
 from dpbench.measure.worker import facts
-from dpbench.predict.probe.figures import Figure, line, spread, timing
 from dpbench.records import HOST
 
 KIB = 2**10

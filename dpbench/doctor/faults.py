@@ -1,0 +1,609 @@
+"""Faults: what slows several GPUs on an examined machine, what it costs, and what would help.
+
+Each rule reads the examined machine and yields its findings. `wrong` findings are faults that a
+change removes, and set the exit code; the others are limits of the hardware that a user should
+know. A rule without its data yields nothing, and `unchecked` says what was not checked.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dpbench.doctor.system import GENERATIONS, PciDevice, System, link_bytes_per_s
+from dpbench.doctor.transfers import DIRECT, PINNED, STAGED, Copy, Transfer
+from dpbench.records import words
+
+SLOW = 0.5
+"""The share of a link's promised rate, or of the median of its kind, below which it is slow."""
+WEIGHTS_BYTES = 102.2e6
+"""The bytes of the weights of ResNet-50, whose steps serve as the standard of costs."""
+SHM_BYTES = 2**30
+"""The least size of /dev/shm for DataLoader workers and NCCL in one container."""
+LOCKED_BYTES = 2**26
+"""The least locked memory for network cards that access memory directly."""
+THROTTLING = {0x08: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "power brake"}
+"""NVML's bits for causes that lower the clocks of a GPU, whatever runs on it."""
+HARMFUL: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "CUDA_LAUNCH_BLOCKING": (("1",), "every launch waits for its kernel"),
+    "NCCL_P2P_DISABLE": (("1",), "NCCL copies between GPUs through the host's memory"),
+    "NCCL_SHM_DISABLE": (("1",), "NCCL sends through the network within the machine"),
+    "NCCL_IB_DISABLE": (("1",), "NCCL does not use InfiniBand"),
+    "NCCL_DEBUG": (("INFO", "TRACE"), "NCCL writes a log of each communicator"),
+    "TORCH_DISTRIBUTED_DEBUG": (("DETAIL",), "torch checks each collective on all ranks"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": (("1",), "every tensor is allocated by the driver"),
+}
+"""Environment variables, the values that make steps slower, and what these do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduce:
+    """The result of an all-reduce over all GPUs, one process per GPU.
+
+    `bytes_per_s` is what each rank sent per second, 0 without a result; `failure` then says why.
+    """
+
+    bytes_per_s: float = 0.0
+    failure: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examined:
+    """An examined machine.
+
+    `gpus` are the facts of NVML for each GPU that torch can use, in CUDA's order. `unused` says why
+    torch cannot use a GPU that is there. `peers` has the ordered pairs of GPUs with peer access,
+    None if unknown. `foreign` has the bytes that other processes hold on each GPU. `build` is the
+    CUDA version of torch's build, "" for CPUs. `memory_bytes_per_s` counts the bytes that a copy in
+    the host's memory reads and writes, 0 if unknown. `readings` has the throttle reasons of GPUs.
+    """
+
+    system: System
+    gpus: Sequence[Mapping[str, Any]] = ()
+    unused: str = ""
+    peers: frozenset[tuple[int, int]] | None = None
+    transfers: Sequence[Transfer] = ()
+    all_reduce: AllReduce | None = None
+    foreign: Mapping[int, Mapping[int, int | None]] = field(default_factory=dict)
+    readings: Mapping[int, int] = field(default_factory=dict)
+    build: str = ""
+    memory_bytes_per_s: float = 0.0
+    driver_cuda: str = ""
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def pci(self, gpu: int) -> PciDevice | None:
+        """Return the PCIe device of a GPU; None if its address is unknown."""
+        return self.system.pci.get(str(self.gpus[gpu].get("pci_address", "")))
+
+    def promised(self, gpu: int) -> float:
+        """Return what the PCIe link of a GPU can carry, in bytes per second; 0 if unknown."""
+        facts = self.gpus[gpu]
+        speed = GENERATIONS.get(facts.get("pcie_generation", 0), 0.0)
+        return link_bytes_per_s(speed, facts.get("pcie_width", 0))
+
+    def of(self, way: str) -> list[Transfer]:
+        """Return the transfers of a way that ended."""
+        return [one for one in self.transfers if one.copy.way == way and not one.failure]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One finding: what is the matter, the evidence, what it costs, the change, and how to undo it.
+
+    `wrong` is whether the change removes a fault; otherwise the finding is a fact of the hardware.
+    """
+
+    name: str
+    says: str
+    evidence: str
+    cost: str = ""
+    change: str = ""
+    undo: str = ""
+    wrong: bool = True
+
+
+Rule = Callable[[Examined], Iterator[Finding]]
+
+
+def found(machine: Examined) -> list[Finding]:
+    """Return the findings of all rules, the faults first."""
+    every = [finding for rule in RULES for finding in rule(machine)]
+    return sorted(every, key=lambda finding: not finding.wrong)
+
+
+def _cost(rate: float, promised: float, gpus: int) -> str:
+    """Return what a link at a lower rate costs in steps of ResNet-50."""
+    longer = 1 / rate - 1 / promised
+    parallel_s = 2 * WEIGHTS_BYTES * longer
+    ring_s = 2 * (gpus - 1) / gpus * WEIGHTS_BYTES * longer
+    return (
+        f"each step of a ResNet-50 ({words.number(WEIGHTS_BYTES / 1e6)} MB of weights) on"
+        f" {words.count(gpus, 'GPU')} takes up to {words.time(parallel_s)} longer in DataParallel"
+        f" and {words.time(ring_s)} in DDP"
+    )
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{words.number(bytes_per_s / 1e9)} GB/s"
+
+
+def _corrupt(machine: Examined) -> Iterator[Finding]:
+    for one in machine.transfers:
+        if one.wrong:
+            yield Finding(
+                name="corrupt transfer",
+                says=f"{one.copy}: bytes arrive changed, so that training computes wrong numbers",
+                evidence=f"{words.count(one.wrong, 'byte')} of the pattern differ on arrival",
+                cost="every result of several GPUs on this machine is in doubt",
+                change=_free_peers(machine),
+                undo="export NCCL_P2P_DISABLE=0, and the earlier kernel command line",
+            )
+
+
+def _free_peers(machine: Examined) -> str:
+    causes = []
+    if machine.system.iommu == "translating":
+        causes.append("start the kernel with iommu=pt, because the IOMMU translates")
+    if any(bridge.acs for bridge in machine.system.of("bridge")):
+        causes.append("turn Access Control Services off in the firmware or with setpci")
+    until = "until then, export NCCL_P2P_DISABLE=1"
+    return "; ".join([*(causes or ["update the driver and the firmware"]), until])
+
+
+def _hanging(machine: Examined) -> Iterator[Finding]:
+    for one in machine.transfers:
+        if one.failure:
+            what = "does not answer" if one.hangs else "fails"
+            yield Finding(
+                name="failing transfer",
+                says=f"{one.copy} {what}",
+                evidence=one.failure,
+                cost="DataParallel and NCCL hang or fail on these GPUs",
+                change=_free_peers(machine) if one.copy.between_gpus else "see the kernel's log",
+                undo="export NCCL_P2P_DISABLE=0, and the earlier kernel command line",
+            )
+    if machine.all_reduce and machine.all_reduce.failure:
+        yield Finding(
+            name="failing all-reduce",
+            says="an all-reduce over all GPUs has no result",
+            evidence=machine.all_reduce.failure,
+            cost="DistributedDataParallel hangs or fails on this machine",
+            change=_free_peers(machine),
+            undo="export NCCL_P2P_DISABLE=0, and the earlier kernel command line",
+        )
+
+
+def _narrow(machine: Examined) -> Iterator[Finding]:
+    """Find links with fewer lanes than GPU and slot support; an idle GPU keeps its lanes."""
+    for gpu, facts in enumerate(machine.gpus):
+        now, most = facts.get("pcie_width_now", 0), facts.get("pcie_width", 0)
+        if 0 < now < most:
+            speed = GENERATIONS.get(facts.get("pcie_generation", 0), 0.0)
+            rate, promised = link_bytes_per_s(speed, now), link_bytes_per_s(speed, most)
+            yield Finding(
+                name="narrow link",
+                says=f"the PCIe link of GPU {gpu} uses {now} of {most} lanes",
+                evidence=f"NVML: width {now}, at most {most}",
+                cost=_cost(rate, promised, max(2, len(machine.gpus))) if rate else "",
+                change=(
+                    "seat the card again, or use a slot with more lanes; a second card or an M.2"
+                    " drive may share them"
+                ),
+                undo="put the card back",
+            )
+
+
+def _slow_host(machine: Examined) -> Iterator[Finding]:
+    for gpu in range(len(machine.gpus)):
+        both = [one for one in machine.of(PINNED) if gpu in one.copy.ends]
+        if not both:
+            continue
+        one = min(both, key=lambda one: one.bytes_per_s)
+        promised = machine.promised(gpu)
+        facts = machine.gpus[gpu]
+        trained_down = 0 < facts.get("pcie_width_now", 0) < facts.get("pcie_width", 0)
+        if promised and one.bytes_per_s < SLOW * promised and not trained_down:
+            yield Finding(
+                name="slow link to the host",
+                says=f"{one.copy}: {_rate(one.bytes_per_s)}, {_share(one.bytes_per_s, promised)}",
+                evidence=f"PCIe {facts['pcie_generation']} with {facts['pcie_width']} lanes carries"
+                f" {_rate(promised)}",
+                cost=_cost(one.bytes_per_s, promised, max(2, len(machine.gpus))),
+                change=_why_slow(machine, gpu),
+                undo="restore the earlier setting of the firmware",
+            )
+
+
+def _why_slow(machine: Examined, gpu: int) -> str:
+    device = machine.pci(gpu)
+    if device is not None:
+        beside = [
+            other
+            for other in machine.system.pci.values()
+            if other is not device
+            and other.kind != "bridge"
+            and machine.system.common(device, other)
+        ]
+        if beside:
+            shared = ", ".join(sorted(other.kind for other in beside))
+            return f"GPU {gpu} shares a switch with: {shared}; move one of them to another slot"
+        local = machine.system.nodes.get(device.node, machine.system.affinity)
+        if device.node >= 0 and not machine.system.affinity & local:
+            return f"bind the process to node {device.node}: numactl --cpunodebind={device.node}"
+    return "check the PCIe generation of the slot in the firmware"
+
+
+def _share(rate: float, promised: float) -> str:
+    return f"{words.percent(rate / promised)} of {_rate(promised)}"
+
+
+def _slow_pairs(machine: Examined) -> Iterator[Finding]:
+    """Find pairs of GPUs that are much slower than the other pairs of this machine."""
+    direct = machine.of(DIRECT)
+    if len(direct) < 2:
+        return
+    usual = statistics.median(one.bytes_per_s for one in direct)
+    for one in direct:
+        if one.bytes_per_s < SLOW * usual:
+            yield Finding(
+                name="slow pair",
+                says=f"{one.copy}: {_rate(one.bytes_per_s)},"
+                f" {_share(one.bytes_per_s, usual)}, the median of all pairs",
+                evidence=_route(machine, one.copy),
+                cost=_cost(one.bytes_per_s, usual, len(machine.gpus)),
+                change=(
+                    "leave one of the two GPUs out (CUDA_VISIBLE_DEVICES), or move it to the socket"
+                    " or the switch of the others"
+                ),
+                undo="unset CUDA_VISIBLE_DEVICES",
+                wrong=not _apart(machine, one.copy),
+            )
+
+
+def _route(machine: Examined, copy: Copy) -> str:
+    source, target = (machine.pci(gpu) for gpu in copy.ends)
+    if source is None or target is None:
+        return "the place of the GPUs on PCIe is unknown"
+    common = machine.system.common(source, target)
+    if common:
+        return f"the GPUs share the bridge {common.address}"
+    if source.node != target.node:
+        return f"the GPUs are on nodes {source.node} and {target.node}: copies cross the sockets"
+    return "the GPUs meet in the root complex of one socket"
+
+
+def _apart(machine: Examined, copy: Copy) -> bool:
+    """Return whether two GPUs are on different sockets, which no setting changes."""
+    source, target = (machine.pci(gpu) for gpu in copy.ends)
+    return bool(
+        source and target and source.node != target.node and min(source.node, target.node) >= 0
+    )
+
+
+def _no_peers(machine: Examined) -> Iterator[Finding]:
+    count = len(machine.gpus)
+    if machine.peers is None or count < 2:
+        return
+    without = [
+        (one, other)
+        for one in range(count)
+        for other in range(one + 1, count)
+        if (one, other) not in machine.peers
+    ]
+    if not without:
+        return
+    staged = [one.bytes_per_s for one in machine.of(STAGED)]
+    rate = f"; copies through the host reach {_rate(max(staged))}" if staged else ""
+    promised = min(machine.promised(gpu) for gpu in range(count))
+    yield Finding(
+        name="no peer access",
+        says=f"{words.count(len(without), 'pair')} of GPUs cannot access each other's memory",
+        evidence=f"CUDA denies it for {_pairs(without)}{rate}",
+        cost=_cost(max(staged), promised, count) if staged and max(staged) < promised else "",
+        change=(
+            "none for GeForce cards without an NVLink bridge, whose driver does not offer it;"
+            " otherwise " + _free_peers(machine)
+        ),
+        undo="restore the earlier kernel command line",
+        wrong=False,
+    )
+
+
+def _pairs(pairs: Sequence[tuple[int, int]]) -> str:
+    shown = ", ".join(f"{one} and {other}" for one, other in pairs[:4])
+    return shown + (f" and {len(pairs) - 4} more" if len(pairs) > 4 else "")
+
+
+def _slow_all_reduce(machine: Examined) -> Iterator[Finding]:
+    done = machine.all_reduce
+    pairs = [one.bytes_per_s for one in machine.of(DIRECT)]
+    if done and done.bytes_per_s and pairs and done.bytes_per_s < SLOW * min(pairs):
+        yield Finding(
+            name="slow all-reduce",
+            says=f"NCCL's all-reduce moves {_rate(done.bytes_per_s)} per GPU, although the slowest"
+            f" pair copies {_rate(min(pairs))}",
+            evidence="an all-reduce of up to 32 MiB over all GPUs, one process per GPU",
+            cost=_cost(done.bytes_per_s, min(pairs), len(machine.gpus)),
+            change="run it with NCCL_DEBUG=INFO and look for SHM or NET in place of P2P",
+            undo="unset NCCL_DEBUG",
+        )
+
+
+def _sockets(machine: Examined) -> Iterator[Finding]:
+    for gpu in range(len(machine.gpus)):
+        device = machine.pci(gpu)
+        if device is None or device.node < 0:
+            continue
+        local = machine.system.nodes.get(device.node, frozenset())
+        if local and not local & machine.system.affinity:
+            yield Finding(
+                name="other socket",
+                says=f"this process may use no core of node {device.node}, where GPU {gpu} is",
+                evidence=f"affinity {_cores(machine.system.affinity)}, node {_cores(local)}",
+                cost="copies from the host cross the sockets",
+                change=f"numactl --cpunodebind={device.node} --membind={device.node} COMMAND",
+                undo="run the command without numactl",
+            )
+
+
+def _cores(cores: frozenset[int]) -> str:
+    ordered = sorted(cores)
+    return f"{ordered[0]} to {ordered[-1]}" if len(ordered) > 1 else ", ".join(map(str, ordered))
+
+
+def _redirected(machine: Examined) -> Iterator[Finding]:
+    """Find bridges that send copies between their GPUs up to the root complex."""
+    gpus = [device for gpu in range(len(machine.gpus)) if (device := machine.pci(gpu))]
+    for bridge in machine.system.of("bridge"):
+        below = [gpu for gpu in gpus if bridge.address in gpu.path]
+        if bridge.acs and len(below) > 1:
+            yield Finding(
+                name="ACS",
+                says=f"copies between {words.count(len(below), 'GPU')} below the bridge"
+                f" {bridge.address} go up to the root complex",
+                evidence="Access Control Services redirect requests (its control register)",
+                cost="direct copies take the longer way, and some chipsets corrupt or stall them",
+                change=f"setpci -s {bridge.address} ECAP_ACS+0x6.w=0000 as root, or turn ACS off in"
+                " the firmware",
+                undo="restart the machine",
+            )
+
+
+def _shared_memory(machine: Examined) -> Iterator[Finding]:
+    size = machine.system.shm_bytes
+    if size is not None and size < SHM_BYTES:
+        yield Finding(
+            name="small /dev/shm",
+            says=f"/dev/shm has only {words.size(size)}",
+            evidence=f"the size of its file system; {words.size(SHM_BYTES)} is a usual least size",
+            cost="DataLoader workers end with a bus error, and NCCL cannot connect ranks",
+            change=(
+                "docker run --shm-size=8g, or --ipc=host"
+                if machine.system.container
+                else "mount -o remount,size=8g /dev/shm as root"
+            ),
+            undo="leave the option out"
+            if machine.system.container
+            else "remount with the old size",
+        )
+
+
+def _locked_memory(machine: Examined) -> Iterator[Finding]:
+    limit = machine.system.locked_bytes
+    matters = machine.gpus and any(card.rdma for card in machine.system.of("nic"))
+    if matters and limit is not None and 0 <= limit < LOCKED_BYTES:
+        yield Finding(
+            name="locked memory",
+            says=f"a process may lock only {words.size(limit)} of memory",
+            evidence="ulimit -l",
+            cost="NCCL over InfiniBand or RoCE cannot register its buffers",
+            change="ulimit -l unlimited, or docker run --ulimit memlock=-1",
+            undo="leave the option out",
+            wrong=machine.system.container,
+        )
+
+
+def _quota(machine: Examined) -> Iterator[Finding]:
+    quota = machine.system.quota
+    cores = len(machine.system.affinity)
+    if quota is not None and quota < 0.9 * cores:
+        yield Finding(
+            name="core quota",
+            says=f"the control group may use {words.number(quota)} of the {cores} cores that"
+            " programs see",
+            evidence="cpu.max of the control group",
+            cost="torch and DataLoader start as many threads as they see cores, which take turns",
+            change=f"export OMP_NUM_THREADS={max(1, int(quota))}, or raise the limit with docker"
+            " --cpus",
+            undo="unset OMP_NUM_THREADS",
+        )
+
+
+def _governor(machine: Examined) -> Iterator[Finding]:
+    if "powersave" in machine.system.governors and not machine.system.container:
+        yield Finding(
+            name="governor",
+            says="the cores' frequency governor is powersave",
+            evidence="scaling_governor",
+            cost="launches of short kernels may take longer while clocks rise",
+            change="cpupower frequency-set -g performance as root",
+            undo="cpupower frequency-set -g powersave",
+            wrong=False,
+        )
+
+
+def _variables(machine: Examined) -> Iterator[Finding]:
+    for name, (values, effect) in HARMFUL.items():
+        value = machine.variables.get(name, "")
+        if value.upper() in values:
+            yield Finding(
+                name="variable",
+                says=f"{name}={value}: {effect}",
+                evidence="the environment of this process",
+                change=f"unset {name}",
+                undo=f"export {name}={value}",
+            )
+
+
+def _torch(machine: Examined) -> Iterator[Finding]:
+    if machine.unused:
+        yield Finding(
+            name="torch",
+            says="torch cannot use the GPUs of this machine",
+            evidence=machine.unused,
+            cost="everything runs on the processor",
+            change="install a CUDA build of torch that the driver supports",
+            undo="install the earlier build",
+        )
+    elif (
+        machine.build
+        and machine.driver_cuda
+        and _version(machine.build) > _version(machine.driver_cuda)
+    ):
+        yield Finding(
+            name="driver",
+            says=f"torch is built for CUDA {machine.build}, and the driver supports"
+            f" {machine.driver_cuda}",
+            evidence="torch.version.cuda, and NVML's CUDA version of the driver",
+            change="update the driver, or install a build of torch for an older CUDA",
+            undo="install the earlier driver",
+            wrong=_version(machine.build)[0] > _version(machine.driver_cuda)[0],
+        )
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".") if part.isdigit())
+
+
+def _mixed(machine: Examined) -> Iterator[Finding]:
+    models = Counter(str(gpu.get("name", "")) for gpu in machine.gpus)
+    if len(models) > 1:
+        yield Finding(
+            name="mixed GPUs",
+            says="the GPUs are of different models: in each step, the fast ones wait for the slow",
+            evidence=", ".join(f"{count} x {name}" for name, count in models.most_common()),
+            cost="the step takes as long as that of the slowest GPU with its share",
+            change=(
+                "use GPUs of one model (CUDA_VISIBLE_DEVICES), or give the slow ones smaller shares"
+                " (chunk_sizes of dpbench.TrainStep)"
+            ),
+            undo="unset CUDA_VISIBLE_DEVICES",
+            wrong=False,
+        )
+
+
+def _states(machine: Examined) -> Iterator[Finding]:
+    for gpu, facts in enumerate(machine.gpus):
+        limit, usual = facts.get("power_limit_w"), facts.get("default_power_limit_w")
+        if limit and usual and limit < 0.95 * usual:
+            yield Finding(
+                name="power limit",
+                says=f"GPU {gpu} may draw {limit:.0f} of {usual:.0f} W",
+                evidence="NVML: enforced and default power limit",
+                cost="its clocks fall under load, and the other GPUs wait for it",
+                change=f"nvidia-smi -i {gpu} -pl {usual:.0f} as root",
+                undo=f"nvidia-smi -i {gpu} -pl {limit:.0f}",
+            )
+        if facts.get("compute_mode", "default") in ("prohibited", "exclusive process"):
+            yield Finding(
+                name="compute mode",
+                says=f"the compute mode of GPU {gpu} is {facts['compute_mode']}",
+                evidence="NVML",
+                cost="other processes cannot use it, such as a DataLoader worker or a second rank",
+                change=f"nvidia-smi -i {gpu} -c 0 as root",
+                undo=f"nvidia-smi -i {gpu} -c {3 if 'exclusive' in facts['compute_mode'] else 2}",
+            )
+        causes = [name for bit, name in THROTTLING.items() if machine.readings.get(gpu, 0) & bit]
+        if causes:
+            yield Finding(
+                name="throttling",
+                says=f"GPU {gpu} lowers its clocks: {', '.join(dict.fromkeys(causes))}",
+                evidence="NVML: reasons of the clocks, during the copies",
+                cost="the other GPUs wait for it in each step",
+                change="improve the cooling or the power supply",
+            )
+    if machine.gpus and not all(gpu.get("persistence_mode", True) for gpu in machine.gpus):
+        yield Finding(
+            name="persistence mode",
+            says="the driver unloads its state when no process uses a GPU",
+            evidence="NVML: persistence mode is off",
+            cost="the first process on an idle GPU waits for some seconds; steps are not slower",
+            change="nvidia-smi -pm 1 as root",
+            undo="nvidia-smi -pm 0",
+            wrong=False,
+        )
+
+
+def _foreign(machine: Examined) -> Iterator[Finding]:
+    for gpu, held in machine.foreign.items():
+        if held:
+            known = sum(size for size in held.values() if size)
+            yield Finding(
+                name="other processes",
+                says=f"{words.count(len(held), 'other process')} use GPU {gpu}"
+                if len(held) > 1
+                else f"another process uses GPU {gpu}",
+                evidence=f"process ids {', '.join(map(str, held))}, with {words.size(known)}",
+                cost="they take time and memory of this GPU, and the other GPUs wait for it",
+                change="end them, or leave this GPU out (CUDA_VISIBLE_DEVICES)",
+                undo="unset CUDA_VISIBLE_DEVICES",
+            )
+
+
+RULES: Sequence[Rule] = (
+    _torch,
+    _corrupt,
+    _hanging,
+    _narrow,
+    _slow_host,
+    _slow_pairs,
+    _redirected,
+    _slow_all_reduce,
+    _no_peers,
+    _foreign,
+    _states,
+    _sockets,
+    _mixed,
+    _shared_memory,
+    _quota,
+    _variables,
+    _locked_memory,
+    _governor,
+)
+
+
+def checked(machine: Examined) -> tuple[list[str], list[str]]:
+    """Return what was checked, and what was not with the reason."""
+    yes = ["environment variables", "the build of torch"]
+    no = []
+    system = machine.system
+    several = len(machine.gpus) > 1
+    kept = (
+        ("size of /dev/shm", system.shm_bytes is not None, "it cannot be read"),
+        ("locked memory", system.locked_bytes is not None, "its limit cannot be read"),
+        ("NUMA nodes", bool(system.nodes), "the kernel shows none"),
+        ("IOMMU", system.iommu != "unknown", "the kernel does not show it"),
+        ("copies from and to the host", bool(machine.of(PINNED)), "torch uses no GPU"),
+        ("copies between GPUs", bool(machine.of(DIRECT)), "torch uses fewer than two GPUs"),
+        ("all-reduce", machine.all_reduce is not None, "torch uses fewer than two GPUs"),
+        (
+            "Access Control Services",
+            any(bridge.acs is not None for bridge in system.of("bridge")),
+            "only root may read it" if system.of("bridge") else "the kernel shows no bridge",
+        ),
+        (
+            "state of the GPUs",
+            bool(machine.gpus) and all("pcie_width" in gpu for gpu in machine.gpus),
+            "NVML does not answer" if machine.gpus else "torch uses no GPU",
+        ),
+        ("peer access", several and machine.peers is not None, "torch uses fewer than two GPUs"),
+    )
+    for name, done, why in kept:
+        if done:
+            yes.append(name)
+        else:
+            no.append(f"{name}, because {why}")
+    return yes, no

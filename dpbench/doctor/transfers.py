@@ -1,0 +1,216 @@
+"""Transfers: copies between GPUs and to the host, whose bytes are compared on arrival, and timed.
+
+A copy may hang, or end the process. A child process therefore makes the copies and announces each
+before it begins; the parent ends a child that is silent for too long, names its copy, and starts
+another one for the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import permutations
+from typing import IO
+
+from dpbench.hardware import processes
+from dpbench.measure.server import environment
+from dpbench.records import HOST
+
+SIZE = 64 * 2**20
+"""The bytes of a copy."""
+REPEATS = 5
+"""The number of timed copies, after one that is not timed."""
+LIMIT_S = 15.0
+"""The seconds of silence after which a copy counts as hanging."""
+START_S = 60.0
+"""The seconds in which the child must load torch and start CUDA."""
+DIRECT, STAGED, PINNED, PAGEABLE = "direct", "through the host", "pinned", "pageable"
+"""The ways of a copy: between two GPUs, or between the host's memory and a GPU."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A copy to make, from a GPU or the host (`HOST`) to another, by one of the ways."""
+
+    source: int
+    target: int
+    way: str
+
+    def __str__(self) -> str:
+        ends = [f"GPU {end}" if end != HOST else f"{self.way} host memory" for end in self.ends]
+        how = f" {self.way}" if self.between_gpus else ""
+        return f"{ends[0]} -> {ends[1]}{how}"
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Return the source and the target."""
+        return self.source, self.target
+
+    @property
+    def between_gpus(self) -> bool:
+        """Return whether both ends are GPUs."""
+        return HOST not in self.ends
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """The result of a copy.
+
+    `bytes_per_s` is the best rate of `REPEATS` copies, 0 without one. `wrong` is the number of
+    bytes that differ on arrival. `failure` is "" for a copy that ended, and otherwise says what
+    happened: it hangs, or the error.
+    """
+
+    copy: Copy
+    bytes_per_s: float = 0.0
+    wrong: int = 0
+    failure: str = ""
+
+    @property
+    def hangs(self) -> bool:
+        """Return whether the copy did not end within `LIMIT_S`."""
+        return self.failure == HANGS
+
+
+HANGS = f"does not end within {LIMIT_S:g} s"
+
+
+def copies(gpus: int) -> list[Copy]:
+    """Return all copies for a number of GPUs: from and to the host, then between all pairs."""
+    ends = [
+        Copy(*pair, way)
+        for way in (PINNED, PAGEABLE)
+        for gpu in range(gpus)
+        for pair in ((HOST, gpu), (gpu, HOST))
+    ]
+    between = [
+        Copy(*pair, way) for way in (DIRECT, STAGED) for pair in permutations(range(gpus), 2)
+    ]
+    return [*ends, *between]
+
+
+def measured(
+    wanted: Sequence[Copy], say: Callable[[str], None] = lambda _: None, limit_s: float = LIMIT_S
+) -> list[Transfer]:
+    """Return the result of each copy, in order; those that hang or fail say so."""
+    results: list[Transfer] = []
+    while len(results) < len(wanted):
+        rest = wanted[len(results) :]
+        results += _child(rest, say, limit_s)
+    return results
+
+
+def _child(rest: Sequence[Copy], say: Callable[[str], None], limit_s: float) -> list[Transfer]:
+    """Return the results of the first of the copies, up to one at which the child ends."""
+    found: list[Transfer] = []
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            _command(),
+            env=environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        ) as process,
+    ):
+        assert process.stdin
+        assert process.stdout
+        process.stdin.write(json.dumps([asdict(one) for one in rest]))
+        process.stdin.close()
+        lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=_forward, args=(process.stdout, lines), daemon=True).start()
+        started = False
+        while len(found) < len(rest):
+            if started:
+                say(f"copying {rest[len(found)]} ...")
+            try:
+                line = lines.get(timeout=limit_s if started else START_S)
+            except queue.Empty:
+                process.kill()
+                why = HANGS if started else f"torch does not start within {START_S:g} s"
+                return [*found, Transfer(rest[len(found)], failure=why)]
+            if not line:
+                errors.seek(0)
+                last = (errors.read().strip().splitlines() or ["no output"])[-1]
+                return [*found, Transfer(rest[len(found)], failure=last)]
+            if started:
+                found.append(Transfer(rest[len(found)], **json.loads(line)))
+            started = True
+    return found
+
+
+def _command() -> list[str]:
+    return [sys.executable, "-m", "dpbench.doctor.transfers", str(os.getpid())]
+
+
+def _forward(stream: IO[str], lines: queue.Queue[str]) -> None:
+    for line in stream:
+        lines.put(line)
+    lines.put("")
+
+
+def _results(wanted: Sequence[Copy]) -> Iterator[dict[str, object]]:
+    """Yield an empty result once CUDA has started, then the rate and the wrong bytes of each copy."""
+    import torch
+
+    pattern = torch.randint(0, 256, (SIZE,), dtype=torch.uint8)
+    pinned = pattern.pin_memory()
+    yield {}
+    for copy in wanted:
+        yield _result(copy, pattern, pinned)
+
+
+def _result(copy: Copy, pattern: object, pinned: object) -> dict[str, object]:
+    import torch
+
+    assert isinstance(pattern, torch.Tensor)
+    assert isinstance(pinned, torch.Tensor)
+    host = pinned if copy.way != PAGEABLE else pattern
+
+    def place(end: int) -> torch.Tensor:
+        if end == HOST:
+            return torch.empty(SIZE, dtype=torch.uint8, pin_memory=copy.way == PINNED)
+        return torch.empty(SIZE, dtype=torch.uint8, device=f"cuda:{end}")
+
+    source = host if copy.source == HOST else place(copy.source).copy_(pinned)
+    target = place(copy.target).zero_()
+    between = torch.empty(SIZE, dtype=torch.uint8, pin_memory=True)
+
+    def once() -> None:
+        if copy.way == STAGED:
+            target.copy_(between.copy_(source))
+        else:
+            target.copy_(source)
+        for end in copy.ends:
+            if end != HOST:
+                torch.cuda.synchronize(end)
+
+    seconds = []
+    for _ in range(1 + REPEATS):
+        begin = time.perf_counter()
+        once()
+        seconds.append(time.perf_counter() - begin)
+    wrong = int((target.cpu() != pattern).sum())
+    return {"bytes_per_s": SIZE / min(seconds[1:]), "wrong": wrong}
+
+
+def _main(parent: str) -> None:
+    processes.die_with_parent(int(parent))
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # other output is no answer
+    wanted = [Copy(**one) for one in json.load(sys.stdin)]
+    for result in _results(wanted):
+        print(json.dumps(result), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,115 @@
+"""The command `dpbench doctor`: its text, its JSON and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner
+
+from dpbench.cli import cli
+from dpbench.doctor import page
+from dpbench.doctor.examine import examine
+from dpbench.doctor.faults import Examined
+from dpbench.doctor.transfers import DIRECT, Copy
+from tests.doctor import machines
+
+
+@pytest.fixture
+def ill(tmp_path: Path) -> Examined:
+    machine = machines.examined(machines.read(tmp_path, "4x behind a switch"))
+    return machines.with_transfer(machine, Copy(0, 2, DIRECT), wrong=7)
+
+
+def told(monkeypatch: pytest.MonkeyPatch, machine: Examined, *options: str) -> tuple[int, str]:
+    monkeypatch.setattr("dpbench.doctor.examine.examine", lambda say: machine)
+    done = CliRunner().invoke(cli, ["doctor", *options], catch_exceptions=False)
+    return done.exit_code, done.stdout
+
+
+def test_a_fault_is_told_with_its_evidence_and_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, ill: Examined
+) -> None:
+    code, out = told(monkeypatch, ill)
+    assert code == 1
+    assert "1. GPU 0 -> GPU 2 direct: bytes arrive changed" in out
+    assert all(f"   {part}: " in out for part in ("evidence", "cost", "change", "undo"))
+    table = out.partition("direct copies in GB/s")[2].splitlines()[1:7]
+    assert [line.split() for line in table if line.startswith("GPU 0")] == [
+        ["GPU", "0", "22.0", "wrong", "22.0"]
+    ]
+    assert "Nothing wrong found" not in out
+    assert max(map(len, out.splitlines())) <= 120
+
+
+def test_json_has_the_findings_and_every_copy(
+    monkeypatch: pytest.MonkeyPatch, ill: Examined
+) -> None:
+    code, out = told(monkeypatch, ill, "--json")
+    assert code == 1
+    found = json.loads(out)
+    assert {*found} == {
+        "findings",
+        "checked",
+        "unchecked",
+        "gpus",
+        "copies",
+        "all_reduce_bytes_per_s",
+        "schema",
+    }
+    assert [one["name"] for one in found["findings"]] == ["corrupt transfer"]
+    assert {*found["findings"][0]} == {
+        "name",
+        "says",
+        "evidence",
+        "cost",
+        "change",
+        "undo",
+        "wrong",
+    }
+    assert len(found["copies"]) == 4 * 4 + 2 * 12
+    (wrong,) = [one for one in found["copies"] if one["wrong"]]
+    assert (wrong["source"], wrong["target"], wrong["way"]) == (0, 2, "direct")
+    assert found["all_reduce_bytes_per_s"] == 18e9
+
+
+def test_a_healthy_machine_ends_with_what_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out = told(monkeypatch, machines.healthy())
+    assert code == 0
+    assert "Nothing wrong found." in out
+    assert "Checked: " in out
+    assert "Not checked: " in out
+
+
+@pytest.mark.parametrize("name", machines.TREES)
+def test_the_page_has_a_box_for_each_gpu_and_the_findings(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine = machines.examined(machines.read(tmp_path / "tree", name))
+    path = tmp_path / "page.html"
+    code, _ = told(monkeypatch, machine, "--report", str(path))
+    text = path.read_text()
+    assert code == (name == "container")
+    picture = ElementTree.fromstring(re.search(r"<svg.*?</svg>", text, re.DOTALL)[0])
+    texts = [one.text for one in picture.iter("text")]
+    for gpu in range(len(machine.gpus)):
+        assert sum(one.split(",")[0] == f"GPU {gpu}" for one in texts) == 1
+    assert sum(one.get("class") == "box" for one in picture.iter("rect")) >= len(machine.gpus) + 1
+    assert ("Nothing wrong found" in text) is (code == 0)
+    assert not re.search(r"https?://|<script", text)
+
+
+def test_a_slow_link_is_red_in_the_picture(tmp_path: Path) -> None:
+    machine = machines.examined(machines.read(tmp_path, "2x3090"))
+    assert "link slow" not in page.picture(machine)
+    slow = machines.with_transfer(machine, machines.UP, bytes_per_s=3e9)
+    assert page.picture(slow).count("link slow") == 1
+
+
+def test_this_machine_is_examined() -> None:
+    machine = examine()
+    assert machine.system.affinity
+    assert all(not one.failure for one in machine.transfers)

@@ -1,0 +1,169 @@
+"""The doctor's rules: each planted fault is named, and nothing else; healthy machines have none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpbench.doctor import faults
+from dpbench.doctor.faults import AllReduce, Examined
+from dpbench.doctor.transfers import DIRECT, HANGS, PINNED, Copy
+from dpbench.records import HOST
+from tests.doctor import machines
+
+Fault = Callable[[Examined], Examined]
+
+
+def with_gpu(number: int, **facts: Any) -> Fault:
+    def change(machine: Examined) -> Examined:
+        gpus = [{**gpu, **facts} if i == number else gpu for i, gpu in enumerate(machine.gpus)]
+        return replace(machine, gpus=gpus)
+
+    return change
+
+
+def with_system(**facts: Any) -> Fault:
+    return lambda machine: replace(machine, system=replace(machine.system, **facts))
+
+
+def with_copy(source: int, target: int, way: str, **result: Any) -> Fault:
+    copy = Copy(source, target, way)
+    return lambda machine: machines.with_transfer(machine, copy, **result)
+
+
+def with_acs(machine: Examined) -> Examined:
+    """Let the switch above the four GPUs redirect."""
+    pci = {
+        address: replace(one, acs=True) if address == "0000:01:00.0" else one
+        for address, one in machine.system.pci.items()
+    }
+    return replace(machine, system=replace(machine.system, pci=pci))
+
+
+SWITCH = "4x behind a switch"
+PLANTED: Mapping[str, tuple[str, Fault, set[str]]] = {
+    "a corrupting pair": (SWITCH, with_copy(0, 2, DIRECT, wrong=4096), {"corrupt transfer"}),
+    "a hanging pair": (
+        SWITCH,
+        with_copy(1, 3, DIRECT, bytes_per_s=0.0, failure=HANGS),
+        {"failing transfer"},
+    ),
+    "a pair at a tenth": (SWITCH, with_copy(0, 1, DIRECT, bytes_per_s=2.2e9), {"slow pair"}),
+    "ACS on the switch": (SWITCH, with_acs, {"ACS"}),
+    "no peer access": (SWITCH, lambda one: replace(one, peers=frozenset()), {"no peer access"}),
+    "a hanging all-reduce": (
+        SWITCH,
+        lambda one: replace(one, all_reduce=AllReduce(failure="rank 2 was in it")),
+        {"failing all-reduce"},
+    ),
+    "a slow all-reduce": (
+        SWITCH,
+        lambda one: replace(one, all_reduce=AllReduce(bytes_per_s=2e9)),
+        {"slow all-reduce"},
+    ),
+    "four of sixteen lanes": ("2x3090", with_gpu(1, pcie_width_now=4), {"narrow link"}),
+    "a link of an older generation": (
+        "2x3090",
+        with_copy(HOST, 0, PINNED, bytes_per_s=6e9),
+        {"slow link to the host"},
+    ),
+    "mixed models": ("2x3090", with_gpu(1, name="Tesla T4"), {"mixed GPUs"}),
+    "a lowered power limit": ("2x3090", with_gpu(0, power_limit_w=150.0), {"power limit"}),
+    "a hot GPU": ("2x3090", lambda one: replace(one, readings={1: 0x40}), {"throttling"}),
+    "a prohibited GPU": ("2x3090", with_gpu(1, compute_mode="prohibited"), {"compute mode"}),
+    "no persistence": ("2x3090", with_gpu(0, persistence_mode=False), {"persistence mode"}),
+    "a foreign process": (
+        "2x3090",
+        lambda one: replace(one, foreign={0: {4711: 2**30}, 1: {}}),
+        {"other processes"},
+    ),
+    "the other socket": (
+        "two sockets",
+        with_system(affinity=frozenset(range(32))),
+        {"other socket"},
+    ),
+    "a small /dev/shm": ("2x3090", with_system(shm_bytes=64 * 2**20), {"small /dev/shm"}),
+    "little locked memory": ("DGX", with_system(locked_bytes=2**16), {"locked memory"}),
+    "a quota of cores": ("2x3090", with_system(quota=2.0), {"core quota"}),
+    "the governor": ("2x3090", with_system(governors=("powersave",)), {"governor"}),
+    "a variable": (
+        "2x3090",
+        lambda one: replace(one, variables={"NCCL_P2P_DISABLE": "1", "HOME": "x"}),
+        {"variable"},
+    ),
+    "torch without CUDA": (
+        "2x3090",
+        lambda one: replace(one, unused="torch 2.13.0+cpu is a build for CPUs"),
+        {"torch"},
+    ),
+    "an old driver": ("2x3090", lambda one: replace(one, build="13.0"), {"driver"}),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in machines.TREES if name != "container"])
+def test_a_healthy_machine_has_no_finding(tmp_path: Path, name: str) -> None:
+    assert faults.found(machines.examined(machines.read(tmp_path, name))) == []
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_named_and_nothing_else(tmp_path: Path, name: str) -> None:
+    tree, plant, expected = PLANTED[name]
+    found = faults.found(plant(machines.examined(machines.read(tmp_path, tree))))
+    assert {one.name for one in found} == expected
+    for one in found:
+        assert one.says
+        assert one.evidence
+        assert one.change
+
+
+def test_a_container_is_told_how_its_limits_change(tmp_path: Path) -> None:
+    found = faults.found(machines.examined(machines.read(tmp_path, "container")))
+    assert {one.name for one in found} == {"small /dev/shm", "core quota"}
+    (shared,) = [one for one in found if one.name == "small /dev/shm"]
+    assert "--shm-size" in shared.change
+
+
+def test_a_pair_that_hangs_is_named_with_the_iommu_as_the_cause(tmp_path: Path) -> None:
+    machine = machines.examined(machines.read(tmp_path, SWITCH))
+    machine = with_copy(0, 2, DIRECT, bytes_per_s=0.0, failure=HANGS)(machine)
+    (found,) = faults.found(with_system(iommu="translating")(machine))
+    assert found.says == "GPU 0 -> GPU 2 direct does not answer"
+    assert "iommu=pt" in found.change
+
+
+def test_a_slow_pair_between_sockets_is_a_fact_of_the_hardware(tmp_path: Path) -> None:
+    machine = machines.examined(machines.read(tmp_path, "two sockets"))
+    (found,) = faults.found(with_copy(0, 7, DIRECT, bytes_per_s=5e9)(machine))
+    assert not found.wrong
+    assert "nodes 0 and 1" in found.evidence
+    (found,) = faults.found(with_copy(0, 3, DIRECT, bytes_per_s=5e9)(machine))
+    assert found.wrong
+
+
+def test_the_cost_is_that_of_the_bytes_of_a_step() -> None:
+    """102.2 MB of weights and of gradients at 10 instead of 20 GB/s take 10.2 ms longer."""
+    said = faults._cost(10e9, 20e9, 4)
+    assert "10.2 ms longer in DataParallel" in said
+    assert "7.67 ms in DDP" in said
+
+
+def test_what_was_not_checked_is_listed_with_the_reason(tmp_path: Path) -> None:
+    done, undone = faults.checked(machines.healthy())
+    assert "copies between GPUs, because torch uses fewer than two GPUs" in undone
+    assert "size of /dev/shm" in done
+    done, undone = faults.checked(machines.examined(machines.read(tmp_path, "2x3090")))
+    assert "copies between GPUs" in done
+    assert undone == [
+        "locked memory, because its limit cannot be read",
+        "Access Control Services, because only root may read it",
+    ]
+
+
+def test_faults_stand_before_facts(tmp_path: Path) -> None:
+    machine = machines.examined(machines.read(tmp_path, "2x3090"))
+    machine = with_gpu(1, name="Tesla T4", pcie_width_now=4)(machine)
+    assert [one.wrong for one in faults.found(machine)] == [True, False]
