@@ -65,19 +65,16 @@ def run(
     return load(path, outcome.run_id)
 
 
-_OWN = inspect.signature(run, eval_str=True)
-_TYPES = get_type_hints(Options)
-run.__signature__ = _OWN.replace(  # type: ignore[attr-defined]
-    parameters=[
-        *(
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=_TYPES[name]
-            )
-            for name, one in OPTIONS.items()
-            if name != "find_max_batch"
-        ),
-        *[*_OWN.parameters.values()][:-1],
-    ]
+_WRITTEN = inspect.signature(run, eval_str=True)
+_LISTED = [
+    inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=OPTIONS[name].default, annotation=kind
+    )
+    for name, kind in get_type_hints(Options).items()
+    if name != "find_max_batch"
+]
+run.__signature__ = _WRITTEN.replace(  # type: ignore[attr-defined]
+    parameters=[*_LISTED, *[*_WRITTEN.parameters.values()][:-1]]
 )
 
 
@@ -94,12 +91,12 @@ def _naming_arguments() -> Iterator[None]:
 
 def _argument(found: re.Match[str]) -> str:
     name, word = str(found[1]).replace("-", "_"), found[2] or ""
-    if name not in inspect.signature(run).parameters:
-        return found[0]
     rest = f" {word}" if word else ""
     option = OPTIONS.get(name)
-    if option is None or option.flag:
+    if name in ("quiet", "verbose") or (option and option.flag):
         return f"{name}=True{rest}"
+    if option is None:
+        return found[0]
     named = ":" in word or found.string[found.end() :].startswith(":")
     if named or option.choices or word[:1].isdigit():
         with suppress(ValueError):

@@ -460,6 +460,8 @@ def check_model(name: str) -> None:
     """Raise LookupError if dpbench has no model `name`; a user's own, with a colon, may be any."""
     if ":" in name:
         return
+    if name.endswith(".py"):
+        registry.check_module(name)
     try:
         registry.check("models", name)
     except LookupError as error:

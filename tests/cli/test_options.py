@@ -10,6 +10,7 @@ import pytest
 from dpbench.cli import cli
 from dpbench.measure import run as runner
 from dpbench.measure.run import Outcome
+from dpbench.records.options import OPTIONS, OUTPUT
 from tests.exported import PROVENANCE, Command, is_error, made, stored
 from tests.records.test_options import parsed
 
@@ -157,6 +158,19 @@ def test_help_shows_the_defaults_and_the_file(dpbench, tmp_path):
     assert "[default: 5]" in out, "click shows the value where it shows a default"
 
 
+def test_the_help_of_a_run_has_each_option_once_in_its_group(dpbench):
+    sections = re.split(r"^(\S.*):$", dpbench("run", "--help")[1], flags=re.M)
+    grouped = [
+        (option, title)
+        for title, text in zip(sections[1::2], sections[2::2], strict=True)
+        for option in re.findall(r"^  (?:-., )?(--[a-z-]+)", text, re.M)
+    ]
+    assert len(dict(grouped)) == len(grouped)
+    assert {(one.spelled, one.group) for one in OPTIONS.values()} <= {*grouped}
+    assert {dict(grouped)[name] for name in ("--report", "--store", "--json")} == {OUTPUT}
+    assert "Options" not in sections
+
+
 def leaves(group):
     """Yield the words of each command that is not a group."""
     for name, command in sorted(group.commands.items()):
@@ -187,7 +201,11 @@ def test_bash_completes_commands_and_options(dpbench, monkeypatch):
     assert "_DPBENCH_COMPLETE=bash_source dpbench" in dpbench("--help")[1]
     monkeypatch.setenv("_DPBENCH_COMPLETE", "bash_source")
     assert "complete " in dpbench()[1]
-    asked = (("dpbench li", 1, "plain,list"), ("dpbench run --batch-s", 2, "plain,--batch-sizes"))
+    asked = (
+        ("dpbench li", 1, "plain,list"),
+        ("dpbench run --batch-s", 2, "plain,--batch-sizes"),
+        ("dpbench run --size f", 3, "plain,full"),
+    )
     for words, number, expected in asked:
         monkeypatch.setenv("_DPBENCH_COMPLETE", "bash_complete")
         monkeypatch.setenv("COMP_WORDS", words)
