@@ -14,7 +14,6 @@ from dpbench.cli.options import (
     EXIT_FAILED,
     EXIT_USAGE,
     EXIT_WORSE,
-    EXITS,
     Documented,
     json_option,
     option_of,
@@ -70,8 +69,7 @@ class Examination(msgspec.Struct, frozen=True, kw_only=True):
 @cli.command(
     cls=Documented,
     short_help="Find out why this machine is slow for several GPUs.",
-    exits=EXITS
-    | {
+    exits={
         0: "nothing wrong was found",
         EXIT_WORSE: "something is wrong",
         EXIT_FAILED: (

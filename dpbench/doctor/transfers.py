@@ -159,7 +159,7 @@ def _forward(stream: IO[str], lines: queue.Queue[str]) -> None:
 
 
 def _results(wanted: Sequence[Copy]) -> Iterator[dict[str, object]]:
-    """Yield an empty result once CUDA has started, then the rate and the wrong bytes of each copy."""
+    """Yield {} once CUDA has started, then the rate and the number of wrong bytes of each copy."""
     import torch
 
     pattern = torch.randint(0, 256, (SIZE,), dtype=torch.uint8)

@@ -14,7 +14,7 @@ from benchmarks.prediction import formula, loops, named_models
 from benchmarks.prediction.loops import LoopDifferences
 from dpbench.analysis import summary
 from dpbench.predict import cases, counts, machine, network, profiles, simulation, what_if
-from dpbench.predict.constants import DEFAULT, END, RESIDUAL, drawn, interval
+from dpbench.predict.constants import COLUMNS, DEFAULT, RESIDUAL, _normal, drawn, interval
 from dpbench.predict.machine import Link, UnknownMachine
 from dpbench.predict.work import Cost, Profile
 from dpbench.records import Case, Phase, Source, Step, ledger, registry
@@ -348,18 +348,19 @@ def test_an_interval_of_a_speed_up_holds_those_at_the_ends_of_the_computation(
         )
         return 8 * one / all_eight
 
-    for sign in (-1, 1):
-        found = speedup(math.exp(sign * END * RESIDUAL["counted"]))
+    column = sorted(draw[0] for draw in _normal(len(COLUMNS)))
+    for z in (column[len(column) // 10], column[-len(column) // 10 - 1]):
+        found = speedup(math.exp(z * RESIDUAL[predictor.profile(single).source]))
         assert 0.99 * stated.low <= found <= 1.01 * stated.high
 
 
 def test_data_parallel_on_eight_of_a_described_machine_may_gain_little_or_much() -> None:
-    """At the ends of the interval of the step on one device it gives 1.4 and 4.0 times as much."""
+    """When the doubt cancelled in the ratio, the interval was 2.19 to 2.87."""
     predictor = cases.Predictor(machine.load("h100-pcie-x8"))
     single, many = case_of("single", 1, 64), case_of("torch_dp", 8, 64)
     stated = cases.gain(predictor.predict(many), predictor.predict(single))
-    assert stated.low <= 1.4
-    assert stated.high >= 4.0
+    assert stated.low < 1.65
+    assert stated.high > 3.85
 
 
 def test_named_convolutional_nets_compute_in_tf32_as_torch_does_by_default() -> None:
