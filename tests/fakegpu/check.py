@@ -85,7 +85,7 @@ def stages(seed: int) -> dict[str, Stage]:
         },
         "planted": Stage((sys.executable, "-m", "tests.fakegpu.planted"), 300),
         "conformance": Stage((*PYTEST, *MARKED, *_paths(mirrored)), 300),
-        "fakes": Stage((*PYTEST, *_paths(fakes)), 300),
+        "fakes": Stage((*PYTEST, *_paths(fakes)), 480),
         "run": Stage((*PYTEST, *_paths([run])), 300),
         "gpu-check": Stage(
             (

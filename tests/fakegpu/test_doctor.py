@@ -64,16 +64,17 @@ def examined(**settings: str) -> tuple[set[str], dict[str, Any]]:
     return {one["name"] for one in found["findings"]} - OF_THIS_HOST, found
 
 
+PLANTED = {"FAKECUDA_CORRUPT": "0-2", "FAKECUDA_HANG": "1-2", "FAKECUDA_SLOW": "2-0"}
+
+
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
         ({}, set()),
-        ({"FAKECUDA_CORRUPT": "0-2"}, {"corrupt transfer"}),
-        ({"FAKECUDA_HANG": "1-2"}, {"failing transfer"}),
-        ({"FAKECUDA_SLOW": "2-0"}, {"slow pair"}),
+        (PLANTED, {"corrupt transfer", "failing transfer", "slow pair"}),
         ({"FAKECUDA_PEER": "0"}, {"no peer access"}),
     ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+    ids=["nothing", "copies", "no peers"],
 )
 def test_each_planted_fault_is_named_and_no_other(
     settings: dict[str, str], names: set[str]
