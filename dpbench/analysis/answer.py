@@ -58,17 +58,19 @@ class Answer:
 
     `subject` names the model and, if a run has several, the settings. `ranking` has the compared
     cases, the fastest first; `ranked` is a clause with their speed-ups and the probability that the
-    first is the fastest. `headline` is the choice with its speed-up. `reason` is a clause on
-    DataParallel's speed-up and most costly phase, `certainty` on doubts and missing measurements,
-    `memory` on the memory of the recommended case, `earlier` on the same case in an earlier run.
-    `command` is the command to run next. A text is "" if there is nothing to say. `home` is the
-    case on one device with which those in `compared` are compared, and `baseline` its row, None if
-    not measured. `row` is the row of the recommended case, None without one.
+    first is the fastest. `headline` is the choice with its speed-up, and `settled` whether further
+    rounds could not change it. `reason` is a clause on DataParallel's speed-up and most costly
+    phase, `certainty` on doubts and missing measurements, `memory` on the memory of the recommended
+    case, `earlier` on the same case in an earlier run. `command` is the command to run next. A text
+    is "" if there is nothing to say. `home` is the case on one device with which those in
+    `compared` are compared, and `baseline` its row, None if not measured. `row` is the row of the
+    recommended case, None without one.
     """
 
     subject: str
     choice: Choice
     headline: str
+    settled: bool = True
     ranking: tuple[Row, ...] = ()
     ranked: str = ""
     reason: str = ""
@@ -214,6 +216,8 @@ def _answer(
 ) -> Answer:
     decision = decide(question)
     ranked = ranking(question)
+    settled = decision.choice is not Choice.UNKNOWN and not unsettled(question)
+    so_far = "" if settled or decision.choice is Choice.UNKNOWN else "so far, "
     measured = {
         one.home.batch_size for one in all_questions if one.home.model == question.home.model
     }
@@ -226,7 +230,8 @@ def _answer(
         choice=decision.choice,
         row=decision.row,
         baseline=question.baseline,
-        headline=_too_small(question) + _headline(question, decision),
+        settled=settled,
+        headline=_too_small(question) + so_far + _headline(question, decision),
         ranking=ranked,
         ranked=_ranked(ranked),
         reason=_reason(question, decision, machine),

@@ -187,7 +187,8 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
 class AnswerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One answer, as `analysis.answer.Answer` defines it.
 
-    `case` is the label of the recommended case, null if none. `choice` is "use", "stay with one
+    `case` is the label of the recommended case, null if none. `settled` is whether further rounds
+    could not change the choice. `choice` is "use", "stay with one
     device" or "cannot tell"; for an observed loop, "change the loop", "nothing stands out" or
     "cannot tell". `epoch` states the time of an epoch, if `dpbench explain` was given its number of
     samples; `epoch_s` has its seconds on one device (for an observed loop, in this loop), and
@@ -197,6 +198,7 @@ class AnswerFacts(msgspec.Struct, frozen=True, kw_only=True):
     subject: str
     choice: str
     headline: str
+    settled: bool
     reason: str
     certainty: str
     memory: str

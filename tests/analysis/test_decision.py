@@ -440,6 +440,18 @@ def test_the_rule_decides_each_situation(name: str) -> None:
     assert answer.labels
 
 
+@pytest.mark.parametrize(("off", "settled"), [(0.02, True), (0.2, False)])
+def test_a_choice_that_a_rival_may_still_beat_holds_so_far(off: float, settled: bool) -> None:
+    """The rival's interval reaches 1.63, more than 5 % above the choice, or 1.39."""
+    rows = [row("single"), row("ddp", 2, 1.5), row("dp", 2, 1.36, off)]
+    answer = only(rows, {})
+    assert answer.choice is USE
+    assert answer.row is not None
+    assert answer.row.case.strategy == "ddp"
+    assert answer.settled is settled
+    assert answer.headline.startswith("so far, ") is not settled
+
+
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_the_next_command_selects_the_cases_of_the_answer(name: str) -> None:
     situation = SITUATIONS[name]
