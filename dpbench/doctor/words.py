@@ -56,7 +56,8 @@ def _host(machine: Examined) -> Iterator[str]:
 def tree(machine: Examined) -> Iterator[str]:
     """Yield the sockets with their cores, and below them the bridges, GPUs and network cards."""
     system = machine.system
-    shown = [one for one in system.pci.values() if one.kind != "bridge"]
+    every = [one for one in system.pci.values() if one.kind != "bridge"]
+    shown = every if system.of("gpu") else []  # network cards matter beside GPUs alone
     places = [str(gpu.get("pci_address", "")) for gpu in machine.gpus]
     titles = [f"GPU {number}  {gpu.get('name', '')}" for number, gpu in enumerate(machine.gpus)]
     names = dict(zip(places, titles, strict=True))

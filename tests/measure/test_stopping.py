@@ -10,8 +10,10 @@ import pytest
 
 from dpbench.analysis import stats, summary
 from dpbench.analysis.stats import LOOKS
+from dpbench.measure import selection
 from dpbench.measure.stopping import UntilDecided, shortage
 from dpbench.records import Case, Status, Trial, Verified, plan
+from dpbench.records.options import Options
 from tests.trials import trial_of
 
 SINGLE = Case(model="mlp", strategy="single", batch_size=64)
@@ -243,3 +245,14 @@ def test_a_budget_that_cannot_hold_the_trials_is_said_after_the_first_round() ->
     assert "96.2 s" in said
     assert "but 93.0 s of the budget is left" in said
     assert "--budget" in said
+
+
+@pytest.mark.parametrize(
+    ("rounds", "kind", "seconds"),
+    [("auto", "cpu", selection.SHORT_S), (5, "cpu", 1.5), ("auto", "cuda", 1.5)],
+)
+def test_a_run_on_a_cpu_that_ends_when_it_is_settled_has_short_trials(
+    rounds: int | str, kind: str, seconds: float
+) -> None:
+    cases = [replace(case, device_kind=kind) for case in (SINGLE, DDP)]
+    assert selection._effort(Options(rounds=rounds), cases).budget_s == seconds
