@@ -20,6 +20,7 @@ from dpbench.hardware import processes
 from dpbench.hardware.devices import open_devices
 from dpbench.measure.worker import feed, trial
 from dpbench.records import HOST, Case, Effort, Phase, Status, Step, Trial, Verified, no_mark, plan
+from dpbench.records.options import Options
 from dpbench.strategies import _ranks
 
 CASE = Case(model="mlp", strategy="single", batch_size=4, loader=0)
@@ -135,20 +136,25 @@ def test_each_rank_has_its_own_loader(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"loader": (-2,)}, "off or a number of workers, 0 or more"),
+        ({"loader": (-2,)}, r"must be off \(-1\) or a number of workers"),
         ({"loader": (2,), "inputs": ("device",)}, "a DataLoader puts batches in the host's memory"),
     ],
 )
 def test_a_loader_that_cannot_be_is_refused(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        plan.sweep(
+    def cases() -> list[Case]:
+        options = Options.of(**given)
+        return plan.sweep(
             models=["mlp"],
             strategies=["single"],
             devices=[1],
             batch_sizes=[8],
             device_kind="cuda",
-            **given,
+            loader=options.loader,
+            inputs=options.inputs,
         )
+
+    with pytest.raises(ValueError, match=message):
+        cases()
 
 
 def test_the_option_takes_off_and_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +165,7 @@ def test_the_option_takes_off_and_numbers(monkeypatch: pytest.MonkeyPatch) -> No
     for text in ("off,0,2", "some"):
         done = CliRunner().invoke(cli, ["run", "--loader", text])
         assert (done.exit_code == 2) is (text == "some"), done.output
-    assert "off or a number of workers" in done.output
+    assert "must be off (-1) or a number of workers" in done.output
     assert [options.loader for options in asked] == [(-1, 0, 2)]
 
 
