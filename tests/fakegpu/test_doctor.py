@@ -23,7 +23,7 @@ pytestmark = [
     ),
 ]
 MACHINE = f"doctor-{os.getpid()}"
-USUAL = {"FAKECUDA_DEVICES": "3", "FAKECUDA_P2P_GBPS": "0.5", "FAKECUDA_STAGED_GBPS": "0.4"}
+USUAL = {"FAKECUDA_DEVICES": "3", "FAKECUDA_P2P_GBPS": "4", "FAKECUDA_STAGED_GBPS": "3"}
 """Three GPUs whose copies take so long that the time of the host's own copy does not matter."""
 OF_THIS_HOST = {
     "small /dev/shm",
