@@ -237,9 +237,11 @@ def wrong_chains() -> int:
             y = x.to("cuda:1", non_blocking=True)
         there.wait_stream(here)
         with torch.cuda.stream(there):
-            y = y * 3
+            # `y` stays until the end: its memory is that of the default stream, whose next tensor,
+            # of another thread, would not wait for this product
+            z = y * 3
         there.synchronize()
-        right.append(y.tolist() == [3.0 * (seed + 10)] * 100)
+        right.append(z.tolist() == [3.0 * (seed + 10)] * 100)
 
     threads = [threading.Thread(target=chain, args=(seed,)) for seed in range(4)]
     for thread in threads:
