@@ -17,7 +17,7 @@ COLUMNS = (
     "samples/s",
     "speed-up (95 %)",
     "effic.",
-    "dev-0 imb.",
+    "dev 0",
     "verified",
     "labels",
 )
