@@ -224,12 +224,12 @@ def compare(
 def earlier(case: Case, run: Measured, past: Iterable[PastRun]) -> str:
     """Return a clause that compares a case of a run with the newest of `past` on a like machine.
 
-    "" if no such run measured the case. The verdict needs the margin and the interval of `compare`.
+    "" if no such run measured the case, or if its times mean nothing. The verdict needs the margin
+    and the interval of `compare`.
     """
-    here = [trial for trial in run.trials if trial.case == case]
+    here = _timed(case, run)
     for before in sorted(past, key=lambda one: one.run.started, reverse=True):
-        there = [trial for trial in before.trials if trial.case == case]
-        if unlikes(before, run) or not (found := compare(there, here)):
+        if unlikes(before, run) or not (found := compare(_timed(case, before), here)):
             continue
         line = found[0]
         when = datetime.fromtimestamp(before.run.started, UTC).strftime("%Y-%m-%d")
@@ -238,11 +238,21 @@ def earlier(case: Case, run: Measured, past: Iterable[PastRun]) -> str:
             if line.decided
             else ""
         )
+        speed = "" if line.ratio.doubt else " the speed"
         return (
             f"against run {before.run.id[:8]} of {when}: {VERDICTS[line.verdict]}"
-            f" ({words.times(line.ratio)} the speed){phase}"
+            f" ({words.times(line.ratio)}{speed}){phase}"
         )
     return ""
+
+
+def _timed(case: Case, run: Measured) -> list[Trial]:
+    """Return a run's trials of a case on real devices, without predictions."""
+    return [
+        trial
+        for trial in run.trials
+        if trial.case == case and trial.source.timed and not trial.on_fake_gpus
+    ]
 
 
 def _pairs(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Self
 
 from dpbench.analysis import (
@@ -132,7 +133,7 @@ class Report:
         """Return whether all cases are observed loops, without baseline and reference."""
         return bool(self.rows) and all(row.case.traits.observed for row in self.rows)
 
-    @property
+    @cached_property
     def lanes(self) -> Mapping[tuple[Case, Source], Lanes]:
         """Return the timeline of a median step of each case and source with spans."""
         return lanes.of_rows(self.rows, self.trials)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
@@ -19,20 +20,8 @@ from dpbench.cli.options import (
     option_of,
 )
 
-
-class FoundFault(msgspec.Struct, frozen=True, kw_only=True):
-    """A finding of `dpbench doctor`, as `doctor.faults.Finding` defines it.
-
-    `wrong` is False for a fact of the hardware that no setting changes, or that is harmless.
-    """
-
-    name: str
-    says: str
-    evidence: str
-    cost: str
-    change: str
-    undo: str
-    wrong: bool
+if TYPE_CHECKING:
+    from dpbench.doctor.faults import Finding
 
 
 class MadeCopy(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +46,7 @@ class Examination(msgspec.Struct, frozen=True, kw_only=True):
     `all_reduce_bytes_per_s` is what each GPU sent per second, null without a result.
     """
 
-    findings: Sequence[FoundFault]
+    findings: Sequence[Finding]
     checked: Sequence[str]
     unchecked: Sequence[str]
     gpus: Sequence[Mapping[str, object]]
@@ -117,7 +106,7 @@ def doctor(
     if as_json:
         shapes.show(
             Examination(
-                findings=[msgspec.convert(one, FoundFault, from_attributes=True) for one in found],
+                findings=found,
                 checked=done,
                 unchecked=undone,
                 gpus=machine.gpus,

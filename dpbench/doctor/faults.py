@@ -2,7 +2,7 @@
 
 Each rule reads the examined machine and yields its findings. `wrong` findings are faults that a
 change removes, and set the exit code; the others are limits of the hardware that a user should
-know. A rule without its data yields nothing, and `unchecked` says what was not checked.
+know. A rule without its data yields nothing, and `checked` says what was not checked.
 """
 
 from __future__ import annotations
@@ -13,8 +13,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dpbench.analysis.validity import SLOWDOWNS
 from dpbench.doctor.system import GENERATIONS, PciDevice, System, link_bytes_per_s
-from dpbench.doctor.transfers import DIRECT, PINNED, STAGED, Copy, Transfer
+from dpbench.doctor.transfers import (
+    DIRECT,
+    PINNED,
+    STAGED,
+    Copy,
+    Transfer,
+    copies,
+)
 from dpbench.records import words
 
 SLOW = 0.5
@@ -25,8 +33,8 @@ SHM_BYTES = 2**30
 """The least size of /dev/shm for DataLoader workers and NCCL in one container."""
 LOCKED_BYTES = 2**26
 """The least locked memory for network cards that access memory directly."""
-THROTTLING = {0x08: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "power brake"}
-"""NVML's bits for causes that lower the clocks of a GPU, whatever runs on it."""
+THROTTLING = {bit: SLOWDOWNS[bit] for bit in (0x08, 0x20, 0x40, 0x80)}
+"""The causes of lower clocks that are faults: a power cap and a boost of several GPUs are none."""
 HARMFUL: Mapping[str, tuple[tuple[str, ...], str]] = {
     "CUDA_LAUNCH_BLOCKING": (("1",), "every launch waits for its kernel"),
     "NCCL_P2P_DISABLE": (("1",), "NCCL copies between GPUs through the host's memory"),
@@ -181,8 +189,8 @@ def _narrow(machine: Examined) -> Iterator[Finding]:
     for gpu, facts in enumerate(machine.gpus):
         now, most = facts.get("pcie_width_now", 0), facts.get("pcie_width", 0)
         if 0 < now < most:
-            speed = GENERATIONS.get(facts.get("pcie_generation", 0), 0.0)
-            rate, promised = link_bytes_per_s(speed, now), link_bytes_per_s(speed, most)
+            promised = machine.promised(gpu)
+            rate = promised * now / most
             yield Finding(
                 name="narrow link",
                 says=f"the PCIe link of GPU {gpu} uses {now} of {most} lanes",
@@ -581,6 +589,7 @@ def checked(machine: Examined) -> tuple[list[str], list[str]]:
     no = []
     system = machine.system
     several = len(machine.gpus) > 1
+    untried = len(copies(len(machine.gpus))) - len(machine.transfers)
     kept = (
         ("size of /dev/shm", system.shm_bytes is not None, "it cannot be read"),
         ("locked memory", system.locked_bytes is not None, "its limit cannot be read"),
@@ -606,4 +615,6 @@ def checked(machine: Examined) -> tuple[list[str], list[str]]:
             yes.append(name)
         else:
             no.append(f"{name}, because {why}")
+    if untried:
+        no.append(f"{words.count(untried, 'copy', 'copies')}, because others hang or fail")
     return yes, no

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from dpbench.doctor import words
@@ -36,15 +35,8 @@ def render(
 ) -> str:
     """Return the HTML text; `checks` has what was checked, and what was not."""
     style = f"{page.text_of('page.css')}{STYLE}"
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     wrong = sum(finding.wrong for finding in findings)
-    return environment.get_template("page.html").render(
+    return page.template("page.html", Path(__file__).parent).render(
         policy=Markup(f"default-src 'none'; style-src {page.allowed(style)}"),
         style=Markup(style),
         host=platform.node(),

@@ -16,10 +16,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import permutations
 from typing import IO
 
+from dpbench.doctor.probe.figures import last_line
 from dpbench.hardware import processes
 from dpbench.measure.server import environment
 from dpbench.records import HOST
@@ -30,6 +32,10 @@ REPEATS = 5
 """The number of timed copies, after one that is not timed."""
 LIMIT_S = 15.0
 """The seconds of silence after which a copy counts as hanging."""
+MOST_HANGS = 2
+"""The number of copies that hang after which no other is tried."""
+END_S = 5.0
+"""The seconds in which a killed child must end; one that hangs in the driver does not."""
 START_S = 60.0
 """The seconds in which the child must load torch and start CUDA."""
 DIRECT, STAGED, PINNED, PAGEABLE = "direct", "through the host", "pinned", "pageable"
@@ -100,62 +106,92 @@ def copies(gpus: int) -> list[Copy]:
 def measured(
     wanted: Sequence[Copy], say: Callable[[str], None] = lambda _: None, limit_s: float = LIMIT_S
 ) -> list[Transfer]:
-    """Return the result of each copy, in order; those that hang or fail say so."""
+    """Return the result of each copy, in order; those that hang or fail say so.
+
+    After `MOST_HANGS` copies that hang, the others are not tried. If the child does not start, the
+    first copy has the reason, and the others are not tried.
+    """
     results: list[Transfer] = []
-    while len(results) < len(wanted):
-        rest = wanted[len(results) :]
-        results += _child(rest, say, limit_s)
+    while len(results) < len(wanted) and sum(one.hangs for one in results) < MOST_HANGS:
+        try:
+            results += _child(wanted[len(results) :], say, limit_s)
+        except NotStarted as failed:
+            return [*results, Transfer(wanted[len(results)], failure=str(failed))]
     return results
 
 
+class NotStarted(RuntimeError):
+    """The child could not load torch, or not start CUDA."""
+
+
 def _child(rest: Sequence[Copy], say: Callable[[str], None], limit_s: float) -> list[Transfer]:
-    """Return the results of the first of the copies, up to one at which the child ends."""
+    """Return the results of the first of the copies, up to one at which the child ends.
+
+    Raises NotStarted if it makes none.
+    """
     found: list[Transfer] = []
-    with (
-        tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
             _command(),
             env=environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-        ) as process,
-    ):
-        assert process.stdin
-        assert process.stdout
-        process.stdin.write(json.dumps([asdict(one) for one in rest]))
-        process.stdin.close()
-        lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=_forward, args=(process.stdout, lines), daemon=True).start()
-        started = False
-        while len(found) < len(rest):
-            if started:
-                say(f"copying {rest[len(found)]} ...")
+        )
+        try:
+            answers = _answers(process, json.dumps([asdict(one) for one in rest]))
             try:
-                line = lines.get(timeout=limit_s if started else START_S)
+                if not answers.get(timeout=START_S):
+                    raise NotStarted(_last_line(errors))
             except queue.Empty:
-                process.kill()
-                why = HANGS if started else f"torch does not start within {START_S:g} s"
-                return [*found, Transfer(rest[len(found)], failure=why)]
-            if not line:
-                errors.seek(0)
-                last = (errors.read().strip().splitlines() or ["no output"])[-1]
-                return [*found, Transfer(rest[len(found)], failure=last)]
-            if started:
-                found.append(Transfer(rest[len(found)], **json.loads(line)))
-            started = True
+                raise NotStarted(f"torch does not start within {START_S:g} s") from None
+            for copy in rest:
+                say(f"copying {copy} ...")
+                try:
+                    line = answers.get(timeout=limit_s)
+                except queue.Empty:
+                    return [*found, Transfer(copy, failure=HANGS)]
+                if not line:
+                    return [*found, Transfer(copy, failure=_last_line(errors))]
+                found.append(Transfer(copy, **json.loads(line)))
+        finally:
+            _end(process)
     return found
+
+
+def _answers(process: subprocess.Popen[str], question: str) -> queue.Queue[str]:
+    """Send a question, and return the queue of the answer's lines; the last one is empty."""
+    lines: queue.Queue[str] = queue.Queue()
+
+    def forward() -> None:
+        assert process.stdout
+        for line in process.stdout:
+            lines.put(line)
+        lines.put("")
+
+    threading.Thread(target=forward, daemon=True).start()
+    assert process.stdin
+    with suppress(BrokenPipeError):  # it has ended; the queue says so
+        process.stdin.write(question)
+        process.stdin.close()
+    return lines
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a process; one that hangs in the driver may not end, and is not waited for."""
+    process.kill()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(END_S)
+
+
+def _last_line(errors: IO[str]) -> str:
+    errors.seek(0)
+    return last_line(errors.read())
 
 
 def _command() -> list[str]:
     return [sys.executable, "-m", "dpbench.doctor.transfers", str(os.getpid())]
-
-
-def _forward(stream: IO[str], lines: queue.Queue[str]) -> None:
-    for line in stream:
-        lines.put(line)
-    lines.put("")
 
 
 def _results(wanted: Sequence[Copy]) -> Iterator[dict[str, object]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -49,10 +49,10 @@ In fp32, the strategy that needs most memory needs 7.1 GiB with 64 samples on ea
 AMPERE = (8, 0)
 SHORT_S = 0.75
 """The seconds of timed steps of a trial on a CPU, in a run that ends with its answers settled."""
-ASSUMED_S = {"cpu": OVERHEAD_S + Effort().budget_s, "cuda": 6.0}
-"""The assumed seconds of a case's first trial: the overhead plus the default budget for steps.
+ASSUMED_S = {"cpu": OVERHEAD_S, "cuda": 4.5}
+"""The assumed seconds of a case's first trial beside those of its timed steps.
 
-On GPUs, the overhead is the start of CUDA and of its libraries, which takes 3 to 5 s.
+On GPUs, they are the start of CUDA and of its libraries, which takes 3 to 5 s.
 """
 LEFT_OUT = (
     "the check of each model, the start of the workers' server in each round, and the wait for idle"
@@ -316,7 +316,7 @@ def measure(
         budget_s=budget_s,
         settle_s=SETTLE_S if budget_s is None else budget_s,
         limit_s=options.limit,
-        effort=_effort(options, cases),
+        effort=effort_of(cases, auto=options.rounds == AUTO),
         retry=options.retry,
         patience_s=options.patience,
         listen=listen,
@@ -325,12 +325,13 @@ def measure(
     )
 
 
-def _effort(options: Options, cases: Sequence[Case]) -> Effort:
-    """Return the limits on a trial: on a CPU, many short rounds settle an answer sooner.
+def effort_of(cases: Iterable[Case], *, auto: bool) -> Effort:
+    """Return the limits on a trial; `auto` is whether the run ends when its answers are settled.
 
-    Processes differ more from each other than the steps of one process do.
+    On a CPU, many short rounds then settle an answer sooner: processes differ more from each other
+    than the steps of one process do.
     """
-    short = options.rounds == AUTO and all(case.device_kind == "cpu" for case in cases)
+    short = auto and all(case.device_kind == "cpu" for case in cases)
     return Effort(budget_s=SHORT_S) if short else Effort()
 
 
@@ -379,7 +380,7 @@ class RunForecast:
 
     @property
     def seconds(self) -> float:
-        """Return the expected seconds of all trials, with `ASSUMED_S` for unknown ones."""
+        """Return the expected seconds of all trials, with an assumed time for unknown ones."""
         return sum(
             one.left * (self._assumed_s if one.trial_s is None else one.trial_s)
             for one in self.cases
@@ -392,7 +393,8 @@ class RunForecast:
 
     @property
     def _assumed_s(self) -> float:
-        return ASSUMED_S["cuda" if self.on_gpus else "cpu"]
+        effort = effort_of((one.case for one in self.cases), auto=self.auto)
+        return ASSUMED_S["cuda" if self.on_gpus else "cpu"] + effort.budget_s
 
     @property
     def basis(self) -> str:

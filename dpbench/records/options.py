@@ -236,7 +236,7 @@ class Options:
     rounds: int | str = _option(
         AUTO,
         TIME,
-        "Number of rounds, each of which measures every case in a fresh process. auto: three, and"
+        "Number of rounds, each of which measures every case in a fresh process. auto: four, and"
         " then more of the cases on which an answer still depends.",
         choices=(AUTO,),
         least=1,

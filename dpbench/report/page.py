@@ -187,10 +187,10 @@ def render(report: Report) -> str:
     return rendered.encode("utf-8", "replace").decode()
 
 
-def template(name: str) -> Template:
-    """Return a template of the folder; it escapes all text that is not markup."""
+def template(name: str, folder: Path = FOLDER) -> Template:
+    """Return a template of a folder; it escapes all text that is not markup."""
     environment = Environment(
-        loader=FileSystemLoader(FOLDER),
+        loader=FileSystemLoader(folder),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -19,7 +19,7 @@ import dpbench as dp
 from dpbench.analysis import comparison, stats
 from dpbench.analysis.report import Report
 from dpbench.cli import comparing
-from dpbench.records import Case, Phase, Span, Status, Step, Trial, Verified
+from dpbench.records import Case, Phase, Source, Span, Status, Step, Trial, Verified
 from dpbench.records.trial import SLOW, Estimate
 from dpbench.report import comparing as drawing
 from dpbench.report import swim_lanes
@@ -448,6 +448,33 @@ def test_an_answer_compares_its_case_with_the_newest_earlier_run_on_a_like_machi
     assert earlier.answers[0].earlier.startswith("against run ")
     oldest = runs_of(tmp_path)[0]
     assert oldest.answers[0].earlier == ""
+
+
+def test_too_few_rounds_are_no_earlier_speed(tmp_path: Path) -> None:
+    path = tmp_path / "dpbench.db"
+    first = stored(path, BEFORE)
+    few = dp.load(path, stored(path, [one for one in BEFORE if one.round < 2]))
+    assert few.answers[0].earlier.startswith(f"against run {first[:8]}")
+    assert "the speed" not in few.answers[0].earlier
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"source": Source.PREDICTED},
+        {"case": replace(SINGLE, device_kind="cuda"), "provenance": {"gpu": "Fake GPU"}},
+    ],
+    ids=["predicted", "fake GPUs"],
+)
+def test_times_that_nobody_measured_are_compared_with_no_earlier_run(
+    changed: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "dpbench.db"
+    trials = [replace(one, **changed) for one in BEFORE if one.case == SINGLE]
+    stored(path, trials)
+    again = dp.load(path, stored(path, trials)).analysis
+    assert len(again.past) == 2
+    assert comparison.earlier(trials[0].case, again, again.past[:1]) == ""
 
 
 def test_the_page_has_answers_table_and_lanes_of_both_runs_and_needs_no_network(

@@ -53,6 +53,24 @@ def test_a_copy_that_hangs_or_ends_its_process_is_named_and_the_rest_is_made(
     assert f"copying {wanted[1]} ..." in said
 
 
+HANGING = CHILD.replace("ends == (0, 1)", "True")
+SILENT = "import sys; sys.exit('CUDA error: no device')"
+
+
+def test_after_two_copies_that_hang_the_others_are_not_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transfers, "_command", lambda: [sys.executable, "-c", HANGING])
+    found = transfers.measured(copies(3), limit_s=0.5)
+    assert [one.failure for one in found] == [HANGS] * transfers.MOST_HANGS
+
+
+def test_a_child_that_does_not_start_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "_command", lambda: [sys.executable, "-c", SILENT])
+    (found,) = transfers.measured(copies(3))
+    assert found.failure == "CUDA error: no device"
+
+
 def test_without_a_gpu_the_copy_fails_with_torchs_reason() -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():

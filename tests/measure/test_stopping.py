@@ -13,7 +13,6 @@ from dpbench.analysis.stats import LOOKS
 from dpbench.measure import selection
 from dpbench.measure.stopping import UntilDecided, shortage
 from dpbench.records import Case, Status, Trial, Verified, plan
-from dpbench.records.options import Options
 from tests.trials import trial_of
 
 SINGLE = Case(model="mlp", strategy="single", batch_size=64)
@@ -255,4 +254,4 @@ def test_a_run_on_a_cpu_that_ends_when_it_is_settled_has_short_trials(
     rounds: int | str, kind: str, seconds: float
 ) -> None:
     cases = [replace(case, device_kind=kind) for case in (SINGLE, DDP)]
-    assert selection._effort(Options(rounds=rounds), cases).budget_s == seconds
+    assert selection.effort_of(cases, auto=rounds == "auto").budget_s == seconds

@@ -261,7 +261,7 @@ def _schedules(context: CaseContext) -> Judgement:
             "whether another schedule is faster (measure with --schedules fastest, or --ladder)"
         )
     best = min(rivals, key=lambda row: (row.doubt is not None, row.step.value if row.step else 0.0))
-    found = _against(context, best, f"the schedule {in_words(best.case)}")
+    found = _against(context, best, f"the schedule {best.case.schedule}")
     return replace(found, schedule=best.case.schedule) if isinstance(found, Evidence) else found
 
 
