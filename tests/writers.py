@@ -79,7 +79,7 @@ class Process:
         keys = {"plan": self.generator.choice(PLANS), "host": "h", "code": "c"}
         with Store.create(self.store) as opened:
             with Store.read(self.store) as reader:
-                reader.unfinished(**keys)
+                reader.unfinished(Naming(), **keys)
             run_id, _ = opened.begin_run(**keys, rounds=0, provenance={})
             first = max((number for _, number in opened.done(run_id)), default=-1) + 1
             for number in range(first, first + self.generator.randrange(1, 9)):

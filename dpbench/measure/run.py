@@ -14,7 +14,7 @@ import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -145,12 +145,14 @@ def run(
 
     `limit_s` limits the duration of one trial in seconds. `retry` has names of statuses: trials
     that ended with one of them are measured again, even if the latest run of this plan has
-    finished. `traces` is a folder for profiles (None: no profiles): after the timed steps of each
-    trial, one more step is profiled and written to traces/<run>/<case>-r<round>.json, with one file
-    per rank. `cluster` has the ranks of a launch by torchrun or srun, which then measure the cases.
-    `listen` is called with every event. After a KeyboardInterrupt, or if signals from outside have
-    ended both attempts at a trial, the same call resumes the run. Raises OSError if temporary files
-    cannot be written; the trials that have ended stay stored.
+    finished. A plan that only adds cases or rounds to that of the latest run goes on with it, even
+    if it has finished (see `needed_rounds`). `traces` is a folder for profiles (None: no profiles):
+    after the timed steps of each trial, one more step is profiled and written to
+    traces/<run>/<case>-r<round>.json, with one file per rank. `cluster` has the ranks of a launch
+    by torchrun or srun, which then measure the cases. `listen` is called with every event. After a
+    KeyboardInterrupt, or if signals from outside have ended both attempts at a trial, the same call
+    resumes the run. Raises OSError if temporary files cannot be written; the trials that have ended
+    stay stored.
     """
     began_s = time.perf_counter()
     facts = collect(cluster)
@@ -170,6 +172,7 @@ def run(
         before = foreign_load.told(load, cases) if foreign_load.busy(load, cases) else ""
         store.annotate(run_id, foreign_load.FACT, foreign_load.plain(load))
         store.annotate(run_id, "noisy", _noise(before, ()))
+        growth = store.growth(run_id)
         session = _Session(
             store,
             run_id,
@@ -185,6 +188,8 @@ def run(
             facts["gpus"].get("gpus", ()),
             gpus,
             load.gpus,
+            needed_rounds(cases, rule.least, growth.joined),
+            growth.looks + rule.looks,
         )
         session.measure(cases, store.done(run_id, retry=retry), paired=paired)
         store.annotate(run_id, "noisy", _noise(before, session.noisy, session.gpus_used))
@@ -203,14 +208,31 @@ def collect(cluster: Cluster | None) -> dict[str, Any]:
 
 def identity(
     cases: Sequence[Case], rule: RoundsRule, facts: dict[str, Any], *, paired: bool
-) -> dict[str, str]:
-    """Return the hashes of a run's plan, host and code, by which an unfinished run is found."""
-    how = ["paired"] * paired
+) -> dict[str, Any]:
+    """Return the plan, the host and the code of a run, by which a run to go on with is found."""
+    parts = plan.Parts.of(cases, rule.name, *["paired"] * paired)
     return {
-        "plan": plan.plan_hash(cases, rule.name, *how),
+        "plan": parts.whole,
+        "parts": parts,
         "host": provenance.host_key(facts),
         "code": provenance.code_key(facts),
     }
+
+
+def needed_rounds(
+    cases: Iterable[Case], least: int, joined: Mapping[str, int]
+) -> dict[Case, range]:
+    """Return the rounds in which each case is measured whatever the results are.
+
+    These are the first `least` rounds or, for a model of which cases joined the run later, the
+    `least` rounds from the one in `joined` (by fingerprint). The other cases of that model are then
+    measured again, because a speed-up compares steps of the same round.
+    """
+    first: dict[str, int] = {}
+    for case in cases:
+        number = joined.get(case.fingerprint, 0)
+        first[case.model] = max(number, first.get(case.model, 0))
+    return {case: range(first[case.model], first[case.model] + least) for case in cases}
 
 
 def _noise(
@@ -266,7 +288,11 @@ class _Session:
         visible: Sequence[Mapping[str, Any]],
         gpus: Sequence[int],
         gpus_before: Sequence[foreign_load.GpuLoad],
+        needed: Mapping[Case, range],
+        looks: int,
     ) -> None:
+        self._needed = needed
+        self._looks = looks
         self._traces = traces
         self._patience_s = patience_s
         self._cluster = cluster
@@ -313,9 +339,10 @@ class _Session:
 
     def measure(self, cases: Sequence[Case], done: set[tuple[str, int]], *, paired: bool) -> None:
         """Measure the rule's rounds, except the pairs (case fingerprint, round) in `done`."""
-        least = self._rule.least
-        planned = max(least, PLANNED if self._rule.looks > 1 else 0)
-        self._total = max(len(done), len(cases) * least)
+        planned = max(self._rule.least, PLANNED if self._rule.looks > 1 else 0)
+        needed = {(case.fingerprint, n) for case in cases for n in self._needed[case]}
+        last = max((rounds.stop for rounds in self._needed.values()), default=0)
+        self._total = len(needed | done)
         self._done = len(done)
         self._widest = max((case.devices for case in cases if times_links(case)), default=0)
         self._listen(Started(self._run_id, self._total, self._done))
@@ -326,7 +353,7 @@ class _Session:
             watched = stack.enter_context(samplers.sampling(self._gpus, scratch / "samples.jsonl"))
             lasting = stack.enter_context(self._workers(scratch)) if paired else None
             number = 0
-            while wanted := self._rule.wanted(cases, number):
+            while (wanted := self._wanted(cases, number)) or number < last:
                 pending = [case for case in wanted if (case.fingerprint, number) not in done]
                 if pending and number and self._too_long(pending, number):
                     self._leave_out(pending, number)
@@ -344,9 +371,9 @@ class _Session:
                         pending = [case for case in pending if case not in refused]
                         remaining = [
                             case
-                            for n in range(number, least)
+                            for n in range(number, last)
                             for case in cases
-                            if (case.fingerprint, n) not in done
+                            if n in self._needed[case] and (case.fingerprint, n) not in done
                         ]
                         self._ahead = Counter(remaining or pending)
                         self._planned = max(len(remaining), len(pending) * (planned - number))
@@ -361,6 +388,19 @@ class _Session:
                 self._look(self._patience_s, cases)
                 with nullcontext(lasting) if lasting else self._workers(scratch) as server:
                     self._repeat(cases, server, watched, paired=paired)
+
+    def _wanted(self, cases: Sequence[Case], number: int) -> list[Case]:
+        """Return the cases of a round: those that need it, and those that the rule adds."""
+        further = self._rule.wanted(cases, number)
+        return [
+            case
+            for case in cases
+            if number in self._needed[case]
+            or (number >= self._needed[case].stop and case in further)
+        ]
+
+    def _is_needed(self, cases: Iterable[Case], number: int) -> bool:
+        return any(number in self._needed[case] for case in cases)
 
     @contextmanager
     def _workers(self, scratch: Path) -> Iterator[TrialRunner]:
@@ -490,7 +530,7 @@ class _Session:
 
     def _load_facts(self, trial: Trial, load: foreign_load.Measured | None) -> dict[str, Any]:
         """Return what others used during a trial, and how long the GPU computes in a step."""
-        facts: dict[str, Any] = {LOOKS: self._rule.looks} if self._rule.looks > 1 else {}
+        facts: dict[str, Any] = {LOOKS: self._looks} if self._looks > 1 else {}
         if isinstance(load, foreign_load.Load):
             facts[foreign_load.FACT] = foreign_load.plain(load)
         mine = ordinals([trial.case])
@@ -521,7 +561,8 @@ class _Session:
         )
         return replace(
             effort,
-            memory_by_phase=effort.memory_by_phase and number == 0,
+            memory_by_phase=effort.memory_by_phase
+            and any(number == self._needed[case].start for case in group),
             profile=effort.profile and (first or by_profile),
             links=effort.links and unlinked,
         )
@@ -550,7 +591,7 @@ class _Session:
         On CPUs, trials of the rounds that every case needs are shortened instead.
         """
         needed_s = self._usual_s(Counter(cases))
-        if number >= self._rule.least:
+        if not self._is_needed(cases, number):
             return needed_s > self._settle_by_s - time.perf_counter()
         return on_gpus(cases) and needed_s > self._left_s
 
@@ -573,10 +614,10 @@ class _Session:
     def _leave_out(self, cases: Sequence[Case], number: int) -> None:
         """Record that no further round is measured; say so if every case needed it."""
         self._total = self._done
-        if number >= self._rule.least:
+        if not self._is_needed(cases, number):
             self.open = bool(self._rule.unsettled())
             return
-        last = self._rule.least
+        last = max(self._needed[case].stop for case in cases)
         rounds = f"rounds {number + 1} to {last}" if number + 1 < last else f"round {number + 1}"
         self._listen(
             Note(

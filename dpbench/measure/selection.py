@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,7 +17,7 @@ from dpbench.records import HABITS, Case, Effort, plan, registry, words
 from dpbench.records.options import AUTO, Options, tags
 from dpbench.records.registry import Role
 from dpbench.records.schedule import Schedule
-from dpbench.store import Naming, Store
+from dpbench.store import Growth, Naming, Store
 
 if TYPE_CHECKING:
     from dpbench.measure.cluster import Cluster
@@ -420,12 +419,14 @@ class Known:
 
     `durations` has the seconds of earlier trials on this machine, by case fingerprint. `resumes` is
     the id of the run that the plan would resume (otherwise empty), and `done` has the (fingerprint,
-    round) pairs of its final trials.
+    round) pairs of its final trials. `growth` is what would be that
+    of the run.
     """
 
     durations: Mapping[str, Sequence[float]] = field(default_factory=dict)
     resumes: str = ""
     done: frozenset[tuple[str, int]] = frozenset()
+    growth: Growth = field(default_factory=Growth)
 
     @classmethod
     def of(
@@ -441,12 +442,12 @@ class Known:
             return cls()
         facts = run.collect(cluster)
         keys = run.identity(cases, _rule(options), facts, paired=options.paired)
-        keys["plan"] = naming.identified(keys["plan"])
         with Store.read(path) as store:
-            run_id = store.unfinished(**keys, reopen=bool(options.retry))
+            found = store.unfinished(naming, **keys, reopen=bool(options.retry))
+            run_id, growth = found or ("", Growth())
             done = store.done(run_id, retry=options.retry) if run_id else ()
             durations = store.durations(keys["host"], {case.fingerprint for case in cases})
-            return cls(durations=durations, resumes=run_id or "", done=frozenset(done))
+            return cls(durations=durations, resumes=run_id, done=frozenset(done), growth=growth)
 
 
 def forecast(
@@ -461,12 +462,11 @@ def forecast(
     stored = Known.of(path, options, cases, naming, cluster)
     rule = _rule(options)
     rounds = rule.least
-    done = Counter(fingerprint for fingerprint, number in stored.done if number < rounds)
     planned = []
-    for case in cases:
+    for case, numbers in run.needed_rounds(cases, rounds, stored.growth.joined).items():
         earlier = stored.durations.get(case.fingerprint, ())
         typical = statistics.median(earlier) if earlier else None
-        left = rounds - done[case.fingerprint]
+        left = sum((case.fingerprint, number) not in stored.done for number in numbers)
         planned.append(PlannedCase(case=case, left=left, trial_s=typical, earlier=len(earlier)))
     return RunForecast(
         cases=planned,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -264,8 +264,44 @@ def side_by_side(cases: Sequence[Case]) -> list[tuple[Case, ...]]:
 
 def plan_hash(cases: Iterable[Case], rounds: object, *how: str) -> str:
     """Return a hash of a plan: its set of cases, the rounds, and the measurement settings `how`."""
-    text = json.dumps([rounds, sorted(case.fingerprint for case in cases), *how])
-    return hashlib.sha256(text.encode()).hexdigest()
+    return Parts.of(cases, rounds, *how).whole
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A plan whose smaller plans can be recognised by their hashes.
+
+    `cases` has the fingerprints of its cases; `rounds` and `how` are as for `plan_hash`.
+    """
+
+    cases: frozenset[str]
+    rounds: object
+    how: tuple[str, ...]
+
+    @classmethod
+    def of(cls, cases: Iterable[Case], rounds: object, *how: str) -> Parts:
+        """Return the plan with these cases."""
+        return cls(frozenset(case.fingerprint for case in cases), rounds, how)
+
+    @property
+    def whole(self) -> str:
+        """Return the hash of the whole plan."""
+        text = json.dumps([self.rounds, sorted(self.cases), *self.how])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def smaller(self, cases: Collection[str], rounds: int) -> str | None:
+        """Return the hash of the plan of some cases and fewer rounds; None if it is no smaller one.
+
+        `rounds` is 0 if a rule adds rounds.
+        """
+        fixed = rounds or self.rounds
+        fewer = isinstance(self.rounds, int) and isinstance(fixed, int) and fixed > self.rounds
+        part = replace(self, cases=frozenset(cases), rounds=fixed)
+        return (
+            part.whole
+            if cases and part.cases <= self.cases and part != self and not fewer
+            else None
+        )
 
 
 def _schedule(text: str) -> str:

@@ -15,17 +15,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import asdict
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, Self
 
 from dpbench.records import SCHEMA, Case, Status, Trial
+from dpbench.records.plan import Parts
 from dpbench.records.trial import FINAL
 from dpbench.store import copying, file, rows, summaries
 from dpbench.store.copying import Merged
 from dpbench.store.file import DamagedStore, StoreError
 from dpbench.store.rows import UnreadableRow
-from dpbench.store.runs import LATEST, PREDICTED, Naming, PastRun, StoredRun, alive, born
+from dpbench.store.runs import LATEST, PREDICTED, Growth, Naming, PastRun, StoredRun, alive, born
 
 __all__ = [
     "FINISHED",
@@ -34,6 +36,7 @@ __all__ = [
     "LATEST",
     "PAST",
     "DamagedStore",
+    "Growth",
     "Merged",
     "Naming",
     "PastRun",
@@ -47,6 +50,8 @@ RUNNING = "running"
 FINISHED = "finished"
 OPEN = "open"
 """The status of a run that used up its time before all of its answers were settled."""
+GROWTH = "growth"
+"""The key of the provenance for the growth of a run's plan."""
 INTERRUPTED = "interrupted"
 _RANKED = (
     "SELECT id, run_id, status, row_number() OVER (PARTITION BY run_id, fingerprint, round ORDER BY"
@@ -156,18 +161,21 @@ class Store:
         rounds: int,
         provenance: Mapping[str, Any],
         reopen: bool = False,
+        parts: Parts | None = None,
     ) -> tuple[str, bool]:
         """Return the id of the run to add trials to, and whether it is a resumed run.
 
         The latest unfinished run with the same plan, name, tags, host and code is resumed, or with
-        `reopen` also a finished one; otherwise a new run is added. Trials of the resumed run that
-        are still `running` become `killed`. Raises StoreError if another living process is adding
-        trials to this run.
+        `reopen` also a finished one. Without one, the latest run on this host and code is resumed
+        if its cases and rounds are a part of this plan, given as `parts`; the run then has a
+        `growth`. Otherwise a new run is added. Trials of the resumed run that are still `running`
+        become `killed`. Raises StoreError if another living process is adding trials to this run.
         """
-        plan = self._naming.identified(plan)
+        identified = self._naming.identified(plan)
         provenance = self._naming.added_to(provenance)
         with file.transaction(self._db):
-            row = self._latest(plan, host, code, reopen)
+            same = self._latest(identified, host, code, reopen)
+            row = same or self._part(self._naming, host, code, parts)
             if row and alive(row[1], row[2]) and row[1] != os.getpid():
                 raise StoreError(
                     f"process {row[1]} is already adding trials to this run in the store"
@@ -179,6 +187,11 @@ class Store:
                     "UPDATE run SET status=?, pid=?, pid_born=? WHERE id=?", (RUNNING, *me, row[0])
                 )
                 self._kill_running(row[0])
+                if parts and not same:
+                    self._annotate(row[0], GROWTH, asdict(self._grown(row[0], parts)))
+                    self._db.execute(
+                        "UPDATE run SET plan=?, rounds=? WHERE id=?", (identified, rounds, row[0])
+                    )
                 return row[0], True
             run_id = os.urandom(16).hex()
             self._db.execute(
@@ -186,7 +199,7 @@ class Store:
                 " provenance) VALUES (?,?,?,?,?,?,?,?,?,?)",
                 (
                     run_id,
-                    plan,
+                    identified,
                     host,
                     code,
                     RUNNING,
@@ -198,14 +211,25 @@ class Store:
             )
             return run_id, False
 
-    def unfinished(self, *, plan: str, host: str, code: str, reopen: bool = False) -> str | None:
-        """Return the id of the run that `begin_run` would resume; None if it would add a new run.
+    def unfinished(
+        self,
+        naming: Naming,
+        *,
+        plan: str,
+        host: str,
+        code: str,
+        reopen: bool = False,
+        parts: Parts | None = None,
+    ) -> tuple[str, Growth] | None:
+        """Return the id of the run that `begin_run` would resume, and what would be its `growth`.
 
-        `plan` is the result of `Naming.identified`.
+        None if it would add a new run. `naming` has the name and the tags of the run.
         """
         with file.snapshot(self._db):
-            row = self._latest(plan, host, code, reopen)
-        return row[0] if row else None
+            if row := self._latest(naming.identified(plan), host, code, reopen):
+                return row[0], self.growth(row[0])
+            row = self._part(naming, host, code, parts)
+            return (row[0], self._grown(row[0], parts)) if row and parts else None
 
     def _latest(
         self, plan: str, host: str, code: str, reopen: bool
@@ -219,6 +243,39 @@ class Store:
         if row:
             rows.run(self._db, row[3])  # raises for a damaged row
         return row and (row[0], row[1], row[2])
+
+    def _part(
+        self, naming: Naming, host: str, code: str, parts: Parts | None
+    ) -> tuple[str, int, float] | None:
+        """Return the same of the latest run on this host and code if it has a part of a plan."""
+        query = (
+            "SELECT id, pid, pid_born, rowid, plan, rounds FROM run WHERE host=? AND code=?"
+            " ORDER BY started DESC LIMIT 1"
+        )
+        row = self._db.execute(query, (host, code)).fetchone() if parts else None
+        if not row or not parts:
+            return None
+        rows.run(self._db, row[3])
+        smaller = parts.smaller(self._begun(row[0]), row[5])
+        fits = smaller is not None and naming.identified(smaller) == row[4]
+        return (row[0], row[1], row[2]) if fits else None
+
+    def _begun(self, run_id: str) -> dict[str, int]:
+        """Return the last round of each case that a run has begun, by fingerprint."""
+        query = "SELECT fingerprint, max(round) FROM trial WHERE run_id=? GROUP BY fingerprint"
+        return dict(self._db.execute(query, (run_id,)).fetchall())
+
+    def _grown(self, run_id: str, parts: Parts) -> Growth:
+        """Return the growth of a run to a plan: its further cases join it in the next round."""
+        begun = self._begun(run_id)
+        number = 1 + max(begun.values())
+        before = self.growth(run_id)
+        added = {case: number for case in parts.cases if case not in begun}
+        return Growth(joined={**before.joined, **added}, looks=before.looks + 1)
+
+    def growth(self, run_id: str) -> Growth:
+        """Return how the plan of a run has grown."""
+        return Growth(**self._provenance(run_id).get(GROWTH, {}))
 
     def end_run(self, run_id: str, status: str = FINISHED) -> None:
         """Set the final status of a run; a run whose status is not `finished` can be resumed.
@@ -234,11 +291,16 @@ class Store:
     def annotate(self, run_id: str, name: str, facts: Mapping[str, Any]) -> None:
         """Store `facts` in a run's provenance under the key `name`, replacing earlier ones."""
         with file.transaction(self._db):
-            (provenance,) = self._db.execute(
-                "SELECT provenance FROM run WHERE id=?", (run_id,)
-            ).fetchone()
-            added = json.dumps({**json.loads(provenance), name: facts})
-            self._db.execute("UPDATE run SET provenance=? WHERE id=?", (added, run_id))
+            self._annotate(run_id, name, facts)
+
+    def _annotate(self, run_id: str, name: str, facts: Mapping[str, Any]) -> None:
+        added = json.dumps({**self._provenance(run_id), name: facts})
+        self._db.execute("UPDATE run SET provenance=? WHERE id=?", (added, run_id))
+
+    def _provenance(self, run_id: str) -> dict[str, Any]:
+        query = "SELECT provenance FROM run WHERE id=?"
+        (provenance,) = self._db.execute(query, (run_id,)).fetchone()
+        return dict(json.loads(provenance))
 
     def _kill_running(self, run_id: str) -> None:
         self._db.execute(

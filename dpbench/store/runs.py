@@ -63,6 +63,18 @@ class Naming:
         return {**provenance, **{key: value for key, value in given.items() if value}}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Growth:
+    """How the plan of a run has grown: by cases, or by rounds.
+
+    `joined` has the first round of each case that joined the run later, by fingerprint. `looks` is
+    how often results were looked at before the plan grew.
+    """
+
+    joined: Mapping[str, int] = field(default_factory=dict)
+    looks: int = 0
+
+
 @dataclass(frozen=True)
 class StoredRun:
     """One stored run, without its trials.

@@ -111,6 +111,118 @@ def test_what_a_resumed_run_comes_to_is_the_whole_run(store, monkeypatch):
     assert outcome.counts == {Status.FAILED: 1, Status.OK: 8}
 
 
+# -- a plan that grows
+
+
+ONE = Case(model="mlp", strategy="single", batch_size=8)
+TWO = Case(model="mlp", strategy="dp", batch_size=8, devices=2)
+FOUR = Case(model="mlp", strategy="dp", batch_size=8, devices=4)
+OTHER = Case(model="lstm", strategy="single", batch_size=8)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_further_model_joins_the_run_and_nothing_is_measured_again(store):
+    first = run([ONE, TWO], store, rounds=2)
+    grown = run([ONE, TWO, OTHER], store, rounds=2)
+    assert (grown.run_id, grown.resumed) == (first.run_id, True)
+    assert slots(store.trials()) == Counter(
+        {(case, number) for case in (ONE, TWO) for number in (0, 1)} | {(OTHER, 2), (OTHER, 3)}
+    )
+    assert store.runs()[0].status == "finished"
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_case_that_joins_its_model_is_measured_beside_the_baseline_of_the_same_round(store):
+    """A ratio of steps from rounds at different times would also be one of two loads."""
+    run([ONE, TWO, OTHER], store, rounds=2)
+    run([ONE, TWO, FOUR, OTHER], store, rounds=2)
+    assert slots(store.trials()) == Counter(
+        {(case, number) for case in (ONE, TWO, OTHER) for number in (0, 1)}
+        | {(case, number) for case in (ONE, TWO, FOUR) for number in (2, 3)}
+    )
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_run_that_grew_goes_on_after_an_interruption_and_grows_again(store, monkeypatch):
+    run([ONE, TWO], store, rounds=2)
+    asked = []
+
+    def act(case, effort):
+        asked.append(case)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return {}
+
+    monkeypatch.setattr(Server, "act", staticmethod(act))
+    with pytest.raises(KeyboardInterrupt):
+        run([ONE, TWO, FOUR], store, rounds=2)
+    monkeypatch.setattr(Server, "act", staticmethod(lambda case, effort: {}))
+    assert run([ONE, TWO, FOUR], store, rounds=2).resumed
+    grown = slots(store.trials())
+    assert grown == Counter(
+        {(case, number) for case in (ONE, TWO) for number in range(4)} | {(FOUR, 2), (FOUR, 3)}
+    )
+    run([ONE, TWO, FOUR, OTHER], store, rounds=2)
+    assert slots(store.trials()) - grown == Counter({(OTHER, 4), (OTHER, 5)})
+    assert len(store.runs()) == 1
+
+
+@pytest.mark.usefixtures("quick")
+def test_rounds_until_the_answers_are_settled_go_on_in_a_run_that_grew(store):
+    run([ONE, OTHER], store, rounds=UntilDecided(), settle_s=0)
+    run([ONE, OTHER, TWO], store, rounds=UntilDecided(), settle_s=0)
+    rounds = {
+        case: {trial.round for trial in store.trials() if trial.case == case}
+        for case in (ONE, OTHER, TWO)
+    }
+    least = UntilDecided.least
+    assert rounds[OTHER] == {*range(least)}
+    assert rounds[ONE] == {*range(2 * least)}
+    assert rounds[TWO] == {*range(least, 2 * least)}
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    ("cases", "settings"),
+    [
+        pytest.param([ONE, OTHER], {}, id="another case in place of one"),
+        pytest.param([ONE], {}, id="fewer cases"),
+        pytest.param([ONE, TWO, OTHER], {"rounds": 1}, id="fewer rounds"),
+        pytest.param([ONE, TWO, OTHER], {"paired": True}, id="other settings"),
+    ],
+)
+def test_a_plan_that_does_not_only_add_cases_is_another_run(store, cases, settings):
+    first = run([ONE, TWO], store, rounds=2)
+    second = run(cases, store, **{"rounds": 2} | settings)
+    assert (second.run_id == first.run_id, second.resumed) == (False, False)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("more", [5, UntilDecided()], ids=["fixed", "auto"])
+def test_more_rounds_go_on_with_the_run_and_their_intervals_hold_at_every_look(store, more):
+    """Who looks at three rounds, and adds two because they decide nothing, looks twice."""
+    first = run([ONE, TWO], store, rounds=3)
+    assert {trial.looks for trial in store.trials()} == {1}
+    grown = run([ONE, TWO], store, rounds=more, settle_s=0)
+    assert grown.run_id == first.run_id
+    looks = {trial.round: trial.looks for trial in store.trials()}
+    if more == 5:
+        assert looks == {0: 1, 1: 1, 2: 1, 3: 2, 4: 2}
+    else:
+        assert looks == {0: 1, 1: 1, 2: 1, 3: 1 + len(LOOKS)}
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_run_joins_the_latest_run_only(store):
+    """Else trials of a much earlier time could become a part of it."""
+    run([ONE, TWO], store, rounds=2)
+    run([OTHER], store, rounds=2)
+    assert not run([ONE, TWO, FOUR], store, rounds=2).resumed
+
+
+# -- statuses, budgets and events
+
+
 @pytest.mark.usefixtures("quick")
 def test_retry_measures_again_what_it_names_and_nothing_else(store, monkeypatch):
     bad = {CASES[0]: Status.FAILED, CASES[1]: Status.OOM, CASES[2]: Status.TIMEOUT}

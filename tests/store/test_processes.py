@@ -25,7 +25,7 @@ import dpbench
 from dpbench import load
 from dpbench.records import Case, Status
 from dpbench.records.trial import FINAL
-from dpbench.store import DamagedStore, Naming, Store, StoreError, rows
+from dpbench.store import DamagedStore, Growth, Naming, Store, StoreError, rows
 from dpbench.store import file as module
 from tests.exported import made, stored
 from tests.store.test_file import contents
@@ -332,7 +332,8 @@ def test_a_process_that_ends_leaves_the_log_of_a_running_writer_alone(path, chil
         for number in range(3):
             with Store.read(path) as reader:
                 assert len(reader.trials(run_id)) == number
-            assert store.unfinished(plan="plan", host="host", code="code") == run_id
+            found = store.unfinished(Naming(), plan="plan", host="host", code="code")
+            assert found == (run_id, Growth())
             before = wal.stat().st_ino
             other = child(visitor, path, number)
             out, err = other.communicate(timeout=60)
