@@ -63,8 +63,9 @@ def histories(
     """Return the history of each case with a step time at `COMMITS` commits or more.
 
     `provenance` has the facts of the current run, and `past` are runs on the same hardware. Left
-    out are runs with another torch, with uncommitted changes, or without a commit, and commits
-    whose step time is in doubt.
+    out are runs with another torch, with uncommitted changes, or without a commit, commits whose
+    step time is in doubt, and trials that took only a few steps (`Trial.slow`) where those of the
+    newest run did not, or the other way round.
     """
     torch = (provenance.get("packages") or {}).get("torch")
     usable = [
@@ -96,30 +97,35 @@ def _commit(facts: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _points(case: Case, past: Iterable[tuple[tuple[str, str], PastRun]]) -> tuple[CommitPoint, ...]:
-    groups: dict[tuple[str, str], list[tuple[str, list[Trial]]]] = {}
-    for commit, past_run in past:
-        trials = [
-            trial
-            for trial in past_run.trials
-            if trial.case == case and trial.source is Source.MEASURED
-        ]
-        if trials:
-            groups.setdefault(commit, []).append((past_run.run.id, trials))
+    measured = [
+        (commit, past_run.run.id, trial)
+        for commit, past_run in past
+        for trial in past_run.trials
+        if trial.case == case and trial.source is Source.MEASURED
+    ]
+    groups: dict[tuple[str, str], dict[str, list[Trial]]] = {}
+    for commit, run, trial in measured:
+        if trial.slow == measured[-1][2].slow:
+            groups.setdefault(commit, {}).setdefault(run, []).append(trial)
     by_project = len({project for _, project in groups}) > 1
     points = []
     for (code, project), runs in groups.items():
-        every = [list(steps.values()) for _, trials in runs if (steps := summary.measured(trials))]
+        every = [
+            list(steps.values()) for trials in runs.values() if (steps := summary.measured(trials))
+        ]
         rounds = dict(enumerate(steps for run in every for steps in run))
         if not rounds or (step := stats.median(rounds)).doubt or not math.isfinite(step.high):
             continue
-        labels = summary.all_labels(trial for _, trials in runs for trial in summary.shown(trials))
+        labels = summary.all_labels(
+            trial for trials in runs.values() for trial in summary.shown(trials)
+        )
         name = "+".join(
             filter(None, (code[:8], project[:8] if by_project and project != code else ""))
         )
         points.append(
             CommitPoint(
                 commit=name or project[:8],
-                runs=tuple(run for run, _ in runs),
+                runs=tuple(runs),
                 step=step,
                 labels=labels,
             )

@@ -19,6 +19,7 @@ from dpbench.analysis.report import Report
 from dpbench.api.reports import report_of
 from dpbench.api.stored import choose
 from dpbench.records import Case, Source, Step, Trial
+from dpbench.records.trial import SLOW
 from dpbench.report import figures, markdown, page
 from dpbench.store import Store
 from tests.trials import trial_of
@@ -99,6 +100,20 @@ def test_a_history_has_the_commits_of_one_machine_in_order(kept: Path) -> None:
     ], "the last commit has two runs"
     assert len(history.points[-1].runs) == 2
     assert history.labels == ("MEASURED", "CPU-ONLY")
+
+
+def test_trials_of_few_steps_are_on_no_curve_with_ordinary_ones(kept: Path) -> None:
+    """Their first steps are warmer or colder, which is no change of the code."""
+    few = [replace(trial, provenance={SLOW: True}) for trial in trials_of(CASE, 0.02)]
+    with Store.create(kept) as store:
+        add(store, few, "facade1")
+        add(store, trials_of(CASE, 0.013), "facade2")
+    (history,) = newest(kept).histories
+    commits = [point.commit for point in history.points]
+    assert commits == [f"c0ffee{number}c" for number in range(6)] + ["facade2f"]
+    with Store.create(kept) as store:
+        add(store, few, "facade3")
+    assert not newest(kept).histories, "two commits with trials of few steps are no history"
 
 
 def test_the_step_is_detected_and_drawn(kept: Path) -> None:
