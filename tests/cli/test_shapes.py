@@ -274,10 +274,12 @@ def test_a_dry_run_of_an_interrupted_run_has_the_trials_that_are_left(
         f"resumes the run {run_id[:8]}, which has 3 trials of this plan\n2 cases in 3 rounds: 3"
         " trials to" in out
     )
-    for other in (("--name", "b"), ("--rounds", "4"), ("--paired",), ("--batch-sizes", "8")):
+    for other in (("--name", "b"), ("--rounds", "2"), ("--paired",), ("--batch-sizes", "8")):
         assert (
             strict(dpbench(*command, *other, "--dry-run", "--json")[1])["forecast"]["resumes"] == ""
         )
+    more = strict(dpbench(*command, "--rounds", "4", "--dry-run", "--json")[1])
+    assert (more["forecast"]["resumes"], more["trials"]) == (run_id, 5), "a plan with more rounds"
     assert dpbench(*command)[0] == 130
     with Store.read(tmp_path / "dpbench.db") as store:
         assert [run.id for run in store.runs()] == [run_id], "the run was resumed"
