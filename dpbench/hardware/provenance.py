@@ -13,13 +13,13 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
 
-from dpbench.records import Case
+from dpbench.records import Case, sources
 
 PACKAGES = ("torch", "numpy", "pandas", "matplotlib", "nvidia-ml-py", "asv", "scipy")
 VARIABLES = (
@@ -168,17 +168,21 @@ def _stable(facts: dict[str, Any]) -> list[Any]:
     return [host, [gpu.get("uuid") for gpu in facts["gpus"].get("gpus", [])]]
 
 
-def code_key(facts: dict[str, Any]) -> str:
+def code_key(facts: dict[str, Any], names: Iterable[str] = ()) -> str:
     """Return a key of the code that ran, from `facts`, the result of `collect`.
 
-    It consists of dpbench's version and commit, the project's commit, and torch's version.
+    It consists of dpbench's version and commit, the project's commit, uncommitted changes of either
+    checkout, torch's version, and the files of the user's objects `names`.
     """
+    checkouts = [facts["dpbench"], facts["project"]]
     parts = [
         facts["dpbench"]["version"],
-        facts["dpbench"].get("commit", ""),
-        facts["project"].get("commit", ""),
+        *(one.get("commit", "") for one in checkouts),
+        facts["packages"].get("torch", ""),
+        *(one.get("changes", "") for one in checkouts),
+        sources.digest(names),
     ]
-    return " ".join([*parts, facts["packages"].get("torch", "")])
+    return " ".join(parts).rstrip()
 
 
 def version(name: str) -> str:
@@ -205,21 +209,23 @@ def _cpu_name() -> str:
 
 
 def _git(folder: Path) -> dict[str, Any]:
-    """Return `commit` and `dirty` (tracked files have changed); empty without a checkout."""
+    """Return facts about a checkout; empty without one.
 
-    def git(*arguments: str) -> str:
+    They are `commit`, `dirty` (tracked files have changed), and `changes`, a hash of uncommitted
+    changes of Python files, if there are any.
+    """
+
+    def git(*arguments: str) -> bytes:
         return subprocess.run(
-            ["git", "-C", str(folder), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
+            ["git", "-C", str(folder), *arguments], capture_output=True, timeout=10, check=True
         ).stdout.strip()
 
     try:
-        return {
-            "commit": git("rev-parse", "HEAD"),
+        found = {
+            "commit": git("rev-parse", "HEAD").decode(),
             "dirty": bool(git("status", "--porcelain", "-uno")),
         }
+        changes = git("diff", "HEAD", "--", ":/*.py") if found["dirty"] else b""
+        return found | ({"changes": hashlib.sha256(changes).hexdigest()[:16]} if changes else {})
     except (OSError, subprocess.SubprocessError):
         return {}

@@ -211,11 +211,12 @@ def identity(
 ) -> dict[str, Any]:
     """Return the plan, the host and the code of a run, by which a run to go on with is found."""
     parts = plan.Parts.of(cases, rule.name, *["paired"] * paired)
+    own = {name for case in cases for name in (case.model, case.strategy) if ":" in name}
     return {
         "plan": parts.whole,
         "parts": parts,
         "host": provenance.host_key(facts),
-        "code": provenance.code_key(facts),
+        "code": provenance.code_key(facts, own),
     }
 
 

@@ -6,6 +6,7 @@ Nothing that happens loses or repeats what was measured.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from dpbench.measure import run as module
 from dpbench.measure.run import Ended, Note, Started, run
 from dpbench.measure.stopping import UntilDecided
 from dpbench.records import Case, Effort, Sample, Status
-from dpbench.store import Store
+from dpbench.store import OPEN, Store
 from tests.standing_in import Server
 
 CASES = [Case(model=f"m{i}", strategy="single", batch_size=8) for i in range(9)]
@@ -210,6 +211,23 @@ def test_more_rounds_go_on_with_the_run_and_their_intervals_hold_at_every_look(s
         assert looks == {0: 1, 1: 1, 2: 1, 3: 2, 4: 2}
     else:
         assert looks == {0: 1, 1: 1, 2: 1, 3: 1 + len(LOOKS)}
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("more", [[], [TWO]], ids=["an open run", "a plan that grows"])
+def test_trials_of_an_edited_model_are_never_added_to_a_run(store, tmp_path, monkeypatch, more):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "net.py"
+    file.write_text("net = 1\n")
+    mine = replace(ONE, model="net.py:net")
+    first = run([mine], store, rounds=2)
+    if not more:
+        store.end_run(first.run_id, OPEN)
+    file.write_text("net = 2\n")
+    assert not run([mine, *more], store, rounds=2).resumed
+    file.write_text("net = 1\n")
+    if not more:
+        assert run([mine], store, rounds=2).run_id == first.run_id
 
 
 @pytest.mark.usefixtures("quick")
