@@ -158,7 +158,9 @@ def test_memory_that_is_kept_is_not_faulted_in_anew() -> None:
     each = 16 * 2**20 // 4096  # pages of one of twenty rounds
     assert found["keep"] < each
     huge = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    if not (huge.exists() and "[always]" in huge.read_text()):  # a fault then brings in 512 pages
+    by_itself = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)  # torch keeps it
+    # with huge pages, a fault brings in 512 pages
+    if not by_itself and not (huge.exists() and "[always]" in huge.read_text()):
         assert found["default"] > each
 
 
