@@ -460,6 +460,22 @@ FAULTS = (
         ),
     ),
     Fault(
+        "turn-patience",
+        "replicas that wait for each other in forward do not also wait for their turns",
+        "self._lock.acquire(timeout=PATIENCE_S)",
+        "self._lock.acquire()",
+        (
+            "tests/engine/fast/test_turns.py::test_replicas_that_wait_for_each_other_in_forward_are_not_kept_waiting",
+        ),
+    ),
+    Fault(
+        "turn-choice",
+        "forwards run in turns only where this is faster",
+        "median(in_turns) < median(free)",
+        "median(in_turns) > median(free)",
+        ("tests/engine/fast/test_turns.py::test_the_faster_kind_of_run_is_taken",),
+    ),
+    Fault(
         "first-use",
         "threads that are the first to dispatch an operator to Python do not crash the process",
         "load_operators()",
