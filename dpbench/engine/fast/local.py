@@ -156,7 +156,8 @@ class Local:
             turn=self._workers.turn if on_host else NOTHING,
             weight=summed.weight_of(target) if on_host else None,
         )
-        if parts.split:  # the divisor is known: no device waits for another
+        # the divisor is known: no device waits for another, unless it would disturb its forward
+        if parts.split and not self._workers.turn.taken:
             run_on_devices(parts.alone, used, self._workers)
             parts.add()
             return parts.loss

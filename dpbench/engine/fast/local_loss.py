@@ -48,7 +48,7 @@ class LocalLoss:
     of the batch.
 
     `pieces` are (inputs, target) pairs. `scale` is applied to the loss from which backward starts.
-    `turn` is the context of each forward.
+    `turn` is the context of each forward, with its loss.
     If the rows of a replica's output and target do not correspond one to one, `meet` sets `split`
     to False. The loss must then be computed over the gathered `outputs`.
     """
@@ -84,13 +84,14 @@ class LocalLoss:
         inputs, target = self._pieces[i]
         device = self._devices[i]
         mark = self._mark
-        with self._turn, mark(Phase.FORWARD, device.index):
-            self.outputs[i] = call_on(device, self._replicas[i], inputs, {})
-        if not self._summed.splits(self.outputs[i], target):
-            return
-        with mark(Phase.LOSS, device.index):
-            self._totals[i] = self._summed.total(self.outputs[i], target)
-            self._weights[i] = self._summed.weight(self.outputs[i], target)
+        with self._turn:
+            with mark(Phase.FORWARD, device.index):
+                self.outputs[i] = call_on(device, self._replicas[i], inputs, {})
+            if not self._summed.splits(self.outputs[i], target):
+                return
+            with mark(Phase.LOSS, device.index):
+                self._totals[i] = self._summed.total(self.outputs[i], target)
+                self._weights[i] = self._summed.weight(self.outputs[i], target)
 
     def meet(self) -> None:
         """Add the replicas' parts of the loss on the first device; the result is `loss`.
@@ -134,10 +135,11 @@ class LocalLoss:
         inputs, target = self._pieces[i]
         device = self._devices[i]
         mark = self._mark
-        with self._turn, mark(Phase.FORWARD, device.index):
-            output = call_on(device, self._replicas[i], inputs, {})
-        with mark(Phase.LOSS, device.index):
-            self._totals[i] = self._summed.total(output, target)
+        with self._turn:
+            with mark(Phase.FORWARD, device.index):
+                output = call_on(device, self._replicas[i], inputs, {})
+            with mark(Phase.LOSS, device.index):
+                self._totals[i] = self._summed.total(output, target)
         del output
         self.backward(i)
 

@@ -3,8 +3,9 @@
 Every operation of torch releases Python's interpreter lock, and takes it again when it has ended.
 Two threads whose operations are short therefore wake each other at every operation, which takes
 longer than the operations: 150 tiny layers, 1.5 ms in one thread, take 5.6 ms in two threads at the
-same time. In turns they take 3 ms, and the backward of one replica, which needs no interpreter,
-runs during the forward of the next. Forwards that compute for long lose by turns.
+same time, but 3 ms in turns. Backward needs the lock only to free what forward has saved. It
+follows at the same time on all devices, when the last forward has ended, which it would disturb.
+Forwards that compute for long lose by turns.
 """
 
 from __future__ import annotations
