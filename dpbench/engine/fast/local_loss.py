@@ -91,7 +91,8 @@ class LocalLoss:
                 return
             with mark(Phase.LOSS, device.index):
                 self._totals[i] = self._summed.total(self.outputs[i], target)
-                self._weights[i] = self._summed.weight(self.outputs[i], target)
+                if self._weight is None:
+                    self._weights[i] = self._summed.weight(self.outputs[i], target)
 
     def meet(self) -> None:
         """Add the replicas' parts of the loss on the first device; the result is `loss`.
@@ -122,6 +123,7 @@ class LocalLoss:
             return
         device = self._devices[i]
         total = self._totals[i]
+        self._totals[i] = total.detach()  # so that the graph is freed here, on all devices at once
         if isinstance(self._weight, torch.Tensor):
             device.wait(self._devices[0])
             device.borrow([self._weight])

@@ -109,7 +109,7 @@ class ReplicaWeights:
                 parameter.grad = None
 
     def versions(self) -> list[int]:
-        """Return torch's counts of in-place writes to the weights of the module and all replicas."""
+        """Return torch's counts of in-place writes to the weights of module and replicas."""
         return [one._version for one in self._counted]
 
     def undo_forward(self, count: int) -> None:
