@@ -375,8 +375,8 @@ FAULTS = (
     Fault(
         "writes-in-forward",
         "weights that forward writes are those of replica 0",
-        "            self._written_in_forward = True",
-        "            pass",
+        "self._written_in_forward = self._weights.versions() != self._seen",
+        "self._written_in_forward = False",
         (
             "tests/engine/law/test_noticed_changes.py::test_weights_that_forward_writes_are_those_of_replica_0",
         ),
@@ -458,6 +458,31 @@ FAULTS = (
         (
             "tests/engine/plain/test_autograd.py::test_a_device_that_fails_early_stops_no_other_device_in_the_same_stage",
         ),
+    ),
+    Fault(
+        "one-by-one",
+        "an update in one thread sends each device's share to the others",
+        "run_on_devices(update.copy, self._devices, ONE_BY_ONE)",
+        "pass",
+        (
+            "tests/engine/fast/test_schedules.py::test_an_update_in_one_thread_makes_the_weights_of_one_in_several",
+        ),
+    ),
+    Fault(
+        "turn-patience",
+        "replicas that wait for each other in forward do not also wait for their turns",
+        "self._lock.acquire(timeout=PATIENCE_S)",
+        "self._lock.acquire()",
+        (
+            "tests/engine/fast/test_turns.py::test_replicas_that_wait_for_each_other_in_forward_are_not_kept_waiting",
+        ),
+    ),
+    Fault(
+        "turn-choice",
+        "forwards run in turns only where this is faster",
+        "median(in_turns) < median(free)",
+        "median(in_turns) > median(free)",
+        ("tests/engine/fast/test_turns.py::test_the_faster_kind_of_run_is_taken",),
     ),
     Fault(
         "first-use",

@@ -35,6 +35,10 @@ NOTHING: Context = nullcontext()
 class Workers(Protocol):
     """The threads that run the replicas; all jobs run at the same time, and may wait for others."""
 
+    @property
+    def turn(self) -> Context:
+        """The context of a forward on the host, which may wait there until another has ended."""
+
     def run(self, job: Job, count: int, starting: Context = NOTHING) -> None:
         """Call `job(i)` for each i below `count`, and wait for all of these calls to end.
 
@@ -48,6 +52,8 @@ class Workers(Protocol):
 
 class Spawn:
     """Workers that start a new thread per replica and call, as torch.nn.DataParallel does."""
+
+    turn: Context = NOTHING
 
     def run(self, job: Job, count: int, starting: Context = NOTHING) -> None:
         """Run each job in a new thread, or a single job in the calling thread."""
@@ -92,10 +98,12 @@ def parallel_apply(
             f" {len(kwargs)} (kwargs), {len(devices)} (devices)"
         )
     outputs: list[Any] = [None] * len(modules)
+    # a forward on a GPU only queues work: it must not wait, and has no time of its own to compare
+    turn = workers.turn if devices and devices[0].torch_device.type == "cpu" else NOTHING
 
     def job(i: int) -> None:
         arguments = inputs[i] if isinstance(inputs[i], tuple | list) else (inputs[i],)
-        with team.on(i), mark(Phase.FORWARD, devices[i].index):
+        with team.on(i), turn, mark(Phase.FORWARD, devices[i].index):
             outputs[i] = call_on(devices[i], modules[i], arguments, kwargs[i])
 
     with Team(devices) as team:

@@ -13,14 +13,15 @@ finished as in `local`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from dpbench.engine.fast.local import Local
-from dpbench.engine.fast.stages import run_on_devices
-from dpbench.engine.fast.update import Update
+from dpbench.engine.fast.stages import ONE_BY_ONE, run_on_devices
+from dpbench.engine.fast.update import Gradients, Update
 from dpbench.engine.training import Training
 from dpbench.records import Phase
 from dpbench.records.schedule import Schedule
@@ -38,7 +39,6 @@ class AllReduce(Local):
             training.optimizer, self._weights, self._flat(), self._devices, self._mark
         )
         self._seen: list[int] = []
-        self._begun: list[list[int]] = []
         self._written_in_forward = False
 
     def _flat(self) -> Any:
@@ -68,7 +68,6 @@ class AllReduce(Local):
         self._update.begin()
         if self._weights.versions() != self._seen:
             self._refresh()
-        self._begun = self._weights.all_versions(count)
         return self._weights.modules(count)
 
     def _refresh(self) -> None:
@@ -77,25 +76,24 @@ class AllReduce(Local):
         self._seen = self._weights.versions()
 
     def _finish(self, *, last: bool) -> None:
-        if self._weights.all_versions(self._used) != self._begun:
-            self._written_in_forward = True
-        if self._is_unusual():
+        gradients = self._weights.gradients(self._used)
+        # in this step, only forwards can have written weights so far
+        self._written_in_forward = self._weights.versions() != self._seen
+        if self._is_unusual(gradients[0]):
             self._bring()
             self._step_plainly()
         else:
-            self._step()
-        self._written_in_forward = False
+            self._step(gradients)
         self._update.end()
 
-    def _is_unusual(self) -> bool:
+    def _is_unusual(self, first: Sequence[torch.Tensor | None]) -> bool:
         """Return whether only the user's optimizer, on the module's parameters, can step.
 
         It must if a forward has written weights, because each device then has weights of its own,
         and if there are gradients that shards cannot represent: a sparse gradient, or one that did
         not come through the replicas, for example that of a penalty on `module.parameters()` in the
-        loss.
+        loss. `first` are the gradients of replica 0.
         """
-        (first,) = self._weights.gradients(1)
         return (
             self._written_in_forward
             or any(g is not None and g.is_sparse for g in first)
@@ -113,10 +111,9 @@ class AllReduce(Local):
             )
         self._seen = []
 
-    def _step(self) -> None:
-        """Reduce the gradients, and run the optimizers, on all devices at once."""
+    def _step(self, gradients: Gradients) -> None:
+        """Reduce the gradients, and run the optimizers, on all devices."""
         update = self._update
-        gradients = self._weights.gradients(self._used)
         if update.exchange and self._used > 1:
             self._exchange(gradients)
 
@@ -130,7 +127,7 @@ class AllReduce(Local):
         update.show()
         self._seen = self._weights.versions()
 
-    def _exchange(self, gradients: list[list[torch.Tensor | None]]) -> None:
+    def _exchange(self, gradients: Gradients) -> None:
         """Sum the gradients by collectives."""
         exchange = self._update.exchange
         assert exchange is not None
@@ -141,7 +138,7 @@ class AllReduce(Local):
         exchange.wait()
 
     def _update_all(self, step: Any) -> None:
-        run_on_devices(step, self._devices, self._workers)
+        run_on_devices(step, self._devices, ONE_BY_ONE if self._update.small else self._workers)
 
     def abandon(self) -> None:
         """Do nothing but make the next step copy the weights: `.grad` is as in an ordinary loop."""

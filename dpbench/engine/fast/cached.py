@@ -77,13 +77,11 @@ class ReplicaCache:
     def _read(self) -> None:
         modules = self._modules = list(self.module.modules())
         self._types = list(map(type, modules))
-        self._watched: list[dict[str, Any]] = [d for m in modules for d in (m.__dict__, m._modules)]
+        self._watched: list[dict[str, Any]] = [
+            d for m in modules for d in (m.__dict__, m._modules, m._parameters, m._buffers)
+        ]
         self._names = list(chain.from_iterable(self._watched))
         self._seen = list(chain.from_iterable(map(dict.values, self._watched)))
-        self._holders: list[dict[str, Any]] = [
-            d for m in modules for d in (m._parameters, m._buffers)
-        ]
-        self._ids = [id(tensor) for holder in self._holders for tensor in holder.values()]
         self._hooks = [*_GLOBAL_HOOKS, *(getattr(m, name) for m in modules for name in _HOOKS)]
         self._library = all(_is_library(m) for m in modules)
         self.parameters: list[torch.Tensor] = unique(self.module.parameters())
@@ -107,8 +105,6 @@ class ReplicaCache:
             self._unchecked = False
 
     def _changed(self) -> bool:
-        if [id(tensor) for holder in self._holders for tensor in holder.values()] != self._ids:
-            return True
         names = list(chain.from_iterable(self._watched))
         values = list(chain.from_iterable(map(dict.values, self._watched)))
         return (

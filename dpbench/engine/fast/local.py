@@ -30,7 +30,7 @@ from dpbench.engine.fast.pool import Pool
 from dpbench.engine.fast.replica_weights import ReplicaWeights
 from dpbench.engine.fast.stages import in_stages, run_on_devices
 from dpbench.engine.gather import gather
-from dpbench.engine.parallel_apply import parallel_apply
+from dpbench.engine.parallel_apply import NOTHING, parallel_apply
 from dpbench.engine.reduce import reduce
 from dpbench.engine.scatter import scatter
 from dpbench.engine.settings import without_cast_cache
@@ -153,9 +153,11 @@ class Local:
             used,
             self._mark,
             scale=self._training.scaled,
+            turn=self._workers.turn if on_host else NOTHING,
             weight=summed.weight_of(target) if on_host else None,
         )
-        if parts.split:  # the divisor is known: no device waits for another
+        # the divisor is known: no device waits for another, unless it would disturb its forward
+        if parts.split and not self._workers.turn.taken:
             run_on_devices(parts.alone, used, self._workers)
             parts.add()
             return parts.loss

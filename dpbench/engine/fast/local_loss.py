@@ -13,6 +13,7 @@ from torch import nn
 
 from dpbench.engine.errors import call_on
 from dpbench.engine.fast.losses import Summed
+from dpbench.engine.parallel_apply import NOTHING, Context
 from dpbench.hardware.device import Device
 from dpbench.records import Mark, Phase
 
@@ -47,6 +48,7 @@ class LocalLoss:
     of the batch.
 
     `pieces` are (inputs, target) pairs. `scale` is applied to the loss from which backward starts.
+    `turn` is the context of each forward, with its loss.
     If the rows of a replica's output and target do not correspond one to one, `meet` sets `split`
     to False. The loss must then be computed over the gathered `outputs`.
     """
@@ -60,6 +62,7 @@ class LocalLoss:
         mark: Mark,
         *,
         scale: Callable[[torch.Tensor], torch.Tensor],
+        turn: Context = NOTHING,
         weight: int | None = None,
     ) -> None:
         self._summed = summed
@@ -68,6 +71,7 @@ class LocalLoss:
         self._devices = devices
         self._mark = mark
         self._scale = scale
+        self._turn = turn
         self.outputs: list[Any] = [None] * len(pieces)
         self._totals: list[Any] = [None] * len(pieces)
         self._weights: list[Any] = [None] * len(pieces)
@@ -80,13 +84,15 @@ class LocalLoss:
         inputs, target = self._pieces[i]
         device = self._devices[i]
         mark = self._mark
-        with mark(Phase.FORWARD, device.index):
-            self.outputs[i] = call_on(device, self._replicas[i], inputs, {})
-        if not self._summed.splits(self.outputs[i], target):
-            return
-        with mark(Phase.LOSS, device.index):
-            self._totals[i] = self._summed.total(self.outputs[i], target)
-            self._weights[i] = self._summed.weight(self.outputs[i], target)
+        with self._turn:
+            with mark(Phase.FORWARD, device.index):
+                self.outputs[i] = call_on(device, self._replicas[i], inputs, {})
+            if not self._summed.splits(self.outputs[i], target):
+                return
+            with mark(Phase.LOSS, device.index):
+                self._totals[i] = self._summed.total(self.outputs[i], target)
+                if self._weight is None:
+                    self._weights[i] = self._summed.weight(self.outputs[i], target)
 
     def meet(self) -> None:
         """Add the replicas' parts of the loss on the first device; the result is `loss`.
@@ -117,6 +123,7 @@ class LocalLoss:
             return
         device = self._devices[i]
         total = self._totals[i]
+        self._totals[i] = total.detach()  # so that the graph is freed here, on all devices at once
         if isinstance(self._weight, torch.Tensor):
             device.wait(self._devices[0])
             device.borrow([self._weight])
@@ -130,10 +137,11 @@ class LocalLoss:
         inputs, target = self._pieces[i]
         device = self._devices[i]
         mark = self._mark
-        with mark(Phase.FORWARD, device.index):
-            output = call_on(device, self._replicas[i], inputs, {})
-        with mark(Phase.LOSS, device.index):
-            self._totals[i] = self._summed.total(output, target)
+        with self._turn:
+            with mark(Phase.FORWARD, device.index):
+                output = call_on(device, self._replicas[i], inputs, {})
+            with mark(Phase.LOSS, device.index):
+                self._totals[i] = self._summed.total(output, target)
         del output
         self.backward(i)
 

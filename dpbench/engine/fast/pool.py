@@ -1,8 +1,9 @@
 """The schedule `pool`: the threads of the replicas persist between calls.
 
 What it changes in `step.step`: `parallel_apply` wakes threads and does not start them, and the
-first replica runs in the calling thread. It relies on nothing else. A pool that an interrupt has
-left with a running thread starts new ones.
+first replica runs in the calling thread. Forwards run in turns where this is faster, which also
+happens in all schedules below that use the pool. It relies on nothing else. A pool that an
+interrupt has left with a running thread starts new ones.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import weakref
 from queue import SimpleQueue
 from typing import Any
 
+from dpbench.engine.fast.turns import Turns
 from dpbench.engine.parallel_apply import NOTHING, Context, Job, wait_for_all
 
 
@@ -27,6 +29,7 @@ class Pool:
     def __init__(self) -> None:
         self._inboxes: list[SimpleQueue[Any]] = []
         self._owner = os.getpid()
+        self.turn = Turns()
 
     def run(self, job: Job, count: int, starting: Context = NOTHING) -> None:
         """Run job 0 in the calling thread, and job i in thread i of the pool; wait for all jobs."""
@@ -35,18 +38,22 @@ class Pool:
             self._owner = os.getpid()
         while len(self._inboxes) < count - 1:
             self._start()
+        if count == 1:
+            return job(0)
         done: SimpleQueue[None] = SimpleQueue()
-        with starting if count > 1 else NOTHING:
-            for i in range(1, count):
-                self._inboxes[i - 1].put((job, i, done))
-        try:
-            job(0)
-        finally:
+        with self.turn.timed():
+            with starting:
+                for i in range(1, count):
+                    self._inboxes[i - 1].put((job, i, done))
             try:
-                wait_for_all(done.get for _ in range(1, count))
-            except BaseException:
-                self._inboxes = []  # a thread may still be running: give it no further jobs
-                raise
+                job(0)
+            finally:
+                try:
+                    wait_for_all(done.get for _ in range(1, count))
+                except BaseException:
+                    self._inboxes = []  # a thread may still be running: give it no further jobs
+                    raise
+        return None
 
     def _start(self) -> None:
         """Start the next thread of the pool.

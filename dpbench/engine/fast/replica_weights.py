@@ -58,6 +58,12 @@ class ReplicaWeights:
         outside = [i for i in range(len(self.originals)) if i not in held]
         self._memory = [[p.data for p in parameters] for parameters in self.parameters]
         self._outside = [[memory[i] for i in outside] for memory in self._memory]
+        # one count for all views of a buffer, and for a parameter and its twin in replica 0
+        self._counted = [
+            *self.originals,
+            *(one for flats in self.flats[1:] for one in flats),
+            *(parameters[i] for parameters in self.parameters[1:] for i in outside),
+        ]
 
     def notice(self) -> bool:
         """Read a changed module again; return whether its parameter objects are the same."""
@@ -103,12 +109,8 @@ class ReplicaWeights:
                 parameter.grad = None
 
     def versions(self) -> list[int]:
-        """Return, for each of the module's parameters, torch's count of in-place writes."""
-        return [p._version for p in self.originals]
-
-    def all_versions(self, count: int) -> list[list[int]]:
-        """Return torch's counts of in-place writes for the first `count` replicas' weights."""
-        return [[p._version for p in one] for one in self.parameters[:count]]
+        """Return torch's counts of in-place writes to the weights of module and replicas."""
+        return [one._version for one in self._counted]
 
     def undo_forward(self, count: int) -> None:
         """Undo what forwards did to the first `count` replicas' weights: as in torch, for one step.

@@ -18,7 +18,7 @@ from dpbench.engine.fast.allreduce import AllReduce
 from dpbench.engine.fast.flat_storage import FlatWeights
 from dpbench.engine.fast.optimizer_state import groups_of
 from dpbench.engine.fast.replica_weights import ReplicaWeights
-from dpbench.engine.fast.stages import in_stages, run_on_devices
+from dpbench.engine.fast.stages import ONE_BY_ONE, in_stages, run_on_devices
 from dpbench.engine.replicate import check_placement, unique
 from dpbench.records.schedule import Schedule
 
@@ -60,6 +60,9 @@ class Sharded(AllReduce):
         if update.exchange:
             run_on_devices(step, self._devices, self._workers)
             update.spread()
+        elif update.small:
+            run_on_devices(step, self._devices, ONE_BY_ONE)
+            run_on_devices(update.copy, self._devices, ONE_BY_ONE)
         else:
             in_stages(step, None, update.copy, self._devices, self._workers)
             # later writes of weights wait for device 0, so it waits here for all

@@ -5,8 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from dpbench.engine.parallel_apply import Team, Workers
+from dpbench.engine.parallel_apply import NOTHING, Context, Job, Spawn, Team, Workers
 from dpbench.hardware.device import Device
+
+
+class OneByOne(Spawn):
+    """Workers that run each job in the calling thread, for work that no other thread waits for."""
+
+    def run(self, job: Job, count: int, starting: Context = NOTHING) -> None:
+        """Run one job after another."""
+        for i in range(count):
+            job(i)
+
+
+ONE_BY_ONE = OneByOne()
 
 
 def run_on_devices(

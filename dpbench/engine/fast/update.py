@@ -32,6 +32,8 @@ It writes each sum twice, but such sums fit in the cache.
 """
 FEW = 8
 """The minimum number of small gradients to sum in one call."""
+ONE_BY_ONE_BYTES = 2**20
+"""One thread makes the updates of all devices up to this size: waking others takes longer."""
 HELD = 2
 """The reference count of a tensor to which only a list and the call of `sys.getrefcount` refer."""
 
@@ -74,9 +76,12 @@ class Update:
             [one for shard in shards for one in sums(shard, replicas.parameters[0])]
             for shards in self._shards
         ]
-        self._small = [_small(each) for each in self._sums]
+        in_one_memory = len({device.torch_device for device in devices}) == 1
+        self._small = [_small(each) if in_one_memory else [] for each in self._sums]
         together = {id(one) for small in self._small for one in small}
         self._large = [[one for one in each if id(one) not in together] for each in self._sums]
+        stepped_bytes = sum(one.target.nbytes for each in self._sums for one in each)
+        self.small = self._on_host and stepped_bytes <= ONE_BY_ONE_BYTES
         self._steppers = [
             Stepper(
                 optimizer if i == 0 else mirror(optimizer),
@@ -192,13 +197,10 @@ class Update:
                 self._sum(device, segment_sum, [one[n] for one in gradients])
 
     def _sum_small(self, i: int, gradients: Gradients) -> Sequence[Sum]:
-        """Sum device i's small gradients in one call, if possible; return the other sums."""
+        """Sum device i's small gradients in one call, if none is missing; return the other sums."""
         small = self._small[i]
-        if not small:
-            return self._sums[i]
         parts = [[given[one.segment.parameter] for one in small] for given in gradients]
-        home = self._devices[i].torch_device
-        if any(part is None or part.device != home for one in parts for part in one):
+        if any(part is None for one in parts for part in one):
             return self._sums[i]
         sum_all([one.target for one in small], parts)  # type: ignore[arg-type]
         return self._large[i]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from dpbench import DataParallel, models
 from dpbench.engine.errors import Refused
+from dpbench.engine.fast import update
 from dpbench.engine.train_step import TrainStep
 from dpbench.hardware.devices.host import HostDevice
 from dpbench.records import Phase, registry
@@ -124,6 +126,26 @@ def test_every_schedule_makes_the_weights_of_reference(
     found, ours = train(name, rung, n, rows, optimizer, steps)
     assert not differing(expected, found)
     assert ours == pytest.approx(losses, rel=2 * n * 2**-23 * 4)
+
+
+@pytest.mark.parametrize("one_by_one", [True, False], ids=["one thread", "several threads"])
+@pytest.mark.parametrize("rung", EVERYWHERE)
+def test_an_update_in_one_thread_makes_the_weights_of_one_in_several(
+    rung: str, one_by_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = set()
+
+    @contextmanager
+    def mark(phase: Phase, device: int) -> Iterator[None]:
+        if phase is Phase.OPTIMIZER:
+            threads.add(threading.get_ident())
+        yield
+
+    if not one_by_one:
+        monkeypatch.setattr(update, "ONE_BY_ONE_BYTES", 0)
+    expected, _ = train("odd", "reference", 3, 10)
+    assert not differing(expected, train("odd", rung, 3, 10, mark=mark)[0])
+    assert len(threads) == (1 if one_by_one else 3)
 
 
 @pytest.mark.parametrize("optimizer", ["adagrad", "rmsprop"])

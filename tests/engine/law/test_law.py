@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from torch import nn
 
 from dpbench.engine.errors import Refused
+from dpbench.engine.fast import update
 from dpbench.records.schedule import FASTEST, SELECTED, Schedule
 from tests.engine import nets
 from tests.engine.law import changes as law_changes
@@ -55,6 +56,7 @@ class Training(RuleBasedStateMachine):
         clip_norm=st.sampled_from([None, None, 0.5]),
         hold=st.booleans(),
         watch=st.booleans(),
+        one_by_one=st.booleans(),
     )
     def begin(
         self,
@@ -64,8 +66,12 @@ class Training(RuleBasedStateMachine):
         criterion: str,
         optimizer: str,
         dtype: torch.dtype,
+        one_by_one: bool,
         **more: Any,
     ) -> None:
+        self.patched = pytest.MonkeyPatch()
+        if not one_by_one:
+            self.patched.setattr(update, "ONE_BY_ONE_BYTES", 0)
         if criterion == "regularised" and schedule in KEPT:
             criterion = "mse"  # a local loss is a sum over rows
         if schedule in EVERYWHERE and (
@@ -170,6 +176,8 @@ class Training(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "pair"):
             self.pair.ours.close()
+        if hasattr(self, "patched"):
+            self.patched.undo()
 
 
 def run(sequences: int, rules: int, number: int | None = None) -> None:
