@@ -177,7 +177,7 @@ def compared(
     title: str,
     facts: Sequence[tuple[str, str]],
     columns: Sequence[str],
-    cells: Iterable[Sequence[str]],
+    cells: Iterable[Sequence[table.Cell]],
     text: Sequence[str],
     note: str,
 ) -> str:
@@ -186,5 +186,5 @@ def compared(
     `text` has the columns that contain text, not numbers.
     """
     listed = "\n".join(f"- {name}: {_said(value)}" for name, value in facts)
-    body = _table(columns, ([_said(cell) for cell in line] for line in cells), text)
+    body = _table(columns, ([_cell(cell) for cell in line] for line in cells), text)
     return f"## {_said(title)}\n\n{listed}\n\n{body}\n\n{_said(note)}\n"

@@ -102,7 +102,7 @@ def _sections(report: Report, *, lanes_only: bool = False) -> list[Section]:
     with svg.theme():
         if report.loading:
             return [loaders.section(report.loading, report.trials)]
-        sections = [swim_lanes.section(rows, report.lanes, f"{run}-lanes")]
+        sections = [swim_lanes.section(report, rows, f"{run}-lanes")]
         if not (lanes_only or report.observed):  # an observed loop has no baseline
             sections.append(speedup.section(rows, f"{run}-speedup"))
     if report.ladders:
@@ -117,8 +117,8 @@ def compared(before: Report, after: Report, comparisons: Comparisons) -> str:
     ]
     cells = [
         Markup("").join(
-            _cell("td", *pair, text=comparing.TEXT_COLUMNS)
-            for pair in zip(comparing.COLUMNS, line, strict=True)
+            _cell("td", name, cell.text, text=comparing.TEXT_COLUMNS)
+            for name, cell in zip(comparing.COLUMNS, line, strict=True)
         )
         for line in comparing.cells(comparisons)
     ]
@@ -126,7 +126,7 @@ def compared(before: Report, after: Report, comparisons: Comparisons) -> str:
         _cell("th", name, name, text=comparing.TEXT_COLUMNS) for name in comparing.COLUMNS
     )
     summary = Markup('<div class="card"><b>{}</b>{}</div>').format(
-        comparing.summary(comparisons), Markup("").join(head)
+        comparing.summary(comparisons.verdicts), Markup("").join(head)
     )
     return _whole([summary, _rows(columns, cells)])
 

@@ -30,6 +30,7 @@ from dpbench.analysis import caveats
 from dpbench.analysis.answer import Answer
 from dpbench.analysis.findings import text
 from dpbench.analysis.report import Report
+from dpbench.analysis.summary import Row
 from dpbench.records import words
 from dpbench.report import devices, figures, markdown, naming, swim_lanes, table
 from dpbench.report.svg import Panel, Section
@@ -140,31 +141,96 @@ class Styles:
         return "".join(f".{name}{{{style}}}\n" for style, name in self._names.items())
 
 
+@dataclass(frozen=True)
+class Place:
+    """A line of a card's table; `uncertain` if its interval must not be shown."""
+
+    name: str
+    ratio: str
+    interval: str
+    uncertain: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """An answer of the page, with the ids of the cases for which it holds, separated by spaces.
+
+    `tone` is a class of the style sheet, and `columns` are the heads of the table of `places`.
+    """
+
+    subject: str
+    headline: str
+    tone: str
+    columns: tuple[str, str, str]
+    places: Sequence[Place]
+    sentences: Sequence[str]
+    labels: Sequence[str]
+    command: str = ""
+    cases: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """What the page of a run and the page of a comparison do not compute alike from a report.
+
+    `table` has the columns and the lines of the table of all cases, `text_columns` its columns of
+    text, and `lead` is the text above it. `axes` are those of the filter, `numbers` the JSON of all
+    cases, and `markdown` the text for an issue.
+    """
+
+    title: str
+    heading: str
+    facts: Sequence[tuple[str, str]]
+    cards: Sequence[Card]
+    table: tuple[Sequence[str], Sequence[table.TableLine]]
+    text_columns: Sequence[str]
+    lead: str
+    axes: Sequence[tuple[str, str, Sequence[str]]]
+    numbers: str
+    markdown: str
+
+
 def render(report: Report) -> str:
-    """Return the HTML text of the page."""
+    """Return the HTML text of the page of a run."""
+    return rendered(
+        report,
+        Content(
+            title=f"run {report.run_id[:12]}",
+            heading="data parallelism in PyTorch",
+            facts=naming.facts(report),
+            cards=[_card(one, report.rows) for one in report.answers],
+            table=table.all_cases(report, brief=True),
+            text_columns=table.TEXT_COLUMNS,
+            lead=table.CASES,
+            axes=naming.axes([row.case for row in report.rows]),
+            numbers=table.as_json(report.rows),
+            markdown=markdown.brief(report),
+        ),
+    )
+
+
+def rendered(report: Report, content: Content) -> str:
+    """Return the HTML text of the page that shows a report with this content."""
     styles = Styles()
     sections = _parts(report, styles)
     shown = [part for part in sections if part.id in SHOWN]
     details = [part for part in sections if part.id not in SHOWN]
-    columns, lines = table.all_cases(report, brief=True)
+    columns, lines = content.table
     style = f"{text_of('page.css')}{styles}"
     script = text_of("page.js")
     command = str(report.provenance.get("command", ""))
-    rendered = template("page.html").render(
+    html = template("page.html").render(
         report=report,
+        content=content,
         policy=Markup(
             f"default-src 'none'; style-src {allowed(style)}; script-src {allowed(script)}; img-src"
             " data:"
         ),
         style=Markup(style),
         script=Markup(script),
-        facts=naming.facts(report),
         command=command,
         badges=naming.badges(report.rows),
-        axes=naming.axes([row.case for row in report.rows]),
-        standing=_standing,
         contents=_contents(shown, details, report, command),
-        alike=lambda one: naming.alike(one, report.rows),
         summary=caveats.summary,
         count=words.count,
         intervals=f"{words.INTERVALS} {words.TOGETHER}",
@@ -174,17 +240,30 @@ def render(report: Report) -> str:
         shown=shown,
         details=details,
         columns=columns,
-        text_columns=table.TEXT_COLUMNS,
         lines=lines,
         signs=table.FOOTNOTES,
         footnotes=table.footnotes,
         environment=naming.environment(report.provenance, report.trials),
-        numbers=Markup(table.as_json(report.rows)),
-        trace=Markup(table.safe(words.dumps(swim_lanes.trace(report.lanes)))),
-        markdown=Markup(table.safe(words.dumps(markdown.brief(report)))),
+        numbers=Markup(content.numbers),
+        trace=Markup(table.safe(words.dumps(swim_lanes.trace(report)))),
+        markdown=Markup(table.safe(words.dumps(content.markdown))),
     )
     # a name that was not UTF-8 contains lone surrogates, which cannot be encoded
-    return rendered.encode("utf-8", "replace").decode()
+    return html.encode("utf-8", "replace").decode()
+
+
+def _card(answer: Answer, rows: Sequence[Row]) -> Card:
+    return Card(
+        subject=answer.subject,
+        headline=answer.headline,
+        tone=answer.choice.name.lower() if answer.settled else "",
+        columns=("fastest first", "speed-up", "95%"),
+        places=_standing(answer),
+        sentences=answer.sentences,
+        labels=answer.labels,
+        command=answer.command,
+        cases=naming.alike(answer, rows),
+    )
 
 
 def template(name: str, folder: Path = FOLDER) -> Template:
@@ -217,6 +296,8 @@ def _parts(report: Report, styles: Styles) -> list[PageSection]:
         before = by_id.get(part.id)
         by_id[part.id] = _joined(before, part) if before else part
     parts = [*by_id.values(), *_phases(report), *_hosts(report)]
+    if report.compared:  # whose numbers are ratios: the script saves the texts of the marks instead
+        parts = [replace(part, columns="") for part in parts]
     return sorted(parts, key=lambda part: ORDER.index(part.id) if part.id in ORDER else len(ORDER))
 
 
@@ -266,15 +347,6 @@ def _tabled(section: devices.TableSection) -> PageSection:
     cases = list(map(naming.case_id, section.cases))
     tables = [Numbers(section.table, cases, section.open)]
     return PageSection(section.id, section.title, section.lead, section.labels, tables=tables)
-
-
-class Place(NamedTuple):
-    """A line of an answer's ranking; `uncertain` if its interval must not be shown."""
-
-    name: str
-    speedup: str
-    interval: str
-    uncertain: bool
 
 
 def _standing(answer: Answer) -> list[Place]:

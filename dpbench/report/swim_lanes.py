@@ -11,13 +11,11 @@ from matplotlib.patches import Patch, PathPatch, Rectangle
 from matplotlib.path import Path
 
 from dpbench.analysis.lanes import Bar, Lane, Lanes, PathSegment
+from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
-from dpbench.records import HOST, UNATTRIBUTED, Case, Phase, Source, words
+from dpbench.records import HOST, UNATTRIBUTED, Phase, Source, words
 from dpbench.report import marks, naming, small_multiples, svg
 from dpbench.report.svg import Panel, Section
-
-Drawn = Mapping[tuple[Case, Source], Lanes]
-"""The timelines of cases, by case and source."""
 
 BLOCKS = 6
 """The largest number of cases per panel."""
@@ -32,14 +30,14 @@ PALE = 0.35
 IDLE: Mapping[str, Any] = {"facecolor": svg.GRID, "edgecolor": "none", "alpha": 0.8}
 
 
-def section(rows: Sequence[Row], lanes_of: Drawn, key: str = "lanes") -> Section:
+def section(report: Report, rows: Sequence[Row], key: str = "lanes") -> Section:
     """Return the section of swim lanes: a panel for each setting and batch size; see `_groups`.
 
-    The ids in the drawings begin with `key`.
+    `rows` are those of the report that are drawn. The ids in the drawings begin with `key`.
     """
     # a timed step is drawn even if its rounds are too few for an estimate; the caption then names
     # the case
-    with_lanes = [row for row in rows if (row.case, row.source) in lanes_of]
+    with_lanes = [row for row in rows if report.lanes_of(row)]
     facets, left_out = small_multiples.panels(_groups(with_lanes), per=BLOCKS)
     return Section(
         "lanes",
@@ -50,7 +48,7 @@ def section(rows: Sequence[Row], lanes_of: Drawn, key: str = "lanes") -> Section
         " the device. A thick outline is the critical path: the bars that the end of the step"
         " waited for. A tick in a bar marks the least time that its bytes need over the links that"
         " were measured.",
-        [_panel(facet, lanes_of, f"{key}{i}") for i, facet in enumerate(facets)],
+        [_panel(report, facet, f"{key}{i}") for i, facet in enumerate(facets)],
         left_out if facets else "No case has spans of a median step.",
     )
 
@@ -80,33 +78,13 @@ def _groups(rows: Sequence[Row]) -> Iterator[list[Row]]:
             ]
 
 
-def _panel(facet: small_multiples.Facet, lanes_of: Drawn, key: str) -> Panel:
-    timelines = [lanes_of[row.case, row.source] for row in facet.rows]
-    drawing = _drawing(facet.title, facet.names, timelines, key, facet.cases)
+def _panel(report: Report, facet: small_multiples.Facet, key: str) -> Panel:
+    timelines = [lanes for row in facet.rows if (lanes := report.lanes_of(row))]
+    drawing = _drawing(facet, timelines, key)
     return Panel(facet.title, drawing, _caption(facet, timelines), facet.labels, cases=facet.cases)
 
 
-def compared(title: str, before: Lanes, after: Lanes, labels: tuple[str, ...], key: str) -> Panel:
-    """Return the panel with one median step of a case in two runs, one above the other.
-
-    `labels` has the labels of both runs, and `key` makes the ids of the drawing unique. The page
-    filters the panel by the case of the first run.
-    """
-    names = ("before", "after")
-    timelines = (before, after)
-    with svg.theme():
-        drawing = _drawing(title, names, timelines, key)
-    caption = " ".join(_sentences(names, timelines))
-    return Panel(title, drawing, caption, labels, cases=[before.case])
-
-
-def _drawing(
-    title: str,
-    names: Sequence[str],
-    timelines: Sequence[Lanes],
-    key: str,
-    cases: Sequence[Case] = (),
-) -> str:
+def _drawing(facet: small_multiples.Facet, timelines: Sequence[Lanes], key: str) -> str:
     captions = [_said(timeline) for timeline in timelines]
     heights = [
         HEAD + sum(lane.rows * ROW + GAP for lane in _shown(timeline)) + GAP
@@ -121,7 +99,7 @@ def _drawing(
     idle = any(lane.idle for timeline in timelines for lane in timeline.lanes)
     keys = [*svg.phase_keys(phases), *[Patch(**IDLE, label="idle")] * idle, _path_key()]
     figure, axes, tops = svg.lanes(
-        names, captions, heights, keys=-(-len(keys) // 3), left=LEFT, cases=cases
+        facet.names, captions, heights, keys=-(-len(keys) // 3), left=LEFT, cases=facet.cases
     )
     begin_s = min(lane.begin_s for timeline in timelines for lane in timeline.lanes)
     end_s = max(
@@ -142,10 +120,10 @@ def _drawing(
     return svg.render(
         figure,
         key=key,
-        title=f"One median step: {title}",
+        title=f"One median step: {facet.title}",
         description=" ".join(
             f"{name}: {_description(timeline)}"
-            for name, timeline in zip(names, timelines, strict=True)
+            for name, timeline in zip(facet.names, timelines, strict=True)
         ),
     )
 
@@ -237,11 +215,12 @@ def _cause(part: PathSegment) -> str:
     return f"waiting for {part.bar.phase} on {_place(part.device)}"
 
 
-def trace(lanes_of: Drawn) -> list[dict[str, object]]:
-    """Return the drawn steps as events of the Trace Event Format: a process for each case."""
+def trace(report: Report) -> list[dict[str, object]]:
+    """Return one step of each row as events of the Trace Event Format: a process for each row."""
     events: list[dict[str, object]] = []
-    for pid, timeline in enumerate(lanes_of.values(), 1):
-        label = f"{timeline.case.label} ({timeline.source})"
+    drawn = [(row, lanes) for row in report.rows if (lanes := report.lanes_of(row))]
+    for pid, (drawn_row, timeline) in enumerate(drawn, 1):
+        label = " ".join(filter(None, [drawn_row.label, f"({timeline.source})", drawn_row.run]))
         events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": label}})
         tid = 0
         for lane in timeline.lanes:
@@ -360,19 +339,8 @@ def _corners(part: PathSegment, top: float, bottom: float) -> list[tuple[Any, tu
 
 
 def _caption(facet: small_multiples.Facet, timelines: Sequence[Lanes]) -> str:
-    sentences = _sentences(facet.names, timelines)
-    doubtful = [name for row, name in zip(facet.rows, facet.names, strict=True) if row.doubt]
-    if doubtful:
-        these = words.verb(len(doubtful), "this case", "these cases")
-        sentences.append(
-            f"There are {words.NOT_ENOUGH} to compare {these} with others: {', '.join(doubtful)}."
-        )
-    return " ".join(sentences)
-
-
-def _sentences(names: Sequence[str], timelines: Sequence[Lanes]) -> list[str]:
     sentences = []
-    for name, lanes in zip(names, timelines, strict=True):
+    for name, lanes in zip(facet.names, timelines, strict=True):
         took = words.time(lanes.seconds)
         place = f"step {lanes.step} of {naming.unit(lanes.case)} {lanes.round + 1}"
         measured = (
@@ -391,7 +359,13 @@ def _sentences(names: Sequence[str], timelines: Sequence[Lanes]) -> list[str]:
                 f" ({', '.join(joint)}) {words.verb(len(joint), 'is', 'are')} one operation for all"
                 " devices; the bars do not show when each device works."
             )
-    return sentences
+    doubtful = [name for row, name in zip(facet.rows, facet.names, strict=True) if row.doubt]
+    if doubtful:
+        these = words.verb(len(doubtful), "this case", "these cases")
+        sentences.append(
+            f"There are {words.NOT_ENOUGH} to compare {these} with others: {', '.join(doubtful)}."
+        )
+    return " ".join(sentences)
 
 
 def _shown(timeline: Lanes) -> Sequence[Lane]:

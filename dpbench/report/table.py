@@ -42,6 +42,11 @@ FOOTNOTES = {
     f" than {Estimate.ROUNDS} rounds are without the label NOISY",
 }
 """The signs with which the cell of an estimate in doubt begins, and what they mean."""
+CASES = (
+    "The 95% interval is in small type below its number. Speed-up is relative to single at equal"
+    " global work (strong) or equal work per device (weak). Imbalance is device 0's busy time over"
+    " the mean of the other devices."
+)
 PHASE_COLUMNS = (*(phase.value for phase in Phase), "unattributed")
 
 
@@ -303,7 +308,6 @@ LEAD = (
     " rounds that both rungs have. If the whisker includes the start of the bar, the difference is"
     " undecided and the bar is grey."
 )
-VERDICTS = {"faster": "faster", "slower": "slower", "same": "the same", "undecided": "undecided"}
 
 
 def title(ladder: Ladder) -> str:
@@ -344,7 +348,7 @@ def _rung(rung: Rung, best: bool) -> tuple[Cell, ...]:
     effect = EFFECTS.get(Schedule(rung.name), "the step of torch.nn.DataParallel")
     return (
         Cell(f"{rung.name}{' (best)' if best else ''}", effect),
-        Cell(VERDICTS[change.verdict], f"over {change.over}") if change else Cell("", "the start"),
+        Cell(change.verdict, f"over {change.over}") if change else Cell("", "the start"),
         estimate(rung.step, 1e3),
         estimate(change.ratio, unit="×") if change else Cell(""),
         _saved(change) if change else Cell(""),

@@ -18,6 +18,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from numpy.typing import NDArray
 
 from dpbench.analysis import sampled
+from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
 from dpbench.records import Case, Trial, words
 from dpbench.records.registry import Role
@@ -37,24 +38,29 @@ Place = tuple[str, int]
 """The kind of a device, which is "GPU" or "core", and the index of the device."""
 Series = dict[Place, list[tuple[float, float]]]
 """The utilisation of each GPU or core, as pairs of a time in seconds and a ratio from 0 to 1."""
+Round = tuple[Series, str]
+"""The utilisation in a round, and its mean as text."""
 
 
-def utilisation(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
+def utilisation(report: Report, rows: Sequence[Row]) -> Section:
     """Return the section on utilisation over time, of GPUs if sampled, else of CPU cores."""
-    by_case: dict[Case, list[Series]] = {}
-    means: dict[Case, list[str]] = {}
-    for trial in trials:
-        if trial.source.timed and (series := _series(trial)):
-            by_case.setdefault(trial.case, []).append(series)
-            means.setdefault(trial.case, []).append(_mean(trial, series))
-    sampled = [row for row in rows if row.source.timed and row.case in by_case]
-    panels, left_out = small_multiples.split(sampled, per=12)
+    rounds_of = {
+        (row.case, row.run): [
+            (series, _mean(trial, series))
+            for trial in report.trials_of(row)
+            if (series := _series(trial))
+        ]
+        for row in rows
+        if row.source.timed
+    }
+    with_series = [row for row in rows if row.source.timed and rounds_of[row.case, row.run]]
+    panels, left_out = small_multiples.split(with_series, per=12)
     return Section(
         "utilisation",
         "Utilisation over time",
         "One row per GPU, or per CPU core on machines without GPUs. The rounds of a case are drawn"
         " one after another. A gap is time without readings.",
-        [_strips(facet, by_case, means, f"heat{i}") for i, facet in enumerate(panels)],
+        [_strips(facet, rounds_of, f"heat{i}") for i, facet in enumerate(panels)],
         left_out if panels else "Utilisation was not sampled.",
     )
 
@@ -88,25 +94,21 @@ def _mean(trial: Trial, series: Series) -> str:
 
 def _strips(
     facet: small_multiples.Facet,
-    by_case: dict[Case, list[Series]],
-    means: dict[Case, list[str]],
+    rounds_of: Mapping[tuple[Case, str], Sequence[Round]],
     key: str,
 ) -> Panel:
-    groups = [by_case[row.case] for row in facet.rows]
-    devices = [
-        sorted({device for series in group for device in series})[:DEVICES] for group in groups
-    ]
+    groups = [rounds_of[row.case, row.run] for row in facet.rows]
+    every_device = [sorted({place for series, _ in group for place in series}) for group in groups]
+    devices = [places[:DEVICES] for places in every_device]
     thick = max(4, min(10, 60 // max(map(len, devices))))
     heights = [22 + thick * len(rows) for rows in devices]
     figure, axes, tops = svg.lanes(
         facet.names, [""] * len(groups), heights, keys=1, cases=facet.cases
     )
-    pause = PAUSE * max(_length(series) for group in groups for series in group)
+    pause = PAUSE * max(_length(series) for group in groups for series, _ in group)
     ends = [
-        _case(axes, name, group, means[row.case], places, top + 17, thick, pause)
-        for name, row, group, places, top in zip(
-            facet.names, facet.rows, groups, devices, tops, strict=True
-        )
+        _case(axes, name, group, places, top + 17, thick, pause)
+        for name, group, places, top in zip(facet.names, groups, devices, tops, strict=True)
     ]
     axes.set(
         xlim=(0, max(ends) * 1.01 or 1), xlabel="seconds, one round after another", aspect="auto"
@@ -120,7 +122,7 @@ def _strips(
     drawing = svg.render(
         figure, key=key, title=f"Utilisation: {facet.title}", description=description
     )
-    more = any(len({d for series in group for d in series}) > DEVICES for group in groups)
+    more = any(len(places) > DEVICES for places in every_device)
     caption = f"One row per {kind}, with number 0 on top." + (
         f" Only the first {DEVICES} are drawn." if more else ""
     )
@@ -135,8 +137,7 @@ def _length(series: Series) -> float:
 def _case(
     axes: Axes,
     name: str,
-    group: Iterable[Series],
-    means: Iterable[str],
+    group: Iterable[Round],
     devices: Sequence[Place],
     y: float,
     thick: float,
@@ -147,7 +148,7 @@ def _case(
     `y` is the top edge of the drawing, `thick` the height of a device's row.
     """
     left = 0.0
-    for number, (series, mean) in enumerate(zip(group, means, strict=True), start=1):
+    for number, (series, mean) in enumerate(group, start=1):
         image, width = _image(series, devices)
         extent = (left, left + width, y + thick * len(devices), y)
         strip = axes.imshow(image, extent=extent, interpolation="none", zorder=2)
@@ -348,27 +349,28 @@ OUTLIER = 3.0
 """An outlier is farther than this multiple of the interquartile range from the quartiles."""
 
 
-def steps(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
+def steps(report: Report, rows: Sequence[Row]) -> Section:
     """Return the section on the distribution of step times, with a curve per round."""
-    series: dict[Case, list[Trial]] = {}
-    for trial in trials:
-        if trial.trusted and trial.source.timed and trial.timed:
-            series.setdefault(trial.case, []).append(trial)
-    measured = [row for row in rows if row.source.timed and row.case in series]
-    panels, left_out = small_multiples.split([row for row in measured if row.step], per=8)
+    measured = [row for row in rows if row.source.timed and row.step and _timed(report, row)]
+    panels, left_out = small_multiples.split(measured, per=8)
     return Section(
         "steps",
         "Distribution of step times",
         "A curve shows the share of a round's timed steps that take at most the time on the axis."
         f" {naming.processes(rows)} The band is the 95% interval of the median step. Warm-up steps"
         " do not count.",
-        [_steps(facet, series, f"steps{i}") for i, facet in enumerate(panels)],
+        [_steps(report, facet, f"steps{i}") for i, facet in enumerate(panels)],
         left_out if panels else "No steps were recorded.",
     )
 
 
-def _steps(facet: small_multiples.Facet, series: Mapping[Case, Sequence[Trial]], key: str) -> Panel:
-    groups = [series[row.case][:ROUNDS] for row in facet.rows]
+def _timed(report: Report, row: Row) -> list[Trial]:
+    return [trial for trial in report.trials_of(row) if trial.trusted and trial.timed]
+
+
+def _steps(report: Report, facet: small_multiples.Facet, key: str) -> Panel:
+    every_round = [_timed(report, row) for row in facet.rows]
+    groups = [trials[:ROUNDS] for trials in every_round]
     values = [words.ms(row.step) if row.step else "" for row in facet.rows]
     figure, axes, tops = svg.lanes(
         facet.names, values, [CURVE + 42] * len(groups), keys=3, left=LEFT, cases=facet.cases
@@ -411,9 +413,9 @@ def _steps(facet: small_multiples.Facet, series: Mapping[Case, Sequence[Trial]],
     drawing = svg.render(
         figure, key=key, title=f"Distribution of step times: {facet.title}", description=description
     )
-    return Panel(
-        facet.title, drawing, _left_out(facet, series, high), facet.labels, cases=facet.cases
-    )
+    more = any(len(trials) > ROUNDS for trials in every_round)
+    caption = _left_out(facet.names, groups, high, more=more)
+    return Panel(facet.title, drawing, caption, facet.labels, cases=facet.cases)
 
 
 def _interval(axes: Axes, step: Estimate, top: float, bottom: float) -> None:
@@ -516,18 +518,18 @@ def _step_keys(rounds: int) -> list[Line2D | Patch]:
 
 
 def _left_out(
-    facet: small_multiples.Facet, series: Mapping[Case, Sequence[Trial]], end: float
+    names: Sequence[str], groups: Sequence[Sequence[Trial]], end: float, *, more: bool
 ) -> str:
-    """Return a caption on the timed steps beyond `end` (in ms) and the rounds not drawn."""
+    """Return a caption on the timed steps beyond `end` (in ms), and on `more` rounds."""
     sentences = []
-    for row, name in zip(facet.rows, facet.names, strict=True):
-        times = [seconds * 1e3 for trial in series[row.case][:ROUNDS] for seconds in trial.timed]
+    for name, trials in zip(names, groups, strict=True):
+        times = [seconds * 1e3 for trial in trials for seconds in trial.timed]
         if beyond := [time for time in times if time > end]:
             count = words.count(len(times), "timed step")
             sentences.append(
                 f"{name}: {len(beyond)} of {count} beyond the axis, up to"
                 f" {words.number(max(beyond))} ms."
             )
-    if any(len(series[row.case]) > ROUNDS for row in facet.rows):
+    if more:
         sentences.append(f"Only the first {words.count(ROUNDS, 'round')} of a case are drawn.")
     return " ".join(sentences) or "All timed steps."

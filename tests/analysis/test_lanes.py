@@ -16,6 +16,7 @@ import pytest
 
 from dpbench.analysis import lanes, summary
 from dpbench.analysis.lanes import Bar, Lanes
+from dpbench.analysis.report import Report
 from dpbench.records import HOST, Case, Phase, Source, Span, Step, Trial, Verified
 from dpbench.report import svg, swim_lanes
 from dpbench.report.svg import Panel, Section
@@ -258,9 +259,9 @@ def test_cases_without_trusted_spans_have_no_timeline() -> None:
 
 def section(*trials: Trial) -> Section:
     """Return the section of swim lanes on some trials."""
-    rows = summary.rows(trials)
+    report = Report.of(trials, run_id="a" * 32, started_s=0.0, provenance={})
     with svg.theme():
-        return swim_lanes.section(rows, lanes.of_rows(rows, trials))
+        return swim_lanes.section(report, report.rows)
 
 
 @cache

@@ -183,7 +183,7 @@ def test_the_lanes_take_the_colours_of_phases_from_one_table() -> None:
     )
     run = run_of(row, trials=ran(row, spans=True))
     with svg.theme():
-        (panel,) = swim_lanes.section([row], run.lanes).panels
+        (panel,) = swim_lanes.section(run, [row]).panels
     for phase in Phase:
         assert f"fill:{svg.PHASES[phase].fill}" in panel.svg, phase
 

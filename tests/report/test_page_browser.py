@@ -353,16 +353,18 @@ def test_the_page_of_a_comparison_filters_drawings_and_tells_values_as_that_of_a
     show(browser, files["compared"], 400)
     assert browser.execute_script("return document.documentElement.scrollWidth") <= 400
     show(browser, files["compared"])
-    shown = """
-        return [...document.querySelectorAll('figure, tbody tr')].filter(e => e.checkVisibility())
-          .map(e => e.closest('section').id);
+    names = """
+        const wide = (e) => e.getBoundingClientRect().width;
+        return [...document.querySelectorAll('#lanes text')].filter(wide).map(e => e.textContent)
+          .filter(text => /, (before|after)$/.test(text));
         """
-    assert browser.execute_script(shown) == ["cases"] * 2 + ["lanes"] * 2
+    lanes = [f"{case}, {run}" for case in ("single", "dp ×2") for run in ("before", "after")]
+    assert (browser.execute_script(SHOWN), browser.execute_script(names)) == (2, lanes)
     browser.execute_script(CHOOSE, "verdict", "faster")
-    assert browser.execute_script(shown) == ["cases", "lanes"]
+    assert (browser.execute_script(SHOWN), browser.execute_script(names)) == (1, lanes[2:])
     assert browser.execute_script(STATUS) == "1 of 2 cases"
     assert browser.current_url.endswith("#&verdict=faster")
-    mark = browser.find_element("css selector", "#lanes figure:not([hidden]) [data-bar]")
+    mark = browser.find_element("css selector", "#lanes [data-lane]:not([hidden])[data-bar]")
     webdriver.ActionChains(browser).move_to_element(mark).perform()
     tip = browser.execute_script("return document.getElementById('tip').textContent")
     assert re.fullmatch(
