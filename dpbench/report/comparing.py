@@ -219,7 +219,7 @@ def page(before: Report, after: Report, comparisons: Comparisons) -> str:
                 _card(model, before, after, comparisons)
                 for model in dict.fromkeys(case.model for case in cases)
             ],
-            table=(COLUMNS, lines),
+            table=table.CaseTable(COLUMNS, lines, ()),
             text_columns=TEXT_COLUMNS,
             lead=note(comparisons),
             axes=[

@@ -27,7 +27,7 @@ from dpbench.report import (
     table,
     timeline,
 )
-from dpbench.report.svg import Panel, Section
+from dpbench.report.section import Panel, Section
 from dpbench.store import PAST
 
 NAMED = 4
@@ -311,7 +311,6 @@ def sections(report: Report) -> list[Section]:
         all_sections = [
             swim_lanes.section(report, drawable),
             speedup.section(drawable),
-            timeline.imbalance(drawable),
             timeline.steps(report, drawable),
             timeline.utilisation(report, drawable),
             *filter(None, [over_commits(report)]),

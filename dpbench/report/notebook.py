@@ -21,7 +21,7 @@ from dpbench.analysis.report import Report
 from dpbench.report import NoDrawings, check_drawings, comparing, naming, table
 
 if TYPE_CHECKING:
-    from dpbench.report.svg import Panel, Section
+    from dpbench.report.section import Panel, Section
 
 LIGHT, DARK = re.findall(
     r":root (\{.*?\})", Path(__file__).with_name("page.css").read_text(encoding="utf-8"), re.DOTALL
@@ -180,7 +180,7 @@ def _badges(labels: Iterable[str]) -> Markup:
 
 
 def _table(report: Report) -> Markup:
-    columns, case_lines = table.all_cases(report, brief=True)
+    columns, case_lines, notes = table.all_cases(report)
     head = Markup("").join(_cell("th", name, name) for name in columns)
     lines = []
     for line in case_lines:
@@ -195,8 +195,7 @@ def _table(report: Report) -> Markup:
             ).format(len(columns), headline, reason)
             for headline, reason in line.notes
         ]
-    notes = map(_line, table.footnotes(line.cells for line in case_lines))
-    return Markup("").join([_rows(head, lines), *notes])
+    return Markup("").join([_rows(head, lines), *map(_line, notes)])
 
 
 def _rows(head: Markup, lines: Iterable[Markup]) -> Markup:

@@ -16,7 +16,7 @@ from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
 from dpbench.report import marks, naming, small_multiples, svg
 from dpbench.report.marks import Drawing
-from dpbench.report.svg import Panel, Section
+from dpbench.report.section import Panel, Section
 
 LINES = 8
 """The largest number of lines in one panel of speed-ups."""
@@ -43,8 +43,7 @@ def section(rows: Sequence[Row], key: str = "speedup") -> Section:
     return Section(
         "speedup",
         "Speed-up against ideal",
-        "The step time on one device divided by the step time on several devices, for equal work."
-        " The dotted line is the ideal speed-up. Whiskers and bands are 95% intervals.",
+        "The step time on one device over that on several, for equal work.",
         [_panel(facet, _beside(facet, levels), f"{key}{i}") for i, facet in enumerate(panels)],
         missing or left_out,
     )
@@ -126,7 +125,7 @@ def _panel(facet: small_multiples.Facet, levels: Sequence[Row], key: str) -> Pan
     return Panel(
         title,
         drawing,
-        f"{work}. {naming.rounds(rows)}",
+        f"{work}. {naming.rounds(rows)}" if scaling == "weak" else naming.rounds(rows),
         naming.labels(rows),
         cases=[row.case for row in rows],
     )

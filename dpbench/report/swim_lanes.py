@@ -15,7 +15,7 @@ from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
 from dpbench.records import HOST, UNATTRIBUTED, Phase, Source, words
 from dpbench.report import marks, naming, small_multiples, svg
-from dpbench.report.svg import Panel, Section
+from dpbench.report.section import Panel, Section
 
 BLOCKS = 6
 """The largest number of cases per panel."""
@@ -42,12 +42,10 @@ def section(report: Report, rows: Sequence[Row], key: str = "lanes") -> Section:
     return Section(
         "lanes",
         "One median step, device by device",
-        "The step is the one closest to the medians of its round, in its duration and in each phase"
-        " on each device. The lanes of a panel share one time axis. A bar is a phase on a device; a"
-        " pale bar belongs to the step before or after. Where a lane is grey, no phase is open on"
-        " the device. A thick outline is the critical path: the bars that the end of the step"
-        " waited for. A tick in a bar marks the least time that its bytes need over the links that"
-        " were measured.",
+        "The step closest to the medians of its round. Pale bars belong to other steps; where a"
+        " lane is grey, no phase is open on the device. The critical path has the bars that the end"
+        " of the step waited for. A tick in a bar is the least time of its bytes over measured"
+        " links.",
         [_panel(report, facet, f"{key}{i}") for i, facet in enumerate(facets)],
         left_out if facets else "No case has spans of a median step.",
     )
@@ -341,24 +339,19 @@ def _corners(part: PathSegment, top: float, bottom: float) -> list[tuple[Any, tu
 def _caption(facet: small_multiples.Facet, timelines: Sequence[Lanes]) -> str:
     sentences = []
     for name, lanes in zip(facet.names, timelines, strict=True):
-        took = words.time(lanes.seconds)
-        place = f"step {lanes.step} of {naming.unit(lanes.case)} {lanes.round + 1}"
-        measured = (
-            f"{place}, {took}, closest to the medians of its"
-            f" {words.count(lanes.timed, 'timed step')}"
-        )
-        which = f"predicted, {took}" if lanes.source is Source.PREDICTED else measured
-        sentences.append(f"{name}: {which}{_idle(lanes)}.")
+        clauses = [_idle(lanes)]
         if left_out := len(lanes.lanes) - len(_shown(lanes)):
-            sentences.append(
-                f"Of its devices, {left_out} {words.verb(left_out, 'is', 'are')} not drawn."
+            clauses.append(
+                f"{left_out} of its devices {words.verb(left_out, 'is', 'are')} not drawn"
             )
         if joint := sorted({bar.phase for bar in _bars_of_step(lanes) if bar.joint}):
-            sentences.append(
-                f"{words.verb(len(joint), 'Its joint phase', 'Its joint phases')}"
+            clauses.append(
+                f"{words.verb(len(joint), 'its joint phase', 'its joint phases')}"
                 f" ({', '.join(joint)}) {words.verb(len(joint), 'is', 'are')} one operation for all"
-                " devices; the bars do not show when each device works."
+                " devices; the bars do not show when each device works"
             )
+        if any(clauses):
+            sentences.append(f"{name}: {'; '.join(filter(None, clauses))}.")
     doubtful = [name for row, name in zip(facet.rows, facet.names, strict=True) if row.doubt]
     if doubtful:
         these = words.verb(len(doubtful), "this case", "these cases")
@@ -378,7 +371,7 @@ def _idle(timeline: Lanes) -> str:
     if not first or not rest:
         return ""
     others = "device 1" if len(rest) == 1 else "the others"
-    return f"; idle: device 0 {words.percent(first[0])}, {others} {_range(rest)}"
+    return f"idle: device 0 {words.percent(first[0])}, {others} {_range(rest)}"
 
 
 def _description(timeline: Lanes) -> str:
@@ -400,6 +393,11 @@ def _description(timeline: Lanes) -> str:
         )
         path[name] = path.get(name, 0.0) + part.end_s - part.start_s
     critical = ", ".join(f"{name} {words.time(seconds)}" for name, seconds in path.items())
+    place = f"step {timeline.step} of {naming.unit(timeline.case)} {timeline.round + 1}"
+    count = words.count(timeline.timed, "timed step")
+    predicted = timeline.source is Source.PREDICTED
+    which = "predicted" if predicted else f"{place}, closest to the medians of its {count}"
     return (
-        f"a step of {words.time(timeline.seconds)}. {'. '.join(lanes)}. Critical path: {critical}."
+        f"a step of {words.time(timeline.seconds)}, {which}. {'. '.join(lanes)}. Critical path:"
+        f" {critical}."
     )
