@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from dpbench.analysis import comparison
+from dpbench.analysis.report import Report
 from dpbench.report import comparing, page
+from dpbench.store.export import read_run
+from tests import golden
 from tests.analysis import test_comparison as test_compare
 from tests.analysis.test_ladder import content
 from tests.report_rows import colocated_cpu_and_weak, gpu_page, gpu_run, ran, run_of
@@ -77,6 +80,14 @@ def _cpu() -> str:
     )
 
 
+def _default() -> str:
+    """Return the page of two models and twelve cases, as reports/default has them."""
+    _, trials = read_run(golden.REPORTS / "default" / golden.TRIALS)
+    with_spans = [golden.with_spans(trial) for trial in trials]
+    facts = trials[0].provenance
+    return page.render(Report.of(with_spans, run_id="d" * 32, started_s=1e9, provenance=facts))
+
+
 def _compared() -> str:
     sides = [test_compare.report(trials) for trials in (test_compare.BEFORE, test_compare.AFTER)]
     return comparing.page(*sides, comparison.between(*sides))
@@ -86,6 +97,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "gpu": gpu_page,
     "cpu": _cpu,
     "ladder": lambda: page.render(content()),
+    "default": _default,
     "empty": lambda: page.render(run_of()),
     "compared": _compared,
 }

@@ -29,7 +29,7 @@ from dpbench.records import (
 )
 from dpbench.records.trial import Estimate
 from dpbench.report import figures, page
-from dpbench.report.svg import Section
+from dpbench.report.section import Section
 
 PROVENANCE = {
     "host": {"name": "bench-07", "cpu": "AMD EPYC 7763", "cores": 64},

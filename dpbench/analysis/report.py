@@ -129,9 +129,29 @@ class Report:
         return {row.case: row.labels for row in self.rows}
 
     @property
+    def compared(self) -> bool:
+        """Return whether the report is on two runs, the rows of which it compares."""
+        return any(row.run for row in self.rows)
+
+    @property
     def observed(self) -> bool:
         """Return whether all cases are observed loops, without baseline and reference."""
         return bool(self.rows) and all(row.case.traits.observed for row in self.rows)
+
+    def trials_of(self, row: summary.Row) -> Sequence[Trial]:
+        """Return the trials of a row."""
+        return self._trials_by_row.get((row.case, row.source), ())
+
+    @cached_property
+    def _trials_by_row(self) -> Mapping[tuple[Case, Source], Sequence[Trial]]:
+        groups: dict[tuple[Case, Source], list[Trial]] = {}
+        for trial in self.trials:
+            groups.setdefault((trial.case, trial.source), []).append(trial)
+        return groups
+
+    def lanes_of(self, row: summary.Row) -> Lanes | None:
+        """Return the timeline of a median step of a row; None without spans."""
+        return self.lanes.get((row.case, row.source))
 
     @cached_property
     def lanes(self) -> Mapping[tuple[Case, Source], Lanes]:

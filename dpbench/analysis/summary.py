@@ -56,7 +56,8 @@ class Row:
     `memory_imbalance` are the ratios of device 0's busy time and memory to the others' mean.
     `reason` explains why a round gave no result. `fault` is set if no round gave a result although
     the last trial ended normally. `lost` has the outcome of each round without a result, such as
-    "timeout", or "unverified" for gradients that differ from the reference.
+    "timeout", or "unverified" for gradients that differ from the reference. In a report on two
+    runs, `run` is "before" or "after".
     """
 
     case: Case
@@ -86,6 +87,7 @@ class Row:
     memory_imbalance: float | None = None
     labels: tuple[str, ...] = ()
     lost: tuple[Fault | Status, ...] = ()
+    run: str = ""
 
     @property
     def label(self) -> str:

@@ -227,7 +227,7 @@ class Compared:
         return self._comparisons.unlike
 
     def page(self, path: str | Path) -> Path:
-        """Write the comparison, with both runs' answers and phases, as HTML; return the path."""
+        """Write the page of the comparison, with both runs in each section; return the path."""
         from dpbench.report import comparing as drawing
 
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -239,7 +239,7 @@ class Compared:
     def __repr__(self) -> str:
         from dpbench.report import comparing as drawing
 
-        return f"<dpbench.Compared: {drawing.summary(self._comparisons)}>"
+        return f"<dpbench.Compared: {drawing.summary(self._comparisons.verdicts)}>"
 
     def __str__(self) -> str:
         from dpbench.report import comparing as drawing

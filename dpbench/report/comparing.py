@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
-
-from markupsafe import Markup
+from typing import TYPE_CHECKING, Self
 
 from dpbench.analysis import caveats
 from dpbench.analysis.comparison import ORDER, SURE, Comparison, Comparisons
+from dpbench.analysis.lanes import Lanes
 from dpbench.analysis.report import Report
-from dpbench.records import Case, Source, words
+from dpbench.analysis.summary import Row
+from dpbench.records import Case, Trial, words
 from dpbench.records.trial import Estimate
 from dpbench.report import check_drawings, markdown, naming, table
+from dpbench.report.table import Cell
 
 if TYPE_CHECKING:
-    from dpbench.report.page import PageSection, Styles
+    from dpbench.report.page import Card
 
 COLUMNS = ("verdict", "case", "ratio", "99 %", "before, ms", "after, ms", "labels", "why")
 TEXT_COLUMNS = ("verdict", "case", "labels", "why")
@@ -23,8 +26,6 @@ NOTE = (
     "A ratio above 1 means that the second run (after) is faster. The intervals of all ratios"
     f" contain the true values with {SURE:.0%}; a verdict needs the whole interval."
 )
-PANELS = 40
-"""The largest number of cases that a section of the page draws."""
 
 
 def heading(report: Report) -> str:
@@ -47,29 +48,31 @@ def heading(report: Report) -> str:
     )
 
 
-def cells(comparisons: Comparisons) -> list[tuple[str, ...]]:
+def cells(comparisons: Comparisons) -> list[tuple[Cell, ...]]:
     """Return the cells of each case in the order of `COLUMNS`; cases without a ratio are last."""
     lost = [
         ("undecided", case.label, *[""] * 5, reason) for case, reason in comparisons.lost.items()
     ]
-    return [*map(_cells, comparisons.lines), *lost]
+    return [*map(_cells, comparisons.lines), *(tuple(map(Cell, line)) for line in lost)]
 
 
-def _cells(line: Comparison) -> tuple[str, ...]:
-    ratio = ("", "")
+def _cells(line: Comparison) -> tuple[Cell, ...]:
+    ratio = (Cell(""), Cell(""))
     if not line.ratio.doubt:
         ratio = (
-            f"{_number(line.ratio.value)}x",
-            f"{_number(line.ratio.low)}-{_number(line.ratio.high)}",
+            Cell(f"{_number(line.ratio.value)}x", sort=repr(line.ratio.value)),
+            Cell(
+                f"{_number(line.ratio.low)}-{_number(line.ratio.high)}", sort=repr(line.ratio.low)
+            ),
         )
     return (
-        line.verdict,
-        line.name,
+        Cell(line.verdict),
+        Cell(line.name),
         *ratio,
         _ms(line.before),
         _ms(line.after),
-        " ".join(line.labels),
-        why(line),
+        Cell(" ".join(line.labels)),
+        Cell(why(line)),
     )
 
 
@@ -78,8 +81,8 @@ def _number(value: float) -> str:
     return words.number(value, 4)
 
 
-def _ms(step: Estimate) -> str:
-    return "" if step.doubt else words.number(step.value * 1e3)
+def _ms(step: Estimate) -> Cell:
+    return Cell("" if step.doubt else words.number(step.value * 1e3), sort=repr(step.value))
 
 
 def why(line: Comparison) -> str:
@@ -91,9 +94,8 @@ def why(line: Comparison) -> str:
     return "; ".join([*([phase] if line.decided else []), line.reason])
 
 
-def summary(comparisons: Comparisons) -> str:
+def summary(counts: Counter[str]) -> str:
     """Return the number of cases by verdict as text, such as "1 case slower, 2 cases undecided"."""
-    counts = comparisons.verdicts
     return ", ".join(
         f"{words.count(counts[verdict], 'case')} {verdict}" for verdict in ORDER if counts[verdict]
     )
@@ -120,17 +122,20 @@ def note(comparisons: Comparisons) -> str:
 def text(before: Report, after: Report, comparisons: Comparisons) -> str:
     """Return the comparison as plain text: a line on each run, and a table with a line per case."""
     aligned = words.aligned(
-        [COLUMNS, *cells(comparisons)], left=[COLUMNS.index(name) for name in TEXT_COLUMNS]
+        [COLUMNS, *([cell.text for cell in line] for line in cells(comparisons))],
+        left=[COLUMNS.index(name) for name in TEXT_COLUMNS],
     )
     head = [f"{name:<7} {value}" for name, value in facts(before, after, comparisons)]
-    return "\n".join([*head, "", *aligned, "", f"{summary(comparisons)}. {note(comparisons)}"])
+    return "\n".join(
+        [*head, "", *aligned, "", f"{summary(comparisons.verdicts)}. {note(comparisons)}"]
+    )
 
 
 def as_markdown(before: Report, after: Report, comparisons: Comparisons) -> str:
     """Return the comparison in GitHub's Markdown, for a pull request."""
     head = facts(before, after, comparisons)
     return markdown.compared(
-        f"dpbench: {summary(comparisons)}",
+        f"dpbench: {summary(comparisons.verdicts)}",
         head,
         COLUMNS,
         cells(comparisons),
@@ -139,67 +144,126 @@ def as_markdown(before: Report, after: Report, comparisons: Comparisons) -> str:
     )
 
 
-@dataclass(frozen=True)
-class SideAnswer:
-    """The headline and the labels of an answer.
+@dataclass(frozen=True, kw_only=True)
+class TwoRuns(Report):
+    """A report with the compared cases of two runs, each with a row of either run.
 
-    `side` names the run, or both runs if they give the same answer. `cases` has the ids of the
-    compared cases to which the answer applies; if empty, the page always shows the answer.
+    `own` has the row of its own run for each row, by the run ("before" or "after") and the case.
     """
 
-    subject: str
-    side: str
-    headline: str = "no answer"
-    labels: tuple[str, ...] = ()
-    cases: str = ""
+    before: Report
+    after: Report
+    own: Mapping[tuple[str, Case], Row]
+
+    @classmethod
+    def compared_by(cls, before: Report, after: Report, comparisons: Comparisons) -> Self:
+        """Return the report on two runs that have been compared."""
+        of_case = {
+            run: {row.case: row for row in report.rows if row.source.timed}
+            for run, report in (("before", before), ("after", after))
+        }
+        own = {
+            (run, line.other): of_case[run][case]
+            for line in comparisons.lines
+            for run, case in (("before", line.case), ("after", line.other))
+        }
+        return cls(
+            run_id=after.run_id,
+            started_s=after.started_s,
+            provenance={"before": before.provenance, "after": after.provenance},
+            trials=(),
+            # the page identifies and filters a case by its id in the second run
+            rows=[replace(row, case=case, run=run) for (run, case), row in own.items()],
+            ladders=(),
+            notes=(),
+            warnings=list(dict.fromkeys([*before.warnings, *after.warnings])),
+            diagnoses=(),
+            before=before,
+            after=after,
+            own=own,
+        )
+
+    def _run(self, row: Row) -> Report:
+        return self.before if row.run == "before" else self.after
+
+    def trials_of(self, row: Row) -> Sequence[Trial]:
+        """Return the trials of a row in its run."""
+        return self._run(row).trials_of(self.own[row.run, row.case])
+
+    def lanes_of(self, row: Row) -> Lanes | None:
+        """Return the timeline of a median step of a row in its run; None without spans."""
+        return self._run(row).lanes_of(self.own[row.run, row.case])
 
 
 def page(before: Report, after: Report, comparisons: Comparisons) -> str:
-    """Return the comparison as an HTML page: both runs' answers, the table, and both runs' steps.
+    """Return the comparison as the HTML page of a run, with a second row or line for each case.
 
-    The page has the style sheet and the script of the page of a run. Raises NoDrawings without
-    matplotlib.
+    Its answers are the verdicts. Raises NoDrawings without matplotlib.
     """
     check_drawings()
     from dpbench.report import page as report_page
 
-    styles = report_page.Styles()
-    lanes = _lanes(before, after, comparisons, styles)
-    sections = [lanes] if lanes else []
-    side_answers = answers(before, after, comparisons)
-    style = f"{report_page.text_of('page.css')}{report_page.text_of('compare.css')}{styles}"
-    script = report_page.text_of("page.js")
-    allow = report_page.allowed
-    cases = [*(line.case for line in comparisons.lines), *comparisons.lost]
+    cases = _cases(comparisons)
     verdicts = [verdict for verdict in ORDER if comparisons.verdicts[verdict]]
-    axes = [*naming.axes(cases), *([("verdict", "Verdict", verdicts)] if len(verdicts) > 1 else [])]
-    rendered = report_page.template("compare.html").render(
-        policy=Markup(
-            f"default-src 'none'; style-src {allow(style)}; script-src {allow(script)}; img-src"
-            " data:"
+    lines = [
+        table.TableLine(naming.case_id(case), line, line[0].text, ())
+        for case, line in zip(cases, cells(comparisons), strict=True)
+    ]
+    return report_page.rendered(
+        TwoRuns.compared_by(before, after, comparisons),
+        report_page.Content(
+            title=f"runs {before.run_id[:8]}-{after.run_id[:8]}",
+            heading=summary(comparisons.verdicts),
+            facts=facts(before, after, comparisons),
+            cards=[
+                _card(model, before, after, comparisons)
+                for model in dict.fromkeys(case.model for case in cases)
+            ],
+            table=table.CaseTable(COLUMNS, lines, ()),
+            text_columns=TEXT_COLUMNS,
+            lead=note(comparisons),
+            axes=[
+                *naming.axes(cases),
+                *([("verdict", "Verdict", verdicts)] if len(verdicts) > 1 else []),
+            ],
+            numbers=table.embedded(numbers(comparisons)),
+            markdown=as_markdown(before, after, comparisons),
         ),
-        style=Markup(style),
-        script=Markup(script),
-        numbers=Markup(table.embedded(numbers(comparisons))),
-        summary=summary(comparisons),
-        runs=f"{before.run_id[:8]}-{after.run_id[:8]}",
-        facts=facts(before, after, comparisons),
-        contents=[
-            *([("answers", "Answers")] if side_answers else []),
-            ("cases", "Cases"),
-            *((section.id, section.title) for section in sections),
-        ],
-        axes=axes,
-        answers=side_answers,
-        columns=COLUMNS,
-        text_columns=TEXT_COLUMNS,
-        lines=list(zip(map(naming.case_id, cases), cells(comparisons), strict=True)),
-        parts=sections,
-        legend=note(comparisons),
-        intervals=words.INTERVALS,
     )
-    # a name that was not UTF-8 contains lone surrogates, which cannot be encoded
-    return rendered.encode("utf-8", "replace").decode()
+
+
+def _cases(comparisons: Comparisons) -> list[Case]:
+    """Return the cases in the order of the table, as they are in the second run."""
+    return [*(line.other for line in comparisons.lines), *comparisons.lost]
+
+
+def _card(model: str, before: Report, after: Report, comparisons: Comparisons) -> Card:
+    """Return the verdicts on a model's cases, and the answers of both runs on the model."""
+    from dpbench.report.page import Card, Place
+
+    lines = [line for line in comparisons.lines if line.other.model == model]
+    lost = sum(case.model == model for case in comparisons.lost)
+    counts = Counter([*(line.verdict for line in lines), *["undecided"] * lost])
+    sides = [
+        "; ".join(one.headline for one in report.answers if one.home.model == model)
+        for report in (before, after)
+    ]
+    alike = sides[0] == sides[1]
+    said = {"Before and after": sides[0]} if alike else {"Before": sides[0], "After": sides[1]}
+    return Card(
+        subject=model,
+        headline=summary(counts),
+        tone=next((verdict for verdict in ("slower", "faster") if counts[verdict]), ""),
+        columns=("changed", "ratio", f"{SURE:.0%}"),
+        places=[
+            Place(line.name, words.times(line.ratio).partition(" ")[0], words.interval(line.ratio))
+            for line in lines
+            if line.decided
+        ],
+        sentences=[f"{run}: {headline or 'no answer'}." for run, headline in said.items()],
+        labels=list(dict.fromkeys(label for line in lines for label in line.labels)),
+        cases=naming.case_ids(case for case in _cases(comparisons) if case.model == model),
+    )
 
 
 def numbers(comparisons: Comparisons) -> list[dict[str, object]]:
@@ -215,7 +279,7 @@ def numbers(comparisons: Comparisons) -> list[dict[str, object]]:
 
 
 def _record(line: Comparison) -> dict[str, object]:
-    record = _work(line.case, line.verdict, line.reason) | {"labels": " ".join(line.labels)}
+    record = _work(line.other, line.verdict, line.reason) | {"labels": " ".join(line.labels)}
     for name, estimate in (("ratio", line.ratio), ("before", line.before), ("after", line.after)):
         record |= {f"{name}_{part}": getattr(estimate, part) for part in ("value", "low", "high")}
         record[f"{name}_withheld"] = estimate.doubt or None
@@ -226,73 +290,3 @@ def _work(case: Case, verdict: str, reason: str) -> dict[str, object]:
     names = ("model", "strategy", "schedule", "devices", "batch_size", "size", "precision")
     settings = {name: getattr(case, name) for name in names}
     return {"id": naming.case_id(case), **settings, "verdict": verdict, "reason": reason}
-
-
-def answers(before: Report, after: Report, comparisons: Comparisons) -> list[SideAnswer]:
-    """Return the answers of both runs by subject; an answer of both is returned once."""
-    # the page identifies a case by its id in the first run, even if the second run has other
-    # devices
-    ids_after = {
-        naming.case_id(line.other): naming.case_id(line.case) for line in comparisons.lines
-    }
-    sides = []
-    for report, ids in ((before, {one: one for one in ids_after.values()}), (after, ids_after)):
-        side = {}
-        for answer in report.answers:
-            alike = naming.alike(answer, report.rows).split()
-            cases = " ".join(ids[case] for case in alike if case in ids)
-            side[answer.subject] = (answer.headline, answer.labels, cases)
-        sides.append(side)
-    grouped = []
-    for subject in dict.fromkeys(subject for side in sides for subject in side):
-        first, second = (side.get(subject, ()) for side in sides)
-        if first == second:
-            grouped.append(SideAnswer(subject, "before and after", *first))
-        else:
-            grouped += [
-                SideAnswer(subject, "before", *first),
-                SideAnswer(subject, "after", *second),
-            ]
-    return grouped
-
-
-def _lanes(
-    before: Report, after: Report, comparisons: Comparisons, styles: Styles
-) -> PageSection | None:
-    from dpbench.report import page as report_page
-    from dpbench.report import swim_lanes
-
-    sides = [
-        {
-            case: timeline
-            for (case, source), timeline in report.lanes.items()
-            if source is not Source.PREDICTED
-        }
-        for report in (before, after)
-    ]
-    drawable = [
-        line for line in comparisons.lines if line.case in sides[0] and line.other in sides[1]
-    ]
-    if not drawable:
-        return None
-    panels = []
-    for i, line in enumerate(drawable[:PANELS]):
-        title = naming.plain(f"{line.name}: {line.verdict}")
-        timelines = sides[0][line.case], sides[1][line.other]
-        panel = swim_lanes.compared(title, *timelines, line.labels, f"lanes{i}")
-        panel = replace(panel, caption=f"{why(line)}. {panel.caption}")
-        # the page filters a drawing of two runs as a whole, by the case of the first run
-        panels.append(report_page.figure(replace(panel, cases=[line.case]), (), styles))
-    lead = (
-        "One median step of each run, one above the other on the same time axis. A bar is a phase"
-        " on a device; where a lane is grey, no phase is open on the device. A thick outline is the"
-        " critical path."
-    )
-    left_out = len(drawable) - len(panels)
-    note = (
-        f"{words.count(left_out, 'more case')} {words.verb(left_out, 'is', 'are')} not drawn."
-        if left_out
-        else ""
-    )
-    title = "One median step before and after"
-    return report_page.PageSection("lanes", title, lead, (), panels, note=note)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from dpbench.analysis.forecasts import Forecast
 from dpbench.analysis.imbalance import PHASES, Footprint, Index
@@ -13,11 +12,10 @@ from dpbench.analysis.stats import Percentile
 from dpbench.analysis.summary import PERCENTILES, Row
 from dpbench.analysis.transfers import Counted, PhaseTraffic
 from dpbench.records import Case, names, words
-from dpbench.report import naming, small_multiples
+from dpbench.report import naming, small_multiples, table
+from dpbench.report.section import Section
 from dpbench.report.table import Cell, Table, estimate
 
-OPEN = 24
-"""The largest number of lines of a table that is expanded when the page opens."""
 SAID: Mapping[str, Callable[[float], str]] = {
     "s": words.time,
     "bytes": words.size,
@@ -25,48 +23,37 @@ SAID: Mapping[str, Callable[[float], str]] = {
 }
 
 
-class TableSection(NamedTuple):
-    """A table of a report, with the text before it (`lead`) and the labels of its cases.
-
-    `open` is whether the table is expanded when the page opens. `cases` has the case of each line.
-    """
-
-    id: str
-    title: str
-    lead: str
-    table: Table
-    labels: tuple[str, ...]
-    open: bool
-    cases: Sequence[Case] = ()
-
-
-def parts(report: Report) -> list[TableSection]:
-    """Return the sections on latency, imbalance, memory, transfers and predictions that exist."""
+def parts(report: Report) -> list[Section]:
+    """Return the sections with a table that has lines."""
     ordered = replace(report, trials=sorted(report.trials, key=lambda trial: _place(trial.case)))
     labels = report.labels
-    tables = [
-        ("latency", "Latency", LATENCY, *_latency(ordered.rows)),
-        ("imbalance", "Imbalance", IMBALANCE, *_imbalance(ordered.imbalance)),
-        ("memory-by-phase", "Memory by phase", MEMORY, *_memory(ordered.memory)),
-        ("links", "Bytes over links", LINKS, *_links(ordered.flows)),
-        ("link-counters", "Bytes in device counters", COUNTERS, *_counters(ordered.counted)),
-    ]
-    sections = [
-        TableSection(
+    tables = (
+        ("phases", "Step time by phase", PHASE_TIMES, table.phases(report.rows)),
+        ("latency", "Latency", LATENCY, _latency(ordered.rows)),
+        ("imbalance", "Device 0 against the others", IMBALANCE, _imbalance(ordered.imbalance)),
+        ("memory-by-phase", "Memory by phase", MEMORY, _memory(ordered.memory)),
+        ("links", "Bytes over links", LINKS, _links(ordered.flows)),
+        ("link-counters", "Bytes in device counters", COUNTERS, _counters(ordered.counted)),
+        ("predicted", "Predicted against measured", FORECASTS, _forecasts(ordered.forecasts)),
+        ("hosts", "Hosts", HOSTS, table.machines(report)),
+    )
+    return [
+        Section(
             id,
             title,
             lead,
-            table,
-            _union(labels.get(case, ()) for case in cases),
-            len(table.lines) <= OPEN,
-            cases,
+            table=content,
+            table_labels=_union(labels.get(case, ()) for case in content.cases or labels),
         )
-        for id, title, lead, table, cases in tables
-        if table.lines
+        for id, title, lead, content in tables
+        if content.lines
     ]
-    return [*sections, *_forecast_section(ordered.forecasts)]
 
 
+PHASE_TIMES = (
+    "Milliseconds of one step by phase. The ledger charges each moment of the step to one phase, so"
+    " the phases add up to the step."
+)
 LATENCY = (
     "The durations of steps that run the forward alone; each step waits for the output. p50 is the"
     " median of the rounds' medians, and its 95% interval covers the variation between rounds. The"
@@ -100,6 +87,7 @@ FORECASTS = (
     " one, with its 95% interval. The error is the predicted step time relative to the measured"
     " one. Of 10 measured step times, about 8 should be inside the interval of the prediction."
 )
+HOSTS = "The machines of the launch. A slow machine delays every rank at each collective."
 
 
 def _union(labels: object) -> tuple[str, ...]:
@@ -122,7 +110,7 @@ def _case(case: Case) -> Cell:
     return Cell(f"{names.strategy(case)} ×{case.devices}{placed}", work)
 
 
-def _latency(rows: Sequence[Row]) -> tuple[Table, list[Case]]:
+def _latency(rows: Sequence[Row]) -> Table:
     measured = [
         row
         for row in small_multiples.order(rows)
@@ -145,7 +133,7 @@ def _latency(rows: Sequence[Row]) -> tuple[Table, list[Case]]:
         )
         for row in measured
     )
-    return Table("Latency", columns, lines), [row.case for row in measured]
+    return Table("Latency", columns, lines, cases=[row.case for row in measured])
 
 
 def _percentile(percentile: Percentile) -> Cell:
@@ -157,7 +145,7 @@ def _percentile(percentile: Percentile) -> Cell:
     )
 
 
-def _imbalance(indexes: Sequence[Index]) -> tuple[Table, list[Case]]:
+def _imbalance(indexes: Sequence[Index]) -> Table:
     columns = (
         "case",
         "quantity",
@@ -170,7 +158,7 @@ def _imbalance(indexes: Sequence[Index]) -> tuple[Table, list[Case]]:
         "control, ddp",
     )
     lines = tuple(_index(index) for index in indexes)
-    return Table("Imbalance", columns, lines, text=3), [index.case for index in indexes]
+    return Table("Imbalance", columns, lines, text=3, cases=[index.case for index in indexes])
 
 
 def _index(index: Index) -> tuple[Cell, ...]:
@@ -189,7 +177,7 @@ def _index(index: Index) -> tuple[Cell, ...]:
     )
 
 
-def _memory(footprints: Sequence[Footprint]) -> tuple[Table, list[Case]]:
+def _memory(footprints: Sequence[Footprint]) -> Table:
     several = [footprint for footprint in footprints if footprint.excess_bytes is not None]
     lines = tuple(_footprint(footprint) for footprint in several)
     return Table(
@@ -197,7 +185,8 @@ def _memory(footprints: Sequence[Footprint]) -> tuple[Table, list[Case]]:
         ("case", "source", "excess of device 0", *PHASES, "in use, NVML"),
         lines,
         text=2,
-    ), [footprint.case for footprint in several]
+        cases=[footprint.case for footprint in several],
+    )
 
 
 def _footprint(footprint: Footprint) -> tuple[Cell, ...]:
@@ -219,9 +208,7 @@ def _phase(held: Mapping[int, int]) -> Cell:
     return Cell(words.size(held[0]), words.size(sum(others) / len(others)))
 
 
-def _forecast_section(forecasts: Sequence[Forecast]) -> list[TableSection]:
-    if not forecasts:
-        return []
+def _forecasts(forecasts: Sequence[Forecast]) -> Table:
     lines = tuple(
         (
             _case(forecast.case),
@@ -240,26 +227,19 @@ def _forecast_section(forecasts: Sequence[Forecast]) -> list[TableSection]:
         f"{sum(forecast.inside for forecast in forecasts)} of"
         f" {words.count(len(forecasts), 'measured step time')}"
     )
-    table = Table(
+    return Table(
         f"Predicted against measured: the intervals of the predictions contain {inside}",
         ("case", "predicted for", "predicted, ms", "measured, ms", "error", "inside"),
         lines,
         text=2,
+        cases=[forecast.case for forecast in forecasts],
     )
-    labels = _union(forecast.labels for forecast in forecasts)
-    cases = [forecast.case for forecast in forecasts]
-    opened = len(lines) <= OPEN
-    return [
-        TableSection(
-            "predicted", "Predicted against measured", FORECASTS, table, labels, opened, cases
-        )
-    ]
 
 
-def _links(flows: Sequence[PhaseTraffic]) -> tuple[Table, list[Case]]:
+def _links(flows: Sequence[PhaseTraffic]) -> Table:
     columns = ("case", "phase", "direction", "bytes per step", "ms", "GB/s")
     lines = tuple(_flow(flow) for flow in flows)
-    return Table("Bytes over links", columns, lines, text=3), [flow.case for flow in flows]
+    return Table("Bytes over links", columns, lines, text=3, cases=[flow.case for flow in flows])
 
 
 def _flow(flow: PhaseTraffic) -> tuple[Cell, ...]:
@@ -292,7 +272,7 @@ def _ways(flow: PhaseTraffic) -> str:
     return "a ring" if len(flow.moves) == len(sources) else "each → each"
 
 
-def _counters(counted: Sequence[Counted]) -> tuple[Table, list[Case]]:
+def _counters(counted: Sequence[Counted]) -> Table:
     columns = ("case", "link", "device", "received", "computed", "sent", "computed")
     lines = tuple(
         (
@@ -306,6 +286,5 @@ def _counters(counted: Sequence[Counted]) -> tuple[Table, list[Case]]:
         )
         for counter in counted
     )
-    return Table("Bytes in device counters", columns, lines, text=2), [
-        counter.case for counter in counted
-    ]
+    cases = [counter.case for counter in counted]
+    return Table("Bytes in device counters", columns, lines, text=2, cases=cases)

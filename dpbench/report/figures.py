@@ -27,7 +27,7 @@ from dpbench.report import (
     table,
     timeline,
 )
-from dpbench.report.svg import Panel, Section
+from dpbench.report.section import Panel, Section
 from dpbench.store import PAST
 
 NAMED = 4
@@ -211,10 +211,7 @@ def _name(rung: Rung) -> str:
     """Return a rung's name with its change and verdict, which the colours alone would not tell."""
     if not rung.change or rung.change.ratio.doubt or rung.change.gain_s.doubt:
         return rung.name
-    return (
-        f"{rung.name}: {words.signed(-rung.change.gain_s.value * 1e3)} ms,"
-        f" {table.VERDICTS[rung.change.verdict]}"
-    )
+    return f"{rung.name}: {words.signed(-rung.change.gain_s.value * 1e3)} ms, {rung.change.verdict}"
 
 
 def _bar(axes: Axes, rung: Rung, steps: dict[str, float], y: float, farthest: float) -> float:
@@ -312,14 +309,14 @@ def sections(report: Report) -> list[Section]:
         if report.loading:
             return [loaders.section(report.loading, report.trials)]
         all_sections = [
-            swim_lanes.section(drawable, report.lanes),
+            swim_lanes.section(report, drawable),
             speedup.section(drawable),
-            timeline.imbalance(drawable),
-            timeline.steps(drawable, report.trials),
-            timeline.utilisation(drawable, report.trials),
+            timeline.steps(report, drawable),
+            timeline.utilisation(report, drawable),
             *filter(None, [over_commits(report)]),
         ]
-        if report.observed:  # an observed loop has no baseline, and perhaps no batch size
+        # an observed loop has no baseline, and two runs are compared in some of the sections
+        if report.observed or report.compared:
             return [section for section in all_sections if section.panels]
         if not ladders:
             return all_sections

@@ -15,7 +15,7 @@ from dpbench.records.loading import FIRST_BATCH, NEXT_EPOCH
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
 from dpbench.report import marks, naming, svg
-from dpbench.report.svg import Panel, Section
+from dpbench.report.section import Panel, Section
 from dpbench.report.table import Cell, Table, estimate
 
 COLUMNS = (

@@ -9,9 +9,9 @@ from dpbench.analysis.answer import Answer
 from dpbench.analysis.findings import Diagnosis, text
 from dpbench.analysis.ladder import Ladder
 from dpbench.analysis.report import Report
-from dpbench.analysis.summary import Row
 from dpbench.records import words
 from dpbench.report import devices, naming, table
+from dpbench.report.section import Section
 
 REASON = 160
 """The number of columns of a problem's reason; the HTML page shows it in full."""
@@ -20,7 +20,6 @@ REASON = 160
 def render(report: Report) -> str:
     """Return the report in GitHub's Markdown."""
     rows = report.rows
-    columns, lines = table.all_cases(report)
     parts = [
         f"## dpbench: run {_said(report.run_id[:12])}",
         " ".join(
@@ -41,12 +40,8 @@ def render(report: Report) -> str:
         ),
         *(part for one in report.diagnoses for part in _diagnosis(one)),
         *(part for ladder in report.ladders for part in _ladder(ladder)),
-        _table(columns, ([_cell(cell) for cell in line.cells] for line in lines)),
-        "\n".join(_notes(lines)),
-        *table.footnotes(line.cells for line in lines),
-        _details("Step time by phase, in ms", _phases(rows)),
+        *_cases(report),
         *(_part(part) for part in devices.parts(report)),
-        _machines(report),
         _details(
             "Machine and code",
             "\n".join(f"- {name}: {_said(value)}" for name, value in _facts(report)),
@@ -57,11 +52,14 @@ def render(report: Report) -> str:
 
 def brief(report: Report) -> str:
     """Return the answers and the table of all cases, for an issue or a pull request."""
-    columns, lines = table.all_cases(report, brief=True)
-    cells = ([_cell(cell) for cell in line.cells] for line in lines)
-    notes = [*_notes(lines), *table.footnotes(line.cells for line in lines)]
-    parts = [*map(_answer, report.answers), _table(columns, cells), "\n".join(notes)]
+    parts = [*map(_answer, report.answers), *_cases(report)]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _cases(report: Report) -> list[str]:
+    columns, lines, notes = table.all_cases(report)
+    cells = ([_cell(cell) for cell in line.cells] for line in lines)
+    return [_table(columns, cells), "\n".join(_notes(lines)), "\n".join(notes)]
 
 
 def _said(text: str, columns: int = 1000) -> str:
@@ -93,12 +91,6 @@ def _remarks(report: Report) -> str:
     return "\n".join(f"- {_said(note, 4000)}" for note in report.notes)
 
 
-def _machines(report: Report) -> str:
-    machines = table.machines(report)
-    cells = [[_cell(cell) for cell in line] for line in machines.lines] if machines else []
-    return _details("Hosts", _table(machines.columns, cells, machines.columns)) if machines else ""
-
-
 def _labels(labels: Iterable[str]) -> str:
     return "".join(f" `{label}`" for label in labels)
 
@@ -125,12 +117,7 @@ def _ladder(ladder: Ladder) -> Iterator[str]:
     yield f"### {table.TITLE}: {_said(table.title(ladder))}{_labels(naming.labels(ladder.rows))}"
     climb = table.climb(ladder)
     yield f"**{_said(climb.title)}**"
-    yield _table(
-        climb.columns,
-        ([_cell(cell) for cell in line] for line in climb.lines),
-        climb.columns[: climb.text],
-    )
-    yield "\n".join([_said(climb.note), *table.footnotes(climb.lines)])
+    yield _whole(climb)
 
 
 def _table(
@@ -151,18 +138,20 @@ def _notes(lines: Iterable[table.TableLine]) -> Iterator[str]:
             yield f"- {_said(case)}: {_said(what)}: {_said(last, REASON)}"
 
 
-def _phases(rows: Sequence[Row]) -> str:
-    phases, _ = table.phases(rows)
-    lines = ([_cell(cell) for cell in line] for line in phases.lines)
-    return _table(phases.columns, lines, phases.columns[: phases.text]) if phases.lines else ""
-
-
-def _part(section: devices.TableSection) -> str:
-    cells = [[_cell(cell) for cell in line] for line in section.table.lines]
-    body = _table(section.table.columns, cells, section.table.columns[: section.table.text])
-    notes = "\n".join(table.footnotes(section.table.lines))
+def _part(section: Section) -> str:
+    if not section.table:
+        return ""
     lead = f"{_said(section.lead)}{_labels(section.labels)}"
-    return _details(section.title, f"{lead}\n\n{body}\n\n{notes}".rstrip())
+    body = _whole(section.table)
+    return _details(section.title, f"{lead}\n\n{body}".rstrip())
+
+
+def _whole(content: table.Table) -> str:
+    """Return a table with its note and the explanations of its signs."""
+    cells = ([_cell(cell) for cell in line] for line in content.lines)
+    body = _table(content.columns, cells, content.columns[: content.text])
+    notes = "\n".join([_said(content.note), *table.footnotes(content.lines)])
+    return f"{body}\n\n{notes}".rstrip()
 
 
 def _details(summary: str, body: str) -> str:
@@ -177,7 +166,7 @@ def compared(
     title: str,
     facts: Sequence[tuple[str, str]],
     columns: Sequence[str],
-    cells: Iterable[Sequence[str]],
+    cells: Iterable[Sequence[table.Cell]],
     text: Sequence[str],
     note: str,
 ) -> str:
@@ -186,5 +175,5 @@ def compared(
     `text` has the columns that contain text, not numbers.
     """
     listed = "\n".join(f"- {name}: {_said(value)}" for name, value in facts)
-    body = _table(columns, ([_said(cell) for cell in line] for line in cells), text)
+    body = _table(columns, ([_cell(cell) for cell in line] for line in cells), text)
     return f"## {_said(title)}\n\n{listed}\n\n{body}\n\n{_said(note)}\n"

@@ -21,7 +21,7 @@ from dpbench.analysis.report import Report
 from dpbench.report import NoDrawings, check_drawings, comparing, naming, table
 
 if TYPE_CHECKING:
-    from dpbench.report.svg import Panel, Section
+    from dpbench.report.section import Panel, Section
 
 LIGHT, DARK = re.findall(
     r":root (\{.*?\})", Path(__file__).with_name("page.css").read_text(encoding="utf-8"), re.DOTALL
@@ -102,7 +102,7 @@ def _sections(report: Report, *, lanes_only: bool = False) -> list[Section]:
     with svg.theme():
         if report.loading:
             return [loaders.section(report.loading, report.trials)]
-        sections = [swim_lanes.section(rows, report.lanes, f"{run}-lanes")]
+        sections = [swim_lanes.section(report, rows, f"{run}-lanes")]
         if not (lanes_only or report.observed):  # an observed loop has no baseline
             sections.append(speedup.section(rows, f"{run}-speedup"))
     if report.ladders:
@@ -117,8 +117,8 @@ def compared(before: Report, after: Report, comparisons: Comparisons) -> str:
     ]
     cells = [
         Markup("").join(
-            _cell("td", *pair, text=comparing.TEXT_COLUMNS)
-            for pair in zip(comparing.COLUMNS, line, strict=True)
+            _cell("td", name, cell.text, text=comparing.TEXT_COLUMNS)
+            for name, cell in zip(comparing.COLUMNS, line, strict=True)
         )
         for line in comparing.cells(comparisons)
     ]
@@ -126,7 +126,7 @@ def compared(before: Report, after: Report, comparisons: Comparisons) -> str:
         _cell("th", name, name, text=comparing.TEXT_COLUMNS) for name in comparing.COLUMNS
     )
     summary = Markup('<div class="card"><b>{}</b>{}</div>').format(
-        comparing.summary(comparisons), Markup("").join(head)
+        comparing.summary(comparisons.verdicts), Markup("").join(head)
     )
     return _whole([summary, _rows(columns, cells)])
 
@@ -180,7 +180,7 @@ def _badges(labels: Iterable[str]) -> Markup:
 
 
 def _table(report: Report) -> Markup:
-    columns, case_lines = table.all_cases(report, brief=True)
+    columns, case_lines, notes = table.all_cases(report)
     head = Markup("").join(_cell("th", name, name) for name in columns)
     lines = []
     for line in case_lines:
@@ -195,8 +195,7 @@ def _table(report: Report) -> Markup:
             ).format(len(columns), headline, reason)
             for headline, reason in line.notes
         ]
-    notes = map(_line, table.footnotes(line.cells for line in case_lines))
-    return Markup("").join([_rows(head, lines), *notes])
+    return Markup("").join([_rows(head, lines), *map(_line, notes)])
 
 
 def _rows(head: Markup, lines: Iterable[Markup]) -> Markup:

@@ -57,7 +57,8 @@ if (navigator.clipboard && brief) {
     await navigator.clipboard.writeText(JSON.parse(brief.textContent));
     copy.textContent = "Copied";
   });
-  document.getElementById("copying").append(copy, "the answers and the table, for an issue or a pull request");
+  copy.title = "the answers and the table, for an issue or a pull request";
+  document.getElementById("copying").append(copy);
 }
 
 // -- saving the numbers of a section as a file
@@ -263,7 +264,7 @@ for (const section of $("main section")) {
     tools.className = "tools";
     const name = (kind) => `dpbench-${document.title.split(" ").at(-1)}-${section.id}.${kind}`;
     tools.append(
-      "Numbers of the shown cases:",
+      "Numbers:",
       button("CSV", () => save(name("csv"), "text/csv", table(read(section)))),
       button("JSON", () => save(name("json"), "application/json", JSON.stringify(read(section), null, 1))),
     );
@@ -292,8 +293,8 @@ function zoomable(figure) {
   tools.className = "tools";
   tools.append(
     button("Zoom in", () => set(scale * 2)), button("Zoom out", () => set(scale / 2)), button("Whole step", () => set(1)),
-    "or the keys + − 0, or Ctrl and the wheel",
   );
+  tools.title = "also with the keys + − 0, and with Ctrl and the wheel";
   frame.after(tools);
   frame.addEventListener("wheel", (event) => {
     if (!event.ctrlKey && !event.metaKey) return;  // the wheel alone scrolls the page

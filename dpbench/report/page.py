@@ -15,7 +15,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,9 +30,10 @@ from dpbench.analysis import caveats
 from dpbench.analysis.answer import Answer
 from dpbench.analysis.findings import text
 from dpbench.analysis.report import Report
+from dpbench.analysis.summary import Row
 from dpbench.records import words
 from dpbench.report import devices, figures, markdown, naming, swim_lanes, table
-from dpbench.report.svg import Panel, Section
+from dpbench.report.section import Section
 
 FOLDER = Path(__file__).parent
 SHOWN = ("loaders", "lanes", "speedup", "ladder")
@@ -59,58 +60,9 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "steps": ("step",),
 }
 """For each section, the prefixes of the numbers in `frames.frame` that the page's script saves."""
-PHASES = (
-    "Milliseconds of one step by phase. The ledger charges each moment of the step to one phase, so"
-    " the phases add up to the step."
-)
+OPEN = 24
+"""The largest number of lines of a table that is expanded when the page opens."""
 FACTS = "run.json"
-
-
-@dataclass(frozen=True)
-class Drawing:
-    """A drawing of a section.
-
-    `labels` has the labels that are not in the section's heading already, and `cases` the ids of
-    the cases in the drawing, separated by spaces.
-    """
-
-    title: str
-    drawing: Markup
-    caption: str
-    labels: tuple[str, ...]
-    tables: Sequence[table.Table]
-    cases: str
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """A table that can be folded, below the drawings; `cases` has the id of each line's case.
-
-    `lead` is the text above the table, "" if the lead of its section says it.
-    """
-
-    content: table.Table
-    cases: Sequence[str]
-    open: bool
-    lead: str = ""
-
-
-@dataclass(frozen=True)
-class PageSection:
-    """A section of the page; `labels` has the labels that all of its drawings share.
-
-    `columns` tells the page's script which numbers to save: the section's prefixes in `COLUMNS`,
-    separated by spaces.
-    """
-
-    id: str
-    title: str
-    lead: str
-    labels: tuple[str, ...]
-    panels: Sequence[Drawing] = ()
-    tables: Sequence[Numbers] = ()
-    note: str = ""
-    columns: str = ""
 
 
 class Styles:
@@ -140,31 +92,95 @@ class Styles:
         return "".join(f".{name}{{{style}}}\n" for style, name in self._names.items())
 
 
+@dataclass(frozen=True)
+class Place:
+    """A line of a card's table; `uncertain` if its interval must not be shown."""
+
+    name: str
+    ratio: str
+    interval: str
+    uncertain: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """An answer of the page, with the ids of the cases for which it holds, separated by spaces.
+
+    `tone` is a class of the style sheet, and `columns` are the heads of the table of `places`.
+    """
+
+    subject: str
+    headline: str
+    tone: str
+    columns: tuple[str, str, str]
+    places: Sequence[Place]
+    sentences: Sequence[str]
+    labels: Sequence[str]
+    command: str = ""
+    cases: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """What the page of a run and the page of a comparison do not compute alike from a report.
+
+    `table` is that of all cases, `text_columns` are its columns of text, and `lead` is the text
+    above it. `axes` are those of the filter, `numbers` the JSON of all
+    cases, and `markdown` the text for an issue.
+    """
+
+    title: str
+    heading: str
+    facts: Sequence[tuple[str, str]]
+    cards: Sequence[Card]
+    table: table.CaseTable
+    text_columns: Sequence[str]
+    lead: str
+    axes: Sequence[tuple[str, str, Sequence[str]]]
+    numbers: str
+    markdown: str
+
+
 def render(report: Report) -> str:
-    """Return the HTML text of the page."""
+    """Return the HTML text of the page of a run."""
+    return rendered(
+        report,
+        Content(
+            title=f"run {report.run_id[:12]}",
+            heading="data parallelism in PyTorch",
+            facts=naming.facts(report),
+            cards=[_card(one, report.rows) for one in report.answers],
+            table=table.all_cases(report),
+            text_columns=table.TEXT_COLUMNS,
+            lead=table.CASES,
+            axes=naming.axes([row.case for row in report.rows]),
+            numbers=table.as_json(report.rows),
+            markdown=markdown.brief(report),
+        ),
+    )
+
+
+def rendered(report: Report, content: Content) -> str:
+    """Return the HTML text of the page that shows a report with this content."""
     styles = Styles()
-    sections = _parts(report, styles)
+    sections = _sections(report, styles)
     shown = [part for part in sections if part.id in SHOWN]
     details = [part for part in sections if part.id not in SHOWN]
-    columns, lines = table.all_cases(report, brief=True)
     style = f"{text_of('page.css')}{styles}"
     script = text_of("page.js")
     command = str(report.provenance.get("command", ""))
-    rendered = template("page.html").render(
+    html = template("page.html").render(
         report=report,
+        content=content,
         policy=Markup(
             f"default-src 'none'; style-src {allowed(style)}; script-src {allowed(script)}; img-src"
             " data:"
         ),
         style=Markup(style),
         script=Markup(script),
-        facts=naming.facts(report),
         command=command,
         badges=naming.badges(report.rows),
-        axes=naming.axes([row.case for row in report.rows]),
-        standing=_standing,
         contents=_contents(shown, details, report, command),
-        alike=lambda one: naming.alike(one, report.rows),
         summary=caveats.summary,
         count=words.count,
         intervals=f"{words.INTERVALS} {words.TOGETHER}",
@@ -173,18 +189,33 @@ def render(report: Report) -> str:
         findings_note=text.NOTE,
         shown=shown,
         details=details,
-        columns=columns,
-        text_columns=table.TEXT_COLUMNS,
-        lines=lines,
+        columns_of={} if report.compared else COLUMNS,
+        open=OPEN,
+        case_id=naming.case_id,
+        case_ids=naming.case_ids,
         signs=table.FOOTNOTES,
         footnotes=table.footnotes,
         environment=naming.environment(report.provenance, report.trials),
-        numbers=Markup(table.as_json(report.rows)),
-        trace=Markup(table.safe(words.dumps(swim_lanes.trace(report.lanes)))),
-        markdown=Markup(table.safe(words.dumps(markdown.brief(report)))),
+        numbers=Markup(content.numbers),
+        trace=Markup(table.safe(words.dumps(swim_lanes.trace(report)))),
+        markdown=Markup(table.safe(words.dumps(content.markdown))),
     )
     # a name that was not UTF-8 contains lone surrogates, which cannot be encoded
-    return rendered.encode("utf-8", "replace").decode()
+    return html.encode("utf-8", "replace").decode()
+
+
+def _card(answer: Answer, rows: Sequence[Row]) -> Card:
+    return Card(
+        subject=answer.subject,
+        headline=answer.headline,
+        tone=answer.choice.name.lower() if answer.settled else "",
+        columns=("fastest first", "speed-up", "95%"),
+        places=_standing(answer),
+        sentences=answer.sentences,
+        labels=answer.labels,
+        command=answer.command,
+        cases=naming.alike(answer, rows),
+    )
 
 
 def template(name: str, folder: Path = FOLDER) -> Template:
@@ -209,72 +240,19 @@ def allowed(content: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
-def _parts(report: Report, styles: Styles) -> list[PageSection]:
-    drawn = [_drawn(section, styles) for section in figures.sections(report)]
-    tabled = [_tabled(section) for section in devices.parts(report)]
-    by_id = {part.id: part for part in drawn}
-    for part in tabled:
-        before = by_id.get(part.id)
-        by_id[part.id] = _joined(before, part) if before else part
-    parts = [*by_id.values(), *_phases(report), *_hosts(report)]
-    return sorted(parts, key=lambda part: ORDER.index(part.id) if part.id in ORDER else len(ORDER))
-
-
-def _joined(drawn: PageSection, tabled: PageSection) -> PageSection:
-    """Return a section with the drawings of one section, and the table of the other below them."""
-    tables = [replace(numbers, lead=tabled.lead) for numbers in tabled.tables]
-    return replace(drawn, tables=[*drawn.tables, *tables])
-
-
-def _phases(report: Report) -> Iterator[PageSection]:
-    content, cases = table.phases(report.rows)
-    if cases:
-        numbers = Numbers(content, list(map(naming.case_id, cases)), open=True)
-        labels = naming.labels(report.rows)
-        columns = " ".join(COLUMNS["phases"])
-        yield PageSection(
-            "phases", "Step time by phase", PHASES, labels, tables=[numbers], columns=columns
+def _sections(report: Report, styles: Styles) -> list[Section]:
+    """Return the sections in the order of the page, their drawings with classes for styles."""
+    found = [
+        replace(
+            section,
+            panels=[replace(one, svg=styles.without(one.svg)) for one in section.panels],
         )
-
-
-def _hosts(report: Report) -> Iterator[PageSection]:
-    if machines := table.machines(report):
-        lead = "The machines of the launch. A slow machine delays every rank at each collective."
-        numbers = Numbers(machines, (), open=True)
-        yield PageSection("hosts", "Hosts", lead, naming.labels(report.rows), tables=[numbers])
-
-
-def _drawn(section: Section, styles: Styles) -> PageSection:
-    labels = naming.common(panel.labels for panel in section.panels)
-    panels = [figure(panel, labels, styles) for panel in section.panels]
-    columns = " ".join(COLUMNS.get(section.id, ())) if panels else ""
-    return PageSection(
-        section.id, section.title, section.lead, labels, panels, note=section.note, columns=columns
+        for section in (*figures.sections(report), *devices.parts(report))
+    ]
+    return sorted(
+        found,
+        key=lambda section: ORDER.index(section.id) if section.id in ORDER else len(ORDER),
     )
-
-
-def figure(panel: Panel, above: Sequence[str], styles: Styles) -> Drawing:
-    """Return a panel without the labels `above`, which the heading of its section shows."""
-    labels = tuple(label for label in panel.labels if label not in above)
-    drawing = styles.without(panel.svg)
-    return Drawing(
-        panel.title, drawing, panel.caption, labels, panel.tables, naming.case_ids(panel.cases)
-    )
-
-
-def _tabled(section: devices.TableSection) -> PageSection:
-    cases = list(map(naming.case_id, section.cases))
-    tables = [Numbers(section.table, cases, section.open)]
-    return PageSection(section.id, section.title, section.lead, section.labels, tables=tables)
-
-
-class Place(NamedTuple):
-    """A line of an answer's ranking; `uncertain` if its interval must not be shown."""
-
-    name: str
-    speedup: str
-    interval: str
-    uncertain: bool
 
 
 def _standing(answer: Answer) -> list[Place]:
@@ -289,7 +267,7 @@ def _standing(answer: Answer) -> list[Place]:
 
 
 def _contents(
-    shown: Sequence[PageSection], details: Sequence[PageSection], report: Report, command: str
+    shown: Sequence[Section], details: Sequence[Section], report: Report, command: str
 ) -> list[tuple[str, str]]:
     return [
         ("answers", "Answers"),

@@ -135,6 +135,8 @@ def _name(row: Row, differ: set[str], common: set[str]) -> str:
         parts += case.habits
     if "options" in differ:
         parts += [f"{name}={value}" for name, value in case.options]
+    if row.run:
+        parts.append(row.run)
     # labels come first, because long names are cut off at the end
     return naming.plain(
         "".join(f"{label} " for label in row.labels if label not in common) + ", ".join(parts)

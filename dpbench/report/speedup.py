@@ -16,7 +16,7 @@ from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
 from dpbench.report import marks, naming, small_multiples, svg
 from dpbench.report.marks import Drawing
-from dpbench.report.svg import Panel, Section
+from dpbench.report.section import Panel, Section
 
 LINES = 8
 """The largest number of lines in one panel of speed-ups."""
@@ -43,15 +43,14 @@ def section(rows: Sequence[Row], key: str = "speedup") -> Section:
     return Section(
         "speedup",
         "Speed-up against ideal",
-        "The step time on one device divided by the step time on several devices, for equal work."
-        " The dotted line is the ideal speed-up. Whiskers and bands are 95% intervals.",
+        "The step time on one device over that on several, for equal work.",
         [_panel(facet, _beside(facet, levels), f"{key}{i}") for i, facet in enumerate(panels)],
         missing or left_out,
     )
 
 
 def _identity(row: Row) -> tuple[Hashable, ...]:
-    return (*small_multiples.rank(row.case), row.source)
+    return (*small_multiples.rank(row.case), row.source, row.run)
 
 
 def _both_ways(rows: Sequence[Row]) -> list[Row]:
@@ -126,7 +125,7 @@ def _panel(facet: small_multiples.Facet, levels: Sequence[Row], key: str) -> Pan
     return Panel(
         title,
         drawing,
-        f"{work}. {naming.rounds(rows)}",
+        f"{work}. {naming.rounds(rows)}" if scaling == "weak" else naming.rounds(rows),
         naming.labels(rows),
         cases=[row.case for row in rows],
     )
@@ -138,9 +137,8 @@ def _cases(line: Points) -> list[Case]:
 
 def _said(row: Row, speedup: Estimate) -> str:
     count = "" if row.case.traits.one_device else f" ×{row.case.devices}"
-    return (
-        f"{names.strategy(row.case)}{count}: speed-up {words.times(speedup)}, {naming.basis(row)}"
-    )
+    name = " ".join(filter(None, (f"{names.strategy(row.case)}{count}", row.run)))
+    return f"{name}: speed-up {words.times(speedup)}, {naming.basis(row)}"
 
 
 def _frame(most: int, top: float, lines: int) -> tuple[Drawing, Axes, list[Line2D]]:
@@ -170,10 +168,10 @@ def _frame(most: int, top: float, lines: int) -> tuple[Drawing, Axes, list[Line2
     return figure, axes, [ideal, base]
 
 
-def _name(case: Case, labels: Iterable[str], value: str) -> str:
-    options = " ".join(f"{name}={value}" for name, value in case.options)
-    odd = " ".join(label for label in labels if label in svg.ODD)
-    name = " ".join(filter(None, (odd, names.strategy(case), options)))
+def _name(row: Row, value: str) -> str:
+    options = " ".join(f"{name}={value}" for name, value in row.case.options)
+    odd = " ".join(label for label in row.labels if label in svg.ODD)
+    name = " ".join(filter(None, (odd, names.strategy(row.case), options, row.run)))
     return f"{naming.clip(name, svg.COLUMNS - 4 - len(value))}: {value}"
 
 
@@ -182,8 +180,9 @@ def _level(axes: Axes, line: Points, end: float) -> Line2D:
     row, last = line[-1]
     colour = svg.ROLES[Role.ALL_CORES]
     axes.axhspan(last.low, min(last.high, end), color=colour, alpha=0.15, linewidth=0)
-    label = _name(row.case, row.labels, words.times(last))
-    level = axes.axhline(last.value, color=colour, linewidth=1.6, dashes=(8, 3), label=label)
+    label = _name(row, words.times(last))
+    dashes = (3, 3) if row.run == "before" else (8, 3)
+    level = axes.axhline(last.value, color=colour, linewidth=1.6, dashes=dashes, label=label)
     marks.explain(level, _said(row, last), _cases(line))
     return level
 
@@ -202,7 +201,7 @@ def _line(axes: Axes, line: Points, nth: int, shift: float, end: float) -> Line2
         "linestyle": DASHES[nth % len(DASHES)],
         "linewidth": 1.8,
     }
-    if "PREDICTED" in row.labels:
+    if "PREDICTED" in row.labels or row.run == "before":
         look["markerfacecolor"] = svg.BACKGROUND
     places = [point_row.case.devices + shift for point_row, _ in line]
     axes.plot(places, [e.value for _, e in line], **{**look, "marker": ""})  # type: ignore[arg-type]
@@ -213,4 +212,4 @@ def _line(axes: Axes, line: Points, nth: int, shift: float, end: float) -> Line2
             (point,) = axes.plot([place], [e.value], **{**look, "linestyle": ""})  # type: ignore[arg-type]
             marks.explain(point, _said(point_row, e), [point_row.case])
     value = f"{words.times(last)} on {row.case.devices}"
-    return Line2D([], [], label=_name(row.case, row.labels, value), **look)  # type: ignore[arg-type]
+    return Line2D([], [], label=_name(row, value), **look)  # type: ignore[arg-type]

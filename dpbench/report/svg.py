@@ -11,7 +11,6 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -30,7 +29,6 @@ from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
 from dpbench.report import naming
 from dpbench.report.marks import Drawing, give_bands, hook
-from dpbench.report.table import Table
 
 WIDTH = 420
 """The width of every panel in SVG units (1/72 inch); text of size `SMALL` is legible on a phone."""
@@ -124,36 +122,6 @@ _STYLE: dict[Any, Any] = {
     "axes.unicode_minus": False,
 }
 _XLINK = "{http://www.w3.org/1999/xlink}href"
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One drawing with its title, its caption and the labels of its cases.
-
-    `tables` have the numbers in more detail. `cases` are the cases by which the page filters the
-    drawing; without any, the page always shows it.
-    """
-
-    title: str
-    svg: str
-    caption: str
-    labels: tuple[str, ...]
-    tables: Sequence[Table] = ()
-    cases: Sequence[Case] = ()
-
-
-@dataclass(frozen=True)
-class Section:
-    """A section of the page: panels on one question, a text before them (`lead`), and a `note`.
-
-    The note gives the number of cases that are not drawn, and the reason.
-    """
-
-    id: str
-    title: str
-    lead: str
-    panels: Sequence[Panel]
-    note: str = ""
 
 
 def colour(case: Case) -> str:

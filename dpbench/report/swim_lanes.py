@@ -11,13 +11,11 @@ from matplotlib.patches import Patch, PathPatch, Rectangle
 from matplotlib.path import Path
 
 from dpbench.analysis.lanes import Bar, Lane, Lanes, PathSegment
+from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
-from dpbench.records import HOST, UNATTRIBUTED, Case, Phase, Source, words
+from dpbench.records import HOST, UNATTRIBUTED, Phase, Source, words
 from dpbench.report import marks, naming, small_multiples, svg
-from dpbench.report.svg import Panel, Section
-
-Drawn = Mapping[tuple[Case, Source], Lanes]
-"""The timelines of cases, by case and source."""
+from dpbench.report.section import Panel, Section
 
 BLOCKS = 6
 """The largest number of cases per panel."""
@@ -32,25 +30,23 @@ PALE = 0.35
 IDLE: Mapping[str, Any] = {"facecolor": svg.GRID, "edgecolor": "none", "alpha": 0.8}
 
 
-def section(rows: Sequence[Row], lanes_of: Drawn, key: str = "lanes") -> Section:
+def section(report: Report, rows: Sequence[Row], key: str = "lanes") -> Section:
     """Return the section of swim lanes: a panel for each setting and batch size; see `_groups`.
 
-    The ids in the drawings begin with `key`.
+    `rows` are those of the report that are drawn. The ids in the drawings begin with `key`.
     """
     # a timed step is drawn even if its rounds are too few for an estimate; the caption then names
     # the case
-    with_lanes = [row for row in rows if (row.case, row.source) in lanes_of]
+    with_lanes = [row for row in rows if report.lanes_of(row)]
     facets, left_out = small_multiples.panels(_groups(with_lanes), per=BLOCKS)
     return Section(
         "lanes",
         "One median step, device by device",
-        "The step is the one closest to the medians of its round, in its duration and in each phase"
-        " on each device. The lanes of a panel share one time axis. A bar is a phase on a device; a"
-        " pale bar belongs to the step before or after. Where a lane is grey, no phase is open on"
-        " the device. A thick outline is the critical path: the bars that the end of the step"
-        " waited for. A tick in a bar marks the least time that its bytes need over the links that"
-        " were measured.",
-        [_panel(facet, lanes_of, f"{key}{i}") for i, facet in enumerate(facets)],
+        "The step closest to the medians of its round. Pale bars belong to other steps; where a"
+        " lane is grey, no phase is open on the device. The critical path has the bars that the end"
+        " of the step waited for. A tick in a bar is the least time of its bytes over measured"
+        " links.",
+        [_panel(report, facet, f"{key}{i}") for i, facet in enumerate(facets)],
         left_out if facets else "No case has spans of a median step.",
     )
 
@@ -80,33 +76,13 @@ def _groups(rows: Sequence[Row]) -> Iterator[list[Row]]:
             ]
 
 
-def _panel(facet: small_multiples.Facet, lanes_of: Drawn, key: str) -> Panel:
-    timelines = [lanes_of[row.case, row.source] for row in facet.rows]
-    drawing = _drawing(facet.title, facet.names, timelines, key, facet.cases)
+def _panel(report: Report, facet: small_multiples.Facet, key: str) -> Panel:
+    timelines = [lanes for row in facet.rows if (lanes := report.lanes_of(row))]
+    drawing = _drawing(facet, timelines, key)
     return Panel(facet.title, drawing, _caption(facet, timelines), facet.labels, cases=facet.cases)
 
 
-def compared(title: str, before: Lanes, after: Lanes, labels: tuple[str, ...], key: str) -> Panel:
-    """Return the panel with one median step of a case in two runs, one above the other.
-
-    `labels` has the labels of both runs, and `key` makes the ids of the drawing unique. The page
-    filters the panel by the case of the first run.
-    """
-    names = ("before", "after")
-    timelines = (before, after)
-    with svg.theme():
-        drawing = _drawing(title, names, timelines, key)
-    caption = " ".join(_sentences(names, timelines))
-    return Panel(title, drawing, caption, labels, cases=[before.case])
-
-
-def _drawing(
-    title: str,
-    names: Sequence[str],
-    timelines: Sequence[Lanes],
-    key: str,
-    cases: Sequence[Case] = (),
-) -> str:
+def _drawing(facet: small_multiples.Facet, timelines: Sequence[Lanes], key: str) -> str:
     captions = [_said(timeline) for timeline in timelines]
     heights = [
         HEAD + sum(lane.rows * ROW + GAP for lane in _shown(timeline)) + GAP
@@ -121,7 +97,7 @@ def _drawing(
     idle = any(lane.idle for timeline in timelines for lane in timeline.lanes)
     keys = [*svg.phase_keys(phases), *[Patch(**IDLE, label="idle")] * idle, _path_key()]
     figure, axes, tops = svg.lanes(
-        names, captions, heights, keys=-(-len(keys) // 3), left=LEFT, cases=cases
+        facet.names, captions, heights, keys=-(-len(keys) // 3), left=LEFT, cases=facet.cases
     )
     begin_s = min(lane.begin_s for timeline in timelines for lane in timeline.lanes)
     end_s = max(
@@ -142,10 +118,10 @@ def _drawing(
     return svg.render(
         figure,
         key=key,
-        title=f"One median step: {title}",
+        title=f"One median step: {facet.title}",
         description=" ".join(
             f"{name}: {_description(timeline)}"
-            for name, timeline in zip(names, timelines, strict=True)
+            for name, timeline in zip(facet.names, timelines, strict=True)
         ),
     )
 
@@ -237,11 +213,12 @@ def _cause(part: PathSegment) -> str:
     return f"waiting for {part.bar.phase} on {_place(part.device)}"
 
 
-def trace(lanes_of: Drawn) -> list[dict[str, object]]:
-    """Return the drawn steps as events of the Trace Event Format: a process for each case."""
+def trace(report: Report) -> list[dict[str, object]]:
+    """Return one step of each row as events of the Trace Event Format: a process for each row."""
     events: list[dict[str, object]] = []
-    for pid, timeline in enumerate(lanes_of.values(), 1):
-        label = f"{timeline.case.label} ({timeline.source})"
+    drawn = [(row, lanes) for row in report.rows if (lanes := report.lanes_of(row))]
+    for pid, (drawn_row, timeline) in enumerate(drawn, 1):
+        label = " ".join(filter(None, [drawn_row.label, f"({timeline.source})", drawn_row.run]))
         events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": label}})
         tid = 0
         for lane in timeline.lanes:
@@ -360,7 +337,21 @@ def _corners(part: PathSegment, top: float, bottom: float) -> list[tuple[Any, tu
 
 
 def _caption(facet: small_multiples.Facet, timelines: Sequence[Lanes]) -> str:
-    sentences = _sentences(facet.names, timelines)
+    sentences = []
+    for name, lanes in zip(facet.names, timelines, strict=True):
+        clauses = [_idle(lanes)]
+        if left_out := len(lanes.lanes) - len(_shown(lanes)):
+            clauses.append(
+                f"{left_out} of its devices {words.verb(left_out, 'is', 'are')} not drawn"
+            )
+        if joint := sorted({bar.phase for bar in _bars_of_step(lanes) if bar.joint}):
+            clauses.append(
+                f"{words.verb(len(joint), 'its joint phase', 'its joint phases')}"
+                f" ({', '.join(joint)}) {words.verb(len(joint), 'is', 'are')} one operation for all"
+                " devices; the bars do not show when each device works"
+            )
+        if any(clauses):
+            sentences.append(f"{name}: {'; '.join(filter(None, clauses))}.")
     doubtful = [name for row, name in zip(facet.rows, facet.names, strict=True) if row.doubt]
     if doubtful:
         these = words.verb(len(doubtful), "this case", "these cases")
@@ -368,30 +359,6 @@ def _caption(facet: small_multiples.Facet, timelines: Sequence[Lanes]) -> str:
             f"There are {words.NOT_ENOUGH} to compare {these} with others: {', '.join(doubtful)}."
         )
     return " ".join(sentences)
-
-
-def _sentences(names: Sequence[str], timelines: Sequence[Lanes]) -> list[str]:
-    sentences = []
-    for name, lanes in zip(names, timelines, strict=True):
-        took = words.time(lanes.seconds)
-        place = f"step {lanes.step} of {naming.unit(lanes.case)} {lanes.round + 1}"
-        measured = (
-            f"{place}, {took}, closest to the medians of its"
-            f" {words.count(lanes.timed, 'timed step')}"
-        )
-        which = f"predicted, {took}" if lanes.source is Source.PREDICTED else measured
-        sentences.append(f"{name}: {which}{_idle(lanes)}.")
-        if left_out := len(lanes.lanes) - len(_shown(lanes)):
-            sentences.append(
-                f"Of its devices, {left_out} {words.verb(left_out, 'is', 'are')} not drawn."
-            )
-        if joint := sorted({bar.phase for bar in _bars_of_step(lanes) if bar.joint}):
-            sentences.append(
-                f"{words.verb(len(joint), 'Its joint phase', 'Its joint phases')}"
-                f" ({', '.join(joint)}) {words.verb(len(joint), 'is', 'are')} one operation for all"
-                " devices; the bars do not show when each device works."
-            )
-    return sentences
 
 
 def _shown(timeline: Lanes) -> Sequence[Lane]:
@@ -404,7 +371,7 @@ def _idle(timeline: Lanes) -> str:
     if not first or not rest:
         return ""
     others = "device 1" if len(rest) == 1 else "the others"
-    return f"; idle: device 0 {words.percent(first[0])}, {others} {_range(rest)}"
+    return f"idle: device 0 {words.percent(first[0])}, {others} {_range(rest)}"
 
 
 def _description(timeline: Lanes) -> str:
@@ -426,6 +393,11 @@ def _description(timeline: Lanes) -> str:
         )
         path[name] = path.get(name, 0.0) + part.end_s - part.start_s
     critical = ", ".join(f"{name} {words.time(seconds)}" for name, seconds in path.items())
+    place = f"step {timeline.step} of {naming.unit(timeline.case)} {timeline.round + 1}"
+    count = words.count(timeline.timed, "timed step")
+    predicted = timeline.source is Source.PREDICTED
+    which = "predicted" if predicted else f"{place}, closest to the medians of its {count}"
     return (
-        f"a step of {words.time(timeline.seconds)}. {'. '.join(lanes)}. Critical path: {critical}."
+        f"a step of {words.time(timeline.seconds)}, {which}. {'. '.join(lanes)}. Critical path:"
+        f" {critical}."
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from dpbench.analysis import hosts, summary
 from dpbench.analysis.ladder import Ladder, Rung, RungGain
@@ -23,7 +23,6 @@ COLUMNS = (
     "batch",
     "rounds, steps",
     "median ms",
-    "samples/s",
     "speed-up",
     "efficiency",
     "imbalance",
@@ -42,6 +41,10 @@ FOOTNOTES = {
     f" than {Estimate.ROUNDS} rounds are without the label NOISY",
 }
 """The signs with which the cell of an estimate in doubt begins, and what they mean."""
+CASES = (
+    "In small type: 95% intervals. Speed-up is over single at equal batch or, if weak, at equal"
+    " batch per device."
+)
 PHASE_COLUMNS = (*(phase.value for phase in Phase), "unattributed")
 
 
@@ -69,13 +72,17 @@ class TableLine:
 
 @dataclass(frozen=True)
 class Table:
-    """A small table; its first `text` columns contain text, the other columns numbers."""
+    """A table; its first `text` columns contain text, the other columns numbers.
+
+    `cases` has the case of each line, by which the page filters the lines.
+    """
 
     title: str
     columns: tuple[str, ...]
     lines: tuple[tuple[Cell, ...], ...]
     text: int = 1
     note: str = ""
+    cases: Sequence[Case] = ()
 
 
 def lines(rows: Iterable[Row], trials: Sequence[Trial]) -> list[TableLine]:
@@ -88,27 +95,49 @@ def lines(rows: Iterable[Row], trials: Sequence[Trial]) -> list[TableLine]:
     ]
 
 
-def all_cases(report: Report, *, brief: bool = False) -> tuple[Sequence[str], list[TableLine]]:
-    """Return the columns and the lines of the table of all cases; see `lines`.
+class CaseTable(NamedTuple):
+    """The table of all cases, and notes on what its lines share and on the signs of its cells."""
 
-    If `brief`, the columns are left out that say nothing: samples/s, which is the batch over the
-    median, the status if all cases are ok, and columns that are empty in all lines.
+    columns: Sequence[str]
+    lines: Sequence[TableLine]
+    notes: Sequence[str]
+
+
+def all_cases(report: Report) -> CaseTable:
+    """Return the table of all cases; see `lines`.
+
+    The columns are left out that say nothing: the status if all cases are ok, and columns that are
+    empty in all lines. What several lines share is a note instead: the settings, the kind of
+    device, the result of the verification and the labels.
     """
     every_line = lines(report.rows, report.trials)
+    cells = {name: [line.cells[i] for line in every_line] for i, name in enumerate(COLUMNS)}
     dropped = set(COMPARED) if report.observed else set()
-    if brief:
-        dropped |= {"samples/s"}
-        dropped |= {
-            name
-            for i, name in enumerate(COLUMNS)
-            if all(not line.cells[i].text for line in every_line)
-        }
-        if all(line.status == Status.OK for line in every_line):
-            dropped |= {"status"}
-    kept = [i for i, name in enumerate(COLUMNS) if name not in dropped]
-    return [COLUMNS[i] for i in kept], [
-        replace(line, cells=tuple(line.cells[i] for i in kept)) for line in every_line
+    dropped |= {name for name, column in cells.items() if not any(one.text for one in column)}
+    if all(line.status == Status.OK for line in every_line):
+        dropped |= {"status"}
+    shared = []
+    for name in ("model", "devices", "verified", "labels") if len(every_line) > 1 else ():
+        column = cells[name]
+        whole = name in ("verified", "labels")
+        texts = {one.text if whole else one.small for one in column}
+        if name in dropped or len(texts) > 1 or texts == {""}:
+            continue
+        if whole:
+            dropped |= {name}
+        else:
+            cells[name] = [replace(one, small="") for one in column]
+        text = " ".join(texts.pop().split())
+        shared.append(f"verified {text}" if name == "verified" else text)
+    kept = [name for name in COLUMNS if name not in dropped]
+    found = [
+        replace(line, cells=tuple(cells[name][place] for name in kept))
+        for place, line in enumerate(every_line)
     ]
+    notes = [f"all cases: {', '.join(shared)}"] if shared else []
+    if "imbalance" in kept:
+        notes.append("imbalance: device 0's busy time over the mean of the other devices")
+    return CaseTable(kept, found, [*notes, *footnotes(line.cells for line in found)])
 
 
 def _line(row: Row, trials: Sequence[Trial]) -> TableLine:
@@ -129,7 +158,6 @@ def _line(row: Row, trials: Sequence[Trial]) -> TableLine:
         Cell(case.batch, sort=str(case.batch_size)),
         Cell(f"{row.rounds}, {row.steps}" if measured else "", sort=str(row.steps)),
         estimate(row.step, 1e3),
-        estimate(row.throughput),
         _speedup(row),
         efficiency(row.efficiency),
         estimate(row.imbalance, unit="×"),
@@ -179,7 +207,7 @@ def _speedup(row: Row) -> Cell:
             else Cell("")
         )
     cell = estimate(row.speedup, unit="×")
-    return Cell(cell.text, f"{cell.small} {row.scaling}", cell.sort)
+    return Cell(f"{cell.text}{' weak' if row.scaling == 'weak' else ''}", cell.small, cell.sort)
 
 
 def verified(row: Row) -> Cell:
@@ -220,23 +248,26 @@ def _notes(row: Row, trials: Sequence[Trial]) -> tuple[tuple[str, str], ...]:
     return tuple(notes)
 
 
-def phases(rows: Iterable[Row]) -> tuple[Table, list[Case]]:
-    """Return a table of the milliseconds of each phase and of the step, and its measured cases."""
+def phases(rows: Iterable[Row]) -> Table:
+    """Return a table of the milliseconds of each phase and of the step of the measured cases."""
     measured = [
         row for row in small_multiples.order(rows) if row.step and row.phases and not row.doubt
     ]
+    present = [phase for phase in PHASE_COLUMNS if any(row.phases.get(phase) for row in measured)]
     lines = tuple(
         (
             Cell(f"{naming.plain(row.case.model)}, {name}"),
-            *(Cell(words.number(row.phases.get(phase, 0.0) * 1e3)) for phase in PHASE_COLUMNS),
+            *(Cell(words.number(row.phases.get(phase, 0.0) * 1e3)) for phase in present),
             Cell(words.number(row.step.value * 1e3) if row.step else ""),
         )
         for row, name in zip(
             measured, small_multiples.named(measured) if measured else (), strict=True
         )
     )
-    columns = ("case", *PHASE_COLUMNS, "step")
-    return Table("Milliseconds of a step by phase", columns, lines), [row.case for row in measured]
+    columns = ("case", *present, "step")
+    return Table(
+        "Milliseconds of a step by phase", columns, lines, cases=[row.case for row in measured]
+    )
 
 
 def as_json(rows: Sequence[Row]) -> str:
@@ -262,8 +293,8 @@ def safe(json: str) -> str:
     return json.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def machines(report: Report) -> Table | None:
-    """Return the table of a launch's machines and their steps of `single`; None for one machine."""
+def machines(report: Report) -> Table:
+    """Return the table of a launch's machines and their steps of `single`; no line for one."""
     listed = report.provenance.get(HOSTS, {}).get("machines", ())
     paces: dict[str, list[str]] = {}
     for pace in hosts.paces(report.trials):
@@ -292,7 +323,7 @@ def machines(report: Report) -> Table | None:
         "torch",
         "step of single, relative to the fastest machine",
     )
-    return Table("Machines", columns, lines, text=6) if len(lines) > 1 else None
+    return Table("Machines", columns, lines if len(lines) > 1 else (), text=6)
 
 
 TITLE = "The ladder"
@@ -303,7 +334,6 @@ LEAD = (
     " rounds that both rungs have. If the whisker includes the start of the bar, the difference is"
     " undecided and the bar is grey."
 )
-VERDICTS = {"faster": "faster", "slower": "slower", "same": "the same", "undecided": "undecided"}
 
 
 def title(ladder: Ladder) -> str:
@@ -344,7 +374,7 @@ def _rung(rung: Rung, best: bool) -> tuple[Cell, ...]:
     effect = EFFECTS.get(Schedule(rung.name), "the step of torch.nn.DataParallel")
     return (
         Cell(f"{rung.name}{' (best)' if best else ''}", effect),
-        Cell(VERDICTS[change.verdict], f"over {change.over}") if change else Cell("", "the start"),
+        Cell(change.verdict, f"over {change.over}") if change else Cell("", "the start"),
         estimate(rung.step, 1e3),
         estimate(change.ratio, unit="×") if change else Cell(""),
         _saved(change) if change else Cell(""),

@@ -1,11 +1,10 @@
-"""Timeline: the sections on step distribution, utilisation, and device 0 against the others."""
+"""Timeline: the sections on the distribution of steps and on utilisation over time."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import compress
 from typing import Any
 
 import matplotlib as mpl
@@ -18,12 +17,12 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from numpy.typing import NDArray
 
 from dpbench.analysis import sampled
+from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
 from dpbench.records import Case, Trial, words
-from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
 from dpbench.report import marks, naming, small_multiples, svg
-from dpbench.report.svg import Panel, Section
+from dpbench.report.section import Panel, Section
 
 COLUMNS = 200
 """The number of points in time at which the utilisation in a round is drawn."""
@@ -37,24 +36,29 @@ Place = tuple[str, int]
 """The kind of a device, which is "GPU" or "core", and the index of the device."""
 Series = dict[Place, list[tuple[float, float]]]
 """The utilisation of each GPU or core, as pairs of a time in seconds and a ratio from 0 to 1."""
+Round = tuple[Series, str]
+"""The utilisation in a round, and its mean as text."""
 
 
-def utilisation(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
+def utilisation(report: Report, rows: Sequence[Row]) -> Section:
     """Return the section on utilisation over time, of GPUs if sampled, else of CPU cores."""
-    by_case: dict[Case, list[Series]] = {}
-    means: dict[Case, list[str]] = {}
-    for trial in trials:
-        if trial.source.timed and (series := _series(trial)):
-            by_case.setdefault(trial.case, []).append(series)
-            means.setdefault(trial.case, []).append(_mean(trial, series))
-    sampled = [row for row in rows if row.source.timed and row.case in by_case]
-    panels, left_out = small_multiples.split(sampled, per=12)
+    rounds_of = {
+        (row.case, row.run): [
+            (series, _mean(trial, series))
+            for trial in report.trials_of(row)
+            if (series := _series(trial))
+        ]
+        for row in rows
+        if row.source.timed
+    }
+    with_series = [row for row in rows if row.source.timed and rounds_of[row.case, row.run]]
+    panels, left_out = small_multiples.split(with_series, per=12)
     return Section(
         "utilisation",
         "Utilisation over time",
         "One row per GPU, or per CPU core on machines without GPUs. The rounds of a case are drawn"
         " one after another. A gap is time without readings.",
-        [_strips(facet, by_case, means, f"heat{i}") for i, facet in enumerate(panels)],
+        [_strips(facet, rounds_of, f"heat{i}") for i, facet in enumerate(panels)],
         left_out if panels else "Utilisation was not sampled.",
     )
 
@@ -88,25 +92,21 @@ def _mean(trial: Trial, series: Series) -> str:
 
 def _strips(
     facet: small_multiples.Facet,
-    by_case: dict[Case, list[Series]],
-    means: dict[Case, list[str]],
+    rounds_of: Mapping[tuple[Case, str], Sequence[Round]],
     key: str,
 ) -> Panel:
-    groups = [by_case[row.case] for row in facet.rows]
-    devices = [
-        sorted({device for series in group for device in series})[:DEVICES] for group in groups
-    ]
+    groups = [rounds_of[row.case, row.run] for row in facet.rows]
+    every_device = [sorted({place for series, _ in group for place in series}) for group in groups]
+    devices = [places[:DEVICES] for places in every_device]
     thick = max(4, min(10, 60 // max(map(len, devices))))
     heights = [22 + thick * len(rows) for rows in devices]
     figure, axes, tops = svg.lanes(
         facet.names, [""] * len(groups), heights, keys=1, cases=facet.cases
     )
-    pause = PAUSE * max(_length(series) for group in groups for series in group)
+    pause = PAUSE * max(_length(series) for group in groups for series, _ in group)
     ends = [
-        _case(axes, name, group, means[row.case], places, top + 17, thick, pause)
-        for name, row, group, places, top in zip(
-            facet.names, facet.rows, groups, devices, tops, strict=True
-        )
+        _case(axes, name, group, places, top + 17, thick, pause)
+        for name, group, places, top in zip(facet.names, groups, devices, tops, strict=True)
     ]
     axes.set(
         xlim=(0, max(ends) * 1.01 or 1), xlabel="seconds, one round after another", aspect="auto"
@@ -120,7 +120,7 @@ def _strips(
     drawing = svg.render(
         figure, key=key, title=f"Utilisation: {facet.title}", description=description
     )
-    more = any(len({d for series in group for d in series}) > DEVICES for group in groups)
+    more = any(len(places) > DEVICES for places in every_device)
     caption = f"One row per {kind}, with number 0 on top." + (
         f" Only the first {DEVICES} are drawn." if more else ""
     )
@@ -135,8 +135,7 @@ def _length(series: Series) -> float:
 def _case(
     axes: Axes,
     name: str,
-    group: Iterable[Series],
-    means: Iterable[str],
+    group: Iterable[Round],
     devices: Sequence[Place],
     y: float,
     thick: float,
@@ -147,7 +146,7 @@ def _case(
     `y` is the top edge of the drawing, `thick` the height of a device's row.
     """
     left = 0.0
-    for number, (series, mean) in enumerate(zip(group, means, strict=True), start=1):
+    for number, (series, mean) in enumerate(group, start=1):
         image, width = _image(series, devices)
         extent = (left, left + width, y + thick * len(devices), y)
         strip = axes.imshow(image, extent=extent, interpolation="none", zorder=2)
@@ -188,232 +187,70 @@ def _colour_scale(figure: Figure) -> None:
     figure.text(210 / svg.WIDTH, 5 / height, "100%, busy", fontsize=svg.SMALL)
 
 
-def imbalance(rows: Sequence[Row]) -> Section:
-    """Return the section that compares device 0 with the others in busy time and known memory."""
-    panels = []
-    notes = []
-    for kind, draw in (("busy", _busy), ("memory", _memory)):
-        drawn = [row for row in rows if len(getattr(row, kind)) > 1]
-        facets, left_out = small_multiples.split(drawn, per=12)
-        panels += [draw(facet, f"{kind}{i}") for i, facet in enumerate(facets)]
-        if not facets and kind == "memory" and panels:
-            notes.append("Memory is not compared, because it is not known per device.")
-        notes.append(left_out)
-    if not panels:
-        notes = ["No case with several devices has busy time or memory per device."]
-    return Section(
-        "imbalance",
-        "Device 0 against the others",
-        "DataParallel gathers outputs on device 0. The filled bar is device 0, and the hollow bar"
-        " is the mean of the other devices. The number next to a case's name is the ratio of the"
-        " two.",
-        panels,
-        " ".join(filter(None, notes)),
-    )
-
-
-def _busy(facet: small_multiples.Facet, key: str) -> Panel:
-    values = [words.times(row.imbalance) if row.imbalance else "" for row in facet.rows]
-    amounts = [
-        {device: seconds * 1e3 for device, seconds in row.busy.items()} for row in facet.rows
-    ]
-    drawing = _pairs(
-        facet,
-        values,
-        amounts,
-        svg.ROLES[Role.ENGINE],
-        "milliseconds of one step",
-        key=key,
-        title=f"Busy time of device 0: {facet.title}",
-    )
-    sources = ", ".join(sorted({row.busy_source for row in facet.rows if row.busy_source}))
-    caption = f"{_sentence(facet)} Source of busy time: {sources or 'unknown'}.".strip()
-    return Panel(f"Busy time, {facet.title}", drawing, caption, facet.labels, cases=facet.cases)
-
-
-def _sentence(facet: small_multiples.Facet) -> str:
-    """Return a sentence on the case with the highest ratio of busy times; "" if none is known."""
-    known_ratios = [
-        (row.imbalance, row.memory_imbalance, name)
-        for row, name in zip(facet.rows, facet.names, strict=True)
-        if row.imbalance and naming.drawable(row.imbalance)
-    ]
-    if not known_ratios:
-        return ""
-    ratio, memory, name = max(known_ratios, key=lambda one: one[0].value)
-    if ratio.low <= 1 <= ratio.high:
-        same = "device 0 shows no difference from the others"
-        return f"With {name}, which has the highest ratio, {same}: {words.times(ratio)}."
-    longer = "longer" if ratio.value > 1 else "shorter"
-    holds = f", and holds {words.number(memory)}× their memory" if memory is not None else ""
-    share = words.percent(abs(ratio.value - 1))
-    return (
-        f"With {name}, device 0 works {share} {longer} than the mean of the others"
-        f" ({words.times(ratio)}){holds}."
-    )
-
-
-def _memory(facet: small_multiples.Facet, key: str) -> Panel:
-    ratios = [row.memory_imbalance for row in facet.rows]
-    values = [f"{words.number(ratio)}×" if ratio is not None else "" for ratio in ratios]
-    unit, scale = words.binary(max(max(row.memory.values()) for row in facet.rows))
-    amounts = [{device: size / scale for device, size in row.memory.items()} for row in facet.rows]
-    drawing = _pairs(
-        facet,
-        values,
-        amounts,
-        svg.ROLES[Role.CONTROL],
-        f"peak memory, {unit}",
-        key=key,
-        title=f"Peak memory of device 0: {facet.title}",
-    )
-    sources = ", ".join(sorted({row.memory_source for row in facet.rows if row.memory_source}))
-    caption = f"Source: {sources or 'unknown'}."
-    return Panel(f"Peak memory, {facet.title}", drawing, caption, facet.labels, cases=facet.cases)
-
-
-def _pairs(
-    facet: small_multiples.Facet,
-    values: Sequence[str],
-    amounts: Sequence[Mapping[int, float]],
-    colour: str,
-    unit: str,
-    *,
-    key: str,
-    title: str,
-) -> str:
-    """Draw a pair of bars per case: the amount of device 0, and the mean of the other devices.
-
-    `amounts` has the amount of each device in `unit`, by case, and `values` has the texts next to
-    the cases' names.
-    """
-    several = max(map(len, amounts)) > 2
-    figure, axes, tops = svg.lanes(
-        facet.names, values, [47] * len(values), keys=2 if several else 1, cases=facet.cases
-    )
-    for row, name, by_device, top in zip(facet.rows, facet.names, amounts, tops, strict=True):
-        rest = [amount for device, amount in by_device.items() if device]
-        means = [("device 0", by_device.get(0, 0.0), top + 24, colour)]
-        if rest:
-            means.append(("mean of the others", sum(rest) / len(rest), top + 36, svg.BACKGROUND))
-        for device, amount, y, face in means:
-            bar = svg.bar(
-                axes, (0, amount), (y - 4.5, 9), facecolor=face, edgecolor=colour, linewidth=1.2
-            )
-            marks.explain(
-                bar, f"{name}, {device}: {words.number(amount)} {unit}, {naming.basis(row)}"
-            )
-        if len(rest) > 1:
-            axes.plot(
-                [min(rest), max(rest)],
-                [top + 36] * 2,
-                "|-",
-                color=svg.FOREGROUND,
-                linewidth=1.2,
-                markersize=6,
-            )
-    most = max(amount for by_device in amounts for amount in by_device.values())
-    axes.set(xlim=(0, most * 1.04 or 1), xlabel=unit)
-    svg.amounts(axes.xaxis)
-    keys: list[Patch | Line2D] = [
-        Patch(facecolor=colour, edgecolor=colour, label="device 0"),
-        Patch(facecolor=svg.BACKGROUND, edgecolor=colour, label="mean of the others"),
-    ]
-    if several:
-        keys.append(
-            Line2D(
-                [], [], marker="|", color=svg.FOREGROUND, linewidth=1.2, label="range of the others"
-            )
-        )
-    svg.legend(figure, keys, 2)
-    each = [
-        ", ".join(f"device {device} {words.number(amount)}" for device, amount in by_device.items())
-        for by_device in amounts
-    ]
-    description = "; ".join(
-        f"{name}: {text} {unit}" for name, text in zip(facet.names, each, strict=True)
-    )
-    return svg.render(figure, key=key, title=title, description=description)
-
-
 ROUNDS = 5
 """The largest number of rounds drawn per case."""
-DASHES = ("-", (0, (6, 2)), (0, (3, 1.5)), (0, (1.2, 1.2)), (0, (6, 2, 1.2, 2)))
-"""The line style of each round."""
-CURVE = 50
-"""The height of a curve in SVG units, and the largest number of steps from which it is drawn."""
-LEFT = 46.0
-"""The margin for the labels of the curves' axes, in SVG units."""
+ROW = 12
+"""The height of a round's box in SVG units."""
 OUTLIER = 3.0
 """An outlier is farther than this multiple of the interquartile range from the quartiles."""
 
 
-def steps(rows: Sequence[Row], trials: Sequence[Trial]) -> Section:
-    """Return the section on the distribution of step times, with a curve per round."""
-    series: dict[Case, list[Trial]] = {}
-    for trial in trials:
-        if trial.trusted and trial.source.timed and trial.timed:
-            series.setdefault(trial.case, []).append(trial)
-    measured = [row for row in rows if row.source.timed and row.case in series]
-    panels, left_out = small_multiples.split([row for row in measured if row.step], per=8)
+def steps(report: Report, rows: Sequence[Row]) -> Section:
+    """Return the section on the distribution of step times, with a box per round."""
+    measured = [row for row in rows if row.source.timed and row.step and _timed(report, row)]
+    panels, left_out = small_multiples.split(measured, per=8)
     return Section(
         "steps",
         "Distribution of step times",
-        "A curve shows the share of a round's timed steps that take at most the time on the axis."
-        f" {naming.processes(rows)} The band is the 95% interval of the median step. Warm-up steps"
-        " do not count.",
-        [_steps(facet, series, f"steps{i}") for i, facet in enumerate(panels)],
+        "A box shows the timed steps of a round: its ends are the quartiles, the line in it is the"
+        f" median, and the whiskers end at the last step that is no outlier (beyond {OUTLIER:g}"
+        f" interquartile ranges). {naming.processes(rows)} The band is the 95% interval of the"
+        " median step. Warm-up steps do not count.",
+        [_steps(report, facet, f"steps{i}") for i, facet in enumerate(panels)],
         left_out if panels else "No steps were recorded.",
     )
 
 
-def _steps(facet: small_multiples.Facet, series: Mapping[Case, Sequence[Trial]], key: str) -> Panel:
-    groups = [series[row.case][:ROUNDS] for row in facet.rows]
+def _timed(report: Report, row: Row) -> list[Trial]:
+    return [trial for trial in report.trials_of(row) if trial.trusted and trial.timed]
+
+
+def _steps(report: Report, facet: small_multiples.Facet, key: str) -> Panel:
+    every_round = [_timed(report, row) for row in facet.rows]
+    groups = [trials[:ROUNDS] for trials in every_round]
     values = [words.ms(row.step) if row.step else "" for row in facet.rows]
-    figure, axes, tops = svg.lanes(
-        facet.names, values, [CURVE + 42] * len(groups), keys=3, left=LEFT, cases=facet.cases
-    )
-    each = [np.sort(trial.timed) * 1e3 for group in groups for trial in group]
-    end = min(
-        max(times[-1] for times in each),
-        svg.FARTHEST * max(float(np.median(times)) for times in each),
-    )
-    low, high = _scale(axes, min(times[0] for times in each), end)
+    heights = [24 + ROW * len(group) for group in groups]
+    figure, axes, tops = svg.lanes(facet.names, values, heights, keys=2, cases=facet.cases)
+    each = [np.array(trial.timed) * 1e3 for group in groups for trial in group]
+    longest = svg.FARTHEST * max(float(np.median(times)) for times in each)
+    low = min(float(times.min()) for times in each)
+    end = _scale(axes, low, min(max(float(times.max()) for times in each), longest))
     for row, name, group, top in zip(facet.rows, facet.names, groups, tops, strict=True):
-        bottom = top + 24 + CURVE
-        heights = {share: bottom - share * CURVE for share in (0.0, 0.5, 1.0)}
-        axes.hlines([*heights.values()], low, high, color=svg.GRID, linewidth=0.8, zorder=0.5)
-        for share, y in heights.items():
-            svg.write_beside(
-                axes, y + 4, f"{share:.0%}", LEFT, LEFT - 6, ha="right", fontsize=svg.SMALL
-            )
         if row.step and naming.drawable(row.step):
-            _interval(axes, row.step, bottom - CURVE, bottom)
-        for trial, dashes in zip(group, DASHES, strict=False):
-            curve = _curve(
-                axes,
-                trial,
-                bottom,
-                (low, high),
-                {"linestyle": dashes, "color": svg.colour(row.case)},
-            )
-            basis = (
-                f"{words.time(float(np.median(trial.timed)))} of"
-                f" {words.count(len(trial.timed), 'timed step')}"
-            )
-            marks.explain(curve, f"{name}, round {trial.round + 1}: median {basis}")
-        _warm_up(axes, group, bottom + 8, (low, high))
+            _interval(axes, row.step, top + 18, top + 18 + ROW * len(group))
+        for place, trial in enumerate(group):
+            box = _box(axes, trial, top + 24 + ROW * place, end, svg.colour(row.case))
+            median = words.time(float(np.median(trial.timed)))
+            basis = f"median {median} of {words.count(len(trial.timed), 'timed step')}"
+            marks.explain(box, f"{name}, round {trial.round + 1}: {basis}")
     axes.set_xlabel("milliseconds of one step")
-    svg.legend(figure, _step_keys(max(map(len, groups))), 3)
+    dot: dict[str, Any] = {"linestyle": "", "color": svg.FOREGROUND}
+    keys = [
+        Patch(facecolor=svg.MUTED, label="half of a round's steps"),
+        Patch(facecolor=svg.MUTED, alpha=0.25, label="median, 95%"),
+        Line2D([], [], marker="o", markersize=3.2, label="outlier", **dot),
+        Line2D([], [], marker=">", markersize=6, label="beyond the axis", **dot),
+    ]
+    svg.legend(figure, keys, 2)
     description = "; ".join(
         f"{name}: median {value}" for name, value in zip(facet.names, values, strict=True)
     )
     drawing = svg.render(
         figure, key=key, title=f"Distribution of step times: {facet.title}", description=description
     )
-    return Panel(
-        facet.title, drawing, _left_out(facet, series, high), facet.labels, cases=facet.cases
-    )
+    more = any(len(trials) > ROUNDS for trials in every_round)
+    caption = _left_out(facet.names, groups, end, more=more)
+    return Panel(facet.title, drawing, caption, facet.labels, cases=facet.cases)
 
 
 def _interval(axes: Axes, step: Estimate, top: float, bottom: float) -> None:
@@ -426,8 +263,8 @@ def _interval(axes: Axes, step: Estimate, top: float, bottom: float) -> None:
     axes.plot([step.value * 1e3] * 2, [top, bottom], color=svg.FOREGROUND, linewidth=1.0)
 
 
-def _scale(axes: Axes, low: float, high: float) -> tuple[float, float]:
-    """Set the time axis to a range with a margin, and return its ends.
+def _scale(axes: Axes, low: float, high: float) -> float:
+    """Set the time axis to a range with a margin, and return its end.
 
     The axis has a log scale if the range spans more than a factor of 6.
     """
@@ -444,90 +281,41 @@ def _scale(axes: Axes, low: float, high: float) -> tuple[float, float]:
         edges = max(0.0, low - room), high + room
         svg.amounts(axes.xaxis)
     axes.set_xlim(edges)
-    return edges
+    return edges[1]
 
 
-def _curve(
-    axes: Axes, trial: Trial, bottom: float, ends: tuple[float, float], look: Mapping[str, Any]
-) -> Line2D:
-    """Draw the distribution of a round's timed steps above the height `bottom`, outliers as dots.
+def _box(axes: Axes, trial: Trial, y: float, end: float, colour: str) -> Rectangle:
+    """Draw and return the box of a round's timed steps, with whiskers, and outliers as dots.
 
-    `ends` are the ends of the axis in milliseconds. Where steps are beyond the end, an arrow ends
-    the curve.
+    Where steps are beyond the `end` of the axis, in milliseconds, an arrow points to them.
     """
-    times = np.sort(trial.timed) * 1e3
-    shares = np.arange(1, len(times) + 1) / len(times)
-    inside = times <= ends[1]
-    # evenly chosen shares, always with the first and the last step
-    chosen = np.unique(
-        np.linspace(0, inside.sum() - 1, min(CURVE, inside.sum())).round().astype(int)
-    )
-    heights = bottom - np.concatenate([[0.0], shares[chosen]]) * CURVE
-    places = np.concatenate([times[:1], times[chosen]])
-    (curve,) = axes.plot(places, heights, drawstyle="steps-post", linewidth=1.4, **look)
-    first, third = np.quantile(times, [0.25, 0.75])
-    far = (times < first - OUTLIER * (third - first)) | (times > third + OUTLIER * (third - first))
-    if (dots := far & inside).any():
-        axes.plot(
-            times[dots], bottom - shares[dots] * CURVE, "o", color=look["color"], markersize=3.2
-        )
-    if not inside.all():
-        axes.plot(
-            [ends[1]], [bottom - shares[inside][-1] * CURVE], ">", color=look["color"], markersize=6
-        )
-    return curve
-
-
-def _warm_up(axes: Axes, group: Iterable[Trial], y: float, ends: tuple[float, float]) -> None:
-    low, high = ends
-    warm = [
-        s * 1e3
-        for steps in (t.by_column for t in group)
-        for s in compress(steps.seconds, steps.warmup)
-    ]
-    places = {round(axes.transData.transform((x, y))[0]): x for x in warm if low <= x <= high}
-    inside = list(places.values())  # one of several circles at one SVG unit hides the others
-    axes.plot(
-        inside, [y] * len(inside), "o", color=svg.MUTED, markerfacecolor="none", markersize=4.5
-    )
-    for x, marker, beyond in (
-        (low, "<", min(warm, default=low) < low),
-        (high, ">", max(warm, default=high) > high),
-    ):
-        if beyond:
-            axes.plot([x], [y], marker, color=svg.MUTED, markerfacecolor="none", markersize=6)
-
-
-def _step_keys(rounds: int) -> list[Line2D | Patch]:
-    curve: dict[str, Any] = {"color": svg.FOREGROUND, "linewidth": 1.4}
-    dashes: Sequence[Any] = DASHES
-    lines = [
-        Line2D([], [], linestyle=dashes[i], label=f"round {i + 1}", **curve) for i in range(rounds)
-    ]
-    dot = {"linestyle": "", "color": svg.FOREGROUND}
-    warm = {"linestyle": "", "color": svg.MUTED, "markerfacecolor": "none"}
-    return [
-        *lines,
-        Patch(facecolor=svg.MUTED, alpha=0.25, label="median, 95%"),
-        Line2D([], [], marker="o", markersize=3.2, label="outlier", **dot),  # type: ignore[arg-type]
-        Line2D([], [], marker="o", markersize=4.5, label="warm-up", **warm),  # type: ignore[arg-type]
-        Line2D([], [], marker=">", markersize=6, label="beyond the axis", **dot),  # type: ignore[arg-type]
-    ]
+    times = np.array(trial.timed) * 1e3
+    first, middle, third = (float(edge) for edge in np.quantile(times, [0.25, 0.5, 0.75]))
+    reach = OUTLIER * (third - first)
+    usual = (times >= first - reach) & (times <= third + reach)
+    svg.whisker(axes, y, middle, (float(times[usual].min()), float(times[usual].max())), end)
+    box = svg.bar(axes, (first, third - first), (y - 4, 8), facecolor=colour, edgecolor=colour)
+    axes.plot([middle, middle], [y - 4, y + 4], color=svg.FOREGROUND, linewidth=1.4)
+    dots = times[~usual & (times <= end)]
+    axes.plot(dots, np.full(len(dots), y), "o", color=colour, markersize=3.2)
+    if (times > end).any():
+        axes.plot([end], [y], ">", color=colour, markersize=6)
+    return box
 
 
 def _left_out(
-    facet: small_multiples.Facet, series: Mapping[Case, Sequence[Trial]], end: float
+    names: Sequence[str], groups: Sequence[Sequence[Trial]], end: float, *, more: bool
 ) -> str:
-    """Return a caption on the timed steps beyond `end` (in ms) and the rounds not drawn."""
+    """Return a caption on the timed steps beyond `end` (in ms), and on `more` rounds."""
     sentences = []
-    for row, name in zip(facet.rows, facet.names, strict=True):
-        times = [seconds * 1e3 for trial in series[row.case][:ROUNDS] for seconds in trial.timed]
+    for name, trials in zip(names, groups, strict=True):
+        times = [seconds * 1e3 for trial in trials for seconds in trial.timed]
         if beyond := [time for time in times if time > end]:
             count = words.count(len(times), "timed step")
             sentences.append(
                 f"{name}: {len(beyond)} of {count} beyond the axis, up to"
                 f" {words.number(max(beyond))} ms."
             )
-    if any(len(series[row.case]) > ROUNDS for row in facet.rows):
+    if more:
         sentences.append(f"Only the first {words.count(ROUNDS, 'round')} of a case are drawn.")
     return " ".join(sentences) or "All timed steps."

@@ -22,7 +22,7 @@ from dpbench.cli import comparing
 from dpbench.records import Case, Phase, Source, Span, Status, Step, Trial, Verified
 from dpbench.records.trial import SLOW, Estimate
 from dpbench.report import comparing as drawing
-from dpbench.report import swim_lanes
+from dpbench.report import svg, swim_lanes
 from dpbench.store import Naming, Store, export
 from tests.exported import is_error
 
@@ -477,7 +477,7 @@ def test_times_that_nobody_measured_are_compared_with_no_earlier_run(
     assert comparison.earlier(trials[0].case, again, again.past[:1]) == ""
 
 
-def test_the_page_has_answers_table_and_lanes_of_both_runs_and_needs_no_network(
+def test_the_page_has_the_sections_of_a_run_with_both_runs_in_each_and_needs_no_network(
     tmp_path: Path, dpbench: Any
 ) -> None:
     wrong = [replace(one, case=replace(one.case, model=HOSTILE)) for one in BEFORE]
@@ -489,37 +489,39 @@ def test_the_page_has_answers_table_and_lanes_of_both_runs_and_needs_no_network(
     text = page.read_text()
     assert HOSTILE not in text
     assert not {"http:", "https:", "src=", "<link", "url("} & {*text.split()}
-    assert text.count("<svg") == 4, "the lanes of each case"
-    assert text.count("<tr data-cases=") == 4
+    sections = re.findall(r'<section id="([^"]*)"', text)
+    assert sections[:4] == ["answers", "lanes", "speedup", "cases"]
+    assert {"phases", "steps"} < {*sections}
+    assert text.count('<tbody class="case"') == 4
     assert "unsafe-inline" not in text
     assert not re.search(r"<[^<>]* style=", text), "the policy allows the style sheet alone"
-    assert text.count('<span class="badge CPU-ONLY">') == text.count('<div class="card') - 1 + 4
-    assert text.count(", before and after</h3>") == len(runs_of(tmp_path)[0].answers) - 1, (
-        "that of mlp has changed"
-    )
+    cards = re.findall(r'<article class="card( \w+)?".*?</article>', text, re.DOTALL)
+    assert cards == [" faster", ""], "the verdicts on each model"
+    assert text.count("<p>Before and after: ") == 1, "the answer on mlp has changed"
+    assert (text.count("<p>Before: "), text.count("<p>After: ")) == (1, 1)
     said = unescape(text)
     runs = runs_of(tmp_path)
     for answer in (answer for run in runs for answer in run.answers):
         assert answer.headline in said
-    assert '<td class="text faster">faster</td>' in text
-    assert all(
-        name in text for name in ("forward", "backward", "before", "after", "MEASURED CPU-ONLY")
-    )
+    assert 'data-status="faster"' in text
+    assert '<td class="verdict text" data-sort="faster">faster</td>' in text
+    for section in ("lanes", "speedup", "phases", "steps"):
+        content = text.partition(f'<section id="{section}"')[2].partition("</section>")[0]
+        for run in ("before", "after"):
+            assert re.search(rf"dp(\[reference\])?( ×2,)? {run}", content), (section, run)
     again = runs[0].compare(runs[1]).page(tmp_path / "again.html")
     assert again.read_text() == text, "the same runs give the same page"
 
 
-def test_the_lanes_of_both_runs_have_one_time_axis_and_the_caption_says_which_steps_they_are() -> (
-    None
-):
-    sides = [report(BEFORE), report(AFTER)]
-    before, after = (
-        next(one for (case, _), one in side.lanes.items() if case == DP) for side in sides
-    )
-    panel = swim_lanes.compared("dp", before, after, ("MEASURED",), "key")
+def test_the_lanes_of_both_runs_have_one_time_axis_and_are_described() -> None:
+    sides = [report(BEFORE[5:]), report(AFTER[5:])]
+    both = drawing.TwoRuns.compared_by(*sides, comparison.between(*sides))
+    with svg.theme():
+        (panel,) = swim_lanes.section(both, both.rows).panels
     widths: dict[str, list[float]] = {}
     for name, path in re.findall(
-        r'<g data-bar="">\s*<title>(\w+) on device 0[^<]*</title>\s*<path d="([^"]*)"', panel.svg
+        r'<g[^>]* data-bar="">\s*<title>(\w+) on device 0[^<]*</title>\s*<path d="([^"]*)"',
+        panel.svg,
     ):
         at = [float(x) for x in re.findall(r"[MLH](-?[\d.]+)", path)]
         widths.setdefault(name, []).append(max(at) - min(at))
@@ -529,12 +531,29 @@ def test_the_lanes_of_both_runs_have_one_time_axis_and_the_caption_says_which_st
     assert widths["backward"][0] == pytest.approx(3 * widths["backward"][1], rel=0.02), (
         "3 ms, then 1 ms"
     )
-    assert re.fullmatch(
-        r"before: step \d of round \d, 5.0\d* ms, closest to the medians of its 8 timed steps\. "
-        r"after: step \d of round \d, [23].[09]\d* ms, closest to the medians of its 8 timed"
-        r" steps\.",
-        panel.caption,
-    ), panel.caption
+    which = r"step \d of round \d, closest to the medians of its 8 timed steps\."
+    for run, took in (("before", r"5\.0\d*"), ("after", r"[23]\.[09]\d*")):
+        assert re.search(f"dp ×2, {run}: a step of {took} ms, {which}", panel.svg), run
+
+
+def test_a_row_of_either_run_has_the_numbers_of_its_own_run_even_on_other_devices() -> None:
+    on_gpu = [
+        replace(one, case=replace(one.case, device_kind="cuda", device_ids=())) for one in AFTER
+    ]
+    sides = [report(BEFORE), report(on_gpu)]
+    both = drawing.TwoRuns.compared_by(*sides, comparison.between(*sides, unlike=True))
+    assert [(row.run, row.case.device_kind) for row in both.rows] == [
+        ("before", "cuda"),
+        ("after", "cuda"),
+    ] * 2
+    for row in both.rows:
+        own = sides[row.run == "after"]
+        case = replace(row.case, device_kind="cpu") if row.run == "before" else row.case
+        assert {one.case for one in both.trials_of(row)} == {case}
+        assert row.step == next(one.step for one in own.rows if one.case == case)
+        lanes = both.lanes_of(row)
+        assert lanes
+        assert lanes == own.lanes[case, row.source]
 
 
 def test_the_numbers_of_the_page_are_those_of_the_table() -> None:

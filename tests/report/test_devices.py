@@ -138,7 +138,7 @@ def test_the_tables_say_what_was_found() -> None:
     single = replace(DP, strategy="single", schedule="", devices=1)
     ddp = replace(DP, strategy="ddp", schedule="")
     found = parts([*(trial(case, number=n) for case in (DP, ddp) for n in range(3)), trial(single)])
-    assert list(found) == ["imbalance", "memory-by-phase", "links"]
+    assert list(found) == ["phases", "imbalance", "memory-by-phase", "links"]
     busy = cells(found["imbalance"], 0)
     assert busy["quantity"] == ("busy time", "thread CPU time")
     assert busy["device 0"] == ("400 ms", "")
@@ -174,7 +174,7 @@ def test_what_a_run_does_not_have_makes_no_section() -> None:
 def test_page_and_markdown_have_the_tables(form: Any) -> None:
     trials = [trial(number=n) for n in range(3)]
     text = form(Report.of(trials, run_id="a" * 32, started_s=0.0, provenance={}))
-    for title in ("Imbalance", "Memory by phase", "Bytes over links"):
+    for title in ("Device 0 against the others", "Memory by phase", "Bytes over links"):
         assert re.search(rf"<(h2|summary)>[^<]*{title}<", text), title
     assert "295 B" in text
     assert "Bytes in device counters" not in text

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 from dpbench.records import Case, Source, words
 from dpbench.report import marks, naming, speedup, svg
-from dpbench.report.svg import Panel
+from dpbench.report.section import Panel
 from tests.report_rows import HOSTILE, colocated_cpu_and_weak, made, many
 
 ROWS = [

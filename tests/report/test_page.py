@@ -55,7 +55,7 @@ OFFLINE = re.compile(
 @pytest.mark.slow
 def test_every_section_is_there_in_order_with_drawings() -> None:
     sections = figures.sections(gpu_run())
-    order = ["lanes", "speedup", "imbalance", "steps", "utilisation"]
+    order = ["lanes", "speedup", "steps", "utilisation"]
     assert [s.id for s in sections] == order
     assert all(len(section.panels) >= 2 for section in sections)
     found = re.findall(r'<section id="([^"]*)"', gpu_page())
@@ -337,7 +337,7 @@ def test_odd_runs_make_a_page_and_a_comment(name: str) -> None:
     text = page.render(run)
     sections = re.findall('<section id="([^"]*)"', text)
     assert sections[0] == "answers"
-    assert {"lanes", "speedup", "cases", "imbalance", "steps", "utilisation"} <= {*sections}
+    assert {"lanes", "speedup", "cases", "steps", "utilisation"} <= {*sections}
     assert ("reproduce" in sections) == bool(run.provenance)
     assert text.count('<tbody class="case"') == len(run.rows)
     assert "nan" not in "".join(re.findall(r'(?: d| x| y|points)="[^"]*"', text)).lower()

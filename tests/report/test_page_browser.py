@@ -54,8 +54,8 @@ def test_everything_lies_within_the_page(
         "return [...document.querySelectorAll('svg')].map(e => [e.closest('section').id,"
         " e.getBoundingClientRect()])"
     )
-    drawn = {"lanes", "speedup", "imbalance", "utilisation", "steps"}
-    without = {"ladder": {"imbalance", "utilisation"}}  # which its trials have no samples for
+    drawn = {"lanes", "speedup", "utilisation", "steps"}
+    without = {"ladder": {"utilisation"}}  # which its trials have no samples for
     expected = (drawn | ({"ladder"} & {name})) - without.get(name, set())
     assert {section for section, _ in boxes} == (set() if name == "empty" else expected)
     for section, box in boxes:
@@ -154,6 +154,23 @@ def test_page_is_whole_without_scripts(browser: Any, files: dict[str, Path]) -> 
     assert all(drawings)
 
 
+def test_at_most_1200_words_and_four_screens_stand_before_the_details(
+    browser: Any, files: dict[str, Path]
+) -> None:
+    show(browser, files["default"], 1440, folded=True)
+    words, screens = browser.execute_script(r"""
+        const before = document.createRange();
+        before.setStartBefore(document.body);
+        before.setEndBefore(document.getElementById('details'));
+        getSelection().addRange(before);
+        const text = getSelection().toString();
+        const top = document.getElementById('details').getBoundingClientRect().top + scrollY;
+        return [text.match(/\S*[\p{L}\p{N}]\S*/gu).length, top / innerHeight];
+        """)
+    assert 600 < words <= 1200
+    assert screens <= 4
+
+
 @pytest.fixture(scope="module")
 def axe_script() -> str:
     try:
@@ -242,21 +259,29 @@ def test_a_filter_closes_the_gaps_in_a_drawing_and_keeps_its_axis(
 ) -> None:
     show(browser, files["gpu"])
     look = """
-        const svg = document.querySelector('#imbalance svg');
+        const svg = document.querySelector('#utilisation svg');
         const wide = (e) => e.getBoundingClientRect().width;
         const texts = [...svg.querySelectorAll('text')].filter(wide).map(e => e.textContent);
         const bottom = svg.getBoundingClientRect().bottom;
         const label = [...svg.querySelectorAll('text')]
-          .find(e => e.textContent === 'milliseconds of one step');
+          .find(e => e.textContent === 'seconds, one round after another');
         return [texts, svg.viewBox.baseVal.height, bottom - label.getBoundingClientRect().bottom];
         """
     before, height, below = browser.execute_script(look)
-    names = [text for text in before if "×" in text and "(" not in text]
+    lanes = browser.execute_script(
+        "return document.querySelector('#utilisation svg').dataset.lanes"
+    ).split()
+    names = [text for text in before if "×" in text]
+    heights = {
+        name: float(lane.partition(":")[2])
+        for name, lane in zip(["single", *names], lanes, strict=True)
+    }
     browser.execute_script(CHOOSE, "strategy", "ddp")
     after, lower, still_below = browser.execute_script(look)
-    kept = [text for text in after if "×" in text and "(" not in text]
+    kept = [text for text in after if "×" in text]
     assert kept == ["ddp ×2", "ddp ×4"]
-    assert height - lower == pytest.approx((len(names) - len(kept)) * 47)
+    gone = sum(high for name, high in heights.items() if name not in kept)
+    assert height - lower == pytest.approx(gone)
     assert still_below == pytest.approx(below, abs=0.5)
     assert browser.execute_script(SPOILT) == []
     browser.execute_script(CHOOSE, "strategy", "ddp")
@@ -268,25 +293,21 @@ def test_a_mark_tells_its_value_to_the_pointer_and_to_the_keyboard(
 ) -> None:
     show(browser, files["gpu"])
     tip = "const tip = document.getElementById('tip'); return tip.hidden ? '' : tip.textContent"
-    mark = browser.find_element("css selector", "#imbalance [data-bar]")
+    mark = browser.find_element("css selector", "#steps [data-bar]")
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", mark)
     webdriver.ActionChains(browser).move_to_element(mark).perform()
     said = browser.execute_script(tip)
-    assert re.fullmatch(
-        r".*, device 0: [\d.]+ milliseconds of one step, 3 rounds with 90 steps", said
-    )
+    assert re.fullmatch(r"single, round 1: median [\d.]+ ms of 30 timed steps", said)
     assert (
-        browser.execute_script(
-            "return document.querySelectorAll('#imbalance [data-bar] title').length"
-        )
+        browser.execute_script("return document.querySelectorAll('#steps [data-bar] title').length")
         == 0
     )
-    browser.execute_script("document.querySelector('#imbalance [data-bar]').focus()")
+    browser.execute_script("document.querySelector('#steps [data-bar]').focus()")
     assert browser.execute_script(tip) == said
     browser.switch_to.active_element.send_keys(webdriver.Keys.ARROW_RIGHT)
-    assert ", mean of the others: " in browser.execute_script(tip)
+    assert "single, round 2: " in browser.execute_script(tip)
     stops = """
-        return [...document.querySelectorAll('#imbalance svg')].map(
+        return [...document.querySelectorAll('#steps svg')].map(
           svg => svg.querySelectorAll('[tabindex="0"]').length);
         """
     assert set(browser.execute_script(stops)) == {1}, "one in each drawing"
@@ -353,16 +374,18 @@ def test_the_page_of_a_comparison_filters_drawings_and_tells_values_as_that_of_a
     show(browser, files["compared"], 400)
     assert browser.execute_script("return document.documentElement.scrollWidth") <= 400
     show(browser, files["compared"])
-    shown = """
-        return [...document.querySelectorAll('figure, tbody tr')].filter(e => e.checkVisibility())
-          .map(e => e.closest('section').id);
+    names = """
+        const wide = (e) => e.getBoundingClientRect().width;
+        return [...document.querySelectorAll('#lanes text')].filter(wide).map(e => e.textContent)
+          .filter(text => /, (before|after)$/.test(text));
         """
-    assert browser.execute_script(shown) == ["cases"] * 2 + ["lanes"] * 2
+    lanes = [f"{case}, {run}" for case in ("single", "dp ×2") for run in ("before", "after")]
+    assert (browser.execute_script(SHOWN), browser.execute_script(names)) == (2, lanes)
     browser.execute_script(CHOOSE, "verdict", "faster")
-    assert browser.execute_script(shown) == ["cases", "lanes"]
+    assert (browser.execute_script(SHOWN), browser.execute_script(names)) == (1, lanes[2:])
     assert browser.execute_script(STATUS) == "1 of 2 cases"
     assert browser.current_url.endswith("#&verdict=faster")
-    mark = browser.find_element("css selector", "#lanes figure:not([hidden]) [data-bar]")
+    mark = browser.find_element("css selector", "#lanes [data-lane]:not([hidden])[data-bar]")
     webdriver.ActionChains(browser).move_to_element(mark).perform()
     tip = browser.execute_script("return document.getElementById('tip').textContent")
     assert re.fullmatch(
