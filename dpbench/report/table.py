@@ -228,7 +228,7 @@ def phases(rows: Iterable[Row]) -> tuple[Table, list[Case]]:
     lines = tuple(
         (
             Cell(f"{naming.plain(row.case.model)}, {name}"),
-            *(Cell(words.number(row.phases.get(phase, 0.0) * 1e3)) for phase in PHASE_COLUMNS),
+            *(_phase(row, phase) for phase in PHASE_COLUMNS),
             Cell(words.number(row.step.value * 1e3) if row.step else ""),
         )
         for row, name in zip(
@@ -237,6 +237,12 @@ def phases(rows: Iterable[Row]) -> tuple[Table, list[Case]]:
     )
     columns = ("case", *PHASE_COLUMNS, "step")
     return Table("Milliseconds of a step by phase", columns, lines), [row.case for row in measured]
+
+
+def _phase(row: Row, phase: str) -> Cell:
+    floor_s = row.least(phase)
+    least = f"at least {words.number(floor_s * 1e3)}" if floor_s else ""
+    return Cell(words.number(row.phases.get(phase, 0.0) * 1e3), least)
 
 
 def as_json(rows: Sequence[Row]) -> str:
