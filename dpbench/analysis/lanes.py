@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from dpbench.analysis import transfers
 from dpbench.records import Case, Phase, Source, Span, Step, Trial, ledger
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ class Lanes:
     `step` counts the warm-up steps too, as the trace export does. `seconds` is the duration of the
     step, and `timed` the number of timed steps of the round. `path` is the critical path in the
     order of time; its stretches add up to the step. `floors` has the least seconds of a phase on a
-    device where the bytes and the links are known; see `transfers.floors`.
+    device where they are known; see `Row.floors`.
     """
 
     case: Case
@@ -105,15 +104,11 @@ def of_rows(rows: Iterable[Row], trials: Iterable[Trial]) -> Mapping[tuple[Case,
     Of the rounds' typical steps, it is the one whose duration is closest to the row's step time.
     """
     rounds: dict[tuple[Case, Source], list[Lanes]] = {}
-    trials_of: dict[Case, list[Trial]] = {}
     for trial in trials:
-        trials_of.setdefault(trial.case, []).append(trial)
         if trial.trusted and (found := of_trial(trial)):
             rounds.setdefault((trial.case, trial.source), []).append(found)
     return {
-        key: replace(
-            _closest(rounds[key], row.step.value), floors=transfers.floors(row.case, trials_of)
-        )
+        key: replace(_closest(rounds[key], row.step.value), floors=row.floors)
         for row in rows
         if row.step and (key := (row.case, row.source)) in rounds
     }

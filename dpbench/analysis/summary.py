@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from dpbench.analysis import stats
+from dpbench.analysis import stats, transfers
 from dpbench.hardware import foreign_load
 from dpbench.records import (
     CASE_FIELDS,
@@ -48,7 +48,8 @@ class Row:
     the durations of the timed steps by round, `step` is their median and `mean` their mean.
     `percentiles` maps `PERCENTILES` to those of all timed steps; it is empty for predictions.
     `throughput` is in samples per second, from the mean step. `phases` divides `step.value` among
-    the phases and unattributed time. `speedup` compares with `single` at equal global work
+    the phases and unattributed time; `floors` has the least seconds of a phase on a device, where
+    they are known (`transfers.floors`). `speedup` compares with `single` at equal global work
     (`scaling` is "strong") or at equal work per device ("weak"); the intervals of all speed-ups
     over one baseline hold together. `efficiency` is the speed-up over the number of devices. `busy`
     is the time in which a device computes, `occupied` that in which one of its spans is open.
@@ -77,6 +78,7 @@ class Row:
     scaling: str = ""
     efficiency: Estimate | None = None
     phases: Mapping[str, float] = field(default_factory=dict)
+    floors: Mapping[tuple[Phase, int], float] = field(default_factory=dict)
     busy: Mapping[int, float] = field(default_factory=dict)
     busy_source: str = ""
     occupied: Mapping[int, float] = field(default_factory=dict)
@@ -114,6 +116,16 @@ class Row:
         """Return why the step time must not be shown; None if it may be or is missing."""
         return self.step.doubt if self.step else None
 
+    def least(self, phase: str) -> float:
+        """Return the least seconds of a phase, on the device that needs most; 0 if unknown.
+
+        A floor above the phase's seconds is none: the phase overlaps others, or a library has found
+        a way with fewer bytes or operations.
+        """
+        known = [seconds for (name, _), seconds in self.floors.items() if name.value == phase]
+        floor_s = max(known, default=0.0)
+        return floor_s if floor_s <= self.phases.get(phase, 0.0) else 0.0
+
     @property
     def unattributed_share(self) -> float:
         """Return the fraction of the step that no phase covers."""
@@ -140,12 +152,25 @@ def rows(trials: Iterable[Trial]) -> list[Row]:
     series: dict[Source, dict[Case, stats.Rounds]] = {}
     for (case, source), group in groups.items():
         series.setdefault(source, {})[case] = measured(group)
-    table = [_row(case, group, series[source][case]) for (case, source), group in groups.items()]
+    of_case = {source: _of_source(groups, source) for source in series}
+    table = [
+        replace(
+            _row(case, group, series[source][case]),
+            floors=transfers.floors(case, of_case[source]),
+        )
+        for (case, source), group in groups.items()
+    ]
     looks = max((trial.looks for group in groups.values() for trial in group), default=1)
     levels = {source: speedup_levels(alike, looks) for source, alike in series.items()}
     steps = {(row.case, row.source): row.step for row in table if row.step}
     draws = {key: group[-1].provenance.get(DRAWS, ()) for key, group in groups.items()}
     return [_compared(row, series[row.source], levels[row.source], steps, draws) for row in table]
+
+
+def _of_source(
+    groups: Mapping[tuple[Case, Source], Sequence[Trial]], source: Source
+) -> dict[Case, Sequence[Trial]]:
+    return {case: group for (case, origin), group in groups.items() if origin is source}
 
 
 def order(case: Case) -> tuple[object, ...]:

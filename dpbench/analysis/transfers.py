@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from dpbench.analysis import stats
 from dpbench.analysis.moves import of_step
 from dpbench.records import HOST, Case, Phase, Source, Trial
 from dpbench.records.case import MOVING
-from dpbench.records.registry import Reduction
+from dpbench.records.registry import Parallelism, Reduction
 from dpbench.records.schedule import known
 from dpbench.records.trial import Estimate
 from dpbench.records.words import number
 from dpbench.records.work import LINKS as TIMED_LINKS
-from dpbench.records.work import CopyTimes, Move, Shapes, received, sent, times_links
+from dpbench.records.work import CopyTimes, Move, Operations, Shapes, received, sent, times_links
 
 FORWARD_ALONE = (Phase.SCATTER, Phase.REPLICATE, Phase.FORWARD, Phase.GATHER)
 """The phases of a step that does not train."""
@@ -307,11 +307,45 @@ def _copies(trials: Iterable[Trial]) -> dict[tuple[int, int], stats.Rounds]:
 
 
 def floors(case: Case, trials_of: Mapping[Case, Sequence[Trial]]) -> dict[tuple[Phase, int], float]:
-    """Return the least seconds of each phase on each device: its bytes over the measured links.
+    """Return the least seconds of each phase on each device, by its bytes or its operations.
 
-    A device receives one copy after the other, and sends one after the other; the longer of both
-    counts. A phase is left out if one of its links was not measured.
+    The bytes go over the measured links: a device receives one copy after the other, and sends one
+    after the other; the longer of both counts. A phase is left out if one of its links was not
+    measured. Forward and backward need at least their operations over the measured peak.
     """
+    return {**_by_bytes(case, trials_of), **_by_operations(case, trials_of)}
+
+
+def _by_operations(
+    case: Case, trials_of: Mapping[Case, Sequence[Trial]]
+) -> dict[tuple[Phase, int], float]:
+    """Return the least seconds by operations; the peak is the best of all cases on like devices."""
+
+    def counted(other: Case) -> Iterator[Operations]:
+        for trial in trials_of.get(other, ()):
+            if found := Operations.of(trial.provenance):
+                yield found
+
+    def device(of: Case) -> tuple[object, ...]:
+        return of.device_kind, of.device_ids[:1], of.precision, of.traits.all_cores
+
+    own = next(counted(case), None)
+    if own is None or case.traits.parallelism is Parallelism.OTHER:
+        return {}
+    alike = [other for other in trials_of if device(other) == device(case)]
+    peak_per_s = max(one.peak_per_s for other in alike for one in counted(other))
+    counts = {Phase.FORWARD: own.forward, Phase.BACKWARD: own.backward if case.trains else 0.0}
+    return {
+        (phase, number): rows * count / peak_per_s
+        for phase, count in counts.items()
+        for number, rows in enumerate(case.rows)
+        if count
+    }
+
+
+def _by_bytes(
+    case: Case, trials_of: Mapping[Case, Sequence[Trial]]
+) -> dict[tuple[Phase, int], float]:
     seconds_per_byte = {
         ends: stats.median(copies).value
         for ends, copies in _copies(with_links(case, trials_of)).items()

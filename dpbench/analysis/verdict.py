@@ -62,12 +62,13 @@ def decide(step: Estimate | None, costs: Sequence[Estimate], unclear: float = 0.
 
     `costs` are those of its problems as fractions of the step, the largest first. `unclear` is the
     fraction of steps with parts that dpbench did not understand. The first cost that is decidedly
-    at least `WORTH` stands out.
+    at least `WORTH` stands out; in too few steps for an interval, the first of that size is named.
     """
     if step is None:
         return Verdict(Choice.UNKNOWN, Ground.NO_RESULT)
     if step.doubt:
-        return Verdict(Choice.UNKNOWN, Ground.FEW)
+        large = [number for number, cost in enumerate(costs) if cost.value >= WORTH]
+        return Verdict(Choice.UNKNOWN, Ground.FEW, large[0] if large else None)
     for number, cost in enumerate(costs):
         if cost.low >= WORTH:
             return Verdict(Choice.CHANGE, Ground.COST, number)
@@ -116,7 +117,8 @@ def _answer(
     )
     problem = timed[verdict.cost] if verdict.cost is not None else None
     finding = next((one for one in findings if problem and one.evidence is problem[0]), None)
-    command = finding.command or finding.code if finding else _again(row, loop)
+    decided = finding if verdict.ground is not Ground.FEW else None
+    command = decided.command or decided.code if decided else _again(row, loop)
     return Answer(
         subject=_subject(row, alike),
         choice=verdict.choice,
@@ -183,6 +185,10 @@ def _headline(
         varies = "the step time varies too much: its interval spans more than a factor of"
         few = f"{steps} {words.verb(row.steps, 'is', 'are')} not enough for an interval"
         why = few if row.step.doubt is Doubt.ROUNDS else f"{varies} {Estimate.WIDEST:.0f} ({steps})"
+        if problem:
+            evidence, cost = problem
+            why = f"{why}; in {words.verb(row.steps, 'it', 'them')}, {evidence.says}:"
+            why += f" {words.percent(cost.value)} of the step"
     else:
         why = f"no step has a result ({row.outcome})"
     return f"{Choice.UNKNOWN}: {why}"

@@ -43,6 +43,11 @@ METRICS = {
     "exposed_reduction_s": (
         "the part of exposed_communication_s in collectives that reduce gradients; for a rank's GPU"
     ),
+    "host_reads_s": "seconds of a step in which a GPU's host waited for its values, from a trace",
+    "host_waits_s": (
+        "seconds of a step in which a GPU's host waited for values, blocking copies or a batch,"
+        " from a trace"
+    ),
     "outlasting_ratio": (
         "time that GPUs need to finish after a block of steps, less one step; as a share of the"
         " block"

@@ -6,19 +6,21 @@ sequence numbers and threads tell forward from backward.
 A kernel belongs to the step and the phase in which the host launched it, even if it runs later.
 All-reduce and reduce-scatter are `reduce`, all-gather and broadcast are `replicate`, wherever they
 were launched. Each time that the host is in a phase, it launches a group of kernels. The phase on a
-device lasts from the start of the first to the end of the last kernel of the group, waits included.
-If the host launched a collective in another phase, such as an all-reduce in backward, only its
-exposed parts are spans: those during which the device runs no compute kernel.
+device lasts from the start of the first to the end of the last kernel of the group, waits included,
+but without the time in which the device runs only another group. Copies and collectives count where
+the device runs no compute kernel: an all-reduce during backward divides backward where it is
+exposed.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections import Counter
+from bisect import bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from dpbench.observe.kineto import DeviceEvent, HostEvent, TraceEvents
+from dpbench.observe.kineto import DeviceEvent, HostEvent, RuntimeCall, TraceEvents
 from dpbench.observe.steps import NamedStep, TraceSteps, launched_before, step_at, steps_of
 from dpbench.observe.stretches import LOADER, STEP, UPDATE, Stretch, phase_of_copy, stretches
 from dpbench.records import HOST, Phase, Span, Step
@@ -28,9 +30,13 @@ from dpbench.records.activity import (
     Kind,
     difference,
     kind_of,
+    overlapping,
     phase_of_collective,
     union,
 )
+
+_COLLECTIVE = "nccl:"
+"""The beginning of torch's annotations of collectives, such as `nccl:all_reduce`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +68,7 @@ class Attributed:
 def attribute(profile: TraceEvents) -> Attributed:
     """Return the steps of a trace with the spans of the host and of the devices."""
     zero_us = profile.zero_us
-    threads = _threads(profile.host)
+    threads = _threads([*profile.host, *profile.waits])
     main = _main_thread(threads)
     steps = steps_of(threads.get(main, ()), profile)
     copied = _copied(profile)
@@ -72,11 +78,15 @@ def attribute(profile: TraceEvents) -> Attributed:
         for name, events in threads.items()
     }
     timeline = _timeline(by_thread, main, steps.host)
+    named = {
+        name: [event for event in events if event.name.startswith(_COLLECTIVE)]
+        for name, events in threads.items()
+    }
     spans: list[Span] = []
     busy: list[Interval] = [(event.start_us, event.end_us) for event in profile.device]
     for device in sorted({event.device for event in profile.device}):
         events = [event for event in profile.device if event.device == device]
-        on_device = _device_stretches(events, profile, by_thread, timeline, steps)
+        on_device = _device_stretches(events, profile, by_thread, timeline, steps, named)
         busy += [(one.start_us, one.end_us) for _, one in on_device]
         spans += _device_spans(on_device, device, steps.timed, zero_us)
     host_device = HOST if profile.device else 0
@@ -183,7 +193,7 @@ def _timeline(
     return joined
 
 
-def _at(stretches: Sequence[Stretch], at_us: float) -> int | None:
+def _at(stretches: Sequence[Stretch] | Sequence[HostEvent], at_us: float) -> int | None:
     place = bisect_right(stretches, at_us, key=lambda one: one.start_us) - 1
     return place if place >= 0 and at_us <= stretches[place].end_us else None
 
@@ -194,20 +204,17 @@ def _device_stretches(
     by_thread: Mapping[str, Sequence[Stretch]],
     timeline: Sequence[Stretch],
     steps: TraceSteps,
+    named: Mapping[str, Sequence[HostEvent]],
 ) -> list[tuple[int | None, Stretch]]:
     """Return the stretches on one device, each with the index of the step that launched it.
 
     The index is None if no step launched it, if its launch is unknown, and if the steps are
     intervals of the host.
     """
-    hulls: dict[tuple[int | None, int | None, Phase], Interval] = {}
-    collectives: dict[tuple[int | None, Phase], list[Interval]] = {}
-    compute: list[Interval] = []
+    computed: defaultdict[_Group, list[Interval]] = defaultdict(list)
+    beside: defaultdict[_Group, list[Interval]] = defaultdict(list)
     for event in events:
         kind = kind_of(event.name)
-        interval = (event.start_us, event.end_us)
-        if kind is Kind.COMPUTE:
-            compute.append(interval)
         launch = profile.launches.get(event.correlation)
         number = place = launched = None
         if launch is not None:
@@ -218,22 +225,69 @@ def _device_stretches(
             launched = timeline[place].phase
         phase = phase_of_copy(event.name)
         if kind is Kind.COMMUNICATION:
-            phase = phase_of_collective(event.name)
-        if kind is Kind.COMMUNICATION and phase and phase is not launched:
-            collectives.setdefault((number, phase), []).append(interval)
-            continue
-        if kind is not Kind.COPY or phase is None or launched not in (None, Phase.FORWARD):
+            phase = phase_of_collective(_collective(event.name, launch, named))
+        apart = kind is Kind.COMMUNICATION and phase is not None and phase is not launched
+        if not apart and (
+            kind is not Kind.COPY or phase is None or launched not in (None, Phase.FORWARD)
+        ):
             phase = launched
-        if phase:
-            start_us, end_us = hulls.get((number, place, phase), interval)
-            hull = min(start_us, event.start_us), max(end_us, event.end_us)
-            hulls[number, place, phase] = hull
-    stretches = [(number, Stretch(*hull, phase)) for (number, _, phase), hull in hulls.items()]
-    busy = union(compute)
-    for (number, phase), intervals in collectives.items():
-        for start_us, end_us in difference(union(intervals), busy):
-            stretches.append((number, Stretch(start_us, end_us, phase)))
-    return stretches
+        group = _Group(number, place, phase, apart)
+        active = computed if kind is Kind.COMPUTE else beside
+        active[group].append((event.start_us, event.end_us))
+    return list(_split(computed, beside))
+
+
+class _Group(NamedTuple):
+    """The activities that one stretch of the host launched in one phase: step, stretch and phase.
+
+    `apart` is whether they are collectives that count for another phase than that of the stretch.
+    """
+
+    number: int | None
+    place: int | None
+    phase: Phase | None
+    apart: bool
+
+
+def _split(
+    computed: Mapping[_Group, Sequence[Interval]], beside: Mapping[_Group, Sequence[Interval]]
+) -> Iterator[tuple[int | None, Stretch]]:
+    """Yield the stretches on one device, each with the index of its step.
+
+    Copies and collectives (`beside`) count where no kernel computes. A group lasts from its first
+    to its last activity, but for the time in which only other groups are active.
+    """
+    computing = union(one for intervals in computed.values() for one in intervals)
+    active = {}
+    for group in {**computed, **beside}:
+        alone = [
+            part
+            for one in union(beside.get(group, ()))
+            for part in difference([one], overlapping(computing, one))
+        ]
+        active[group] = union([*computed.get(group, ()), *alone])
+    every = union(one for intervals in active.values() for one in intervals)
+    for (number, _, phase, apart), own in active.items():
+        if phase is None or not own:
+            continue
+        parts = own
+        if not apart:
+            hull = own[0][0], own[-1][1]
+            parts = difference([hull], difference(overlapping(every, hull), own))
+        for start_us, end_us in parts:
+            yield number, Stretch(start_us, end_us, phase)
+
+
+def _collective(
+    kernel: str, launch: RuntimeCall | None, named: Mapping[str, Sequence[HostEvent]]
+) -> str:
+    """Return the name of a collective: that of the annotation around its launch, or its kernel's.
+
+    The kernels of RCCL, and of NCCL's sends and receives, do not name the collective.
+    """
+    events = named.get(launch.thread, ()) if launch else ()
+    place = _at(events, launch.start_us) if launch else None
+    return kernel if place is None else events[place].name
 
 
 def _launched(
@@ -298,9 +352,8 @@ def _host_spans(
     the devices' spans and activities. `device` is the device of all spans except data.
     """
     for stretch in timeline:
-        first = bisect_right(busy, stretch.start_us, key=lambda interval: interval[1])
-        last = bisect_left(busy, stretch.end_us, key=lambda interval: interval[0])
-        alone = difference([(stretch.start_us, stretch.end_us)], busy[first:last])
+        whole = stretch.start_us, stretch.end_us
+        alone = difference([whole], overlapping(busy, whole))
         where = HOST if stretch.phase is Phase.DATA else device
         yield from _spans(
             (Stretch(start, end, stretch.phase) for start, end in alone), where, steps, zero_us

@@ -7,7 +7,9 @@ lines of code or commands.
 from __future__ import annotations
 
 import shlex
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from dpbench.analysis.findings.rule import (
     CaseContext,
@@ -17,12 +19,12 @@ from dpbench.analysis.findings.rule import (
     Missing,
     share_of,
 )
-from dpbench.records import Case, Phase, Source
-from dpbench.records.case import MOVING
+from dpbench.records import Case, Phase, Source, Trial
+from dpbench.records.activity import EXPOSED, HOST_READS, HOST_WAITS, KERNELS
 from dpbench.records.observed import WITHOUT_LOADER, Held, Observed
 from dpbench.records.registry import Parallelism
 from dpbench.records.trial import Estimate
-from dpbench.records.words import count, duration, long_time, percent, size, time
+from dpbench.records.words import about, count, long_time, percent, size, time
 
 WORKERS = (
     "loader = torch.utils.data.DataLoader(dataset, batch_size={}, num_workers={},"
@@ -72,7 +74,7 @@ def _loading(context: CaseContext, loop: Observed) -> Judgement:
     return Evidence(
         says="the loop waits for its DataLoader",
         numbers=(
-            f"{duration(seconds)} per step with {workers}; without this wait, a step would take"
+            f"{about(seconds)} per step with {workers}; without this wait, a step would take"
             f" {time(rest_s)}"
         ),
         size_s=seconds,
@@ -117,9 +119,7 @@ def _between(context: CaseContext, loop: Observed) -> Judgement:
     )
     return Evidence(
         says=says,
-        numbers=(
-            f"{duration(seconds)} per step{where}; without it, a step would take {time(rest_s)}"
-        ),
+        numbers=(f"{about(seconds)} per step{where}; without it, a step would take {time(rest_s)}"),
         size_s=seconds,
         share=context.share(Phase.DATA.value),
         code=WORKERS.format(context.case.batch_size or "batch_size", 2),
@@ -131,9 +131,13 @@ def _script(case: Case) -> str:
 
 
 def _reads(context: CaseContext, loop: Observed) -> Judgement:
-    if not context.row.phases.get(Phase.READ.value):
-        return None
     seconds = context.phase(Phase.READ.value)
+    if _profiled(context):
+        # after a wait, the device is idle until the host has launched its next work
+        waited = context.median(lambda trial: _least(trial, _idle_by_reads, KERNELS, HOST_READS))
+        seconds = max(seconds, waited, key=lambda one: one.value)
+    if not seconds.value:
+        return None
     steps = context.row.steps
     places = sorted(loop.reads.items(), key=lambda pair: (-pair[1], pair[0]))
     named = ", ".join(
@@ -143,11 +147,11 @@ def _reads(context: CaseContext, loop: Observed) -> Judgement:
     return Evidence(
         says="the host waits for values from a device",
         numbers=(
-            f"{duration(seconds)} per step; read at {named or 'an unknown place'}{more}; on a GPU,"
+            f"{about(seconds)} per step; read at {named or 'an unknown place'}{more}; on a GPU,"
             " part of this time is computation that the host would have to wait for later"
         ),
         size_s=seconds,
-        share=context.share(Phase.READ.value),
+        share=None if _profiled(context) else context.share(Phase.READ.value),
         code=SELDOM,
     )
 
@@ -162,7 +166,7 @@ def _pageable(context: CaseContext, loop: Observed) -> Judgement:
     return Evidence(
         says="batches are copied to the GPU from pageable memory",
         numbers=(
-            f"{duration(seconds)} per step{moved}; a copy from pinned memory is faster, and with"
+            f"{about(seconds)} per step{moved}; a copy from pinned memory is faster, and with"
             " non_blocking=True the host does not wait for it"
         ),
         size_s=seconds,
@@ -171,54 +175,78 @@ def _pageable(context: CaseContext, loop: Observed) -> Judgement:
     )
 
 
-def _launches(context: CaseContext, loop: Observed) -> Judgement:
-    """Return evidence on the time in which every GPU is idle although the host waits for nothing.
+def _profiled(context: CaseContext) -> bool:
+    """Return whether the loop has the metrics of a trace on GPUs."""
+    return all(HOST_WAITS in trial.grouped.metrics for trial in context.trials)
 
-    None without the busy times of GPUs, which only a profiler records.
+
+def _least(trial: Trial, cost: Callable[..., float], *metrics: str) -> list[float]:
+    """Return the least cost over the devices in each timed step, in seconds.
+
+    `cost` takes the seconds of the step, and those of exposed communication and of `metrics`.
+    """
+    exposed, *tables = [_by_step(trial, metric) for metric in (EXPOSED, *metrics)]
+    devices = (tables or [exposed])[0]
+    nothing = [0.0] * len(trial.timed)
+    return [
+        min(
+            cost(step_s, *(table.get(device, nothing)[at] for table in (exposed, *tables)))
+            for device in devices
+        )
+        for at, step_s in enumerate(trial.timed)
+    ]
+
+
+def _by_step(trial: Trial, metric: str) -> dict[int, list[float]]:
+    """Return each device's readings of a metric, one for each timed step; 0 without one."""
+    steps = trial.by_column
+    found = {}
+    for device, series in trial.grouped.series(metric).items():
+        values = [0.0] * len(steps)
+        for time_s, value in zip(*series, strict=True):
+            values[bisect_left(steps.ends, time_s)] = value
+        found[device] = steps.timed(values)
+    return found
+
+
+def _idle_by_reads(step_s: float, exposed_s: float, kernels_s: float, reads_s: float) -> float:
+    return min(reads_s, max(0.0, step_s - kernels_s - exposed_s))
+
+
+def _idle_by_launches(step_s: float, exposed_s: float, kernels_s: float, waits_s: float) -> float:
+    return step_s - waits_s - kernels_s - exposed_s
+
+
+def _launches(context: CaseContext, loop: Observed) -> Judgement:
+    """Return evidence on a host that launches a step for longer than the GPUs work on it.
+
+    A host that waits, for a batch, a blocking copy or a value, does not launch. None without the
+    busy times of GPUs, which only a profiler records.
     """
     row = context.row
-    if context.case.device_kind != "cuda" or not row.busy or row.step is None:
+    if context.case.device_kind != "cuda" or not _profiled(context) or row.step is None:
         return None
-    # busy time leaves out collectives, in which a GPU may wait for its peers
-    collectives = [
-        s
-        for trial in context.trials
-        for v in trial.readings("collective_busy_s").values()
-        for s in v
-    ]
-    busy_s = max(row.busy.values()) + max(collectives, default=0.0)
-    waits_s = sum(row.phases.get(phase.value, 0.0) for phase in (Phase.DATA, *MOVING, Phase.READ))
+    idle = context.median(lambda trial: _least(trial, _idle_by_launches, KERNELS, HOST_WAITS))
+    works = context.median(lambda trial: _least(trial, lambda _, *all_s: sum(all_s), KERNELS))
     batch = f"the batch of {context.case.batch_size}" if context.case.batch_size else "the batch"
-    other_s = busy_s + waits_s
-    idle = Estimate(
-        row.step.value - other_s,
-        row.step.low - other_s,
-        row.step.high - other_s,
-        row.step.n,
-        signed=True,
-    )
     return Evidence(
         says="the GPU is idle while the host launches its work",
         numbers=(
-            f"kernels run for {time(busy_s)} of a step of {time(context.step_s)}"
-            f" ({row.busy_source}), and data, copies and reads take {time(waits_s)}: {batch} is too"
-            " small for this GPU and this host"
+            f"the host takes {time(works.value + idle.value)} to launch the work of a step, for"
+            f" which the GPU needs {time(works.value)} ({row.busy_source}): {batch} is too small"
+            " for this GPU and this host"
         ),
-        size_s=idle,
+        size_s=replace(idle, signed=True),
         code=COMPILED,
-        share=Estimate(
-            idle.value / row.step.value,
-            1 - other_s / row.step.low,
-            1 - other_s / row.step.high,
-            idle.n,
-        ),
     )
 
 
 def _reduction(context: CaseContext, loop: Observed) -> Judgement:
-    if context.case.traits.parallelism is not Parallelism.RANKS or not context.row.phases.get(
-        Phase.REDUCE.value
-    ):
+    if context.case.traits.parallelism is not Parallelism.RANKS:
+        return None
+    if _profiled(context):
+        return _exposed(context)
+    if not context.row.phases.get(Phase.REDUCE.value):
         return None
     seconds = context.phase(Phase.REDUCE.value)
     gradients = context.model.get("parameter_bytes")
@@ -227,10 +255,32 @@ def _reduction(context: CaseContext, loop: Observed) -> Judgement:
         says="backward does not hide the reduction of gradients",
         numbers=(
             f"the reduction{moved} on {count(context.case.devices, 'device')} takes"
-            f" {duration(seconds)} per step after the end of backward"
+            f" {about(seconds)} per step after the end of backward"
         ),
         size_s=seconds,
         share=context.share(Phase.REDUCE.value),
+        code=HOOK,
+    )
+
+
+def _exposed(context: CaseContext) -> Judgement:
+    """Return evidence on collectives beside which no kernel computes, from a trace.
+
+    The rank that arrives last at its collectives waits for nobody: its seconds count.
+    """
+    seconds = context.median(lambda trial: _least(trial, lambda _, exposed_s: exposed_s))
+    if not seconds.value:
+        return None
+    reduction = context.row.phases.get(Phase.REDUCE.value, 0.0)
+    alone = " of the only rank whose trace is known" if context.case.devices == 1 else ""
+    return Evidence(
+        says="computation does not hide the communication between ranks",
+        numbers=(
+            f"collectives run while no kernel computes for {about(seconds)} per step{alone}, in"
+            f" which waits for other ranks count; the reduction of gradients takes"
+            f" {time(reduction)} of the step"
+        ),
+        size_s=seconds,
         code=HOOK,
     )
 

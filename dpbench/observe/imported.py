@@ -30,8 +30,16 @@ from dpbench.observe import kineto, parts
 from dpbench.observe.attribution import Attributed, attribute
 from dpbench.observe.kineto import TraceEvents
 from dpbench.observe.stretches import LOADER
-from dpbench.records import HOST, Case, Phase, Sample, Source, Span, Step, Trial, words
-from dpbench.records.activity import Activity, Kind, busy, kind_of, launches_kernels
+from dpbench.records import HOST, Case, Phase, Sample, Source, Span, Trial, words
+from dpbench.records.activity import (
+    HOST_READS,
+    HOST_WAITS,
+    Activity,
+    Kind,
+    busy,
+    kind_of,
+    launches_kernels,
+)
 from dpbench.records.observed import (
     OBSERVED,
     SCRIPT,
@@ -51,6 +59,8 @@ LEAST = 3
 """The least number of common collectives that suffices to align two clocks."""
 WIDEST_S = 0.01
 """The largest accepted deviation of a collective from the clocks' median difference."""
+_WAITS = (Phase.DATA, Phase.SCATTER, Phase.READ)
+"""The phases in which a host waits: for a batch, for a blocking copy, or for a value."""
 _WRAPPER = re.compile(r"^(?:(\w*DataParallel)\.forward$|(FSDP)::)")
 
 
@@ -218,7 +228,7 @@ def _part(trace: ImportedTrace, first: ImportedTrace, common: Sequence[str]) -> 
         reason="the trace ended",
         steps=steps,
         spans=tuple(spans),
-        samples=tuple(_samples(attributed.activities, steps, indices)),
+        samples=tuple(_samples(attributed, [*numbers], trace.indices)),
         started_s=time.time(),
     )
     shift_s = (trace.profile.zero_us - first.profile.zero_us) / 1e6
@@ -226,12 +236,13 @@ def _part(trace: ImportedTrace, first: ImportedTrace, common: Sequence[str]) -> 
 
 
 def _samples(
-    activities: Sequence[Activity], steps: Sequence[Step], indices: Mapping[int, int]
+    attributed: Attributed, numbers: Sequence[int], indices: Mapping[int, int]
 ) -> Iterator[Sample]:
-    """Yield each step's seconds of device work, of communication, and of its exposed part."""
+    """Yield, for the steps `numbers`, each device's metrics, and the waits of its host."""
+    steps = [attributed.steps[number] for number in numbers]
     ends = [step.end_s for step in steps]
     within: list[list[Activity]] = [[] for _ in steps]
-    for activity in activities:
+    for activity in attributed.activities:
         for number in range(bisect_right(ends, activity.start_s), len(steps)):
             start_s, end_s = (
                 max(activity.start_s, steps[number].start_s),
@@ -241,9 +252,14 @@ def _samples(
                 within[number].append(activity._replace(start_s=start_s, end_s=end_s))
             if activity.end_s <= ends[number]:
                 break
-    for step, inside in zip(steps, within, strict=True):
+    for step, number, inside in zip(steps, numbers, within, strict=True):
+        waited = attributed.host[number]
+        waits = {
+            HOST_READS: waited.get(Phase.READ, 0.0),
+            HOST_WAITS: sum(waited.get(phase, 0.0) for phase in _WAITS),
+        }
         for device, times in busy(inside).items():
-            for metric, seconds in times.metrics.items():
+            for metric, seconds in {**times.metrics, **waits}.items():
                 yield Sample(step.end_s, indices[device], metric, seconds)
 
 
@@ -305,7 +321,7 @@ def _observed(traces: Sequence[ImportedTrace], common: Sequence[str]) -> Observe
         loader_workers=_workers(first.profile),
         pinned=pinned,
         reads=(
-            {"a copy to the host (the trace does not give its line in the script)": reads}
+            {"a wait for a device (the trace does not give its line in the script)": reads}
             if reads
             else {}
         ),

@@ -15,7 +15,7 @@ import io
 import math
 import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -31,6 +31,8 @@ _HOST = {"cpu_op": False, "operator": False, "user_annotation": True}
 _LAUNCH = {"cuda_runtime", "cuda_driver", "runtime", "hip_runtime", "xpu_runtime", "mtia_runtime"}
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset"}
 _ENGINE = "autograd::engine::"
+WAIT = "Synchronize"
+"""The end of the names of calls that wait for a device."""
 MOST_BYTES = 256 * 1024**2
 """The most bytes to which any trace may decompress; one of 200,000 events has 100 MB."""
 MOST_RATIO = 60
@@ -105,6 +107,13 @@ class TraceEvents:
     world_size: int
     backend: str
     notes: tuple[str, ...]
+
+    @property
+    def waits(self) -> Iterator[HostEvent]:
+        """Yield the calls with which the host waits for a device, such as cudaDeviceSynchronize."""
+        for call in self.launches.values():
+            if call.name.endswith(WAIT):
+                yield HostEvent(*call, sequence=-1, backward=False)
 
     @property
     def zero_us(self) -> float:

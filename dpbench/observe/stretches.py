@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from dpbench.observe.kineto import HostEvent
+from dpbench.observe.kineto import WAIT, HostEvent
 from dpbench.records import Phase
 
 STEP = re.compile(r"ProfilerStep\s*#\s*(?P<number>\d{1,18})")
@@ -142,6 +142,8 @@ class _State:
             return Phase.REDUCE if _ADDING.match(name) else Phase.BACKWARD, False
         if outer in (Phase.DATA, Phase.BACKWARD, Phase.OPTIMIZER, Phase.CLIP, Phase.REDUCE):
             return outer, False
+        if name.endswith(WAIT):
+            return Phase.READ if outermost else outer, False
         if "::" not in name and not name.startswith("nccl:"):
             return (outer, True) if closure or STEP.match(name) else self._annotated(name, outer)
         if not (outermost or outer is Phase.FORWARD):

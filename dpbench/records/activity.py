@@ -10,6 +10,7 @@ intervals work with any unit of time.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -41,6 +42,10 @@ KERNELS = "kernel_busy_s"
 """The metric of a device in one step: seconds of kernels and copies."""
 COLLECTIVES = "collective_busy_s"
 EXPOSED = "exposed_communication_s"
+HOST_READS = "host_reads_s"
+"""The metric of a device in one step: the seconds in which its host waited for a value of it."""
+HOST_WAITS = "host_waits_s"
+"""The same for all waits: for values, for copies to the device, and for a batch."""
 EXPOSED_REDUCTION = "exposed_reduction_s"
 """The metric of a rank's device in one step: the exposed seconds of reducing gradients."""
 
@@ -130,6 +135,13 @@ def difference(first: Sequence[Interval], second: Sequence[Interval]) -> list[In
         if start < end:
             rest.append((start, end))
     return rest
+
+
+def overlapping(disjoint: Sequence[Interval], interval: Interval) -> Sequence[Interval]:
+    """Return the intervals in a result of `union` that overlap or touch an interval."""
+    first = bisect_left(disjoint, interval[0], key=lambda one: one[1])
+    last = bisect_right(disjoint, interval[1], key=lambda one: one[0])
+    return disjoint[first:last]
 
 
 @dataclass(frozen=True, kw_only=True)

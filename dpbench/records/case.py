@@ -300,7 +300,10 @@ class Effort:
     trace: str = ""
     """The file for a Chrome trace of one additional step; empty: no trace."""
     memory_by_phase: bool = True
-    """Whether two additional steps measure each device's memory peak in each phase."""
+    """Whether two additional steps measure each device's memory peak in each phase.
+
+    The peak of a device in FLOP/s is then timed, too.
+    """
     profile: bool = True
     """Whether additional steps on GPUs are profiled."""
     links: bool = True

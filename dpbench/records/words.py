@@ -158,6 +158,12 @@ def duration(estimate: Estimate) -> str:
     return _duration(estimate, *time_unit(measurable(estimate.value)))
 
 
+def about(estimate: Estimate) -> str:
+    """Return an estimated duration as `duration` does, or after "~" if it has too few rounds."""
+    few = estimate.doubt is Doubt.ROUNDS
+    return f"~{time(estimate.value)}" if few else duration(estimate)
+
+
 def ms(estimate: Estimate) -> str:
     """Return an estimated duration in seconds and its interval in ms; see `withheld`."""
     return _duration(estimate, 1e-3, "ms")

@@ -90,6 +90,28 @@ class CopyTimes:
         )
 
 
+OPERATIONS = "operations"
+"""The key of a trial's provenance for its `Operations`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operations:
+    """The floating-point operations of a sample in forward and backward, and a device's peak.
+
+    The peak is the best rate of large matrix products, per second, in the precision of the case.
+    """
+
+    forward: float
+    backward: float
+    peak_per_s: float
+
+    @classmethod
+    def of(cls, provenance: Mapping[str, Any]) -> Self | None:
+        """Return the operations in a trial's provenance; None if they are unknown."""
+        stored = provenance.get(OPERATIONS)
+        return cls(**stored) if stored else None
+
+
 DRAWS = "error_draws"
 """The key of a prediction's provenance for draws of the logarithm of its step time's error.
 

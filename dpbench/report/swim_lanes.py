@@ -171,7 +171,7 @@ def _timeline(axes: Axes, lanes: Lanes, top: float, width: float) -> None:
             on_path = f"; critical for {words.time(waited)}" if waited else ""
             extent = _extent(bar.start_s, bar.end_s, lanes.seconds)
             floor_s = _floor(lanes, lane, bar)
-            least = f"; its bytes need {words.time(floor_s)} at least" if floor_s else ""
+            least = f"; it needs {words.time(floor_s)} at least" if floor_s else ""
             marks.explain(box, f"{_named(bar)} on {_place(lane.device)}: {extent}{on_path}{least}")
             if floor_s:
                 at_ms = (bar.start_s + floor_s) * 1e3
@@ -181,9 +181,9 @@ def _timeline(axes: Axes, lanes: Lanes, top: float, width: float) -> None:
 
 
 def _floor(lanes: Lanes, lane: Lane, bar: Bar) -> float:
-    """Return the least seconds of a bar by its bytes; 0 if unknown, or for one of several bars.
+    """Return the least seconds of a bar; 0 if unknown, or for one of several bars.
 
-    A floor above the bar's length is no floor: the library found a shorter way for the bytes.
+    A floor above the bar's length is none; see `Row.least`.
     """
     alike = [one for one in lane.bars if one.phase is bar.phase and not one.step]
     alone = len(alike) == 1 and not bar.step and not bar.joint

@@ -257,7 +257,7 @@ def phases(rows: Iterable[Row]) -> Table:
     lines = tuple(
         (
             Cell(f"{naming.plain(row.case.model)}, {name}"),
-            *(Cell(words.number(row.phases.get(phase, 0.0) * 1e3)) for phase in present),
+            *(_phase(row, phase) for phase in present),
             Cell(words.number(row.step.value * 1e3) if row.step else ""),
         )
         for row, name in zip(
@@ -268,6 +268,12 @@ def phases(rows: Iterable[Row]) -> Table:
     return Table(
         "Milliseconds of a step by phase", columns, lines, cases=[row.case for row in measured]
     )
+
+
+def _phase(row: Row, phase: str) -> Cell:
+    floor_s = row.least(phase)
+    least = f"at least {words.number(floor_s * 1e3)}" if floor_s else ""
+    return Cell(words.number(row.phases.get(phase, 0.0) * 1e3), least)
 
 
 def as_json(rows: Sequence[Row]) -> str:

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from dpbench import models
 from dpbench.analysis import transfers
+from dpbench.analysis.summary import BLANK
 from dpbench.hardware.devices import _wrapper, open_devices
-from dpbench.measure.worker.facts import of_model
+from dpbench.measure.worker.facts import of_model, operations
 from dpbench.records import HOST, Case, Phase, Sample, Step, Trial, Verified, registry
 from dpbench.records.work import FACT, Move, Shapes, received, sent
 from tests.trials import trial_of
@@ -293,6 +294,42 @@ def test_a_floor_is_the_bytes_of_a_device_over_its_measured_links() -> None:
     assert transfers.floors(of, {of: [trial(of)]}) == {}, "no link was measured"
     half = trial(of, provenance={"model": vars(SHAPES), "links": links[:2]})
     assert {phase for phase, _ in transfers.floors(of, {of: [half]})} == {Phase.SCATTER}
+
+
+def test_a_floor_is_the_operations_of_a_device_over_the_best_peak() -> None:
+    """Each row needs 1,000 operations in forward and 2,000 in backward, at 10,000 a second."""
+    slower, best = (
+        {"forward": 1000.0, "backward": 2000.0, "peak_per_s": peak} for peak in (5e3, 1e4)
+    )
+    other = replace(DP, batch_size=4)
+    trials_of = {
+        DP: [trial(DP, provenance={"operations": slower})],
+        other: [trial(other, provenance={"operations": best})],
+    }
+    found = transfers.floors(DP, trials_of)
+    for phase, each_s in ((Phase.FORWARD, 0.1), (Phase.BACKWARD, 0.2)):
+        for device, rows in enumerate(DP.rows):
+            assert found[phase, device] == pytest.approx(rows * each_s)
+    forward_alone = replace(DP, mode="no_grad")
+    alone = {forward_alone: [trial(forward_alone, provenance={"operations": best})]}
+    assert {phase for phase, _ in transfers.floors(forward_alone, alone)} == {Phase.FORWARD}
+
+
+def test_the_floor_of_a_phase_is_that_of_the_device_that_needs_most_and_below_its_seconds() -> None:
+    floors = {(Phase.FORWARD, 0): 0.1, (Phase.FORWARD, 1): 0.2, (Phase.BACKWARD, 0): 0.5}
+    row = replace(BLANK, phases={"forward": 0.3, "backward": 0.4, "loss": 0.1}, floors=floors)
+    assert [row.least(phase) for phase in row.phases] == [0.2, 0.0, 0.0]
+
+
+def test_the_operations_of_a_linear_model_are_two_per_weight_and_row() -> None:
+    layers = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4))
+    model = replace(models.load("mlp", "small", 0), module=layers)
+    products = 2 * (8 * 16 + 16 * 4)
+    # the gradients of all weights, and of the first layer's output
+    expected = products, products + 2 * 16 * 4
+    assert operations(model, (torch.randn(6, 8), torch.zeros(6))) == expected
+    lstm = models.load("lstm", "small", 0)
+    assert operations(lstm, lstm.batch(4, 0)) is None, "its packed sequences need values"
 
 
 def test_a_reduction_beside_backward_has_no_rate() -> None:

@@ -9,12 +9,26 @@ from typing import Any
 
 import pytest
 
+from dpbench import observe
+from dpbench.analysis import findings, summary
+from dpbench.hardware.provenance import Resources
+from dpbench.observe import imported
+
 EXCERPTS = Path(__file__).parents[1] / "data" / "traces"
 VARIABLE = "DPBENCH_TRACES"
 WHOLE = Path(os.environ.get(VARIABLE) or "missing")
 needs_whole_traces = pytest.mark.skipif(
     not WHOLE.is_dir(), reason=f"{VARIABLE} names no folder with the whole traces"
 )
+
+
+def costs_of(path: Path) -> dict[str, float]:
+    """Return the seconds of each finding on the loop of a trace, by its rule, the largest first."""
+    (loop,) = imported.load([path])
+    trials = observe.parts(loop.trial)
+    (diagnosis,) = findings.diagnose(summary.rows(trials), trials, Resources())
+    sizes = {one.rule.name: one.evidence.size_s for one in diagnosis.findings}
+    return {name: size.value for name, size in sizes.items() if size}
 
 
 class Writer:
@@ -38,6 +52,12 @@ class Writer:
 
     def note(self, name: str, start_ms: float, end_ms: float, **given: Any) -> None:
         self.op(name, start_ms, end_ms, cat="user_annotation", **given)
+
+    def call(self, name: str, start_ms: float, end_ms: float) -> None:
+        """Add a call of the CUDA runtime that launches nothing."""
+        self._correlation += 1
+        number = {"correlation": self._correlation}
+        self._add("cuda_runtime", name, 100, 1, start_ms, end_ms, number)
 
     def kernel(
         self,

@@ -19,7 +19,7 @@ from dpbench.records.activity import Activity, Busy, busy, difference, intersect
 from dpbench.records.observed import observed
 from dpbench.records.registry import Parallelism, Role
 from dpbench.store import Naming, Store
-from tests.observe.kineto_files import EXCERPTS, WHOLE, Writer, needs_whole_traces
+from tests.observe.kineto_files import EXCERPTS, WHOLE, Writer, costs_of, needs_whole_traces
 
 
 def loop_of(*paths):
@@ -278,6 +278,77 @@ def test_only_the_part_of_a_reduction_that_outlasts_backward_is_reduce(tmp_path)
     facts = observed(trial)
     assert facts is not None
     assert facts.wrapper == "DistributedDataParallel"
+
+
+def reducing(path, kernel, *, named=""):
+    """Write 100 ms: forward 20, backward 20, 40 of a reduction alone, and backward 20."""
+    trace = Writer(distributedInfo={"backend": "nccl", "rank": 0, "world_size": 2})
+    for number in range(4):
+        at = 100.0 * number
+        trace.note(f"ProfilerStep#{number}", at, at + 100)
+        trace.op("aten::linear", at + 1, at + 3, **{"Sequence number": 1})
+        trace.kernel("sgemm", at + 2, at + 2, at + 20)
+        backward = {"tid": 2, "Fwd thread id": 1}
+        trace.op("autograd::engine::evaluate_function: AddmmBackward0", at + 4, at + 15, **backward)
+        trace.kernel("sgemm", at + 5, at + 20, at + 40, tid=2)
+        if named:
+            trace.note(named, at + 6, at + 8, tid=2)
+        trace.kernel(kernel, at + 7, at + 35, at + 80, tid=2, stream=20)
+        trace.kernel("sgemm", at + 14, at + 80, at + 100, tid=2)
+    return trace.write(path / "a.json")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "named", "phase"),
+    [
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "", "reduce"),
+        # the kernels of RCCL do not name the collective
+        ("ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)", "nccl:all_reduce", "reduce"),
+        ("ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)", "nccl:broadcast", "replicate"),
+    ],
+)
+def test_a_collective_in_the_middle_of_backward_divides_it(tmp_path, kernel, named, phase) -> None:
+    path = reducing(tmp_path, kernel, named=named)
+    for step in (1, 2, 3):
+        found = phases_ms(path, step)
+        assert {name: found[name] for name in ("forward", "backward", phase)} == {
+            "forward": 19.0,  # 1 ms of it on the host, before the device begins
+            "backward": 40.0,
+            phase: 40.0,
+        }
+    assert costs_of(path) == {"reduction": pytest.approx(0.04)}
+
+
+@pytest.mark.parametrize("call", ["aten::item", "aten::to", "cudaDeviceSynchronize"])
+def test_a_host_that_waits_in_a_call_launches_nothing_meanwhile(tmp_path, call) -> None:
+    """The host launches for 30 ms, which the device does in 50; then it waits for the device."""
+    trace = Writer()
+    for number in range(4):
+        at = 76.0 * number
+        trace.note(f"ProfilerStep#{number}", at, at + 76)
+        for place in range(10):
+            trace.op("aten::linear", at + 3 * place, at + 3 * place + 3, **{"Sequence number": 1})
+            trace.kernel("sgemm", at + 3 * place + 1, at + 25 + 5 * place, at + 30 + 5 * place)
+        if call.startswith("cuda"):
+            trace.call(call, at + 30, at + 76)
+        else:
+            trace.op(call, at + 30, at + 76)
+            trace.kernel("Memcpy DtoH (Device -> Pageable)", at + 31, at + 75, at + 76)
+    path = trace.write(tmp_path / "a.json")
+    copy_s = 0.0 if call.startswith("cuda") else 0.001
+    assert costs_of(path) == {"reads": pytest.approx(0.026 - copy_s)}
+
+
+def test_a_host_that_launches_for_longer_than_the_device_works_has_a_small_batch(tmp_path) -> None:
+    trace = Writer()
+    for number in range(4):
+        at = 100.0 * number
+        trace.note(f"ProfilerStep#{number}", at, at + 100)
+        for place in range(10):
+            start = at + 10 * place
+            trace.op("aten::linear", start, start + 10, **{"Sequence number": 1})
+            trace.kernel("sgemm", start + 5, start + 5, start + 9)
+    assert costs_of(trace.write(tmp_path / "a.json")) == {"launches": pytest.approx(0.06)}
 
 
 def test_data_parallel_has_its_phases_on_every_device(tmp_path) -> None:

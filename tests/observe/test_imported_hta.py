@@ -12,6 +12,7 @@ import importlib.util
 import json
 import math
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ import pytest
 from dpbench.observe import kineto
 from dpbench.observe.kineto import TraceEvents
 from dpbench.records.activity import intersection, length, union
-from tests.observe.kineto_files import EXCERPTS, WHOLE, needs_whole_traces
+from tests.observe.kineto_files import EXCERPTS, WHOLE, costs_of, needs_whole_traces
 
 
 class Figures(NamedTuple):
@@ -91,6 +92,25 @@ def test_figures_of_the_excerpts_are_those_of_hta(name: str) -> None:
 @pytest.mark.parametrize("name", OF_WHOLE_TRACES)
 def test_figures_of_whole_traces_are_those_of_hta(name: str) -> None:
     assert ours(kineto.read(WHOLE / name)) == OF_WHOLE_TRACES[name]
+
+
+EXPOSED_US = {
+    "a100-x2-ddp-rank0.json.gz": [10591],
+    "mi300x-x8-ddp-rank0.json.gz": [12309, 12386, 11879],
+    "x128-rank0.json.gz": [164724],
+    "x128-rank1.json.gz": [169187],
+}
+"""The microseconds of communication that no kernel hides in each timed step of a trace.
+
+They are the sums of `get_gpu_kernel_breakdown` for COMMUNICATION, alone and overlapping MEMORY, of
+a file with the events of one step and one more `ProfilerStep` after it.
+"""
+
+
+@pytest.mark.parametrize("name", EXPOSED_US)
+def test_the_finding_on_communication_has_the_seconds_of_hta(name: str) -> None:
+    expected_s = statistics.median(EXPOSED_US[name]) / 1e6
+    assert costs_of(EXCERPTS / name)["reduction"] == pytest.approx(expected_s, rel=0.1)
 
 
 ANALYSE = """

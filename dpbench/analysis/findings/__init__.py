@@ -31,6 +31,7 @@ from dpbench.hardware.provenance import Resources
 from dpbench.records import Case, Source, Trial, schedule, siblings, words
 from dpbench.records.observed import unclear
 from dpbench.records.registry import Role
+from dpbench.records.trial import Doubt
 
 __all__ = ["Diagnosis", "Finding", "RULES", "diagnose"]
 
@@ -118,16 +119,15 @@ def _worth(context: CaseContext, seen: Evidence) -> bool:
     """Return whether the finding with the evidence `seen` is shown.
 
     It is if its cost and the step time have enough rounds, and the interval of its cost is above 0
-    and the cost at least 2 % of the step; always for memory, or for time outside the steps.
+    and the cost at least 2 % of the step; always for memory, or for time outside the steps. A trace
+    shows where its steps spent their time, even if they are too few for an interval.
     """
     size = seen.size_s
     if size is None:
         return True
-    return (
-        not (size.doubt or context.row.doubt)
-        and size.low > 0
-        and size.value >= SMALLEST * context.step_s
-    )
+    few = context.row.source is Source.IMPORTED and context.row.doubt is Doubt.ROUNDS
+    sure = not (size.doubt or context.row.doubt) and size.low > 0
+    return (few or sure) and size.value >= SMALLEST * context.step_s
 
 
 def _finding(context: CaseContext, rule: FindingRule, seen: Evidence) -> Finding:

@@ -196,7 +196,11 @@ class CaseContext:
     def phase(self, *names: str) -> Estimate:
         """Return the seconds per step that the phases take together, with an interval."""
         value = sum(self.row.phases.get(name, 0.0) for name in names)
-        return around(value, stats.median(self._series(self.case, names)))
+        return around(value, self.median(lambda trial: _timed(trial, names)))
+
+    def median(self, of_trial: Callable[[Trial], Sequence[float]]) -> Estimate:
+        """Return the median of what `of_trial` gives for each timed step of a trial, in seconds."""
+        return stats.median(self._series(self.case, of_trial))
 
     def share(self, *names: str) -> Estimate:
         """Return the fraction of the step that the phases take together, with an interval.
@@ -204,8 +208,8 @@ class CaseContext:
         It varies less than the seconds if a disturbance slows all phases of a step.
         """
         value = sum(self.row.phases.get(name, 0.0) for name in names) / self.step_s
-        mine = self._series(self.case, names)
-        whole = self._series(self.case, tuple(self.row.phases))
+        mine = self._series(self.case, lambda trial: _timed(trial, names))
+        whole = self._series(self.case, lambda trial: _timed(trial, tuple(self.row.phases)))
         each = {
             n: [one / total for one, total in zip(mine[n], whole[n], strict=True) if total]
             for n in whole
@@ -218,16 +222,16 @@ class CaseContext:
         if reference is None:
             return None
         row, divisor = reference
-        diagnosed = self._series(self.case, [name])
-        alone = scaled(self._series(row.case, [name]), 1 / divisor)
+        diagnosed = self._series(self.case, lambda trial: _timed(trial, [name]))
+        alone = scaled(self._series(row.case, lambda trial: _timed(trial, [name])), 1 / divisor)
         value = self.row.phases.get(name, 0.0) - row.phases.get(name, 0.0) / divisor
         return around(value, stats.difference(diagnosed, alone)) if diagnosed and alone else None
 
-    def _series(self, case: Case, names: Sequence[str]) -> stats.Rounds:
+    def _series(self, case: Case, of_trial: Callable[[Trial], Sequence[float]]) -> stats.Rounds:
         trials = [trial for trial in self.trials_of.get(case, ()) if trial.trusted and trial.timed]
         noisy = {trial.round for trial in trials if foreign_load.noisy(trial)}
         return parts(
-            case, stats.Timed({trial.round: _timed(trial, names) for trial in trials}, noisy)
+            case, stats.Timed({trial.round: [*of_trial(trial)] for trial in trials}, noisy)
         )
 
 

@@ -142,12 +142,21 @@ def _where(context: CaseContext) -> str:
     lost = {n: context.row.phases.get(n, 0.0) - alone.phases.get(n, 0.0) / divisor for n in names}
     return (
         f"A step takes {time(context.step_s)}; with perfect scaling it would take {time(ideal_s)}. "
-        f"Of the {time(lost_s)} lost, {_shares(lost, lost_s)}."
+        f"Of the {time(lost_s)} lost, {_shares(lost, lost_s)}.{_floors(context.row)}"
     )
 
 
 def _largest(context: CaseContext) -> str:
-    return f"Of a step of {time(context.step_s)}, {_shares(context.row.phases, context.step_s)}."
+    shares = _shares(context.row.phases, context.step_s)
+    return f"Of a step of {time(context.step_s)}, {shares}.{_floors(context.row)}"
+
+
+def _floors(row: Row) -> str:
+    """Return a sentence on the least times of phases by bytes and operations; "" if unknown."""
+    known = [f"{name} {time(least_s)}" for name in row.phases if (least_s := row.least(name))]
+    if not known:
+        return ""
+    return f" By bytes over links and operations over the peak, at least: {', '.join(known)}."
 
 
 def _shares(seconds: Mapping[str, float], whole_s: float) -> str:

@@ -15,7 +15,7 @@ from dpbench.analysis.findings.rule import Cure, Finding
 from dpbench.analysis.summary import Row
 from dpbench.records import Case, fake, words
 from dpbench.records.names import devices, in_words
-from dpbench.records.words import duration, percent, time, times, withheld
+from dpbench.records.words import about, percent, time, times, withheld
 
 WIDTH = 100
 CURES = 2
@@ -148,7 +148,7 @@ def headline(finding: Finding) -> str:
     kind = "saves" if finding.evidence.measured else "costs at most"
     if finding.evidence.predicted:
         kind = "is predicted to save"
-    return f"{finding.evidence.says}: {kind} {duration(size)}, {percent(finding.share)} of the step"
+    return f"{finding.evidence.says}: {kind} {about(size)}, {percent(finding.share)} of the step"
 
 
 def parts(finding: Finding) -> list[tuple[str, str]]:

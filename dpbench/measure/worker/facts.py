@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
 
 from dpbench.engine.containers import tensors_in
 from dpbench.hardware.device import Device
@@ -20,7 +22,7 @@ from dpbench.hardware.devices import float32
 from dpbench.models import Model, bytes_in, positional, rows_in
 from dpbench.records import HOST, Case, Trial
 from dpbench.records.trial import FLOAT32
-from dpbench.records.work import LINKS, CopyTimes, times_links
+from dpbench.records.work import LINKS, OPERATIONS, CopyTimes, Operations, times_links
 
 LINK_BYTES, LINK_COPIES, LINK_PASSES = 128 * 2**20, 3, 3
 """The bytes of each copy that times a link, the copies of a link in a pass, and a trial's passes.
@@ -29,6 +31,8 @@ Smaller copies do not reach the rate of NVLink.
 """
 LINK_LEAST_BYTES = 8 * 2**20
 """The least size of such a copy; without memory for it, no link is timed."""
+PEAK_PASSES = 4
+"""The passes of matrix products that show a device's peak; the first one also loads libraries."""
 
 
 def sizes(module: nn.Module) -> dict[str, float]:
@@ -148,6 +152,81 @@ def with_links(trial: Trial, devices: Sequence[Device]) -> Trial:
         setup={**trial.setup, "links_s": time.perf_counter() - began_s},
         provenance={**trial.provenance, LINKS: measured},
     )
+
+
+def with_operations(
+    trial: Trial, model: Model, batch: tuple[Any, Any], devices: Sequence[Device]
+) -> Trial:
+    """Return the trial with its `Operations`, unchanged if they are unknown.
+
+    The setup of the returned trial has `peak_s`, the seconds that this took. Fake and emulated
+    devices have no peak.
+    """
+    if trial.on_fake_gpus or trial.case.device_kind not in ("cpu", "cuda"):
+        return trial
+    began_s = time.perf_counter()
+    counted = operations(model, batch)
+    if counted is None:
+        return trial
+    forward, backward = counted
+    found = Operations(forward=forward, backward=backward, peak_per_s=_peak(trial.case, devices[0]))
+    return replace(
+        trial,
+        setup={**trial.setup, "peak_s": time.perf_counter() - began_s},
+        provenance={**trial.provenance, OPERATIONS: asdict(found)},
+    )
+
+
+def operations(model: Model, batch: tuple[Any, Any]) -> tuple[float, float] | None:
+    """Return the floating-point operations of a sample in forward and in backward.
+
+    torch counts those of products, convolutions and attention, of tensors without values. None if
+    it counts none, or if the model needs values, as one with packed sequences does.
+    """
+    samples = min(2, rows_in(batch))
+
+    def bare(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
+
+    arguments = tree_map_only(torch.Tensor, lambda one: bare(one[:samples]), positional(batch[0]))
+    weights = {name: bare(one) for name, one in model.module.named_parameters()}
+    buffers = {name: bare(one) for name, one in model.module.named_buffers()}
+    trained = [one for one in weights.values() if one.requires_grad]
+    forward, backward = FlopCounterMode(display=False), FlopCounterMode(display=False)
+    try:
+        with forward:
+            output = functional_call(model.module, {**weights, **buffers}, arguments)
+        outputs = [one for one in tensors_in(output) if one.requires_grad]
+        with backward:
+            torch.autograd.grad([one.sum() for one in outputs], trained, allow_unused=True)
+    except Exception:  # a model may raise any error
+        return None
+    counts = forward.get_total_flops() / samples, backward.get_total_flops() / samples
+    return counts if all(counts) else None
+
+
+def _peak(case: Case, device: Device) -> float:
+    """Return the best rate of products of large square matrices on a device, in FLOP/s.
+
+    If convolutions round float32 values to TF32, as torch's do by default, these products do, too.
+    """
+    on_gpu = case.device_kind == "cuda"
+    side, repeats = (8192, 5) if on_gpu else (1024, 1)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(case.precision, torch.float32)
+    if float32.products(case.device_kind, device.torch_device).convolution == float32.TF32:
+        float32.allow_tf32()
+    one = torch.ones(side, side, dtype=dtype, device=device.torch_device)
+    product = torch.empty_like(one)
+    fastest_s = math.inf
+    with device.guard(), torch.no_grad():
+        for _ in range(PEAK_PASSES):
+            device.synchronize()
+            began_s = time.perf_counter()
+            for _ in range(repeats):
+                torch.mm(one, one, out=product)
+            device.synchronize()
+            fastest_s = min(fastest_s, (time.perf_counter() - began_s) / repeats)
+    return 2.0 * side**3 / fastest_s
 
 
 def links(devices: Sequence[Device], passes: int = 1) -> Iterator[CopyTimes]:

@@ -35,7 +35,7 @@ from dpbench.measure.request import RemoteRank, Request, WorkKind
 from dpbench.measure.verification import Verification
 from dpbench.measure.worker import loaders, memory, model_check, neighbour
 from dpbench.measure.worker.bench import PreparedCase, run_timers, start_timer
-from dpbench.measure.worker.facts import of_model, torch_facts, with_links
+from dpbench.measure.worker.facts import of_model, torch_facts, with_links, with_operations
 from dpbench.models import Model
 from dpbench.records import HOST, Case, Effort, Memory, Status, Trial, Verified
 from dpbench.records.trial import AVERAGING, Failure, cause_of
@@ -72,6 +72,9 @@ def measure(case: Case, effort: Effort, strategy: Strategy, rank: RankPlace | No
         _check_weights(prepared)
         del timer  # release the step function and the clock before memory is measured
         timed = _with_memory(timed, prepared) if effort.memory_by_phase else timed
+        if effort.memory_by_phase and (rank is None or rank.rank == 0):
+            batch = prepared.batches[0]
+            timed = with_operations(timed, prepared.model, batch, prepared.devices)
         return with_links(timed, prepared.devices) if effort.links else timed
 
 
