@@ -7,17 +7,18 @@ the prediction.
 
 from __future__ import annotations
 
+import math
 import re
+import statistics
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.prediction import formula, loops, named_models
+from benchmarks.prediction import formula, named_models
 from benchmarks.prediction.loops import PLAIN, LoopDifferences
-from benchmarks.prediction.named_models import Features
 from benchmarks.prediction.published import NAMED, Matched, PublishedRow
 from dpbench.predict import profiles
 from dpbench.predict.constants import DEFAULT, Constants
@@ -275,21 +276,21 @@ def _peer(text: str, figures: dict[str, Any], nvlink: bool, assumed: list[str]) 
     return bool(figures.get("peer", True))
 
 
-PUBLISHED_HOST = 3.1
-"""The assumed host factor of published runs of 2019-21 with torch 1.4-1.7.
+PROCESSORS = {3: 1.5, 4: 1.15}
+"""How much slower one thread of a processor is than that of the constants, by PCIe generation.
 
-Three such machines have 2.8 to 3.6.
+Generation 3 or below counts as 3; processors with generation 5 or above are as fast.
 """
+TORCHES = (((1, 8), 1.7), ((2, 0), 1.4))
+"""How much slower host operations are in versions of torch below the given one."""
+TORCH = 1.5
+"""How much slower they are if the version is not stated."""
 LATE = ("replicated", "server_gpu", "server_cpu")
 """The strategies that are assumed to reduce gradients only after backward has ended."""
+OVERLAP = "overlap"
+"""The prior of the training loop, if it is unknown whether it overlaps reduction with backward."""
 BATCH = 32
 """The assumed number of samples per device if a table does not state the batch size."""
-
-
-EPOCH_STEP_S = 0.2
-"""The assumed duration in seconds of a one-device step if a table gives seconds per epoch but no
-number of steps.
-"""
 
 
 @dataclass(frozen=True)
@@ -301,10 +302,6 @@ class PublishedCase:
     profile: Profile
     machine: Described
     phases: frozenset[Phase]
-    scale: float
-    """The factor that converts the predicted duration of a step in seconds to the unit of the row's
-    `step_s`.
-    """
     accumulated: float = 1.0
     """The number of backward passes per optimizer step.
 
@@ -314,13 +311,32 @@ class PublishedCase:
     """The origin of the model's counts: "traced", "public" or "estimated"."""
     exact: bool = True
     """Whether the baseline has the same batch size per device as the row."""
-    loop: LoopDifferences = PLAIN
+    loops: tuple[LoopDifferences, ...] = (PLAIN,)
+    """The possible training loops, with the longest step first."""
+
+    def step_s(self, seconds_of: Callable[..., float], constants: Constants = DEFAULT) -> float:
+        """Return the duration of the row's step in seconds: between those of the possible loops.
+
+        `seconds_of` has the parameters of `formula.seconds`.
+        """
+        machine = self.machine.machine
+        alone = linear_s(self, constants) if self.accumulated > 1 else 0.0
+        logs = []
+        for loop in self.loops:
+            seconds = seconds_of(
+                self.case, self.profile, machine, constants, phases=self.phases, loop=loop
+            )
+            mean = (seconds + (self.accumulated - 1) * alone) / self.accumulated
+            logs.append(math.log(mean))
+        return math.exp(statistics.mean(logs))
 
 
 def timed(row: PublishedRow) -> frozenset[Phase]:
     """Return the phases in a published duration, by the row's columns `timed` and `optimizer`."""
     phases = set(Phase)
     words = row.timed.lower()
+    if "forward only" in row.notes.lower():
+        words = "forward"
     if words and "backward" not in words and "step" not in words and "forward" in words:
         phases -= {Phase.BACKWARD, Phase.REDUCE, Phase.OPTIMIZER, Phase.LOSS}
     if row.optimizer.lower() == "none":
@@ -330,27 +346,45 @@ def timed(row: PublishedRow) -> frozenset[Phase]:
     return frozenset(phases)
 
 
-def loop_of(row: PublishedRow, known: Features) -> LoopDifferences:
-    """Return the differences of a row's training loop from the strategy's own step.
+def loops_of(row: PublishedRow) -> tuple[LoopDifferences, ...]:
+    """Return the training loops that a row may have.
 
-    `known` are the model's counts.
+    A script with a process per device may reduce gradients only after backward, for example if it
+    is compiled or joins them itself; published tables do not tell.
     """
     kind = NAMED[row.strategy]
-    return LoopDifferences(
-        batch_first=kind == "dp" and "h2d" in row.timed.lower(),
-        late_reduction=kind in LATE or ("DeepLearningExamples" in row.notes and not known.overlap),
-    )
+    if kind == "dp":
+        return (LoopDifferences(batch_first="h2d" in row.timed.lower()),)
+    late = LoopDifferences(late_reduction=True)
+    return (late,) if kind in LATE else (late, PLAIN)
+
+
+def host_of(row: PublishedRow) -> float:
+    """Return the host factor of a row's machine, by the age of its processor and of torch."""
+    text = f" {row.gpu} {row.interconnect} ".lower().replace("_", " ")
+    figures = _figures(row.gpu) or _figures(row.interconnect) or {"pcie": 4}
+    processor = PROCESSORS.get(max(3, _generation(text, figures)), 1.0)
+    found = re.search(r"\b(?:py)?torch (\d+)\.(\d+)", f"{row.framework} {row.notes}")
+    if not found:
+        return processor * TORCH
+    version = (int(found[1]), int(found[2]))
+    return processor * next((slower for below, slower in TORCHES if version < below), 1.1)
 
 
 def question(
-    matched: Matched, constants: Constants = DEFAULT, host: float = PUBLISHED_HOST
+    matched: Matched, constants: Constants = DEFAULT, host: float | None = None
 ) -> PublishedCase:
     """Return a published row with its baseline as a case to predict.
 
-    `host` is the host factor of the row's machine.
+    `host` is the host factor of the row's machine, `host_of` the row by default.
     """
     row = matched.row
+    host = host_of(row) if host is None else host
     known = named_models.find(row.model, row.parameters or None, row.precision)
+    counted = known.profile
+    if row.data_set and "resized" not in row.notes:
+        _, values = row.data_set
+        counted = replace(counted, input_bytes=4.0 * values)
     each = max(1, round(row.batch or BATCH))
     machine = describe(
         row.gpu, row.interconnect, row.devices, host, one_node=NAMED[row.strategy] == "dp"
@@ -358,11 +392,7 @@ def question(
     phases = timed(row)
     samples = max(1, round(matched.one_samples)) if row.batch else each
     other = matched.other if row.batch and matched.other and matched.other[1] >= 1 else None
-    # without the number of steps, an epoch is treated as a multiple of a step of `EPOCH_STEP_S`
-    scale = matched.one_s / EPOCH_STEP_S if row.metric == "epoch_s" and not row.steps else 1.0
-    profile = _profile(
-        known.profile, matched.one_s / scale, samples, machine.machine, constants, other, phases
-    )
+    profile = _profile(counted, matched.one_s, samples, machine.machine, constants, other, phases)
     case = Case(
         model=row.model,
         device_kind="cuda",
@@ -376,11 +406,10 @@ def question(
         profile,
         machine,
         phases,
-        scale,
-        _accumulated(row, known, each),
+        max(1.0, known.update_samples / (each * row.devices)),
         known.known,
         samples == each,
-        loop_of(row, known),
+        loops_of(row),
     )
 
 
@@ -421,32 +450,8 @@ def _fixed_share(step_s: float, samples: int, other: tuple[float, int] | None) -
     return min(1.0, max(0.0, 1 - slope * samples / step_s))
 
 
-def _accumulated(row: PublishedRow, known: Features, each: int) -> float:
-    """Return the number of backward passes per optimizer step.
-
-    `each` is the number of samples per device and pass.
-
-    It is 1 except for a training script with a fixed number of samples per optimizer step.
-    """
-    update = known.update_samples if "DeepLearningExamples" in row.notes else 0
-    return max(1.0, update / (each * row.devices))
-
-
-def predicted_s(asked: PublishedCase, constants: Constants = DEFAULT) -> float:
-    """Return the simulated duration of a row's step, in the unit of `PublishedRow.step_s`."""
-    machine = asked.machine.machine
-    step = loops.step(
-        asked.case, asked.profile, machine, constants, phases=asked.phases, loop=asked.loop
-    )
-    if asked.accumulated == 1:
-        return asked.scale * step.seconds
-    return (
-        asked.scale * step.seconds + (asked.accumulated - 1) * linear_s(asked, constants)
-    ) / asked.accumulated
-
-
 def linear_s(asked: PublishedCase, constants: Constants = DEFAULT) -> float:
-    """Return a row's step duration under linear scaling, in the unit of `PublishedRow.step_s`.
+    """Return a row's step duration in seconds under linear scaling.
 
     This is the duration of a step on a single device with one device's share of the batch.
     """
@@ -454,25 +459,4 @@ def linear_s(asked: PublishedCase, constants: Constants = DEFAULT) -> float:
     alone = replace(
         case, strategy=registry.of_role(Role.BASELINE), devices=1, batch_size=case.rows[0]
     )
-    return asked.scale * formula.seconds(
-        alone, asked.profile, machine, constants, phases=asked.phases
-    )
-
-
-@lru_cache(maxsize=1)
-def _sections() -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = tomllib.loads(
-        (DATA / "fitted.toml").read_text(encoding="utf-8")
-    )
-    return found
-
-
-@lru_cache(maxsize=64)
-def without(group: str) -> tuple[Constants, float]:
-    """Return the constants and the host factor that were fitted to all groups except `group`.
-
-    Values that were not fitted are the defaults.
-    """
-    section = dict(_sections().get(group, {}))
-    host = section.pop("host", PUBLISHED_HOST)
-    return DEFAULT.changed(**section), host
+    return formula.seconds(alone, asked.profile, machine, constants, phases=asked.phases)

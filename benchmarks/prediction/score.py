@@ -3,10 +3,11 @@
 Linear scaling is the assumption that a step takes as long as a step on one device with one device's
 share of the batch.
 
-A calibration fits factors to the published rows of some models on a machine. The rows of other
-models on that machine are then predicted with these factors. For DataParallel, the host factor and
-the bus bandwidth are fitted, and each model is predicted from all other models. For DDP, the bus
-bandwidth is fitted to a single model, and all other models are predicted from that model.
+No row is predicted with constants that were fitted to its source. A calibration fits factors to the
+published rows of some models on a machine, for each number of devices. The rows of other models on
+that machine are then predicted with these factors. For DataParallel, the host factor and the bus
+bandwidth are fitted, and each model is predicted from all other models. For DDP, the bus bandwidth
+is fitted to a single model, and all other models are predicted from that model.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 from scipy.special import stdtrit
 
-from benchmarks.prediction import formula, published, rows
+from benchmarks.prediction import fit_constants, formula, loops, published, rows
 from benchmarks.prediction.published import NAMED, Excluded, Matched
 from benchmarks.prediction.rows import PublishedCase
 from dpbench.predict.constants import (
@@ -40,10 +41,8 @@ ESTIMATED = {"features": 0.6}
 """An additional prior for a model whose counts are estimated from its number of parameters: the
 standard deviation of the logarithm of a common factor on these counts.
 """
-HOSTS = tuple(0.6 * 1.12**k for k in range(10))
-"""The host factors that a calibration tries, as ratios to the host factor before the
-calibration.
-"""
+HOSTS = tuple(0.5 * 1.12**k for k in range(13))
+"""The host factors that a calibration tries, as ratios to that of `rows.host_of`."""
 BUSES = tuple(0.12 * 1.25**k for k in range(16))
 """The bus bandwidths that a calibration tries, as ratios to the bandwidths of the described
 machine.
@@ -79,10 +78,11 @@ def calibrated_lines(matched: Sequence[Matched]) -> list[ScoreLine]:
 
 
 def _machines(matched: Sequence[Matched]) -> list[list[Matched]]:
-    """Return the rows, of all device counts, of each combination of machine and precision."""
-    found: dict[tuple[str, str, str], list[Matched]] = {}
+    """Return the rows of each combination of machine, precision and number of devices."""
+    found: dict[tuple[object, ...], list[Matched]] = {}
     for one in matched:
-        found.setdefault((one.row.gpu, one.row.interconnect, one.row.precision), []).append(one)
+        row = one.row
+        found.setdefault((row.gpu, row.interconnect, row.precision, row.devices), []).append(one)
     return list(found.values())
 
 
@@ -161,32 +161,20 @@ def _best(
     return min(table, key=missed)
 
 
-def _constants(one: Matched, host: float, bus: float) -> tuple[Constants, float]:
-    constants, published = rows.without(one.row.group)
-    return constants.changed(bus_scale=bus), host * published
+def _asked(one: Matched, host: float, bus: float) -> tuple[PublishedCase, Constants]:
+    """Return a row's case with factors on its host factor and on all bus bandwidths."""
+    constants = held_out(one.row.group).changed(bus_scale=bus)
+    return rows.question(one, constants, host * rows.host_of(one.row)), constants
 
 
 def _step_s(one: Matched, host: float, bus: float) -> float:
-    """Return the duration of a row's step by formula, in the unit of `PublishedRow.step_s`.
-
-    `host` multiplies the machine's host factor (see `records.machine.Host`), which was fitted to
-    the other groups of rows or is the default. `bus` multiplies every bus bandwidth of the
-    described machine.
-    """
-    constants, factor = _constants(one, host, bus)
-    asked = rows.question(one, constants, factor)
-    machine = asked.machine.machine
-    seconds = formula.seconds(
-        asked.case, asked.profile, machine, constants, phases=asked.phases, loop=asked.loop
-    )
-    alone = rows.linear_s(asked, constants)
-    return (asked.scale * seconds + (asked.accumulated - 1) * alone) / asked.accumulated
+    asked, constants = _asked(one, host, bus)
+    return asked.step_s(formula.seconds, constants)
 
 
 def _scored(one: Matched, seconds: float) -> Scored:
-    asked = rows.question(one, *_constants(one, 1.0, 1.0))
-    linear = rows.linear_s(asked)
-    return Scored(one, one.row.step_s, seconds, 0.0, 0.0, linear)
+    asked, _ = _asked(one, 1.0, 1.0)
+    return Scored(one, one.row.step_s, seconds, 0.0, 0.0, rows.linear_s(asked))
 
 
 HARD = 1.1
@@ -200,7 +188,7 @@ class Scored:
     """The duration of a row's step: measured, predicted, and under linear scaling.
 
     `low_s` and `high_s` are the ends of the interval of the prediction, 0 without an interval. All
-    durations are in the unit of `PublishedRow.step_s`.
+    durations are in seconds.
     """
 
     matched: Matched
@@ -308,16 +296,22 @@ def coverage(scored: Sequence[Scored]) -> Coverage | None:
     return Coverage(len(scored), m, share, max(0.0, share - half), min(1.0, share + half), each)
 
 
-def predict(
-    matched: Matched, constants: Constants = DEFAULT, host: float = rows.PUBLISHED_HOST
-) -> Scored:
-    """Return the prediction of one row by simulation, with its interval.
+def held_out(group: str) -> Constants:
+    """Return the constants that were not fitted to the source of a group of rows.
 
-    `host` is the host factor of the machine.
+    For the source to which they were fitted, these are the centres of their priors.
     """
-    asked = rows.question(matched, constants, host)
-    seconds = rows.predicted_s(asked, constants)
-    base = _by_formula(asked, constants)
+    if not group.startswith(fit_constants.SOURCE):
+        return DEFAULT
+    return DEFAULT.changed(**{name: centre for name, (centre, _) in fit_constants.PRIORS.items()})
+
+
+def predict(matched: Matched) -> Scored:
+    """Return the prediction of one row by simulation, with its interval."""
+    constants = held_out(matched.row.group)
+    asked = rows.question(matched, constants)
+    seconds = asked.step_s(lambda *on, **kinds: loops.step(*on, **kinds).seconds, constants)
+    base = asked.step_s(formula.seconds, constants)
 
     def evaluate(name: str, factor: float) -> float:
         changed, other = constants, asked
@@ -327,24 +321,18 @@ def predict(
                 machine, host=replace(machine.host, factor=machine.host.factor * factor)
             )
             other = replace(asked, machine=replace(asked.machine, machine=slower))
+        elif name == rows.OVERLAP:
+            other = replace(asked, loops=asked.loops[:1] if factor > 1 else asked.loops[-1:])
         elif name == "features":
             other = replace(asked, profile=_scaled_counts(asked, factor))
-        elif name == "forward_share":  # the profile depends on it
-            changed = scaled(constants, name, factor)
-            other = rows.question(matched, changed, host)
         else:
             changed = scaled(constants, name, factor)
-        return _by_formula(other, changed) / base * seconds
+            if name == "forward_share":  # the profile depends on it
+                other = rows.question(matched, changed)
+        return other.step_s(formula.seconds, changed) / base * seconds
 
     low, high = interval(seconds, drawn(seconds, evaluate, priors(asked), residual(asked)))
     return Scored(matched, matched.row.step_s, seconds, low, high, rows.linear_s(asked, constants))
-
-
-def _by_formula(asked: PublishedCase, constants: Constants) -> float:
-    machine = asked.machine.machine
-    return formula.seconds(
-        asked.case, asked.profile, machine, constants, phases=asked.phases, loop=asked.loop
-    )
 
 
 def _scaled_counts(asked: PublishedCase, factor: float) -> Any:
@@ -369,26 +357,29 @@ def priors(asked: PublishedCase) -> dict[str, float]:
         found |= ASSUMED
     if asked.known == "estimated":
         found |= ESTIMATED
+    if len(asked.loops) > 1:
+        found |= {rows.OVERLAP: 1.0}
     return found
 
 
 def residual(asked: PublishedCase) -> float:
     """Return the standard deviation of log(duration) of the baseline's step.
 
-    It is three times as large if the baseline has another batch size per device than the row.
+    It is three times as large if the baseline has another batch size per device than the row. An
+    epoch may have one step less than calculated, if its last batch is left out.
     """
-    return RESIDUAL["given"] * (1 if asked.exact else 3)
+    last = 0.5 / asked.row.steps if asked.row.metric == "epoch_s" else 0.0
+    return math.hypot(RESIDUAL["given"] * (1 if asked.exact else 3), last)
 
 
 def score(path: Path, *, all_rows: bool = False) -> tuple[list[Scored], list[Excluded]]:
     """Return the rows of a table with their predictions, and the excluded rows.
 
-    The rows of a group are never predicted with constants that were fitted to that group.
     `all_rows` also includes rows that repeat other rows or are not trusted.
     """
     table, unread = published.read(path)
     matched, excluded = published.match(table, all_rows=all_rows)
-    return [predict(one, *rows.without(one.row.group)) for one in matched], [*unread, *excluded]
+    return [predict(one) for one in matched], [*unread, *excluded]
 
 
 def lines(scored: Iterable[Scored], excluded: Sequence[Excluded] = ()) -> list[ScoreLine]:

@@ -13,7 +13,15 @@ import numpy as np
 import pytest
 
 from benchmarks.prediction import __main__ as command
-from benchmarks.prediction import fit_constants, formula, named_models, published, rows, score
+from benchmarks.prediction import (
+    fit_constants,
+    formula,
+    loops,
+    named_models,
+    published,
+    rows,
+    score,
+)
 from benchmarks.prediction.published import Excluded
 from benchmarks.scripts import public_figures
 from dpbench.predict.constants import DEFAULT
@@ -142,12 +150,8 @@ def test_the_formula_that_is_fitted_is_the_simulation_that_is_scored() -> None:
     matched, _ = published.match(table)
     for one in matched[::40]:
         asked = rows.question(one)
-        if asked.accumulated == 1:
-            on = asked.machine.machine
-            by_formula = formula.seconds(
-                asked.case, asked.profile, on, phases=asked.phases, loop=asked.loop
-            )
-            assert asked.scale * by_formula == pytest.approx(rows.predicted_s(asked), rel=0.01)
+        simulated = asked.step_s(lambda *on, **kinds: loops.step(*on, **kinds).seconds)
+        assert asked.step_s(formula.seconds) == pytest.approx(simulated, rel=0.01)
 
 
 # ---------------------------------------------------------------- reading
@@ -214,7 +218,7 @@ ONE = {"id": "X-1", "strategy": "single", "n_gpu": 1, "value": 100}
         {"batch_per_gpu": "", "batch_global": ""},
         {"batch_per_gpu": "0.5"},
         {"metric": "samples_per_s", "value": "900"},
-        {"metric": "epoch_s"},
+        {"metric": "epoch_s", "timed": "epoch of CIFAR-10"},
         {"strategy": "dp", "timed": "forward", "optimizer": "none"},
         {"strategy": "horovod", "framework": "tensorflow"},
         {"strategy": "dp", "n_gpu": 64},
@@ -263,6 +267,15 @@ def test_odd_rows_get_a_number(odd: dict[str, Any], tmp_path: Path) -> None:
             "the notes mark the row as suspect or as of low trust",
         ),
         ({"repeats_of": "X-9", "value": 3}, "the row repeats another row"),
+        (
+            {"metric": "epoch_s", "value": 3},
+            "the number of steps in the measured seconds is unknown",
+        ),
+        ({"notes": "LOADER-BOUND", "value": 3}, "the notes say that the loading of batches limits"),
+        (
+            {"notes": "loader in the main process: limits both", "value": 3},
+            "the notes say that the loading of batches limits",
+        ),
         (
             {"metric": "samples_per_s", "value": 3, "batch_per_gpu": ""},
             "the duration of a step cannot be derived from a throughput without a batch size",
@@ -359,27 +372,50 @@ def test_any_clause_of_the_notes_may_state_the_unit(
     assert found.step_s == pytest.approx(8 * tokens / 16)
 
 
-def test_epochs_at_another_batch_size_are_compared_by_their_samples(tmp_path: Path) -> None:
-    """An epoch of 2 x 64 samples per step has a quarter of the steps of an epoch of 1 x 32."""
-    epoch = {"metric": "epoch_s", "gpu": "V100-SXM2", "model": "resnet50"}
-    table = write(
-        tmp_path / "epochs.csv",
-        {**ONE, **epoch, "value": 100},
-        {**ONE, **epoch, "id": "X-2", "batch_per_gpu": 64, "value": 90},
-        {**epoch, "id": "X-3", "n_gpu": 2, "batch_per_gpu": 64, "value": 46},
-        {
-            **epoch,
-            "id": "X-4",
-            "n_gpu": 2,
-            "batch_per_gpu": 32,
-            "value": 51,
-            "notes": "2 epochs x 40 steps",
-        },
+@pytest.mark.parametrize(
+    ("changed", "steps"),
+    [
+        ({"notes": "wall seconds for 200 optimizer steps"}, 200),
+        ({"notes": "3 epochs x 51 steps"}, 153),
+        ({"notes": "mean of 4 epochs of 97 steps"}, 97),
+        ({"notes": "4 epochs of 97 steps"}, 388),
+        ({"notes": "batch 16 per GPU, 1108 steps; 2 nodes"}, 1108),
+        ({"notes": "CIFAR-10, torch 1.5", "n_gpu": 2}, 782),  # ceil(50,000 / (2 * 32))
+        ({"timed": "epoch of 500000 rows"}, 15_625),
+        ({"model": "lenet5 (MNIST)"}, 1875),
+    ],
+)
+def test_the_steps_of_an_epoch_come_from_the_notes_or_a_data_set(
+    changed: dict[str, Any], steps: int, tmp_path: Path
+) -> None:
+    (row,), _ = published.read(
+        write(tmp_path / "epoch.csv", {**ONE, "metric": "epoch_s", "value": 100, **changed})
     )
-    found = {one.row.id: one for one in published.match(published.read(table)[0])[0]}
-    same = found["X-3"]
-    assert same.row.step_s / same.one_s == pytest.approx(2 * 46 / 90)
-    assert found["X-4"].row.step_s == pytest.approx(51 / 80)
+    assert row.steps == steps
+    assert row.step_s == pytest.approx(100 / steps)
+
+
+def test_a_loader_that_may_limit_leaves_a_row_in(tmp_path: Path) -> None:
+    notes = {"notes": "loader num_workers=1 (may limit above ~800/s)"}
+    found, left = score.score(write(tmp_path / "x.csv", ONE, {"id": "X-2", "value": 120, **notes}))
+    assert (len(found), left) == (1, [])
+
+
+@pytest.mark.parametrize(
+    ("words", "notes", "low", "high"),
+    [
+        ("PCIe3", "torch 1.5", 2.5, 2.6),
+        ("PCIe4", "torch 1.13", 1.6, 1.62),
+        ("PCIe5", "torch 2.1", 1.1, 1.1),
+        ("PCIe3", "", 2.25, 2.25),
+    ],
+)
+def test_a_host_is_slower_the_older_it_and_torch_are(
+    words: str, notes: str, low: float, high: float, tmp_path: Path
+) -> None:
+    table = write(tmp_path / "host.csv", {**ONE, "interconnect": words, "notes": notes})
+    (row,), _ = published.read(table)
+    assert low <= rows.host_of(row) <= high
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from benchmarks.prediction import formula, loops, named_models
 from benchmarks.prediction.loops import LoopDifferences
 from dpbench.analysis import summary
 from dpbench.predict import cases, counts, machine, network, profiles, simulation, what_if
-from dpbench.predict.constants import COLUMNS, DEFAULT, RESIDUAL, _normal, drawn, interval
+from dpbench.predict.constants import DEFAULT, RESIDUAL, column, drawn, interval
 from dpbench.predict.machine import Link, UnknownMachine
 from dpbench.predict.work import Cost, Profile
 from dpbench.records import Case, Phase, Source, Step, ledger, registry
@@ -348,8 +348,8 @@ def test_an_interval_of_a_speed_up_holds_those_at_the_ends_of_the_computation(
         )
         return 8 * one / all_eight
 
-    column = sorted(draw[0] for draw in _normal(len(COLUMNS)))
-    for z in (column[len(column) // 10], column[-len(column) // 10 - 1]):
+    deviations = sorted(column("residual"))
+    for z in (deviations[len(deviations) // 10], deviations[-len(deviations) // 10 - 1]):
         found = speedup(math.exp(z * RESIDUAL[predictor.profile(single).source]))
         assert 0.99 * stated.low <= found <= 1.01 * stated.high
 
