@@ -35,12 +35,12 @@ from dpbench.predict.constants import (
     scaled,
 )
 
-ASSUMED = {"bus_scale": 0.8}
-"""Priors that replace those of a described machine if the machine is partly assumed."""
 ESTIMATED = {"features": 0.6}
 """An additional prior for a model whose counts are estimated from its number of parameters: the
 standard deviation of the logarithm of a common factor on these counts.
 """
+LESS_SURE = 4
+"""The factor on the deviation of a step's residual without an exact baseline of PyTorch."""
 HOSTS = tuple(0.5 * 1.12**k for k in range(13))
 """The host factors that a calibration tries, as ratios to that of `rows.host_of`."""
 BUSES = tuple(0.12 * 1.25**k for k in range(16))
@@ -237,7 +237,8 @@ class ScoreLine:
     `mape`, `median` and `p90` are the mean, the median and the 90th percentile of the absolute
     relative errors; `bias` is the mean of the signed relative errors. `skill` is 1 minus the ratio
     of `mape` to the same mean for linear scaling. `coverage` is the share of intervals that contain
-    the measured step, None without intervals. `excluded` is the number of excluded rows of the
+    the measured step, and `interval_score` the mean score of the intervals (see `Coverage`), both
+    None without intervals. `excluded` is the number of excluded rows of the
     group. The overhead of a row is the ratio of its step to the step under linear scaling, minus 1;
     `overhead` is the relative error of the sum of the predicted overheads. `hard_n` is the number
     of hard rows (see `Scored.hard`), and `hard_mape` their mean absolute relative error.
@@ -253,6 +254,7 @@ class ScoreLine:
     bias: float
     skill: float
     coverage: float | None
+    interval_score: float | None
     excluded: int
     overhead: float
     hard_n: int
@@ -316,11 +318,8 @@ def predict(matched: Matched) -> Scored:
     def evaluate(name: str, factor: float) -> float:
         changed, other = constants, asked
         if name == HOST_FACTOR:
-            machine = asked.machine.machine
-            slower = replace(
-                machine, host=replace(machine.host, factor=machine.host.factor * factor)
-            )
-            other = replace(asked, machine=replace(asked.machine, machine=slower))
+            host = replace(asked.machine.host, factor=asked.machine.host.factor * factor)
+            other = replace(asked, machine=replace(asked.machine, host=host))
         elif name == rows.OVERLAP:
             other = replace(asked, loops=asked.loops[:1] if factor > 1 else asked.loops[-1:])
         elif name == "features":
@@ -352,9 +351,7 @@ def priors(asked: PublishedCase) -> dict[str, float]:
 
     A prior is a standard deviation of the constant's logarithm.
     """
-    found = priors_of(asked.case, asked.machine.machine)
-    if asked.machine.assumed:
-        found |= ASSUMED
+    found = priors_of(asked.case, asked.machine)
     if asked.known == "estimated":
         found |= ESTIMATED
     if len(asked.loops) > 1:
@@ -365,11 +362,14 @@ def priors(asked: PublishedCase) -> dict[str, float]:
 def residual(asked: PublishedCase) -> float:
     """Return the standard deviation of log(duration) of the baseline's step.
 
-    It is three times as large if the baseline has another batch size per device than the row. An
-    epoch may have one step less than calculated, if its last batch is left out.
+    It is multiplied by `LESS_SURE` if the baseline has another batch size per device than the row,
+    or if the step is not one of PyTorch, whose strategies are predicted. An epoch may have one step
+    less than calculated, if its last batch is left out.
     """
-    last = 0.5 / asked.row.steps if asked.row.metric == "epoch_s" else 0.0
-    return math.hypot(RESIDUAL["given"] * (1 if asked.exact else 3), last)
+    row = asked.row
+    last = 0.5 / row.steps if row.metric == "epoch_s" else 0.0
+    sure = asked.exact and "torch" in (row.framework or "torch")
+    return math.hypot(RESIDUAL["given"] * (1 if sure else LESS_SURE), last)
 
 
 def score(path: Path, *, all_rows: bool = False) -> tuple[list[Scored], list[Excluded]]:
@@ -412,9 +412,7 @@ def line(key: tuple[str, str, str], group: Sequence[Scored], excluded: int = 0) 
     # relative to the step under linear scaling, so that slow models do not dominate the sums
     extra = sum(one.measured_s / one.linear_s - 1 for one in group)
     missed = sum(one.predicted_s / one.linear_s - one.measured_s / one.linear_s for one in group)
-    coverage = (
-        statistics.mean(one.covered for one in group) if any(one.high_s for one in group) else None
-    )
+    ranged = any(one.high_s for one in group)
     return ScoreLine(
         group=key[0],
         strategy=key[1],
@@ -425,7 +423,8 @@ def line(key: tuple[str, str, str], group: Sequence[Scored], excluded: int = 0) 
         p90=quantile(errors, 0.9),
         bias=statistics.mean(one.error for one in group),
         skill=1 - mape / linear if linear else 0.0,
-        coverage=coverage,
+        coverage=statistics.mean(one.covered for one in group) if ranged else None,
+        interval_score=statistics.mean(one.interval_score for one in group) if ranged else None,
         excluded=excluded,
         overhead=missed / extra if abs(extra) > 1e-9 else 0.0,
         hard_n=len(hard),

@@ -170,8 +170,8 @@ Nine machines in ten deliver all. One in ten delivers down to a twentieth, as th
 do whose NVLinks or peer access are not in use, or whose messages share one network card.
 """
 STATED = {
-    HOST_FACTOR: 0.5,
-    "bus_scale": 0.4,
+    HOST_FACTOR: 0.35,
+    "bus_scale": 0.3,
     DELIVERED: 3.0,
     "forward_share": 0.12,
     "pageable_bytes_per_s": 0.3,
@@ -187,6 +187,8 @@ is the logarithm of the largest reduction.
 """
 MEASURED = {HOST_FACTOR: 0.15, "bus_scale": 0.1}
 """The priors of a host and of a bus bandwidth that were measured, in place of those in `STATED`."""
+ASSUMED_BUS = 0.6
+"""The prior of a bus bandwidth if the machine's description rests on assumptions."""
 APART = {
     Parallelism.RANKS: ("launch_s",),
     Parallelism.THREADS: ("slowdown", "variation"),
@@ -214,8 +216,8 @@ RESIDUAL = {"measured": 0.02, "given": 0.03, "traced": 0.3, "counted": 0.6}
 For traced and counted profiles it is that of the prior `COMPUTE`.
 
 Durations predicted from traces differ by at most 34 % from four published steps. Those predicted
-from counts were compared with 161 published steps. For half of these, the prediction is too short
-by more than a factor of two: the nets are light, and the hosts are from 2019-21. Of the 33 steps
+from counts were compared with 162 published steps. For half of these, the prediction is too short
+by more than a factor of two: the nets are light, and the hosts are from 2019-21. Of the 34 steps
 that keep a GPU busy, a fifth are predicted with an error of more than 32 %.
 """
 
@@ -280,16 +282,17 @@ def interval(step_s: float, draws: Sequence[float]) -> tuple[float, float]:
 
 def priors_of(case: Case, machine: Machine) -> dict[str, float]:
     """Return the priors of the constants that affect a case's step on a machine, by name."""
-    apart = set(APART[case.traits.parallelism])
-    measured = {HOST_FACTOR: machine.host.launch_s is not None}
-    measured["bus_scale"] = machine.collective is not None
+    priors = dict(STATED)
+    if machine.assumed:
+        priors["bus_scale"] = ASSUMED_BUS
+    if machine.host.launch_s is not None:
+        priors[HOST_FACTOR] = MEASURED[HOST_FACTOR]
     if machine.collective:
-        apart.add(DELIVERED)
-    return {
-        name: MEASURED[name] if measured.get(name) else deviation
-        for name, deviation in STATED.items()
-        if name not in apart
-    }
+        priors["bus_scale"] = MEASURED["bus_scale"]
+        del priors[DELIVERED]
+    for name in APART[case.traits.parallelism]:
+        del priors[name]
+    return priors
 
 
 def scaled(constants: Constants, name: str, factor: float) -> Constants:

