@@ -3,9 +3,7 @@
     python -m benchmarks.prediction.fit_constants FILE.csv
 
 The fit yields one set of constants for all machines and one host factor for each machine, not one
-figure per row. Priors keep each constant close to its own microbenchmark. The script prints one
-section fitted to all groups, then one section per group that is fitted without that group: the
-format of `fitted.toml`.
+figure per row. Priors keep each constant close to its own microbenchmark.
 """
 
 from __future__ import annotations
@@ -40,6 +38,8 @@ standard deviation of the logarithm.
 """
 HOST = (3.3, 0.3)
 """The prior of a host factor, in the same form."""
+SOURCE = "RYU"
+"""The prefix of the groups of the source to which the constants are fitted."""
 FITTED_ON = ("RYU2080TI", "RYURTX")
 """Groups whose rows separate the cost of the host from that of the GPUs: 32 models each, on one to
 four GPUs.
@@ -104,14 +104,7 @@ def error(matched: Sequence[Matched], constants: Constants, host: float) -> floa
     found = []
     for one in matched:
         asked = rows.question(one, constants, host)
-        seconds = formula.seconds(
-            asked.case,
-            asked.profile,
-            asked.machine.machine,
-            constants,
-            phases=asked.phases,
-            loop=asked.loop,
-        )
+        seconds = asked.step_s(formula.seconds, constants)
         found.append(min(WORST, abs(math.log(seconds / one.row.step_s))))
     return statistics.mean(found)
 
@@ -121,14 +114,10 @@ def main(path: Path) -> None:
     table, _ = published.read(path)
     matched, _ = published.match(table)
     groups = {name: [one for one in matched if one.row.group == name] for name in FITTED_ON}
-    for left_out in ("", *groups):
-        found = fit({name: group for name, group in groups.items() if name != left_out})
-        print(f"[{left_out or 'all'}]  # mean error {found.error:.4f}")
-        for name in PRIORS:
-            print(f"{name} = {getattr(found.constants, name):.4g}")
-        print(
-            f"host = {statistics.mean(found.hosts.values()):.3f}  # {dict(found.hosts)}", flush=True
-        )
+    found = fit(groups)
+    print(f"mean error {found.error:.4f}; host factors {dict(found.hosts)}")
+    for name in PRIORS:
+        print(f"{name} = {getattr(found.constants, name):.4g}")
 
 
 if __name__ == "__main__":

@@ -30,13 +30,9 @@ class Features:
     """The number of tokens in one sample, for throughputs in tokens per second; 0 for a model
     without tokens.
     """
-    overlap: bool = False
-    """Whether the model's script in NVIDIA's DeepLearningExamples overlaps the gradients' reduction
-    with backward.
-    """
     update_samples: int = 0
-    """The number of samples per optimizer step in the script in DeepLearningExamples if the script
-    accumulates gradients over several backward passes; else 0.
+    """The number of samples per optimizer step if the model's public training script accumulates
+    gradients over several backward passes; else 0.
     """
 
 
@@ -70,9 +66,5 @@ def find(name: str, parameters: float | None = None, precision: str = "fp32") ->
     row = row or {"parameters": parameters or PARAMETERS}
     size = 2 if re.search(r"pure|\.half|^fp16|^bf16|^half", precision.lower()) else 4
     return Features(
-        counts.of_row(name, row, size),
-        known,
-        row.get("tokens", 0.0),
-        row.get("overlap") == "on",
-        row.get("update_samples", 0),
+        counts.of_row(name, row, size), known, row.get("tokens", 0.0), row.get("update_samples", 0)
     )

@@ -48,6 +48,26 @@ NAMED = {
     "parameter_server(gpu)": "server_gpu",
 }
 """For each name of a strategy in published tables: the kind of strategy that the name means."""
+STEPS = (
+    re.compile(r"\bfor (\d+) (?:optimizer )?(?:steps|iterations)"),
+    re.compile(r"\b(?:mean|median|average) (?:of|over) \d+ epochs? of (\d+) (?:steps|iterations)"),
+    re.compile(r"\b(\d+) epochs? (?:x|of) (\d+) (?:steps|iterations)"),
+    re.compile(r"\b(\d+) (?:optimizer )?(?:steps|iterations)\b(?! per second)"),
+)
+"""Match notes that state the number of steps in the measured time; the first match counts.
+
+The mean of several epochs is the time of one. The numbers of a match are multiplied.
+"""
+DATA_SETS = {
+    "cifar": (50_000, 3 * 32 * 32),
+    "mnist": (60_000, 28 * 28),
+    "imagenet": (1_281_167, 3 * 224 * 224),
+}
+"""The training samples of data sets, and the values in one of them, by a part of their names."""
+_SAMPLES = re.compile(r"\bepoch(?: of|:) (\d{4,}) (?:rows|samples|images|training|examples)")
+"""Matches a text that states the number of training samples in an epoch."""
+_LOADER = re.compile(r"loader[- ]bound|loader [^;]*\b(?<!may )limits\b|limited by [^;]*load", re.I)
+"""Matches notes that say that the loading of batches limits a measurement, not that it may."""
 _COUNTS_TOKENS = re.compile(
     r"\bunits?[ :=]+(?:is |are )?tok(?:en)?s?\b|\btok(?:en)?s? ?(?:/|per) ?s(?:ec|econd)?\b", re.I
 )
@@ -94,25 +114,37 @@ class PublishedRow:
 
     @property
     def step_s(self) -> float:
-        """Return the duration of a step in seconds.
+        """Return the duration of a step in seconds; `value` has a metric in `TIMES`.
 
-        Some measurements do not determine the absolute duration, for example the seconds of an
-        epoch without the number of its steps. The returned value is then proportional to the
-        duration.
+        If a throughput is given without the batch size, it is that of one sample per device.
         """
         if self.metric == "samples_per_s":
             return self.samples * self.tokens / self.value
-        if self.metric == "epoch_s":  # the more samples a step has, the fewer steps an epoch has
-            return self.value / self.steps if self.steps else self.value * self.samples
+        if self.metric == "epoch_s":
+            return self.value / self.steps
         return self.value * {"step_ms": 1e-3}.get(self.metric, 1.0)
 
     @property
     def steps(self) -> int:
-        """Return the number of measured steps that the notes state, or 0 if they state none."""
-        if found := re.search(r"for (\d+) (?:optimizer )?(?:steps|iterations)", self.notes):
-            return int(found[1])
-        found = re.search(r"\b(\d+) epochs? (?:x|of) (\d+) (?:steps|iterations)", self.notes)
-        return int(found[1]) * int(found[2]) if found else 0
+        """Return the number of steps in the measured time, or 0 if it is unknown.
+
+        The notes state it, or else it is the number of samples of a known data set, divided by
+        those of a step and rounded up.
+        """
+        for pattern in STEPS:
+            if found := pattern.search(self.notes):
+                return math.prod(int(number) for number in found.groups() if number)
+        words = f"{self.model} {self.timed} {self.notes}"
+        found = _SAMPLES.search(words)
+        samples = int(found[1]) if found else 0
+        samples = samples or (self.data_set or (0, 0))[0]
+        return math.ceil(samples / self.samples) if self.batch else 0
+
+    @property
+    def data_set(self) -> tuple[int, int] | None:
+        """Return the training samples of the named data set, and the values in one of them."""
+        words = f"{self.model} {self.timed} {self.notes}".lower()
+        return next((sizes for name, sizes in DATA_SETS.items() if name in words), None)
 
     @property
     def tokens(self) -> float:
@@ -284,7 +316,7 @@ def match(
     rows, matched, excluded = list(rows), [], []
     ones: dict[tuple[str, ...], list[PublishedRow]] = {}
     for row in rows:
-        if row.devices == 1 and row.metric in TIMES and (all_rows or _trusted(row)):
+        if row.devices == 1 and not _unfit(row, all_rows):
             ones.setdefault(_setting(row), []).append(row)
     for row in rows:
         reason = _unfit(row, all_rows)
@@ -302,23 +334,37 @@ def match(
     return matched, excluded
 
 
-def _trusted(row: PublishedRow) -> bool:
-    return not row.notes.startswith(DISTRUSTED) and not row.repeats
-
-
 def _unfit(row: PublishedRow, all_rows: bool) -> str:
     """Return the reason for the exclusion of a row, or "" if the row can be scored."""
-    if not all_rows and row.notes.startswith(DISTRUSTED):
-        return "the notes mark the row as suspect or as of low trust"
-    if not all_rows and row.repeats:
-        return "the row repeats another row"
-    if row.metric not in TIMES:
-        return f"the duration of a step cannot be derived from the metric {row.metric}"
-    if row.metric == "samples_per_s" and not row.batch:
-        return "the duration of a step cannot be derived from a throughput without a batch size"
-    if row.devices > 1 and row.strategy not in NAMED:
-        return f"the strategy {row.strategy} cannot be predicted"
-    return ""
+    reasons = (
+        (
+            not all_rows and row.notes.startswith(DISTRUSTED),
+            "the notes mark the row as suspect or as of low trust",
+        ),
+        (not all_rows and bool(row.repeats), "the row repeats another row"),
+        (
+            row.metric not in TIMES,
+            f"the duration of a step cannot be derived from the metric {row.metric}",
+        ),
+        (
+            row.metric == "epoch_s" and not row.steps,
+            "the number of steps in the measured seconds is unknown: the notes state neither it"
+            " nor a data set of known size",
+        ),
+        (
+            bool(_LOADER.search(row.notes)),
+            "the notes say that the loading of batches limits the step",
+        ),
+        (
+            row.metric == "samples_per_s" and not row.batch,
+            "the duration of a step cannot be derived from a throughput without a batch size",
+        ),
+        (
+            row.devices > 1 and row.strategy not in NAMED,
+            f"the strategy {row.strategy} cannot be predicted",
+        ),
+    )
+    return next((reason for unfit, reason in reasons if unfit), "")
 
 
 def _setting(row: PublishedRow) -> tuple[str, ...]:

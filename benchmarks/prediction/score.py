@@ -3,10 +3,11 @@
 Linear scaling is the assumption that a step takes as long as a step on one device with one device's
 share of the batch.
 
-A calibration fits factors to the published rows of some models on a machine. The rows of other
-models on that machine are then predicted with these factors. For DataParallel, the host factor and
-the bus bandwidth are fitted, and each model is predicted from all other models. For DDP, the bus
-bandwidth is fitted to a single model, and all other models are predicted from that model.
+No row is predicted with constants that were fitted to its source. A calibration fits factors to the
+published rows of some models on a machine, for each number of devices. The rows of other models on
+that machine are then predicted with these factors. For DataParallel, the host factor and the bus
+bandwidth are fitted, and each model is predicted from all other models. For DDP, the bus bandwidth
+is fitted to a single model, and all other models are predicted from that model.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 from scipy.special import stdtrit
 
-from benchmarks.prediction import formula, published, rows
+from benchmarks.prediction import fit_constants, formula, loops, published, rows
 from benchmarks.prediction.published import NAMED, Excluded, Matched
 from benchmarks.prediction.rows import PublishedCase
 from dpbench.predict.constants import (
@@ -34,16 +35,14 @@ from dpbench.predict.constants import (
     scaled,
 )
 
-ASSUMED = {"bus_scale": 0.8}
-"""Priors that replace those of a described machine if the machine is partly assumed."""
 ESTIMATED = {"features": 0.6}
 """An additional prior for a model whose counts are estimated from its number of parameters: the
 standard deviation of the logarithm of a common factor on these counts.
 """
-HOSTS = tuple(0.6 * 1.12**k for k in range(10))
-"""The host factors that a calibration tries, as ratios to the host factor before the
-calibration.
-"""
+LESS_SURE = 4
+"""The factor on the deviation of a step's residual without an exact baseline of PyTorch."""
+HOSTS = tuple(0.5 * 1.12**k for k in range(13))
+"""The host factors that a calibration tries, as ratios to that of `rows.host_of`."""
 BUSES = tuple(0.12 * 1.25**k for k in range(16))
 """The bus bandwidths that a calibration tries, as ratios to the bandwidths of the described
 machine.
@@ -79,10 +78,11 @@ def calibrated_lines(matched: Sequence[Matched]) -> list[ScoreLine]:
 
 
 def _machines(matched: Sequence[Matched]) -> list[list[Matched]]:
-    """Return the rows, of all device counts, of each combination of machine and precision."""
-    found: dict[tuple[str, str, str], list[Matched]] = {}
+    """Return the rows of each combination of machine, precision and number of devices."""
+    found: dict[tuple[object, ...], list[Matched]] = {}
     for one in matched:
-        found.setdefault((one.row.gpu, one.row.interconnect, one.row.precision), []).append(one)
+        row = one.row
+        found.setdefault((row.gpu, row.interconnect, row.precision, row.devices), []).append(one)
     return list(found.values())
 
 
@@ -161,32 +161,20 @@ def _best(
     return min(table, key=missed)
 
 
-def _constants(one: Matched, host: float, bus: float) -> tuple[Constants, float]:
-    constants, published = rows.without(one.row.group)
-    return constants.changed(bus_scale=bus), host * published
+def _asked(one: Matched, host: float, bus: float) -> tuple[PublishedCase, Constants]:
+    """Return a row's case with factors on its host factor and on all bus bandwidths."""
+    constants = held_out(one.row.group).changed(bus_scale=bus)
+    return rows.question(one, constants, host * rows.host_of(one.row)), constants
 
 
 def _step_s(one: Matched, host: float, bus: float) -> float:
-    """Return the duration of a row's step by formula, in the unit of `PublishedRow.step_s`.
-
-    `host` multiplies the machine's host factor (see `records.machine.Host`), which was fitted to
-    the other groups of rows or is the default. `bus` multiplies every bus bandwidth of the
-    described machine.
-    """
-    constants, factor = _constants(one, host, bus)
-    asked = rows.question(one, constants, factor)
-    machine = asked.machine.machine
-    seconds = formula.seconds(
-        asked.case, asked.profile, machine, constants, phases=asked.phases, loop=asked.loop
-    )
-    alone = rows.linear_s(asked, constants)
-    return (asked.scale * seconds + (asked.accumulated - 1) * alone) / asked.accumulated
+    asked, constants = _asked(one, host, bus)
+    return asked.step_s(formula.seconds, constants)
 
 
 def _scored(one: Matched, seconds: float) -> Scored:
-    asked = rows.question(one, *_constants(one, 1.0, 1.0))
-    linear = rows.linear_s(asked)
-    return Scored(one, one.row.step_s, seconds, 0.0, 0.0, linear)
+    asked, _ = _asked(one, 1.0, 1.0)
+    return Scored(one, one.row.step_s, seconds, 0.0, 0.0, rows.linear_s(asked))
 
 
 HARD = 1.1
@@ -200,7 +188,7 @@ class Scored:
     """The duration of a row's step: measured, predicted, and under linear scaling.
 
     `low_s` and `high_s` are the ends of the interval of the prediction, 0 without an interval. All
-    durations are in the unit of `PublishedRow.step_s`.
+    durations are in seconds.
     """
 
     matched: Matched
@@ -249,7 +237,8 @@ class ScoreLine:
     `mape`, `median` and `p90` are the mean, the median and the 90th percentile of the absolute
     relative errors; `bias` is the mean of the signed relative errors. `skill` is 1 minus the ratio
     of `mape` to the same mean for linear scaling. `coverage` is the share of intervals that contain
-    the measured step, None without intervals. `excluded` is the number of excluded rows of the
+    the measured step, and `interval_score` the mean score of the intervals (see `Coverage`), both
+    None without intervals. `excluded` is the number of excluded rows of the
     group. The overhead of a row is the ratio of its step to the step under linear scaling, minus 1;
     `overhead` is the relative error of the sum of the predicted overheads. `hard_n` is the number
     of hard rows (see `Scored.hard`), and `hard_mape` their mean absolute relative error.
@@ -265,6 +254,7 @@ class ScoreLine:
     bias: float
     skill: float
     coverage: float | None
+    interval_score: float | None
     excluded: int
     overhead: float
     hard_n: int
@@ -308,43 +298,40 @@ def coverage(scored: Sequence[Scored]) -> Coverage | None:
     return Coverage(len(scored), m, share, max(0.0, share - half), min(1.0, share + half), each)
 
 
-def predict(
-    matched: Matched, constants: Constants = DEFAULT, host: float = rows.PUBLISHED_HOST
-) -> Scored:
-    """Return the prediction of one row by simulation, with its interval.
+def held_out(group: str) -> Constants:
+    """Return the constants that were not fitted to the source of a group of rows.
 
-    `host` is the host factor of the machine.
+    For the source to which they were fitted, these are the centres of their priors.
     """
-    asked = rows.question(matched, constants, host)
-    seconds = rows.predicted_s(asked, constants)
-    base = _by_formula(asked, constants)
+    if not group.startswith(fit_constants.SOURCE):
+        return DEFAULT
+    return DEFAULT.changed(**{name: centre for name, (centre, _) in fit_constants.PRIORS.items()})
+
+
+def predict(matched: Matched) -> Scored:
+    """Return the prediction of one row by simulation, with its interval."""
+    constants = held_out(matched.row.group)
+    asked = rows.question(matched, constants)
+    seconds = asked.step_s(lambda *on, **kinds: loops.step(*on, **kinds).seconds, constants)
+    base = asked.step_s(formula.seconds, constants)
 
     def evaluate(name: str, factor: float) -> float:
         changed, other = constants, asked
         if name == HOST_FACTOR:
-            machine = asked.machine.machine
-            slower = replace(
-                machine, host=replace(machine.host, factor=machine.host.factor * factor)
-            )
-            other = replace(asked, machine=replace(asked.machine, machine=slower))
+            host = replace(asked.machine.host, factor=asked.machine.host.factor * factor)
+            other = replace(asked, machine=replace(asked.machine, host=host))
+        elif name == rows.OVERLAP:
+            other = replace(asked, loops=asked.loops[:1] if factor > 1 else asked.loops[-1:])
         elif name == "features":
             other = replace(asked, profile=_scaled_counts(asked, factor))
-        elif name == "forward_share":  # the profile depends on it
-            changed = scaled(constants, name, factor)
-            other = rows.question(matched, changed, host)
         else:
             changed = scaled(constants, name, factor)
-        return _by_formula(other, changed) / base * seconds
+            if name == "forward_share":  # the profile depends on it
+                other = rows.question(matched, changed)
+        return other.step_s(formula.seconds, changed) / base * seconds
 
     low, high = interval(seconds, drawn(seconds, evaluate, priors(asked), residual(asked)))
     return Scored(matched, matched.row.step_s, seconds, low, high, rows.linear_s(asked, constants))
-
-
-def _by_formula(asked: PublishedCase, constants: Constants) -> float:
-    machine = asked.machine.machine
-    return formula.seconds(
-        asked.case, asked.profile, machine, constants, phases=asked.phases, loop=asked.loop
-    )
 
 
 def _scaled_counts(asked: PublishedCase, factor: float) -> Any:
@@ -364,31 +351,35 @@ def priors(asked: PublishedCase) -> dict[str, float]:
 
     A prior is a standard deviation of the constant's logarithm.
     """
-    found = priors_of(asked.case, asked.machine.machine)
-    if asked.machine.assumed:
-        found |= ASSUMED
+    found = priors_of(asked.case, asked.machine)
     if asked.known == "estimated":
         found |= ESTIMATED
+    if len(asked.loops) > 1:
+        found |= {rows.OVERLAP: 1.0}
     return found
 
 
 def residual(asked: PublishedCase) -> float:
     """Return the standard deviation of log(duration) of the baseline's step.
 
-    It is three times as large if the baseline has another batch size per device than the row.
+    It is multiplied by `LESS_SURE` if the baseline has another batch size per device than the row,
+    or if the step is not one of PyTorch, whose strategies are predicted. An epoch may have one step
+    less than calculated, if its last batch is left out.
     """
-    return RESIDUAL["given"] * (1 if asked.exact else 3)
+    row = asked.row
+    last = 0.5 / row.steps if row.metric == "epoch_s" else 0.0
+    sure = asked.exact and "torch" in (row.framework or "torch")
+    return math.hypot(RESIDUAL["given"] * (1 if sure else LESS_SURE), last)
 
 
 def score(path: Path, *, all_rows: bool = False) -> tuple[list[Scored], list[Excluded]]:
     """Return the rows of a table with their predictions, and the excluded rows.
 
-    The rows of a group are never predicted with constants that were fitted to that group.
     `all_rows` also includes rows that repeat other rows or are not trusted.
     """
     table, unread = published.read(path)
     matched, excluded = published.match(table, all_rows=all_rows)
-    return [predict(one, *rows.without(one.row.group)) for one in matched], [*unread, *excluded]
+    return [predict(one) for one in matched], [*unread, *excluded]
 
 
 def lines(scored: Iterable[Scored], excluded: Sequence[Excluded] = ()) -> list[ScoreLine]:
@@ -421,9 +412,7 @@ def line(key: tuple[str, str, str], group: Sequence[Scored], excluded: int = 0) 
     # relative to the step under linear scaling, so that slow models do not dominate the sums
     extra = sum(one.measured_s / one.linear_s - 1 for one in group)
     missed = sum(one.predicted_s / one.linear_s - one.measured_s / one.linear_s for one in group)
-    coverage = (
-        statistics.mean(one.covered for one in group) if any(one.high_s for one in group) else None
-    )
+    ranged = any(one.high_s for one in group)
     return ScoreLine(
         group=key[0],
         strategy=key[1],
@@ -434,7 +423,8 @@ def line(key: tuple[str, str, str], group: Sequence[Scored], excluded: int = 0) 
         p90=quantile(errors, 0.9),
         bias=statistics.mean(one.error for one in group),
         skill=1 - mape / linear if linear else 0.0,
-        coverage=coverage,
+        coverage=statistics.mean(one.covered for one in group) if ranged else None,
+        interval_score=statistics.mean(one.interval_score for one in group) if ranged else None,
         excluded=excluded,
         overhead=missed / extra if abs(extra) > 1e-9 else 0.0,
         hard_n=len(hard),

@@ -50,7 +50,12 @@ DEVICES = (1, 2, 4, 8)
     exits=EXITS | {EXIT_USAGE: "wrong usage, or a machine or model that lacks a needed value"},
 )
 @click.option(
-    "--machine", "machine_name", help="A name from `dpbench list machines`, or a TOML file."
+    "--machine",
+    "machine_name",
+    help=(
+        'A name from `dpbench list machines`, a TOML file, or a line such as "8x A100 PCIe 40GB, 2'
+        ' sockets, PCIe 4", whose machine file is shown.'
+    ),
 )
 @option_of("models", help="Reference models, or well-known ones such as resnet50.")
 @option_of("model")
@@ -122,6 +127,8 @@ def predict(as_json: bool, **options: Any) -> None:
             " a run"
         )
     described = machine.load(options["machine_name"])
+    in_words = machine.is_line(options["machine_name"])
+    file = machine.text_of_machine(options["machine_name"]) if in_words else ""
     if options["bus"]:
         described = _with_bus(described, options["bus"])
     batches = {name: options[name] for name in ("batch_sizes", "batch_per_device")}
@@ -153,6 +160,7 @@ def predict(as_json: bool, **options: Any) -> None:
             Predictions(
                 machine=described.name,
                 description=described.description,
+                machine_file=file,
                 what_ifs=changes,
                 answers=[shapes.AnswerFacts.of(one) for one in answered],
                 cases=[PredictedCase.of(one, predictions) for one in predictions],
@@ -160,6 +168,8 @@ def predict(as_json: bool, **options: Any) -> None:
             )
         )
     else:
+        if file:
+            click.echo(file)
         _print(described, [*steps.values()], answered, predictions, held, changes)
         if lacking := predictor.unmeasured_bus(predictions):
             click.echo(f"\n{lacking}")

@@ -14,11 +14,13 @@ Each of 200 random draws adds up the responses with random weights. The interval
 
 from __future__ import annotations
 
+import bisect
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
+from statistics import NormalDist
 from typing import Any
 
 from dpbench.predict.machine import Host, Machine
@@ -160,28 +162,33 @@ class HostCosts:
 
 DRAWS = 200
 HOST_FACTOR = "host"
-"""The prior of a machine's host factor; all other priors in `STATED` are named after constants."""
+"""The prior of a machine's host factor; other priors are named after constants."""
+DELIVERED = "delivered"
+"""The prior of the share of its links' rates that a machine delivers.
+
+Nine machines in ten deliver all. One in ten delivers down to a twentieth, as those
+do whose NVLinks or peer access are not in use, or whose messages share one network card.
+"""
 STATED = {
-    HOST_FACTOR: 0.15,
-    "bus_scale": 0.6,
+    HOST_FACTOR: 0.35,
+    "bus_scale": 0.3,
+    DELIVERED: 3.0,
     "forward_share": 0.12,
     "pageable_bytes_per_s": 0.3,
-    "slowdown": 0.7,
+    "slowdown": 1.0,
     "variation": 0.7,
     "launch_s": 0.3,
 }
-"""The priors for a fully described machine: the standard deviation of each constant's logarithm.
+"""The priors for a described machine: the standard deviation of each constant's logarithm.
 
-The bus has a wide prior, because descriptions are often wrong about it. With 0.2, the 80 %
-intervals contained 66 % of 1,818 published steps of all-reduces; with 0.6, they contain 76 % and
-have a better (lower) interval score.
-
-For torch.nn.DataParallel, 0.3 would contain 80 % of 398 published steps instead of 88 %, with a
-mean score of 0.52 instead of 0.56. But it suits the TITAN RTX only: for the RTX 2080 Ti, the score
-rises from 0.51 to 0.61. No steps of a third machine are published.
+Evidence on the host factor of published runs lies between 1 and 3. The deviation of "slowdown" is
+relative to its value, and the slowdown is never negative: it may be near zero. That of `DELIVERED`
+is the logarithm of the largest reduction.
 """
-MEASURED_BUS = 0.1
-"""The prior of a measured bus bandwidth, in place of that in `STATED`."""
+MEASURED = {HOST_FACTOR: 0.15, "bus_scale": 0.1}
+"""The priors of a host and of a bus bandwidth that were measured, in place of those in `STATED`."""
+ASSUMED_BUS = 0.6
+"""The prior of a bus bandwidth if the machine's description rests on assumptions."""
 APART = {
     Parallelism.RANKS: ("launch_s",),
     Parallelism.THREADS: ("slowdown", "variation"),
@@ -197,32 +204,40 @@ step is simulated, so that it does not cancel in the ratio of steps that also co
 """
 END = 1.2816
 """The end of the middle 80 % of a normal distribution, in standard deviations."""
+NODES = {COMPUTE: (-END, END), DELIVERED: (-1.0, -0.6, -0.3), "slowdown": (-1.0, 2.0)}
+"""Where the response of a step to a prior is calculated, in deviations; else at -1 and 1.
+
+A step may hide computation behind copies, so its response to `COMPUTE` is exact at the ends of the
+interval.
+"""
 RESIDUAL = {"measured": 0.02, "given": 0.03, "traced": 0.3, "counted": 0.6}
 """The standard deviation of log(duration) of a step on one device, by the source of the profile.
 
 For traced and counted profiles it is that of the prior `COMPUTE`.
 
 Durations predicted from traces differ by at most 34 % from four published steps. Those predicted
-from counts were compared with 161 published steps. For half of these, the prediction is too short
-by more than a factor of two: the nets are light, and the hosts are from 2019-21. Of the 33 steps
+from counts were compared with 162 published steps. For half of these, the prediction is too short
+by more than a factor of two: the nets are light, and the hosts are from 2019-21. Of the 34 steps
 that keep a GPU busy, a fifth are predicted with an error of more than 32 %.
 """
 
 
-@lru_cache(maxsize=8)
-def _normal(columns: int) -> tuple[tuple[float, ...], ...]:
-    """Return `DRAWS` rows of standard normal random numbers, the same at every call."""
-    source = random.Random(20250607)
-    return tuple(tuple(source.gauss(0.0, 1.0) for _ in range(columns)) for _ in range(DRAWS))
+@lru_cache(maxsize=64)
+def column(name: str) -> tuple[float, ...]:
+    """Return the deviation of a prior in each of the `DRAWS` draws, the same at every call.
 
-
-COLUMNS = ("residual", *STATED, "features")
-"""The causes of errors, in the order of the columns of random numbers.
-
-All predictions use the same random numbers, so errors of two steps with the same cause are
-correlated. "features" are the counts of a model that are estimated from its number of parameters,
-as benchmarks/prediction does.
-"""
+    The deviations are the quantiles of their distribution in random order. All predictions use the
+    same ones, so the errors of two steps with the same cause are correlated.
+    """
+    shares = [(number + 0.5) / DRAWS for number in range(DRAWS)]
+    if name == DELIVERED:
+        deviations = [min(0.0, 10 * (0.9 - share)) for share in shares]
+    else:
+        deviations = [NormalDist().inv_cdf(share) for share in shares]
+    if name == "slowdown":
+        deviations = [max(-1.0, deviation) for deviation in deviations]
+    random.Random(name).shuffle(deviations)
+    return tuple(deviations)
 
 
 def drawn(
@@ -237,24 +252,26 @@ def drawn(
     `factor`. `priors` maps names of constants to the standard deviations of their logarithms;
     `residual` is that of the duration due to all other causes.
     """
-    responses = []
+    draws = [residual * deviation for deviation in column("residual")]
     for name, deviation in priors.items():
-        # a step may hide computation behind copies: its response is exact at the interval's ends
-        far = END if name == COMPUTE else 1.0
-        down, up = (
-            math.log(max(1e-12, evaluate(name, math.exp(sign * far * deviation))) / step_s) / far
-            for sign in (-1, 1)
-        )
-        if abs(down) > 1e-9 or abs(up) > 1e-9:
-            responses.append((COLUMNS.index("residual" if name == COMPUTE else name), down, up))
-    draws = []
-    for draw in _normal(len(COLUMNS)):
-        moved = draw[0] * residual
-        for column, down, up in responses:
-            z = draw[column]
-            moved += z * up if z > 0 else -z * down
-        draws.append(moved)
+        points = [(0.0, 0.0)]
+        for node in NODES.get(name, (-1.0, 1.0)):
+            spread = 1 + deviation * node if name == "slowdown" else math.exp(deviation * node)
+            points.append((node, math.log(max(1e-12, evaluate(name, spread)) / step_s)))
+        if max(abs(response) for _, response in points) > 1e-9:
+            points.sort()
+            causes = column("residual" if name == COMPUTE else name)
+            draws = [
+                moved + _between(points, cause) for moved, cause in zip(draws, causes, strict=True)
+            ]
     return tuple(draws)
+
+
+def _between(points: Sequence[tuple[float, float]], at: float) -> float:
+    """Return the value at `at` of the line through ascending points, continued beyond both ends."""
+    right = min(max(1, bisect.bisect([x for x, _ in points], at)), len(points) - 1)
+    (x0, y0), (x1, y1) = points[right - 1 : right + 1]
+    return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
 
 
 def interval(step_s: float, draws: Sequence[float]) -> tuple[float, float]:
@@ -265,9 +282,17 @@ def interval(step_s: float, draws: Sequence[float]) -> tuple[float, float]:
 
 def priors_of(case: Case, machine: Machine) -> dict[str, float]:
     """Return the priors of the constants that affect a case's step on a machine, by name."""
-    apart = APART[case.traits.parallelism]
-    priors = {name: deviation for name, deviation in STATED.items() if name not in apart}
-    return priors | ({"bus_scale": MEASURED_BUS} if machine.collective else {})
+    priors = dict(STATED)
+    if machine.assumed:
+        priors["bus_scale"] = ASSUMED_BUS
+    if machine.host.launch_s is not None:
+        priors[HOST_FACTOR] = MEASURED[HOST_FACTOR]
+    if machine.collective:
+        priors["bus_scale"] = MEASURED["bus_scale"]
+        del priors[DELIVERED]
+    for name in APART[case.traits.parallelism]:
+        del priors[name]
+    return priors
 
 
 def scaled(constants: Constants, name: str, factor: float) -> Constants:
@@ -275,6 +300,8 @@ def scaled(constants: Constants, name: str, factor: float) -> Constants:
 
     Names that end in "_share" are limited to 0.9. "slowdown" includes `staged_slowdown`.
     """
+    if name == DELIVERED:
+        name = "bus_scale"
     if name == "slowdown":
         return constants.changed(
             slowdown=constants.slowdown * factor, staged_slowdown=constants.staged_slowdown * factor

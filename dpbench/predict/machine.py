@@ -1,8 +1,9 @@
 """Machines: the GPUs, the host and the links of a machine, from which its steps are predicted.
 
-Descriptions are TOML files, whose tables name the `source` of their values. A missing value is an
-error and is never guessed from a GPU's name, because a prediction depends mainly on whether GPUs
-can access each other's memory, and over which links.
+Descriptions are TOML files, whose tables name the `source` of their values. A value that a file
+lacks is an error, because a prediction depends mainly on whether GPUs can access each other's
+memory, and over which links. A file that `described` makes from a line of text names what it
+assumes.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import msgspec
 
+from dpbench.predict import described
 from dpbench.records.files import UnreadableFile, text_of
 from dpbench.records.visible import everywhere
 from dpbench.records.words import count
 
-FOLDER = Path(__file__).parent / "machines"
 KINDS = ("nvlink", "pcie", "socket", "network")
 """The kinds of links. `socket` joins processors, `network` joins nodes."""
 HOST_NODE = "cpu"
@@ -104,8 +105,8 @@ class Collective:
 class Machine:
     """A machine of one or more equal nodes; `gpu` and `links` describe one node.
 
-    `peer_access` is whether GPUs can access each other's memory. `sources` has the origin of the
-    values by table.
+    `peer_access` is whether GPUs can access each other's memory. `assumed` lists assumptions about
+    what the description does not state. `sources` has the origin of the values by table.
     """
 
     name: str
@@ -116,6 +117,7 @@ class Machine:
     host: Host = field(default_factory=Host)
     nodes: int = 1
     collective: Collective | None = None
+    assumed: tuple[str, ...] = ()
     probe: Mapping[str, float] = field(default_factory=dict, compare=False)
     """The figures that `dpbench doctor` measured, by name."""
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -142,31 +144,55 @@ class Machine:
 
 def names() -> list[str]:
     """Return the names of the machines that come with dpbench."""
-    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+    return sorted(described.bundled())
 
 
 def rows() -> list[tuple[str, str]]:
-    """Return the name and a one-line description of each machine that comes with dpbench."""
+    """Return a name for `load` and a one-line description of machines.
+
+    They are the machines that come with dpbench, and eight of each GPU with a known 16-bit peak.
+    """
     loaded = {name: load(name) for name in names()}
-    return [
+    found = [
         (name, f"{one.description} ({count(one.devices, 'GPU')})") for name, one in loaded.items()
     ]
+    for name, gpu in described.table()["gpu"].items():
+        if "fp16" in gpu.get("tflops", {}):
+            memory = f"{gpu['memory_gib']} GiB at {gpu['memory']} GB/s"
+            found.append(
+                (f"8x {name}", f"Any number of {gpu['name']}: {memory}, PCIe {gpu['pcie']}")
+            )
+    return found
+
+
+def is_line(name: str) -> bool:
+    """Return whether `name` is a line that describes a machine: a number of GPUs and their name."""
+    return bool(described.COUNT.match(name))
+
+
+def text_of_machine(name: str) -> str:
+    """Return the TOML text of a machine that comes with dpbench, or that a line describes."""
+    known = described.bundled().get(name)
+    if known:
+        return described.toml(known["text"], description=known["description"])
+    return described.toml(name)
 
 
 def load(name: str) -> Machine:
-    """Return the described machine; `name` is one of `names()`, or the path of a TOML file.
+    """Return a machine by one of `names()`, the path of a TOML file, or a line that describes it.
 
-    Raises LookupError for an unknown name, OSError for a file that cannot be read, UnreadableFile
+    A line begins with the number of GPUs, such as "8x A100 PCIe 40GB, 2 sockets, PCIe 4". Raises
+    LookupError for an unknown name or GPU, OSError for a file that cannot be read, UnreadableFile
     for one that is not TOML, and UnknownMachine for an incomplete or invalid description.
     """
+    if is_line(name) or name in names():
+        return read(tomllib.loads(text_of_machine(name)), name)
     path = Path(name)
-    if name not in names():
-        if path.suffix != ".toml":
-            raise LookupError(
-                f"{_unknown('machine', name, names())}; or give a file whose name ends in .toml"
-            )
-    else:
-        path = FOLDER / f"{name}.toml"
+    if path.suffix != ".toml":
+        raise LookupError(
+            f"{_unknown('machine', name, names())}; or give a file whose name ends in .toml, or a"
+            " line such as '8x A100 PCIe 40GB, 2 sockets'"
+        )
     try:
         data = tomllib.loads(text_of(path))
     except (ValueError, RecursionError) as error:
@@ -193,6 +219,7 @@ class _File:
     description: str = ""
     source: str = ""
     nodes: Annotated[int, msgspec.Meta(ge=1, le=65536)] = 1
+    assumed: tuple[str, ...] = ()
     host: dict[str, Any] = field(default_factory=dict)
     collective: dict[str, Any] | None = None
     probe: dict[str, _Figure] = field(default_factory=dict)
@@ -237,6 +264,7 @@ def read(data: Mapping[str, Any], name: str) -> Machine:
         description=file.description,
         peer_access=file.peer_access,
         nodes=file.nodes,
+        assumed=file.assumed,
         gpu=_record(Gpu, file.gpu, f"{name}: [gpu]"),
         host=_record(Host, file.host, f"{name}: [host]"),
         links=tuple(link for row in file.link for link in _links(row, name)),

@@ -223,12 +223,14 @@ class PredictedCase(msgspec.Struct, frozen=True, kw_only=True):
 class Predictions(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `dpbench predict`.
 
+    `machine_file` is the machine file that was made from a line of text; empty for other machines.
     `what_ifs` has the predicted gains from changes of the schedule or of the machine.
     `measured_steps` says for each model predicted from measured steps where they were measured.
     """
 
     machine: str
     description: str
+    machine_file: str
     answers: Sequence[shapes.AnswerFacts]
     cases: Sequence[PredictedCase]
     what_ifs: Sequence[WhatIf]

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from benchmarks.prediction import __main__ as scoreboard
 from dpbench import cli
-from dpbench.predict.machine import FOLDER
+from dpbench.predict.machine import text_of_machine
 from dpbench.records.options import OPTIONS
 from tests.exported import made, stored
 
@@ -157,8 +157,7 @@ numbered = plain.map(
 )
 values = numbered | st.sampled_from(PARTS)
 FILES = [
-    (FOLDER / f"{name}.toml").read_text().splitlines()
-    for name in ("rtx-3090-x8", "dgx-1-v100-x128", "b200-x8")
+    text_of_machine(name).splitlines() for name in ("rtx-3090-x8", "dgx-1-v100-x128", "b200-x8")
 ]
 
 

@@ -103,7 +103,7 @@ def marked(path: Path, content: str) -> Path:
 def test_a_byte_order_mark_is_no_part_of_a_file(dpbench, tmp_path) -> None:
     marked(tmp_path / "dpbench.toml", 'store = "elsewhere.db"\n')
     assert "elsewhere.db" in is_error(*dpbench("report"), expected=2)
-    described = (machine.FOLDER / "dgx-a100.toml").read_text(encoding="utf-8")
+    described = machine.text_of_machine("dgx-a100")
     assert machine.load(str(marked(tmp_path / "own.toml", described))).gpu.count == 8
     columns = ["id", *sorted({*published.REQUIRED} - {"id"})]
     _, excluded = published.read(marked(tmp_path / "rows.csv", ",".join(columns) + "\nX-1\n"))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.prediction import formula, named_models, rows
+from benchmarks.prediction import formula, named_models
 from dpbench.predict import cases, counts, machine, profiles
 from dpbench.predict.cases import Predictor
 from dpbench.records import Case, Phase
@@ -38,7 +38,7 @@ def test_traced_steps_of_one_device_are_within_a_third_of_published_ones(
             and "backward" in row["timed"]
         )
     on = machine.load(name)
-    slow = replace(on, host=replace(on.host, factor=rows.PUBLISHED_HOST))  # a host of 2019
+    slow = replace(on, host=replace(on.host, factor=3.1))  # a host of 2019
     batch = int(row["batch_per_gpu"])
     case = Case(model=model, size="full", strategy="single", batch_size=batch, device_kind="cuda")
     profile = Predictor(slow).profile(case)
@@ -71,6 +71,7 @@ def counted_off() -> Iterator[tuple[str, float]]:
         # BERT's published steps are of shorter sequences than those that were traced
         if (
             not (precision and row["batch_per_gpu"])
+            or row["metric"] == "epoch_s"
             or forward_alone
             or "bert" in model
             or found.known != "traced"
@@ -79,7 +80,8 @@ def counted_off() -> Iterator[tuple[str, float]]:
         if counts.row_of(model) is None:
             continue
         on, batch = machine.load(GPUS[row["gpu"]]), int(float(row["batch_per_gpu"]))
-        slow = replace(on, host=replace(on.host, factor=rows.PUBLISHED_HOST))
+        # the host factor that was fitted to most of these machines
+        slow = replace(on, host=replace(on.host, factor=3.1))
         profile = profiles.counted(found.profile, slow, precision)
         phases = frozenset(Phase) - ({Phase.OPTIMIZER} if row["optimizer"] == "none" else set())
         case = Case(model=model, strategy="single", batch_size=batch)
@@ -92,7 +94,7 @@ def test_counted_steps_are_off_by_as_much_as_the_docs_say() -> None:
     found = list(counted_off())
     every = [abs(off) for _, off in found]
     busy = [abs(off) for group, off in found if not group.startswith("RY")]
-    assert (len(every), len(busy)) == (161, 33)
+    assert (len(every), len(busy)) == (162, 34)
     assert 0.6 < statistics.median(every) < 0.75, "half of them by a factor of two"
     assert statistics.median(off for _, off in found) < 0, "too fast"
     assert 0.3 < statistics.quantiles(busy, n=5)[-1] < 0.45, "a fifth by a third"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dpbench.predict import machine, network
-from dpbench.predict.machine import FOLDER, Machine, UnknownMachine
+from dpbench.predict.machine import Machine, UnknownMachine
 from dpbench.records.files import UnreadableFile
 
 PAIR: dict[str, Any] = {
@@ -41,7 +41,7 @@ def test_every_machine_reads_and_joins_all_its_gpus(name: str) -> None:
 
 @every_machine
 def test_every_figure_has_its_source(name: str) -> None:
-    data = tomllib.loads((FOLDER / f"{name}.toml").read_text())
+    data = tomllib.loads(machine.text_of_machine(name))
     tables = [data, data["gpu"], data["host"], *data["link"]]
     assert all(table.get("source") for table in tables)
     assert machine.load(name).sources["machine"]

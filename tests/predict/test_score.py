@@ -13,7 +13,15 @@ import numpy as np
 import pytest
 
 from benchmarks.prediction import __main__ as command
-from benchmarks.prediction import fit_constants, formula, named_models, published, rows, score
+from benchmarks.prediction import (
+    fit_constants,
+    formula,
+    loops,
+    named_models,
+    published,
+    rows,
+    score,
+)
 from benchmarks.prediction.published import Excluded
 from benchmarks.scripts import public_figures
 from dpbench.predict.constants import DEFAULT
@@ -54,18 +62,34 @@ def test_no_held_out_error_got_worse(scored: tuple[list[score.Scored], list[Excl
 
 
 @pytest.mark.slow
-def test_data_parallel_is_predicted_on_a_machine_that_was_not_fitted(
+def test_data_parallel_of_another_source_is_predicted_and_one_harness_better(
     scored: tuple[list[score.Scored], list[Excluded]],
 ) -> None:
-    found = [one for one in scored[0] if one.matched.row.group in fit_constants.FITTED_ON]
-    line = score.line(("both", "dp", "step_ms"), found)
-    assert line.n == 384
-    assert line.mape <= 0.10
-    assert line.p90 <= 0.22
-    assert line.skill >= 0.80
+    """No row is predicted with constants that were fitted to its source."""
+    found = [one for one in scored[0] if published.NAMED[one.matched.row.strategy] == "dp"]
+    line = score.line(("all", "dp", "step_ms"), found)
+    assert line.n > 400
+    assert line.mape < 0.20
+    assert line.skill >= 0.65
     assert line.coverage is not None
-    assert 0.7 <= line.coverage <= 1.0
-    assert all(rows.without(group)[0] != DEFAULT for group in fit_constants.FITTED_ON)
+    assert 0.75 <= line.coverage <= 0.85
+    assert all(score.held_out(group) != DEFAULT for group in fit_constants.FITTED_ON)
+    taught = score.calibrated_lines(
+        [one.matched for one in found if one.matched.row.group in fit_constants.FITTED_ON]
+    )
+    assert sum(one.n for one in taught) == 384
+    assert statistics.mean(one.mape for one in taught) < 0.06
+
+
+@pytest.mark.slow
+def test_all_reduces_are_predicted_better_than_by_linear_scaling(
+    scored: tuple[list[score.Scored], list[Excluded]],
+) -> None:
+    large = [
+        line for line in score.lines(*scored) if line.n > 50 and not line.strategy.startswith("dp")
+    ]
+    assert large
+    assert all(line.skill > 0 for line in large)
 
 
 @pytest.mark.slow
@@ -74,14 +98,16 @@ def test_intervals_hold_four_in_five_steps_over_machines(
 ) -> None:
     found = score.coverage(scored[0])
     assert found is not None
-    assert found.machines > 30
+    assert found.machines > 40
     assert found.low <= 0.80 <= found.high
     assert 0.75 <= found.share <= 0.85
     hard = score.coverage([one for one in scored[0] if one.hard])
     assert hard is not None
     assert hard.low <= 0.80 <= hard.high
-    # that of intervals before the costs of hosts and buses were measured
-    assert found.score <= 0.543
+    for line in score.lines(*scored):
+        if line.n >= 5:
+            assert line.coverage is not None
+            assert line.coverage >= 0.65, line.group
 
 
 def test_the_interval_of_a_coverage_is_as_wide_as_that_of_a_bootstrap_of_machines() -> None:
@@ -119,7 +145,7 @@ def test_hard_ddp_cases_from_a_description_and_from_one_workload(
     exact, apart = score.lines(lpt)
     assert exact.hard_n > 150
     assert exact.hard_mape is not None
-    assert exact.hard_mape <= 0.105
+    assert exact.hard_mape <= 0.135
     assert (apart.strategy, apart.n) == ("ddp, one device at another batch", 107)
     (taught,) = score.calibrated_lines([one.matched for one in lpt])
     assert taught.hard_n > 100
@@ -142,12 +168,8 @@ def test_the_formula_that_is_fitted_is_the_simulation_that_is_scored() -> None:
     matched, _ = published.match(table)
     for one in matched[::40]:
         asked = rows.question(one)
-        if asked.accumulated == 1:
-            on = asked.machine.machine
-            by_formula = formula.seconds(
-                asked.case, asked.profile, on, phases=asked.phases, loop=asked.loop
-            )
-            assert asked.scale * by_formula == pytest.approx(rows.predicted_s(asked), rel=0.01)
+        simulated = asked.step_s(lambda *on, **kinds: loops.step(*on, **kinds).seconds)
+        assert asked.step_s(formula.seconds) == pytest.approx(simulated, rel=0.01)
 
 
 # ---------------------------------------------------------------- reading
@@ -214,7 +236,7 @@ ONE = {"id": "X-1", "strategy": "single", "n_gpu": 1, "value": 100}
         {"batch_per_gpu": "", "batch_global": ""},
         {"batch_per_gpu": "0.5"},
         {"metric": "samples_per_s", "value": "900"},
-        {"metric": "epoch_s"},
+        {"metric": "epoch_s", "timed": "epoch of CIFAR-10"},
         {"strategy": "dp", "timed": "forward", "optimizer": "none"},
         {"strategy": "horovod", "framework": "tensorflow"},
         {"strategy": "dp", "n_gpu": 64},
@@ -263,6 +285,15 @@ def test_odd_rows_get_a_number(odd: dict[str, Any], tmp_path: Path) -> None:
             "the notes mark the row as suspect or as of low trust",
         ),
         ({"repeats_of": "X-9", "value": 3}, "the row repeats another row"),
+        (
+            {"metric": "epoch_s", "value": 3},
+            "the number of steps in the measured seconds is unknown",
+        ),
+        ({"notes": "LOADER-BOUND", "value": 3}, "the notes say that the loading of batches limits"),
+        (
+            {"notes": "loader in the main process: limits both", "value": 3},
+            "the notes say that the loading of batches limits",
+        ),
         (
             {"metric": "samples_per_s", "value": 3, "batch_per_gpu": ""},
             "the duration of a step cannot be derived from a throughput without a batch size",
@@ -359,27 +390,50 @@ def test_any_clause_of_the_notes_may_state_the_unit(
     assert found.step_s == pytest.approx(8 * tokens / 16)
 
 
-def test_epochs_at_another_batch_size_are_compared_by_their_samples(tmp_path: Path) -> None:
-    """An epoch of 2 x 64 samples per step has a quarter of the steps of an epoch of 1 x 32."""
-    epoch = {"metric": "epoch_s", "gpu": "V100-SXM2", "model": "resnet50"}
-    table = write(
-        tmp_path / "epochs.csv",
-        {**ONE, **epoch, "value": 100},
-        {**ONE, **epoch, "id": "X-2", "batch_per_gpu": 64, "value": 90},
-        {**epoch, "id": "X-3", "n_gpu": 2, "batch_per_gpu": 64, "value": 46},
-        {
-            **epoch,
-            "id": "X-4",
-            "n_gpu": 2,
-            "batch_per_gpu": 32,
-            "value": 51,
-            "notes": "2 epochs x 40 steps",
-        },
+@pytest.mark.parametrize(
+    ("changed", "steps"),
+    [
+        ({"notes": "wall seconds for 200 optimizer steps"}, 200),
+        ({"notes": "3 epochs x 51 steps"}, 153),
+        ({"notes": "mean of 4 epochs of 97 steps"}, 97),
+        ({"notes": "4 epochs of 97 steps"}, 388),
+        ({"notes": "batch 16 per GPU, 1108 steps; 2 nodes"}, 1108),
+        ({"notes": "CIFAR-10, torch 1.5", "n_gpu": 2}, 782),  # ceil(50,000 / (2 * 32))
+        ({"timed": "epoch of 500000 rows"}, 15_625),
+        ({"model": "lenet5 (MNIST)"}, 1875),
+    ],
+)
+def test_the_steps_of_an_epoch_come_from_the_notes_or_a_data_set(
+    changed: dict[str, Any], steps: int, tmp_path: Path
+) -> None:
+    (row,), _ = published.read(
+        write(tmp_path / "epoch.csv", {**ONE, "metric": "epoch_s", "value": 100, **changed})
     )
-    found = {one.row.id: one for one in published.match(published.read(table)[0])[0]}
-    same = found["X-3"]
-    assert same.row.step_s / same.one_s == pytest.approx(2 * 46 / 90)
-    assert found["X-4"].row.step_s == pytest.approx(51 / 80)
+    assert row.steps == steps
+    assert row.step_s == pytest.approx(100 / steps)
+
+
+def test_a_loader_that_may_limit_leaves_a_row_in(tmp_path: Path) -> None:
+    notes = {"notes": "loader num_workers=1 (may limit above ~800/s)"}
+    found, left = score.score(write(tmp_path / "x.csv", ONE, {"id": "X-2", "value": 120, **notes}))
+    assert (len(found), left) == (1, [])
+
+
+@pytest.mark.parametrize(
+    ("words", "notes", "low", "high"),
+    [
+        ("PCIe3", "torch 1.5", 2.5, 2.6),
+        ("PCIe4", "torch 1.13", 1.6, 1.62),
+        ("PCIe5", "torch 2.1", 1.1, 1.1),
+        ("PCIe3", "", 2.25, 2.25),
+    ],
+)
+def test_a_host_is_slower_the_older_it_and_torch_are(
+    words: str, notes: str, low: float, high: float, tmp_path: Path
+) -> None:
+    table = write(tmp_path / "host.csv", {**ONE, "interconnect": words, "notes": notes})
+    (row,), _ = published.read(table)
+    assert low <= rows.host_of(row) <= high
 
 
 @pytest.mark.parametrize(
@@ -431,10 +485,10 @@ def test_what_a_figure_includes(
 def test_a_machine_behind_words(
     gpu: str, words: str, count: int, peer: bool, nvlink: int, node: int, sure: bool
 ) -> None:
-    found = rows.describe(gpu, words, count, 1.0)
-    assert found.machine.peer_access is peer
-    assert sum(link.kind == "nvlink" for link in found.machine.links) == nvlink, found.machine.links
-    assert found.machine.gpu.count == node
+    found = rows.describe(gpu, words, count)
+    assert found.peer_access is peer
+    assert sum(link.kind == "nvlink" for link in found.links) == nvlink, found.links
+    assert found.gpu.count == node
     assert bool(found.assumed) is not sure
 
 
@@ -603,9 +657,10 @@ def test_the_documented_scoreboard_is_the_committed_one() -> None:
             f"{line['mape']:.1%}",
             f"{line['bias']:+.1%}",
             f"{line['coverage']:.0%}",
+            f"{line['interval_score']:.2f}",
             hard,
         ]
-        assert row.split()[-5:] == told, line["group"]
+        assert row.split()[-6:] == told, line["group"]
 
 
 def test_public_figures_of_present_machines_are_inside_the_intervals() -> None:

@@ -253,7 +253,7 @@ def test_no_prediction_rests_on_a_loop_watched_on_fake_gpus(
 def test_predictions_for_fake_gpus_and_their_comparison_with_a_run_on_them_carry_the_label(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dpbench: Command
 ) -> None:
-    text = (machine.FOLDER / "rtx-3090-x8.toml").read_text(encoding="utf-8")
+    text = machine.text_of_machine("rtx-3090-x8")
     text = re.sub(r'(?m)^name = ".*"$', 'name = "Fake GPU"', text, count=1)
     (tmp_path / "here.toml").write_text(text, encoding="utf-8")
     kept(tmp_path, NAMED)
