@@ -31,7 +31,7 @@ from dpbench.analysis.answer import Answer
 from dpbench.analysis.findings import text
 from dpbench.analysis.report import Report
 from dpbench.records import words
-from dpbench.report import devices, figures, markdown, naming, swim_lanes, table
+from dpbench.report import devices, figures, machine, markdown, naming, swim_lanes, table
 from dpbench.report.svg import Panel, Section
 
 FOLDER = Path(__file__).parent
@@ -147,7 +147,8 @@ def render(report: Report) -> str:
     shown = [part for part in sections if part.id in SHOWN]
     details = [part for part in sections if part.id not in SHOWN]
     columns, lines = table.all_cases(report, brief=True)
-    style = f"{text_of('page.css')}{styles}"
+    drawn = text_of("machine.css") if report.examination else ""
+    style = f"{text_of('page.css')}{drawn}{styles}"
     script = text_of("page.js")
     command = str(report.provenance.get("command", ""))
     rendered = template("page.html").render(
@@ -173,6 +174,8 @@ def render(report: Report) -> str:
         findings_note=text.NOTE,
         shown=shown,
         details=details,
+        machine=machine,
+        date=naming.date,
         columns=columns,
         text_columns=table.TEXT_COLUMNS,
         lines=lines,
@@ -188,9 +191,9 @@ def render(report: Report) -> str:
 
 
 def template(name: str, folder: Path = FOLDER) -> Template:
-    """Return a template of a folder; it escapes all text that is not markup."""
+    """Return a template of a folder, which may use those here; it escapes all but markup."""
     environment = Environment(
-        loader=FileSystemLoader(folder),
+        loader=FileSystemLoader([folder, FOLDER]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -298,6 +301,7 @@ def _contents(
         *([("findings", "Causes and remedies")] if report.diagnoses else []),
         ("details", "Details"),
         *((part.id, part.title) for part in details),
+        *([("machine", "The machine")] if report.examination else []),
         ("method", "How it was measured"),
         ("environment", "Environment"),
         *([("reproduce", "Command")] if command else []),
