@@ -32,6 +32,7 @@ from dpbench.analysis.imbalance import Footprint, Index
 from dpbench.analysis.lanes import Lanes
 from dpbench.hardware.provenance import Resources
 from dpbench.records import Case, Source, Trial
+from dpbench.records.examination import Examination
 from dpbench.store import PastRun, UnreadableRow
 
 
@@ -57,6 +58,8 @@ class Report:
     past: Sequence[PastRun] = ()
     loading: loaders.LoaderCurve | None = None
     """The results of `dpbench loaders`; None in another run."""
+    examination: Examination | None = None
+    """The result of `dpbench doctor` on this machine, if the store has one."""
 
     @classmethod
     def of(
@@ -69,6 +72,7 @@ class Report:
         status: str = caveats.FINISHED,
         past: Sequence[PastRun] = (),
         unreadable: Sequence[UnreadableRow] = (),
+        examination: Examination | None = None,
     ) -> Self:
         """Return the report of the run that has these trials.
 
@@ -79,7 +83,7 @@ class Report:
         machine = Resources.of(provenance)
         ladders = ladder.ladders(rows)
         loading = loaders.curve(rows)
-        diagnoses = findings.diagnose(rows, trials, machine)
+        diagnoses = findings.diagnose(rows, trials, machine, examination)
         again = str(provenance.get("command", "")) if status == caveats.OPEN else ""
         given = (
             ()
@@ -112,6 +116,7 @@ class Report:
             diagnoses=diagnoses,
             past=past,
             loading=loading,
+            examination=examination,
         )
         return replace(report, answers=tuple(map(report._with_earlier, given)))
 

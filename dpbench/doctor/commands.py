@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 import msgspec
@@ -18,41 +18,8 @@ from dpbench.cli.options import (
     Documented,
     json_option,
     option_of,
+    store_option,
 )
-
-if TYPE_CHECKING:
-    from dpbench.doctor.faults import Finding
-
-
-class MadeCopy(msgspec.Struct, frozen=True, kw_only=True):
-    """A copy between two GPUs, or between the host (-1) and a GPU.
-
-    `way` is "direct", "through the host", "pinned" or "pageable". `wrong` is the number of bytes
-    that differed on arrival. `failure` is "" if the copy ended.
-    """
-
-    source: int
-    target: int
-    way: str
-    bytes_per_s: float
-    promised_bytes_per_s: float
-    wrong: int
-    failure: str
-
-
-class Examination(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON of `dpbench doctor`: the findings, the faults first, and what they are based on.
-
-    `all_reduce_bytes_per_s` is what each GPU sent per second, null without a result.
-    """
-
-    findings: Sequence[Finding]
-    checked: Sequence[str]
-    unchecked: Sequence[str]
-    gpus: Sequence[Mapping[str, object]]
-    copies: Sequence[MadeCopy]
-    all_reduce_bytes_per_s: float | None
-    schema: int = shapes.SCHEMA
 
 
 @cli.command(
@@ -82,54 +49,43 @@ class Examination(msgspec.Struct, frozen=True, kw_only=True):
     is_flag=True,
     help="With --output: measure even if the machine is busy, and label the file NOISY.",
 )
+@store_option
 def doctor(
-    as_json: bool, report: Path | None, output: Path | None, patience: float | None, anyway: bool
+    as_json: bool,
+    report: Path | None,
+    output: Path | None,
+    patience: float | None,
+    anyway: bool,
+    store: Path,
 ) -> None:
     """Examine this machine: copies between GPUs, links, sockets, limits, settings.
 
-    It takes less than a minute, needs no root, and changes nothing. Copies are compared on arrival;
-    one that hangs is named. Each finding has its evidence, its cost, the change that helps, and how
-    to undo it.
+    It takes less than a minute, needs no root, and changes nothing of the machine. Copies are
+    compared on arrival; one that hangs is named. Each finding has its evidence, its cost, the
+    change that helps, and how to undo it. A store that exists keeps the result for the pages of its
+    runs on this machine, and the costs are then shares of the steps of the last run.
     """
-    from dpbench.doctor import faults, words
+    from dpbench.doctor import stored, words
     from dpbench.doctor.examine import examine
+    from dpbench.doctor.result import result
 
     if output is not None:
         _write_machine(output, patience, anyway=anyway)
+    started_s = time.time()
     machine = examine(lambda line: click.echo(line, err=True))
-    found = faults.found(machine)
-    done, undone = faults.checked(machine)
+    host = stored.host_of(machine)
+    machine = replace(machine, steps=stored.steps(store, host))
+    found = result(machine, started_s)
+    stored.keep(store, host, found)
     if report is not None:
         from dpbench.doctor import page
 
-        report.write_text(page.render(machine, found, (done, undone)), encoding="utf-8")
+        report.write_text(page.render(found), encoding="utf-8")
     if as_json:
-        shapes.show(
-            Examination(
-                findings=found,
-                checked=done,
-                unchecked=undone,
-                gpus=machine.gpus,
-                copies=[
-                    MadeCopy(
-                        source=one.copy.source,
-                        target=one.copy.target,
-                        way=one.copy.way,
-                        bytes_per_s=one.bytes_per_s,
-                        promised_bytes_per_s=words.promised_bytes_per_s(machine, one.copy),
-                        wrong=one.wrong,
-                        failure=one.failure,
-                    )
-                    for one in machine.transfers
-                ],
-                all_reduce_bytes_per_s=(
-                    machine.all_reduce.bytes_per_s or None if machine.all_reduce else None
-                ),
-            )
-        )
+        shapes.show({**msgspec.to_builtins(found), "schema": shapes.SCHEMA})
     else:
-        click.echo(words.text(machine, found, (done, undone)))
-    sys.exit(EXIT_WORSE if any(one.wrong for one in found) else 0)
+        click.echo(words.text(machine, found))
+    sys.exit(EXIT_WORSE if found.faults else 0)
 
 
 def _write_machine(output: Path, patience: float | None, *, anyway: bool) -> None:

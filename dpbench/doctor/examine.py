@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 from dpbench.doctor import system, transfers
 from dpbench.doctor.faults import AllReduce, Examined
 from dpbench.doctor.probe import all_reduce
 from dpbench.hardware import gpus
-from dpbench.hardware.nvml import Nvml, open_nvml
+from dpbench.hardware.nvml import Nvml, NvmlGpu, open_nvml
 
 LIMIT_S = 20.0
 """The seconds in which the all-reduces must end."""
@@ -30,13 +33,24 @@ import json, time, torch
 count = torch.cuda.device_count() if torch.cuda.is_available() else 0
 peers = [[a, b] for a in range(count) for b in range(count)
          if a != b and torch.cuda.can_device_access_peer(a, b)]
+nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
 source, target = torch.zeros(2**26), torch.zeros(2**26)
 seconds = []
 for _ in range(4):
     begin = time.perf_counter()
     target.copy_(source)
     seconds.append(time.perf_counter() - begin)
-print(json.dumps([torch.version.cuda or "", peers, 2 * source.nbytes / min(seconds)]))
+print(json.dumps({
+    "versions": {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "",
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if nccl and count else "",
+    },
+    "kernels": torch.cuda.get_arch_list() if count else [],
+    "capabilities": [torch.cuda.get_device_capability(gpu) for gpu in range(count)],
+    "peers": peers,
+    "memory_bytes_per_s": 2 * source.nbytes / min(seconds),
+}))
 """
 
 
@@ -45,39 +59,65 @@ def examine(say: Callable[[str], None] = lambda _: None) -> Examined:
     described = gpus.describe()
     count = len(gpus.of_torch().gpus)
     say("the build of torch and the host's memory ...")
-    build, peers, memory_bytes_per_s = _torch()
-    readings: dict[int, int] = {}
+    answer = _torch()
+    watched = Watched()
     copied: list[transfers.Transfer] = []
     reduced = None
     foreign: dict[int, dict[int, int | None]] = {}
     if count:
         with open_nvml() as nvml:
             foreign = _processes(nvml)
-            with _watched(nvml, readings):
+            with _watching(nvml, watched):
                 copied = transfers.measured(transfers.copies(count), say)
     if count > 1:
         say("all-reduces over all GPUs ...")
         reduced = _all_reduce(count)
+    peers = answer.get("peers")
     return Examined(
         system=system.read(),
         gpus=described["gpus"],
         unused=gpus.unused(),
-        peers=peers if count > 1 else None,
+        peers=frozenset(map(tuple, peers)) if peers is not None and count > 1 else None,
         transfers=copied,
         all_reduce=reduced,
         foreign=foreign,
-        readings=readings,
-        build=build,
-        memory_bytes_per_s=memory_bytes_per_s,
-        driver_cuda=described.get("cuda_driver", ""),
+        readings=watched.reasons,
+        generations=watched.generations,
+        software={
+            **answer.get("versions", {}),
+            "driver": described.get("driver", ""),
+            "driver_cuda": described.get("cuda_driver", ""),
+        },
+        no_kernels=without_kernels(answer.get("kernels", ()), answer.get("capabilities", ())),
+        memory_bytes_per_s=answer.get("memory_bytes_per_s", 0.0),
         variables=dict(os.environ),
     )
 
 
-def _torch() -> tuple[str, frozenset[tuple[int, int]] | None, float]:
-    """Return torch's CUDA version, the pairs with peer access, and the rate of the host's memory.
+def without_kernels(kernels: Sequence[str], capabilities: Sequence[Sequence[int]]) -> list[int]:
+    """Return the GPUs, by their compute capability, for which a build of torch has no kernels.
 
-    A process of its own answers, so that this one does not start CUDA.
+    `kernels` are such as sm_86, which run on capability 8.6 and later ones of the same generation,
+    or compute_90, which the driver compiles for 9.0 and all later ones.
+    """
+    built = [
+        (kind, *divmod(int(re.sub(r"\D", "", number)), 10))
+        for kind, _, number in (name.partition("_") for name in kernels)
+    ]
+
+    def runs(major: int, minor: int) -> bool:
+        return any(
+            (its_major, its_minor) <= (major, minor) and (kind == "compute" or its_major == major)
+            for kind, its_major, its_minor in built
+        )
+
+    return [gpu for gpu, one in enumerate(capabilities) if built and not runs(*one)]
+
+
+def _torch() -> dict[str, Any]:
+    """Return the answer of a process with torch, {} without one.
+
+    It is a process of its own, so that this one does not start CUDA.
     """
     try:
         answer = subprocess.run(
@@ -88,9 +128,9 @@ def _torch() -> tuple[str, frozenset[tuple[int, int]] | None, float]:
             check=True,
         )
     except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
-        return "", None, 0.0
-    build, pairs, rate = json.loads(answer.stdout.splitlines()[-1])
-    return build, frozenset((one, other) for one, other in pairs), rate
+        return {}
+    found: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
+    return found
 
 
 def _processes(nvml: Nvml | None) -> dict[int, dict[int, int | None]]:
@@ -98,16 +138,30 @@ def _processes(nvml: Nvml | None) -> dict[int, dict[int, int | None]]:
     return {gpu.index: gpu.processes() for gpu in nvml.gpus} if nvml else {}
 
 
+@dataclass
+class Watched:
+    """What NVML says about GPUs during the copies: all throttle reasons, the best generation."""
+
+    reasons: dict[int, int] = field(default_factory=dict)
+    generations: dict[int, int] = field(default_factory=dict)
+
+    def read(self, gpu: NvmlGpu) -> None:
+        """Add what NVML says now."""
+        reasons = int(gpu.read("throttle_reasons") or 0)
+        self.reasons[gpu.index] = self.reasons.get(gpu.index, 0) | reasons
+        generation = int(gpu.read("pcie_generation") or 0)
+        self.generations[gpu.index] = max(self.generations.get(gpu.index, 0), generation)
+
+
 @contextmanager
-def _watched(nvml: Nvml | None, readings: dict[int, int]) -> Iterator[None]:
-    """Collect the throttle reasons of each GPU in `readings` while the body runs."""
+def _watching(nvml: Nvml | None, watched: Watched) -> Iterator[None]:
+    """Read the GPUs again and again while the body runs."""
     ended = threading.Event()
 
     def read() -> None:
         while nvml and not ended.wait(EACH_S):
             for gpu in nvml.gpus:
-                reasons = gpu.read("throttle_reasons")
-                readings[gpu.index] = readings.get(gpu.index, 0) | int(reasons or 0)
+                watched.read(gpu)
 
     thread = threading.Thread(target=read)
     thread.start()

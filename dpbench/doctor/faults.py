@@ -15,20 +15,11 @@ from typing import Any
 
 from dpbench.analysis.validity import SLOWDOWNS
 from dpbench.doctor.system import GENERATIONS, PciDevice, System, link_bytes_per_s
-from dpbench.doctor.transfers import (
-    DIRECT,
-    PINNED,
-    STAGED,
-    Copy,
-    Transfer,
-    copies,
-)
-from dpbench.records import words
+from dpbench.doctor.transfers import Copy, Transfer, copies
+from dpbench.hardware.nvml import SWITCH
+from dpbench.records import HOST, words
+from dpbench.records.examination import DIRECT, PINNED, SLOW, STAGED, Finding
 
-SLOW = 0.5
-"""The share of a link's promised rate, or of the median of its kind, below which it is slow."""
-WEIGHTS_BYTES = 102.2e6
-"""The bytes of the weights of ResNet-50, whose steps serve as the standard of costs."""
 SHM_BYTES = 2**30
 """The least size of /dev/shm for DataLoader workers and NCCL in one container."""
 LOCKED_BYTES = 2**26
@@ -48,6 +39,29 @@ HARMFUL: Mapping[str, tuple[tuple[str, ...], str]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class Steps:
+    """The steps of which the cost of a slow link is a share.
+
+    `name` says whose they are, and `weights_bytes` are those of their model. `parallel_s` and
+    `ddp_s` are the seconds of a step of DataParallel and of DistributedDataParallel, 0 if unknown.
+    """
+
+    name: str
+    weights_bytes: float
+    parallel_s: float = 0.0
+    ddp_s: float = 0.0
+
+
+STANDARD = Steps(
+    name="a step that computes for 100 ms, with the 102 MB of weights of a ResNet-50",
+    weights_bytes=102.2e6,
+    parallel_s=0.1,
+    ddp_s=0.1,
+)
+"""The steps without a run on the machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class AllReduce:
     """The result of an all-reduce over all GPUs, one process per GPU.
 
@@ -64,9 +78,12 @@ class Examined:
 
     `gpus` are the facts of NVML for each GPU that torch can use, in CUDA's order. `unused` says why
     torch cannot use a GPU that is there. `peers` has the ordered pairs of GPUs with peer access,
-    None if unknown. `foreign` has the bytes that other processes hold on each GPU. `build` is the
-    CUDA version of torch's build, "" for CPUs. `memory_bytes_per_s` counts the bytes that a copy in
-    the host's memory reads and writes, 0 if unknown. `readings` has the throttle reasons of GPUs.
+    None if unknown. `foreign` has the bytes that other processes hold on each GPU. `software` has
+    the versions of torch and what it is built with, and of the driver and the CUDA that it
+    supports, each "" if unknown. `no_kernels` are the GPUs for which torch's build has no kernels.
+    `memory_bytes_per_s` counts the bytes that a copy in the host's memory reads and writes, 0 if
+    unknown. During the copies, `readings` has the throttle reasons of GPUs, and `generations` the
+    highest generation of their PCIe links.
     """
 
     system: System
@@ -77,10 +94,12 @@ class Examined:
     all_reduce: AllReduce | None = None
     foreign: Mapping[int, Mapping[int, int | None]] = field(default_factory=dict)
     readings: Mapping[int, int] = field(default_factory=dict)
-    build: str = ""
+    generations: Mapping[int, int] = field(default_factory=dict)
+    software: Mapping[str, str] = field(default_factory=dict)
+    no_kernels: Sequence[int] = ()
     memory_bytes_per_s: float = 0.0
-    driver_cuda: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
+    steps: Steps = STANDARD
 
     def pci(self, gpu: int) -> PciDevice | None:
         """Return the PCIe device of a GPU; None if its address is unknown."""
@@ -89,28 +108,45 @@ class Examined:
     def promised(self, gpu: int) -> float:
         """Return what the PCIe link of a GPU can carry, in bytes per second; 0 if unknown."""
         facts = self.gpus[gpu]
-        speed = GENERATIONS.get(facts.get("pcie_generation", 0), 0.0)
-        return link_bytes_per_s(speed, facts.get("pcie_width", 0))
+        return _pcie(facts.get("pcie_generation", 0), facts.get("pcie_width", 0))
+
+    def nvlinks(self, source: int, target: int) -> int:
+        """Return the number of active NVLinks between two GPUs, directly or through NVSwitch."""
+        mine, theirs = (self._nvlink(gpu, "ends", {}) for gpu in (source, target))
+        straight = mine.get(self.gpus[target].get("pci_address"), 0)
+        return int(straight or min(mine.get(SWITCH, 0), theirs.get(SWITCH, 0)))
+
+    def nvlinked(self, source: int, target: int) -> float:
+        """Return what the NVLinks between two GPUs carry each way, in bytes per second; 0 without.
+
+        It is 0 too if NVML does not tell where the links end, or their rate.
+        """
+        rates = (float(self._nvlink(gpu, "bytes_per_s", 0.0)) for gpu in (source, target))
+        return self.nvlinks(source, target) * min(rates)
+
+    def _nvlink(self, gpu: int, fact: str, unknown: Any) -> Any:
+        return self.gpus[gpu].get("nvlinks", {}).get(fact, unknown)
+
+    def carried(self, copy: Copy) -> float:
+        """Return what the links on the way of a copy promise, in bytes per second; 0 if unknown.
+
+        A copy through the host's memory crosses the PCIe links one after the other.
+        """
+        if not copy.between_gpus:
+            return self.promised(max(copy.ends))
+        both = [self.promised(gpu) for gpu in copy.ends]
+        staged = copy.way == STAGED or (self.peers is not None and copy.ends not in self.peers)
+        if staged:
+            return 1 / sum(1 / rate for rate in both) if min(both) else 0.0
+        return self.nvlinked(*copy.ends) or min(both)
 
     def of(self, way: str) -> list[Transfer]:
         """Return the transfers of a way that ended."""
         return [one for one in self.transfers if one.copy.way == way and not one.failure]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """One finding: what is the matter, the evidence, what it costs, the change, and how to undo it.
-
-    `wrong` is whether the change removes a fault; otherwise the finding is a fact of the hardware.
-    """
-
-    name: str
-    says: str
-    evidence: str
-    cost: str = ""
-    change: str = ""
-    undo: str = ""
-    wrong: bool = True
+def _pcie(generation: int, width: int) -> float:
+    return link_bytes_per_s(GENERATIONS.get(generation, 0.0), width)
 
 
 Rule = Callable[[Examined], Iterator[Finding]]
@@ -122,16 +158,24 @@ def found(machine: Examined) -> list[Finding]:
     return sorted(every, key=lambda finding: not finding.wrong)
 
 
-def _cost(rate: float, promised: float, gpus: int) -> str:
-    """Return what a link at a lower rate costs in steps of ResNet-50."""
-    longer = 1 / rate - 1 / promised
-    parallel_s = 2 * WEIGHTS_BYTES * longer
-    ring_s = 2 * (gpus - 1) / gpus * WEIGHTS_BYTES * longer
-    return (
-        f"each step of a ResNet-50 ({words.number(WEIGHTS_BYTES / 1e6)} MB of weights) on"
-        f" {words.count(gpus, 'GPU')} takes up to {words.time(parallel_s)} longer in DataParallel"
-        f" and {words.time(ring_s)} in DDP"
+def _cost(machine: Examined, rate: float, promised: float) -> str:
+    """Return what a link at a lower rate costs as a share of the machine's steps.
+
+    DataParallel sends the weights and returns the gradients, and DDP adds gradients in a ring.
+    """
+    steps = machine.steps
+    gpus = max(2, len(machine.gpus))
+    longer_s = steps.weights_bytes * (1 / rate - 1 / promised)
+    longer = (
+        ("DataParallel", 2 * longer_s, steps.parallel_s),
+        ("DDP", 2 * (gpus - 1) / gpus * longer_s, steps.ddp_s),
     )
+    costs = [
+        f"up to {words.time(more_s)} ({words.percent(more_s / step_s)}) in {name}"
+        for name, more_s, step_s in longer
+        if step_s
+    ]
+    return f"{steps.name}, takes longer on {words.count(gpus, 'GPU')}: {' and '.join(costs)}"
 
 
 def _rate(bytes_per_s: float) -> str:
@@ -146,9 +190,14 @@ def _corrupt(machine: Examined) -> Iterator[Finding]:
                 says=f"{one.copy}: bytes arrive changed, so that training computes wrong numbers",
                 evidence=f"{words.count(one.wrong, 'byte')} of the pattern differ on arrival",
                 cost="every result of several GPUs on this machine is in doubt",
+                gpus=_gpus_of(one.copy),
                 change=_free_peers(machine),
                 undo="export NCCL_P2P_DISABLE=0, and the earlier kernel command line",
             )
+
+
+def _gpus_of(copy: Copy) -> tuple[int, ...]:
+    return tuple(end for end in copy.ends if end != HOST)
 
 
 def _free_peers(machine: Examined) -> str:
@@ -170,6 +219,7 @@ def _hanging(machine: Examined) -> Iterator[Finding]:
                 says=f"{one.copy} {what}",
                 evidence=one.failure,
                 cost="DataParallel and NCCL hang or fail on these GPUs",
+                gpus=_gpus_of(one.copy),
                 change=_free_peers(machine) if one.copy.between_gpus else "see the kernel's log",
                 undo="export NCCL_P2P_DISABLE=0, and the earlier kernel command line",
             )
@@ -195,7 +245,8 @@ def _narrow(machine: Examined) -> Iterator[Finding]:
                 name="narrow link",
                 says=f"the PCIe link of GPU {gpu} uses {now} of {most} lanes",
                 evidence=f"NVML: width {now}, at most {most}",
-                cost=_cost(rate, promised, max(2, len(machine.gpus))) if rate else "",
+                cost=_cost(machine, rate, promised) if rate else "",
+                gpus=(gpu,),
                 change=(
                     "seat the card again, or use a slot with more lanes; a second card or an M.2"
                     " drive may share them"
@@ -204,7 +255,31 @@ def _narrow(machine: Examined) -> Iterator[Finding]:
             )
 
 
+def _old_generation(machine: Examined) -> Iterator[Finding]:
+    """Find links that stay at a lower generation during copies; an idle GPU lowers it."""
+    for gpu, facts in enumerate(machine.gpus):
+        now, most = machine.generations.get(gpu, 0), facts.get("pcie_generation", 0)
+        rate, promised = _pcie(now, facts.get("pcie_width", 0)), machine.promised(gpu)
+        pinned = [one.bytes_per_s for one in machine.of(PINNED) if gpu in one.copy.ends]
+        if 0 < now < most and rate and max(pinned, default=0.0) < rate:
+            yield Finding(
+                name="old generation",
+                says=f"the PCIe link of GPU {gpu} stays at generation {now} of {most}",
+                evidence=f"NVML, during the copies: {_rate(rate)} instead of {_rate(promised)}",
+                cost=_cost(machine, rate, promised),
+                gpus=(gpu,),
+                change=(
+                    "set the slot's generation to Auto in the firmware, and seat the card or its"
+                    " riser cable again"
+                ),
+                undo="restore the earlier setting of the firmware",
+            )
+
+
 def _slow_host(machine: Examined) -> Iterator[Finding]:
+    trained_down = {
+        gpu for rule in (_narrow, _old_generation) for one in rule(machine) for gpu in one.gpus
+    }
     for gpu in range(len(machine.gpus)):
         both = [one for one in machine.of(PINNED) if gpu in one.copy.ends]
         if not both:
@@ -212,14 +287,14 @@ def _slow_host(machine: Examined) -> Iterator[Finding]:
         one = min(both, key=lambda one: one.bytes_per_s)
         promised = machine.promised(gpu)
         facts = machine.gpus[gpu]
-        trained_down = 0 < facts.get("pcie_width_now", 0) < facts.get("pcie_width", 0)
-        if promised and one.bytes_per_s < SLOW * promised and not trained_down:
+        if promised and one.bytes_per_s < SLOW * promised and gpu not in trained_down:
             yield Finding(
                 name="slow link to the host",
                 says=f"{one.copy}: {_rate(one.bytes_per_s)}, {_share(one.bytes_per_s, promised)}",
                 evidence=f"PCIe {facts['pcie_generation']} with {facts['pcie_width']} lanes carries"
                 f" {_rate(promised)}",
-                cost=_cost(one.bytes_per_s, promised, max(2, len(machine.gpus))),
+                cost=_cost(machine, one.bytes_per_s, promised),
+                gpus=(gpu,),
                 change=_why_slow(machine, gpu),
                 undo="restore the earlier setting of the firmware",
             )
@@ -249,29 +324,65 @@ def _share(rate: float, promised: float) -> str:
 
 
 def _slow_pairs(machine: Examined) -> Iterator[Finding]:
-    """Find pairs of GPUs that are much slower than the other pairs of this machine."""
+    """Find pairs that are much slower than their NVLinks promise, or than pairs without NVLinks."""
     direct = machine.of(DIRECT)
-    if len(direct) < 2:
-        return
-    usual = statistics.median(one.bytes_per_s for one in direct)
+    others = [one.bytes_per_s for one in direct if not machine.nvlinked(*one.copy.ends)]
     for one in direct:
+        promised = machine.nvlinked(*one.copy.ends)
+        usual = promised or statistics.median(others)
+        links = words.count(machine.nvlinks(*one.copy.ends), "NVLink")
         if one.bytes_per_s < SLOW * usual:
             yield Finding(
                 name="slow pair",
-                says=f"{one.copy}: {_rate(one.bytes_per_s)},"
-                f" {_share(one.bytes_per_s, usual)}, the median of all pairs",
+                says=f"{one.copy}: {_rate(one.bytes_per_s)}, {_share(one.bytes_per_s, usual)},"
+                f" {f'which {links} carry' if promised else 'the median of the other pairs'}",
                 evidence=_route(machine, one.copy),
-                cost=_cost(one.bytes_per_s, usual, len(machine.gpus)),
+                cost=_cost(machine, one.bytes_per_s, usual),
+                gpus=_gpus_of(one.copy),
                 change=(
-                    "leave one of the two GPUs out (CUDA_VISIBLE_DEVICES), or move it to the socket"
-                    " or the switch of the others"
+                    f"{'look at nvidia-smi nvlink --errorcounters; ' if promised else ''}leave one"
+                    " of the two GPUs out (CUDA_VISIBLE_DEVICES), or move it to the socket or the"
+                    " switch of the others"
                 ),
                 undo="unset CUDA_VISIBLE_DEVICES",
-                wrong=not _apart(machine, one.copy),
+                wrong=bool(promised) or not _apart(machine, one.copy),
+            )
+
+
+BRIDGES = 3
+"""The NVLink bridges that a card takes at most; each has the same number of links."""
+
+
+def _down(machine: Examined) -> Iterator[Finding]:
+    """Find NVLinks that are down although others of the GPU are up.
+
+    All links of a bridge that was not fitted are down, which is a fact if the GPUs are alike.
+    """
+    states = [gpu.get("nvlinks", {}) for gpu in machine.gpus]
+    most = max((state.get("active", 0) for state in states), default=0)
+    for gpu, state in enumerate(states):
+        active, inactive = state.get("active", 0), state.get("inactive", 0)
+        if active and inactive:
+            whole = active == most and not active * BRIDGES % (active + inactive)
+            yield Finding(
+                name="NVLink down",
+                says=f"{inactive} of {words.count(active + inactive, 'NVLink')} of GPU {gpu}"
+                f" {words.verb(inactive, 'is', 'are')} down",
+                evidence="NVML: state of each link",
+                cost="copies to GPUs at the other end have fewer links or none",
+                change=(
+                    "fit a further bridge, if copies between these GPUs matter"
+                    if whole
+                    else "look for Xid 74 in the kernel's log (dmesg), seat the bridge again, and"
+                    " restart; if it stays, the GPU or its board needs repair"
+                ),
+                wrong=not whole,
             )
 
 
 def _route(machine: Examined, copy: Copy) -> str:
+    if links := machine.nvlinks(*copy.ends):
+        return f"NVML: {words.count(links, 'NVLink')} between the GPUs"
     source, target = (machine.pci(gpu) for gpu in copy.ends)
     if source is None or target is None:
         return "the place of the GPUs on PCIe is unknown"
@@ -310,7 +421,7 @@ def _no_peers(machine: Examined) -> Iterator[Finding]:
         name="no peer access",
         says=f"{words.count(len(without), 'pair')} of GPUs cannot access each other's memory",
         evidence=f"CUDA denies it for {_pairs(without)}{rate}",
-        cost=_cost(max(staged), promised, count) if staged and max(staged) < promised else "",
+        cost=_cost(machine, max(staged), promised) if staged and max(staged) < promised else "",
         change=(
             "none for GeForce cards without an NVLink bridge, whose driver does not offer it;"
             " otherwise " + _free_peers(machine)
@@ -334,7 +445,7 @@ def _slow_all_reduce(machine: Examined) -> Iterator[Finding]:
             says=f"NCCL's all-reduce moves {_rate(done.bytes_per_s)} per GPU, although the slowest"
             f" pair copies {_rate(min(pairs))}",
             evidence="an all-reduce of up to 32 MiB over all GPUs, one process per GPU",
-            cost=_cost(done.bytes_per_s, min(pairs), len(machine.gpus)),
+            cost=_cost(machine, done.bytes_per_s, min(pairs)),
             change="run it with NCCL_DEBUG=INFO and look for SHM or NET in place of P2P",
             undo="unset NCCL_DEBUG",
         )
@@ -443,6 +554,20 @@ def _governor(machine: Examined) -> Iterator[Finding]:
         )
 
 
+def _huge_pages(machine: Examined) -> Iterator[Finding]:
+    if machine.system.huge_pages == "never" and machine.gpus:
+        yield Finding(
+            name="huge pages",
+            says="the kernel gives programs no transparent huge pages",
+            evidence="/sys/kernel/mm/transparent_hugepage/enabled: never",
+            cost="copies of batches in the host's memory take more page faults",
+            change="echo madvise > /sys/kernel/mm/transparent_hugepage/enabled as root, and export"
+            " THP_MEM_ALLOC_ENABLE=1 for torch",
+            undo="echo never > /sys/kernel/mm/transparent_hugepage/enabled",
+            wrong=False,
+        )
+
+
 def _variables(machine: Examined) -> Iterator[Finding]:
     for name, (values, effect) in HARMFUL.items():
         value = machine.variables.get(name, "")
@@ -457,6 +582,7 @@ def _variables(machine: Examined) -> Iterator[Finding]:
 
 
 def _torch(machine: Examined) -> Iterator[Finding]:
+    build, driver = (machine.software.get(name, "") for name in ("cuda", "driver_cuda"))
     if machine.unused:
         yield Finding(
             name="torch",
@@ -466,19 +592,32 @@ def _torch(machine: Examined) -> Iterator[Finding]:
             change="install a CUDA build of torch that the driver supports",
             undo="install the earlier build",
         )
-    elif (
-        machine.build
-        and machine.driver_cuda
-        and _version(machine.build) > _version(machine.driver_cuda)
-    ):
+    elif build and driver and _version(build) > _version(driver):
         yield Finding(
             name="driver",
-            says=f"torch is built for CUDA {machine.build}, and the driver supports"
-            f" {machine.driver_cuda}",
+            says=f"torch is built for CUDA {build}, and the driver supports {driver}",
             evidence="torch.version.cuda, and NVML's CUDA version of the driver",
             change="update the driver, or install a build of torch for an older CUDA",
             undo="install the earlier driver",
-            wrong=_version(machine.build)[0] > _version(machine.driver_cuda)[0],
+            wrong=_version(build)[0] > _version(driver)[0],
+        )
+    if machine.no_kernels:
+        yield Finding(
+            name="torch",
+            says=f"torch's build has no kernels for GPU {', '.join(map(str, machine.no_kernels))}",
+            evidence="torch.cuda.get_arch_list(), and the compute capability of the GPU",
+            cost="every operation on it fails",
+            change="install a build of torch for this generation of GPUs",
+            undo="install the earlier build",
+        )
+    if build and len(machine.gpus) > 1 and not machine.software.get("nccl"):
+        yield Finding(
+            name="torch",
+            says="torch is built without NCCL",
+            evidence="torch.distributed.is_nccl_available()",
+            cost="DDP between GPUs goes through the host (gloo), and DataParallel adds copies",
+            change="install a build of torch with NCCL",
+            undo="install the earlier build",
         )
 
 
@@ -503,6 +642,20 @@ def _mixed(machine: Examined) -> Iterator[Finding]:
         )
 
 
+def _unlike_ecc(machine: Examined) -> Iterator[Finding]:
+    states = {gpu: facts["ecc"] for gpu, facts in enumerate(machine.gpus) if "ecc" in facts}
+    if len(set(states.values())) > 1:
+        on = [gpu for gpu, state in states.items() if state]
+        yield Finding(
+            name="ECC",
+            says=f"ECC is on for GPU {', '.join(map(str, on))} and off for the others",
+            evidence="NVML",
+            cost="on cards with GDDR memory, ECC takes some of its size and rate",
+            change="nvidia-smi -e 1 as root, and a restart, for all GPUs alike",
+            undo="nvidia-smi -e 0 for those where it was off, and a restart",
+        )
+
+
 def _states(machine: Examined) -> Iterator[Finding]:
     for gpu, facts in enumerate(machine.gpus):
         limit, usual = facts.get("power_limit_w"), facts.get("default_power_limit_w")
@@ -523,6 +676,25 @@ def _states(machine: Examined) -> Iterator[Finding]:
                 cost="other processes cannot use it, such as a DataLoader worker or a second rank",
                 change=f"nvidia-smi -i {gpu} -c 0 as root",
                 undo=f"nvidia-smi -i {gpu} -c {3 if 'exclusive' in facts['compute_mode'] else 2}",
+            )
+        if errors := facts.get("ecc_errors"):
+            yield Finding(
+                name="memory errors",
+                says=f"the memory of GPU {gpu} has had {words.count(errors, 'uncorrectable error')}"
+                " since the driver started",
+                evidence="NVML: volatile uncorrected ECC errors",
+                cost="programs that met one have failed; more may follow",
+                change=f"nvidia-smi -i {gpu} -r as root, or restart; if they return, replace it",
+            )
+        if facts.get("mig"):
+            yield Finding(
+                name="MIG",
+                says=f"GPU {gpu} is divided (MIG)",
+                evidence="NVML: the MIG mode is on",
+                cost="a process uses one part of it, without peer access to other GPUs",
+                change=f"nvidia-smi -i {gpu} -mig 0 as root, if the whole GPU is wanted",
+                undo=f"nvidia-smi -i {gpu} -mig 1",
+                wrong=False,
             )
         causes = [name for bit, name in THROTTLING.items() if machine.readings.get(gpu, 0) & bit]
         if causes:
@@ -566,7 +738,9 @@ RULES: Sequence[Rule] = (
     _corrupt,
     _hanging,
     _narrow,
+    _old_generation,
     _slow_host,
+    _down,
     _slow_pairs,
     _redirected,
     _slow_all_reduce,
@@ -575,11 +749,13 @@ RULES: Sequence[Rule] = (
     _states,
     _sockets,
     _mixed,
+    _unlike_ecc,
     _shared_memory,
     _quota,
     _variables,
     _locked_memory,
     _governor,
+    _huge_pages,
 )
 
 

@@ -56,7 +56,8 @@ class System:
     `nodes` maps NUMA nodes to their cores, and `affinity` has the cores that this process may use.
     `iommu` is "off", "translating", "passthrough" or "unknown". Sizes are in bytes and None if
     unknown, as is `quota`, the cores that the container may use; `locked_bytes` is -1 without a
-    limit. `governors` are the frequency governors of the cores.
+    limit. `governors` are the frequency governors of the cores, and `huge_pages` is "always",
+    "madvise", "never" or "" for unknown.
     """
 
     pci: Mapping[str, PciDevice]
@@ -70,6 +71,7 @@ class System:
     quota: float | None
     container: bool
     governors: tuple[str, ...]
+    huge_pages: str = ""
 
     def of(self, kind: str) -> list[PciDevice]:
         """Return the devices of a kind, such as "gpu", by address."""
@@ -103,6 +105,7 @@ def read(root: Path = Path("/"), affinity: Iterable[int] | None = None) -> Syste
                 )
             )
         ),
+        huge_pages=_chosen(root / "sys/kernel/mm/transparent_hugepage/enabled"),
     )
 
 
@@ -116,6 +119,12 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
+
+
+def _chosen(path: Path) -> str:
+    """Return the choice that the kernel marks in a list, such as "madvise"; "" if unknown."""
+    found = re.search(r"\[(\w+)\]", _text(path))
+    return found[1] if found else ""
 
 
 def _number(path: Path, unknown: int = 0) -> int:

@@ -25,6 +25,7 @@ from dpbench.doctor.probe.figures import last_line
 from dpbench.hardware import processes
 from dpbench.measure.server import environment
 from dpbench.records import HOST
+from dpbench.records.examination import DIRECT, HANGS, PAGEABLE, PINNED, STAGED
 
 SIZE = 64 * 2**20
 """The bytes of a copy."""
@@ -38,8 +39,6 @@ END_S = 5.0
 """The seconds in which a killed child must end; one that hangs in the driver does not."""
 START_S = 60.0
 """The seconds in which the child must load torch and start CUDA."""
-DIRECT, STAGED, PINNED, PAGEABLE = "direct", "through the host", "pinned", "pageable"
-"""The ways of a copy: between two GPUs, or between the host's memory and a GPU."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +82,10 @@ class Transfer:
     @property
     def hangs(self) -> bool:
         """Return whether the copy did not end within `LIMIT_S`."""
-        return self.failure == HANGS
+        return self.failure == SILENCE
 
 
-HANGS = f"does not end within {LIMIT_S:g} s"
+SILENCE = f"{HANGS} within {LIMIT_S:g} s"
 
 
 def copies(gpus: int) -> list[Copy]:
@@ -151,7 +150,7 @@ def _child(rest: Sequence[Copy], say: Callable[[str], None], limit_s: float) -> 
                 try:
                     line = answers.get(timeout=limit_s)
                 except queue.Empty:
-                    return [*found, Transfer(copy, failure=HANGS)]
+                    return [*found, Transfer(copy, failure=SILENCE)]
                 if not line:
                     return [*found, Transfer(copy, failure=_last_line(errors))]
                 found.append(Transfer(copy, **json.loads(line)))

@@ -5,27 +5,27 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
-from dpbench.doctor.faults import Examined, Finding
+from dpbench.doctor.faults import Examined
 from dpbench.doctor.system import PciDevice
-from dpbench.doctor.transfers import DIRECT, PAGEABLE, PINNED, STAGED, Copy
-from dpbench.records import HOST, words
+from dpbench.hardware import provenance
+from dpbench.records import words
+from dpbench.records.examination import DIRECT, STAGED, Examination, Finding
 
 WIDTH = 100
 
 
-def text(
-    machine: Examined, findings: Sequence[Finding], checks: tuple[Sequence[str], Sequence[str]]
-) -> str:
-    """Return the whole result; `checks` has what was checked, and what was not."""
-    done, undone = checks
-    lines = [*tree(machine), *_host(machine), *links(machine)]
-    for number, finding in enumerate(findings, 1):
+def text(machine: Examined, examination: Examination) -> str:
+    """Return the whole result."""
+    lines = [*tree(machine), *_host(machine), *_software(machine), *links(examination)]
+    for number, finding in enumerate(examination.findings, 1):
         lines += ["", *_finding(number, finding)]
-    if not any(finding.wrong for finding in findings):
+    if not examination.faults:
         lines += ["", "Nothing wrong found."]
-    lines += ["", _wrapped(f"Checked: {', '.join(done)}.")]
-    if undone:
-        lines.append(_wrapped(f"Not checked: {'; '.join(undone)}."))
+    lines += ["", _wrapped(f"Checked: {', '.join(examination.checked)}.")]
+    if examination.unchecked:
+        lines.append(_wrapped(f"Not checked: {'; '.join(examination.unchecked)}."))
+    if examination.gpus:
+        lines.append(f"[{' '.join(examination.labels)}]")
     return "\n".join(lines)
 
 
@@ -51,6 +51,26 @@ def _host(machine: Examined) -> Iterator[str]:
             "torch uses no GPU here: `dpbench run` measures this processor, and `dpbench predict`"
             " described GPUs"
         )
+
+
+def _software(machine: Examined) -> Iterator[str]:
+    """Yield the versions, and the variables that change what torch, CUDA and NCCL do."""
+    titles = {
+        "torch": "torch",
+        "cuda": "CUDA",
+        "nccl": "NCCL",
+        "driver": "driver",
+        "driver_cuda": "which supports CUDA",
+    }
+    known = [
+        f"{title} {machine.software[name]}"
+        for name, title in titles.items()
+        if machine.software.get(name)
+    ]
+    if known:
+        yield _wrapped(f"software: {', '.join(known)}")
+    if given := provenance.variables(machine.variables):
+        yield _wrapped(f"variables: {', '.join(f'{name}={given[name]}' for name in given)}")
 
 
 def tree(machine: Examined) -> Iterator[str]:
@@ -96,62 +116,27 @@ def _lanes(device: PciDevice) -> str:
     return f"  PCIe, {now}{words.count(device.max_width, 'lane')}"
 
 
-def links(machine: Examined) -> Iterator[str]:
+def links(examination: Examination) -> Iterator[str]:
     """Yield a table of the copies from and to the host, and one of those between all GPUs."""
-    if not machine.transfers:
+    if not examination.copies:
         return
-    yield from ("", *words.aligned(host_table(machine), left=(0,)))
-    if len(machine.gpus) > 1:
+    yield from ("", *words.aligned(examination.host_table(), left=(0,)))
+    if len(examination.gpus) > 1:
         yield from ("", "direct copies in GB/s, from each GPU (row) to each GPU (column):")
-        yield from words.aligned(pair_table(machine, DIRECT), left=(0,))
-        staged = [one.bytes_per_s for one in machine.of(STAGED)]
+        yield from words.aligned(examination.pair_table(), left=(0,))
+        direct, staged = (
+            [one for one in examination.copies if one.way == way and one.share]
+            for way in (DIRECT, STAGED)
+        )
+        if direct:
+            low, high = (
+                words.percent(edge(one.share or 0 for one in direct)) for edge in (min, max)
+            )
+            yield f"they reach {low} to {high} of what their links carry"
         if staged:
-            low, high = (words.number(edge(staged) / 1e9) for edge in (min, max))
+            rates = [one.bytes_per_s / 1e9 for one in staged]
+            low, high = (words.number(edge(rates)) for edge in (min, max))
             yield f"through the host's memory: {low} to {high} GB/s"
-    if machine.all_reduce and machine.all_reduce.bytes_per_s:
-        rate = words.number(machine.all_reduce.bytes_per_s / 1e9)
+    if examination.all_reduce_bytes_per_s:
+        rate = words.number(examination.all_reduce_bytes_per_s / 1e9)
         yield f"all-reduce over all GPUs: {rate} GB/s sent by each"
-
-
-def host_table(machine: Examined) -> list[tuple[str, ...]]:
-    """Return a row per GPU: GB/s from and to the host, and the share of what its link promises."""
-    head = ("GB/s", "from pinned", "to pinned", "from pageable", "to pageable", "of the link")
-    rows: list[tuple[str, ...]] = [head]
-    for gpu in range(len(machine.gpus)):
-        ends = ((HOST, gpu), (gpu, HOST))
-        cells = [_cell(machine, Copy(*pair, way)) for way in (PINNED, PAGEABLE) for pair in ends]
-        best = max(
-            (one.bytes_per_s for one in machine.of(PINNED) if gpu in one.copy.ends), default=0
-        )
-        promised = machine.promised(gpu)
-        share = words.percent(best / promised) if promised and best else ""
-        rows.append((f"GPU {gpu}", *cells, share))
-    return rows
-
-
-def pair_table(machine: Examined, way: str) -> list[tuple[str, ...]]:
-    """Return a row per source and a column per target, in GB/s."""
-    numbers = range(len(machine.gpus))
-    rows: list[tuple[str, ...]] = [("", *(f"GPU {target}" for target in numbers))]
-    for source in numbers:
-        cells = (
-            _cell(machine, Copy(source, target, way)) if source != target else ""
-            for target in numbers
-        )
-        rows.append((f"GPU {source}", *cells))
-    return rows
-
-
-def _cell(machine: Examined, copy: Copy) -> str:
-    """Return the rate of a copy in GB/s, or what is wrong with it."""
-    found = next((one for one in machine.transfers if one.copy == copy), None)
-    if found is None:
-        return ""
-    if found.failure:
-        return "hangs" if found.hangs else "fails"
-    return "wrong" if found.wrong else words.number(found.bytes_per_s / 1e9)
-
-
-def promised_bytes_per_s(machine: Examined, copy: Copy) -> float:
-    """Return what the slower PCIe link of a copy can carry, in bytes per second; 0 if unknown."""
-    return min(machine.promised(end) for end in copy.ends if end != HOST)

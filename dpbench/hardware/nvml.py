@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -67,10 +68,19 @@ _SLOW: dict[str, tuple[Reader, ...]] = {
         lambda nvml, gpu: nvml.nvmlDeviceGetPcieThroughput(gpu, _PCIE_TX) * 1e3,
     ),
 }
-# Counters that only the probe reads: a field in KiB, which counts all links of the GPU
-_NVLINK_SENT, _ALL_LINKS = 138, 2**32 - 1
+# Fields of NVLink, in KiB for all links of the GPU, and in MB/s for one link and direction
+_NVLINK_SENT, _ALL_LINKS, _NVLINK_SPEED = 138, 2**32 - 1, 90
+_NVLINK_SWITCH = 2
+SWITCH = "switch"
+"""The other end of an NVLink that goes to an NVSwitch."""
+_NVLINK_RATES = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 25e9, 6: 25e9, 7: 50e9}
+"""The bytes per second of a link and direction by NVML's NVML_NVLINK_VERSION: 1.0, 2.0, 2.2, 3.0,
+3.1, 4.0 and 5.0. Some cards run their links slower, so that the driver's field comes first."""
+_UNCORRECTED, _SINCE_START = 1, 0
+# What only the doctor reads
 _TOTALS: dict[str, tuple[Reader, ...]] = {
     "nvlink_sent_bytes": (lambda nvml, gpu: _field(nvml, gpu, _NVLINK_SENT, _ALL_LINKS) * 1024,),
+    "pcie_generation": (lambda nvml, gpu: nvml.nvmlDeviceGetCurrPcieLinkGeneration(gpu),),
 }
 # Facts about the state of a GPU when a run starts. An idle GPU lowers its clocks and its PCIe link:
 # `pcie_generation` and `pcie_width` are the highest that GPU and slot support, `*_now` the present.
@@ -97,6 +107,10 @@ _FACTS: dict[str, Callable[[Library, Handle], Any]] = {
     "pcie_width_now": lambda nvml, gpu: nvml.nvmlDeviceGetCurrPcieLinkWidth(gpu),
     "pci_address": lambda nvml, gpu: _address(nvml.nvmlDeviceGetPciInfo(gpu).busId),
     "ecc": lambda nvml, gpu: bool(nvml.nvmlDeviceGetEccMode(gpu)[0]),
+    "ecc_errors": lambda nvml, gpu: nvml.nvmlDeviceGetTotalEccErrors(
+        gpu, _UNCORRECTED, _SINCE_START
+    ),
+    "mig": lambda nvml, gpu: bool(nvml.nvmlDeviceGetMigMode(gpu)[0]),
     "persistence_mode": lambda nvml, gpu: bool(nvml.nvmlDeviceGetPersistenceMode(gpu)),
     "compute_mode": lambda nvml, gpu: _COMPUTE_MODES[nvml.nvmlDeviceGetComputeMode(gpu)],
 }
@@ -195,14 +209,53 @@ class NvmlGpu:
         facts["nvlinks"] = self._nvlinks()
         return _known(facts)
 
-    def _nvlinks(self) -> dict[str, int] | None:
-        """Return the numbers of `active` and `inactive` NVLink links; None without any link."""
-        states = []
+    def _nvlinks(self) -> dict[str, Any] | None:
+        """Return facts about the NVLink links; None without any link.
+
+        They are the numbers of `active` and `inactive` links, the number of active links by their
+        other end (a PCIe address or `SWITCH`), and the bytes per second that an active link
+        carries each way; the last two only if known.
+        """
+        states: dict[int, bool] = {}
         for link in range(_MOST_NVLINKS):
-            # an error for one link, such as one that this GPU lacks, says nothing about the others
-            with suppress(AttributeError, self.library.NVMLError):
-                states.append(self.library.nvmlDeviceGetNvLinkState(self.handle, link))
-        return {"active": sum(map(bool, states)), "inactive": states.count(0)} if states else None
+            state = self._of_link("nvmlDeviceGetNvLinkState", link)
+            if state is not None:
+                states[link] = bool(state)
+        if not states:
+            return None
+        active = [link for link, up in states.items() if up]
+        ends = Counter(end for link in active if (end := self._other_end(link)))
+        return _known(
+            {
+                "active": len(active),
+                "inactive": len(states) - len(active),
+                "ends": dict(ends) or None,
+                "bytes_per_s": self._link_rate(active[0]) if active else None,
+            }
+        )
+
+    def _of_link(self, call: str, link: int) -> Any:
+        """Return what NVML says about a link; None after an error.
+
+        An error for one link, such as one that this GPU lacks, says nothing about the others.
+        """
+        with suppress(AttributeError, self.library.NVMLError):
+            return getattr(self.library, call)(self.handle, link)
+        return None
+
+    def _other_end(self, link: int) -> str:
+        """Return "switch", or the PCIe address of the GPU at the other end; "" if unknown."""
+        if self._of_link("nvmlDeviceGetNvLinkRemoteDeviceType", link) == _NVLINK_SWITCH:
+            return SWITCH
+        found = self._of_link("nvmlDeviceGetNvLinkRemotePciInfo", link)
+        return _address(found.busId) if found else ""
+
+    def _link_rate(self, link: int) -> float | None:
+        """Return the bytes per second that an active link carries each way, None if unknown."""
+        # the field has 32 bits; the others of its union have no meaning
+        if megabytes := (self._ask(_field, _NVLINK_SPEED, 0) or 0) & 0xFFFFFFFF:
+            return megabytes * 1e6
+        return _NVLINK_RATES.get(self._of_link("nvmlDeviceGetNvLinkVersion", link))
 
     def _ask(self, reader: Callable[..., Any], *arguments: Any) -> Any:
         """Return None after an error; unsupported calls are not repeated."""

@@ -65,7 +65,7 @@ class Resources:
 
     def memory_of(self, case: Case, device: int) -> int:
         """Return the memory in bytes of the GPU that `case` uses as `device`; 0 if unknown."""
-        gpu = case.device_ids[device] if device < len(case.device_ids) else device
+        gpu = case.gpu(device)
         local = case.device_kind == "cuda" and case.hosts == 1
         return self.gpu_memory_bytes[gpu] if local and gpu < len(self.gpu_memory_bytes) else 0
 

@@ -143,6 +143,10 @@ class Case:
             return self.declared
         return registry.traits(self.strategy)
 
+    def gpu(self, device: int) -> int:
+        """Return CUDA's number of the GPU that the case uses as `device`."""
+        return self.device_ids[device] if device < len(self.device_ids) else device
+
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults: new ones do not change old records."""
         changed = {

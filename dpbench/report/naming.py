@@ -150,7 +150,7 @@ def facts(report: Report) -> list[tuple[str, str]]:
     cores = f", {words.count(host['cores'], 'core')}" if "cores" in host else ""
     return [
         ("run", f"{report.run_id[:12]} @{name}" if name else report.run_id[:12]),
-        ("date", _date(report.started_s)),
+        ("date", date(report.started_s)),
         ("host", f"{host.get('name', 'unknown')}, {host.get('cpu', 'unknown CPU')}{cores}"),
         ("GPUs", gpus(provenance.get("gpus") or {})),
         *([("other load", load)] if (load := _other_load(provenance)) else []),
@@ -161,7 +161,8 @@ def facts(report: Report) -> list[tuple[str, str]]:
     ]
 
 
-def _date(seconds: float) -> str:
+def date(seconds: float) -> str:
+    """Return a time in seconds since the epoch as text, in UTC."""
     return (
         datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
         if seconds

@@ -32,7 +32,7 @@ from dpbench.analysis.findings import text
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
 from dpbench.records import words
-from dpbench.report import devices, figures, markdown, naming, swim_lanes, table
+from dpbench.report import devices, figures, machine, markdown, naming, swim_lanes, table
 from dpbench.report.section import Section
 
 FOLDER = Path(__file__).parent
@@ -166,7 +166,8 @@ def rendered(report: Report, content: Content) -> str:
     sections = _sections(report, styles)
     shown = [part for part in sections if part.id in SHOWN]
     details = [part for part in sections if part.id not in SHOWN]
-    style = f"{text_of('page.css')}{styles}"
+    drawn = text_of("machine.css") if report.examination else ""
+    style = f"{text_of('page.css')}{drawn}{styles}"
     script = text_of("page.js")
     command = str(report.provenance.get("command", ""))
     html = template("page.html").render(
@@ -193,6 +194,8 @@ def rendered(report: Report, content: Content) -> str:
         open=OPEN,
         case_id=naming.case_id,
         case_ids=naming.case_ids,
+        machine=machine,
+        date=naming.date,
         signs=table.FOOTNOTES,
         footnotes=table.footnotes,
         environment=naming.environment(report.provenance, report.trials),
@@ -219,9 +222,9 @@ def _card(answer: Answer, rows: Sequence[Row]) -> Card:
 
 
 def template(name: str, folder: Path = FOLDER) -> Template:
-    """Return a template of a folder; it escapes all text that is not markup."""
+    """Return a template of a folder, which may use those here; it escapes all but markup."""
     environment = Environment(
-        loader=FileSystemLoader(folder),
+        loader=FileSystemLoader([folder, FOLDER]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -276,6 +279,7 @@ def _contents(
         *([("findings", "Causes and remedies")] if report.diagnoses else []),
         ("details", "Details"),
         *((part.id, part.title) for part in details),
+        *([("machine", "The machine")] if report.examination else []),
         ("method", "How it was measured"),
         ("environment", "Environment"),
         *([("reproduce", "Command")] if command else []),

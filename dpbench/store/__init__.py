@@ -20,7 +20,10 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
+
 from dpbench.records import SCHEMA, Case, Status, Trial
+from dpbench.records.examination import Examination
 from dpbench.records.plan import Parts
 from dpbench.records.trial import FINAL
 from dpbench.store import copying, file, rows, summaries
@@ -309,6 +312,15 @@ class Store:
             (Status.KILLED, run_id, RUNNING),
         )
 
+    def keep_examination(self, host: str, examination: Examination) -> None:
+        """Store the examination of a machine, replacing an earlier one; `host` is its host key."""
+        result = msgspec.json.encode(examination).decode()
+        with file.transaction(self._db):
+            self._db.execute(
+                "INSERT OR REPLACE INTO examination VALUES (?,?,?)",
+                (host, examination.started_s, result),
+            )
+
     def runs(self) -> list[StoredRun]:
         """Return all runs, the newest first."""
         return list(self.newest())
@@ -316,6 +328,10 @@ class Store:
     def newest(self) -> Iterator[StoredRun]:
         """Yield all runs, the newest first; each is read when the caller asks for it."""
         return self._runs("TRUE")
+
+    def newest_on(self, host: str) -> Iterator[StoredRun]:
+        """Yield the runs on a machine, the newest first; `host` is its host key."""
+        return self._runs("host=?", host)
 
     def matching(self, selector: str | None) -> list[StoredRun]:
         """Return the runs that `selector` names, the newest first.

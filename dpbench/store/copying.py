@@ -101,6 +101,7 @@ def merge(source: file.Connection, target: file.Connection) -> Merged:
     """
     copied = Merged(0, 0, 0)
     conflicts: list[str] = []
+    _copy_examinations(source, target)
     for (run_id,) in source.execute("SELECT id FROM run ORDER BY started, rowid").fetchall():
         if not target.execute("SELECT 1 FROM run WHERE id=?", (run_id,)).fetchone():
             _copy_run(source, run_id, target)
@@ -128,6 +129,18 @@ def merge(source: file.Connection, target: file.Connection) -> Merged:
             " stores with `dpbench rm RUN --store FILE`"
         )
     return copied
+
+
+def _copy_examinations(source: file.Connection, target: file.Connection) -> None:
+    """Copy the examinations of machines that are newer in `source`, or missing in `target`."""
+    if not rows.columns_of(source, "examination"):
+        return
+    for row in source.execute("SELECT host, started, result FROM examination"):
+        target.execute(
+            "INSERT INTO examination VALUES (?,?,?) ON CONFLICT(host) DO UPDATE SET"
+            " started=excluded.started, result=excluded.result WHERE excluded.started>started",
+            row,
+        )
 
 
 def _ids(db: file.Connection, run_id: str) -> list[int]:

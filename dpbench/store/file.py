@@ -1,7 +1,8 @@
 """Store file: open, identify and migrate the SQLite file, and merge its write-ahead log into it.
 
 Schema history (`PRAGMA user_version`): 1 (first); 2 (memory by phase and kind, the device that
-failed); 3 (checksums of rows); 4 (summaries of trials); 5 (no checksums).
+failed); 3 (checksums of rows); 4 (summaries of trials); 5 (no checksums); 6 (examinations of
+machines).
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ MIGRATIONS = (
     "",  # files of versions 3 and 4 have columns for checksums, which keep their values
     "ALTER TABLE trial ADD COLUMN summary BLOB",
     "",  # stops earlier versions of dpbench, which would compare rows with outdated checksums
+    "CREATE TABLE examination (host TEXT PRIMARY KEY, started REAL NOT NULL, result TEXT NOT NULL)",
 )
 
 

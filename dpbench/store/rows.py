@@ -6,6 +6,7 @@ A row that cannot be read raises UnreadableRow.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import sqlite3
 import zlib
@@ -17,13 +18,17 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
+import msgspec
+
 from dpbench.records import Case, Sample, Status, Trial, fake, visible
+from dpbench.records.examination import Examination
 from dpbench.records.series import Samples, Series
 from dpbench.records.trial import in_schema
 from dpbench.store import facts, file, summaries
 from dpbench.store.file import StoreError
 from dpbench.store.runs import StoredRun
 
+log = logging.getLogger(__name__)
 TRIAL = (
     "fingerprint, round, case_json, status, reason, verified, source, started, schema, setup,"
     " provenance, failed_device, run_id"
@@ -85,9 +90,31 @@ def run(db: file.Connection, row: int) -> StoredRun:
             db, "run", "id, status, started, rounds, provenance", row
         )
         facts.check_run(_object(provenance), float(started))
-        stored = StoredRun.read(str(name), str(status), float(started), int(rounds), provenance)
+        examined = _examination(_examined(db, row))
+        stored = StoredRun.read(
+            str(name), str(status), float(started), int(rounds), provenance, examined
+        )
         _ = stored.naming  # raises for a name that no run can have
         return stored
+
+
+def _examined(db: file.Connection, row: int) -> str:
+    """Return the JSON of the examination of a run's machine; "" without one."""
+    if not columns_of(db, "examination"):
+        return ""
+    query = "SELECT result FROM examination WHERE host=(SELECT host FROM run WHERE rowid=?)"
+    found = db.execute(query, (row,)).fetchone()
+    return str(found[0]) if found else ""
+
+
+@lru_cache(maxsize=16)
+def _examination(text: str) -> Examination | None:
+    """Return the examination with this JSON; None, with a warning, if it cannot be read."""
+    try:
+        return msgspec.convert(visible.loads(text), Examination) if text else None
+    except _DATA as error:
+        log.warning("a result of dpbench doctor is left out, because it is damaged: %s", error)
+        return None
 
 
 def trial(db: file.Connection, row: int) -> Trial:

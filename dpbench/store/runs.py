@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from dpbench.records import Trial, visible
+from dpbench.records.examination import Examination
 
 PREDICTED = "predicted:"
 """The beginning of the `host` of a run that was predicted for a described machine."""
@@ -80,7 +81,8 @@ class StoredRun:
     """One stored run, without its trials.
 
     `status` is `running`, `finished` or `interrupted`. `started` is in seconds since the epoch.
-    `rounds` is the number of planned rounds, 0 if it was not fixed.
+    `rounds` is the number of planned rounds, 0 if it was not fixed. `examination` is the last one
+    of the run's machine, None if the store has none.
     """
 
     id: str
@@ -88,16 +90,24 @@ class StoredRun:
     started: float
     rounds: int
     provenance: Mapping[str, Any]
+    examination: Examination | None = None
 
     @classmethod
-    def read(cls, run_id: str, status: str, started: float, rounds: int, facts: str) -> Self:
+    def read(
+        cls,
+        run_id: str,
+        status: str,
+        started: float,
+        rounds: int,
+        facts: str,
+        examination: Examination | None,
+    ) -> Self:
         """Return a run from the columns of its row, with invisible characters escaped.
 
         `facts` is the run's provenance as JSON.
         """
-        return cls(
-            visible.visible(run_id), visible.visible(status), started, rounds, visible.loads(facts)
-        )
+        names = visible.visible(run_id), visible.visible(status)
+        return cls(*names, started, rounds, visible.loads(facts), examination)
 
     @property
     def naming(self) -> Naming:

@@ -285,7 +285,8 @@ def test_a_store_of_the_first_schema_is_merged(path, tmp_path):
     with closing(sqlite3.connect(old)) as db:
         db.executescript(
             "ALTER TABLE memory DROP COLUMN phase; ALTER TABLE memory DROP COLUMN kind;"
-            "ALTER TABLE trial DROP COLUMN failed_device; PRAGMA user_version=1"
+            "ALTER TABLE trial DROP COLUMN failed_device; DROP TABLE examination;"
+            "PRAGMA user_version=1"
         )
     assert len(MIGRATIONS) > 1
     with Store.read(old) as store:
@@ -307,7 +308,7 @@ def test_a_store_with_checksums_is_written_and_merged(path, tmp_path):
             "ALTER TABLE trial ADD COLUMN parts_checksum INTEGER;"
             "ALTER TABLE trial ADD COLUMN summary_checksum INTEGER;"
             "UPDATE run SET checksum=1; UPDATE trial SET checksum=2, summary_checksum=3;"
-            "PRAGMA user_version=4"
+            "DROP TABLE examination; PRAGMA user_version=4"
         )
     with Store.create(path) as store:
         assert store.merge(old) == Merged(1, 1, 0)

@@ -14,8 +14,10 @@ from typing import Any
 
 from dpbench.doctor import system
 from dpbench.doctor.faults import AllReduce, Examined
-from dpbench.doctor.transfers import DIRECT, PAGEABLE, PINNED, STAGED, Copy, Transfer, copies
+from dpbench.doctor.transfers import Copy, Transfer, copies
+from dpbench.hardware.nvml import SWITCH
 from dpbench.records import HOST
+from dpbench.records.examination import DIRECT, PAGEABLE, PINNED, STAGED
 
 GPU, CARD, BRIDGE = "0x030200", "0x020700", "0x060400"
 
@@ -216,10 +218,47 @@ def examined(found: system.System, **more: Any) -> Examined:
         "peers": frozenset(permutations(range(count), 2)),
         "transfers": [Transfer(copy, rates[copy.way]) for copy in copies(count)],
         "all_reduce": AllReduce(bytes_per_s=18e9) if count > 1 else None,
-        "build": "12.8",
-        "driver_cuda": "12.8",
+        "software": {"torch": "2.13.0", "cuda": "12.8", "nccl": "2.27.3", "driver_cuda": "12.8"},
     }
     return Examined(system=found, **(given | more))
+
+
+def with_nvswitch(machine: Examined, links: int = 18, rate: float = 25e9) -> Examined:
+    """Return the machine with NVLinks to NVSwitches, over which pairs reach 85%."""
+    nvlinks = {"active": links, "inactive": 0, "ends": {SWITCH: links}, "bytes_per_s": rate}
+    direct = 0.85 * links * rate
+    return replace(
+        machine,
+        gpus=[{**gpu, "nvlinks": nvlinks} for gpu in machine.gpus],
+        transfers=[
+            replace(one, bytes_per_s=direct) if one.copy.way == DIRECT else one
+            for one in machine.transfers
+        ],
+        all_reduce=AllReduce(bytes_per_s=0.8 * direct),
+    )
+
+
+def with_bridges(machine: Examined, links: int = 4, rate: float = 14e9) -> Examined:
+    """Return the machine with NVLink bridges between GPUs 0 and 1, 2 and 3 and so on."""
+    gpus = [
+        {
+            **gpu,
+            "nvlinks": {
+                "active": links,
+                "inactive": 0,
+                "ends": {machine.gpus[i ^ 1]["pci_address"]: links},
+                "bytes_per_s": rate,
+            },
+        }
+        for i, gpu in enumerate(machine.gpus)
+    ]
+    bridged = [
+        replace(one, bytes_per_s=0.85 * links * rate)
+        if one.copy.way == DIRECT and one.copy.source == one.copy.target ^ 1
+        else one
+        for one in machine.transfers
+    ]
+    return replace(machine, gpus=gpus, transfers=bridged)
 
 
 def with_transfer(machine: Examined, copy: Copy, **result: Any) -> Examined:

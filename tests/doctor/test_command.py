@@ -11,10 +11,12 @@ import pytest
 from click.testing import CliRunner
 
 from dpbench.cli import cli
-from dpbench.doctor import page
-from dpbench.doctor.examine import examine
+from dpbench.doctor.examine import examine, without_kernels
 from dpbench.doctor.faults import Examined
-from dpbench.doctor.transfers import DIRECT, Copy
+from dpbench.doctor.result import result
+from dpbench.doctor.transfers import Copy
+from dpbench.records.examination import DIRECT
+from dpbench.report.machine import picture
 from tests.doctor import machines
 
 
@@ -52,6 +54,11 @@ def test_json_has_the_findings_and_every_copy(
     assert code == 1
     found = json.loads(out)
     assert {*found} == {
+        "started_s",
+        "labels",
+        "software",
+        "boxes",
+        "links",
         "findings",
         "checked",
         "unchecked",
@@ -69,7 +76,9 @@ def test_json_has_the_findings_and_every_copy(
         "change",
         "undo",
         "wrong",
+        "gpus",
     }
+    assert found["findings"][0]["gpus"] == [0, 2]
     assert len(found["copies"]) == 4 * 4 + 2 * 12
     (wrong,) = [one for one in found["copies"] if one["wrong"]]
     assert (wrong["source"], wrong["target"], wrong["way"]) == (0, 2, "direct")
@@ -93,20 +102,57 @@ def test_the_page_has_a_box_for_each_gpu_and_the_findings(
     code, _ = told(monkeypatch, machine, "--report", str(path))
     text = path.read_text()
     assert code == (name == "container")
-    picture = ElementTree.fromstring(re.search(r"<svg.*?</svg>", text, re.DOTALL)[0])
-    texts = [one.text for one in picture.iter("text")]
+    drawn = ElementTree.fromstring(re.search(r"<svg.*?</svg>", text, re.DOTALL)[0])
+    texts = [one.text for one in drawn.iter("text")]
     for gpu in range(len(machine.gpus)):
-        assert sum(one.split(",")[0] == f"GPU {gpu}" for one in texts) == 1
-    assert sum(one.get("class") == "box" for one in picture.iter("rect")) >= len(machine.gpus) + 1
+        assert texts.count(f"GPU {gpu}") == 1
+    assert sum(one.get("class") == "box" for one in drawn.iter("rect")) >= len(machine.gpus) + 1
     assert ("Nothing wrong found" in text) is (code == 0)
     assert not re.search(r"https?://|<script", text)
 
 
+def drawn(machine: Examined) -> str:
+    return picture(result(machine, 0.0))
+
+
 def test_a_slow_link_is_red_in_the_picture(tmp_path: Path) -> None:
     machine = machines.examined(machines.read(tmp_path, "2x3090"))
-    assert "link slow" not in page.picture(machine)
+    assert "link slow" not in drawn(machine)
     slow = machines.with_transfer(machine, machines.UP, bytes_per_s=3e9)
-    assert page.picture(slow).count("link slow") == 1
+    assert drawn(slow).count("link slow") == 1
+
+
+def test_nvlinks_are_drawn_between_gpus_or_to_their_switch(tmp_path: Path) -> None:
+    machine = machines.examined(machines.read(tmp_path / "pairs", "4x behind a switch"))
+    plain = drawn(machine).count("<path")
+    bridged = machines.with_bridges(machine)
+    assert drawn(bridged).count("<path") == plain + 2
+    assert ">85%<" in drawn(bridged)
+    slow = machines.with_transfer(bridged, Copy(2, 3, DIRECT), bytes_per_s=5e9)
+    assert drawn(slow).count("link slow") == 1
+    dgx = machines.examined(machines.read(tmp_path / "dgx", "DGX"))
+    switched = drawn(machines.with_nvswitch(dgx))
+    assert switched.count("<path") == drawn(dgx).count("<path") + 8
+    assert ">NVSwitch<" in switched
+
+
+def test_a_pair_that_a_finding_names_is_drawn(ill: Examined) -> None:
+    assert "link slow" in drawn(ill)
+    assert ">fails<" in drawn(ill)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "missing"),
+    [
+        (["sm_80", "sm_86", "sm_90"], [2]),
+        (["sm_75", "sm_80"], [1, 2]),
+        (["sm_80", "compute_80"], []),
+        (["sm_86", "sm_90", "sm_120"], [0]),
+        ([], []),
+    ],
+)
+def test_gpus_without_kernels_are_found(kernels: list[str], missing: list[int]) -> None:
+    assert without_kernels(kernels, [(8, 0), (9, 0), (12, 0)]) == missing
 
 
 def test_this_machine_is_examined() -> None:

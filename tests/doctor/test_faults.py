@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from dpbench.doctor import faults
-from dpbench.doctor.faults import AllReduce, Examined
-from dpbench.doctor.transfers import DIRECT, HANGS, PINNED, Copy
+from dpbench.doctor.faults import AllReduce, Examined, Steps
+from dpbench.doctor.transfers import SILENCE, Copy
 from dpbench.records import HOST
+from dpbench.records.examination import DIRECT, PINNED, STAGED
 from tests.doctor import machines
 
 Fault = Callable[[Examined], Examined]
@@ -44,12 +45,25 @@ def with_acs(machine: Examined) -> Examined:
     return replace(machine, system=replace(machine.system, pci=pci))
 
 
+def with_software(**versions: str) -> Fault:
+    return lambda machine: replace(machine, software={**machine.software, **versions})
+
+
+def chain(*changes: Fault) -> Fault:
+    def change(machine: Examined) -> Examined:
+        for one in changes:
+            machine = one(machine)
+        return machine
+
+    return change
+
+
 SWITCH = "4x behind a switch"
 PLANTED: Mapping[str, tuple[str, Fault, set[str]]] = {
     "a corrupting pair": (SWITCH, with_copy(0, 2, DIRECT, wrong=4096), {"corrupt transfer"}),
     "a hanging pair": (
         SWITCH,
-        with_copy(1, 3, DIRECT, bytes_per_s=0.0, failure=HANGS),
+        with_copy(1, 3, DIRECT, bytes_per_s=0.0, failure=SILENCE),
         {"failing transfer"},
     ),
     "a pair at a tenth": (SWITCH, with_copy(0, 1, DIRECT, bytes_per_s=2.2e9), {"slow pair"}),
@@ -100,13 +114,87 @@ PLANTED: Mapping[str, tuple[str, Fault, set[str]]] = {
         lambda one: replace(one, unused="torch 2.13.0+cpu is a build for CPUs"),
         {"torch"},
     ),
-    "an old driver": ("2x3090", lambda one: replace(one, build="13.0"), {"driver"}),
+    "an old driver": ("2x3090", with_software(cuda="13.0"), {"driver"}),
+    "a build without NCCL": ("2x3090", with_software(nccl=""), {"torch"}),
+    "a build without kernels for a GPU": (
+        "2x3090",
+        lambda one: replace(one, no_kernels=[1]),
+        {"torch"},
+    ),
+    "a link at the first generation": (
+        "2x3090",
+        chain(
+            lambda one: replace(one, generations={0: 4, 1: 1}),
+            with_copy(HOST, 1, PINNED, bytes_per_s=3.2e9),
+            with_copy(1, HOST, PINNED, bytes_per_s=3.3e9),
+        ),
+        {"old generation"},
+    ),
+    "memory errors": ("2x3090", with_gpu(1, ecc_errors=2), {"memory errors"}),
+    "unlike ECC": ("2x3090", chain(with_gpu(0, ecc=True), with_gpu(1, ecc=False)), {"ECC"}),
+    "a divided GPU": ("2x3090", with_gpu(1, mig=True), {"MIG"}),
+    "no huge pages": ("2x3090", with_system(huge_pages="never"), {"huge pages"}),
+    "an NVLink that is down": (
+        "DGX",
+        chain(
+            machines.with_nvswitch,
+            with_gpu(3, nvlinks={"active": 17, "inactive": 1, "ends": {"switch": 17}}),
+        ),
+        {"NVLink down"},
+    ),
+    "a slow pair over NVSwitch": (
+        "DGX",
+        chain(machines.with_nvswitch, with_copy(2, 5, DIRECT, bytes_per_s=150e9)),
+        {"slow pair"},
+    ),
+    "a bridge at a tenth": (
+        "2x3090",
+        chain(
+            machines.with_bridges,
+            with_copy(0, 1, DIRECT, bytes_per_s=5e9),
+            with_copy(1, 0, DIRECT, bytes_per_s=5e9),
+            lambda one: replace(one, all_reduce=AllReduce(bytes_per_s=4e9)),
+        ),
+        {"slow pair"},
+    ),
 }
 
 
 @pytest.mark.parametrize("name", [name for name in machines.TREES if name != "container"])
 def test_a_healthy_machine_has_no_finding(tmp_path: Path, name: str) -> None:
     assert faults.found(machines.examined(machines.read(tmp_path, name))) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "linked"),
+    [("DGX", machines.with_nvswitch), ("4x behind a switch", machines.with_bridges)],
+)
+def test_healthy_nvlinks_have_no_finding(tmp_path: Path, name: str, linked: Fault) -> None:
+    machine = linked(machines.examined(machines.read(tmp_path, name)))
+    assert faults.found(machine) == []
+    assert machine.nvlinks(0, 1) > 0
+    assert machine.carried(Copy(0, 1, DIRECT)) > machine.promised(0)
+
+
+def test_what_a_copy_is_promised_is_that_of_its_links(tmp_path: Path) -> None:
+    machine = machines.with_bridges(machines.examined(machines.read(tmp_path, SWITCH)))
+    pcie = machine.promised(0)
+    assert machine.carried(Copy(HOST, 2, PINNED)) == pcie
+    assert machine.carried(Copy(0, 1, DIRECT)) == 4 * 14e9
+    assert machine.carried(Copy(1, 2, DIRECT)) == pcie, "no bridge between these"
+    assert machine.carried(Copy(0, 1, STAGED)) == pytest.approx(pcie / 2)
+    alone = replace(machine, peers=frozenset())
+    assert alone.carried(Copy(1, 2, DIRECT)) == pytest.approx(pcie / 2)
+
+
+def test_a_bridge_that_was_not_fitted_is_a_fact_of_the_hardware(tmp_path: Path) -> None:
+    machine = machines.examined(machines.read(tmp_path, "2x3090"))
+    for active, wrong in ((4, False), (8, False), (11, True)):
+        nvlinks = {"active": active, "inactive": 12 - active}
+        found = faults.found(
+            chain(with_gpu(0, nvlinks=nvlinks), with_gpu(1, nvlinks=nvlinks))(machine)
+        )
+        assert [one.wrong for one in found] == [wrong, wrong]
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -129,7 +217,7 @@ def test_a_container_is_told_how_its_limits_change(tmp_path: Path) -> None:
 
 def test_a_pair_that_hangs_is_named_with_the_iommu_as_the_cause(tmp_path: Path) -> None:
     machine = machines.examined(machines.read(tmp_path, SWITCH))
-    machine = with_copy(0, 2, DIRECT, bytes_per_s=0.0, failure=HANGS)(machine)
+    machine = with_copy(0, 2, DIRECT, bytes_per_s=0.0, failure=SILENCE)(machine)
     (found,) = faults.found(with_system(iommu="translating")(machine))
     assert found.says == "GPU 0 -> GPU 2 direct does not answer"
     assert "iommu=pt" in found.change
@@ -144,11 +232,17 @@ def test_a_slow_pair_between_sockets_is_a_fact_of_the_hardware(tmp_path: Path) -
     assert found.wrong
 
 
-def test_the_cost_is_that_of_the_bytes_of_a_step() -> None:
+def test_the_cost_is_a_share_of_a_step(tmp_path: Path) -> None:
     """102.2 MB of weights and of gradients at 10 instead of 20 GB/s take 10.2 ms longer."""
-    said = faults._cost(10e9, 20e9, 4)
-    assert "10.2 ms longer in DataParallel" in said
-    assert "7.67 ms in DDP" in said
+    machine = machines.examined(machines.read(tmp_path, SWITCH))
+    said = faults._cost(machine, 10e9, 20e9)
+    assert "10.2 ms (10%) in DataParallel" in said
+    assert "7.67 ms (7.7%) in DDP" in said
+    steps = Steps(name="a step of mine", weights_bytes=204.4e6, ddp_s=0.05)
+    said = faults._cost(replace(machine, steps=steps), 10e9, 20e9)
+    assert "a step of mine" in said
+    assert "15.3 ms (31%) in DDP" in said
+    assert "DataParallel" not in said, "the run has no such step"
 
 
 def test_what_was_not_checked_is_listed_with_the_reason(tmp_path: Path) -> None:

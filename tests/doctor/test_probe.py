@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -174,6 +175,38 @@ def test_ranks_that_are_slow_are_no_result(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(all_reduce, "LIMIT_S", 0.01)
     with pytest.raises(all_reduce.NoResult, match=r"within 0\.01 s"):
         list(all_reduce.figures(2, "gloo", [4]))
+
+
+def test_ranks_that_hang_are_named_with_their_collectives(tmp_path: Path) -> None:
+    def entry(number: int, state: str) -> dict[str, Any]:
+        names = {"profiling_name": "nccl:all_reduce", "input_sizes": [[2, 8]], "state": state}
+        return {"collective_seq_id": number, **names}
+
+    recorded = {
+        0: [entry(6, "completed"), entry(7, "started")],
+        1: [entry(6, "completed")],
+        2: [],
+        4: None,
+    }
+    for rank, entries in recorded.items():
+        (tmp_path / f"recorded-{rank}").write_text(json.dumps(entries))
+    assert all_reduce._stages(tmp_path, 5).split("; ") == [
+        "rank 2 had joined and started no collective",
+        "rank 3 had not joined the others",
+        "rank 4 had joined, and this torch has no flight recorder",
+        "rank 0 was in collective 7, nccl:all_reduce of 2 x 8 elements (started)",
+        "rank 1 had not entered collective 7, its last was collective 6, nccl:all_reduce of 2 x 8"
+        " elements (completed)",
+    ]
+
+
+def test_what_a_rank_recorded_is_read_when_the_time_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(all_reduce, "BEFORE_S", 1e6)  # the ranks write at once
+    with pytest.raises(all_reduce.NoResult) as failed:
+        list(all_reduce.figures(2, "gloo", [4] * 5000, limit_s=20.0))
+    assert "rank 0 had" in str(failed.value)
 
 
 QUIET = foreign_load.Load(foreign=0.01, steal=0.0, cores=2, seconds=0.5)

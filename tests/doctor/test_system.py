@@ -66,6 +66,15 @@ def test_an_empty_tree_is_unknown_and_no_error(tmp_path: Path) -> None:
     assert found.quota is None
 
 
+@pytest.mark.parametrize(
+    ("text", "choice"), [("always [madvise] never", "madvise"), ("[never]", "never"), ("", "")]
+)
+def test_the_choice_of_huge_pages_is_read(tmp_path: Path, text: str, choice: str) -> None:
+    files = {"sys/kernel/mm/transparent_hugepage/enabled": text}
+    tree_of = machines.Tree(slots=[], files=files)
+    assert system.read(machines.made(tmp_path, tree_of), [0]).huge_pages == choice
+
+
 def test_this_machine_can_be_read() -> None:
     found = system.read()
     assert found.affinity

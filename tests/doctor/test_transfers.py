@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from dpbench.doctor import transfers
-from dpbench.doctor.transfers import DIRECT, HANGS, PAGEABLE, PINNED, STAGED, Copy, copies
+from dpbench.doctor.transfers import SILENCE, Copy, copies
 from dpbench.records import HOST
+from dpbench.records.examination import DIRECT, PAGEABLE, PINNED, STAGED
 
 CHILD = """
 import json, sys, time
@@ -43,7 +44,7 @@ def test_a_copy_that_hangs_or_ends_its_process_is_named_and_the_rest_is_made(
     assert [one.copy for one in found] == wanted
     assert [one.failure for one in found] == [
         "",
-        HANGS,
+        SILENCE,
         "CUDA error: an illegal memory access",
         "",
         "",
@@ -62,7 +63,7 @@ def test_after_two_copies_that_hang_the_others_are_not_tried(
 ) -> None:
     monkeypatch.setattr(transfers, "_command", lambda: [sys.executable, "-c", HANGING])
     found = transfers.measured(copies(3), limit_s=0.5)
-    assert [one.failure for one in found] == [HANGS] * transfers.MOST_HANGS
+    assert [one.failure for one in found] == [SILENCE] * transfers.MOST_HANGS
 
 
 def test_a_child_that_does_not_start_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:

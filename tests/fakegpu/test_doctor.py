@@ -1,4 +1,4 @@
-"""`dpbench doctor` on fake GPUs: it names each planted fault of a copy, and no other."""
+"""`dpbench doctor` on fake GPUs: it names each planted fault, and no other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,14 @@ pytestmark = [
     ),
 ]
 MACHINE = f"doctor-{os.getpid()}"
-USUAL = {"FAKECUDA_DEVICES": "3", "FAKECUDA_P2P_GBPS": "4", "FAKECUDA_STAGED_GBPS": "3"}
+USUAL = {
+    "FAKECUDA_DEVICES": "3",
+    "FAKECUDA_PCIE": "1x4",
+    "FAKECUDA_H2D_GBPS": "0.9",
+    "FAKECUDA_D2H_GBPS": "0.9",
+    "FAKECUDA_P2P_GBPS": "0.4",
+    "FAKECUDA_STAGED_GBPS": "0.35",
+}
 """Three GPUs whose copies take so long that the time of the host's own copy does not matter."""
 OF_THIS_HOST = {
     "small /dev/shm",
@@ -31,21 +38,25 @@ OF_THIS_HOST = {
     "variable",
     "locked memory",
     "governor",
-    "slow link to the host",
-    "slow all-reduce",
+    "huge pages",
 }
-"""Findings about the machine that runs the test, and rates that fake GPUs do not have."""
+"""Findings about the machine that runs the test."""
 
 
 @pytest.fixture(autouse=True)
 def _machine_of_its_own() -> Iterator[None]:
     yield
-    for counters in Path("/dev/shm").glob(f"fakegpu-*-{MACHINE}"):
+    forget(MACHINE)
+
+
+def forget(machine: str) -> None:
+    """Remove the counters of a machine with fake GPUs."""
+    for counters in Path("/dev/shm").glob(f"fakegpu-*-{machine}"):
         counters.unlink()
 
 
-def examined(**settings: str) -> tuple[set[str], dict[str, Any]]:
-    """Return the names of the findings on the GPUs, and the JSON of the command."""
+def examined(settings: dict[str, str], folder: Path, machine: str = MACHINE) -> dict[str, Any]:
+    """Return the JSON of the command in a folder, without the findings about this host."""
     inherited = {
         key: value
         for key, value in os.environ.items()
@@ -53,32 +64,79 @@ def examined(**settings: str) -> tuple[set[str], dict[str, Any]]:
     }
     done = subprocess.run(
         [sys.executable, "-m", "dpbench", "doctor", "--json"],
-        cwd=ROOT,
-        env=inherited | USUAL | settings | {"FAKECUDA_MACHINE": MACHINE},
+        cwd=folder,
+        env=inherited | USUAL | settings | {"FAKECUDA_MACHINE": machine, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode in (0, 1), done.stderr
-    found = json.loads(done.stdout)
-    return {one["name"] for one in found["findings"]} - OF_THIS_HOST, found
+    found: dict[str, Any] = json.loads(done.stdout)
+    found["findings"] = [one for one in found["findings"] if one["name"] not in OF_THIS_HOST]
+    return found
 
 
-PLANTED = {"FAKECUDA_CORRUPT": "0-2", "FAKECUDA_HANG": "1-2", "FAKECUDA_SLOW": "2-0"}
+def fake(**settings: str) -> dict[str, str]:
+    return {f"FAKECUDA_{name}": value for name, value in settings.items()}
+
+
+PLANTED: dict[str, tuple[dict[str, str], set[str]]] = {
+    "nothing": ({}, set()),
+    "a pair that corrupts": (fake(CORRUPT="0-2"), {"corrupt transfer"}),
+    "a pair that hangs": (fake(HANG="1-2"), {"failing transfer", "failing all-reduce"}),
+    "a pair at a tenth": (fake(SLOW="2-0"), {"slow pair"}),
+    "no peer access": (fake(PEER="0"), {"no peer access"}),
+    "a link to the host at a third": (
+        fake(H2D_GBPS="0.3", STAGED_GBPS="0.2"),
+        {"slow link to the host"},
+    ),
+    "one of four lanes": (fake(PCIE_LANES="1-1"), {"narrow link"}),
+    "an NVLink that is down": (fake(NVLINK_DOWN="0-1"), {"NVLink down"}),
+    "a lowered power limit": (fake(POWER_LIMIT="1-200"), {"power limit"}),
+    "memory errors": (fake(ECC_ERRORS="2-3"), {"memory errors"}),
+}
+"""What is planted on fake GPUs, and the names of the findings."""
+
+
+def together(*names: str) -> tuple[dict[str, str], set[str]]:
+    """Return several planted faults as one."""
+    settings: dict[str, str] = {}
+    expected: set[str] = set()
+    for name in names:
+        settings |= PLANTED[name][0]
+        expected |= PLANTED[name][1]
+    return settings, expected
 
 
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
-        ({}, set()),
-        (PLANTED, {"corrupt transfer", "failing transfer", "slow pair"}),
-        ({"FAKECUDA_PEER": "0"}, {"no peer access"}),
+        together("nothing"),
+        together("a pair that corrupts", "a pair that hangs", "a pair at a tenth"),
+        together(
+            "one of four lanes",
+            "an NVLink that is down",
+            "a lowered power limit",
+            "memory errors",
+        ),
+        together("no peer access"),
     ],
-    ids=["nothing", "copies", "no peers"],
+    ids=["nothing", "copies", "states", "no peers"],
 )
 def test_each_planted_fault_is_named_and_no_other(
-    settings: dict[str, str], names: set[str]
+    settings: dict[str, str], names: set[str], tmp_path: Path
 ) -> None:
-    found, answer = examined(**settings)
-    assert found == names, answer["findings"]
+    answer = examined(settings, tmp_path)
+    assert {one["name"] for one in answer["findings"]} == names, answer["findings"]
     assert len(answer["copies"]) == 3 * 4 + 2 * 6
+    assert answer["labels"] == ["MEASURED", "FAKE-GPU"]
+
+
+def test_a_hanging_all_reduce_is_named_with_rank_and_collective(tmp_path: Path) -> None:
+    answer = examined(fake(HANG="1-2"), tmp_path)
+    (found,) = [one for one in answer["findings"] if one["name"] == "failing all-reduce"]
+    for rank in range(3):
+        assert (
+            f"rank {rank} was in collective 1, nccl:all_reduce of 262144 elements"
+            in (found["evidence"])
+        )

@@ -185,6 +185,35 @@ def test_the_bytes_over_nvlink_are_those_of_all_links_of_a_gpu(status, sent):
         assert opened.gpus[0].read("nvlink_sent_bytes") is None, "a driver without the call"
 
 
+def test_nvlinks_end_at_a_switch_or_at_a_gpu_and_have_a_rate():
+    speed = types.SimpleNamespace(nvmlReturn=0, value=types.SimpleNamespace(ullVal=26562))
+    library = recorded("h100_x4")
+    asked = "nvmlDeviceGetFieldValues([(90, 0)])"
+    library.recording["gpu"][asked] = {"latency_s": 0.0, "answers": [[speed]]}
+    for link in range(18):
+        name = f"nvmlDeviceGetNvLinkRemoteDeviceType({link})"
+        library.recording["gpu"][name] = {"latency_s": 0.0, "answers": [2]}
+    found = nvml.describe(library)["gpus"][0]["nvlinks"]
+    assert found == {
+        "active": 17,
+        "inactive": 1,
+        "ends": {"switch": 17},
+        "bytes_per_s": 26.562e9,
+    }
+
+
+def test_nvlinks_between_gpus_have_the_address_and_the_rate_of_their_version():
+    end = types.SimpleNamespace(busId=b"00000000:3B:00.0")
+    library = recorded("h100_x4")
+    for link in range(18):
+        for name, answer in (("RemotePciInfo", end), ("Version", 6)):
+            call = f"nvmlDeviceGetNvLink{name}({link})"
+            library.recording["gpu"][call] = {"latency_s": 0.0, "answers": [answer]}
+    found = nvml.describe(library)["gpus"][0]["nvlinks"]
+    assert found["ends"] == {"0000:3b:00.0": 17}
+    assert found["bytes_per_s"] == 25e9
+
+
 def test_unknown_metric_is_a_lookup_error():
     with nvml.open_nvml(recorded("gtx1080"), {}) as opened, pytest.raises(LookupError):
         opened.gpus[0].read("speed")

@@ -29,6 +29,7 @@ PRIVATE = {
     r"_is_multithreading|parametrize\._cache": "engine/settings.py",
     r"_post_accumulate_grad_hooks": "engine/fast/notice.py",
     r"_flatten_dense_tensors": "doctor/probe/host.py",
+    r"_dump_nccl_trace|_dump_fr_trace": "doctor/probe/all_reduce.py",
     r"torch\._dynamo\.utils": "models/__init__.py",
     r"FakeTensorMode": "predict/trace.py",
     r"_make_wrapper_subclass|_disabled_torch_function_impl|DispatchKeySet": (
@@ -70,6 +71,7 @@ def test_private_parts_exist_in_this_torch() -> None:
     assert hasattr(torch._C.DispatchKey, "SparseCPU"), where
     assert issubclass(nn.Dropout2d, nn.modules.dropout._DropoutNd), where
     assert hasattr(torch._C._autograd.DeviceType, "CUDA"), where
+    assert hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"), where
     assert torch._C._profiler._ExperimentalConfig(profile_all_threads=True), where
     for modes in (torch.overrides, torch.utils._python_dispatch):
         assert hasattr(modes, "_push_mode"), where

@@ -29,6 +29,7 @@ from dpbench.analysis.findings.sentences import paragraph
 from dpbench.analysis.summary import Row
 from dpbench.hardware.provenance import Resources
 from dpbench.records import Case, Source, Trial, schedule, siblings, words
+from dpbench.records.examination import Examination
 from dpbench.records.observed import unclear
 from dpbench.records.registry import Role
 from dpbench.records.trial import Doubt
@@ -67,9 +68,10 @@ def diagnose(
     rows: Sequence[Row],
     trials: Sequence[Trial],
     machine: Resources,
+    examination: Examination | None = None,
 ) -> list[Diagnosis]:
     """Return the diagnoses of a run: of each observed loop, and of the cases of `contexts`."""
-    return [_diagnosis(context) for context in contexts(rows, trials, machine)]
+    return [_diagnosis(context) for context in contexts(rows, trials, machine, examination)]
 
 
 def _about_loops() -> tuple[FindingRule, ...]:

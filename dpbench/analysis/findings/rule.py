@@ -15,6 +15,7 @@ from dpbench.analysis.summary import Row, parts
 from dpbench.hardware import foreign_load
 from dpbench.hardware.provenance import Resources
 from dpbench.records import Case, Phase, Trial, plan, registry
+from dpbench.records.examination import Examination
 from dpbench.records.observed import Observed, observed
 from dpbench.records.registry import Role
 from dpbench.records.schedule import Schedule, known
@@ -28,13 +29,15 @@ COMPUTE = (Phase.FORWARD.value, Phase.BACKWARD.value)
 class CaseContext:
     """The diagnosed case in `row`, and the run's cases with which it is compared.
 
-    `rows` has all measured rows of the run and `trials_of` all trials by case.
+    `rows` has all measured rows of the run and `trials_of` all trials by case. `examination` is the
+    result of `dpbench doctor` on the machine, if the store has one.
     """
 
     row: Row
     rows: Mapping[Case, Row]
     trials_of: Mapping[Case, Sequence[Trial]]
     machine: Resources = field(default_factory=Resources)
+    examination: Examination | None = None
     _ratios: dict[Case, Estimate] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -277,6 +280,7 @@ def contexts(
     rows: Sequence[Row],
     trials: Sequence[Trial],
     machine: Resources,
+    examination: Examination | None = None,
 ) -> list[CaseContext]:
     """Return the contexts of the cases to diagnose: training steps only, which remedies change.
 
@@ -299,7 +303,9 @@ def contexts(
         if row.case.devices > 1 and not row.case.traits.observed:
             groups.setdefault(_setting(row.case), []).append(row)
     diagnosed = [
-        CaseContext(row, by_case, of_case, machine) for row in measured if row.case.traits.observed
+        CaseContext(row, by_case, of_case, machine, examination)
+        for row in measured
+        if row.case.traits.observed
     ]
     for group in groups.values():
         most = max(row.case.devices for row in group)
@@ -308,7 +314,9 @@ def contexts(
             if row.case.devices == most:
                 batches.setdefault(row.case.batch_size, []).append(row)
         for alike in batches.values():
-            diagnosed.append(CaseContext(min(alike, key=_rank), by_case, of_case, machine))
+            diagnosed.append(
+                CaseContext(min(alike, key=_rank), by_case, of_case, machine, examination)
+            )
     return diagnosed
 
 

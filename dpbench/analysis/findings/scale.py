@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 
 from dpbench.analysis import commands, stats, transfers
 from dpbench.analysis.findings.rule import (
@@ -18,7 +19,8 @@ from dpbench.analysis.findings.rule import (
     share_of,
 )
 from dpbench.analysis.summary import Row, busy_of
-from dpbench.records import Case, Phase
+from dpbench.analysis.transfers import SlowLink
+from dpbench.records import HOST, Case, Phase
 from dpbench.records.names import devices, in_words
 from dpbench.records.registry import Parallelism, Role
 from dpbench.records.schedule import Schedule, available
@@ -149,12 +151,25 @@ def _slow_link(phases: Sequence[Phase], *, to_host: bool) -> Callable[[CaseConte
                 f"a copy of {size(copied)} takes"
                 f" {', '.join(times(one.slower) for one in shown)} as long as over"
                 f" other links; {', '.join(phases)} {verb(len(phases), 'takes', 'take')}"
-                f" {time(moving.value)} of the step"
+                f" {time(moving.value)} of the step{_examined(context, shown)}"
             ),
             size_s=share_of(moving, 1 - 1 / slow[0].slower.value),
         )
 
     return when
+
+
+def _examined(context: CaseContext, links: Sequence[SlowLink]) -> str:
+    """Return what `dpbench doctor` found about the links on this machine; "" if nothing."""
+    if context.examination is None:
+        return ""
+    found = []
+    for link in links:
+        gpus = frozenset(context.case.gpu(end) for end in link.ends if end != HOST)
+        found += context.examination.about(gpus)
+    day = datetime.fromtimestamp(context.examination.started_s, UTC).strftime("%Y-%m-%d")
+    said = "; ".join(f"{one.says} ({one.change})" for one in found)
+    return f"; dpbench doctor found on {day}: {said}" if found else ""
 
 
 def _memory(context: CaseContext) -> Judgement:

@@ -10,12 +10,13 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,10 @@ COMPUTED_S = 1e-3
 WARM = 3
 """The number of untimed all-reduces of each size, which connect ranks and allocate pages."""
 LIMIT_S = 60.0
+BEFORE_S = 2.0
+"""The seconds before the end of the time limit at which a rank writes what it has recorded."""
+RECORDER = {"TORCH_FR_BUFFER_SIZE": "1000", "TORCH_NCCL_TRACE_BUFFER_SIZE": "1000"}
+"""The number of entries of torch's flight recorder, by its new and its old name."""
 
 
 class NoResult(RuntimeError):
@@ -48,7 +53,7 @@ def figures(
     `sizes` are in bytes. `backend` is torch.distributed's: "nccl" between GPUs, "gloo" between CPU
     processes. The line is fitted to the seconds over the bytes that each of n ranks sends in a ring
     all-reduce: 2 (n - 1) / n times the size. Raises NoResult if a rank fails, or if the ranks take
-    longer than `limit_s` (by default `LIMIT_S`); the error then says what each rank was doing.
+    longer than `limit_s` (by default `LIMIT_S`); the error then says in which collective each was.
     """
     timings = _measured(ranks, backend, sizes, LIMIT_S if limit_s is None else limit_s)
     for size, spent in timings:
@@ -85,7 +90,8 @@ def _measured(
         ]
         try:
             done = subprocess.run(
-                [*command, str(ranks), backend, json.dumps(sizes)],
+                [*command, str(ranks), backend, json.dumps(sizes), str(time.time() + limit_s)],
+                env={**os.environ, **RECORDER},
                 timeout=limit_s,
                 capture_output=True,
                 text=True,
@@ -93,7 +99,7 @@ def _measured(
             )
         except subprocess.TimeoutExpired:
             raise NoResult(
-                f"the ranks did not end within {limit_s:g} s{_stages(folder, ranks)}"
+                f"the ranks did not end within {limit_s:g} s: {_stages(folder, ranks)}"
             ) from None
     if done.returncode:
         raise NoResult(
@@ -105,23 +111,76 @@ def _measured(
 
 
 def _stages(folder: Path, ranks: int) -> str:
-    """Return what each rank was doing when the time was over, after a colon."""
+    """Return in which collective each rank was when the time was over, by torch's recorder."""
+    last: dict[int, Collective] = {}
     stages = []
     for rank in range(ranks):
-        path = folder / f"stage-{rank}"
-        stage = path.read_text(encoding="utf-8") if path.exists() else "had not started"
-        stages.append(f"rank {rank} {stage}")
-    return f": {'; '.join(stages)}"
+        path = folder / f"recorded-{rank}"
+        if not path.exists():
+            stages.append(f"rank {rank} had not joined the others")
+            continue
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        if entries:
+            last[rank] = Collective.of(entries[-1])
+        elif entries is None:
+            stages.append(f"rank {rank} had joined, and this torch has no flight recorder")
+        else:
+            stages.append(f"rank {rank} had joined and started no collective")
+    newest = max(last.values(), key=lambda one: one.number, default=None)
+    for rank, one in last.items():
+        if newest is None or one.number == newest.number:
+            stages.append(f"rank {rank} was in {one}")
+        else:
+            stages.append(
+                f"rank {rank} had not entered collective {newest.number}, its last was {one}"
+            )
+    return "; ".join(stages)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective in torch's flight recorder: its number, operation, sizes of inputs and state."""
+
+    number: int
+    operation: str
+    sizes: Sequence[Sequence[int]]
+    state: str
+
+    @classmethod
+    def of(cls, entry: Mapping[str, Any]) -> Self:
+        """Return the collective of an entry."""
+        names = ("collective_seq_id", "profiling_name", "input_sizes", "state")
+        return cls(*(entry[name] for name in names))
+
+    def __str__(self) -> str:
+        sizes = ", ".join(" x ".join(map(str, shape)) for shape in self.sizes)
+        return f"collective {self.number}, {self.operation} of {sizes} elements ({self.state})"
+
+
+def _record(folder: Path, backend: str, rank: int) -> None:
+    """Write the entries of torch's flight recorder, None if this torch has none."""
+    from torch._C import _distributed_c10d as recorder
+
+    name = "_dump_nccl_trace_json" if backend == "nccl" else "_dump_fr_trace_json"
+    dump = getattr(recorder, name, None)
+    entries = json.loads(dump()).get("entries", []) if dump else None
+    written = folder / f"recorded-{rank}.part"
+    written.write_text(json.dumps(entries), encoding="utf-8")
+    written.rename(folder / f"recorded-{rank}")
 
 
 def _rank(
-    folder: Path, backend: str, sizes: Sequence[int], rank: int
+    folder: Path, backend: str, sizes: Sequence[int], deadline_s: float, rank: int
 ) -> list[tuple[int, dict[str, float]]]:
     """Return, for each size in bytes, the fields of the `Timing` of an all-reduce.
 
     Each follows a computation, as in a step, because an idle core responds later. It lasts from the
-    last rank's start to the last rank's end.
+    last rank's start to the last rank's end. A rank that is still here shortly before the deadline,
+    in seconds since the epoch, writes what torch's flight recorder has.
     """
+    record = threading.Timer(deadline_s - BEFORE_S - time.time(), _record, (folder, backend, rank))
+    record.daemon = True
+    record.start()
     torch.set_num_threads(1)
     processes.keep()
     device = torch.device("cpu")
@@ -131,8 +190,6 @@ def _rank(
     answer = []
     for size in sizes:
         value = torch.zeros(size // 4, device=device)
-        stage = f"was in the all-reduces of {size // KIB} KiB"
-        (folder / f"stage-{rank}").write_text(stage, encoding="utf-8")
         times = []
         for _ in range(WARM + (20 if size <= MIB else 8)):
             _compute()
@@ -146,7 +203,7 @@ def _rank(
             max(end for _, end in ranks) - max(begin for begin, _ in ranks) for ranks in by_step
         ]
         answer.append((size, asdict(timing(seconds[WARM:]))))
-    (folder / f"stage-{rank}").write_text("had ended", encoding="utf-8")
+    record.cancel()
     return answer
 
 
@@ -163,9 +220,9 @@ def _of_all_ranks(times: Any) -> list[Any]:
     return every
 
 
-def _main(parent: str, folder: str, ranks: str, backend: str, sizes: str) -> None:
+def _main(parent: str, folder: str, ranks: str, backend: str, sizes: str, deadline_s: str) -> None:
     processes.die_with_parent(int(parent))
-    work = partial(_rank, Path(folder), backend, json.loads(sizes))
+    work = partial(_rank, Path(folder), backend, json.loads(sizes), float(deadline_s))
     answers = run(work, int(ranks), Path(folder), backend)
     print(json.dumps(answers[0]), flush=True)
 

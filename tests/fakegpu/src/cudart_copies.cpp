@@ -10,21 +10,12 @@
 namespace fake {
 
 constexpr double kHostBytesPerSecond = 10e9;
-constexpr int64_t kNeverEnds = int64_t{1} << 60;  // nanoseconds, 36 years
 constexpr size_t kAlwaysCopied = 4096;  // bytes, also without FAKECUDA_DATA: flags, counters, sizes
 
 static bool moves(size_t bytes) { return cfg.data || bytes <= kAlwaysCopied; }
 
-// Whether a variable plants its fault in copies from `source` to `target`, such as "0-2".
-static bool planted(const char* variable, int source, int target) {
-  const char* text = getenv(variable);
-  int from;
-  int to;
-  return text && sscanf(text, "%d-%d", &from, &to) == 2 && from == source && to == target;
-}
-
 static bool corrupts(const Op& op) {
-  return op.kind == Kind::CopyP2P && planted("FAKECUDA_CORRUPT", op.peer, op.target);
+  return op.kind == Kind::CopyP2P && planted("FAKECUDA_CORRUPT", op.peer) == op.target;
 }
 
 static Op copy_op(const void* to, const void* from, size_t bytes) {
@@ -57,10 +48,10 @@ static Op copy_op(const void* to, const void* from, size_t bytes) {
     op.peer = source;
     op.target = target;
     bytes_per_second = cfg.peer ? cfg.p2p : cfg.staged;
-    if (planted("FAKECUDA_SLOW", source, target)) bytes_per_second /= 10;
+    if (planted("FAKECUDA_SLOW", source) == target) bytes_per_second /= 10;
   }
   op.duration = static_cast<int64_t>(latency_us * 1e3 + bytes / bytes_per_second * 1e9);
-  if (op.kind == Kind::CopyP2P && planted("FAKECUDA_HANG", source, target))
+  if (op.kind == Kind::CopyP2P && planted("FAKECUDA_HANG", source) == target)
     op.duration = kNeverEnds;
   return op;
 }

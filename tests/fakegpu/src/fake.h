@@ -20,6 +20,7 @@
 namespace fake {
 
 constexpr int kMaxDevices = 16;
+constexpr int64_t kNeverEnds = int64_t{1} << 60;  // nanoseconds, 36 years
 
 struct Config {
   int physical = 4;                // GPUs of the machine
@@ -30,6 +31,8 @@ struct Config {
   int major = 8, minor = 6;        // compute capability
   int sms = 82;
   bool peer = true;                // peer access between all pairs
+  unsigned generation = 4;         // of the GPUs' PCIe links
+  unsigned lanes = 16;
   double h2d = 12e9, d2h = 12e9;   // bytes per second
   double p2p = 20e9, staged = 6e9; // between GPUs, with and without peer access
   double hbm = 800e9;              // bytes per second of a GPU's own memory
@@ -44,6 +47,7 @@ struct Config {
 extern Config cfg;
 
 void init();  // reads the configuration, once; every entry point may be the first
+int planted(const char* variable, int gpu);  // N if the variable says "GPU-N", otherwise -1
 int64_t now();
 void sleep_until(int64_t when);
 

@@ -40,6 +40,14 @@ static double setting(const char* name, double otherwise) {
   refuse(name, text, "not a number, with K, M or G at most");
 }
 
+int planted(const char* variable, int gpu) {
+  const char* text = getenv(variable);
+  int first;
+  int second;
+  bool told = text && sscanf(text, "%d-%d", &first, &second) == 2 && first == gpu;
+  return told ? second : -1;
+}
+
 static void rate(double& bytes_per_second, const char* name) {
   bytes_per_second = setting(name, bytes_per_second / 1e9) * 1e9;
 }
@@ -80,6 +88,9 @@ static void read_config() {
   if (const char* name = getenv("FAKECUDA_NAME")) cfg.name = name;
   if (const char* text = getenv("FAKECUDA_CC"))
     if (sscanf(text, "%d.%d", &cfg.major, &cfg.minor) != 2) refuse("FAKECUDA_CC", text, "not N.N");
+  if (const char* text = getenv("FAKECUDA_PCIE"))
+    if (sscanf(text, "%ux%u", &cfg.generation, &cfg.lanes) != 2)
+      refuse("FAKECUDA_PCIE", text, "not NxN");
   cfg.sms = static_cast<int>(setting("FAKECUDA_SMS", cfg.sms));
   cfg.peer = setting("FAKECUDA_PEER", cfg.peer) != 0;
   rate(cfg.h2d, "FAKECUDA_H2D_GBPS");
@@ -202,9 +213,10 @@ static void leave() {
   slot->pid = 0;
 }
 
-// Spreads an amount evenly over the buckets of an interval.
+// Spreads an amount evenly over the buckets of an interval; what never ends fills all of them.
 static void add(Cell* buckets, int64_t begin, int64_t end, double per_ns) {
   if (end <= begin) return;
+  end = std::min(end, begin + kBucket * (kBuckets - 1));
   for (int64_t number = begin / kBucket; number <= end / kBucket; number++) {
     int64_t from = std::max(begin, number * kBucket);
     int64_t to = std::min(end, (number + 1) * kBucket);

@@ -2,7 +2,8 @@
 //
 // Faithful: GPUs by index, UUID and PCI address; memory, also by process; utilization as the share
 // of the last 200 ms in which anything ran, and its samples of the last ten seconds; bytes over
-// PCIe and NVLink; a PCIe link and clocks that slow down when a GPU is idle. With
+// PCIe and NVLink, whose links all go to one NVSwitch and together carry FAKECUDA_P2P_GBPS; a PCIe
+// link and clocks that slow down when a GPU is idle. With
 // FAKECUDA_CLOCK_MHZ, the SM clock falls from 1695 MHz to this many as the GPU is busy for two
 // seconds, with the reason "software power cap". Not faithful: power, energy and temperature follow
 // the busy time alone, and kernels that run at the same time count twice in the energy; the clock
@@ -32,9 +33,7 @@ constexpr unsigned kMaxSmMhz = 2100;
 constexpr unsigned kIdleMemoryMhz = 405;
 constexpr unsigned kMemoryMhz = 9501;
 constexpr unsigned kMaxMemoryMhz = 9751;
-constexpr unsigned kPcieGeneration = 4;
 constexpr unsigned kPcieIdleGeneration = 1;
-constexpr unsigned kPcieWidth = 16;
 constexpr unsigned kNvlinks = 4;
 constexpr int64_t kHeatWindowNs = 2'000'000'000;
 constexpr int64_t kSampleNs = 100'000'000;
@@ -64,6 +63,12 @@ double heat(nvmlDevice_t device) {
 double hot_sm_mhz() {
   const char* text = getenv("FAKECUDA_CLOCK_MHZ");
   return text && *text ? strtod(text, nullptr) : kBoostSmMhz;
+}
+
+// What a variable plants for this GPU, such as FAKECUDA_POWER_LIMIT=1-200, or what is usual.
+unsigned planted(const char* variable, nvmlDevice_t device, unsigned usual) {
+  int told = fake::planted(variable, physical_of(device));
+  return told < 0 ? usual : static_cast<unsigned>(told);
 }
 
 unsigned rounded(double value) { return static_cast<unsigned>(value + 0.5); }
@@ -202,6 +207,10 @@ EXPORT nvmlReturn_t nvmlDeviceGetEccMode(nvmlDevice_t, nvmlEnableState_t* curren
   *pending = NVML_FEATURE_DISABLED;
   return NVML_SUCCESS;
 }
+EXPORT nvmlReturn_t nvmlDeviceGetTotalEccErrors(nvmlDevice_t device, int, int,
+                                                unsigned long long* errors) {
+  return give<unsigned long long>(errors, planted("FAKECUDA_ECC_ERRORS", device, 0));
+}
 
 // ---- memory and processes -----------------------------------------------------------------------
 
@@ -275,8 +284,8 @@ EXPORT nvmlReturn_t nvmlDeviceGetPowerManagementLimit(nvmlDevice_t, unsigned* mi
 EXPORT nvmlReturn_t nvmlDeviceGetPowerManagementDefaultLimit(nvmlDevice_t, unsigned* milliwatts) {
   return give(milliwatts, rounded(kPeakWatts * 1e3));
 }
-EXPORT nvmlReturn_t nvmlDeviceGetEnforcedPowerLimit(nvmlDevice_t, unsigned* milliwatts) {
-  return give(milliwatts, rounded(kPeakWatts * 1e3));
+EXPORT nvmlReturn_t nvmlDeviceGetEnforcedPowerLimit(nvmlDevice_t device, unsigned* milliwatts) {
+  return give(milliwatts, 1000 * planted("FAKECUDA_POWER_LIMIT", device, kPeakWatts));
 }
 EXPORT nvmlReturn_t nvmlDeviceGetClockInfo(nvmlDevice_t device, nvmlClockType_t type,
                                            unsigned* mhz) {
@@ -322,21 +331,26 @@ EXPORT nvmlReturn_t nvmlDeviceGetPcieThroughput(nvmlDevice_t device, nvmlPcieUti
   return give(kilobytes_per_s, rounded(bytes / 1e3));
 }
 EXPORT nvmlReturn_t nvmlDeviceGetMaxPcieLinkGeneration(nvmlDevice_t, unsigned* generation) {
-  return give(generation, kPcieGeneration);
+  return give(generation, cfg.generation);
 }
 EXPORT nvmlReturn_t nvmlDeviceGetCurrPcieLinkGeneration(nvmlDevice_t device, unsigned* generation) {
-  return give(generation, busy(device) ? kPcieGeneration : kPcieIdleGeneration);
+  return give(generation, busy(device) ? cfg.generation : kPcieIdleGeneration);
 }
 EXPORT nvmlReturn_t nvmlDeviceGetMaxPcieLinkWidth(nvmlDevice_t, unsigned* width) {
-  return give(width, kPcieWidth);
+  return give(width, cfg.lanes);
 }
-EXPORT nvmlReturn_t nvmlDeviceGetCurrPcieLinkWidth(nvmlDevice_t, unsigned* width) {
-  return give(width, kPcieWidth);
+EXPORT nvmlReturn_t nvmlDeviceGetCurrPcieLinkWidth(nvmlDevice_t device, unsigned* width) {
+  return give(width, planted("FAKECUDA_PCIE_LANES", device, cfg.lanes));
 }
-EXPORT nvmlReturn_t nvmlDeviceGetNvLinkState(nvmlDevice_t, unsigned link,
+EXPORT nvmlReturn_t nvmlDeviceGetNvLinkState(nvmlDevice_t device, unsigned link,
                                              nvmlEnableState_t* state) {
   if (!cfg.peer || link >= kNvlinks) return NVML_ERROR_NOT_SUPPORTED;
-  return give(state, NVML_FEATURE_ENABLED);
+  bool down = planted("FAKECUDA_NVLINK_DOWN", device, kNvlinks) == link;
+  return give(state, down ? NVML_FEATURE_DISABLED : NVML_FEATURE_ENABLED);
+}
+EXPORT nvmlReturn_t nvmlDeviceGetNvLinkRemoteDeviceType(nvmlDevice_t, unsigned link, int* type) {
+  if (!cfg.peer || link >= kNvlinks) return NVML_ERROR_NOT_SUPPORTED;
+  return give(type, kNvlinkToSwitch);
 }
 EXPORT nvmlReturn_t nvmlDeviceGetFieldValues(nvmlDevice_t device, int count,
                                              nvmlFieldValue_t* values) {
@@ -348,6 +362,9 @@ EXPORT nvmlReturn_t nvmlDeviceGetFieldValues(nvmlDevice_t device, int count,
     } else if (value->fieldId == kFieldNvlinkLinkCount) {
       value->valueType = NVML_VALUE_TYPE_UNSIGNED_INT;
       value->value.uiVal = cfg.peer ? kNvlinks : 0;
+    } else if (cfg.peer && value->fieldId == kFieldNvlinkSpeedMB) {
+      value->valueType = NVML_VALUE_TYPE_UNSIGNED_INT;
+      value->value.uiVal = rounded(cfg.p2p / kNvlinks / 1e6);
     } else {
       value->nvmlReturn = NVML_ERROR_NOT_SUPPORTED;
     }
@@ -366,6 +383,5 @@ EXPORT nvmlReturn_t nvmlDeviceGetTopologyCommonAncestor(nvmlDevice_t, nvmlDevice
 // ---- what these GPUs do not have ----------------------------------------------------------------
 
 EXPORT nvmlReturn_t nvmlDeviceGetMigMode() { return NVML_ERROR_NOT_SUPPORTED; }
-EXPORT nvmlReturn_t nvmlDeviceGetNvLinkRemoteDeviceType() { return NVML_ERROR_NOT_SUPPORTED; }
 EXPORT nvmlReturn_t nvmlDeviceGetNvLinkRemotePciInfo_v2() { return NVML_ERROR_NOT_SUPPORTED; }
 EXPORT nvmlReturn_t nvmlDeviceGetGpuFabricInfoV() { return NVML_ERROR_NOT_SUPPORTED; }

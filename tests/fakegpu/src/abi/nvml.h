@@ -22,7 +22,9 @@ enum nvmlValueType_t { NVML_VALUE_TYPE_UNSIGNED_INT = 1, NVML_VALUE_TYPE_UNSIGNE
 
 constexpr uint64_t kReasonGpuIdle = 0x1;
 constexpr uint64_t kReasonSwPowerCap = 0x4;
+constexpr unsigned kFieldNvlinkSpeedMB = 90;  // per second, of one link and direction
 constexpr unsigned kFieldNvlinkLinkCount = 91;
+constexpr int kNvlinkToSwitch = 2;
 constexpr unsigned kFieldNvlinkSentKiB = 138;
 constexpr unsigned kNoInstance = 0xffffffff;
 

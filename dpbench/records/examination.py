@@ -1,0 +1,162 @@
+"""Examination: what `dpbench doctor` found on a machine, for its JSON, its page and the store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dpbench.records import HOST, words
+
+DIRECT, STAGED, PINNED, PAGEABLE = "direct", "through the host", "pinned", "pageable"
+"""The ways of a copy: between two GPUs, or between the host's memory and a GPU."""
+HANGS = "does not end"
+"""The beginning of the failure of a copy that hangs."""
+SLOW = 0.5
+"""The share of a link's promised rate, or of the median of its kind, below which it is slow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One finding: what is the matter, the evidence, what it costs, the change, and how to undo it.
+
+    `wrong` is whether the change removes a fault; otherwise the finding is a fact of the hardware.
+    `gpus` are CUDA's numbers of the GPUs whose link is the matter: one for its link to the host,
+    two for the link between them, none for another matter.
+    """
+
+    name: str
+    says: str
+    evidence: str
+    cost: str = ""
+    change: str = ""
+    undo: str = ""
+    wrong: bool = True
+    gpus: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MadeCopy:
+    """A copy between two GPUs, or between the host (-1) and a GPU.
+
+    `way` is "direct", "through the host", "pinned" or "pageable". `promised_bytes_per_s` is what
+    the links on its way can carry, 0 if unknown. `wrong` is the number of bytes that differed on
+    arrival. `failure` is "" if the copy ended.
+    """
+
+    source: int
+    target: int
+    way: str
+    bytes_per_s: float
+    promised_bytes_per_s: float
+    wrong: int
+    failure: str
+
+    @property
+    def share(self) -> float | None:
+        """Return the measured over the promised rate, 0 if the copy is wrong or has no end.
+
+        None if the promised rate is unknown.
+        """
+        if self.failure or self.wrong:
+            return 0.0
+        return self.bytes_per_s / self.promised_bytes_per_s if self.promised_bytes_per_s else None
+
+    @property
+    def cell(self) -> str:
+        """Return the rate in GB/s, or what is wrong with the copy."""
+        if self.failure:
+            return "hangs" if self.failure.startswith(HANGS) else "fails"
+        return "wrong" if self.wrong else words.number(self.bytes_per_s / 1e9)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """A box of the machine's picture: a socket, a switch, a GPU or a network card.
+
+    `row` counts from the top, `column` from the left; a box may lie between two columns.
+    """
+
+    id: str
+    row: int
+    column: float
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A link between two boxes of the machine's picture, and its measured over its promised rate.
+
+    `share` is None if one of the two rates is unknown, and 0 if copies are wrong or have no end.
+    """
+
+    ends: tuple[str, str]
+    share: float | None
+
+    @property
+    def slow(self) -> bool:
+        """Return whether the link reaches less than `SLOW` of what it promises."""
+        return self.share is not None and self.share < SLOW
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examination:
+    """The result of `dpbench doctor`: the findings, the faults first, and what they are based on.
+
+    `started_s` is in seconds since the epoch. `labels` are those of measurements, such as
+    "FAKE-GPU". `gpus` has the facts of each GPU that torch can use, in CUDA's order, and `software`
+    versions by name. `all_reduce_bytes_per_s` is what each GPU sent per second, None without a
+    result. `boxes` and `links` are the machine's picture.
+    """
+
+    started_s: float
+    labels: tuple[str, ...]
+    findings: tuple[Finding, ...]
+    checked: tuple[str, ...]
+    unchecked: tuple[str, ...]
+    gpus: tuple[Mapping[str, Any], ...]
+    software: Mapping[str, str]
+    copies: tuple[MadeCopy, ...]
+    all_reduce_bytes_per_s: float | None
+    boxes: tuple[Box, ...]
+    links: tuple[Link, ...]
+
+    @property
+    def faults(self) -> int:
+        """Return the number of findings that a change removes."""
+        return sum(finding.wrong for finding in self.findings)
+
+    def about(self, gpus: frozenset[int]) -> list[Finding]:
+        """Return the findings about the link between these GPUs, or of this one and the host."""
+        return [finding for finding in self.findings if frozenset(finding.gpus) == gpus]
+
+    def host_table(self) -> list[tuple[str, ...]]:
+        """Return a row per GPU: GB/s from and to the host, and the share of the promised rate."""
+        ways = [(way, up) for way in (PINNED, PAGEABLE) for up in (True, False)]
+        head = ("GB/s", *(f"{'from' if up else 'to'} {way}" for way, up in ways), "of the link")
+        rows = [head]
+        for gpu in range(len(self.gpus)):
+            ends = {True: (HOST, gpu), False: (gpu, HOST)}
+            shares = [
+                one.share or 0.0
+                for one in self.copies
+                if one.way == PINNED and gpu in (one.source, one.target)
+            ]
+            best = max(shares, default=0.0)
+            cells = (self._cell(*ends[up], way) for way, up in ways)
+            rows.append((f"GPU {gpu}", *cells, words.percent(best) if best else ""))
+        return rows
+
+    def pair_table(self) -> list[tuple[str, ...]]:
+        """Return a row per source and a column per target of direct copies, in GB/s."""
+        numbers = range(len(self.gpus))
+        rows: list[tuple[str, ...]] = [("", *(f"GPU {target}" for target in numbers))]
+        for source in numbers:
+            cells = (self._cell(source, target, DIRECT) for target in numbers)
+            rows.append((f"GPU {source}", *cells))
+        return rows
+
+    def _cell(self, source: int, target: int, way: str) -> str:
+        wanted = (source, target, way)
+        found = (one for one in self.copies if (one.source, one.target, one.way) == wanted)
+        return next((one.cell for one in found), "")
