@@ -37,19 +37,20 @@ def section(curve: LoaderCurve, trials: Sequence[Trial]) -> Section:
         "DataLoader",
         "Samples per second that a DataLoader yields to a loop that only waits for batches, without"
         " the start of its workers. Whiskers are 95% intervals.",
-        [_panel(curve, trials)] if curve.points else [],
+        [_panel(curve)] if curve.points else [],
         note,
+        [_table(curve, trials)] if curve.points else [],
+        naming.labels([point.row for point in curve.points]),
     )
 
 
-def _panel(curve: LoaderCurve, trials: Sequence[Trial]) -> Panel:
+def _panel(curve: LoaderCurve) -> Panel:
     rows = [point.row for point in curve.points]
     return Panel(
         naming.clip(rows[0].case.model, 90),
         _drawing(curve),
         " ".join([naming.rounds(rows), *loaders.said(curve)]),
         naming.labels(rows),
-        [_table(curve, trials)],
         [row.case for row in rows],
     )
 
@@ -75,7 +76,8 @@ def _table(curve: LoaderCurve, trials: Sequence[Trial]) -> Table:
                 *(Cell(words.number(seconds * 1e3)) for seconds in waits),
             )
         )
-    return Table("Each number of workers", COLUMNS, tuple(lines), text=0)
+    cases = [point.row.case for point in curve.points]
+    return Table("Each number of workers", COLUMNS, tuple(lines), text=0, cases=cases)
 
 
 def _drawing(curve: LoaderCurve) -> str:
