@@ -366,9 +366,9 @@ def climb(ladder: Ladder) -> Table:
 def _limits(ladder: Ladder) -> str:
     """Return what the rungs of a ladder are compared with, and which have no result."""
     sentences = [naming.rounds([rung.row for rung in ladder.rungs])]
-    if ladder.ddp and ladder.ddp.step:
+    if ladder.ddp and ladder.ddp.step and not ladder.ddp.doubt:
         sentences.append(f"A step of ddp takes {words.ms(ladder.ddp.step)}.")
-    if ladder.limit and ladder.limit.step:
+    if ladder.limit and ladder.limit.step and not ladder.limit.doubt:
         share = f"single at batch {ladder.limit.case.batch_size}"
         sentences.append(
             f"The limit is the step time of one device's share of the batch, measured as {share}:"

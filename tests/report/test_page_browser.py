@@ -521,6 +521,12 @@ def test_the_site_of_asv_draws_its_graphs_from_a_file(browser: Any, site: Path) 
         )
         assert browser.get_log("browser") == [], view
     wait.WebDriverWait(browser, 20).until(lambda driver: driver.execute_script(LINES) > 100)
+    grey = """
+        const drawn = $('#main-graph').data('plot').getData();
+        const grey = drawn.filter(one => one.color === '#999999');
+        return grey.map(one => [one.label, one.data.length]);
+        """
+    assert browser.execute_script(grey) == [["quick mode, or NOISY", 1]]
     trials = browser.execute_script(
         "return document.querySelector('#dpbench-trials li').textContent"
     )
