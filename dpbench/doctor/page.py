@@ -14,7 +14,7 @@ from dpbench.doctor.faults import SLOW, Examined, Finding
 from dpbench.doctor.system import PciDevice
 from dpbench.doctor.transfers import DIRECT, PINNED
 from dpbench.records.words import count, number, percent
-from dpbench.report import page
+from dpbench.report import templates
 
 WIDE, HIGH, GAP = 132, 46, 18
 """The width and the height of a box and the gap between two, in SVG units."""
@@ -34,10 +34,10 @@ def render(
     machine: Examined, findings: Sequence[Finding], checks: tuple[Sequence[str], Sequence[str]]
 ) -> str:
     """Return the HTML text; `checks` has what was checked, and what was not."""
-    style = f"{page.text_of('page.css')}{STYLE}"
+    style = f"{templates.text_of('page.css')}{STYLE}"
     wrong = sum(finding.wrong for finding in findings)
-    return page.template("page.html", Path(__file__).parent).render(
-        policy=Markup(f"default-src 'none'; style-src {page.allowed(style)}"),
+    return templates.template("page.html", Path(__file__).parent).render(
+        policy=Markup(f"default-src 'none'; style-src {templates.allowed(style)}"),
         style=Markup(style),
         host=platform.node(),
         summary=f"{count(wrong, 'fault')} found" if wrong else "Nothing wrong found",
