@@ -45,7 +45,8 @@ def parts(report: Report) -> list[Section]:
             lead,
             tables=content,
             table_labels=_union(
-                labels.get(case, ()) for one in content for case in one.cases or labels
+                one.labels or _union(labels.get(case, ()) for case in one.cases or labels)
+                for one in content
             ),
         )
         for id, title, lead, content in tables
@@ -236,6 +237,7 @@ def _forecasts(forecasts: Sequence[Forecast]) -> Table:
         lines,
         text=2,
         cases=[forecast.case for forecast in forecasts],
+        labels=_union(forecast.labels for forecast in forecasts),
     )
 
 

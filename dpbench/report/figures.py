@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from itertools import pairwise
 
@@ -127,26 +128,31 @@ def _commits_caption(history: History) -> str:
     return naming.plain(" ".join(sentences))
 
 
-def sections(report: Report) -> list[Section]:
-    """Return every section with drawings.
+DRAWN = ("lanes", "speedup", "steps", "utilisation", "history")
+"""The ids of the sections with drawings of a run that trains."""
+
+
+def sections(report: Report, ids: Collection[str] = DRAWN, key: str = "") -> list[Section]:
+    """Return the sections with drawings that have one of these ids; those of a DataLoader always.
 
     They show only the lowest rung of each ladder, the best rung, and the schedule that TrainStep
-    selected.
+    selected. The ids in the drawings begin with `key`.
     """
-    drawable = notable(report.rows, report.ladders)
+    rows = notable(report.rows, report.ladders)
+    drawn: dict[str, Callable[[], Section | None]] = {
+        "lanes": lambda: swim_lanes.section(report, rows, f"{key}lanes"),
+        "speedup": lambda: speedup.section(rows, f"{key}speedup"),
+        "steps": lambda: timeline.steps(report, rows),
+        "utilisation": lambda: timeline.utilisation(report, rows),
+        "history": lambda: over_commits(report),
+    }
     with svg.theme():
         if report.loading:
-            return [loaders.section(report.loading, report.trials)]
-        all_sections = [
-            swim_lanes.section(report, drawable),
-            speedup.section(drawable),
-            timeline.steps(report, drawable),
-            timeline.utilisation(report, drawable),
-            *filter(None, [over_commits(report)]),
-        ]
-        # an observed loop has no baseline, and two runs are compared in some of the sections
-        if report.observed or report.compared:
-            return [section for section in all_sections if section.panels]
-        if not report.ladders:
-            return all_sections
-        return [replace(one, note=f"{one.note} {ENDS}".strip()) for one in all_sections]
+            return [loaders.section(report.loading, report.trials, f"{key}loaders")]
+        found = [section for name in ids if (section := drawn[name]())]
+    # an observed loop has no baseline, and two runs are compared in some of the sections
+    if report.observed or report.compared:
+        return [section for section in found if section.panels]
+    if not report.ladders:
+        return found
+    return [replace(one, note=f"{one.note} {ENDS}".strip()) for one in found]

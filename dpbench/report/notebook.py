@@ -6,14 +6,12 @@ The HTML needs neither a network nor scripts, and all text in it is escaped.
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
 from dpbench.analysis import caveats
 from dpbench.analysis.comparison import Comparisons
-from dpbench.analysis.ladder import notable
 from dpbench.analysis.report import Report
 from dpbench.report import NoDrawings, check_drawings, comparing, naming, table, templates
 
@@ -35,7 +33,6 @@ STYLE = "\n".join(
         templates.text_of("notebook.css"),
     ]
 )
-ENDS = "Of each ladder, the drawings show the first rung, `reference`, and the best rungs only."
 
 
 def render(report: Report) -> str:
@@ -46,7 +43,7 @@ def render(report: Report) -> str:
     sections: list[Section] = []
     missing = ""
     try:
-        sections = _sections(report, lanes_only=True)
+        sections = _sections(report, "lanes")
     except NoDrawings as error:
         missing = f"No swim lanes: {error}."
     facts = ", ".join(f"{name} {value}" for name, value in naming.facts(report)[:3])
@@ -65,25 +62,15 @@ def drawings(report: Report) -> str:
     For a run of `dpbench loaders`, the HTML has its rates instead. Raises NoDrawings without
     matplotlib.
     """
-    return _html(sections=_sections(report))
+    return _html(sections=_sections(report, "lanes", "speedup"))
 
 
-def _sections(report: Report, *, lanes_only: bool = False) -> list[Section]:
+def _sections(report: Report, *ids: str) -> list[Section]:
     check_drawings()
-    from dpbench.report import loaders, speedup, svg, swim_lanes
+    from dpbench.report import figures
 
     # a notebook may show several runs, whose drawings must not have the same ids
-    run = f"run-{report.run_id[:12]}"
-    rows = notable(report.rows, report.ladders)
-    with svg.theme():
-        if report.loading:
-            return [loaders.section(report.loading, report.trials)]
-        sections = [swim_lanes.section(report, rows, f"{run}-lanes")]
-        if not (lanes_only or report.observed):  # an observed loop has no baseline
-            sections.append(speedup.section(rows, f"{run}-speedup"))
-    if report.ladders:
-        return [replace(section, note=f"{section.note} {ENDS}".strip()) for section in sections]
-    return sections
+    return figures.sections(report, ids, f"run-{report.run_id[:12]}-")
 
 
 def compared(before: Report, after: Report, comparisons: Comparisons) -> str:

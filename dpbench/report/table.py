@@ -74,7 +74,8 @@ class TableLine:
 class Table:
     """A table; its first `text` columns contain text, the other columns numbers.
 
-    `cases` has the case of each line, by which the page filters the lines.
+    `cases` has the case of each line, by which the page filters the lines. `labels` are those of
+    its numbers; if empty, the numbers have the labels of the cases.
     """
 
     title: str
@@ -83,6 +84,7 @@ class Table:
     text: int = 1
     note: str = ""
     cases: Sequence[Case] = ()
+    labels: tuple[str, ...] = ()
 
 
 def lines(rows: Iterable[Row], trials: Sequence[Trial]) -> list[TableLine]:
