@@ -148,9 +148,18 @@ def keep(benchmark: Callable[..., Any] | str, params: Sequence[Any], trials: Seq
         "run": run_id,
         "store": f".asv/trials/{file.name}",
         "fingerprints": sorted({trial.case.fingerprint for trial in trials}),
+        "noisy": _noisy(trials),
     }
     with file.with_suffix(".jsonl").open("a", encoding="utf-8") as lines:
         lines.write(json.dumps(entry) + "\n")
+
+
+def _noisy(trials: Sequence[Any]) -> bool:
+    """Return whether a trial is NOISY; False in a commit that does not know this."""
+    try:
+        return any(map(module("hardware.foreign_load").noisy, trials))
+    except (ImportError, AttributeError):
+        return False
 
 
 @contextmanager

@@ -66,19 +66,21 @@ for name in ["dpbench", *("dpbench." + module.name for module in pkgutil.iter_mo
     if spec and spec.origin and not spec.origin.startswith(tree + "/"):
         sys.exit(f"history: {name} would come from {spec.origin}")'
 
-# Measure commit $1 with the options $2 of asv; return 0, or the exit status of the command that failed.
-measure() {
+# Write the dpbench of commit $1 into a folder; return 0, or the exit status of the command that failed.
+prepare() {
     tree=$work/$1
-    if ! git cat-file -e "$1:dpbench/__init__.py" 2>/dev/null; then
-        say "$(git log -1 --format='%h %s' "$1"): skipped, it has no dpbench"
-        return 0
-    fi
     mkdir "$tree"
     git archive --format=tar --output="$tree.tar" "$1" dpbench || return 1
     tar -xf "$tree.tar" -C "$tree" || return 1
     printf '%s\n' "$alone" >"$tree/sitecustomize.py"
     # never store one commit's results under another commit
-    (cd / && PYTHONPATH=$tree "$python" -c "$origins" "$tree" "$top") || return 1
+    (cd / && PYTHONPATH=$tree "$python" -c "$origins" "$tree" "$top")
+}
+
+# Measure commit $1 with the options $2 of asv; return 0, or the exit status of the command that failed.
+measure() {
+    tree=$work/$1
+    [ -d "$tree" ] || prepare "$1" || return 1
     say "$(git log -1 --format='%h %s' "$1")"  # asv's heading names HEAD
     # the options are one per line, and none of them is a pattern of files
     set -f
@@ -106,11 +108,27 @@ mkdir -p .asv/trials
 expected=$("$python" reports/asv_history.py expect $commits)
 say "$expected"
 
-status=0
+todo=
 for commit in $commits; do
-    benches=$("$python" reports/asv_history.py select "$commit")
-    [ -n "$benches" ] || { say "$(git log -1 --format='%h %s' "$commit"): every benchmark has a result"; continue; }
-    measure "$commit" "$benches" || { status=$?; say "$commit: failed (exit status $status); continuing"; }
+    name=$(git log -1 --format='%h %s' "$commit")
+    if ! git cat-file -e "$commit:dpbench/__init__.py" 2>/dev/null; then
+        say "$name: skipped, it has no dpbench"
+    elif [ -z "$("$python" reports/asv_history.py select "$commit")" ]; then
+        say "$name: every benchmark has a result"
+    else
+        todo="$todo $commit"
+    fi
+done
+
+# commits take turns, so that a change of the machine does not look like a change of the code
+status=0
+groups=$("$python" reports/asv_history.py groups)
+for group in ${groups:-""}; do
+    for commit in $todo; do
+        benches=$("$python" reports/asv_history.py select "$commit" "$group")
+        [ -n "$benches" ] || continue
+        measure "$commit" "$benches" || { status=$?; say "$commit: failed (exit status $status); continuing"; }
+    done
 done
 
 # files for a page that works without a network; without npm the page names the missing files

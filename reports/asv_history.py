@@ -4,8 +4,9 @@ asv saves the results of a commit after its last benchmark, so that a kill would
 The plugin saves them after each benchmark, and notes whether the result is quick or full, and how
 long it took. asv's own interpreter runs this: it imports neither torch nor dpbench.
 
-python reports/asv_history.py select COMMIT       asv's options that select the benchmarks
-python reports/asv_history.py expect COMMIT...    the time that the benchmarks will take
+python reports/asv_history.py groups                  the groups of benchmarks, in order
+python reports/asv_history.py select COMMIT [GROUP]   asv's options that select the benchmarks
+python reports/asv_history.py expect COMMIT...        the time that the benchmarks will take
 
 BENCH is a regular expression for the benchmarks; with AGAIN, those that have a result are measured
 too.
@@ -27,6 +28,8 @@ from typing import Any
 from asv.results import Results
 
 RESULTS = Path(".asv/results")
+FIRST = ("steps", "verbs")
+"""The groups that are measured first; the page has them on top, see asv_offline.py."""
 EFFORTS = "efforts.json"
 """The file beside the folder of the results, which has a note on each saved result, by commit and
 benchmark.
@@ -135,13 +138,23 @@ def missing(commit: str, pattern: str) -> list[str]:
     return [name for name, version in benchmarks(pattern).items() if (name, version) not in good]
 
 
-def selection(commit: str, pattern: str) -> list[str]:
-    """Return asv's options that select the missing benchmarks; none if there are none.
+def groups(pattern: str) -> list[str]:
+    """Return the groups of the benchmarks, which are their files; [""] if no name matches."""
+    found = {name.partition(".")[0] for name in benchmarks(pattern)} or {""}
+    return sorted(found, key=lambda group: (group not in FIRST, group))
+
+
+def selection(commit: str, pattern: str, group: str = "") -> list[str]:
+    """Return asv's options that select a group's missing benchmarks; none if there are none.
 
     asv compares a pattern with the name of a benchmark and its parameters. If the pattern matches
-    no name, asv gets it as it is.
+    no name, asv gets it as it is. The group "" has all benchmarks.
     """
-    names = [rf"^{re.escape(name)}(\(|$)" for name in missing(commit, pattern)]
+    names = [
+        rf"^{re.escape(name)}(\(|$)"
+        for name in missing(commit, pattern)
+        if group in ("", name.partition(".")[0])
+    ]
     return [f"--bench={one}" for one in names or ([] if benchmarks(pattern) else [pattern])]
 
 
@@ -177,4 +190,11 @@ def expect(commits: Sequence[str], pattern: str) -> str:
 if __name__ == "__main__":
     verb, *given = sys.argv[1:]
     regex = os.environ.get("BENCH", "")
-    print(expect(given, regex) if verb == "expect" else "\n".join(selection(given[0], regex)))
+    if verb == "groups":
+        print("\n".join(groups(regex)))
+    else:
+        print(
+            expect(given, regex)
+            if verb == "expect"
+            else "\n".join(selection(given[0], regex, *given[1:]))
+        )

@@ -16,6 +16,7 @@ import json
 import re
 import shutil
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -44,6 +45,10 @@ FILES = {
 }
 """What the page calls a file -> where npm puts it."""
 
+FIRST = ("steps", "verbs")
+"""The groups of benchmarks that the page shows first."""
+EFFORTS = "efforts.json"
+"""The file of asv_history.py with the effort of each result, beside the folder of the page."""
 DATA, ANSWERS = "asv_data.js", "asv_files.js"
 """The scripts with the data of the page, and with the answers to the page's requests, by their
 names in the site.
@@ -93,8 +98,11 @@ def embed(html: Path) -> str:
 
     Return one line to tell.
 
-    The data are the JSON files that asv published, and the stored trials that benchmarks listed in
-    `trials` beside the folder. A page that loads the script already gets only new data.
+    The data are the JSON files that asv published, the stored trials that benchmarks listed in
+    `trials` beside the folder, and the commits whose result is doubtful, by benchmark: those of
+    quick mode, and those with NOISY trials. The page draws doubtful results in grey. It shows steps
+    and verbs first, and no benchmark without a result. A page that loads the script already gets
+    only new data.
     """
     page = html / "index.html"
     text = page.read_text(encoding="utf-8")
@@ -106,12 +114,51 @@ def embed(html: Path) -> str:
     files = {
         path.relative_to(html).as_posix(): _plain(path) for path in sorted(html.rglob("*.json"))
     }
+    if "index.json" in files:
+        files["index.json"]["benchmarks"] = _shown(files)
     trials = _trials(html.parent / "trials")
-    data = f"const asvFiles = {json.dumps(files)};\nconst asvTrials = {json.dumps(trials)};\n"
+    doubtful = _doubtful(html.parent / EFFORTS, trials)
+    data = "".join(
+        f"const {name} = {json.dumps(value)};\n"
+        for name, value in (
+            ("asvFiles", files),
+            ("asvTrials", trials),
+            ("asvDoubtful", doubtful),
+        )
+    )
     (html / DATA).write_text(data, encoding="utf-8")
     shutil.copyfile(Path(__file__).with_name(ANSWERS), html / ANSWERS)
     page.write_text(text, encoding="utf-8")
     return f"the page needs no server: {len(files)} files are in {html / DATA}"
+
+
+def _shown(files: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the benchmarks that have a result in some commit, those of `FIRST` first."""
+    known = files["index.json"]["benchmarks"]
+    measured = [
+        name
+        for name in known
+        if any(value is not None for _, value in files.get(f"graphs/summary/{name}.json", ()))
+    ]
+    ordered = sorted(measured, key=lambda name: name.partition(".")[0] not in FIRST)
+    return {name: known[name] for name in ordered}
+
+
+def _doubtful(
+    file: Path, trials: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> dict[str, list[str]]:
+    """Return the commits of each benchmark whose result is quick or from NOISY trials."""
+    found: dict[str, set[str]] = {}
+    efforts = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    for commit, notes in efforts.items():
+        for benchmark, note in notes.items():
+            if note["effort"] == "quick":
+                found.setdefault(benchmark, set()).add(commit)
+    for benchmark, entries in trials.items():
+        noisy = {entry["commit"] for entry in entries if entry.get("noisy")}
+        if noisy:
+            found.setdefault(benchmark, set()).update(noisy)
+    return {benchmark: sorted(commits) for benchmark, commits in found.items()}
 
 
 def _plain(file: Path) -> Any:

@@ -24,7 +24,7 @@ from markupsafe import Markup
 from dpbench.analysis.summary import FAKE_GPU
 from dpbench.api import reports, stored
 from dpbench.records import fake
-from dpbench.report import naming, page
+from dpbench.report import naming, page, templates
 from dpbench.store import Store
 from dpbench.store.export import formats
 
@@ -146,7 +146,7 @@ def listed(reports: Path) -> str:
         and (heading := re.match(r"# (.+)", path.read_text(encoding="utf-8")))
     ]
     only_cpu = all({"CPU-ONLY", "EMULATED"} & {*one.labels} for one in found.values())
-    style = page.text_of("page.css")
+    style = templates.text_of("page.css")
     jinja = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -156,7 +156,7 @@ def listed(reports: Path) -> str:
         only_cpu=only_cpu,
         trials=TRIALS,
         style=Markup(style),
-        allowed=Markup(page.allowed(style)),
+        allowed=Markup(templates.allowed(style)),
     )
 
 

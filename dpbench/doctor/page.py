@@ -8,14 +8,14 @@ from pathlib import Path
 from markupsafe import Markup
 
 from dpbench.records.examination import Examination
-from dpbench.report import machine, page
+from dpbench.report import machine, templates
 
 
 def render(examination: Examination) -> str:
     """Return the HTML text."""
-    style = f"{page.text_of('page.css')}{page.text_of('machine.css')}"
-    return page.template("page.html", Path(__file__).parent).render(
-        policy=Markup(f"default-src 'none'; style-src {page.allowed(style)}"),
+    style = f"{templates.text_of('page.css')}{templates.text_of('machine.css')}"
+    return templates.template("page.html", Path(__file__).parent).render(
+        policy=Markup(f"default-src 'none'; style-src {templates.allowed(style)}"),
         style=Markup(style),
         host=platform.node(),
         examination=examination,

@@ -205,10 +205,6 @@ def page(before: Report, after: Report, comparisons: Comparisons) -> str:
 
     cases = _cases(comparisons)
     verdicts = [verdict for verdict in ORDER if comparisons.verdicts[verdict]]
-    lines = [
-        table.TableLine(naming.case_id(case), line, line[0].text, ())
-        for case, line in zip(cases, cells(comparisons), strict=True)
-    ]
     return report_page.rendered(
         TwoRuns.compared_by(before, after, comparisons),
         report_page.Content(
@@ -219,7 +215,7 @@ def page(before: Report, after: Report, comparisons: Comparisons) -> str:
                 _card(model, before, after, comparisons)
                 for model in dict.fromkeys(case.model for case in cases)
             ],
-            table=table.CaseTable(COLUMNS, lines, ()),
+            table=case_table(comparisons),
             text_columns=TEXT_COLUMNS,
             lead=note(comparisons),
             axes=[
@@ -230,6 +226,15 @@ def page(before: Report, after: Report, comparisons: Comparisons) -> str:
             markdown=as_markdown(before, after, comparisons),
         ),
     )
+
+
+def case_table(comparisons: Comparisons) -> table.CaseTable:
+    """Return the table of all cases of a comparison."""
+    lines = [
+        table.TableLine(naming.case_id(case), line, line[0].text, ())
+        for case, line in zip(_cases(comparisons), cells(comparisons), strict=True)
+    ]
+    return table.CaseTable(COLUMNS, lines, ())
 
 
 def _cases(comparisons: Comparisons) -> list[Case]:

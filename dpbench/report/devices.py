@@ -1,4 +1,4 @@
-"""Devices: the tables below the drawings of a report."""
+"""Devices: the sections of a report that are tables."""
 
 from __future__ import annotations
 
@@ -24,29 +24,33 @@ SAID: Mapping[str, Callable[[float], str]] = {
 
 
 def parts(report: Report) -> list[Section]:
-    """Return the sections with a table that has lines."""
+    """Return the sections with tables that have lines."""
     ordered = replace(report, trials=sorted(report.trials, key=lambda trial: _place(trial.case)))
     labels = report.labels
-    tables = (
-        ("phases", "Step time by phase", PHASE_TIMES, table.phases(report.rows)),
-        ("latency", "Latency", LATENCY, _latency(ordered.rows)),
-        ("imbalance", "Device 0 against the others", IMBALANCE, _imbalance(ordered.imbalance)),
-        ("memory-by-phase", "Memory by phase", MEMORY, _memory(ordered.memory)),
-        ("links", "Bytes over links", LINKS, _links(ordered.flows)),
-        ("link-counters", "Bytes in device counters", COUNTERS, _counters(ordered.counted)),
-        ("predicted", "Predicted against measured", FORECASTS, _forecasts(ordered.forecasts)),
-        ("hosts", "Hosts", HOSTS, table.machines(report)),
+    tables: tuple[tuple[str, str, str, Sequence[Table]], ...] = (
+        ("ladder", "The ladder", table.LEAD, [*map(table.climb, report.ladders)]),
+        ("phases", "Step time by phase", PHASE_TIMES, [table.phases(report.rows)]),
+        ("latency", "Latency", LATENCY, [_latency(ordered.rows)]),
+        ("imbalance", "Device 0 against the others", IMBALANCE, [_imbalance(ordered.imbalance)]),
+        ("memory-by-phase", "Memory by phase", MEMORY, [_memory(ordered.memory)]),
+        ("links", "Bytes over links", LINKS, [_links(ordered.flows)]),
+        ("link-counters", "Bytes in device counters", COUNTERS, [_counters(ordered.counted)]),
+        ("predicted", "Predicted against measured", FORECASTS, [_forecasts(ordered.forecasts)]),
+        ("hosts", "Hosts", HOSTS, [table.machines(report)]),
     )
     return [
         Section(
             id,
             title,
             lead,
-            table=content,
-            table_labels=_union(labels.get(case, ()) for case in content.cases or labels),
+            tables=content,
+            table_labels=_union(
+                one.labels or _union(labels.get(case, ()) for case in one.cases or labels)
+                for one in content
+            ),
         )
         for id, title, lead, content in tables
-        if content.lines
+        if any(one.lines for one in content)
     ]
 
 
@@ -233,6 +237,7 @@ def _forecasts(forecasts: Sequence[Forecast]) -> Table:
         lines,
         text=2,
         cases=[forecast.case for forecast in forecasts],
+        labels=_union(forecast.labels for forecast in forecasts),
     )
 
 

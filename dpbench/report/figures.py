@@ -1,21 +1,15 @@
-"""Figures: the sections on ladders and commits, and the list of sections."""
+"""Figures: the section on commits, and the list of the sections with drawings."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
-
-from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 
 from dpbench.analysis.history import History
-from dpbench.analysis.ladder import Ladder, Rung, RungGain, notable
+from dpbench.analysis.ladder import notable
 from dpbench.analysis.report import Report
 from dpbench.records import words
-from dpbench.records.registry import Role
 from dpbench.report import (
     loaders,
     marks,
@@ -24,7 +18,6 @@ from dpbench.report import (
     speedup,
     svg,
     swim_lanes,
-    table,
     timeline,
 )
 from dpbench.report.section import Panel, Section
@@ -32,17 +25,9 @@ from dpbench.store import PAST
 
 NAMED = 4
 """Above this number of commits, a panel names only the first and the last on its axis."""
-COLOURS = {"faster": svg.GAIN, "slower": svg.LOSS}
-"""The colour of a bar by the verdict on its change; bars with other verdicts are grey."""
-BEYOND = 1.5
-"""The lines of `ddp` and of the limit are drawn up to this multiple of the slowest rung's time.
-
-A line farther to the right would make all bars short. If `ddp` has no line, the caption states its
-step time.
-"""
 ENDS = (
     "Of each ladder, only the rung `reference`, the best rung and the schedule that TrainStep"
-    " selected are drawn; the table below has the other schedules."
+    " selected are drawn; the table of the ladder has the other schedules."
 )
 
 
@@ -143,182 +128,31 @@ def _commits_caption(history: History) -> str:
     return naming.plain(" ".join(sentences))
 
 
-def ladder_section(ladders: Sequence[Ladder]) -> Section:
-    """Return the section on ladders, with a panel and tables for each ladder."""
-    panels = [
-        _panel(ladder, f"ladder{i}") for i, ladder in enumerate(ladders[: small_multiples.PANELS])
-    ]
-    left_out = len(ladders) - len(panels)
-    ladders_ = f"{words.count(left_out, 'more ladder')} {words.verb(left_out, 'is', 'are')}"
-    note = f"{ladders_} not drawn; the table has all schedules." if left_out else ""
-    return Section("ladder", table.TITLE, table.LEAD, panels, note)
+DRAWN = ("lanes", "speedup", "steps", "utilisation", "history")
+"""The ids of the sections with drawings of a run that trains."""
 
 
-def _panel(ladder: Ladder, key: str) -> Panel:
-    names = [_name(rung) for rung in ladder.rungs]
-    values = [words.times(r.change.ratio) if r.change else words.ms(r.step) for r in ladder.rungs]
-    handles = list(_handles(ladder))
-    figure, axes, tops = svg.lanes(
-        names,
-        values,
-        [36] * len(names),
-        keys=-(-len(handles) // 2),
-        cases=[rung.row.case for rung in ladder.rungs],
-    )
-    steps = {rung.name: rung.step.value * 1e3 for rung in ladder.rungs if not rung.step.doubt}
-    drawn_rungs = [
-        (rung, top) for rung, top in zip(ladder.rungs, tops, strict=True) if _drawable(rung, steps)
-    ]
-    rivals = _rivals(ladder)
-    longest = max([0.0, *steps.values(), *(milliseconds for _, milliseconds, _ in rivals)])
-    ends = [_bar(axes, rung, steps, top + 25, svg.FARTHEST * longest) for rung, top in drawn_rungs]
-    for _, milliseconds, look in rivals:
-        # leave gaps for the text above the bars
-        axes.vlines(
-            [milliseconds] * len(tops),
-            [top + 16 for top in tops],
-            [top + 35 for top in tops],
-            **look,
-        )
-    most = max([longest, *ends])
-    axes.set(xlim=(0, most * 1.04 or 1), xlabel="milliseconds of one step")
-    svg.amounts(axes.xaxis)
-    svg.legend(figure, handles, 2)
-    description = "; ".join(f"{name}: {value}" for name, value in zip(names, values, strict=True))
-    drawing = svg.render(
-        figure, key=key, title=f"The ladder: {table.title(ladder)}", description=description
-    )
-    return Panel(
-        table.title(ladder),
-        drawing,
-        _caption(ladder),
-        naming.labels(ladder.rows),
-        [table.climb(ladder)],
-        [row.case for row in ladder.rows],
-    )
+def sections(report: Report, ids: Collection[str] = DRAWN, key: str = "") -> list[Section]:
+    """Return the sections with drawings that have one of these ids; those of a DataLoader always.
 
-
-def _drawable(rung: Rung, steps: dict[str, float]) -> bool:
-    """Return whether none of the estimates that a rung's bar shows is in doubt.
-
-    `steps` has the step times by rung in milliseconds, except for those in doubt.
+    They show only the lowest rung of each ladder, the best rung, and the schedule that TrainStep
+    selected. The ids in the drawings begin with `key`.
     """
-    over = rung.change is None or (rung.change.over in steps and not rung.change.ratio.doubt)
-    return rung.name in steps and over
-
-
-def _name(rung: Rung) -> str:
-    """Return a rung's name with its change and verdict, which the colours alone would not tell."""
-    if not rung.change or rung.change.ratio.doubt or rung.change.gain_s.doubt:
-        return rung.name
-    return f"{rung.name}: {words.signed(-rung.change.gain_s.value * 1e3)} ms, {rung.change.verdict}"
-
-
-def _bar(axes: Axes, rung: Rung, steps: dict[str, float], y: float, farthest: float) -> float:
-    """Draw a rung's bar at height `y`, and return its whisker's end, at most `farthest`, in ms.
-
-    The bar of the lowest rung is its step time, and that of another rung the difference from the
-    rung below it. `steps` has the step times of rungs in milliseconds.
-    """
-    if rung.change is None:
-        (bar,) = axes.barh(
-            y, steps[rung.name], height=13, facecolor=svg.MUTED, edgecolor=svg.MUTED, alpha=0.55
-        )
-        low = rung.step.low * 1e3
-        high = rung.step.high * 1e3
-        end = steps[rung.name]
-    else:
-        start = steps[rung.change.over]
-        gain = rung.change.gain_s
-        colour = _colour(rung.change)
-        alpha = 0.9 if rung.change.verdict in COLOURS else 0.55
-        end = start - gain.value * 1e3
-        low = max(0.0, start - gain.high * 1e3)  # a step time is not negative
-        high = start - gain.low * 1e3
-        (bar,) = axes.barh(
-            y, end - start, left=start, height=13, facecolor=colour, edgecolor=colour, alpha=alpha
-        )
-        axes.plot([start, start], [y - 9, y + 9], color=svg.FOREGROUND, linewidth=0.9)
-        axes.plot([0, min(end, start)], [y, y], color=svg.GRID, linewidth=1.0, zorder=0.5)
-    over = f", {words.times(rung.change.ratio)} over {rung.change.over}" if rung.change else ""
-    marks.explain(
-        bar, f"{_name(rung)}: a step takes {words.ms(rung.step)}{over}, {naming.basis(rung.row)}"
-    )
-    svg.whisker(axes, y, min(max(end, low), high), (low, high), farthest)
-    return min(high, farthest)
-
-
-def _colour(change: RungGain) -> str:
-    return COLOURS.get(change.verdict, svg.MUTED)
-
-
-def _rivals(ladder: Ladder) -> list[tuple[str, float, dict[str, Any]]]:
-    """Return the lines of `ddp` and of the limit up to `BEYOND`, as (name, milliseconds, style).
-
-    The limit is the step time of `single` with one device's share of the batch.
-    """
-    slowest = max((rung.step.value for rung in ladder.rungs if not rung.step.doubt), default=0.0)
-    looks = (
-        ("ddp", ladder.ddp, {"color": svg.ROLES[Role.CONTROL], "linestyle": (0, (5, 2))}),
-        ("limit", ladder.limit, {"color": svg.ROLES[Role.BASELINE], "linestyle": (0, (1.5, 1.5))}),
-    )
-    return [
-        (name, row.step.value * 1e3, {**look, "linewidth": 1.6})
-        for name, row, look in looks
-        if row and row.step and not row.step.doubt and row.step.value <= BEYOND * slowest
-    ]
-
-
-def _handles(ladder: Ladder) -> Iterator[Patch | Line2D]:
-    seen = {rung.change.verdict for rung in ladder.rungs if rung.change}
-    for verdict, colour in COLOURS.items():
-        if verdict in seen:
-            yield Patch(facecolor=colour, alpha=0.9, label=verdict)
-    if seen - COLOURS.keys():
-        yield Patch(facecolor=svg.MUTED, alpha=0.55, label="undecided, or the same")
-    for name, milliseconds, look in _rivals(ladder):
-        yield Line2D([], [], label=f"{name}: {words.number(milliseconds)} ms", **look)
-
-
-def _caption(ladder: Ladder) -> str:
-    sentences = [naming.rounds([rung.row for rung in ladder.rungs])]
-    if ladder.limit:
-        share = f"single at batch {ladder.limit.case.batch_size}"
-        sentences.append(
-            f"The limit is the step time of one device's share of the batch, measured as {share}."
-        )
-    rival_names = {name for name, _, _ in _rivals(ladder)}
-    if ladder.ddp and ladder.ddp.step and "ddp" not in rival_names:
-        sentences.append(
-            f"A step of ddp takes {words.ms(ladder.ddp.step)}, which is beyond the end of the axis."
-        )
-    if ladder.case.device_kind == "emulated":
-        sentences.append("The steps show host cost only, and no speed-up.")
-    return " ".join(sentences)
-
-
-def sections(report: Report) -> list[Section]:
-    """Return every section with drawings.
-
-    The section on the ladder shows all rungs of each ladder, the others only the lowest rung, the
-    best rung, and the schedule that TrainStep selected.
-    """
-    ladders = report.ladders
-    drawable = notable(report.rows, report.ladders)
+    rows = notable(report.rows, report.ladders)
+    drawn: dict[str, Callable[[], Section | None]] = {
+        "lanes": lambda: swim_lanes.section(report, rows, f"{key}lanes"),
+        "speedup": lambda: speedup.section(rows, f"{key}speedup"),
+        "steps": lambda: timeline.steps(report, rows),
+        "utilisation": lambda: timeline.utilisation(report, rows),
+        "history": lambda: over_commits(report),
+    }
     with svg.theme():
         if report.loading:
-            return [loaders.section(report.loading, report.trials)]
-        all_sections = [
-            swim_lanes.section(report, drawable),
-            speedup.section(drawable),
-            timeline.steps(report, drawable),
-            timeline.utilisation(report, drawable),
-            *filter(None, [over_commits(report)]),
-        ]
-        # an observed loop has no baseline, and two runs are compared in some of the sections
-        if report.observed or report.compared:
-            return [section for section in all_sections if section.panels]
-        if not ladders:
-            return all_sections
-        noted = [replace(one, note=f"{one.note} {ENDS}".strip()) for one in all_sections]
-        return [*noted, ladder_section(ladders)]
+            return [loaders.section(report.loading, report.trials, f"{key}loaders")]
+        found = [section for name in ids if (section := drawn[name]())]
+    # an observed loop has no baseline, and two runs are compared in some of the sections
+    if report.observed or report.compared:
+        return [section for section in found if section.panels]
+    if not report.ladders:
+        return found
+    return [replace(one, note=f"{one.note} {ENDS}".strip()) for one in found]

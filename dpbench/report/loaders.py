@@ -29,27 +29,31 @@ COLUMNS = (
 )
 
 
-def section(curve: LoaderCurve, trials: Sequence[Trial]) -> Section:
-    """Return the section with a plot of the rate over the number of workers, and its table."""
+def section(curve: LoaderCurve, trials: Sequence[Trial], key: str) -> Section:
+    """Return the section with a plot of the rate over the number of workers, and its table.
+
+    `key` makes the ids of the drawing unique.
+    """
     note = "" if curve.points else "No measurement succeeded."
     return Section(
         "loaders",
         "DataLoader",
         "Samples per second that a DataLoader yields to a loop that only waits for batches, without"
         " the start of its workers. Whiskers are 95% intervals.",
-        [_panel(curve, trials)] if curve.points else [],
+        [_panel(curve, key)] if curve.points else [],
         note,
+        [_table(curve, trials)] if curve.points else [],
+        naming.labels([point.row for point in curve.points]),
     )
 
 
-def _panel(curve: LoaderCurve, trials: Sequence[Trial]) -> Panel:
+def _panel(curve: LoaderCurve, key: str) -> Panel:
     rows = [point.row for point in curve.points]
     return Panel(
         naming.clip(rows[0].case.model, 90),
-        _drawing(curve),
+        _drawing(curve, key),
         " ".join([naming.rounds(rows), *loaders.said(curve)]),
         naming.labels(rows),
-        [_table(curve, trials)],
         [row.case for row in rows],
     )
 
@@ -75,10 +79,11 @@ def _table(curve: LoaderCurve, trials: Sequence[Trial]) -> Table:
                 *(Cell(words.number(seconds * 1e3)) for seconds in waits),
             )
         )
-    return Table("Each number of workers", COLUMNS, tuple(lines), text=0)
+    cases = [point.row.case for point in curve.points]
+    return Table("Each number of workers", COLUMNS, tuple(lines), text=0, cases=cases)
 
 
-def _drawing(curve: LoaderCurve) -> str:
+def _drawing(curve: LoaderCurve, key: str) -> str:
     points = [point for point in curve.points if naming.drawable(point.row.throughput)]
     rates = [point.row.throughput for point in points if point.row.throughput]
     batch_size = curve.points[0].row.case.batch_size
@@ -114,7 +119,7 @@ def _drawing(curve: LoaderCurve) -> str:
         svg.legend(figure, keys, 1)
     return svg.render(
         figure,
-        key="loaders",
+        key=key,
         title="Rate of a DataLoader",
         description=" ".join(loaders.said(curve)),
     )

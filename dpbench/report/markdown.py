@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from dpbench.analysis.answer import Answer
 from dpbench.analysis.findings import Diagnosis, text
-from dpbench.analysis.ladder import Ladder
 from dpbench.analysis.report import Report
 from dpbench.records import words
 from dpbench.report import devices, naming, table
@@ -20,6 +19,7 @@ REASON = 160
 def render(report: Report) -> str:
     """Return the report in GitHub's Markdown."""
     rows = report.rows
+    sections = devices.parts(report)
     parts = [
         f"## dpbench: run {_said(report.run_id[:12])}",
         " ".join(
@@ -39,9 +39,9 @@ def render(report: Report) -> str:
             else "No warnings."
         ),
         *(part for one in report.diagnoses for part in _diagnosis(one)),
-        *(part for ladder in report.ladders for part in _ladder(ladder)),
+        *(_part(part, folded=False) for part in sections if part.id == "ladder"),
         *_cases(report),
-        *(_part(part) for part in devices.parts(report)),
+        *(_part(part) for part in sections if part.id != "ladder"),
         _details(
             "Machine and code",
             "\n".join(f"- {name}: {_said(value)}" for name, value in _facts(report)),
@@ -113,13 +113,6 @@ def _diagnosis(diagnosis: Diagnosis) -> Iterator[str]:
     )
 
 
-def _ladder(ladder: Ladder) -> Iterator[str]:
-    yield f"### {table.TITLE}: {_said(table.title(ladder))}{_labels(naming.labels(ladder.rows))}"
-    climb = table.climb(ladder)
-    yield f"**{_said(climb.title)}**"
-    yield _whole(climb)
-
-
 def _table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], text: Sequence[str] = table.TEXT_COLUMNS
 ) -> str:
@@ -138,20 +131,21 @@ def _notes(lines: Iterable[table.TableLine]) -> Iterator[str]:
             yield f"- {_said(case)}: {_said(what)}: {_said(last, REASON)}"
 
 
-def _part(section: Section) -> str:
-    if not section.table:
-        return ""
+def _part(section: Section, *, folded: bool = True) -> str:
     lead = f"{_said(section.lead)}{_labels(section.labels)}"
-    body = _whole(section.table)
-    return _details(section.title, f"{lead}\n\n{body}".rstrip())
+    titled = len(section.tables) > 1 or not folded
+    body = "\n\n".join([lead, *(part for one in section.tables for part in _whole(one, titled))])
+    return _details(section.title, body) if folded else f"### {section.title}\n\n{body}"
 
 
-def _whole(content: table.Table) -> str:
-    """Return a table with its note and the explanations of its signs."""
+def _whole(content: table.Table, titled: bool) -> Iterator[str]:
+    """Yield a table with its note and its signs explained, after its title if `titled`."""
+    if titled:
+        yield f"**{_said(content.title)}**"
     cells = ([_cell(cell) for cell in line] for line in content.lines)
-    body = _table(content.columns, cells, content.columns[: content.text])
-    notes = "\n".join([_said(content.note), *table.footnotes(content.lines)])
-    return f"{body}\n\n{notes}".rstrip()
+    yield _table(content.columns, cells, content.columns[: content.text])
+    if notes := [*filter(None, [_said(content.note)]), *table.footnotes(content.lines)]:
+        yield "\n".join(notes)
 
 
 def _details(summary: str, body: str) -> str:

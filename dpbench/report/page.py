@@ -12,8 +12,6 @@ reports/latest/index.html     the page of the newest run in which at least one c
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +20,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from dpbench.analysis import answer as answering
@@ -34,8 +31,8 @@ from dpbench.analysis.summary import Row
 from dpbench.records import words
 from dpbench.report import devices, figures, machine, markdown, naming, swim_lanes, table
 from dpbench.report.section import Section
+from dpbench.report.templates import allowed, template, text_of
 
-FOLDER = Path(__file__).parent
 SHOWN = ("loaders", "lanes", "speedup", "ladder")
 """The ids of the sections that the page shows at once; the others are folded as its details."""
 ORDER = (
@@ -219,28 +216,6 @@ def _card(answer: Answer, rows: Sequence[Row]) -> Card:
         command=answer.command,
         cases=naming.alike(answer, rows),
     )
-
-
-def template(name: str, folder: Path = FOLDER) -> Template:
-    """Return a template of a folder, which may use those here; it escapes all but markup."""
-    environment = Environment(
-        loader=FileSystemLoader([folder, FOLDER]),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template(name)
-
-
-def text_of(name: str) -> str:
-    """Return the text of a file in the folder of the templates."""
-    return (FOLDER / name).read_text(encoding="utf-8")
-
-
-def allowed(content: str) -> str:
-    """Return the expression that allows this script or style sheet in a Content-Security-Policy."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
 def _sections(report: Report, styles: Styles) -> list[Section]:

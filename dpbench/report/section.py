@@ -14,23 +14,22 @@ from dpbench.report.table import Table
 class Panel:
     """One drawing with its title, its caption and the labels of its cases.
 
-    `tables` have the numbers in more detail. `cases` are the cases by which the page filters the
-    drawing; without any, the page always shows it.
+    `cases` are the cases by which the page filters the drawing; without any, the page always shows
+    it.
     """
 
     title: str
     svg: str
     caption: str
     labels: tuple[str, ...]
-    tables: Sequence[Table] = ()
     cases: Sequence[Case] = ()
 
 
 @dataclass(frozen=True)
 class Section:
-    """A section of a report: a text before its panels and its table (`lead`), and a `note` below.
+    """A section of a report: a text before its panels and its tables (`lead`), and a `note` below.
 
-    `table_labels` are the labels of the table's cases. The note gives the number of cases that are
+    `table_labels` are the labels of the tables' cases. The note gives the number of cases that are
     not drawn, and the reason.
     """
 
@@ -39,11 +38,11 @@ class Section:
     lead: str
     panels: Sequence[Panel] = ()
     note: str = ""
-    table: Table | None = None
+    tables: Sequence[Table] = ()
     table_labels: tuple[str, ...] = ()
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Return the labels that the table and all panels share, which the heading shows."""
-        tabled = [self.table_labels] if self.table else []
+        """Return the labels that the tables and all panels share, which the heading shows."""
+        tabled = [self.table_labels] if self.tables else []
         return naming.common([*tabled, *(panel.labels for panel in self.panels)])

@@ -45,7 +45,6 @@ ROLES = {
     Role.ENGINE: "#020304",
     Role.CONTROL: "#020305",
 }
-GAIN, LOSS = "#020308", "#020309"
 OTHERS = ("#020306", "#020307")
 VARIABLES = {
     FOREGROUND: "--fg",
@@ -59,8 +58,6 @@ VARIABLES = {
     "#020305": "--ddp",
     "#020306": "--other-a",
     "#020307": "--other-b",
-    GAIN: "--gain",
-    LOSS: "--loss",
 }
 
 

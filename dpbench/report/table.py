@@ -74,7 +74,8 @@ class TableLine:
 class Table:
     """A table; its first `text` columns contain text, the other columns numbers.
 
-    `cases` has the case of each line, by which the page filters the lines.
+    `cases` has the case of each line, by which the page filters the lines. `labels` are those of
+    its numbers; if empty, the numbers have the labels of the cases.
     """
 
     title: str
@@ -83,6 +84,7 @@ class Table:
     text: int = 1
     note: str = ""
     cases: Sequence[Case] = ()
+    labels: tuple[str, ...] = ()
 
 
 def lines(rows: Iterable[Row], trials: Sequence[Trial]) -> list[TableLine]:
@@ -332,13 +334,10 @@ def machines(report: Report) -> Table:
     return Table("Machines", columns, lines if len(lines) > 1 else (), text=6)
 
 
-TITLE = "The ladder"
 LEAD = (
     "Each rung is a schedule of the engine that keeps the changes of the rungs below and makes one"
-    " more. The bar of a rung starts at the step time of the rung below it, and its length is the"
-    " time that the change saves or adds. The whisker is the 95% interval of this time, from the"
-    " rounds that both rungs have. If the whisker includes the start of the bar, the difference is"
-    " undecided and the bar is grey."
+    " more. The time that the change saves has its 95% interval from the rounds that both rungs"
+    " have; if the interval includes 0, the verdict is undecided."
 )
 
 
@@ -356,7 +355,7 @@ def title(ladder: Ladder) -> str:
 
 
 def climb(ladder: Ladder) -> Table:
-    """Return the table of a ladder's rungs, with a note on the rungs without a result."""
+    """Return the table of a ladder's rungs."""
     columns = (
         "rung",
         "verdict",
@@ -368,10 +367,26 @@ def climb(ladder: Ladder) -> Table:
         "phase that changed most",
     )
     lines = tuple(_rung(rung, rung is ladder.fastest) for rung in ladder.rungs)
-    lost = ", ".join(f"{row.case.schedule} ({row.status.value})" for row in ladder.lost)
-    return Table(
-        "Rung by rung", columns, lines, text=2, note=f"Without a result: {lost}." if lost else ""
-    )
+    cases = [rung.row.case for rung in ladder.rungs]
+    return Table(title(ladder), columns, lines, text=2, note=_limits(ladder), cases=cases)
+
+
+def _limits(ladder: Ladder) -> str:
+    """Return what the rungs of a ladder are compared with, and which have no result."""
+    sentences = [naming.rounds([rung.row for rung in ladder.rungs])]
+    if ladder.ddp and ladder.ddp.step and not ladder.ddp.doubt:
+        sentences.append(f"A step of ddp takes {words.ms(ladder.ddp.step)}.")
+    if ladder.limit and ladder.limit.step and not ladder.limit.doubt:
+        share = f"single at batch {ladder.limit.case.batch_size}"
+        sentences.append(
+            f"The limit is the step time of one device's share of the batch, measured as {share}:"
+            f" {words.ms(ladder.limit.step)}."
+        )
+    if ladder.case.device_kind == "emulated":
+        sentences.append("The steps show host cost only, and no speed-up.")
+    if lost := ", ".join(f"{row.case.schedule} ({row.status.value})" for row in ladder.lost):
+        sentences.append(f"Without a result: {lost}.")
+    return " ".join(sentences)
 
 
 def _rung(rung: Rung, best: bool) -> tuple[Cell, ...]:

@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from html import unescape
 
 import pytest
 
@@ -16,8 +15,9 @@ from dpbench.analysis.report import Report
 from dpbench.cli import tables
 from dpbench.records import Case, Phase, Source, Span, Status, Step, Trial, Verified, plan
 from dpbench.records.schedule import Schedule
-from dpbench.report import figures, markdown, page
-from tests.report_rows import badges, part
+from dpbench.report import devices, figures, markdown, page
+from dpbench.report.section import Section
+from tests.report_rows import badges
 
 GAINS = {
     "reference": 1.0,
@@ -203,9 +203,9 @@ def test_emulated_devices_have_a_ladder_and_no_speed_up() -> None:
     assert found.limit is None
     assert "host time alone" in notes.climbs([found])
     assert [one.kind for one in caveats.caveats(rows, [], {})] == ["emulated"]
-    section = part(replace(content(), rows=rows, trials=[], ladders=[found]), "ladder")
-    assert section.panels[0].labels == ("MEASURED", "EMULATED")
-    assert "no speed-up" in section.panels[0].caption
+    shown = section(replace(content(), rows=rows, trials=[], ladders=[found]))
+    assert shown.labels == ("MEASURED", "EMULATED")
+    assert "no speed-up" in shown.tables[0].note
 
 
 # ---------------------------------------------------------------- what stays in other sections
@@ -261,71 +261,40 @@ def test_the_note_and_the_plain_table_name_the_best_rung_and_the_biggest_step() 
     assert max(map(len, lines)) < 190
 
 
-def test_the_ladder_is_drawn_with_labels_tables_and_words_that_need_no_colour() -> None:
-    (panel,) = part(content(), "ladder").panels
-    assert panel.labels == ("MEASURED", "CPU-ONLY")
-    words = [unescape(text) for text in re.findall(r">([^<>]+)</text>", panel.svg)]
-    for name, change in changes(plain()).items():
-        verdict = {"faster": "faster", "slower": "slower", "same": "the same"}[change.verdict]
-        assert any(word.startswith(f"{name}: ") and word.endswith(verdict) for word in words), name
-    assert any(word.startswith("ddp: 7.5") for word in words)
-    assert any(word.startswith("limit: 2.5") for word in words)
-    assert "var(--gain)" in panel.svg
-    assert "var(--loss)" in panel.svg
-    (climb,) = panel.tables
+def section(shown: Report) -> Section:
+    """Return the section on the ladders of a report."""
+    (found,) = [one for one in devices.parts(shown) if one.id == "ladder"]
+    return found
+
+
+def test_the_ladder_is_a_table_of_rungs_with_verdicts_and_what_they_are_compared_with() -> None:
+    shown = section(content())
+    assert shown.labels == ("MEASURED", "CPU-ONLY")
+    (climb,) = shown.tables
     assert [line[0].text.split()[0] for line in climb.lines] == [*Schedule]
-    assert {line[1].text for line in climb.lines} == {"", "faster", "slower", "the same"}
-
-
-def drawn(one: ladder.Ladder) -> str:
-    shown = replace(content(), rows=[rung.row for rung in one.rungs], trials=[], ladders=[one])
-    return part(shown, "ladder").panels[0].svg
-
-
-def test_bars_fall_from_the_step_below_and_what_is_undecided_is_grey() -> None:
-    noisy = climbed(trials(noise=0.6))
-    assert {change.verdict for change in changes(noisy).values()} >= {"undecided"}
-    for found in (plain(), noisy):
-        verdicts = [change.verdict for change in changes(found).values()]
-        # each bar and the key
-        for verdict, colour in (("faster", "gain"), ("slower", "loss")):
-            count = len(re.findall(rf'style="fill:var\(--{colour}\)', drawn(found)))
-            expected = verdicts.count(verdict)
-            assert count == expected + (1 if expected else 0), verdict
-
-
-def test_no_whisker_leaves_the_plot_however_wide_it_is() -> None:
-    found = climbed(trials(drift={0: 1.0, 1: 9.0, 2: 0.1}, noise=1.5))
-    assert any(
-        rung.change and rung.change.gain_s.high > found.rungs[0].step.value for rung in found.rungs
-    )
-    places = [float(x) for x in re.findall(r"[MLH] ?(-?[\d.]+)", drawn(found))]
-    assert min(places) >= 0
-    assert max(places) <= 420
-
-
-def test_a_rival_far_beyond_the_rungs_is_said_and_not_drawn() -> None:
-    slow = [trial(t.case, t.round, 0.1, 0.0) if t.case.strategy == "ddp" else t for t in trials()]
-    rows = summary.rows(slow)
-    (panel,) = part(
-        replace(content(), rows=rows, trials=[], ladders=ladder.ladders(rows)), "ladder"
-    ).panels
-    assert ">ddp: " not in panel.svg
-    assert "ddp takes 100 ms" in panel.caption
+    assert [case.schedule for case in climb.cases] == [*Schedule]
+    verdicts = {line[0].text.split()[0]: line[1].text for line in climb.lines}
+    for name, change in changes(plain()).items():
+        assert verdicts[name] == change.verdict
+    assert {*verdicts.values()} == {"", "faster", "slower", "same"}
+    assert "A step of ddp takes 7.5" in climb.note
+    assert "measured as single at batch 32: 2.5" in climb.note
 
 
 @pytest.mark.slow
 def test_the_page_and_the_comment_have_the_ladder_and_other_runs_have_none() -> None:
     text = page.render(content())
     places = [
-        text.index(f'<section id="{name}"') for name in ("lanes", "ladder", "imbalance", "steps")
+        text.index(f'<section id="{name}"') for name in ("lanes", "ladder", "phases", "steps")
     ]
     assert places == sorted(places)
     assert len(text.encode()) < 400 * 1024
-    heading = re.search(r'<section id="ladder".*?<figure', text, re.DOTALL)[0]
+    heading = re.search(r'<section id="ladder".*?<table', text, re.DOTALL)[0]
     assert badges(heading) == ["MEASURED", "CPU-ONLY"]
     comment = markdown.render(content())
-    assert "### The ladder: mlp ×2, small, batch 64 `MEASURED` `CPU-ONLY`" in comment
+    ladder_of = comment.partition("### The ladder")[2].partition("###")[0]
+    assert "`MEASURED` `CPU-ONLY`" in ladder_of
+    assert "**mlp ×2, small, batch 64**" in ladder_of
     assert r"| allreduce<br><sub>every device updates its own weights" in comment
     other = replace(content(), ladders=[])
     assert '<section id="ladder"' not in page.render(other)
@@ -335,7 +304,7 @@ def test_the_page_and_the_comment_have_the_ladder_and_other_runs_have_none() -> 
 def test_other_sections_stay_readable_beside_a_ladder() -> None:
     sections = {s.id: s for s in figures.sections(content())}
     assert [len(sections[name].panels) for name in ("speedup", "steps")] == [1, 1]
-    assert "the table below has the other schedules" in sections["speedup"].note
+    assert "the table of the ladder has the other schedules" in sections["speedup"].note
     phases = re.search(r'<section id="phases".*?</section>', page.render(content()), re.DOTALL)[0]
     shown = [name for name in Schedule if name is not Schedule.REFERENCE]
     assert all(f"dp[{name}]" in phases for name in shown)

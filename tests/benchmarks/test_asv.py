@@ -204,8 +204,11 @@ def test_history_measures_each_commit_and_asv_takes_samples_as_timings(
     )
     for module in ("__init__", "later"):
         (project / "dpbench" / f"{module}.py").write_text("VALUE = 99.0\n")
+    (project / "benchmarks/verbs.py").write_text(TINY)
     done = history(project, tools, COMMITS="5", PYTHONPATH=str(project))
     assert done.returncode == 0, done.stdout + done.stderr
+    turns = re.findall(r" Value ([\d.]+)\n", done.stderr)
+    assert turns == ["1.5", "7.5", "4.0"] * 2, "each commit in turn for verbs, then for tiny"
     assert "HEAD has 4 of the 5 requested commits: measuring all of them" in done.stderr
     assert "Before the package: skipped, it has no dpbench" in done.stderr
     assert "uncommitted changes in dpbench/ are not measured" in done.stderr
@@ -232,7 +235,7 @@ def test_history_measures_each_commit_and_asv_takes_samples_as_timings(
     assert "the page needs no server" in done.stderr
     again = history(project, tools, COMMITS="1", BENCH="value")
     assert again.returncode == 0
-    assert "0 results to measure, 1 are there already" in again.stderr
+    assert "0 results to measure, 2 are there already" in again.stderr
     assert "Value 4.0: every benchmark has a result" in again.stderr
 
 
@@ -317,6 +320,9 @@ def test_results_are_saved_as_each_benchmark_ends_with_all_its_rounds(saving: Mo
     end(results, "b.three", value=None, rounds=2)
     assert saving.missing(COMMIT, "") == ["b.three"], "a failure is measured again"
     assert saving.selection(COMMIT, "a") == []
+    assert saving.groups("") == ["a", "b"]
+    assert saving.selection(COMMIT, "", "a") == []
+    assert saving.selection(COMMIT, "", "b") == [r"--bench=^b\.three(\(|$)"]
     assert saving.selection(COMMIT, "resnet18") == ["--bench=resnet18"], (
         "asv compares it with parameters"
     )
@@ -440,21 +446,35 @@ def test_the_data_of_the_page_are_a_script_beside_it(offline: ModuleType, page: 
             "run": run,
             "store": "s",
             "fingerprints": [],
+            "noisy": run == "r2",
         }
         with (trials / "c.jsonl").open("a") as lines:
             lines.write(json.dumps(entry) + "\n")
+    efforts = {"c": {"b": {"effort": "full"}}, "d": {"b": {"effort": "quick"}}}
+    (html.parent / "efforts.json").write_text(json.dumps(efforts))
     for _ in range(2):
         assert offline.embed(html).startswith("the page needs no server: 1 files")
         assert page.read_text().count('src="asv_data.js"') == 1
-    files, found = re.findall(
+    files, found, doubtful = re.findall(
         r"^const \w+ = (.*);$", (html / "asv_data.js").read_text(), re.MULTILINE
     )
     assert json.loads(files) == {"graphs/a.json": [[1, None], [2, 0.5]]}
     assert [one["run"] for one in json.loads(found)["b"]] == ["r2"], (
         "the last of equal commits and parameters"
     )
+    assert json.loads(doubtful) == {"b": ["c", "d"]}, "c is NOISY, d is quick"
     page.write_text(page.read_text().replace("asv.js", "other.js").replace("asv_data.js", ""))
     assert offline.embed(html).startswith("the page needs a server")
+
+
+def test_the_page_has_steps_and_verbs_first_and_no_benchmark_without_a_result(
+    offline: ModuleType,
+) -> None:
+    names = ("imports.a", "reading.none", "steps.b", "verbs.c", "cuda.empty")
+    values = {"imports.a": 1.0, "steps.b": 2.0, "verbs.c": 3.0, "reading.none": None}
+    files: dict[str, Any] = {"index.json": {"benchmarks": {name: {"name": name} for name in names}}}
+    files |= {f"graphs/summary/{name}.json": [[1, value]] for name, value in values.items()}
+    assert list(offline._shown(files)) == ["steps.b", "verbs.c", "imports.a"]
 
 
 def test_plugin_needs_neither_torch_nor_dpbench(offline: ModuleType) -> None:

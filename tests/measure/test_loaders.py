@@ -514,7 +514,7 @@ def test_the_plot_has_the_knee_and_the_step() -> None:
     (panel,) = section.panels
     assert "knee: 4 (95 %: 4)" in panel.svg
     assert "the step needs 167 samples/s" in panel.svg
-    (table,) = panel.tables
+    (table,) = section.tables
     assert [line[0].text for line in table.lines] == ["0", "1", "2", "4", "6", "8"]
     assert [line[4].text for line in table.lines] == ["loader-bound"] * 2 + ["compute-bound"] * 4
     assert table.lines[0][6].text == "500"

@@ -15,6 +15,7 @@ from dpbench.analysis import imbalance
 from dpbench.analysis.report import Report
 from dpbench.records import UNATTRIBUTED, Case, Memory, Phase, Sample, Span, Step, Trial, Verified
 from dpbench.report import devices, markdown, page
+from dpbench.report.section import Section
 
 DP = Case(model="mlp", strategy="dp", schedule="reference", batch_size=30, devices=3)
 PEAKS = {
@@ -122,15 +123,16 @@ def test_one_device_has_no_excess_and_whole_steps_have_no_phase() -> None:
 # ---------------------------------------------------------------- tables
 
 
-def parts(trials: list[Trial]) -> dict[str, devices.TableSection]:
+def parts(trials: list[Trial]) -> dict[str, Section]:
     report = Report.of(trials, run_id="a" * 32, started_s=0.0, provenance={})
     return {part.id: part for part in devices.parts(report)}
 
 
-def cells(part: devices.TableSection, line: int) -> dict[str, tuple[str, str]]:
+def cells(part: Section, line: int) -> dict[str, tuple[str, str]]:
+    (table,) = part.tables
     return {
         name: (cell.text, cell.small)
-        for name, cell in zip(part.table.columns, part.table.lines[line], strict=True)
+        for name, cell in zip(table.columns, table.lines[line], strict=True)
     }
 
 
@@ -150,7 +152,7 @@ def test_the_tables_say_what_was_found() -> None:
     assert imbalance["excess of device 0"] == ("295 B", "peak in reduce")
     assert imbalance["reduce"] == ("400 B", "100 B")
     assert imbalance["backward"] == ("", "")
-    lines = [cells(found["links"], n) for n in range(len(found["links"].table.lines))]
+    lines = [cells(found["links"], n) for n in range(len(found["links"].tables[0].lines))]
     (reduce,) = [
         line for line in lines if line["phase"][0] == "reduce" and line["case"][0].startswith("dp")
     ]

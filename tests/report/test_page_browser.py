@@ -56,7 +56,7 @@ def test_everything_lies_within_the_page(
     )
     drawn = {"lanes", "speedup", "utilisation", "steps"}
     without = {"ladder": {"utilisation"}}  # which its trials have no samples for
-    expected = (drawn | ({"ladder"} & {name})) - without.get(name, set())
+    expected = drawn - without.get(name, set())
     assert {section for section, _ in boxes} == (set() if name == "empty" else expected)
     for section, box in boxes:
         assert box["width"] > 200, section
@@ -521,6 +521,12 @@ def test_the_site_of_asv_draws_its_graphs_from_a_file(browser: Any, site: Path) 
         )
         assert browser.get_log("browser") == [], view
     wait.WebDriverWait(browser, 20).until(lambda driver: driver.execute_script(LINES) > 100)
+    grey = """
+        const drawn = $('#main-graph').data('plot').getData();
+        const grey = drawn.filter(one => one.color === '#999999');
+        return grey.map(one => [one.label, one.data.length]);
+        """
+    assert browser.execute_script(grey) == [["quick mode, or NOISY", 1]]
     trials = browser.execute_script(
         "return document.querySelector('#dpbench-trials li').textContent"
     )
