@@ -37,7 +37,7 @@ machine that runs the fake GPUs, such as the size of its `/dev/shm`, are left ou
 FAKES = """
 ## On fake GPUs
 
-Three fake GPUs with four NVLinks each to one NVSwitch; their rates are so low that the copies of
+Two fake GPUs with four NVLinks each to one NVSwitch; their rates are so low that the copies of
 the host, which stands in for the GPUs, do not matter. `doctor` runs as a command; the seconds are
 those of the whole command on a machine with 2 shared cores (load {load}), of which a copy that
 hangs takes 15 and an all-reduce that hangs 20.

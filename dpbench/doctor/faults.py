@@ -20,6 +20,8 @@ from dpbench.hardware.nvml import SWITCH
 from dpbench.records import HOST, words
 from dpbench.records.examination import DIRECT, PINNED, SLOW, STAGED, Finding
 
+KINDS = {"gpu": "GPU", "nic": "network card"}
+"""The names of devices that share a switch."""
 SHM_BYTES = 2**30
 """The least size of /dev/shm for DataLoader workers and NCCL in one container."""
 LOCKED_BYTES = 2**26
@@ -311,8 +313,9 @@ def _why_slow(machine: Examined, gpu: int) -> str:
             and machine.system.common(device, other)
         ]
         if beside:
-            shared = ", ".join(sorted(other.kind for other in beside))
-            return f"GPU {gpu} shares a switch with: {shared}; move one of them to another slot"
+            kinds = Counter(KINDS[other.kind] for other in beside)
+            shared = " and ".join(words.count(number, kind) for kind, number in kinds.items())
+            return f"GPU {gpu} shares a switch with {shared}; move one of them to another slot"
         local = machine.system.nodes.get(device.node, machine.system.affinity)
         if device.node >= 0 and not machine.system.affinity & local:
             return f"bind the process to node {device.node}: numactl --cpunodebind={device.node}"

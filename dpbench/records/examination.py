@@ -72,7 +72,7 @@ class MadeCopy:
 
 @dataclass(frozen=True, kw_only=True)
 class Box:
-    """A box of the machine's picture: a socket, a switch, a GPU or a network card.
+    """A box of the machine's picture: a socket, a switch or a GPU.
 
     `row` counts from the top, `column` from the left; a box may lie between two columns.
     """
@@ -131,7 +131,7 @@ class Examination:
         return [finding for finding in self.findings if frozenset(finding.gpus) == gpus]
 
     def host_table(self) -> list[tuple[str, ...]]:
-        """Return a row per GPU: GB/s from and to the host, and the share of the promised rate."""
+        """Return a row per GPU: GB/s from and to the host, and the slower's share of the link."""
         ways = [(way, up) for way in (PINNED, PAGEABLE) for up in (True, False)]
         head = ("GB/s", *(f"{'from' if up else 'to'} {way}" for way, up in ways), "of the link")
         rows = [head]
@@ -142,9 +142,9 @@ class Examination:
                 for one in self.copies
                 if one.way == PINNED and gpu in (one.source, one.target)
             ]
-            best = max(shares, default=0.0)
+            slower = min(shares, default=0.0)
             cells = (self._cell(*ends[up], way) for way, up in ways)
-            rows.append((f"GPU {gpu}", *cells, words.percent(best) if best else ""))
+            rows.append((f"GPU {gpu}", *cells, words.percent(slower) if slower else ""))
         return rows
 
     def pair_table(self) -> list[tuple[str, ...]]:
