@@ -32,7 +32,8 @@ FAKE-GPU. No GPU has run anything here, and no time below is a GPU's.
 ```
 
 "as planned" means: the findings are those that were planted, and no other. Findings about the
-machine that runs the fake GPUs, such as the size of its `/dev/shm`, are left out.
+machine that runs the fake GPUs are left out, such as the size of its `/dev/shm`, busy cores, and a
+slow all-reduce, whose bytes the fake NCCL moves on these cores.
 """
 FAKES = """
 ## On fake GPUs

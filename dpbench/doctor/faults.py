@@ -80,7 +80,8 @@ class Examined:
 
     `gpus` are the facts of NVML for each GPU that torch can use, in CUDA's order. `unused` says why
     torch cannot use a GPU that is there. `peers` has the ordered pairs of GPUs with peer access,
-    None if unknown. `foreign` has the bytes that other processes hold on each GPU. `software` has
+    None if unknown. `foreign` has the bytes that other processes hold on each GPU, and `busy` says
+    how much of the cores they took, "" if not too much. `software` has
     the versions of torch and what it is built with, and of the driver and the CUDA that it
     supports, each "" if unknown. `no_kernels` are the GPUs for which torch's build has no kernels.
     `memory_bytes_per_s` counts the bytes that a copy in the host's memory reads and writes, 0 if
@@ -95,6 +96,7 @@ class Examined:
     transfers: Sequence[Transfer] = ()
     all_reduce: AllReduce | None = None
     foreign: Mapping[int, Mapping[int, int | None]] = field(default_factory=dict)
+    busy: str = ""
     readings: Mapping[int, int] = field(default_factory=dict)
     generations: Mapping[int, int] = field(default_factory=dict)
     software: Mapping[str, str] = field(default_factory=dict)
@@ -720,6 +722,17 @@ def _states(machine: Examined) -> Iterator[Finding]:
         )
 
 
+def _busy(machine: Examined) -> Iterator[Finding]:
+    if machine.busy:
+        yield Finding(
+            name="busy cores",
+            says="other processes took the cores during the examination",
+            evidence=machine.busy,
+            cost="rates of copies and of the all-reduce may be too low, as steps would be",
+            change="end them, and examine the machine again",
+        )
+
+
 def _foreign(machine: Examined) -> Iterator[Finding]:
     for gpu, held in machine.foreign.items():
         if held:
@@ -748,6 +761,7 @@ RULES: Sequence[Rule] = (
     _redirected,
     _slow_all_reduce,
     _no_peers,
+    _busy,
     _foreign,
     _states,
     _sockets,

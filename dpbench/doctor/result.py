@@ -5,6 +5,7 @@ from __future__ import annotations
 from dpbench.analysis.summary import FAKE_GPU
 from dpbench.doctor import faults, picture
 from dpbench.doctor.faults import Examined
+from dpbench.hardware.foreign_load import NOISY
 from dpbench.records import Source, fake
 from dpbench.records.examination import Examination, MadeCopy
 
@@ -19,7 +20,11 @@ def result(machine: Examined, started_s: float) -> Examination:
     fakes = machine.gpus and fake.fake_gpus({"gpus": gpus})
     return Examination(
         started_s=started_s,
-        labels=(Source.MEASURED.upper(), *([FAKE_GPU] if fakes else [])),
+        labels=(
+            Source.MEASURED.upper(),
+            *([FAKE_GPU] if fakes else []),
+            *([NOISY] if machine.busy else []),
+        ),
         findings=tuple(findings),
         checked=tuple(done),
         unchecked=tuple(undone),

@@ -95,6 +95,7 @@ PLANTED: Mapping[str, tuple[str, Fault, set[str]]] = {
         lambda one: replace(one, foreign={0: {4711: 2**30}, 1: {}}),
         {"other processes"},
     ),
+    "busy cores": ("2x3090", lambda one: replace(one, busy="90% of the cores"), {"busy cores"}),
     "the other socket": (
         "two sockets",
         with_system(affinity=frozenset(range(32))),
