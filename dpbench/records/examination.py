@@ -106,7 +106,7 @@ class Examination:
     `started_s` is in seconds since the epoch. `labels` are those of measurements, such as
     "FAKE-GPU". `gpus` has the facts of each GPU that torch can use, in CUDA's order, and `software`
     versions by name. `all_reduce_bytes_per_s` is what each GPU sent per second, None without a
-    result. `boxes` and `links` are the machine's picture.
+    result. `boxes` and `links` are the machine's picture; ValueError for a link without its boxes.
     """
 
     started_s: float
@@ -120,6 +120,11 @@ class Examination:
     all_reduce_bytes_per_s: float | None
     boxes: tuple[Box, ...]
     links: tuple[Link, ...]
+
+    def __post_init__(self) -> None:
+        missing = {end for link in self.links for end in link.ends} - {box.id for box in self.boxes}
+        if missing:
+            raise ValueError(f"links of the picture end at unknown boxes: {sorted(missing)}")
 
     @property
     def faults(self) -> int:

@@ -59,14 +59,23 @@ def test_a_merge_keeps_the_newer_examination(into_newer: bool, tmp_path: Path) -
     assert examinations(target) == [newer, newer]
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "'{}'",
+        "'text'",
+        "replace(result, '1.7', '1.7e99')",
+        "replace(result, '[\"GPU 0', '[\"GPU 9')",
+    ],
+)
 def test_a_damaged_examination_is_left_out_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "dpbench.db"
     stored(path, made())
-    keep(path)
+    keep(path, 1.7)
     with closing(sqlite3.connect(path)) as db, db:
-        db.execute("UPDATE examination SET result='{}'")
+        db.execute(f"UPDATE examination SET result={damage}")
     assert examinations(path) == [None]
     assert "damaged" in caplog.text
 
