@@ -215,13 +215,14 @@ def _free_peers(machine: Examined) -> str:
 
 
 def _hanging(machine: Examined) -> Iterator[Finding]:
+    doubt = "; the cores were busy, so that it may only be slow" if machine.busy else ""
     for one in machine.transfers:
         if one.failure:
             what = "does not answer" if one.hangs else "fails"
             yield Finding(
                 name="failing transfer",
                 says=f"{one.copy} {what}",
-                evidence=one.failure,
+                evidence=f"{one.failure}{doubt}",
                 cost="DataParallel and NCCL hang or fail on these GPUs",
                 gpus=_gpus_of(one.copy),
                 change=_free_peers(machine) if one.copy.between_gpus else "see the kernel's log",
@@ -231,7 +232,7 @@ def _hanging(machine: Examined) -> Iterator[Finding]:
         yield Finding(
             name="failing all-reduce",
             says="an all-reduce over all GPUs has no result",
-            evidence=machine.all_reduce.failure,
+            evidence=f"{machine.all_reduce.failure}{doubt}",
             cost="DistributedDataParallel hangs or fails on this machine",
             change=_free_peers(machine),
             undo="export NCCL_P2P_DISABLE=0, and the earlier kernel command line",
