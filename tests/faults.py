@@ -971,10 +971,9 @@ FAULTS = (
     Fault(
         "slow-ranks",
         "the probe leaves out all-reduces whose ranks are too slow",
-        "subprocess.TimeoutExpired",
-        "subprocess.CalledProcessError",
+        'raise NoResult(f"the ranks did not {late}: {_stages(folder, ranks)}")',
+        "raise TimeoutError(late)",
         ("tests/doctor/test_probe.py::test_ranks_that_are_slow_are_no_result",),
-        "doctor.probe.all_reduce",
     ),
     # -- runs
     Fault(
@@ -1278,6 +1277,61 @@ FAULTS = (
         "pairwise(ends)",
         (
             "tests/doctor/test_probe.py::test_the_links_of_gpus_have_their_true_rates_and_nvlinks_share",
+        ),
+    ),
+    Fault(
+        "recorded-collective",
+        "a rank that has not entered the last collective is named so",
+        "one.number == newest.number",
+        "one.number <= newest.number",
+        ("tests/doctor/test_probe.py::test_ranks_that_hang_are_named_with_their_collectives",),
+    ),
+    # -- the doctor
+    Fault(
+        "nvlink-promise",
+        "a pair of GPUs is judged by what its NVLinks promise",
+        "self.nvlinks(source, target) * min(rates)",
+        "0.0",
+        ("tests/doctor/test_faults.py::test_healthy_nvlinks_have_no_finding",),
+    ),
+    Fault(
+        "nvlink-down",
+        "an NVLink that is down is a fault, but for a bridge that was not fitted",
+        "active == most and not active * BRIDGES % (active + inactive)",
+        "active == most",
+        (
+            "tests/doctor/test_faults.py::test_a_bridge_that_was_not_fitted_is_a_fact_of_the_hardware",
+        ),
+    ),
+    Fault(
+        "share-of-a-fake-step",
+        "no cost is a share of a step on fake GPUs",
+        "not row.on_fake_gpus",
+        "True",
+        ("tests/doctor/test_stored.py::test_without_a_run_on_gpus_the_standard_is_used",),
+    ),
+    Fault(
+        "examined-host",
+        "a run has the examination of its own machine alone",
+        '"SELECT result FROM examination WHERE host=(SELECT host FROM run WHERE rowid=?)"',
+        '"SELECT result FROM examination WHERE rowid>=(SELECT 0 FROM run WHERE rowid=?)"',
+        ("tests/store/test_examinations.py::test_the_runs_on_a_machine_have_its_last_examination",),
+    ),
+    Fault(
+        "merged-examination",
+        "a merge keeps the newer examination of a machine",
+        '"INSERT INTO examination VALUES (?,?,?) ON CONFLICT(host) DO UPDATE SET"'
+        '" started=excluded.started, result=excluded.result WHERE excluded.started>started"',
+        '"INSERT OR REPLACE INTO examination VALUES (?,?,?)"',
+        ("tests/store/test_examinations.py::test_a_merge_keeps_the_newer_examination",),
+    ),
+    Fault(
+        "quoted-gpus",
+        "explain quotes what the doctor found about the GPUs of a link, not about others",
+        "context.case.gpu(end)",
+        "end",
+        (
+            "tests/analysis/test_findings.py::test_a_slow_link_quotes_what_the_doctor_found_about_it",
         ),
     ),
     # -- hardware and store

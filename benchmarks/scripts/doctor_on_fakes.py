@@ -32,12 +32,13 @@ FAKE-GPU. No GPU has run anything here, and no time below is a GPU's.
 ```
 
 "as planned" means: the findings are those that were planted, and no other. Findings about the
-machine that runs the fake GPUs, such as the size of its `/dev/shm`, are left out.
+machine that runs the fake GPUs are left out, such as the size of its `/dev/shm`, busy cores, and a
+slow all-reduce, whose bytes the fake NCCL moves on these cores.
 """
 FAKES = """
 ## On fake GPUs
 
-Three fake GPUs with four NVLinks each to one NVSwitch; their rates are so low that the copies of
+Two fake GPUs with four NVLinks each to one NVSwitch; their rates are so low that the copies of
 the host, which stands in for the GPUs, do not matter. `doctor` runs as a command; the seconds are
 those of the whole command on a machine with 2 shared cores (load {load}), of which a copy that
 hangs takes 15 and an all-reduce that hangs 20.

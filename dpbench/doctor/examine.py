@@ -19,7 +19,7 @@ from typing import Any
 from dpbench.doctor import system, transfers
 from dpbench.doctor.faults import AllReduce, Examined
 from dpbench.doctor.probe import all_reduce
-from dpbench.hardware import gpus
+from dpbench.hardware import foreign_load, gpus
 from dpbench.hardware.nvml import Nvml, NvmlGpu, open_nvml
 
 LIMIT_S = 20.0
@@ -56,6 +56,7 @@ print(json.dumps({
 
 def examine(say: Callable[[str], None] = lambda _: None) -> Examined:
     """Return what this machine shows; `say` is called with each line of progress."""
+    before = foreign_load.snapshot()
     described = gpus.describe()
     count = len(gpus.of_torch().gpus)
     say("the build of torch and the host's memory ...")
@@ -73,6 +74,7 @@ def examine(say: Callable[[str], None] = lambda _: None) -> Examined:
         say("all-reduces over all GPUs ...")
         reduced = _all_reduce(count)
     peers = answer.get("peers")
+    load = foreign_load.since(before)
     return Examined(
         system=system.read(),
         gpus=described["gpus"],
@@ -81,6 +83,7 @@ def examine(say: Callable[[str], None] = lambda _: None) -> Examined:
         transfers=copied,
         all_reduce=reduced,
         foreign=foreign,
+        busy=foreign_load.told(load) if foreign_load.busy(load) else "",
         readings=watched.reasons,
         generations=watched.generations,
         software={

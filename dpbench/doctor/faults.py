@@ -20,6 +20,8 @@ from dpbench.hardware.nvml import SWITCH
 from dpbench.records import HOST, words
 from dpbench.records.examination import DIRECT, PINNED, SLOW, STAGED, Finding
 
+KINDS = {"gpu": "GPU", "nic": "network card"}
+"""The names of devices that share a switch."""
 SHM_BYTES = 2**30
 """The least size of /dev/shm for DataLoader workers and NCCL in one container."""
 LOCKED_BYTES = 2**26
@@ -78,7 +80,8 @@ class Examined:
 
     `gpus` are the facts of NVML for each GPU that torch can use, in CUDA's order. `unused` says why
     torch cannot use a GPU that is there. `peers` has the ordered pairs of GPUs with peer access,
-    None if unknown. `foreign` has the bytes that other processes hold on each GPU. `software` has
+    None if unknown. `foreign` has the bytes that other processes hold on each GPU, and `busy` says
+    how much of the cores they took, "" if not too much. `software` has
     the versions of torch and what it is built with, and of the driver and the CUDA that it
     supports, each "" if unknown. `no_kernels` are the GPUs for which torch's build has no kernels.
     `memory_bytes_per_s` counts the bytes that a copy in the host's memory reads and writes, 0 if
@@ -93,6 +96,7 @@ class Examined:
     transfers: Sequence[Transfer] = ()
     all_reduce: AllReduce | None = None
     foreign: Mapping[int, Mapping[int, int | None]] = field(default_factory=dict)
+    busy: str = ""
     readings: Mapping[int, int] = field(default_factory=dict)
     generations: Mapping[int, int] = field(default_factory=dict)
     software: Mapping[str, str] = field(default_factory=dict)
@@ -211,13 +215,14 @@ def _free_peers(machine: Examined) -> str:
 
 
 def _hanging(machine: Examined) -> Iterator[Finding]:
+    doubt = "; the cores were busy, so that it may only be slow" if machine.busy else ""
     for one in machine.transfers:
         if one.failure:
             what = "does not answer" if one.hangs else "fails"
             yield Finding(
                 name="failing transfer",
                 says=f"{one.copy} {what}",
-                evidence=one.failure,
+                evidence=f"{one.failure}{doubt}",
                 cost="DataParallel and NCCL hang or fail on these GPUs",
                 gpus=_gpus_of(one.copy),
                 change=_free_peers(machine) if one.copy.between_gpus else "see the kernel's log",
@@ -227,7 +232,7 @@ def _hanging(machine: Examined) -> Iterator[Finding]:
         yield Finding(
             name="failing all-reduce",
             says="an all-reduce over all GPUs has no result",
-            evidence=machine.all_reduce.failure,
+            evidence=f"{machine.all_reduce.failure}{doubt}",
             cost="DistributedDataParallel hangs or fails on this machine",
             change=_free_peers(machine),
             undo="export NCCL_P2P_DISABLE=0, and the earlier kernel command line",
@@ -311,8 +316,9 @@ def _why_slow(machine: Examined, gpu: int) -> str:
             and machine.system.common(device, other)
         ]
         if beside:
-            shared = ", ".join(sorted(other.kind for other in beside))
-            return f"GPU {gpu} shares a switch with: {shared}; move one of them to another slot"
+            kinds = Counter(KINDS[other.kind] for other in beside)
+            shared = " and ".join(words.count(number, kind) for kind, number in kinds.items())
+            return f"GPU {gpu} shares a switch with {shared}; move one of them to another slot"
         local = machine.system.nodes.get(device.node, machine.system.affinity)
         if device.node >= 0 and not machine.system.affinity & local:
             return f"bind the process to node {device.node}: numactl --cpunodebind={device.node}"
@@ -717,6 +723,17 @@ def _states(machine: Examined) -> Iterator[Finding]:
         )
 
 
+def _busy(machine: Examined) -> Iterator[Finding]:
+    if machine.busy:
+        yield Finding(
+            name="busy cores",
+            says="other processes took the cores during the examination",
+            evidence=machine.busy,
+            cost="rates of copies and of the all-reduce may be too low, as steps would be",
+            change="end them, and examine the machine again",
+        )
+
+
 def _foreign(machine: Examined) -> Iterator[Finding]:
     for gpu, held in machine.foreign.items():
         if held:
@@ -745,6 +762,7 @@ RULES: Sequence[Rule] = (
     _redirected,
     _slow_all_reduce,
     _no_peers,
+    _busy,
     _foreign,
     _states,
     _sockets,

@@ -24,7 +24,7 @@ def text(machine: Examined, examination: Examination) -> str:
     lines += ["", _wrapped(f"Checked: {', '.join(examination.checked)}.")]
     if examination.unchecked:
         lines.append(_wrapped(f"Not checked: {'; '.join(examination.unchecked)}."))
-    if examination.gpus:
+    if examination.copies:
         lines.append(f"[{' '.join(examination.labels)}]")
     return "\n".join(lines)
 

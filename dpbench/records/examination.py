@@ -72,7 +72,7 @@ class MadeCopy:
 
 @dataclass(frozen=True, kw_only=True)
 class Box:
-    """A box of the machine's picture: a socket, a switch, a GPU or a network card.
+    """A box of the machine's picture: a socket, a switch or a GPU.
 
     `row` counts from the top, `column` from the left; a box may lie between two columns.
     """
@@ -106,7 +106,7 @@ class Examination:
     `started_s` is in seconds since the epoch. `labels` are those of measurements, such as
     "FAKE-GPU". `gpus` has the facts of each GPU that torch can use, in CUDA's order, and `software`
     versions by name. `all_reduce_bytes_per_s` is what each GPU sent per second, None without a
-    result. `boxes` and `links` are the machine's picture.
+    result. `boxes` and `links` are the machine's picture; ValueError for a link without its boxes.
     """
 
     started_s: float
@@ -121,6 +121,11 @@ class Examination:
     boxes: tuple[Box, ...]
     links: tuple[Link, ...]
 
+    def __post_init__(self) -> None:
+        missing = {end for link in self.links for end in link.ends} - {box.id for box in self.boxes}
+        if missing:
+            raise ValueError(f"links of the picture end at unknown boxes: {sorted(missing)}")
+
     @property
     def faults(self) -> int:
         """Return the number of findings that a change removes."""
@@ -131,7 +136,7 @@ class Examination:
         return [finding for finding in self.findings if frozenset(finding.gpus) == gpus]
 
     def host_table(self) -> list[tuple[str, ...]]:
-        """Return a row per GPU: GB/s from and to the host, and the share of the promised rate."""
+        """Return a row per GPU: GB/s from and to the host, and the slower's share of the link."""
         ways = [(way, up) for way in (PINNED, PAGEABLE) for up in (True, False)]
         head = ("GB/s", *(f"{'from' if up else 'to'} {way}" for way, up in ways), "of the link")
         rows = [head]
@@ -142,9 +147,9 @@ class Examination:
                 for one in self.copies
                 if one.way == PINNED and gpu in (one.source, one.target)
             ]
-            best = max(shares, default=0.0)
+            slower = min(shares, default=0.0)
             cells = (self._cell(*ends[up], way) for way, up in ways)
-            rows.append((f"GPU {gpu}", *cells, words.percent(best) if best else ""))
+            rows.append((f"GPU {gpu}", *cells, words.percent(slower) if slower else ""))
         return rows
 
     def pair_table(self) -> list[tuple[str, ...]]:

@@ -139,16 +139,17 @@ class _Trial(msgspec.Struct):
 def check_run(provenance: Mapping[str, Any], started_s: float) -> None:
     """Raise ValueError if a run's start is no time, or a fact has a wrong type."""
     msgspec.convert(provenance, _Run)
-    _check_time(started_s)
+    check_time(started_s)
 
 
 def check_trial(provenance: Mapping[str, Any], started_s: float) -> None:
     """Raise ValueError if a trial's start is no time, or a fact has a wrong type."""
     msgspec.convert(provenance, _Trial)
-    _check_time(started_s)
+    check_time(started_s)
 
 
-def _check_time(started_s: float) -> None:
+def check_time(started_s: float) -> None:
+    """Raise ValueError if a start, in seconds since the epoch, is no time before the year 10000."""
     if not 0 <= started_s <= LATEST_S:
         raise ValueError(
             f"the start, {started_s} s after the year 1970 began, is not before the year 10000"

@@ -110,11 +110,15 @@ def _examined(db: file.Connection, row: int) -> str:
 @lru_cache(maxsize=16)
 def _examination(text: str) -> Examination | None:
     """Return the examination with this JSON; None, with a warning, if it cannot be read."""
+    if not text:
+        return None
     try:
-        return msgspec.convert(visible.loads(text), Examination) if text else None
+        found = msgspec.convert(visible.loads(text), Examination)
+        facts.check_time(found.started_s)
     except _DATA as error:
         log.warning("a result of dpbench doctor is left out, because it is damaged: %s", error)
         return None
+    return found
 
 
 def trial(db: file.Connection, row: int) -> Trial:

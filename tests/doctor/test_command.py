@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -109,6 +110,13 @@ def test_the_page_has_a_box_for_each_gpu_and_the_findings(
     assert sum(one.get("class") == "box" for one in drawn.iter("rect")) >= len(machine.gpus) + 1
     assert ("Nothing wrong found" in text) is (code == 0)
     assert not re.search(r"https?://|<script", text)
+
+
+def test_labels_say_what_the_rates_are_worth(ill: Examined) -> None:
+    assert result(ill, 0.0).labels == ("MEASURED",)
+    assert result(replace(ill, busy="90%"), 0.0).labels == ("MEASURED", "NOISY")
+    fakes = replace(ill, software={**ill.software, "driver": "580.00.fake"})
+    assert result(fakes, 0.0).labels == ("MEASURED", "FAKE-GPU")
 
 
 def drawn(machine: Examined) -> str:

@@ -95,6 +95,7 @@ PLANTED: Mapping[str, tuple[str, Fault, set[str]]] = {
         lambda one: replace(one, foreign={0: {4711: 2**30}, 1: {}}),
         {"other processes"},
     ),
+    "busy cores": ("2x3090", lambda one: replace(one, busy="90% of the cores"), {"busy cores"}),
     "the other socket": (
         "two sockets",
         with_system(affinity=frozenset(range(32))),
@@ -221,6 +222,16 @@ def test_a_pair_that_hangs_is_named_with_the_iommu_as_the_cause(tmp_path: Path) 
     (found,) = faults.found(with_system(iommu="translating")(machine))
     assert found.says == "GPU 0 -> GPU 2 direct does not answer"
     assert "iommu=pt" in found.change
+
+
+def test_on_busy_cores_a_copy_that_hangs_may_only_be_slow(tmp_path: Path) -> None:
+    machine = machines.examined(machines.read(tmp_path, SWITCH))
+    machine = with_copy(0, 2, DIRECT, bytes_per_s=0.0, failure=SILENCE)(machine)
+    (alone,) = faults.found(machine)
+    assert "only be slow" not in alone.evidence
+    hanging, busy = faults.found(replace(machine, busy="90% of the cores"))
+    assert "only be slow" in hanging.evidence
+    assert busy.name == "busy cores"
 
 
 def test_a_slow_pair_between_sockets_is_a_fact_of_the_hardware(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 import threading
@@ -189,24 +190,22 @@ def test_ranks_that_hang_are_named_with_their_collectives(tmp_path: Path) -> Non
         4: None,
     }
     for rank, entries in recorded.items():
+        (tmp_path / f"joined-{rank}").touch()
         (tmp_path / f"recorded-{rank}").write_text(json.dumps(entries))
     assert all_reduce._stages(tmp_path, 5).split("; ") == [
         "rank 2 had joined and started no collective",
         "rank 3 had not joined the others",
-        "rank 4 had joined, and this torch has no flight recorder",
+        "rank 4 had joined, and torch's flight recorder has nothing of it",
         "rank 0 was in collective 7, nccl:all_reduce of 2 x 8 elements (started)",
         "rank 1 had not entered collective 7, its last was collective 6, nccl:all_reduce of 2 x 8"
         " elements (completed)",
     ]
 
 
-def test_what_a_rank_recorded_is_read_when_the_time_is_over(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(all_reduce, "BEFORE_S", 1e6)  # the ranks write at once
+def test_what_a_rank_recorded_is_read_when_the_time_is_over() -> None:
     with pytest.raises(all_reduce.NoResult) as failed:
-        list(all_reduce.figures(2, "gloo", [4] * 5000, limit_s=20.0))
-    assert "rank 0 had" in str(failed.value)
+        list(all_reduce.figures(2, "gloo", [4] * 5000, limit_s=5.0))
+    assert re.search(r"rank [01] was in collective \d+, gloo:all_", str(failed.value))
 
 
 QUIET = foreign_load.Load(foreign=0.01, steal=0.0, cores=2, seconds=0.5)

@@ -24,14 +24,14 @@ pytestmark = [
 ]
 MACHINE = f"doctor-{os.getpid()}"
 USUAL = {
-    "FAKECUDA_DEVICES": "3",
-    "FAKECUDA_PCIE": "1x4",
-    "FAKECUDA_H2D_GBPS": "0.9",
-    "FAKECUDA_D2H_GBPS": "0.9",
-    "FAKECUDA_P2P_GBPS": "0.4",
-    "FAKECUDA_STAGED_GBPS": "0.35",
+    "FAKECUDA_DEVICES": "2",
+    "FAKECUDA_PCIE": "1x1",
+    "FAKECUDA_H2D_GBPS": "0.23",
+    "FAKECUDA_D2H_GBPS": "0.23",
+    "FAKECUDA_P2P_GBPS": "0.25",
+    "FAKECUDA_STAGED_GBPS": "0.15",
 }
-"""Three GPUs whose copies take so long that the time of the host's own copy does not matter."""
+"""Two GPUs whose copies take so long that the time of the host's own copy does not matter."""
 OF_THIS_HOST = {
     "small /dev/shm",
     "core quota",
@@ -39,8 +39,10 @@ OF_THIS_HOST = {
     "locked memory",
     "governor",
     "huge pages",
+    "busy cores",
+    "slow all-reduce",
 }
-"""Findings about the machine that runs the test."""
+"""Findings about the machine that runs the test, on which the fake NCCL moves the bytes."""
 
 
 @pytest.fixture(autouse=True)
@@ -82,18 +84,21 @@ def fake(**settings: str) -> dict[str, str]:
 
 PLANTED: dict[str, tuple[dict[str, str], set[str]]] = {
     "nothing": ({}, set()),
-    "a pair that corrupts": (fake(CORRUPT="0-2"), {"corrupt transfer"}),
-    "a pair that hangs": (fake(HANG="1-2"), {"failing transfer", "failing all-reduce"}),
-    "a pair at a tenth": (fake(SLOW="2-0"), {"slow pair"}),
+    "a pair that corrupts": (fake(CORRUPT="0-1"), {"corrupt transfer"}),
+    "a pair that hangs": (fake(HANG="1-0"), {"failing transfer", "failing all-reduce"}),
+    "a pair at a tenth": (fake(SLOW="1-0", P2P_GBPS="0.5"), {"slow pair"}),
     "no peer access": (fake(PEER="0"), {"no peer access"}),
     "a link to the host at a third": (
-        fake(H2D_GBPS="0.3", STAGED_GBPS="0.2"),
+        fake(H2D_GBPS="0.08"),
         {"slow link to the host"},
     ),
-    "one of four lanes": (fake(PCIE_LANES="1-1"), {"narrow link"}),
+    "one of two lanes": (
+        fake(PCIE="1x2", PCIE_LANES="1-1", H2D_GBPS="0.4", D2H_GBPS="0.4"),
+        {"narrow link"},
+    ),
     "an NVLink that is down": (fake(NVLINK_DOWN="0-1"), {"NVLink down"}),
     "a lowered power limit": (fake(POWER_LIMIT="1-200"), {"power limit"}),
-    "memory errors": (fake(ECC_ERRORS="2-3"), {"memory errors"}),
+    "memory errors": (fake(ECC_ERRORS="0-3"), {"memory errors"}),
 }
 """What is planted on fake GPUs, and the names of the findings."""
 
@@ -112,31 +117,31 @@ def together(*names: str) -> tuple[dict[str, str], set[str]]:
     ("settings", "names"),
     [
         together("nothing"),
-        together("a pair that corrupts", "a pair that hangs", "a pair at a tenth"),
+        together("a pair that corrupts", "a pair at a tenth"),
+        together("a pair that hangs"),
         together(
-            "one of four lanes",
+            "one of two lanes",
             "an NVLink that is down",
             "a lowered power limit",
             "memory errors",
         ),
         together("no peer access"),
     ],
-    ids=["nothing", "copies", "states", "no peers"],
+    ids=["nothing", "copies", "hang", "states", "no peers"],
 )
 def test_each_planted_fault_is_named_and_no_other(
     settings: dict[str, str], names: set[str], tmp_path: Path
 ) -> None:
     answer = examined(settings, tmp_path)
     assert {one["name"] for one in answer["findings"]} == names, answer["findings"]
-    assert len(answer["copies"]) == 3 * 4 + 2 * 6
-    assert answer["labels"] == ["MEASURED", "FAKE-GPU"]
+    assert len(answer["copies"]) == 2 * 4 + 2 * 2
+    assert "FAKE-GPU" in answer["labels"]
+
+    for found in answer["findings"]:
+        if found["name"] == "failing all-reduce":
+            _names_ranks_and_collectives(found["evidence"])
 
 
-def test_a_hanging_all_reduce_is_named_with_rank_and_collective(tmp_path: Path) -> None:
-    answer = examined(fake(HANG="1-2"), tmp_path)
-    (found,) = [one for one in answer["findings"] if one["name"] == "failing all-reduce"]
-    for rank in range(3):
-        assert (
-            f"rank {rank} was in collective 1, nccl:all_reduce of 262144 elements"
-            in (found["evidence"])
-        )
+def _names_ranks_and_collectives(evidence: str) -> None:
+    for rank in range(2):
+        assert f"rank {rank} was in collective 1, nccl:all_reduce of 262144 elements" in evidence

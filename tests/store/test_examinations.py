@@ -46,25 +46,36 @@ def test_the_runs_on_a_machine_are_found(tmp_path: Path) -> None:
         assert list(store.newest_on("another machine")) == []
 
 
-def test_a_merge_keeps_the_newer_examination(tmp_path: Path) -> None:
+@pytest.mark.parametrize("into_newer", [True, False])
+def test_a_merge_keeps_the_newer_examination(into_newer: bool, tmp_path: Path) -> None:
     old, new = tmp_path / "old.db", tmp_path / "new.db"
-    stored(old, made())
+    for path in (old, new):
+        stored(path, made())
     keep(old, 1.7e9)
     newer = keep(new, 1.8e9)
-    for target, source in ((old, new), (new, old)):
-        with Store.create(target) as store:
-            store.merge(source)
-        assert examinations(target) == [newer]
+    target, source = (new, old) if into_newer else (old, new)
+    with Store.create(target) as store:
+        store.merge(source)
+    assert examinations(target) == [newer, newer]
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "'{}'",
+        "'text'",
+        "replace(result, '1.7', '1.7e99')",
+        "replace(result, '[\"GPU 0', '[\"GPU 9')",
+    ],
+)
 def test_a_damaged_examination_is_left_out_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "dpbench.db"
     stored(path, made())
-    keep(path)
+    keep(path, 1.7)
     with closing(sqlite3.connect(path)) as db, db:
-        db.execute("UPDATE examination SET result='{}'")
+        db.execute(f"UPDATE examination SET result={damage}")
     assert examinations(path) == [None]
     assert "damaged" in caplog.text
 

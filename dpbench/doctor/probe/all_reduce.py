@@ -35,6 +35,8 @@ COMPUTED_S = 1e-3
 WARM = 3
 """The number of untimed all-reduces of each size, which connect ranks and allocate pages."""
 LIMIT_S = 60.0
+START_S, POLL_S = 120.0, 0.05
+"""The seconds in which the ranks must join, and the seconds between two looks at them."""
 BEFORE_S = 2.0
 """The seconds before the end of the time limit at which a rank writes what it has recorded."""
 RECORDER = {"TORCH_FR_BUFFER_SIZE": "1000", "TORCH_NCCL_TRACE_BUFFER_SIZE": "1000"}
@@ -53,7 +55,8 @@ def figures(
     `sizes` are in bytes. `backend` is torch.distributed's: "nccl" between GPUs, "gloo" between CPU
     processes. The line is fitted to the seconds over the bytes that each of n ranks sends in a ring
     all-reduce: 2 (n - 1) / n times the size. Raises NoResult if a rank fails, or if the ranks take
-    longer than `limit_s` (by default `LIMIT_S`); the error then says in which collective each was.
+    longer than `limit_s` (by default `LIMIT_S`) once all have joined; the error then says in which
+    collective each was.
     """
     timings = _measured(ranks, backend, sizes, LIMIT_S if limit_s is None else limit_s)
     for size, spent in timings:
@@ -81,33 +84,48 @@ def _measured(
     ranks: int, backend: str, sizes: Sequence[int], limit_s: float
 ) -> list[tuple[int, Timing]]:
     with scratch.folder() as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "dpbench.doctor.probe.all_reduce",
-            str(os.getpid()),
-            str(folder),
-        ]
-        try:
-            done = subprocess.run(
-                [*command, str(ranks), backend, json.dumps(sizes), str(time.time() + limit_s)],
+        module = ("-m", "dpbench.doctor.probe.all_reduce", str(os.getpid()), str(folder))
+        with (
+            (folder / "answer").open("w") as answer,
+            (folder / "errors").open("w") as errors,
+            subprocess.Popen(
+                [sys.executable, *module, str(ranks), backend, json.dumps(sizes), str(limit_s)],
                 env={**os.environ, **RECORDER},
-                timeout=limit_s,
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
+                stdout=answer,
+                stderr=errors,
+            ) as process,
+        ):
+            if late := _late(process, folder, ranks, limit_s):
+                process.kill()
+                raise NoResult(f"the ranks did not {late}: {_stages(folder, ranks)}")
+        if process.returncode:
+            said = (folder / "errors").read_text(encoding="utf-8", errors="replace")
             raise NoResult(
-                f"the ranks did not end within {limit_s:g} s: {_stages(folder, ranks)}"
-            ) from None
-    if done.returncode:
-        raise NoResult(
-            f"the probe's ranks ended with exit status {done.returncode}; the last line of their"
-            f" error output is: {last_line(done.stderr)}"
-        )
-    answer = json.loads(done.stdout.splitlines()[-1])
-    return [(size, Timing(**seconds)) for size, seconds in answer]
+                f"the probe's ranks ended with exit status {process.returncode}; the last line of"
+                f" their error output is: {last_line(said)}"
+            )
+        found = json.loads((folder / "answer").read_text(encoding="utf-8").splitlines()[-1])
+    return [(size, Timing(**seconds)) for size, seconds in found]
+
+
+def _late(process: subprocess.Popen[bytes], folder: Path, ranks: int, limit_s: float) -> str:
+    """Wait for the end of a process, and return what the ranks did not do in time; "" if all.
+
+    Until they have joined, each loads torch, so that the limit counts from then on.
+    """
+    for what, within_s in (("join", START_S), ("end", limit_s)):
+        until_s = time.monotonic() + within_s
+        while process.poll() is None:
+            if what == "join" and all(_joined(folder, rank) for rank in range(ranks)):
+                break
+            if time.monotonic() > until_s:
+                return f"{what} within {within_s:g} s"
+            time.sleep(POLL_S)
+    return ""
+
+
+def _joined(folder: Path, rank: int) -> bool:
+    return (folder / f"joined-{rank}").exists()
 
 
 def _stages(folder: Path, ranks: int) -> str:
@@ -116,14 +134,14 @@ def _stages(folder: Path, ranks: int) -> str:
     stages = []
     for rank in range(ranks):
         path = folder / f"recorded-{rank}"
-        if not path.exists():
+        if not _joined(folder, rank):
             stages.append(f"rank {rank} had not joined the others")
             continue
-        entries = json.loads(path.read_text(encoding="utf-8"))
+        entries = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
         if entries:
             last[rank] = Collective.of(entries[-1])
         elif entries is None:
-            stages.append(f"rank {rank} had joined, and this torch has no flight recorder")
+            stages.append(f"rank {rank} had joined, and torch's flight recorder has nothing of it")
         else:
             stages.append(f"rank {rank} had joined and started no collective")
     newest = max(last.values(), key=lambda one: one.number, default=None)
@@ -170,15 +188,16 @@ def _record(folder: Path, backend: str, rank: int) -> None:
 
 
 def _rank(
-    folder: Path, backend: str, sizes: Sequence[int], deadline_s: float, rank: int
+    folder: Path, backend: str, sizes: Sequence[int], limit_s: float, rank: int
 ) -> list[tuple[int, dict[str, float]]]:
     """Return, for each size in bytes, the fields of the `Timing` of an all-reduce.
 
     Each follows a computation, as in a step, because an idle core responds later. It lasts from the
-    last rank's start to the last rank's end. A rank that is still here shortly before the deadline,
-    in seconds since the epoch, writes what torch's flight recorder has.
+    last rank's start to the last rank's end. A rank that is still here shortly before the end of
+    the time limit writes what torch's flight recorder has.
     """
-    record = threading.Timer(deadline_s - BEFORE_S - time.time(), _record, (folder, backend, rank))
+    (folder / f"joined-{rank}").touch()
+    record = threading.Timer(max(0.0, limit_s - BEFORE_S), _record, (folder, backend, rank))
     record.daemon = True
     record.start()
     torch.set_num_threads(1)
@@ -220,9 +239,9 @@ def _of_all_ranks(times: Any) -> list[Any]:
     return every
 
 
-def _main(parent: str, folder: str, ranks: str, backend: str, sizes: str, deadline_s: str) -> None:
+def _main(parent: str, folder: str, ranks: str, backend: str, sizes: str, limit_s: str) -> None:
     processes.die_with_parent(int(parent))
-    work = partial(_rank, Path(folder), backend, json.loads(sizes), float(deadline_s))
+    work = partial(_rank, Path(folder), backend, json.loads(sizes), float(limit_s))
     answers = run(work, int(ranks), Path(folder), backend)
     print(json.dumps(answers[0]), flush=True)
 
