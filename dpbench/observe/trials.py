@@ -25,7 +25,7 @@ from dpbench.hardware.nvml import Library
 from dpbench.measure import stopping
 from dpbench.measure.merging import merge
 from dpbench.measure.worker.facts import gpu_uuids, torch_facts
-from dpbench.observe import parts
+from dpbench.observe import parts, source
 from dpbench.observe.loop import WARMUP, WatchedLoop
 from dpbench.observe.recorder import Seen
 from dpbench.records import HOST, Case, Memory, Sample, Trial
@@ -257,9 +257,15 @@ def _observed(watched: Watched, warm: int) -> Observed:
     for places in loop.reads[warm:]:
         for place in places:
             reads[place] = reads.get(place, 0) + 1
+    devices = seen.devices * watched.ranks
+    file = Path(seen.file)
+    notes = source.notes(file, on_gpus=seen.device_kind == "cuda", devices=devices)
+    forwards = seen.synchronized.total()
     return Observed(
         command=watched.command,
         wrapper=seen.wrapper,
+        synchronized=seen.synchronized[True] / forwards if forwards else None,
+        binding=tuple(source.missing_binding(file)) if seen.ranks else (),
         updates=loop.updates,
         skipped_updates=loop.skipped,
         loader_workers=loop.loader_workers,
@@ -267,7 +273,7 @@ def _observed(watched: Watched, warm: int) -> Observed:
         reads=reads,
         evaluation_s=loop.evaluation_s,
         checkpoint_s=loop.checkpoint_s,
-        unknown=loop.unknown,
+        unknown=(*loop.unknown, *(Unknown(problem=note, steps=0) for note in notes)),
         held=watched.part.held,
     )
 
