@@ -47,13 +47,14 @@ class RankRecord:
     """The record of one process: its loop, its peak of memory, its GPUs, and its memory on them.
 
     The record of a launch has the joined loop, and the memory and the GPUs of all ranks. `gpus` has
-    the index in the loop and the UUID of each GPU.
+    the index in the loop and the UUID of each GPU, `arrivals` the waits of ranks for each other.
     """
 
     loop: WatchedLoop
     memory: tuple[Memory, ...] = ()
     gpus: tuple[tuple[int, str], ...] = ()
     held: tuple[Held, ...] = ()
+    arrivals: tuple[Sample, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -155,9 +156,14 @@ class WatchedRank:
             numbers=tuple(sorted(common)),
             unknown=tuple(unknown),
         )
-        return RankRecord(
-            loop=together, memory=whole.memory, gpus=tuple(gpus), held=tuple(held)
-        ), len(parts)
+        record = RankRecord(
+            loop=together,
+            memory=whole.memory,
+            gpus=tuple(gpus),
+            held=tuple(held),
+            arrivals=tuple(whole.samples) if self.alone else (),  # the clocks of machines differ
+        )
+        return record, len(parts)
 
 
 def _trial(part: RankRecord) -> Trial:
@@ -240,7 +246,7 @@ def trials_of(watched: Watched) -> list[Trial]:
         case=case,
         reason="the script ended",
         spans=loop.spans,
-        samples=watched.samples,
+        samples=(*watched.samples, *watched.part.arrivals),
         memory=watched.part.memory,
         steps=tuple(replace(step, warmup=at < warm) for at, step in enumerate(loop.steps)),
         provenance=facts,

@@ -17,6 +17,7 @@ from dpbench.analysis.report import Report
 from dpbench.records import words
 from dpbench.records.registry import Role
 from dpbench.report import (
+    late_ranks,
     loaders,
     marks,
     naming,
@@ -317,7 +318,7 @@ def sections(report: Report) -> list[Section]:
             timeline.imbalance(drawable),
             timeline.steps(drawable, report.trials),
             timeline.utilisation(drawable, report.trials),
-            *filter(None, [over_commits(report)]),
+            *filter(None, [late_ranks.section(drawable, report.arrivals), over_commits(report)]),
         ]
         if report.observed:  # an observed loop has no baseline, and perhaps no batch size
             return [section for section in all_sections if section.panels]

@@ -48,8 +48,8 @@ def section(rows: Sequence[Row], lanes_of: Drawn, key: str = "lanes") -> Section
         " on each device. The lanes of a panel share one time axis. A bar is a phase on a device; a"
         " pale bar belongs to the step before or after. Where a lane is grey, no phase is open on"
         " the device. A thick outline is the critical path: the bars that the end of the step"
-        " waited for. A tick in a bar marks the least time that its bytes need over the links that"
-        " were measured.",
+        " waited for. A tick in a bar marks the least time that its bytes need over measured"
+        " links, or its operations at the measured peak.",
         [_panel(facet, lanes_of, f"{key}{i}") for i, facet in enumerate(facets)],
         left_out if facets else "No case has spans of a median step.",
     )
