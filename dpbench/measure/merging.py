@@ -70,7 +70,7 @@ def _arrivals(parts: Sequence[Trial]) -> Iterator[Sample]:
         at_s = (last_s + max(span.end_s for span in alike)) / 2
         for span in alike:
             yield Sample(at_s, span.device, RANK_WAIT, last_s - span.start_s)
-            yield Sample(at_s, span.device, RANK_TRANSFER, span.end_s - last_s)
+            yield Sample(at_s, span.device, RANK_TRANSFER, max(0.0, span.end_s - last_s))
 
 
 def _without_waits(parts: Sequence[Trial]) -> list[Trial]:

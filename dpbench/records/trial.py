@@ -460,7 +460,7 @@ def joined(parts: Sequence[Trial]) -> tuple[tuple[Step, ...], tuple[Span, ...]]:
 
     def cut(span: Span) -> Span:
         if span.phase is Phase.REDUCE:
-            return replace(span, start_s=arrived.get(id(span), span.start_s))
+            return replace(span, start_s=min(span.end_s, arrived.get(id(span), span.start_s)))
         if span.phase is not Phase.BACKWARD:
             return span
         own = starts.get((span.step, span.device), ())
@@ -471,10 +471,11 @@ def joined(parts: Sequence[Trial]) -> tuple[tuple[Step, ...], tuple[Span, ...]]:
 
 
 def matched_reductions(spans: Iterable[Span]) -> Iterator[list[Span]]:
-    """Yield the reduce spans of each reduction: one per device, which all have to overlap.
+    """Yield the reduce spans of each reduction, one per device.
 
     The first of a step on each device belong together, then the second, and so on. A step in which
-    devices have different numbers of them has none: parts of a reduction may be hidden.
+    devices have different numbers of them has none. A span on a GPU's clock is an exposed part of a
+    reduction: such spans belong together only if all overlap, because parts may be hidden.
     """
     steps: dict[int, dict[int, list[Span]]] = {}
     for span in spans:
@@ -484,7 +485,8 @@ def matched_reductions(spans: Iterable[Span]) -> Iterator[list[Span]]:
         ranks = [sorted(own, key=lambda span: span.start_s) for own in by_device.values()]
         if len({len(own) for own in ranks}) == 1:
             for alike in zip(*ranks, strict=True):
-                if max(span.start_s for span in alike) <= min(span.end_s for span in alike):
+                overlap = max(one.start_s for one in alike) <= min(one.end_s for one in alike)
+                if overlap or alike[0].clock != "cuda_event":
                     yield [*alike]
 
 

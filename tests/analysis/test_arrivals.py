@@ -92,3 +92,14 @@ def test_the_ranks_of_aligned_traces_wait_in_each_bucket(tmp_path) -> None:
         assert one.transfer_s == pytest.approx(0.005, abs=1e-5)
     (alone,) = imported.load(paths[:1])
     assert arrivals.of_trial(alone.trial) == ()
+
+
+def test_exposed_parts_of_different_reductions_on_gpus_keep_their_times() -> None:
+    """Rank 0 hides its second reduction, and rank 1 its first one."""
+    spans = [
+        Span(0, Phase.REDUCE, device, "cuda_event", start_s, start_s + 0.01)
+        for device, start_s in ((0, 0.02), (1, 0.06))
+    ]
+    series = (Step(0.1, False, 0.1),)
+    _, found = joined([Trial(case=RANKS, steps=series, spans=(one,)) for one in spans])
+    assert [*found] == spans
