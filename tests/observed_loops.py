@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dpbench.records import HOST, Case, Memory, Phase, Sample, Source, Span, Step, Trial
+from dpbench.records.activity import HOST_READS, HOST_WAITS, KERNELS
 from dpbench.records.observed import OBSERVED, SCRIPT, Observed, traits
 from dpbench.records.registry import Parallelism, Reduction
 
@@ -119,9 +120,13 @@ def loop(
                 now += max(s for _, _, s in group) * factor
             now += gap_s * factor
             series.append(Step(now - begun, number == 0 and index < 2, now))
+        waits = (Phase.DATA, Phase.SCATTER, Phase.READ)
+        waits_s = sum(s for group in groups for phase, _, s in group if phase in waits)
         samples = [
-            Sample(0.0, device, "kernel_busy_s", seconds)
+            Sample(step.end_s, device, metric, value)
             for device, seconds in (busy or {}).items()
+            for step in series
+            for metric, value in ((KERNELS, seconds), (HOST_READS, 0.0), (HOST_WAITS, waits_s))
         ]
         trials.append(
             Trial(

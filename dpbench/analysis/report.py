@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from dpbench.analysis import (
     answer,
+    arrivals,
     caveats,
     comparison,
     findings,
@@ -28,6 +29,7 @@ from dpbench.analysis import (
     transfers,
     verdict,
 )
+from dpbench.analysis.arrivals import Collective
 from dpbench.analysis.imbalance import Footprint, Index
 from dpbench.analysis.lanes import Lanes
 from dpbench.hardware.provenance import Resources
@@ -162,6 +164,17 @@ class Report:
     def lanes(self) -> Mapping[tuple[Case, Source], Lanes]:
         """Return the timeline of a median step of each case and source with spans."""
         return lanes.of_rows(self.rows, self.trials)
+
+    @cached_property
+    def arrivals(self) -> Mapping[tuple[Case, Source], Sequence[Collective]]:
+        """Return the collectives of each case of ranks, in the round of its lanes, if known."""
+        found = {}
+        for trial in self.trials:
+            key = trial.case, trial.source
+            drawn = self.lanes.get(key)
+            if drawn and trial.trusted and trial.round == drawn.round:
+                found[key] = arrivals.of_trial(trial)
+        return {key: collectives for key, collectives in found.items() if collectives}
 
     @property
     def imbalance(self) -> Sequence[Index]:

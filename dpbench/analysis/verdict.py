@@ -67,7 +67,8 @@ def decide(step: Estimate | None, costs: Sequence[Estimate], unclear: float = 0.
     if step is None:
         return Verdict(Choice.UNKNOWN, Ground.NO_RESULT)
     if step.doubt:
-        large = [number for number, cost in enumerate(costs) if cost.value >= WORTH]
+        few = step.doubt is Doubt.ROUNDS
+        large = [number for number, cost in enumerate(costs) if few and cost.value >= WORTH]
         return Verdict(Choice.UNKNOWN, Ground.FEW, large[0] if large else None)
     for number, cost in enumerate(costs):
         if cost.low >= WORTH:

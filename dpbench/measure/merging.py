@@ -6,9 +6,11 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from dpbench.records import HOST, Case, Memory, Phase, Span, Trial, Verified, host_device
+from dpbench.records import HOST, Case, Memory, Phase, Sample, Span, Trial, Verified, host_device
 from dpbench.records.activity import (
     EXPOSED_REDUCTION,
+    RANK_TRANSFER,
+    RANK_WAIT,
     Activity,
     Busy,
     Kind,
@@ -17,7 +19,7 @@ from dpbench.records.activity import (
     phase_of_collective,
 )
 from dpbench.records.registry import Reduction
-from dpbench.records.trial import NO_PROFILE, TrialHost, joined
+from dpbench.records.trial import NO_PROFILE, TrialHost, joined, matched_reductions
 
 PROFILED = "profiled_step"
 """The clock name that annotates spans whose durations come from profiled steps."""
@@ -26,10 +28,11 @@ PROFILED = "profiled_step"
 def merge(parts: Sequence[Trial], hosts: Sequence[TrialHost] = ()) -> Trial:
     """Merge the trials of all ranks of a case into one trial.
 
-    `joined` merges the steps and the spans; all samples are kept. `hosts` are the machines of the
-    ranks; it is empty if they share one. A machine's memory is the sum of its ranks' resident sets.
-    The duration of each setup stage is that of the slowest rank, and the verification result is the
-    worst.
+    `joined` merges the steps and the spans; all samples are kept, and on one machine, whose ranks
+    have one clock, each rank's waits for the last one in a reduction are added. `hosts` are the
+    machines of the ranks; it is empty if they share one. A machine's memory is the sum of its
+    ranks' resident sets. The duration of each setup stage is that of the slowest rank, and the
+    verification result is the worst.
     """
     if len(parts) == 1:
         return parts[0]
@@ -42,7 +45,10 @@ def merge(parts: Sequence[Trial], hosts: Sequence[TrialHost] = ()) -> Trial:
         verified=max((part.verified for part in parts), key=order.index),
         steps=steps,
         spans=spans,
-        samples=tuple(sample for part in parts for sample in part.samples),
+        samples=(
+            *(sample for part in parts for sample in part.samples),
+            *([] if hosts else _arrivals(parts)),
+        ),
         memory=(
             *(m for part in parts for m in part.memory if m.device != HOST),
             *_resident(parts, hosts),
@@ -52,6 +58,19 @@ def merge(parts: Sequence[Trial], hosts: Sequence[TrialHost] = ()) -> Trial:
         },
         provenance={**parts[0].provenance, **withheld},
     )
+
+
+def _arrivals(parts: Sequence[Trial]) -> Iterator[Sample]:
+    """Yield each rank's wait for the last one in each reduction that the host's clock measured."""
+    spans = [span for part in parts for span in part.spans if span.on_host]
+    for alike in matched_reductions(spans):
+        if len(alike) < len(parts):
+            continue
+        last_s = max(span.start_s for span in alike)
+        at_s = (last_s + max(span.end_s for span in alike)) / 2
+        for span in alike:
+            yield Sample(at_s, span.device, RANK_WAIT, last_s - span.start_s)
+            yield Sample(at_s, span.device, RANK_TRANSFER, max(0.0, span.end_s - last_s))
 
 
 def _without_waits(parts: Sequence[Trial]) -> list[Trial]:

@@ -24,7 +24,7 @@ from dpbench.records.activity import EXPOSED, HOST_READS, HOST_WAITS, KERNELS
 from dpbench.records.observed import WITHOUT_LOADER, Held, Observed
 from dpbench.records.registry import Parallelism
 from dpbench.records.trial import Estimate
-from dpbench.records.words import about, count, long_time, percent, size, time
+from dpbench.records.words import about, count, exact, long_time, percent, size, time
 
 WORKERS = (
     "loader = torch.utils.data.DataLoader(dataset, batch_size={}, num_workers={},"
@@ -44,6 +44,9 @@ HOOK = (
     "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks; "
     "model.register_comm_hook(None, default_hooks.bf16_compress_hook)"
 )
+NO_SYNC = "with model.no_sync(): loss_fn(model(x), y).backward()  # all but the last of an update"
+MOST_SYNCS = 1.5
+"""The most times that gradients are added per update without a finding; one is needed."""
 CODE = (WORKERS, PINNED, SELDOM, COMPILED, SCALE, EVALUATE, SAVE, HOOK)
 """The lines of code that remedy any loop; `{}` takes the batch size or the number of workers."""
 MOST_WORKERS = 8
@@ -263,6 +266,30 @@ def _reduction(context: CaseContext, loop: Observed) -> Judgement:
     )
 
 
+def _accumulated(context: CaseContext, loop: Observed) -> Judgement:
+    """Return evidence on gradients that are added in more than one backward of an update."""
+    added = (loop.synchronized or 0.0) * loop.updates
+    if loop.updates < 2 or added <= MOST_SYNCS:
+        return None
+    says = (
+        f"the ranks add their gradients in {exact(added)} of the {loop.updates} calls of backward"
+        " per update"
+    )
+    if not context.row.phases.get(Phase.REDUCE.value):
+        return Missing(f"what it costs that {says}: import a trace of torch.profiler")
+    seconds = context.phase(Phase.REDUCE.value)
+    needless = share_of(seconds, 1 - 1 / added)
+    return Evidence(
+        says=says,
+        numbers=(
+            f"adding them takes {about(seconds)} per step after the end of backward; once per"
+            f" update would take {time(seconds.value - needless.value)}"
+        ),
+        size_s=needless,
+        code=NO_SYNC,
+    )
+
+
 def _exposed(context: CaseContext) -> Judgement:
     """Return evidence on collectives beside which no kernel computes, from a trace.
 
@@ -312,7 +339,12 @@ def _foreign(context: CaseContext, loop: Observed) -> Judgement:
     places = (f"GPU {held[0].gpu}: {', '.join(map(_amount, held))}" for held in most[:PLACES])
     return Evidence(
         says=f"{_strays(most[0], loop)}{others}",
-        numbers=f"{'; '.join(places)} (CUDA contexts or tensors, from NVML at the end of the loop)",
+        numbers="; ".join(
+            [
+                f"{'; '.join(places)} (CUDA contexts or tensors, from NVML at the end of the loop)",
+                *loop.binding,
+            ]
+        ),
         size_s=None,
         code=BIND,
     )
@@ -417,6 +449,14 @@ RULES = (
         remedy=(
             "send fewer bytes (bf16 gradients), or reduce less often (no_sync while gradients"
             " accumulate)"
+        ),
+    ),
+    FindingRule(
+        name="accumulation",
+        when=_observing(_accumulated),
+        remedy=(
+            "run all but the last forward and backward of an update inside no_sync() of the"
+            " DistributedDataParallel"
         ),
     ),
     FindingRule(

@@ -28,12 +28,14 @@ from dpbench.hardware import provenance
 from dpbench.measure.merging import shifted
 from dpbench.observe import kineto, parts
 from dpbench.observe.attribution import Attributed, attribute
-from dpbench.observe.kineto import TraceEvents
+from dpbench.observe.kineto import DeviceEvent, TraceEvents
 from dpbench.observe.stretches import LOADER
 from dpbench.records import HOST, Case, Phase, Sample, Source, Span, Trial, words
 from dpbench.records.activity import (
     HOST_READS,
     HOST_WAITS,
+    RANK_TRANSFER,
+    RANK_WAIT,
     Activity,
     Kind,
     busy,
@@ -191,7 +193,7 @@ def _trial(traces: Sequence[ImportedTrace]) -> Trial:
         case=_case(traces),
         steps=steps,
         spans=spans,
-        samples=tuple(sample for rank in ranks for sample in rank.samples),
+        samples=(*(sample for rank in ranks for sample in rank.samples), *_arrivals(traces)),
         provenance={
             OBSERVED: _observed(traces, common).to_dict(),
             TRACE: _facts(traces),
@@ -261,6 +263,37 @@ def _samples(
         for device, times in busy(inside).items():
             for metric, seconds in {**times.metrics, **waits}.items():
                 yield Sample(step.end_s, indices[device], metric, seconds)
+
+
+def _arrivals(traces: Sequence[ImportedTrace]) -> Iterator[Sample]:
+    """Yield each rank's wait for the last one in each collective, and the transfer after that.
+
+    None if the trace of a rank is missing, or if a clock could not be aligned.
+    """
+    first = traces[0].profile
+    complete = len(traces) == first.world_size and len(traces) > 1
+    if not complete or any(trace.aligned is None for trace in traces[1:]):
+        return
+    found = [_collectives(trace.profile) for trace in traces]
+    for name in found[0]:
+        if len({len(one.get(name, ())) for one in found}) > 1:
+            continue
+        for events in zip(*(one[name] for one in found), strict=True):
+            times = [
+                (_on_first(event.start_us, trace, first), _on_first(event.end_us, trace, first))
+                for event, trace in zip(events, traces, strict=True)
+            ]
+            last_s = max(begin_s for begin_s, _ in times)
+            at_s = (last_s + max(end_s for _, end_s in times)) / 2  # its end may end the step
+            for event, trace, (begin_s, end_s) in zip(events, traces, times, strict=True):
+                device = trace.indices[event.device]
+                yield Sample(at_s, device, RANK_WAIT, last_s - begin_s)
+                yield Sample(at_s, device, RANK_TRANSFER, max(0.0, end_s - last_s))
+
+
+def _on_first(at_us: float, trace: ImportedTrace, first: TraceEvents) -> float:
+    """Return a moment of a trace in seconds on the clock of the first rank's trial."""
+    return (at_us - first.zero_us) / 1e6 + (trace.aligned.shift_s if trace.aligned else 0.0)
 
 
 def _case(traces: Sequence[ImportedTrace]) -> Case:
@@ -441,12 +474,12 @@ def align(first: TraceEvents, other: TraceEvents) -> Aligned | None:
     more than `WIDEST_S`. A kind of collective that occurs a different number of times in the two
     traces, as in sampled traces, is ignored.
     """
-    ends, other_ends = _ends(first), _ends(other)
+    mine, theirs = _collectives(first), _collectives(other)
     differences = [
-        (a - b) / 1e6
-        for name in ends.keys() & other_ends.keys()
-        if len(ends[name]) == len(other_ends[name])
-        for a, b in zip(ends[name], other_ends[name], strict=True)
+        (a.end_us - b.end_us) / 1e6
+        for name in mine.keys() & theirs.keys()
+        if len(mine[name]) == len(theirs[name])
+        for a, b in zip(mine[name], theirs[name], strict=True)
     ]
     if len(differences) < LEAST:
         return None
@@ -457,10 +490,10 @@ def align(first: TraceEvents, other: TraceEvents) -> Aligned | None:
     return Aligned(shift_s=shift_s, uncertainty_s=uncertainty_s, collectives=len(differences))
 
 
-def _ends(profile: TraceEvents) -> dict[str, list[float]]:
-    """Return the ends in microseconds of the kernels of each kind of collective, in order."""
-    ends: dict[str, list[float]] = {}
+def _collectives(profile: TraceEvents) -> dict[str, list[DeviceEvent]]:
+    """Return the kernels of each kind of collective, in the order of their ends."""
+    found: dict[str, list[DeviceEvent]] = {}
     for event in sorted(profile.device, key=lambda event: event.end_us):
         if kind_of(event.name) is Kind.COMMUNICATION and not event.name.startswith("Memcpy"):
-            ends.setdefault(event.name.partition("(")[0], []).append(event.end_us)
-    return ends
+            found.setdefault(event.name.partition("(")[0], []).append(event)
+    return found

@@ -176,6 +176,7 @@ class Outermost:
         elif isinstance(module, nn.parallel.DistributedDataParallel):
             seen.wrapper = type(module).__name__
             seen.ranks = True
+            hooks.append(module.register_forward_pre_hook(_counting_syncs(seen)))
             if next(module.parameters()).device.type == "cpu":
                 self._recorder.reduction = ExposedReduction(
                     module, open_devices("cpu", 1)[0]
@@ -206,6 +207,14 @@ class Outermost:
             return function(*args, **kwargs)
 
         return call
+
+
+def _counting_syncs(seen: Seen) -> Callable[[Any, Any], None]:
+    def count(module: Any, args: Any) -> None:
+        if is_grad_enabled() and not is_compiling():
+            seen.synchronized[bool(module.require_backward_grad_sync)] += 1
+
+    return count
 
 
 def _kind(recorder: Recorder, module: Any, args: Any, kwargs: Any) -> str:

@@ -124,7 +124,11 @@ class Seen:
     The keys are ids of modules, or numbers of optimizers, datasets or engines (`Recorder.owner`).
     """
 
+    file: str = ""
+    """The path of the script's file that calls the optimizer."""
     wrapper: str = ""
+    synchronized: Counter[bool] = field(default_factory=Counter)
+    """The forwards of a DistributedDataParallel by whether their backward adds the gradients."""
     threads: bool = False
     devices: int = 1
     opened: Sequence[Device] = ()

@@ -88,6 +88,13 @@ The code object is kept, so that no other code object gets its id.
 """
 
 
+def of_script(frame: types.FrameType | None) -> types.FrameType | None:
+    """Return the innermost frame of the script at or around a frame; None if there is none."""
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_IGNORED):
+        frame = frame.f_back
+    return frame
+
+
 def place(caller: types.FrameType, what: str) -> str:
     """Return the place in the script that led to a call of `what`, such as `train.py:31 item`."""
     code = caller.f_code
@@ -95,9 +102,7 @@ def place(caller: types.FrameType, what: str) -> str:
     remembered = _places.get(key)
     if remembered is not None:
         return remembered[1]
-    frame: types.FrameType | None = caller
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(_IGNORED):
-        frame = frame.f_back
+    frame = of_script(caller)
     if frame is None:
         return what
     text = f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno} {what.strip('_')}"

@@ -42,7 +42,7 @@ from dpbench.observe.modules import (
     precision,
 )
 from dpbench.observe.recorder import CHECKPOINT, WITHIN, Recorder, new
-from dpbench.observe.script import place
+from dpbench.observe.script import of_script, place
 from dpbench.records import Phase
 
 TESTED = "2.13"
@@ -299,6 +299,8 @@ class _Steps:
             new(_Running, (id(optimizer), frame, recorder.begin(_OPTIMIZER, None, called)))
         )
         if type(optimizer) not in self._classes:
+            if (found := of_script(frame)) is not None:
+                recorder.seen.file = found.f_code.co_filename
             for kind in {type(optimizer), *_around_step(frame)} - self._classes:
                 self._classes.add(kind)
                 self._replace(kind, "step", self._calling)

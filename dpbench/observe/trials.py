@@ -25,7 +25,7 @@ from dpbench.hardware.nvml import Library
 from dpbench.measure import stopping
 from dpbench.measure.merging import merge
 from dpbench.measure.worker.facts import gpu_uuids, torch_facts
-from dpbench.observe import parts
+from dpbench.observe import parts, source
 from dpbench.observe.loop import WARMUP, WatchedLoop
 from dpbench.observe.recorder import Seen
 from dpbench.records import HOST, Case, Memory, Sample, Trial
@@ -47,13 +47,14 @@ class RankRecord:
     """The record of one process: its loop, its peak of memory, its GPUs, and its memory on them.
 
     The record of a launch has the joined loop, and the memory and the GPUs of all ranks. `gpus` has
-    the index in the loop and the UUID of each GPU.
+    the index in the loop and the UUID of each GPU, `arrivals` the waits of ranks for each other.
     """
 
     loop: WatchedLoop
     memory: tuple[Memory, ...] = ()
     gpus: tuple[tuple[int, str], ...] = ()
     held: tuple[Held, ...] = ()
+    arrivals: tuple[Sample, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -155,9 +156,14 @@ class WatchedRank:
             numbers=tuple(sorted(common)),
             unknown=tuple(unknown),
         )
-        return RankRecord(
-            loop=together, memory=whole.memory, gpus=tuple(gpus), held=tuple(held)
-        ), len(parts)
+        record = RankRecord(
+            loop=together,
+            memory=whole.memory,
+            gpus=tuple(gpus),
+            held=tuple(held),
+            arrivals=tuple(whole.samples) if self.alone else (),  # the clocks of machines differ
+        )
+        return record, len(parts)
 
 
 def _trial(part: RankRecord) -> Trial:
@@ -240,7 +246,7 @@ def trials_of(watched: Watched) -> list[Trial]:
         case=case,
         reason="the script ended",
         spans=loop.spans,
-        samples=watched.samples,
+        samples=(*watched.samples, *watched.part.arrivals),
         memory=watched.part.memory,
         steps=tuple(replace(step, warmup=at < warm) for at, step in enumerate(loop.steps)),
         provenance=facts,
@@ -257,9 +263,15 @@ def _observed(watched: Watched, warm: int) -> Observed:
     for places in loop.reads[warm:]:
         for place in places:
             reads[place] = reads.get(place, 0) + 1
+    devices = seen.devices * watched.ranks
+    file = Path(seen.file)
+    notes = source.notes(file, on_gpus=seen.device_kind == "cuda", devices=devices)
+    forwards = seen.synchronized.total()
     return Observed(
         command=watched.command,
         wrapper=seen.wrapper,
+        synchronized=seen.synchronized[True] / forwards if forwards else None,
+        binding=tuple(source.missing_binding(file)) if seen.ranks else (),
         updates=loop.updates,
         skipped_updates=loop.skipped,
         loader_workers=loop.loader_workers,
@@ -267,7 +279,7 @@ def _observed(watched: Watched, warm: int) -> Observed:
         reads=reads,
         evaluation_s=loop.evaluation_s,
         checkpoint_s=loop.checkpoint_s,
-        unknown=loop.unknown,
+        unknown=(*loop.unknown, *(Unknown(problem=note, steps=0) for note in notes)),
         held=watched.part.held,
     )
 

@@ -59,18 +59,21 @@ class Observed:
     """The facts about one observed training loop.
 
     `command` is the command that ran the script, or the path of the trace. `wrapper` is the class
-    that makes the module data-parallel, if any. `updates` is the number of calls of `backward` per
-    step, and `skipped_updates` the number of updates that a GradScaler skipped. `loader_workers` is
-    `WITHOUT_LOADER` without a DataLoader, and None if unknown. `pinned` is whether the batches were
-    in pinned memory; None if no batch was copied to a GPU. `reads` maps a place in the script, such
-    as `train.py:31 item`, to the number of timed steps in which the host waited there for a value
-    of a device. `evaluation_s` and `checkpoint_s` are the seconds, between the first and the last
-    step, in which the script evaluated and saved checkpoints; no step includes them. `held` lacks
-    ranks whose process NVML does not list.
+    that makes the module data-parallel, if any. `synchronized` is the share of calls of backward in
+    which DistributedDataParallel adds the ranks' gradients, None if unknown. `updates` is the
+    number of calls of `backward` per step, and `skipped_updates` the number of updates that a
+    GradScaler skipped. `loader_workers` is `WITHOUT_LOADER` without a DataLoader, and None if
+    unknown. `pinned` is whether the batches were in pinned memory; None if no batch was copied to a
+    GPU. `reads` maps a place in the script, such as `train.py:31 item`, to the number of timed
+    steps in which the host waited there for a value of a device. `evaluation_s` and `checkpoint_s`
+    are the seconds, between the first and the last step, in which the script evaluated and saved
+    checkpoints; no step includes them. `held` lacks ranks whose process NVML does not list.
+    `binding` has clauses on the lines of the script by which a rank takes memory on the first GPU.
     """
 
     command: str
     wrapper: str = ""
+    synchronized: float | None = None
     updates: int = 1
     skipped_updates: int = 0
     loader_workers: int | None = WITHOUT_LOADER
@@ -80,6 +83,7 @@ class Observed:
     checkpoint_s: float = 0.0
     unknown: tuple[Unknown, ...] = ()
     held: tuple[Held, ...] = ()
+    binding: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the facts as plain data for JSON."""

@@ -9,7 +9,7 @@ during backward.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cached_property
@@ -439,10 +439,10 @@ def joined(parts: Sequence[Trial]) -> tuple[tuple[Step, ...], tuple[Span, ...]]:
     """Return the steps and the spans of all ranks, merged as if they came from one process.
 
     `parts` are the trials of the ranks. Each step is that of the rank that finished it last. A
-    reduction starts only when the last rank arrives: each rank's reduce span is cut to begin at
-    that time, and a backward span that contains the beginning of the rank's last reduce span is cut
-    to end there. The time in which ranks wait for the last rank is thus charged to the last rank's
-    spans.
+    reduction starts only when the last rank arrives (`matched_reductions`): each rank's reduce span
+    is cut to begin at that time, and a backward span that contains the beginning of a reduce span
+    of its rank is cut to end there. The time in which ranks wait for the last rank is thus charged
+    to the last rank's spans.
     """
     steps = tuple(
         max(row, key=lambda step: step.end_s)
@@ -450,22 +450,44 @@ def joined(parts: Sequence[Trial]) -> tuple[tuple[Step, ...], tuple[Span, ...]]:
     )
     spans = [span for part in parts for span in part.spans]
     arrived: dict[int, float] = {}
-    arrivals: dict[tuple[int, int], float] = {}
+    for alike in matched_reductions(spans):
+        last_s = max(span.start_s for span in alike)
+        arrived |= {id(span): last_s for span in alike}
+    starts: dict[tuple[int, int], list[float]] = {}
     for span in spans:
         if span.phase is Phase.REDUCE:
-            arrived[span.step] = max(span.start_s, arrived.get(span.step, span.start_s))
-            arrivals[span.step, span.device] = max(
-                span.start_s, arrivals.get((span.step, span.device), span.start_s)
-            )
+            starts.setdefault((span.step, span.device), []).append(span.start_s)
 
     def cut(span: Span) -> Span:
         if span.phase is Phase.REDUCE:
-            return replace(span, start_s=min(span.end_s, arrived[span.step]))
-        end_s = arrivals.get((span.step, span.device), span.end_s)
-        inside = span.phase is Phase.BACKWARD and span.start_s <= end_s < span.end_s
-        return replace(span, end_s=end_s) if inside else span
+            return replace(span, start_s=min(span.end_s, arrived.get(id(span), span.start_s)))
+        if span.phase is not Phase.BACKWARD:
+            return span
+        own = starts.get((span.step, span.device), ())
+        inside = [start_s for start_s in own if span.start_s <= start_s < span.end_s]
+        return replace(span, end_s=min(inside, default=span.end_s))
 
     return steps, tuple(map(cut, spans))
+
+
+def matched_reductions(spans: Iterable[Span]) -> Iterator[list[Span]]:
+    """Yield the reduce spans of each reduction, one per device.
+
+    The first of a step on each device belong together, then the second, and so on. A step in which
+    devices have different numbers of them has none. A span on a GPU's clock is an exposed part of a
+    reduction: such spans belong together only if all overlap, because parts may be hidden.
+    """
+    steps: dict[int, dict[int, list[Span]]] = {}
+    for span in spans:
+        if span.phase is Phase.REDUCE:
+            steps.setdefault(span.step, {}).setdefault(span.device, []).append(span)
+    for by_device in steps.values():
+        ranks = [sorted(own, key=lambda span: span.start_s) for own in by_device.values()]
+        if len({len(own) for own in ranks}) == 1:
+            for alike in zip(*ranks, strict=True):
+                overlap = max(one.start_s for one in alike) <= min(one.end_s for one in alike)
+                if overlap or alike[0].clock != "cuda_event":
+                    yield [*alike]
 
 
 _SCALARS: dict[str, Any] = {

@@ -11,6 +11,7 @@ from dpbench.analysis.ladder import notable
 from dpbench.analysis.report import Report
 from dpbench.records import words
 from dpbench.report import (
+    late_ranks,
     loaders,
     marks,
     naming,
@@ -128,7 +129,7 @@ def _commits_caption(history: History) -> str:
     return naming.plain(" ".join(sentences))
 
 
-DRAWN = ("lanes", "speedup", "steps", "utilisation", "history")
+DRAWN = ("lanes", "speedup", "steps", "utilisation", "ranks", "history")
 """The ids of the sections with drawings of a run that trains."""
 
 
@@ -144,6 +145,7 @@ def sections(report: Report, ids: Collection[str] = DRAWN, key: str = "") -> lis
         "speedup": lambda: speedup.section(rows, f"{key}speedup"),
         "steps": lambda: timeline.steps(report, rows),
         "utilisation": lambda: timeline.utilisation(report, rows),
+        "ranks": lambda: late_ranks.section(rows, report.arrivals, f"{key}ranks"),
         "history": lambda: over_commits(report),
     }
     with svg.theme():

@@ -46,6 +46,7 @@ ROLES = {
     Role.CONTROL: "#020305",
 }
 OTHERS = ("#020306", "#020307")
+LOSS = "#020309"
 VARIABLES = {
     FOREGROUND: "--fg",
     GRID: "--grid",
@@ -58,6 +59,7 @@ VARIABLES = {
     "#020305": "--ddp",
     "#020306": "--other-a",
     "#020307": "--other-b",
+    LOSS: "--loss",
 }
 
 

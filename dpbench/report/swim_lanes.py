@@ -45,7 +45,7 @@ def section(report: Report, rows: Sequence[Row], key: str = "lanes") -> Section:
         "The step closest to the medians of its round. Pale bars belong to other steps; where a"
         " lane is grey, no phase is open on the device. The critical path has the bars that the end"
         " of the step waited for. A tick in a bar is the least time of its bytes over measured"
-        " links.",
+        " links, or of its operations at the measured peak.",
         [_panel(report, facet, f"{key}{i}") for i, facet in enumerate(facets)],
         left_out if facets else "No case has spans of a median step.",
     )

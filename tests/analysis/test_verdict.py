@@ -21,6 +21,7 @@ from dpbench.analysis.verdict import Ground
 from dpbench.cli.own import loaders
 from dpbench.observe import findings as observing
 from dpbench.records import Phase, Sample, Source, Trial
+from dpbench.records.activity import EXPOSED
 from dpbench.records.observed import WITHOUT_LOADER, Held, Unknown
 from dpbench.records.registry import Parallelism
 from dpbench.records.trial import Estimate
@@ -57,7 +58,7 @@ SITUATIONS: Sequence[
         0.0,
         Choice.UNKNOWN,
         Ground.FEW,
-        None,
+        0,
     ),
     (
         "steps too unlike",
@@ -288,8 +289,13 @@ def test_launch_bound_needs_the_kernels_of_a_gpu_and_a_host_that_does_not_wait()
     assert "the batch of 64 is too small" in one.evidence.numbers
     assert not finding(on_gpu(busy={0: 0.0096}), "launches", made.GPU_FACTS), "a busy GPU"
     assert not finding(on_gpu(), "launches", made.GPU_FACTS), "unknown kernels"
-    collective = Sample(0.0, 0, "collective_busy_s", 0.0066)
-    beside = [replace(one, samples=(*one.samples, collective)) for one in on_gpu(busy={0: 0.003})]
+    beside = [
+        replace(
+            one,
+            samples=(*one.samples, *(Sample(s.end_s, 0, EXPOSED, 0.0066) for s in one.steps)),
+        )
+        for one in on_gpu(busy={0: 0.003})
+    ]
     assert not finding(beside, "launches", made.GPU_FACTS), "collectives fill the GPU"
     waits = on_gpu(made.with_part(Phase.DATA, 0.02), busy={0: 0.0096})
     assert not finding(waits, "launches", made.GPU_FACTS), "the host waits for its loader"
@@ -428,6 +434,20 @@ def test_time_that_no_phase_covers_is_found() -> None:
     one = finding(made.loop(gap_s=0.005), "unattributed")
     assert one
     assert 0.3 < one.share < 0.36
+
+
+@pytest.mark.parametrize(("synchronized", "saved"), [(1.0, 0.75), (0.5, 0.5), (0.25, None)])
+def test_gradients_added_more_than_once_per_update_cost_the_needless_part(
+    synchronized: float, saved: float | None
+) -> None:
+    ranks = made.case(devices=2, parallelism=Parallelism.RANKS)
+    groups = [*made.PLAIN[:4], [(Phase.REDUCE, 0, 0.008)], *made.PLAIN[4:]]
+    trials = made.loop(groups, ranks, synchronized=synchronized, updates=4)
+    found = finding(trials, "accumulation")
+    assert (found is not None) == (saved is not None)
+    if found and saved:
+        assert found.evidence.size_s is not None
+        assert found.evidence.size_s.value == pytest.approx(saved * 0.008, rel=0.05)
 
 
 def test_an_imported_trace_names_its_gpu_and_asks_for_more_steps_if_it_has_few() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from dpbench.analysis import commands, stats, transfers
+from dpbench.analysis import arrivals, commands, stats, transfers
 from dpbench.analysis.findings.rule import (
     COMPUTE,
     CaseContext,
@@ -120,6 +121,27 @@ def _slow_device(context: CaseContext) -> Judgement:
             f" ({row.busy_source})"
         ),
         size_s=Estimate(value, low, high, e.n, signed=True),
+    )
+
+
+def _late(context: CaseContext) -> Judgement:
+    """Return evidence on ranks that wait for the last one; None if the arrivals are unknown.
+
+    If all arrived at the mean of their times, a step would be shorter by the mean wait.
+    """
+    every = [one for trial in context.trials for one in arrivals.of_trial(trial)]
+    if not every:
+        return None
+    seconds = context.median(arrivals.waiting)
+    counts = Counter(one.last for one in every)
+    rank, often = counts.most_common(1)[0]
+    return Evidence(
+        says=f"ranks wait for each other, most often for rank {rank}",
+        numbers=(
+            f"rank {rank} arrives last at {often} of {count(len(every), 'collective')}; a rank"
+            f" waits {time(seconds.value)} per step on average"
+        ),
+        size_s=seconds,
     )
 
 
@@ -465,6 +487,15 @@ RULES = (
             "look at the clock, temperature and other processes of the slow device; leave it out,"
             " or give it fewer rows of the batch (chunk_sizes=[...] of TrainStep)"
         ),
+    ),
+    FindingRule(
+        name="late rank",
+        when=_late,
+        remedy=(
+            "give all ranks equal work: rows, lengths of samples, loading; look at clock, cores and"
+            " other processes of the rank that is last most often"
+        ),
+        alone=True,
     ),
     FindingRule(
         name="slow link",

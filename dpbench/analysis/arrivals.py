@@ -1,0 +1,63 @@
+"""Arrivals: which rank arrives last at a collective, and for how long the others wait for it.
+
+A collective ends on all ranks at almost the same time, so that its duration on one rank does not
+tell the transfer from the wait. The transfer lasts from the arrival of the last rank. The arrivals
+are comparable where all ranks have one clock: on one machine, or in traces that the collectives
+themselves align.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from dpbench.records import Trial
+from dpbench.records.activity import RANK_TRANSFER, RANK_WAIT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One collective of a timed step: each rank's wait for the last one, and the transfer after.
+
+    `step` counts the timed steps. The ranks are in the order of their devices.
+    """
+
+    step: int
+    waits_s: tuple[float, ...]
+    transfer_s: float
+
+    @property
+    def last(self) -> int:
+        """Return the rank that arrived last."""
+        return min(range(len(self.waits_s)), key=lambda rank: self.waits_s[rank])
+
+
+def of_trial(trial: Trial) -> tuple[Collective, ...]:
+    """Return the collectives of a trial's timed steps in order; none if the arrivals are unknown.
+
+    Those of a trace are its buckets. On CPUs, the exposed reductions count, one per backward.
+    """
+    waits, transfers = trial.grouped.series(RANK_WAIT), trial.grouped.series(RANK_TRANSFER)
+    if len(waits) < max(2, trial.case.devices):
+        return ()
+    steps = trial.by_column
+    place_of = {number: place for place, number in enumerate(steps.timed(range(len(steps))))}
+    every = zip(
+        next(iter(waits.values())).times,
+        zip(*(waits[device].values for device in sorted(waits)), strict=True),
+        zip(*(transfers[device].values for device in sorted(waits)), strict=True),
+        strict=True,
+    )
+    return tuple(
+        Collective(step=place_of[number], waits_s=waits_s, transfer_s=max(transfers_s))
+        for time_s, waits_s, transfers_s in sorted(every)
+        if (number := bisect_left(steps.ends, time_s)) in place_of
+    )
+
+
+def waiting(trial: Trial) -> list[float]:
+    """Return the mean over the ranks of their waits in each timed step, in seconds."""
+    seconds = [0.0] * len(trial.timed)
+    for one in of_trial(trial):
+        seconds[one.step] += sum(one.waits_s) / len(one.waits_s)
+    return seconds

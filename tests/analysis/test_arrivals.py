@@ -1,0 +1,105 @@
+"""Arrivals: who is last at a reduction, for how long the others wait, and what it costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from dpbench.analysis import arrivals, findings, summary
+from dpbench.hardware.provenance import Resources
+from dpbench.measure import merging
+from dpbench.observe import imported
+from dpbench.records import Phase, Span, Step, Trial
+from dpbench.records.registry import Parallelism
+from dpbench.records.trial import TrialHost, joined
+from tests import observed_loops as made
+from tests.observe.test_imported import rank_of
+
+RANKS = made.case(devices=2, parallelism=Parallelism.RANKS)
+
+
+def rank(device: int, arrives: tuple[float, ...], *, steps: int = 4) -> Trial:
+    """Return a rank's steps of 100 ms; each reduction takes 5 ms after rank 1, at 0.03 and 0.08."""
+    spans = []
+    for number in range(steps):
+        begin = 0.1 * number
+        for at, end in zip(arrives, (0.035, 0.085), strict=False):
+            backward = Span(number, Phase.BACKWARD, device, "host", begin + end - 0.03, begin + end)
+            reduce = Span(number, Phase.REDUCE, device, "host", begin + at, begin + end)
+            spans += [backward, reduce]
+    series = tuple(Step(0.1, number == 0, 0.1 * (number + 1)) for number in range(steps))
+    return Trial(case=RANKS, steps=series, spans=tuple(spans))
+
+
+FIRST, LAST = (0.02, 0.06), (0.03, 0.08)
+
+
+def test_each_rank_waits_for_the_last_one_in_each_reduction() -> None:
+    merged = merging.merge([rank(0, FIRST), rank(1, LAST)])
+    found = arrivals.of_trial(merged.summary())
+    assert [one.step for one in found] == [0, 0, 1, 1, 2, 2]
+    for number, one in enumerate(found):
+        assert one.waits_s == pytest.approx((0.02 if number % 2 else 0.01, 0.0))
+        assert one.transfer_s == pytest.approx(0.005)
+        assert one.last == 1
+    assert arrivals.waiting(merged) == pytest.approx([0.015] * 3)
+
+
+def test_the_reductions_of_one_step_are_each_cut_at_their_own_last_rank() -> None:
+    _, spans = joined([rank(0, FIRST), rank(1, LAST)])
+    first = [span for span in spans if span.device == 0 and span.step == 1]
+    cut = [(span.phase, round(span.start_s - 0.1, 6), round(span.end_s - 0.1, 6)) for span in first]
+    assert cut == [
+        (Phase.BACKWARD, 0.005, 0.02),
+        (Phase.REDUCE, 0.03, 0.035),
+        (Phase.BACKWARD, 0.055, 0.06),
+        (Phase.REDUCE, 0.08, 0.085),
+    ]
+
+
+def test_reductions_that_some_ranks_hide_are_not_matched() -> None:
+    parts = [rank(0, FIRST), rank(1, LAST[:1])]
+    assert arrivals.of_trial(merging.merge(parts)) == ()
+    _, spans = joined(parts)
+    uncut = [span.start_s for span in spans if span.device == 0 and span.phase is Phase.REDUCE]
+    assert uncut[:2] == pytest.approx(FIRST)
+
+
+def test_ranks_of_several_machines_have_several_clocks() -> None:
+    hosts = [TrialHost(name=name, machine=name, ranks=(n,)) for n, name in enumerate("ab")]
+    merged = merging.merge([rank(0, FIRST), rank(1, LAST)], hosts)
+    assert arrivals.of_trial(merged) == ()
+
+
+def test_a_late_rank_is_found_and_named() -> None:
+    merged = merging.merge([rank(0, FIRST, steps=12), rank(1, LAST, steps=12)])
+    (diagnosis,) = findings.diagnose(summary.rows([merged]), [merged], Resources())
+    (found,) = [one for one in diagnosis.findings if one.rule.name == "late rank"]
+    assert found.evidence.says == "ranks wait for each other, most often for rank 1"
+    assert found.evidence.size_s is not None
+    assert found.evidence.size_s.value == pytest.approx(0.015)
+    together = merging.merge([rank(0, LAST, steps=12), rank(1, LAST, steps=12)])
+    (diagnosis,) = findings.diagnose(summary.rows([together]), [together], Resources())
+    assert "late rank" not in {one.rule.name for one in diagnosis.findings}
+
+
+def test_the_ranks_of_aligned_traces_wait_in_each_bucket(tmp_path) -> None:
+    paths = rank_of(tmp_path, 0), rank_of(tmp_path, 1, late_ms=15, skew_ms=2345.678)
+    (loop,) = imported.load(paths)
+    found = arrivals.of_trial(loop.trial)
+    assert len(found) == len(loop.trial.timed) == 3
+    for one in found:
+        assert one.waits_s == pytest.approx((0.015, 0.0), abs=1e-5)
+        assert one.transfer_s == pytest.approx(0.005, abs=1e-5)
+    (alone,) = imported.load(paths[:1])
+    assert arrivals.of_trial(alone.trial) == ()
+
+
+def test_exposed_parts_of_different_reductions_on_gpus_keep_their_times() -> None:
+    """Rank 0 hides its second reduction, and rank 1 its first one."""
+    spans = [
+        Span(0, Phase.REDUCE, device, "cuda_event", start_s, start_s + 0.01)
+        for device, start_s in ((0, 0.02), (1, 0.06))
+    ]
+    series = (Step(0.1, False, 0.1),)
+    _, found = joined([Trial(case=RANKS, steps=series, spans=(one,)) for one in spans])
+    assert [*found] == spans
