@@ -294,7 +294,7 @@ def test_intervals_are_the_same_every_time_and_grow_with_doubt() -> None:
         low, high = interval(1.0, drawn(1.0, lambda name, factor: factor**0.5, priors, 0.02))
         return math.log(high / low)
 
-    assert width({"host": 0.6}) > 1.5 * width({"host": 0.2}) > 0
+    assert width({"host_scale": 0.6}) > 1.5 * width({"host_scale": 0.2}) > 0
 
 
 def test_one_machine_in_ten_delivers_a_part_of_its_links_and_a_slowdown_may_be_zero() -> None:
@@ -317,7 +317,7 @@ def test_one_machine_in_ten_delivers_a_part_of_its_links_and_a_slowdown_may_be_z
 
 def test_a_response_continues_as_a_line_between_and_beyond_its_nodes() -> None:
     """A step in proportion to a factor responds by its logarithm, wherever the nodes are."""
-    for name in ("host", "bus_scale", "delivered", "compute"):
+    for name in ("host_scale", "bus_scale", "delivered", "compute"):
         draws = drawn(1.0, lambda name, factor: factor**0.5, {name: 0.4}, 0.0)
         causes = column("residual" if name == "compute" else name)
         assert draws == pytest.approx([0.2 * cause for cause in causes], abs=1e-9)
