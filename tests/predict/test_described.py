@@ -70,6 +70,8 @@ def test_the_longest_name_that_the_line_contains_counts(line: str, name: str) ->
         ("16x H100 SXM, 2 nodes, 8x 400 Gbit/s InfiniBand", 2, 8, 384, 2),
         ("2x A100, 4 A100 per node, one HDR card per node; 2 node(s)", 2, 1, 24, 1),
         ("4x A100 SXM, 2 nodes, one InfiniBand card (25 GB/s)", 2, 2, 24, 1),
+        ("16x A100 80GB, 2 nodes", 2, 8, 12, 2),
+        ("16x T4, 4 nodes, 2x 100 Gbit/s", 4, 4, 24, 1),
         ("4x T4, 2 sockets", 1, 4, 0, 2),
         ("4x T4", 1, 4, 0, 1),
     ],
