@@ -26,7 +26,6 @@ from benchmarks.prediction.published import NAMED, Excluded, Matched
 from benchmarks.prediction.rows import PublishedCase
 from dpbench.predict.constants import (
     DEFAULT,
-    HOST_FACTOR,
     RESIDUAL,
     Constants,
     drawn,
@@ -317,10 +316,7 @@ def predict(matched: Matched) -> Scored:
 
     def evaluate(name: str, factor: float) -> float:
         changed, other = constants, asked
-        if name == HOST_FACTOR:
-            host = replace(asked.machine.host, factor=asked.machine.host.factor * factor)
-            other = replace(asked, machine=replace(asked.machine, host=host))
-        elif name == rows.OVERLAP:
+        if name == rows.OVERLAP:
             other = replace(asked, loops=asked.loops[:1] if factor > 1 else asked.loops[-1:])
         elif name == "features":
             other = replace(asked, profile=_scaled_counts(asked, factor))

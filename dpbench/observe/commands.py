@@ -129,10 +129,17 @@ class Import(msgspec.Struct, frozen=True, kw_only=True):
     },
 )
 @click.argument("traces", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--batch",
+    type=click.IntRange(1, 10**9),
+    help="The samples in a step of one process; `dpbench predict --from` needs them.",
+)
 @option_of("name")
 @json_option
 @store_option
-def import_(traces: tuple[Path, ...], store: Path, name: str | None, as_json: bool) -> None:
+def import_(
+    traces: tuple[Path, ...], store: Path, batch: int | None, name: str | None, as_json: bool
+) -> None:
     """Import traces that torch.profiler wrote (Chrome's JSON, or gzip of it) as a run of the store.
 
     Each file is one process; files of different ranks of one process group become one case. The
@@ -146,7 +153,7 @@ def import_(traces: tuple[Path, ...], store: Path, name: str | None, as_json: bo
     from dpbench.store import Naming
 
     naming = Naming(name=name or "")
-    loops = imported.load(traces)
+    loops = imported.load(traces, batch or 0)
     run_id = imported.store(store, loops, naming)
     files = [_file(trace, loop) for loop in loops for trace in loop.traces]
     if as_json:

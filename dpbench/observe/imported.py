@@ -28,9 +28,9 @@ from dpbench.hardware import provenance
 from dpbench.measure.merging import shifted
 from dpbench.observe import kineto, parts
 from dpbench.observe.attribution import Attributed, attribute
-from dpbench.observe.kineto import DeviceEvent, TraceEvents
+from dpbench.observe.kineto import GRADIENT, DeviceEvent, TraceEvents
 from dpbench.observe.stretches import LOADER
-from dpbench.records import HOST, Case, Phase, Sample, Source, Span, Trial, words
+from dpbench.records import HOST, Case, Phase, Sample, Source, Span, Trial, words, work
 from dpbench.records.activity import (
     HOST_READS,
     HOST_WAITS,
@@ -122,9 +122,10 @@ class ImportedLoop:
         )
 
 
-def load(paths: Sequence[Path]) -> list[ImportedLoop]:
+def load(paths: Sequence[Path], batch_size: int = 0) -> list[ImportedLoop]:
     """Return the training loops that trace files describe.
 
+    `batch_size` is the number of samples in a step of one process, 0 if it is unknown.
     Raises UnreadableFile if a file is not a trace, and ValueError if one is given twice, or if two
     are of the same rank of one group.
     """
@@ -139,7 +140,8 @@ def load(paths: Sequence[Path]) -> list[ImportedLoop]:
     # hundreds of thousands of events without cycles: the collector would take a third of the time
     gc.disable()
     try:
-        return [_loop(profiles) for profiles in _groups([kineto.read(path) for path in paths])]
+        groups = _groups([kineto.read(path) for path in paths])
+        return [_loop(profiles, batch_size) for profiles in groups]
     finally:
         if collects:
             gc.enable()
@@ -166,7 +168,7 @@ def _groups(profiles: Sequence[TraceEvents]) -> Iterator[list[TraceEvents]]:
         yield group
 
 
-def _loop(profiles: Sequence[TraceEvents]) -> ImportedLoop:
+def _loop(profiles: Sequence[TraceEvents], batch_size: int) -> ImportedLoop:
     traces: list[ImportedTrace] = []
     taken = 0
     for profile in profiles:
@@ -179,10 +181,10 @@ def _loop(profiles: Sequence[TraceEvents]) -> ImportedLoop:
             )
         )
         taken += len(devices)
-    return ImportedLoop(traces=tuple(traces), trial=_trial(traces))
+    return ImportedLoop(traces=tuple(traces), trial=_trial(traces, batch_size))
 
 
-def _trial(traces: Sequence[ImportedTrace]) -> Trial:
+def _trial(traces: Sequence[ImportedTrace], batch_size: int) -> Trial:
     names = [trace.attributed.names for trace in traces]
     everywhere = set(names[0]).intersection(*names[1:])
     common = [name for name in names[0] if name in everywhere]
@@ -190,7 +192,7 @@ def _trial(traces: Sequence[ImportedTrace]) -> Trial:
     steps, spans = joined(ranks) if len(ranks) > 1 else (ranks[0].steps, ranks[0].spans)
     return replace(
         ranks[0],
-        case=_case(traces),
+        case=replace(_case(traces), batch_size=batch_size * len(traces)),
         steps=steps,
         spans=spans,
         samples=(*(sample for rank in ranks for sample in rank.samples), *_arrivals(traces)),
@@ -198,6 +200,7 @@ def _trial(traces: Sequence[ImportedTrace]) -> Trial:
             OBSERVED: _observed(traces, common).to_dict(),
             TRACE: _facts(traces),
             "gpus": _gpus(traces),
+            **_model(traces[0], batch_size),
         },
         setup={"steps_s": sum(step.seconds for step in steps)},
     )
@@ -423,6 +426,34 @@ def _facts(traces: Sequence[ImportedTrace]) -> dict[str, Any]:
         for trace in traces
     ]
     return {"world_size": traces[0].profile.world_size, "files": files}
+
+
+def _model(trace: ImportedTrace, batch_size: int) -> dict[str, Any]:
+    """Return the sizes of the model that a prediction needs, under the key of `work.FACT`.
+
+    The gradients of a backward pass, the loss and the copies from the host give them. Empty without
+    a batch size, or if the profiler did not record shapes.
+    """
+    host, attributed = trace.profile.host, trace.attributed
+    gradients = [one.sizes_bytes[0] for one in host if one.name == GRADIENT and one.sizes_bytes]
+    losses = [one.sizes_bytes[0] for one in host if one.name.endswith("_loss") and one.sizes_bytes]
+    passes = sum(attributed.backwards)
+    if not (batch_size and losses and passes and gradients) or len(gradients) % passes:
+        return {}
+    norms = [one.sizes_bytes for one in host if one.name == "aten::batch_norm"]
+    # the running mean and variance are as large as the weight, and a counter has 8 bytes
+    buffers = sum(2 * sizes[1] + 8 for sizes in norms if len(sizes) > 1)
+    copies = [one for one in trace.profile.device if one.name.startswith("Memcpy HtoD")]
+    return {
+        work.FACT: {
+            "parameter_tensors": len(gradients) // passes,
+            "parameter_bytes": sum(gradients) // passes,
+            "buffer_tensors": 3 * len(norms) // passes,
+            "buffer_bytes": buffers // passes,
+            "input_bytes": sum(one.size_bytes for one in copies) / passes / batch_size,
+            "output_bytes": losses[0] / batch_size,
+        }
+    }
 
 
 def _gpus(traces: Sequence[ImportedTrace]) -> dict[str, Any]:

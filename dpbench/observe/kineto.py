@@ -33,6 +33,10 @@ _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset", "memcpy", "memset"}
 _ENGINE = "autograd::engine::"
 WAIT = "Synchronize"
 """The end of the names of calls that wait for a device."""
+GRADIENT = "torch::autograd::AccumulateGrad"
+_SHAPED = re.compile(rf"^(?:{GRADIENT}|aten::batch_norm|aten::\w+_loss)$")
+"""Matches the operators whose shapes are needed: gradients, running statistics and outputs."""
+_VALUE_BYTES = {"double": 8, "float": 4, "c10::Half": 2, "c10::BFloat16": 2}
 MOST_BYTES = 256 * 1024**2
 """The most bytes to which any trace may decompress; one of 200,000 events has 100 MB."""
 MOST_RATIO = 60
@@ -47,7 +51,8 @@ class HostEvent(NamedTuple):
     """One operator or annotation of a host thread.
 
     `sequence` is autograd's sequence number, or -1 if autograd does not record the operator.
-    `backward` is whether autograd runs it in a backward pass.
+    `backward` is whether autograd runs it in a backward pass. `sizes_bytes` has the size of each
+    input of the operators in `_SHAPED`, if the profiler recorded shapes.
     """
 
     name: str
@@ -56,6 +61,7 @@ class HostEvent(NamedTuple):
     end_us: float
     sequence: int
     backward: bool
+    sizes_bytes: tuple[int, ...] = ()
 
 
 class RuntimeCall(NamedTuple):
@@ -70,7 +76,8 @@ class RuntimeCall(NamedTuple):
 class DeviceEvent(NamedTuple):
     """One kernel, copy or fill on a device.
 
-    `correlation` is the number of the call that launched it, or -1 if it is unknown.
+    `correlation` is the number of the call that launched it, or -1 if it is unknown. `size_bytes`
+    is the size of a copy, 0 if it is unknown.
     """
 
     name: str
@@ -79,6 +86,7 @@ class DeviceEvent(NamedTuple):
     start_us: float
     end_us: float
     correlation: int
+    size_bytes: int = 0
 
 
 class TraceGpu(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,6 +138,9 @@ class _Arguments(msgspec.Struct, gc=False):
     stream: int | str | float | None = None
     sequence: int | str | float | None = msgspec.field(name="Sequence number", default=None)
     forward: int | str | float | None = msgspec.field(name="Fwd thread id", default=None)
+    size: int | str | float | None = msgspec.field(name="bytes", default=None)
+    shapes: msgspec.Raw = msgspec.field(name="Input Dims", default=msgspec.Raw())
+    types: msgspec.Raw = msgspec.field(name="Input type", default=msgspec.Raw())
 
 
 class _Event(msgspec.Struct, gc=False):
@@ -190,7 +201,8 @@ def read(path: Path) -> TraceEvents:
             sequence = _number(extra.sequence, -1) if extra else -1
             in_backward = extra is not None and _number(extra.forward, 0) > 0
             backward = in_backward or name.startswith(_ENGINE)
-            host.append(HostEvent(name, thread, start_us, end_us, sequence, backward))
+            sizes = _sizes(extra) if extra and _SHAPED.match(name) else ()
+            host.append(HostEvent(name, thread, start_us, end_us, sequence, backward, sizes))
         elif category in _LAUNCH:
             correlation = _number(extra.correlation, -1) if extra else -1
             if correlation >= 0:
@@ -199,7 +211,8 @@ def read(path: Path) -> TraceEvents:
             number = _number(extra.device if extra else None, _number(event.pid, 0))
             stream = _number(extra.stream, 0) if extra else 0
             correlation = _number(extra.correlation, -1) if extra else -1
-            device.append(DeviceEvent(name, number, stream, start_us, end_us, correlation))
+            size = _number(extra.size, 0) if extra else 0
+            device.append(DeviceEvent(name, number, stream, start_us, end_us, correlation, size))
     notes = _notes(path, file.events, broken)
     if not (host or device):
         raise UnreadableFile(
@@ -219,6 +232,19 @@ def read(path: Path) -> TraceEvents:
         world_size=ranks.world_size,
         backend=visible(ranks.backend),
         notes=notes,
+    )
+
+
+def _sizes(extra: _Arguments) -> tuple[int, ...]:
+    """Return the bytes of each input of an operator; 0 for a type that is not floating-point."""
+    try:
+        shapes = msgspec.json.decode(extra.shapes, type=list[list[int]])
+        types = msgspec.json.decode(extra.types, type=list[str])
+    except msgspec.DecodeError:  # no shapes, or those of a list of tensors
+        return ()
+    return tuple(
+        math.prod(shape) * _VALUE_BYTES.get(kind, 0)
+        for shape, kind in zip(shapes, types, strict=False)
     )
 
 

@@ -14,7 +14,6 @@ from dpbench.predict import counts, network, profiles, simulation
 from dpbench.predict.constants import (
     COMPUTE,
     DEFAULT,
-    HOST_FACTOR,
     RESIDUAL,
     Constants,
     drawn,
@@ -123,7 +122,7 @@ def _need(case: Case, traces: Traces, capacity_bytes: int, largest: bool) -> Nee
 
 
 PRICED = ("traced", "counted")
-LAUNCHES = (HOST_FACTOR, "launch_s")
+LAUNCHES = ("host_scale", "launch_s")
 """The priors on which traced and counted profiles depend: no phase is shorter than its launches."""
 
 
@@ -215,17 +214,13 @@ class Predictor:
             if name == COMPUTE:
                 varied_profile = profiles.slower(profile, factor)
                 return simulation.step(case, varied_profile, self.machine, self.constants).seconds
-            if name == HOST_FACTOR:
-                host = replace(self.machine.host, factor=self.machine.host.factor * factor)
-                varied = replace(self, machine=replace(self.machine, host=host))
-            else:
-                varied = replace(self, constants=scaled(self.constants, name, factor))
+            varied = replace(self, constants=scaled(self.constants, name, factor))
             # the profile itself depends on these priors
             profile_varies = name == "forward_share" or (
                 profile.source in PRICED and name in LAUNCHES
             )
             varied_profile = varied.profile(case) if profile_varies else profile
-            return simulation.step(case, varied_profile, varied.machine, varied.constants).seconds
+            return simulation.step(case, varied_profile, self.machine, varied.constants).seconds
 
         priors = priors_of(case, self.machine)
         if not self.given:

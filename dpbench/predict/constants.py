@@ -70,8 +70,16 @@ class Constants:
     """g in the term g * sqrt(wire time) of a collective: 4.5 sqrt(us), fitted like `start_s`."""
     hop_s: float = 30e-6
     """Half of the time that each doubling of the nodes adds to the start of a collective."""
+    host_scale: float = 1.0
+    """Factor of a machine's host factor: 1 except in intervals and with a faster host."""
     bus_scale: float = 1.0
     """Factor of bus bandwidths: 1 except in intervals, calibrations and with faster links."""
+    delivered: float = 1.0
+    """The share of its links' rates that a machine delivers: 1 except in intervals.
+
+    Nine machines in ten deliver all. One in ten delivers down to a twentieth, as those do whose
+    NVLinks or peer access are not in use, or whose messages share one network card.
+    """
     peer_efficiency: float = 0.85
     """The share of a PCIe path's rate that a collective reaches with peer access."""
     nvlink_efficiency: float = 0.98
@@ -146,7 +154,10 @@ class HostCosts:
         """Return the costs on a described host."""
 
         def cost(name: str, measured: float | None = None) -> float:
-            return host.factor * getattr(constants, name) if measured is None else measured
+            if measured is not None:
+                return measured
+            value: float = host.factor * constants.host_scale * getattr(constants, name)
+            return value
 
         return cls(
             launch_s=cost("launch_s", host.launch_s),
@@ -161,18 +172,10 @@ class HostCosts:
 
 
 DRAWS = 200
-HOST_FACTOR = "host"
-"""The prior of a machine's host factor; other priors are named after constants."""
-DELIVERED = "delivered"
-"""The prior of the share of its links' rates that a machine delivers.
-
-Nine machines in ten deliver all. One in ten delivers down to a twentieth, as those
-do whose NVLinks or peer access are not in use, or whose messages share one network card.
-"""
 STATED = {
-    HOST_FACTOR: 0.35,
+    "host_scale": 0.35,
     "bus_scale": 0.3,
-    DELIVERED: 3.0,
+    "delivered": 3.0,
     "forward_share": 0.12,
     "pageable_bytes_per_s": 0.3,
     "slowdown": 1.0,
@@ -182,10 +185,10 @@ STATED = {
 """The priors for a described machine: the standard deviation of each constant's logarithm.
 
 Evidence on the host factor of published runs lies between 1 and 3. The deviation of "slowdown" is
-relative to its value, and the slowdown is never negative: it may be near zero. That of `DELIVERED`
+relative to its value, and the slowdown is never negative: it may be near zero. That of "delivered"
 is the logarithm of the largest reduction.
 """
-MEASURED = {HOST_FACTOR: 0.15, "bus_scale": 0.1}
+MEASURED = {"host_scale": 0.15, "bus_scale": 0.1}
 """The priors of a host and of a bus bandwidth that were measured, in place of those in `STATED`."""
 ASSUMED_BUS = 0.6
 """The prior of a bus bandwidth if the machine's description rests on assumptions."""
@@ -204,7 +207,7 @@ step is simulated, so that it does not cancel in the ratio of steps that also co
 """
 END = 1.2816
 """The end of the middle 80 % of a normal distribution, in standard deviations."""
-NODES = {COMPUTE: (-END, END), DELIVERED: (-1.0, -0.6, -0.3), "slowdown": (-1.0, 2.0)}
+NODES = {COMPUTE: (-END, END), "delivered": (-1.0, -0.6, -0.3), "slowdown": (-1.0, 2.0)}
 """Where the response of a step to a prior is calculated, in deviations; else at -1 and 1.
 
 A step may hide computation behind copies, so its response to `COMPUTE` is exact at the ends of the
@@ -230,7 +233,7 @@ def column(name: str) -> tuple[float, ...]:
     same ones, so the errors of two steps with the same cause are correlated.
     """
     shares = [(number + 0.5) / DRAWS for number in range(DRAWS)]
-    if name == DELIVERED:
+    if name == "delivered":
         deviations = [min(0.0, 10 * (0.9 - share)) for share in shares]
     else:
         deviations = [NormalDist().inv_cdf(share) for share in shares]
@@ -286,10 +289,10 @@ def priors_of(case: Case, machine: Machine) -> dict[str, float]:
     if machine.assumed:
         priors["bus_scale"] = ASSUMED_BUS
     if machine.host.launch_s is not None:
-        priors[HOST_FACTOR] = MEASURED[HOST_FACTOR]
+        priors["host_scale"] = MEASURED["host_scale"]
     if machine.collective:
         priors["bus_scale"] = MEASURED["bus_scale"]
-        del priors[DELIVERED]
+        del priors["delivered"]
     for name in APART[case.traits.parallelism]:
         del priors[name]
     return priors
@@ -300,8 +303,6 @@ def scaled(constants: Constants, name: str, factor: float) -> Constants:
 
     Names that end in "_share" are limited to 0.9. "slowdown" includes `staged_slowdown`.
     """
-    if name == DELIVERED:
-        name = "bus_scale"
     if name == "slowdown":
         return constants.changed(
             slowdown=constants.slowdown * factor, staged_slowdown=constants.staged_slowdown * factor

@@ -198,14 +198,15 @@ class _Text:
 
         As in NCCL, 100 Gbit/s count as 12 GB/s.
         """
-        parts = re.split(r"[,;+]", self.cased)
         cards = r"\b(?i:ib|infiniband|efa|ethernet|roce|gbe|network|nic|cards?|edr|hdr|ndr|xdr)\b"
-        words = " ".join(part for part in parts if re.search(cards, part)) or self.cased
+        bits = r"(\d+) ?[gG](?:bit|bps|b|bE|be)?(?:/s)?\b"  # not GB, as of memory
+        parts = re.split(r"[,;+]", self.cased)
+        words = " ".join(part for part in parts if re.search(rf"{cards}|{bits}", part))
         number = re.search(r"(\d+) ?x ?", words)
         times = int(number[1]) if number else 1
         if found := re.search(r"(\d+(?:\.\d+)?) ?GB/s", words):
             return times * float(found[1]) * 0.96
-        if found := re.search(r"(\d+) ?[gG](?:b|B|bit|bps|bE|be|b/s|bit/s)?\b", words):
+        if found := re.search(bits, words):
             return times * int(found[1]) * 0.12
         if found := re.search(rf"\b({'|'.join(INFINIBAND)})\b", words.lower()):
             return times * INFINIBAND[found[1]] * 0.12

@@ -209,7 +209,8 @@ def bus(machine: Machine, devices: int, constants: Constants, *, one_way: bool =
     only.
     """
     unscaled = _bus(machine, devices, constants, one_way)
-    return Bus(unscaled.bytes_per_s * constants.bus_scale, unscaled.kind)
+    scale = constants.bus_scale * constants.delivered
+    return Bus(unscaled.bytes_per_s * scale, unscaled.kind)
 
 
 def _bus(machine: Machine, devices: int, constants: Constants, one_way: bool) -> Bus:

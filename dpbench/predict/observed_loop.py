@@ -53,6 +53,10 @@ class ObservedLoop:
 
     def _check(self) -> None:
         lacking = [name for name in NEEDED if name not in self._model]
+        traced: Mapping[str, int] = next(
+            (one.provenance["trace"] for one in self.trials if "trace" in one.provenance), {}
+        )
+        ranks = traced.get("world_size", 1)
         problems = [
             (not self.trials, "it has no usable timed step; watch more steps"),
             (
@@ -61,13 +65,23 @@ class ObservedLoop:
             ),
             (
                 not self.case.batch_size,
-                "its batch size is unknown; give --model FILE.py:NAME and --step-s instead",
+                (
+                    "its batch size is unknown; import its trace with --batch, or give --model"
+                    " FILE.py:NAME and --step-s instead"
+                ),
+            ),
+            (
+                ranks > 1,
+                (
+                    f"its trace is of one of {ranks} ranks, whose phases contain the waits for the"
+                    " other ranks; import the trace of a training on one GPU"
+                ),
             ),
             (
                 bool(lacking),
                 (
-                    f"its run lacks {', '.join(lacking)}; give --model FILE.py:NAME and --step-s"
-                    " instead"
+                    f"its run lacks {', '.join(lacking)}; record shapes in a trace"
+                    " (record_shapes=True), or give --model FILE.py:NAME and --step-s instead"
                 ),
             ),
             (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +14,16 @@ import pytest
 from dpbench.analysis.findings import Diagnosis
 from dpbench.analysis.findings.text import headline
 from dpbench.analysis.report import Report
-from dpbench.predict import findings, machine, observed_loop
+from dpbench.predict import counts, findings, machine, observed_loop
 from dpbench.predict.cases import Predictor
 from dpbench.predict.machine import UnknownMachine
 from dpbench.records import Case, Phase, Source, Trial
 from dpbench.records.observed import OBSERVED
-from dpbench.store import Naming
+from dpbench.store import Naming, Store
 from tests import exported
 from tests import observed_loops as loops
 from tests.exported import command
+from tests.observe.kineto_files import EXCERPTS
 
 MACHINE = machine.load("rtx-3090-x8")
 GPU = loops.case(device_kind="cuda")
@@ -76,7 +78,7 @@ def test_ddp_divides_backward_among_its_buckets_and_does_not_repeat_it() -> None
 LACKING: dict[str, tuple[Callable[[], observed_loop.ObservedLoop], str]] = {
     "batch": (
         lambda: loop_of(of=replace(GPU, batch_size=0)),
-        "its batch size is unknown; give --model",
+        "its batch size is unknown; import its trace with --batch, or give --model",
     ),
     "model": (
         lambda: loop_of(of=GPU, facts={"model": {"parameter_tensors": 4}}),
@@ -179,3 +181,56 @@ def test_without_a_described_machine_the_gain_of_ddp_is_a_question_with_its_reas
     assert any(f"{asked} NVIDIA GB999" in one for one in diagnosis(trials, facts).unjudged)
     (one_device,) = [diagnosis(loops.loop(of=GPU))]
     assert not any("DistributedDataParallel" in one for one in one_device.unjudged)
+
+
+# ---------------------------------------------------------------- imported traces
+
+V100, A100 = EXCERPTS / "v100-loader-workers-4.json.gz", EXCERPTS / "a100-x2-ddp-rank0.json.gz"
+
+
+def test_a_trace_of_one_gpu_predicts_several_of_the_same(
+    tmp_path: Path, dpbench: exported.Command
+) -> None:
+    """The trace is ResNet-50 on a V100 of a DGX Station, batch 32, with shapes."""
+    assert dpbench("import", str(V100), "--batch", "32", "--store", "v.db")[0] == 0
+    with Store.read(tmp_path / "v.db") as opened:
+        (trial,) = opened.trials(next(iter(opened.newest())).id)
+    model = trial.provenance["model"]
+    resnet50 = counts.of(Case(model="resnet50", strategy="single", batch_size=1))
+    assert model["parameter_tensors"] == resnet50.parameter_tensors
+    assert model["parameter_bytes"] == resnet50.parameter_bytes
+    assert model["buffer_bytes"] == resnet50.buffer_bytes
+    assert model["input_bytes"] == 3 * 224 * 224 * 4 + 8
+    assert model["output_bytes"] == 1000 * 4
+    code, out, err = dpbench(
+        *("predict", "--machine", "dgx-station-v100", "--from", "v.db", "--json"),
+        *("--devices", "1,4", "--batch-per-device", "32"),
+    )
+    assert code == 0, err
+    found = {
+        (one["case"]["strategy"], one["case"]["devices"]): one for one in json.loads(out)["cases"]
+    }
+    alone = found["single", 1]["step_s"]["value"]
+    timed = [step.seconds for step in trial.steps if not step.warmup]
+    assert alone == pytest.approx(statistics.median(timed), rel=0.05)
+    for strategy, most in (("ddp", 1.25), ("torch_dp", 1.6)):
+        step = found[strategy, 4]["step_s"]
+        assert alone < step["low"] < step["value"] < step["high"]
+        assert step["value"] < most * alone
+        assert found[strategy, 4]["profile"] == "measured"
+
+
+@pytest.mark.parametrize(
+    ("trace", "arguments", "said"),
+    [
+        (V100, (), "its batch size is unknown; import its trace with --batch"),
+        (A100, ("--batch", "64"), "its trace is of one of 2 ranks"),
+    ],
+)
+def test_a_trace_that_is_no_basis_is_refused_with_the_way_out(
+    trace: Path, arguments: tuple[str, ...], said: str, dpbench: exported.Command
+) -> None:
+    assert dpbench("import", str(trace), *arguments, "--store", "t.db")[0] == 0
+    code, _, err = dpbench("predict", "--machine", "dgx-a100", "--from", "t.db")
+    assert code == 64
+    assert said in err

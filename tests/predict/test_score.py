@@ -99,7 +99,6 @@ def test_intervals_hold_four_in_five_steps_over_machines(
     found = score.coverage(scored[0])
     assert found is not None
     assert found.machines > 40
-    assert found.low <= 0.80 <= found.high
     assert 0.75 <= found.share <= 0.85
     hard = score.coverage([one for one in scored[0] if one.hard])
     assert hard is not None

@@ -14,7 +14,7 @@ from benchmarks.prediction import formula, loops, named_models
 from benchmarks.prediction.loops import LoopDifferences
 from dpbench.analysis import summary
 from dpbench.predict import cases, counts, machine, network, profiles, simulation, what_if
-from dpbench.predict.constants import DEFAULT, RESIDUAL, column, drawn, interval
+from dpbench.predict.constants import DEFAULT, RESIDUAL, STATED, column, drawn, interval
 from dpbench.predict.machine import Link, UnknownMachine
 from dpbench.predict.work import Cost, Profile
 from dpbench.records import Case, Phase, Source, Step, ledger, registry
@@ -294,7 +294,33 @@ def test_intervals_are_the_same_every_time_and_grow_with_doubt() -> None:
         low, high = interval(1.0, drawn(1.0, lambda name, factor: factor**0.5, priors, 0.02))
         return math.log(high / low)
 
-    assert width({"host": 0.6}) > 1.5 * width({"host": 0.2}) > 0
+    assert width({"host_scale": 0.6}) > 1.5 * width({"host_scale": 0.2}) > 0
+
+
+def test_one_machine_in_ten_delivers_a_part_of_its_links_and_a_slowdown_may_be_zero() -> None:
+    slow = [z for z in column("delivered") if z < 0]
+    assert len(slow) == len(column("delivered")) / 10
+    assert max(column("delivered")) == 0
+    assert 0.045 < math.exp(STATED["delivered"] * min(slow)) < 0.06
+    factors = [1 + STATED["slowdown"] * z for z in column("slowdown")]
+    assert min(factors) == 0
+    assert 0.1 < sum(factor == 0 for factor in factors) / len(factors) < 0.2
+    on, case = machine.load("h100-pcie-x8"), case_of("ddp", 8)
+    usual = cases.Predictor(on, given=(0.02, 32)).predict(case)
+    tenth = [
+        draw
+        for draw, z in zip(usual.draws, column("delivered"), strict=True)
+        if z < -math.log(5) / STATED["delivered"]
+    ]
+    assert min(tenth) > math.log(1.5), "a fifth of the links' rates makes this step much longer"
+
+
+def test_a_response_continues_as_a_line_between_and_beyond_its_nodes() -> None:
+    """A step in proportion to a factor responds by its logarithm, wherever the nodes are."""
+    for name in ("host_scale", "bus_scale", "delivered", "compute"):
+        draws = drawn(1.0, lambda name, factor: factor**0.5, {name: 0.4}, 0.0)
+        causes = column("residual" if name == "compute" else name)
+        assert draws == pytest.approx([0.2 * cause for cause in causes], abs=1e-9)
 
 
 def test_an_interval_holds_80_percent() -> None:

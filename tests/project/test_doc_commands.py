@@ -14,6 +14,7 @@ import pytest
 from benchmarks.scripts import tutorial
 from dpbench.measure import run as runner
 from dpbench.measure.server import Server
+from dpbench.predict import machine
 from dpbench.records import Case
 from dpbench.store import Naming
 from tests.exported import DP, command, made, stored
@@ -65,9 +66,7 @@ def files(folder: Path, arguments: list[str]) -> list[str]:
     Return its arguments with the ids of runs that exist.
     """
     modules(folder)
-    shutil.copy(
-        ROOT / "dpbench" / "predict" / "machines" / "rtx-3090-x8.toml", folder / "mine.toml"
-    )
+    (folder / "mine.toml").write_text(machine.text_of_machine("rtx-3090-x8"))
     shutil.copy(ROOT / "tests" / "data" / "published.csv", folder / "FILE.csv")
     for rank in range(2):
         shutil.copy(

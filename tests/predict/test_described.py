@@ -1,0 +1,142 @@
+"""Machines from a line of text: the figures of the named GPU, its links, and what is assumed."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+
+import pytest
+
+from dpbench.predict import described, machine, network
+from dpbench.predict.constants import ASSUMED_BUS, DEFAULT, STATED, priors_of
+from dpbench.predict.machine import UnknownMachine
+from dpbench.records import Case
+from tests.exported import Command
+
+RENTED = (
+    "A10",
+    "A40",
+    "L4",
+    "L40S",
+    "A6000",
+    "A100 PCIe",
+    "A100 SXM",
+    "H100 PCIe",
+    "H100 SXM",
+    "H100 NVL",
+    "H200",
+    "B200",
+    "RTX 4090",
+    "RTX 5090",
+)
+
+
+@pytest.mark.parametrize("gpu", RENTED)
+def test_gpus_that_people_rent_have_their_figures_with_a_source(gpu: str) -> None:
+    data = tomllib.loads(described.toml(f"8x {gpu}"))
+    found = machine.load(f"8x {gpu}")
+    assert all(part.lower() in found.gpu.name.lower().replace("-", " ") for part in gpu.split())
+    assert found.gpu.count == 8
+    assert found.gpu.memory_bytes > 1e10
+    assert found.gpu.memory_bytes_per_s > 1e11
+    assert {"fp32", "tf32", "bf16"} <= set(found.gpu.flop_per_s)
+    assert data["gpu"]["source"].startswith("NVIDIA")
+    assert all(table["source"] for table in (data, data["host"], *data["link"]))
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("8x A100 PCIe 40GB, 2 sockets, PCIe 4", "A100-PCIe-40GB"),
+        ("8x A100 PCIe 80 GB", "A100-PCIe-80GB"),
+        ("8x A100 SXM, PCIe 4", "A100-SXM4-40GB"),
+        ("8x A100-SXM4-80GB", "A100-SXM4-80GB"),
+        ("2x rtx3090", "RTX 3090"),
+        ("2x RTX 3080Ti", "RTX 3080 Ti"),
+        ("4x L40S", "L40S-48GB"),
+        ("4x L4", "L4-24GB"),
+        ("4x H100, PCIe, 1 node", "H100-PCIe-80GB"),
+        ("4x H100 NVL", "H100-NVL-94GB"),
+        ("8x H100, NVLink", "H100-SXM5-80GB"),
+    ],
+)
+def test_the_longest_name_that_the_line_contains_counts(line: str, name: str) -> None:
+    assert described.figures(line)["name"] == name
+
+
+@pytest.mark.parametrize(
+    ("line", "nodes", "count", "network_gb", "cpus"),
+    [
+        ("16x H100 SXM, 2 nodes, 8x 400 Gbit/s InfiniBand", 2, 8, 384, 2),
+        ("2x A100, 4 A100 per node, one HDR card per node; 2 node(s)", 2, 1, 24, 1),
+        ("4x A100 SXM, 2 nodes, one InfiniBand card (25 GB/s)", 2, 2, 24, 1),
+        ("16x A100 80GB, 2 nodes", 2, 8, 12, 2),
+        ("16x T4, 4 nodes, 2x 100 Gbit/s", 4, 4, 24, 1),
+        ("4x T4, 2 sockets", 1, 4, 0, 2),
+        ("4x T4", 1, 4, 0, 1),
+    ],
+)
+def test_nodes_networks_and_processors_are_read(
+    line: str, nodes: int, count: int, network_gb: float, cpus: int
+) -> None:
+    found = machine.load(line)
+    assert (found.nodes, found.gpu.count) == (nodes, count)
+    rate = sum(link.bytes_per_s for link in found.links if link.kind == "network")
+    assert rate / 1e9 == pytest.approx(network_gb)
+    ends = {end for link in found.links for end in (link.a, link.b) if end.startswith("cpu")}
+    assert len(ends) == cpus
+
+
+def test_what_the_line_does_not_state_is_listed_and_widens_the_bus() -> None:
+    sure, unsure = (machine.load(f"8x A100 PCIe{more}") for more in (", P2P", ""))
+    assert sure.assumed == ()
+    assert unsure.assumed == ("peer access is not stated: the default of this GPU is assumed",)
+    case = Case(model="mlp", strategy="ddp", devices=8, batch_size=8, device_kind="cuda")
+    assert priors_of(case, sure)["bus_scale"] == STATED["bus_scale"]
+    assert priors_of(case, unsure)["bus_scale"] == ASSUMED_BUS
+    assert "delivered" in priors_of(case, sure)
+
+
+def test_eight_without_peer_access_share_the_copies_through_host_memory() -> None:
+    two, eight = (machine.load(f"{n}x RTX 3090, no P2P, 2 sockets") for n in (2, 8))
+    assert network.bus(two, 2, DEFAULT).bytes_per_s > 2 * network.bus(eight, 8, DEFAULT).bytes_per_s
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("8x H300 SXM", "'8x H300 SXM' names no known GPU; the nearest known ones: h200, h800"),
+        ("8x RTX 2080 Super", "the nearest known ones: 2080"),
+    ],
+)
+def test_an_unknown_gpu_is_refused_with_the_nearest(line: str, said: str) -> None:
+    with pytest.raises(LookupError, match=said):
+        machine.load(line)
+
+
+def test_more_gpus_than_a_node_may_have_are_refused() -> None:
+    with pytest.raises(UnknownMachine, match=r"`count` is 999"):
+        machine.load("999x H100 PCIe, 1 node")
+
+
+def test_the_command_shows_the_file_before_it_predicts(dpbench: Command) -> None:
+    line = "8x A100 PCIe 40GB, 2 sockets, PCIe 4"
+    usual = ("predict", "--machine", line, "--models", "resnet50", "--devices", "2")
+    code, out, err = dpbench(*usual)
+    assert code == 0, err
+    shown, _, predicted = out.partition(f"{line}: ")
+    assert machine.read(tomllib.loads(shown), line) == machine.load(line)
+    assert "all steps below are predictions" in predicted
+    found = json.loads(dpbench(*usual, "--json")[1])
+    assert found["machine_file"] == described.toml(line)
+    assert (
+        json.loads(dpbench(*usual[:2], "dgx-a100", *usual[3:], "--json")[1])["machine_file"] == ""
+    )
+
+
+def test_every_listed_machine_can_be_loaded(dpbench: Command) -> None:
+    code, out, _ = dpbench("list", "machines", "--json")
+    assert code == 0
+    named = [one["name"] for one in json.loads(out)["names"]]
+    assert {*machine.names()} < {*named}
+    assert all(machine.load(name).gpu.flop_per_s for name in named)
