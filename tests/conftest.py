@@ -25,6 +25,7 @@ from dpbench.hardware.samplers import host
 from dpbench.measure import batch_search
 from dpbench.measure import run as runner
 from dpbench.measure.server import Server
+from dpbench.records import siblings
 from dpbench.store import Store
 from tests import commands, exported, standing_in
 from tests.engine import rungs
@@ -305,6 +306,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not count:
         for kind in (torch.cuda, torch.xpu):
             kind.manual_seed_all = lambda seed: None
+    for item in items:
+        for mark in item.iter_markers("sibling"):
+            if not siblings.present(*mark.args):
+                item.add_marker(pytest.mark.skip(reason=f"needs dpbench.{mark.args[0]}"))
     for mark, needed in (("gpu", 1), ("multi_gpu", 2)):
         if count < needed:
             reason = f"{mark}: needs {needed} CUDA device(s), torch sees {count} here"

@@ -32,7 +32,7 @@ class Schedule(StrEnum):
 
 
 EFFECTS: dict[Schedule, str] = {
-    Schedule.POOL: "threads persist between steps",
+    Schedule.POOL: "threads persist between steps, and run forwards in turns if this is faster",
     Schedule.CACHED: "replicas are refreshed and not rebuilt",
     Schedule.LOCAL: (
         "each device keeps its replica, and computes its part of the loss and its own backward"

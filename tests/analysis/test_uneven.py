@@ -173,6 +173,7 @@ def test_a_noisy_run_states_the_epoch_on_one_device() -> None:
     assert "an epoch of 64,000 samples takes" in answer.epoch(64_000)
 
 
+@pytest.mark.sibling("observe")
 def test_a_watched_script_states_its_epoch(tmp_path: Path, dpbench: Any) -> None:
     stored(tmp_path / "dpbench.db", *observed_loops.loop(), provenance=observed_loops.FACTS)
     (row,) = load(tmp_path / "dpbench.db").analysis.rows
@@ -186,9 +187,10 @@ def test_a_watched_script_states_its_epoch(tmp_path: Path, dpbench: Any) -> None
 @pytest.mark.parametrize(
     ("trials", "why"),
     [
-        (
+        pytest.param(
             observed_loops.loop(of=observed_loops.case(batch_size=0)),
             "because the batch size is unknown",
+            marks=pytest.mark.sibling("observe"),
         ),
         (rounds(DDP, even), "because the strategy single was not measured"),
         (rounds(SINGLE, even)[:2] + rounds(DDP, even), "because 2 rounds, but at least 3"),

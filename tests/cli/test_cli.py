@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from dpbench.records import plan
+from dpbench.records import plan, siblings
 from tests import commands
 from tests.exported import is_error
 
@@ -27,15 +27,16 @@ LISTS = {
         "--batch-per-device",
         "--retry",
     ),
-    "predict": (
+}
+if siblings.present("predict"):
+    LISTS["predict"] = (
         "--models",
         "--strategies",
         "--schedules",
         "--devices",
         "--batch-sizes",
         "--batch-per-device",
-    ),
-}
+    )
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ STORE_READERS = (
     "export csv",
     "run --models mlp --dry-run",
 )
-READERS = (
+EVERY_READER = (
     *(f"{command} --store {{}}" for command in STORE_READERS),
     "merge {}",
     "import {}",
@@ -44,6 +44,8 @@ READERS = (
     "predict --machine dgx-a100 --models mlp --bus {}",
 )
 """Commands that read a file, whose name goes in place of {}."""
+READERS = tuple(one for one in EVERY_READER if one.split()[0] in cli.commands)
+"""Those of this copy, which may lack a sibling."""
 READ_NOTHING = {"init", "doctor"}
 
 

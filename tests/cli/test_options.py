@@ -97,8 +97,13 @@ def test_defaults_are_for_every_command_that_has_the_option(dpbench, tmp_path):
     assert "dpbench.db" in is_error(*dpbench("--no-config", "list", "runs"), expected=2)
     assert dpbench("list", "runs", "--store", "mine.db")[0] == 0
     assert dpbench("list", "models")[0] == 0
-    for command in ("watch", "import"):
-        assert "mine.db" in dpbench(command, "--help")[1]
+
+
+@pytest.mark.sibling("observe")
+@pytest.mark.parametrize("command", ["watch", "import"])
+def test_defaults_are_for_the_commands_of_a_sibling(dpbench, tmp_path, command):
+    (tmp_path / "dpbench.toml").write_text(TOML)
+    assert "mine.db" in dpbench(command, "--help")[1]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Siblings: without one of them, dpbench works and lacks only its commands."""
+"""Siblings: without one of them, dpbench works and lacks only its commands.
+
+A copy of the package runs and reports, and in a copy of the checkout the remaining tests pass.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,27 @@ import pytest
 from dpbench.records import siblings
 from tests import exported
 from tests import observed_loops as loops
+from tests.project.test_floors import imports
 
 PACKAGE = Path(__file__).parents[2] / "dpbench"
+CHECKOUT = PACKAGE.parent
+LEFT_OUT = (".*", "__pycache__", "build", "*.egg-info")
+"""What a checkout contains besides its own files."""
+UPPER = (
+    "records",
+    "store",
+    "hardware",
+    "analysis",
+    "measure",
+    "report",
+    "api",
+    "cli",
+    "strategies",
+)
+"""The folders of tests to run without a sibling, besides those of the other siblings.
+
+Packages below them, such as the engine, are tested alike; rules about the whole checkout name it.
+"""
 COMMANDS = {"observe": {"watch", "import"}, "predict": {"predict"}, "doctor": {"doctor"}}
 
 
@@ -60,3 +82,44 @@ def test_without_a_sibling_everything_else_works(package: str, tmp_path: Path) -
             assert bool(answers) is (run == "@here" or package != "observe")
     assert ("machines" in do(tmp_path, "list", "--help").stdout) is (package != "predict")
     assert do(tmp_path, "list", "strategies").returncode == 0
+
+
+def delete_tests_of(package: str, tests: Path) -> None:
+    """Delete the tests of a sibling, and those that import it, or a file deleted before."""
+    shutil.rmtree(tests / package)
+    gone = [f"dpbench.{package}.", f"tests.{package}."]
+    files = {path: [name for _, name in imports(path)] for path in tests.rglob("*.py")}
+    while users := [
+        path
+        for path, names in files.items()
+        if any(f"{name}.".startswith(one) for name in names for one in gone)
+    ]:
+        for path in users:
+            gone.append(".".join(path.relative_to(tests.parent).with_suffix("").parts) + ".")
+            del files[path]
+            path.unlink()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("package", siblings.SIBLINGS)
+def test_the_remaining_tests_pass_without_a_sibling(
+    package: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if not request.config.getoption("all"):
+        pytest.skip("minutes long: make test-all runs it")
+    copied = tmp_path / "checkout"
+    shutil.copytree(CHECKOUT, copied, ignore=shutil.ignore_patterns(*LEFT_OUT))
+    shutil.rmtree(copied / "dpbench" / package)
+    delete_tests_of(package, copied / "tests")
+    others = [one for one in siblings.SIBLINGS if one != package]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-q", "--fast", "-p", "no:cacheprovider"]
+        + [f"tests/{folder}" for folder in (*UPPER, *others)],
+        cwd=copied,
+        env={**os.environ, "PYTHONPATH": str(copied)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

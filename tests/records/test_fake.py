@@ -126,6 +126,7 @@ def test_the_same_times_on_real_gpus_are_an_answer(tmp_path: Path) -> None:
     assert (answer.choice, answer.row and answer.row.case) == (Choice.USE, DDP)
 
 
+@pytest.mark.sibling("observe")
 def test_a_loop_watched_on_fake_gpus_is_no_answer(tmp_path: Path) -> None:
     loop = loops.loop(of=loops.case(device_kind="cuda"))
     answers = {}

@@ -138,7 +138,8 @@ class AllReduce(Local):
         exchange.wait()
 
     def _update_all(self, step: Any) -> None:
-        run_on_devices(step, self._devices, ONE_BY_ONE if self._update.small else self._workers)
+        workers = ONE_BY_ONE if self._update.one_by_one else self._workers
+        run_on_devices(step, self._devices, workers)
 
     def abandon(self) -> None:
         """Do nothing but make the next step copy the weights: `.grad` is as in an ordinary loop."""

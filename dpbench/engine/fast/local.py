@@ -156,7 +156,7 @@ class Local:
             turn=self._workers.turn if on_host else NOTHING,
             weight=summed.weight_of(target) if on_host else None,
         )
-        # the divisor is known: no device waits for another, unless it would disturb its forward
+        # the divisor is known: no device waits for another, unless forwards run in turns
         if parts.split and not self._workers.turn.taken:
             run_on_devices(parts.alone, used, self._workers)
             parts.add()

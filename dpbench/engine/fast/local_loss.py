@@ -87,11 +87,12 @@ class LocalLoss:
         with self._turn:
             with mark(Phase.FORWARD, device.index):
                 self.outputs[i] = call_on(device, self._replicas[i], inputs, {})
-            if not self._summed.splits(self.outputs[i], target):
+            # torch's own losses, whose divisor may be known, raise an error for rows that differ
+            if not self.split and not self._summed.splits(self.outputs[i], target):
                 return
             with mark(Phase.LOSS, device.index):
                 self._totals[i] = self._summed.total(self.outputs[i], target)
-                if self._weight is None:
+                if not self.split:
                     self._weights[i] = self._summed.weight(self.outputs[i], target)
 
     def meet(self) -> None:
@@ -134,15 +135,8 @@ class LocalLoss:
 
     def alone(self, i: int) -> None:
         """Run replica i's forward and backward; `weight` must be known."""
-        inputs, target = self._pieces[i]
-        device = self._devices[i]
-        mark = self._mark
-        with self._turn:
-            with mark(Phase.FORWARD, device.index):
-                output = call_on(device, self._replicas[i], inputs, {})
-            with mark(Phase.LOSS, device.index):
-                self._totals[i] = self._summed.total(output, target)
-        del output
+        self.forward(i)
+        self.outputs[i] = None  # free its memory for backward
         self.backward(i)
 
     def add(self) -> None:

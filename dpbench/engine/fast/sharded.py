@@ -60,7 +60,7 @@ class Sharded(AllReduce):
         if update.exchange:
             run_on_devices(step, self._devices, self._workers)
             update.spread()
-        elif update.small:
+        elif update.one_by_one:
             run_on_devices(step, self._devices, ONE_BY_ONE)
             run_on_devices(update.copy, self._devices, ONE_BY_ONE)
         else:

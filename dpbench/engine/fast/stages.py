@@ -10,7 +10,7 @@ from dpbench.hardware.device import Device
 
 
 class OneByOne(Spawn):
-    """Workers that run each job in the calling thread, for work that no other thread waits for."""
+    """Workers that run the jobs in the calling thread; no job may wait for another."""
 
     def run(self, job: Job, count: int, starting: Context = NOTHING) -> None:
         """Run one job after another."""

@@ -81,7 +81,7 @@ class Update:
         together = {id(one) for small in self._small for one in small}
         self._large = [[one for one in each if id(one) not in together] for each in self._sums]
         stepped_bytes = sum(one.target.nbytes for each in self._sums for one in each)
-        self.small = self._on_host and stepped_bytes <= ONE_BY_ONE_BYTES
+        self.one_by_one = self._on_host and stepped_bytes <= ONE_BY_ONE_BYTES
         self._steppers = [
             Stepper(
                 optimizer if i == 0 else mirror(optimizer),

@@ -114,6 +114,30 @@ def test_only_one_forward_runs_at_a_time(schedule: str, monkeypatch: pytest.Monk
     assert module.log == ["begins", "ends"] * 3
 
 
+def test_in_turns_no_backward_begins_before_the_last_forward_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    always(monkeypatch, True)
+    log: list[Phase] = []
+
+    @contextmanager
+    def mark(phase: Phase, device: int) -> Iterator[None]:
+        if phase is Phase.BACKWARD:
+            log.append(phase)
+        yield
+        if phase is Phase.FORWARD:
+            log.append(phase)
+
+    x, y = torch.randn(6, 4), torch.arange(6) % 4
+    with TrainStep(
+        Watched(), F.cross_entropy, OPTIMIZERS["sgd"], cpus(3), "fastest", mark=mark
+    ) as step:
+        step(x, y)
+        log.clear()
+        step(x, y)
+    assert log == [Phase.FORWARD] * 3 + [Phase.BACKWARD] * 3
+
+
 def test_the_mark_of_a_forward_does_not_include_the_wait_for_its_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
