@@ -86,8 +86,8 @@ def _measured(
     with scratch.folder() as folder:
         module = ("-m", "dpbench.doctor.probe.all_reduce", str(os.getpid()), str(folder))
         with (
-            (folder / "answer").open("w") as answer,
-            (folder / "errors").open("w") as errors,
+            (folder / "answer").open("wb") as answer,
+            (folder / "errors").open("wb") as errors,
             subprocess.Popen(
                 [sys.executable, *module, str(ranks), backend, json.dumps(sizes), str(limit_s)],
                 env={**os.environ, **RECORDER},
