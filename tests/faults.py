@@ -1573,8 +1573,10 @@ FAULTS = (
     Fault(
         "arrival",
         "a reduction of ranks begins when the last one arrives",
-        "arrived[span.step] = max(span.start_s, arrived.get(span.step, span.start_s))",
-        "arrived[span.step] = min(span.start_s, arrived.get(span.step, span.start_s))",
+        "last_s = max(span.start_s for span in alike)\n"
+        "arrived |= {id(span): last_s for span in alike}",
+        "last_s = min(span.start_s for span in alike)\n"
+        "arrived |= {id(span): last_s for span in alike}",
         (
             "tests/records/test_ledger.py::test_a_reduction_of_ranks_begins_when_the_last_one_arrives",
         ),

@@ -12,9 +12,9 @@ FOLDER = Path(__file__).parent
 
 
 def template(name: str, folder: Path = FOLDER) -> Template:
-    """Return a template of a folder; it escapes all text that is not markup."""
+    """Return a template of a folder, which may use those here; it escapes all but markup."""
     environment = Environment(
-        loader=FileSystemLoader(folder),
+        loader=FileSystemLoader([folder, FOLDER]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -157,7 +157,7 @@ def test_explain_list_show_predict_and_searches_print_json(dpbench, tmp_path, na
     for kind in ("models", "strategies", "schedules", "machines", "metrics"):
         listed = read(shapes.NameList, dpbench("list", kind, "--json")[1])
         assert [one.name for one in listed.names] == [
-            line.split()[0] for line in dpbench("list", kind)[1].splitlines()
+            re.split(r"\s{2,}", line)[0] for line in dpbench("list", kind)[1].splitlines()
         ]
     assert [
         one.cases for one in read(shapes.RunList, dpbench("list", "runs", "--json")[1]).runs

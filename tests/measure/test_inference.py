@@ -238,7 +238,8 @@ def test_every_reader_shows_latency_with_its_labels_and_withholds_it_by_name(
         assert line.count("not enough steps") == 1
     (part,) = [part for part in devices.parts(report) if part.id == "latency"]
     assert part.labels == ("MEASURED", "CPU-ONLY")
-    assert [line[4].small for line in part.table.lines] == ["300 steps"] * 3
+    (shown,) = part.tables
+    assert [line[4].small for line in shown.lines] == ["300 steps"] * 3
     assert "not enough steps" in markdown.render(report)
     table = frames.frame(report.rows)
     assert set(table["p99_withheld"]) == {"too few steps"}
