@@ -172,6 +172,11 @@ class DataParallel(nn.Module):
         return make(module, devices, detach=not torch.is_grad_enabled(), mark=self._mark)
 
     @property
+    def settled(self) -> bool:
+        """Return whether the next calls run alike; the first ones may try alternatives."""
+        return getattr(self.means.workers.turn, "settled", True)
+
+    @property
     def means(self) -> Means:
         """Return the threads and the function `replicate` that the schedule keeps between calls."""
         if self._means is None:

@@ -43,6 +43,10 @@ class Runner(Protocol):
     note: str
     unfit: str
 
+    @property
+    def settled(self) -> bool:
+        """Return whether the next steps run alike, because no alternatives are tried."""
+
     def run(self, inputs: tuple[Any, ...], target: Any, *, first: bool, last: bool) -> torch.Tensor:
         """Run one training step, and return the loss: see `step.step`."""
 
@@ -74,6 +78,11 @@ class Copying:
         means = COPYING[schedule if several else Schedule.REFERENCE](training.module)
         self._workers = means.workers
         self.run = partial(step, training, workers=self._workers, replicate=means.replicate)
+
+    @property
+    def settled(self) -> bool:
+        """Return whether the threads have chosen how forwards run."""
+        return getattr(self._workers.turn, "settled", True)
 
     def changed(self) -> bool:
         """Return False: every step reads the module anew."""

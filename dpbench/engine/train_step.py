@@ -123,6 +123,11 @@ class TrainStep:
         """Return why the last step differed from the preferred schedule; empty if it did not."""
         return self._runner.note
 
+    @property
+    def settled(self) -> bool:
+        """Return whether the next steps run alike; the first ones may try alternatives."""
+        return self._runner.settled
+
     def __enter__(self) -> Self:
         return self
 

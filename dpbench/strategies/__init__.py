@@ -51,7 +51,8 @@ Step = Callable[[Any, Any], "torch.Tensor"]
 
 If it has a method `observe()`, the timer calls that method after each step, outside the timed
 region. `observe()` returns the spans that only a library's internal timers record, as a list of
-(phase, device, start_s, end_s).
+(phase, device, start_s, end_s). Steps are part of the warm-up while its attribute `settled` is
+False, because it still tries alternatives.
 """
 
 Forward = Callable[..., "torch.Tensor"]

@@ -105,6 +105,10 @@ class _Training:
     def __init__(self, case: Case, train_step: TrainStep, scheduler: Any) -> None:
         self._case, self._train_step, self._scheduler = case, train_step, scheduler
 
+    @property
+    def settled(self) -> bool:
+        return self._train_step.settled
+
     def __call__(self, inputs: Any, target: Any) -> torch.Tensor:
         with precision_of(self._case):
             loss = self._train_step(inputs, target)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dpbench.engine import parallel_apply
+from dpbench.engine.fast.turns import KEPT
 from dpbench.measure.failures import of_error
-from dpbench.measure.worker import bench
-from dpbench.records import Status
+from dpbench.measure.worker import bench, trial
+from dpbench.records import Case, Effort, Status
 
 
 @pytest.mark.parametrize(
@@ -76,3 +78,16 @@ def test_a_trial_leaves_to_the_collector_what_it_had_and_no_more(frozen: bool) -
         bench.frozen.cache_clear()
     assert seen == [(False, True)]
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(("schedule", "least"), [("reference", 2), ("pool", 1 + 2 * KEPT)])
+def test_steps_in_which_the_engine_tries_alternatives_are_warm_up(
+    schedule: str, least: int, tmp_path: Path
+) -> None:
+    """A median over forwards of two kinds would be the time of neither."""
+    case = Case(model="mlp", strategy="dp", devices=2, batch_size=8, schedule=schedule)
+    effort = Effort(warmup_steps=2, min_steps=4, max_steps=4, budget_s=0.0, block_steps=1)
+    found = trial.run(case, effort, tmp_path)
+    assert found.status is Status.OK, found.reason
+    assert sum(step.warmup for step in found.steps) >= least
+    assert len(found.timed) == 4

@@ -292,6 +292,11 @@ class Local:
         """Return whether the parameters or the optimizer have changed."""
         return not self._weights.notice() or self._identity.changed() or bool(self.unfit)
 
+    @property
+    def settled(self) -> bool:
+        """Return whether the threads have chosen how forwards run."""
+        return self._workers.turn.settled
+
     def stale(self) -> list[int]:
         """Return an empty list, because every step copies the weights."""
         return []

@@ -36,6 +36,7 @@ class Pool:
         if os.getpid() != self._owner:
             self._inboxes = []
             self._owner = os.getpid()
+            self.turn = Turns()  # another thread may have held the lock in the forking process
         while len(self._inboxes) < count - 1:
             self._start()
         if count == 1:

@@ -17,18 +17,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median
 
-KEPT = 10
+KEPT = 3
 """The number of runs of each kind, in turns and free, whose medians are compared: the last ones."""
+LONG_S = 0.5
+"""A run that takes longer has operations too long to gain by turns, so that none are tried."""
 AGAIN = 100
 """Of so many runs, one is of the kind that has been slower."""
 PATIENCE_S = 0.5
-"""A forward that has waited so long runs without its turn: another may be waiting for it."""
+"""A forward that has waited so long runs without its turn: another may be waiting for it.
+
+From then on, the pool takes no turns.
+"""
 
 
 class Turns:
     """The context of a forward, for the threads of one pool; it does nothing if turns are slower.
 
-    `timed` is the context of a run of all replicas. The first runs alternate between both kinds.
+    `timed` is the context of a run of all replicas. The runs after the first alternate between both
+    kinds until the choice is `settled`.
     """
 
     def __init__(self) -> None:
@@ -40,7 +46,14 @@ class Turns:
         self._runs = 0
         self._asked = False
         self._in_vain = False
+        self._long = False
         self.taken = False
+
+    @property
+    def settled(self) -> bool:
+        """Return whether the runs so far suffice to choose, or turns are not tried."""
+        tried = all(len(seconds) == KEPT for seconds in self._seconds.values())
+        return tried or self._in_vain or self._long or self._runs == 0
 
     def __enter__(self) -> None:
         self._asked = True
@@ -67,12 +80,14 @@ class Turns:
 
     def choose(self, seconds: float) -> None:
         """Choose the kind of the next run, after one that took `seconds`."""
-        self._seconds[self.taken].append(seconds)
         self._runs += 1
+        self._long = seconds > LONG_S
+        if self._runs > 1:  # the first run also allocates memory
+            self._seconds[self.taken].append(seconds)
         free, in_turns = self._seconds[False], self._seconds[True]
-        if self._in_vain:
+        if self._in_vain or self._long:
             self.taken = False
-        elif min(len(free), len(in_turns)) < KEPT:
-            self.taken = not self.taken
-        else:
+        elif self.settled:
             self.taken = (median(in_turns) < median(free)) is (self._runs % AGAIN != 0)
+        else:
+            self.taken = not self.taken

@@ -173,6 +173,7 @@ class CaseTimer:
         self._taken = 0
         self._profiled_steps = PROFILED_STEPS
         self._slow = False
+        self._settled = not hasattr(step, "settled")
         self._stopping = Stopping(
             effort.budget_s,
             effort.min_steps,
@@ -255,6 +256,9 @@ class CaseTimer:
             verification.check_results(results, self._taken, trains=case.trains)
         # seconds from the clock, not from the calls: on CUDA, a call returns before its work is
         # done
+        if not self._settled:
+            self._settled = getattr(self._step, "settled", True)
+            self._stopping.least_warmup = max(self._stopping.least_warmup, self._taken)
         timed = self._listener.steps()[-steps:]
         for one in timed:
             self._stopping.add(one.seconds)

@@ -90,7 +90,6 @@ class _Feed:
         self._taken = 0
         self._flat = [tree_flatten(batch) for batch in batches]
         self.observe = getattr(step, "observe", list)
-        self.settled = getattr(step, "settled", lambda: True)
         with warnings.catch_warnings():
             # torch warns if workers outnumber this thread's cores; the thread may be bound to one,
             # the workers are not
@@ -103,6 +102,10 @@ class _Feed:
                 worker_init_fn=partial(_unbind, processes.CORES),
             )
             self._loaded: Iterator[Any] | None = iter(loader)
+
+    @property
+    def settled(self) -> bool:
+        return getattr(self._step, "settled", True)
 
     def __call__(self, inputs: Any, target: Any) -> Any:
         assert self._loaded is not None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dpbench.engine import DataParallel, TrainStep
 from dpbench.engine.fast import turns
-from dpbench.engine.fast.turns import AGAIN, KEPT, Turns
+from dpbench.engine.fast.turns import AGAIN, KEPT, LONG_S, Turns
 from dpbench.hardware.devices.host import install
 from dpbench.records import Phase
 from dpbench.records.schedule import Schedule
@@ -32,6 +32,13 @@ def always(monkeypatch: pytest.MonkeyPatch, taken: bool) -> None:
     monkeypatch.setattr(Turns, "choose", lambda self, _: setattr(self, "taken", taken))
 
 
+def begun() -> Turns:
+    """Return turns after the first run, which does not count."""
+    turn = Turns()
+    turn.choose(1.0e-3)
+    return turn
+
+
 def kinds(turn: Turns, count: int, *, free: float, in_turns: float) -> list[bool]:
     """Return the kind of each of `count` runs, which take so many seconds in each kind."""
     taken = []
@@ -41,32 +48,59 @@ def kinds(turn: Turns, count: int, *, free: float, in_turns: float) -> list[bool
     return taken
 
 
+SLOW_S, FAST_S = 2e-3, 1e-3
+
+
 @pytest.mark.parametrize("faster", [False, True], ids=["free", "in turns"])
-def test_the_faster_kind_of_run_is_taken(faster: bool) -> None:
-    turn = Turns()
-    seconds = {"free": 2.0, "in_turns": 1.0} if faster else {"free": 1.0, "in_turns": 2.0}
-    assert sum(kinds(turn, 2 * KEPT, **seconds)) == KEPT
+def test_the_faster_kind_of_run_is_taken_once_both_were_tried(faster: bool) -> None:
+    turn = begun()
+    seconds = (
+        {"free": SLOW_S, "in_turns": FAST_S} if faster else {"free": FAST_S, "in_turns": SLOW_S}
+    )
+    tried = []
+    while not turn.settled:
+        tried += kinds(turn, 1, **seconds)
+    assert (len(tried), sum(tried)) == (2 * KEPT, KEPT)
     after = kinds(turn, 10 * AGAIN, **seconds)
     assert after.count(faster) == 10 * (AGAIN - 1)
 
 
 def test_a_slow_run_in_between_changes_nothing() -> None:
-    turn = Turns()
-    kinds(turn, 2 * KEPT, free=2.0, in_turns=1.0)
-    turn.choose(100.0)
-    assert all(kinds(turn, KEPT, free=2.0, in_turns=1.0))
+    turn = begun()
+    kinds(turn, 2 * KEPT, free=SLOW_S, in_turns=FAST_S)
+    turn.choose(100 * SLOW_S)
+    assert all(kinds(turn, KEPT, free=SLOW_S, in_turns=FAST_S))
+
+
+def test_no_turns_are_tried_in_runs_that_take_long() -> None:
+    turn = begun()
+    for _ in range(3):
+        turn.choose(2 * LONG_S)
+        assert (turn.settled, turn.taken) == (True, False)
 
 
 @pytest.mark.parametrize("faster", [False, True], ids=["free", "in turns"])
 def test_batches_that_become_longer_or_shorter_change_the_choice(faster: bool) -> None:
-    turn = Turns()
+    turn = begun()
     slow, fast = ("free", "in_turns") if faster else ("in_turns", "free")
-    kinds(turn, 2 * KEPT, **{fast: 1.0, slow: 2.0})
+    kinds(turn, 2 * KEPT, **{fast: FAST_S, slow: SLOW_S})
     for scale in (10.0, 0.1):
-        kinds(turn, KEPT * AGAIN, **{fast: 2.0 * scale, slow: 1.0 * scale})
-        after = kinds(turn, AGAIN, **{fast: 2.0 * scale, slow: 1.0 * scale})
+        kinds(turn, KEPT * AGAIN, **{fast: SLOW_S * scale, slow: FAST_S * scale})
+        after = kinds(turn, AGAIN, **{fast: SLOW_S * scale, slow: FAST_S * scale})
         assert after.count(faster) == 1
         fast, slow, faster = slow, fast, not faster
+
+
+@pytest.mark.parametrize("schedule", [Schedule.REFERENCE, Schedule.POOL, Schedule.SHARDED])
+def test_a_step_says_when_it_tries_no_more(schedule: Schedule) -> None:
+    x = torch.randn(6, 4)
+    with TrainStep(nn.Linear(4, 4), F.mse_loss, OPTIMIZERS["sgd"], cpus(2), schedule) as step:
+        settled = []
+        for _ in range(2 * KEPT + 2):
+            step(x, x)
+            settled.append(step.settled)
+    tries = 0 if schedule is Schedule.REFERENCE else 2 * KEPT
+    assert settled == [False] * tries + [True] * (len(settled) - tries)
 
 
 @FREE_AND_TURNS
