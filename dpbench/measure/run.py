@@ -189,7 +189,7 @@ def run(
             gpus,
             load.gpus,
             needed_rounds(cases, rule.least, growth.joined),
-            growth.looks + rule.looks,
+            rule.looks * (1 + growth.looks),
         )
         session.measure(cases, store.done(run_id, retry=retry), paired=paired)
         store.annotate(run_id, "noisy", _noise(before, session.noisy, session.gpus_used))
@@ -293,6 +293,8 @@ class _Session:
         looks: int,
     ) -> None:
         self._needed = needed
+        self._last = max((rounds.stop for rounds in needed.values()), default=0)
+        """The number of the first round that no case needs."""
         self._looks = looks
         self._traces = traces
         self._patience_s = patience_s
@@ -342,7 +344,6 @@ class _Session:
         """Measure the rule's rounds, except the pairs (case fingerprint, round) in `done`."""
         planned = max(self._rule.least, PLANNED if self._rule.looks > 1 else 0)
         needed = {(case.fingerprint, n) for case in cases for n in self._needed[case]}
-        last = max((rounds.stop for rounds in self._needed.values()), default=0)
         self._total = len(needed | done)
         self._done = len(done)
         self._widest = max((case.devices for case in cases if times_links(case)), default=0)
@@ -354,7 +355,7 @@ class _Session:
             watched = stack.enter_context(samplers.sampling(self._gpus, scratch / "samples.jsonl"))
             lasting = stack.enter_context(self._workers(scratch)) if paired else None
             number = 0
-            while (wanted := self._wanted(cases, number)) or number < last:
+            while (wanted := self._wanted(cases, number)) or number < self._last:
                 pending = [case for case in wanted if (case.fingerprint, number) not in done]
                 if pending and number and self._too_long(pending, number):
                     self._leave_out(pending, number)
@@ -372,7 +373,7 @@ class _Session:
                         pending = [case for case in pending if case not in refused]
                         remaining = [
                             case
-                            for n in range(number, last)
+                            for n in range(number, self._last)
                             for case in cases
                             if n in self._needed[case] and (case.fingerprint, n) not in done
                         ]
@@ -391,14 +392,13 @@ class _Session:
                     self._repeat(cases, server, watched, paired=paired)
 
     def _wanted(self, cases: Sequence[Case], number: int) -> list[Case]:
-        """Return the cases of a round: those that need it, and those that the rule adds."""
-        further = self._rule.wanted(cases, number)
-        return [
-            case
-            for case in cases
-            if number in self._needed[case]
-            or (number >= self._needed[case].stop and case in further)
-        ]
+        """Return the cases of a round: those that need it, or later those that the rule adds.
+
+        In a run that grew, the rule counts the rounds from the one in which cases joined.
+        """
+        if number < self._last:
+            return [case for case in cases if number in self._needed[case]]
+        return self._rule.wanted(cases, number - (self._last - self._rule.least))
 
     def _is_needed(self, cases: Iterable[Case], number: int) -> bool:
         return any(number in self._needed[case] for case in cases)

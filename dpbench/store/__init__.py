@@ -192,6 +192,8 @@ class Store:
                 self._kill_running(row[0])
                 if parts and not same:
                     self._annotate(row[0], GROWTH, asdict(self._grown(row[0], parts)))
+                    # the command that goes on with the run
+                    self._annotate(row[0], "command", provenance.get("command", ""))
                     self._db.execute(
                         "UPDATE run SET plan=?, rounds=? WHERE id=?", (identified, rounds, row[0])
                     )
@@ -258,10 +260,11 @@ class Store:
         row = self._db.execute(query, (host, code)).fetchone() if parts else None
         if not row or not parts:
             return None
-        rows.run(self._db, row[3])
         smaller = parts.smaller(self._begun(row[0]), row[5])
-        fits = smaller is not None and naming.identified(smaller) == row[4]
-        return (row[0], row[1], row[2]) if fits else None
+        if smaller is None or naming.identified(smaller) != row[4]:
+            return None
+        rows.run(self._db, row[3])  # raises for a damaged row
+        return row[0], row[1], row[2]
 
     def _begun(self, run_id: str) -> dict[str, int]:
         """Return the last round of each case that a run has begun, by fingerprint."""
@@ -296,7 +299,7 @@ class Store:
         with file.transaction(self._db):
             self._annotate(run_id, name, facts)
 
-    def _annotate(self, run_id: str, name: str, facts: Mapping[str, Any]) -> None:
+    def _annotate(self, run_id: str, name: str, facts: Mapping[str, Any] | str) -> None:
         added = json.dumps({**self._provenance(run_id), name: facts})
         self._db.execute("UPDATE run SET provenance=? WHERE id=?", (added, run_id))
 

@@ -18,7 +18,7 @@ from dpbench.store.file import StoreError
 
 PARTS = ("step", "span", "memory", "series")
 """The tables with the parts of trials; their column `trial_id` refers to the trial."""
-IDENTITY = ("plan", "host", "code", "started", "rounds")
+IDENTITY = ("host", "code", "started")
 """The columns of a run that never change: copies that differ in one contradict each other."""
 SHOWN = 5
 """The most conflicts that an error lists."""
@@ -215,10 +215,11 @@ def _content(db: file.Connection, trial_id: int) -> tuple[object, ...]:
 
 
 def _adopt(source: file.Connection, target: file.Connection, run_id: str) -> None:
-    """Copy a run's status, end and provenance to `target` if it ended later in `source`."""
-    query = "SELECT ended, status, provenance FROM run WHERE id=?"
+    """Copy a run's status, end, plan and provenance to `target` if it ended later in `source`."""
+    query = "SELECT ended, status, plan, rounds, provenance FROM run WHERE id=?"
     mine, theirs = (db.execute(query, (run_id,)).fetchone() for db in (target, source))
     if (theirs[0] or 0.0) > (mine[0] or 0.0):
         target.execute(
-            "UPDATE run SET ended=?, status=?, provenance=? WHERE id=?", (*theirs, run_id)
+            "UPDATE run SET ended=?, status=?, plan=?, rounds=?, provenance=? WHERE id=?",
+            (*theirs, run_id),
         )

@@ -183,6 +183,48 @@ def test_rounds_until_the_answers_are_settled_go_on_in_a_run_that_grew(store):
 
 
 @pytest.mark.usefixtures("quick")
+def test_the_answers_of_cases_that_joined_late_are_looked_at_too(store, monkeypatch):
+    """The looks of a run lie 2, 3, 5, 7 and 10 rounds apart: the next one could come too late."""
+    answers = iter([{ONE, TWO}, {ONE, TWO}, set(), {ONE, FOUR}, set()])
+    monkeypatch.setattr(UntilDecided, "unsettled", lambda self: frozenset(next(answers)))
+    run([ONE, TWO], store, rounds=UntilDecided())
+    assert max(trial.round for trial in store.trials()) + 1 == LOOKS[2]
+    run([ONE, TWO, FOUR], store, rounds=UntilDecided())
+    rounds = {trial.round for trial in store.trials() if trial.case == FOUR}
+    assert rounds == {*range(LOOKS[2], LOOKS[2] + LOOKS[1])}, (
+        "two looks: after 4 and after 6 rounds"
+    )
+    assert store.runs()[0].status == "finished"
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_command_of_a_run_that_grew_is_the_one_that_goes_on_with_it(store, monkeypatch):
+    for command, cases in (("dpbench run a", [ONE]), ("dpbench run a,b", [ONE, TWO])):
+        facts = {**module.collect(None), "command": command}
+        monkeypatch.setattr(module, "collect", lambda cluster, facts=facts: facts)
+        run(cases, store, rounds=1)
+    assert [one.provenance["command"] for one in store.runs()] == ["dpbench run a,b"]
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_run_that_grew_is_merged_with_a_copy_of_its_beginning(store, tmp_path):
+    beginning = tmp_path / "archive.db"
+    run([ONE], store, rounds=2)
+    with Store.create(beginning) as archive:
+        archive.merge(store.path)
+    run([ONE, TWO], store, rounds=3)
+    with Store.create(tmp_path / "grown.db") as grown:
+        grown.merge(store.path)
+        grown.merge(beginning)
+    with Store.create(beginning) as archive:
+        archive.merge(store.path)
+    for path in (beginning, tmp_path / "grown.db"):
+        with Store.read(path) as merged:
+            assert [one.rounds for one in merged.runs()] == [3]
+            assert slots(merged.trials()) == slots(store.trials())
+
+
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     ("cases", "settings"),
     [
@@ -210,7 +252,7 @@ def test_more_rounds_go_on_with_the_run_and_their_intervals_hold_at_every_look(s
     if more == 5:
         assert looks == {0: 1, 1: 1, 2: 1, 3: 2, 4: 2}
     else:
-        assert looks == {0: 1, 1: 1, 2: 1, 3: 1 + len(LOOKS)}
+        assert looks == {0: 1, 1: 1, 2: 1, 3: 2 * len(LOOKS)}
 
 
 @pytest.mark.usefixtures("quick")
