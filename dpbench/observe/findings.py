@@ -47,7 +47,7 @@ HOOK = (
 NO_SYNC = "with model.no_sync(): loss_fn(model(x), y).backward()  # all but the last of an update"
 MOST_SYNCS = 1.5
 """The most times that gradients are added per update without a finding; one is needed."""
-CODE = (WORKERS, PINNED, SELDOM, COMPILED, SCALE, EVALUATE, SAVE, HOOK)
+CODE = (WORKERS, PINNED, SELDOM, COMPILED, SCALE, EVALUATE, SAVE, HOOK, NO_SYNC)
 """The lines of code that remedy any loop; `{}` takes the batch size or the number of workers."""
 MOST_WORKERS = 8
 """The largest number of workers in `WORKERS`; `dpbench loaders` measures how many are enough."""

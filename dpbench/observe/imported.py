@@ -349,11 +349,10 @@ def _observed(traces: Sequence[ImportedTrace], common: Sequence[str]) -> Observe
     reads = sum(1 for phases in first.attributed.host if phases.get(Phase.READ.value))
     named = (found for event in first.profile.host if (found := _WRAPPER.search(event.name)))
     wrapper = next((found[1] or found[2] for found in named), "")
-    backwards = first.attributed.backwards
     return Observed(
         command=" ".join(str(trace.profile.path) for trace in traces),
         wrapper=wrapper,
-        updates=max(1, round(statistics.median(backwards))) if backwards else 1,
+        updates=_passes(first),
         loader_workers=_workers(first.profile),
         pinned=pinned,
         reads=(
@@ -370,6 +369,12 @@ def _observed(traces: Sequence[ImportedTrace], common: Sequence[str]) -> Observe
             ),
         ),
     )
+
+
+def _passes(trace: ImportedTrace) -> int:
+    """Return the usual number of backward passes of a step."""
+    backwards = trace.attributed.backwards
+    return max(1, round(statistics.median(backwards))) if backwards else 1
 
 
 def _problems(traces: Sequence[ImportedTrace], common: Sequence[str]) -> Iterator[str]:
@@ -440,6 +445,8 @@ def _model(trace: ImportedTrace, batch_size: int) -> dict[str, Any]:
     passes = sum(attributed.backwards)
     if not (batch_size and losses and passes and gradients) or len(gradients) % passes:
         return {}
+    # with accumulated gradients, each backward pass has a part of the step's samples
+    samples = batch_size / _passes(trace)
     norms = [one.sizes_bytes for one in host if one.name == "aten::batch_norm"]
     # the running mean and variance are as large as the weight, and a counter has 8 bytes
     buffers = sum(2 * sizes[1] + 8 for sizes in norms if len(sizes) > 1)
@@ -450,8 +457,8 @@ def _model(trace: ImportedTrace, batch_size: int) -> dict[str, Any]:
             "parameter_bytes": sum(gradients) // passes,
             "buffer_tensors": 3 * len(norms) // passes,
             "buffer_bytes": buffers // passes,
-            "input_bytes": sum(one.size_bytes for one in copies) / passes / batch_size,
-            "output_bytes": losses[0] / batch_size,
+            "input_bytes": sum(one.size_bytes for one in copies) / passes / samples,
+            "output_bytes": losses[0] / samples,
         }
     }
 

@@ -7,12 +7,17 @@ clocks, and how the script chooses its batch.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 _CLOCKS = {"time", "perf_counter", "perf_counter_ns", "monotonic", "time_ns"}
 _WAITS = {"synchronize", "elapsed_time"}
 """The calls that wait for a GPU, or time its own work."""
+_READS = {"item", "cpu", "tolist", "numpy"}
+"""The calls that wait for a GPU because they read values from it."""
+_BATCH = re.compile(r"(?:^|_)batch(?:_?size)?$", re.I)
+"""Matches a name of the batch or its size, but not of a loss or a number of batches."""
 _COUNTS = {"world_size", "get_world_size", "device_count", "num_gpus", "n_gpus", "ngpus", "nprocs"}
 """The usual names of the number of devices or ranks."""
 
@@ -73,7 +78,8 @@ def _timed(tree: ast.AST) -> Iterator[int]:
     for loop in ast.walk(tree):
         calls = _calls(loop) if isinstance(loop, ast.For | ast.While) else []
         clocks = [one.lineno for one in calls if _is_clock(one)]
-        if clocks and any(_called(one) == "backward" for one in calls):
+        called = {_called(one) for one in calls}
+        if clocks and "backward" in called and not called & _READS:
             yield min(clocks)
             return
 
@@ -93,5 +99,17 @@ def _divided(tree: ast.AST) -> Iterator[tuple[int, str]]:
             for one in ast.walk(node.right)
             if isinstance(one, ast.Name | ast.Attribute)
         }
-        if names & _COUNTS and "batch" in ast.unparse(node.left).lower():
+        if names & _COUNTS and _is_batch(node.left):
             yield node.lineno, ast.unparse(node)
+
+
+def _is_batch(node: ast.expr) -> bool:
+    """Return whether an expression is a batch or its size by its name, perhaps as a number."""
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return bool(_BATCH.search(name))
+        case ast.Subscript(slice=ast.Constant(value=str(name))):
+            return bool(_BATCH.search(name))
+        case ast.Call(func=ast.Name(id="int" | "float" | "len"), args=[inner]):
+            return _is_batch(inner)
+    return False

@@ -16,12 +16,26 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from dpbench.records.words import count as counted
+
 DATA = Path(__file__).parent / "data"
 COUNT = re.compile(r"\s*([1-9]\d{0,5}) ?[x×] ?(?=\w)(?!.*\.toml$)", re.I)
 """Matches the number of all GPUs at the begin of a description, but no name of a file."""
 GB = 1e9
 PCIE_GB = {1: 3.0, 2: 6.0, 3: 12.0, 4: 24.0, 5: 48.0, 6: 96.0}
 """The rate of 16 lanes in GB/s per direction, by PCIe generation."""
+GENERATION = rf"(?:pcie|pci-e|gen) ?(?:gen ?)?([{min(PCIE_GB)}-{max(PCIE_GB)}])(?!\d| ?[gmt]i?b)"
+"""Matches a PCIe generation, but no size of memory such as the 40GB of "PCIe 40GB"."""
+LANES = (
+    r"pci-?e ?(?:gen ?)?(?:\d(?:\.0)?)? ?x8\b|\bx8 pci-?e\b(?! gpu)"
+    r"|\bx?8[ -](?:pci-?e )?lanes?\b"
+)
+"""Matches eight PCIe lanes, but no eight GPUs such as in "2 nodes x8 GPUs"."""
+TIMES = (
+    r"(\d+) ?[x×](?!\s*(?:gpu|node|nvidia|tesla|geforce|quadro|titan|rtx|gtx"
+    r"|[abghklptv]b?\d|(?:8|16|\d{4})\b(?! ?g)))"
+)
+"""Matches the number of network cards, but not that of GPUs or nodes, nor "PCIe 4 x16"."""
 PCIE_SOURCE = "NCCL src/graph/topo.h, PCI_BW"
 SOCKET_GB = {4: 48.0, 5: 66.0, 6: 66.0}
 """The rate of the links between two processors in GB/s, by the PCIe generation of the processors.
@@ -102,7 +116,7 @@ class _Text:
     """The properties of a machine in a text; `assumed` lists what it does not state."""
 
     def __init__(self, text: str, gpu: Mapping[str, Any], count: int, *, one_node: bool) -> None:
-        self.cased = text
+        self.cased = COUNT.sub("", text, count=1)
         self.text = f" {text} ".lower().replace("_", " ")
         self.gpu = gpu
         self.assumed: list[str] = []
@@ -120,18 +134,27 @@ class _Text:
         """Return the GPUs per node and the number of nodes."""
         networked = self.has(r"\b(ib|infiniband|efa|ethernet|roce|gbe|gb/s network)\b|node")
         if nodes := self.number(r"\b([1-9]\d*) node(?:s\b|\(s\)|\b)"):
-            node = max(1, count // nodes)
+            if count % nodes:
+                raise ValueError(
+                    f"{_gpus(count)} cannot be shared equally by {nodes} nodes: state a number of"
+                    f" GPUs that is a multiple of {nodes}, or another number of nodes"
+                )
+            node = count // nodes
         else:
             node = self.number(r"(\d+) (?:gpus?|x|[a-z]\d+)? ?(?:/|per|a) ?node")
             node = node or (count if count <= 8 or (count <= 16 and not networked) else 8)
         node = min(node, count)
-        return node, -(-count // node)
+        if count % node:
+            raise ValueError(
+                f"{_gpus(count)} are no multiple of the {node} per node: state a number of nodes"
+                f' that divides {count}, such as "1 node", or a multiple of {_gpus(node)}'
+            )
+        return node, count // node
 
     @cached_property
     def generation(self) -> int:
         """Return the PCIe generation that the text states, else that of the GPU."""
-        stated = self.number(r"(?:pcie|pci-e|gen) ?(?:gen ?)?(\d)")
-        return stated if stated in PCIE_GB else int(self.gpu["pcie"])
+        return self.number(GENERATION) or int(self.gpu["pcie"])
 
     @cached_property
     def sockets(self) -> int:
@@ -175,7 +198,7 @@ class _Text:
         A PCIe switch joins two GPUs of more than four, or four if the text states one PCIe root.
         """
         node, sockets, rate = self.node, self.sockets, PCIE_GB[self.generation]
-        lanes = 8 if self.has(r"\bx8\b|8 lanes") else 16
+        lanes = 8 if self.has(LANES) else 16
         rate *= lanes / 16
         source = f"PCIe {self.generation} x{lanes}, {rate:g} GB/s a direction: {PCIE_SOURCE}"
         share = 2 if node > 4 or self.has(r"trt|\bpix\b") else 1
@@ -202,7 +225,7 @@ class _Text:
         bits = r"(\d+) ?[gG](?:bit|bps|b|bE|be)?(?:/s)?\b"  # not GB, as of memory
         parts = re.split(r"[,;+]", self.cased)
         words = " ".join(part for part in parts if re.search(rf"{cards}|{bits}", part))
-        number = re.search(r"(\d+) ?x ?", words)
+        number = re.search(TIMES, words, re.I)
         times = int(number[1]) if number else 1
         if found := re.search(r"(\d+(?:\.\d+)?) ?GB/s", words):
             return times * float(found[1]) * 0.96
@@ -229,6 +252,10 @@ class _Text:
         if not nvlink:
             self.assumed.append("peer access is not stated: the default of this GPU is assumed")
         return usual
+
+
+def _gpus(number: int) -> str:
+    return counted(number, "GPU")
 
 
 def _range(begin: int, end: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -473,6 +474,7 @@ def test_the_line_of_code_of_a_remedy_runs(line: str, tmp_path) -> None:
     seen: list[Any] = []
     model: Any = nn.Linear(4, 2)
     model.register_comm_hook = lambda state, hook: seen.append(hook)
+    model.no_sync = contextlib.nullcontext
     names = {
         "torch": torch,
         "dataset": torch.utils.data.TensorDataset(torch.ones(8, 4)),
@@ -482,6 +484,9 @@ def test_the_line_of_code_of_a_remedy_runs(line: str, tmp_path) -> None:
         "loss": torch.tensor(1.0),
         "evaluate": seen.append,
         "path": tmp_path / "model.pt",
+        "x": torch.ones(8, 4),
+        "y": torch.ones(8, 2),
+        "loss_fn": nn.functional.mse_loss,
     }
     exec(line.format(4, 2), names)
     changed = {*names} - {
@@ -493,10 +498,14 @@ def test_the_line_of_code_of_a_remedy_runs(line: str, tmp_path) -> None:
         "loss",
         "evaluate",
         "path",
+        "x",
+        "y",
+        "loss_fn",
     }
     assert (
         changed > {"model"}
         or seen
         or names["path"].exists()
+        or model.weight.grad is not None
         or line in (observing.SELDOM, observing.COMPILED)
     )

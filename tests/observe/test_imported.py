@@ -739,6 +739,34 @@ def test_launches_whose_kernels_the_profiler_lost_are_counted(lost, tmp_path) ->
     assert any("the profiler lost" in note for note in notes) is bool(lost)
 
 
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_the_batch_of_a_step_is_that_of_all_its_backward_passes(accumulated, tmp_path) -> None:
+    trace = Writer()
+    shaped = {"Input type": ["float"], "Sequence number": 1}
+    rows = 64 // accumulated
+    for step in range(3):
+        trace.note(f"ProfilerStep#{step}", 100 * step, 100 * step + 99)
+        for number in range(accumulated):
+            at_ms = 100 * step + 40 * number
+            trace.kernel("Memcpy HtoD (Pinned -> Device)", at_ms + 1, at_ms + 2, at_ms + 3)
+            trace.events[-1]["args"]["bytes"] = rows * 12
+            trace.op("aten::linear", at_ms + 3, at_ms + 4, **{"Sequence number": 1})
+            dims = {"Input Dims": [[rows, 10]]}
+            trace.op("aten::cross_entropy_loss", at_ms + 5, at_ms + 6, **shaped, **dims)
+            backward = {"tid": 2, "Fwd thread id": 1}
+            trace.op("AddmmBackward0", at_ms + 7, at_ms + 9, **backward, **shaped)
+            kind, dims = "torch::autograd::AccumulateGrad", {"Input Dims": [[10, 3]]}
+            trace.op(kind, at_ms + 10, at_ms + 11, **backward, **shaped, **dims)
+        trace.note("Optimizer.step#SGD.step", 100 * step + 90, 100 * step + 95)
+    (loop,) = imported.load([trace.write(tmp_path / "a.json")], 64)
+    facts = observed(loop.trial)
+    assert facts is not None
+    assert facts.updates == accumulated
+    model = loop.trial.provenance["model"]
+    assert (model["parameter_tensors"], model["parameter_bytes"]) == (1, 10 * 3 * 4)
+    assert (model["input_bytes"], model["output_bytes"]) == (12, 10 * 4)
+
+
 def test_a_trace_without_steps_has_busy_devices_and_no_step(tmp_path) -> None:
     trace = Writer()
     trace.op("aten::mm", 0, 1)

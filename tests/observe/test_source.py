@@ -35,9 +35,18 @@ def test_a_clock_in_the_loop_without_a_synchronize_is_named(tmp_path) -> None:
     assert lines_of(tmp_path, "this is no Python") == []
 
 
+@pytest.mark.parametrize("read", ["item()", "cpu()", "tolist()", "detach().cpu().numpy()"])
+def test_reading_a_value_in_the_loop_waits_too(tmp_path, read: str) -> None:
+    assert lines_of(tmp_path, LOOP.format(after=f"total += loss.{read}")) == []
+    outside = LOOP.format(after="pass") + f"loss.{read}\n"
+    assert lines_of(tmp_path, outside) == ["train.py:3"]
+
+
 @pytest.mark.parametrize(
     "line",
     [
+        "batch / world_size",
+        "batch_size = options['batch_size'] // world_size",
         "loader = DataLoader(data, batch_size=args.batch_size // dist.get_world_size())",
         "args.batch = int(args.batch / ngpus)",
         "per_device = batch_size // max(1, torch.cuda.device_count())",
@@ -48,7 +57,16 @@ def test_a_batch_divided_by_the_number_of_devices_is_named(tmp_path, line: str) 
     assert lines_of(tmp_path, f"import torch\n{line}\n", devices=1) == []
 
 
-@pytest.mark.parametrize("line", ["steps = rows // world_size", "batch_size // accumulate"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "steps = rows // world_size",
+        "batch_size // accumulate",
+        "batch_loss / world_size",
+        "num_batches // world_size",
+        "loss_fn(net(batch), y) / world_size",
+    ],
+)
 def test_other_divisions_are_no_batch_per_device(tmp_path, line: str) -> None:
     assert lines_of(tmp_path, line) == []
 

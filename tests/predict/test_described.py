@@ -72,6 +72,12 @@ def test_the_longest_name_that_the_line_contains_counts(line: str, name: str) ->
         ("4x A100 SXM, 2 nodes, one InfiniBand card (25 GB/s)", 2, 2, 24, 1),
         ("16x A100 80GB, 2 nodes", 2, 8, 12, 2),
         ("16x T4, 4 nodes, 2x 100 Gbit/s", 4, 4, 24, 1),
+        ("64x H100 SXM with 400 Gbit/s InfiniBand", 8, 8, 48, 2),
+        ("64x H100 SXM, 400 Gbit/s InfiniBand", 8, 8, 48, 2),
+        ("64x H100 SXM with 8x 400 Gbit/s InfiniBand", 8, 8, 384, 2),
+        ("64x H100, 8 nodes of 8x H100 with 400 Gbit/s InfiniBand", 8, 8, 48, 2),
+        ("16x A100, 2 nodes, PCIe 4.0 x16 with 400 Gbit/s InfiniBand", 2, 8, 48, 2),
+        ("16x RTX 4090, 2 nodes of 8x 4090 with 2x ConnectX-6 HDR", 2, 8, 48, 2),
         ("4x T4, 2 sockets", 1, 4, 0, 2),
         ("4x T4", 1, 4, 0, 1),
     ],
@@ -85,6 +91,48 @@ def test_nodes_networks_and_processors_are_read(
     assert rate / 1e9 == pytest.approx(network_gb)
     ends = {end for link in found.links for end in (link.a, link.b) if end.startswith("cpu")}
     assert len(ends) == cpus
+
+
+@pytest.mark.parametrize(
+    ("line", "link"),
+    [
+        ("4x V100 PCIe 16GB, P2P, 2 sockets", "PCIe 3 x16"),
+        ("4x V100 PCIe 16 GB, P2P, 2 sockets", "PCIe 3 x16"),
+        ("2x H100 PCIe 80GB", "PCIe 5 x16"),
+        ("2x K20 PCIe 5 GB", "PCIe 2 x16"),
+        ("8x A100 PCIe 40GB, 2 sockets, PCIe 3", "PCIe 3 x16"),
+        ("8x A100 PCIe 40GB, gen 3", "PCIe 3 x16"),
+        ("4x RTX 4090, PCIe 3.0 x16", "PCIe 3 x16"),
+        ("4x RTX 4090, PCIe 3.0 x8", "PCIe 3 x8"),
+        ("4x RTX 4090, PCIe4 x8", "PCIe 4 x8"),
+        ("4x RTX 4090, PCIe Gen4, 8 lanes", "PCIe 4 x8"),
+        ("4x RTX 4090, x8 PCIe", "PCIe 4 x8"),
+        ("4x RTX 4090, 48 lanes", "PCIe 4 x16"),
+        ("16x A100, 2 nodes x8 GPUs", "PCIe 4 x16"),
+    ],
+)
+def test_the_generation_and_the_lanes_of_pcie_are_read(line: str, link: str) -> None:
+    sources = {one["source"] for one in tomllib.loads(described.toml(line))["link"]}
+    assert any(source.startswith(f"{link},") for source in sources), sources
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            "12x A100 SXM, InfiniBand",
+            "12 GPUs are no multiple of the 8 per node: state a number of",
+        ),
+        ("6x A100, 4 A100 per node", "6 GPUs are no multiple of the 4 per node"),
+        ("16x A100, 5 nodes", "16 GPUs cannot be shared equally by 5 nodes: state a number of"),
+        ("2x A100, 4 nodes", "2 GPUs cannot be shared equally by 4 nodes"),
+    ],
+)
+def test_gpus_that_the_nodes_do_not_share_equally_are_refused(line: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        machine.load(line)
+    assert machine.load("12x A100 SXM, InfiniBand, 3 nodes").nodes == 3
+    assert machine.load("12x A100 SXM, InfiniBand, 1 node").nodes == 1
 
 
 def test_what_the_line_does_not_state_is_listed_and_widens_the_bus() -> None:
