@@ -319,7 +319,10 @@ def floors(case: Case, trials_of: Mapping[Case, Sequence[Trial]]) -> dict[tuple[
 def _by_operations(
     case: Case, trials_of: Mapping[Case, Sequence[Trial]]
 ) -> dict[tuple[Phase, int], float]:
-    """Return the least seconds by operations; the peak is the best of all cases on like devices."""
+    """Return the least seconds by operations; the peak is the best of all cases on like devices.
+
+    Without a peak above 0, none is known.
+    """
 
     def counted(other: Case) -> Iterator[Operations]:
         for trial in trials_of.get(other, ()):
@@ -334,6 +337,8 @@ def _by_operations(
         return {}
     alike = [other for other in trials_of if device(other) == device(case)]
     peak_per_s = max(one.peak_per_s for other in alike for one in counted(other))
+    if peak_per_s <= 0:
+        return {}
     counts = {Phase.FORWARD: own.forward, Phase.BACKWARD: own.backward if case.trains else 0.0}
     return {
         (phase, number): rows * count / peak_per_s

@@ -1,8 +1,9 @@
 """Faults: what slows several GPUs on an examined machine, what it costs, and what would help.
 
 Each rule reads the examined machine and yields its findings. `wrong` findings are faults that a
-change removes, and set the exit code; the others are limits of the hardware that a user should
-know. A rule without its data yields nothing, and `checked` says what was not checked.
+change removes, and set the exit code; the others are limits of the hardware, or a load during the
+examination, that a user should know. A rule without its data yields nothing, and `checked` says
+what was not checked.
 """
 
 from __future__ import annotations
@@ -80,13 +81,13 @@ class Examined:
 
     `gpus` are the facts of NVML for each GPU that torch can use, in CUDA's order. `unused` says why
     torch cannot use a GPU that is there. `peers` has the ordered pairs of GPUs with peer access,
-    None if unknown. `foreign` has the bytes that other processes hold on each GPU, and `busy` says
-    how much of the cores they took, "" if not too much. `software` has
-    the versions of torch and what it is built with, and of the driver and the CUDA that it
-    supports, each "" if unknown. `no_kernels` are the GPUs for which torch's build has no kernels.
-    `memory_bytes_per_s` counts the bytes that a copy in the host's memory reads and writes, 0 if
-    unknown. During the copies, `readings` has the throttle reasons of GPUs, and `generations` the
-    highest generation of their PCIe links.
+    None if unknown. `foreign` has the bytes that other processes hold on each GPU, None for a
+    process if unknown, and `busy` says how much of the cores they took, "" if not too much.
+    `software` has the versions of torch and what it is built with, and of the driver and the CUDA
+    that it supports, each "" if unknown. `no_kernels` are the GPUs for which torch's build has no
+    kernels. `memory_bytes_per_s` counts the bytes that a copy in the host's memory reads and
+    writes, 0 if unknown. During the copies, `readings` has the throttle reasons of GPUs, and
+    `generations` the highest generation of their PCIe links.
     """
 
     system: System
@@ -731,6 +732,7 @@ def _busy(machine: Examined) -> Iterator[Finding]:
             evidence=machine.busy,
             cost="rates of copies and of the all-reduce may be too low, as steps would be",
             change="end them, and examine the machine again",
+            wrong=False,
         )
 
 

@@ -34,7 +34,7 @@ def _wrapped(line: str) -> str:
 
 
 def _finding(number: int, finding: Finding) -> Iterator[str]:
-    kind = "" if finding.wrong else " (a fact of the hardware, or harmless)"
+    kind = "" if finding.wrong else " (a fact, not a fault)"
     yield textwrap.fill(f"{number}. {finding.says}{kind}", WIDTH, subsequent_indent="   ")
     for name in ("evidence", "cost", "change", "undo"):
         if said := getattr(finding, name):

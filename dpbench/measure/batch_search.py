@@ -2,7 +2,7 @@
 
 Every try runs one case with one batch size in a fresh worker process. Running out of memory is an
 expected result of a try; it does not end the search or the run. Every try is stored as an ordinary
-trial, and an interrupted search continues from the stored tries.
+trial, and an interrupted search continues from the stored tries, unless the code has changed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dpbench.hardware import provenance
 from dpbench.hardware.gpus import describe
 from dpbench.measure.scratch import folder
 from dpbench.measure.server import Server
-from dpbench.records import Case, Effort, Status, Trial, plan, words
+from dpbench.records import Case, Effort, Status, Trial, plan, sources, words
 from dpbench.records.options import Options
 from dpbench.records.trial import FINAL
 from dpbench.records.words import aligned
@@ -95,7 +95,8 @@ def run(
     """
     check(cases)
     facts = provenance.collect(describe())
-    host, code = provenance.host_key(facts), provenance.code_key(facts)
+    host = provenance.host_key(facts)
+    code = provenance.code_key(facts, sources.names_of(cases))
     name = hashlib.sha256(f"find-max-batch {most} {plan.plan_hash(cases, 1)}".encode()).hexdigest()
     run_id, resumed = store.begin_run(plan=name, host=host, code=code, rounds=1, provenance=facts)
     finished = False

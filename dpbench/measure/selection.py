@@ -419,8 +419,7 @@ class Known:
 
     `durations` has the seconds of earlier trials on this machine, by case fingerprint. `resumes` is
     the id of the run that the plan would resume (otherwise empty), and `done` has the (fingerprint,
-    round) pairs of its final trials. `growth` is what would be that
-    of the run.
+    round) pairs of its final trials. `growth` says how the plan of that run would then have grown.
     """
 
     durations: Mapping[str, Sequence[float]] = field(default_factory=dict)

@@ -20,9 +20,9 @@ SLOW = 0.5
 class Finding:
     """One finding: what is the matter, the evidence, what it costs, the change, and how to undo it.
 
-    `wrong` is whether the change removes a fault; otherwise the finding is a fact of the hardware.
-    `gpus` are CUDA's numbers of the GPUs whose link is the matter: one for its link to the host,
-    two for the link between them, none for another matter.
+    `wrong` is whether the change removes a fault; otherwise the finding is a fact, of the hardware
+    or of a load during the examination. `gpus` are CUDA's numbers of the GPUs whose link is the
+    matter: one for its link to the host, two for the link between them, none for another matter.
     """
 
     name: str

@@ -8,6 +8,13 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 from pathlib import Path
 
+from dpbench.records.case import Case
+
+
+def names_of(cases: Iterable[Case]) -> set[str]:
+    """Return the names of the user's objects among the models and strategies of cases."""
+    return {name for case in cases for name in (case.model, case.strategy) if ":" in name}
+
 
 def digest(names: Iterable[str]) -> str:
     """Return a hash of the files of the objects `names`, and of the files that these import.

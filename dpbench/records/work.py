@@ -84,10 +84,10 @@ class CopyTimes:
 
     @classmethod
     def all_of(cls, provenance: Mapping[str, Any]) -> tuple[Self, ...]:
-        """Return the copy times in a trial's provenance."""
-        return tuple(
-            cls(**{**one, "seconds": tuple(one["seconds"])}) for one in provenance.get(LINKS, ())
-        )
+        """Return the copy times in a trial's provenance, without the keys of a newer version."""
+        names = [f.name for f in fields(cls)]
+        known = [{name: one[name] for name in names} for one in provenance.get(LINKS, ())]
+        return tuple(cls(**{**one, "seconds": tuple(one["seconds"])}) for one in known)
 
 
 OPERATIONS = "operations"
@@ -107,9 +107,12 @@ class Operations:
 
     @classmethod
     def of(cls, provenance: Mapping[str, Any]) -> Self | None:
-        """Return the operations in a trial's provenance; None if they are unknown."""
+        """Return the operations in a trial's provenance; None if they are unknown.
+
+        Keys of a newer version are ignored.
+        """
         stored = provenance.get(OPERATIONS)
-        return cls(**stored) if stored else None
+        return cls(**{f.name: stored[f.name] for f in fields(cls)}) if stored else None
 
 
 DRAWS = "error_draws"

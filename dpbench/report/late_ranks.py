@@ -36,7 +36,9 @@ def section(rows: Sequence[Row], arrivals: Arrivals, key: str) -> Section | None
         " there for the last rank, and on the lowest lane the transfer after that. The rank without"
         " a stroke was the last one. All strokes of a panel have one scale.",
         [_panel(row, arrivals[row.case, row.source], f"{key}{i}") for i, row in enumerate(shown)],
-        f"{words.count(left_out, 'more case')} are not drawn." if left_out else "",
+        f"{words.count(left_out, 'more case')} {words.verb(left_out, 'is', 'are')} not drawn."
+        if left_out
+        else "",
     )
 
 

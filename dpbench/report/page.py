@@ -122,8 +122,8 @@ class Content:
     """What the page of a run and the page of a comparison do not compute alike from a report.
 
     `table` is that of all cases, `text_columns` are its columns of text, and `lead` is the text
-    above it. `axes` are those of the filter, `numbers` the JSON of all
-    cases, and `markdown` the text for an issue.
+    above it. `axes` are those of the filter, each with its column, its title and its values.
+    `numbers` is the JSON of all cases, and `markdown` the text for an issue.
     """
 
     title: str

@@ -13,7 +13,7 @@ import msgspec
 
 from dpbench.records.observed import Observed
 from dpbench.records.trial import TrialHost
-from dpbench.records.work import CopyTimes
+from dpbench.records.work import CopyTimes, Operations
 
 LATEST_S = 253402300799.0
 """The last second of the year 9999, in seconds since the epoch."""
@@ -127,6 +127,7 @@ class _Trial(msgspec.Struct):
     gpu_busy_s: float | None = None
     model: dict[str, float | None] | None = None
     links: list[CopyTimes] = []
+    operations: Operations | None = None
     observed: Observed | None = None
     validity: dict[str, _Check] | None = None
     clock_error_s: float | None = None

@@ -18,7 +18,7 @@ from dpbench import models
 from dpbench.analysis import transfers
 from dpbench.analysis.summary import BLANK
 from dpbench.hardware.devices import _wrapper, open_devices
-from dpbench.measure.worker.facts import of_model, operations
+from dpbench.measure.worker.facts import of_model, operations, with_operations
 from dpbench.records import HOST, Case, Phase, Sample, Step, Trial, Verified, registry
 from dpbench.records.work import FACT, Move, Shapes, received, sent
 from tests.trials import trial_of
@@ -313,6 +313,8 @@ def test_a_floor_is_the_operations_of_a_device_over_the_best_peak() -> None:
     forward_alone = replace(DP, mode="no_grad")
     alone = {forward_alone: [trial(forward_alone, provenance={"operations": best})]}
     assert {phase for phase, _ in transfers.floors(forward_alone, alone)} == {Phase.FORWARD}
+    without_peak = [trial(DP, provenance={"operations": {**best, "peak_per_s": 0.0}})]
+    assert transfers.floors(DP, {DP: without_peak}) == {}
 
 
 def test_the_floor_of_a_phase_is_that_of_the_device_that_needs_most_and_below_its_seconds() -> None:
@@ -330,6 +332,28 @@ def test_the_operations_of_a_linear_model_are_two_per_weight_and_row() -> None:
     assert operations(model, (torch.randn(6, 8), torch.zeros(6))) == expected
     lstm = models.load("lstm", "small", 0)
     assert operations(lstm, lstm.batch(4, 0)) is None, "its packed sequences need values"
+    rows, number = torch.randn(6, 8), torch.tensor(1.0)
+    for inputs in ((rows, number), (number, rows)):
+        assert operations(model, (inputs, torch.zeros(6))) is None, "a number has no rows"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("planted"), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_trial_without_memory_for_the_peak_comes_back_without_its_operations(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def failing(*sizes: int, **options: Any) -> torch.Tensor:
+        raise error
+
+    model = models.load("mlp", "small", 0)
+    timed = trial(replace(DP, device_kind="cpu"))
+    batch, devices = model.batch(4, 0), open_devices("cpu", 1)
+    assert with_operations(timed, model, batch, devices).provenance["operations"]["peak_per_s"] > 0
+    monkeypatch.setattr(torch, "ones", failing)
+    assert with_operations(timed, model, batch, devices) is timed
 
 
 def test_a_reduction_beside_backward_has_no_rate() -> None:

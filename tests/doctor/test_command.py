@@ -112,6 +112,15 @@ def test_the_page_has_a_box_for_each_gpu_and_the_findings(
     assert not re.search(r"https?://|<script", text)
 
 
+def test_load_alone_is_no_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    machine = machines.examined(machines.read(tmp_path, "2x3090"))
+    code, out = told(monkeypatch, replace(machine, busy="90% of the cores"))
+    assert code == 0
+    assert "1. other processes took the cores during the examination (a fact, not a fault)" in out
+    assert "Nothing wrong found." in out
+    assert "NOISY" in out
+
+
 def test_labels_say_what_the_rates_are_worth(ill: Examined) -> None:
     assert result(ill, 0.0).labels == ("MEASURED",)
     assert result(replace(ill, busy="90%"), 0.0).labels == ("MEASURED", "NOISY")

@@ -316,10 +316,10 @@ def test_the_command_prints_a_line_a_case(tmp_path: Path, dpbench: Command) -> N
     assert not (tmp_path / "other.db").exists()
 
 
-def test_a_search_that_was_killed_goes_on_with_the_killed_try(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tried: list[int] = []
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the batch sizes of the tries, of which the third is killed, and 20 is the limit."""
+    batch_sizes: list[int] = []
 
     class Killing:
         def __init__(self, scratch: Path) -> None:
@@ -332,12 +332,18 @@ def test_a_search_that_was_killed_goes_on_with_the_killed_try(
             pass
 
         def run(self, case: Case, effort: object, number: int, limit_s: float) -> Trial:
-            tried.append(case.batch_size)
-            if len(tried) == 3:
+            batch_sizes.append(case.batch_size)
+            if len(batch_sizes) == 3:
                 return Trial(case=case, status=Status.KILLED, reason="planted")
             return Trial(case=case, status=Status.OK if case.batch_size <= 20 else Status.OOM)
 
     monkeypatch.setattr(batch_search, "Server", Killing)
+    return batch_sizes
+
+
+def test_a_search_that_was_killed_goes_on_with_the_killed_try(
+    store: Store, tried: list[int]
+) -> None:
     case = replace(SINGLE, batch_size=4)
     first = batch_search.run([case], store)
     assert "killed at batch 16" in first.found[0].reason
@@ -348,3 +354,25 @@ def test_a_search_that_was_killed_goes_on_with_the_killed_try(
     assert tried[:4] == [4, 8, 16, 16]
     assert len(tried) == len({*tried}) + 1
     assert store.runs()[0].status == "finished"
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_an_interrupted_search_begins_anew_when_the_users_file_was_edited(
+    store: Store,
+    tried: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    edited: bool,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    net = tmp_path / "net.py"
+    net.write_text("big = 1\n")
+    case = replace(SINGLE, model="net.py:big", batch_size=4)
+    first = batch_search.run([case], store)
+    assert store.runs()[0].status == "interrupted"
+    if edited:
+        net.write_text("big = 2\n")
+    second = batch_search.run([case], store)
+    assert second.resumed is not edited
+    assert (second.run_id == first.run_id) is not edited
+    assert (tried.count(4), tried.count(8)) == ((2, 2) if edited else (1, 1))

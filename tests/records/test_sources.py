@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from dpbench.records.sources import digest
+from dpbench.records import Case
+from dpbench.records.sources import digest, names_of
 
 FILES = {
     "net.py": "import layers\nfrom .blocks import block\nfrom pack.deep import thing\nnet = 1\n",
@@ -24,6 +27,13 @@ def folder(tmp_path, monkeypatch):
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def test_the_names_of_a_users_objects_are_those_of_models_and_strategies():
+    alone = Case(model="net.py:net", strategy="single", batch_size=4)
+    assert names_of([alone, replace(alone, model="mlp")]) == {"net.py:net"}
+    own = replace(alone, model="mlp", strategy="train.py:loop")
+    assert names_of([alone, own]) == {"net.py:net", "train.py:loop"}
 
 
 @pytest.mark.parametrize("name", ["net.py:net", "net:net"])

@@ -6,7 +6,7 @@ import pytest
 
 from dpbench.analysis.arrivals import Collective
 from dpbench.measure import merging
-from dpbench.report import late_ranks, svg
+from dpbench.report import late_ranks, small_multiples, svg
 from tests.analysis.test_arrivals import FIRST, LAST, rank
 from tests.observe.test_reports import report
 
@@ -22,6 +22,22 @@ def test_a_run_with_ranks_has_the_picture_of_its_arrivals() -> None:
     assert "a rank waits 15.0 ms on average, and the transfer takes 10.0 ms" in panel.caption
     assert "rank 0: 15.0 ms (median), up to 20.0 ms" in panel.svg
     assert "rank 1: 0 ms (median)" in panel.svg
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [(0, ""), (1, "1 more case is not drawn."), (2, "2 more cases are not drawn.")],
+)
+def test_the_cases_that_are_not_drawn_are_counted(
+    monkeypatch: pytest.MonkeyPatch, more: int, said: str
+) -> None:
+    merged = merging.merge([rank(0, FIRST, steps=8), rank(1, LAST, steps=8)])
+    found = report([merged])
+    monkeypatch.setattr(small_multiples, "PANELS", 1)
+    with svg.theme():
+        section = late_ranks.section(found.rows * (1 + more), found.arrivals, "ranks")
+    assert section is not None
+    assert section.note == said
 
 
 def test_a_run_without_arrivals_has_no_picture() -> None:

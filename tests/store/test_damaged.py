@@ -176,6 +176,7 @@ TRIAL_FACTS = (
     "foreign_load",
     "model",
     "links",
+    "operations",
     "observed",
     "validity",
     "clock_error_s",
@@ -211,6 +212,8 @@ TRIAL_FACTS = (
         "step SET seconds='x'",
         "step SET end_s='x'",
         *(f'trial SET provenance=\'{{"{name}": "x"}}\'' for name in TRIAL_FACTS),
+        "trial SET provenance='{\"operations\": [1]}'",
+        'trial SET provenance=\'{"operations": {"forward": 1}}\'',
     ],
 )
 def test_a_trial_of_wrong_types_is_left_out_and_counted(dpbench, path, sql) -> None:
@@ -219,6 +222,18 @@ def test_a_trial_of_wrong_types_is_left_out_and_counted(dpbench, path, sql) -> N
     change(path, f"UPDATE {sql} WHERE {'id' if sql.startswith('trial') else 'trial_id'}=2")
     change(path, "UPDATE trial SET summary=NULL WHERE id=2")
     is_left_out(dpbench, path)
+
+
+@pytest.mark.parametrize("peak_per_s", [1e9, 0.0])
+def test_keys_of_a_newer_version_and_a_peak_of_0_are_read(dpbench, path, peak_per_s) -> None:
+    stored(path, *(made(SINGLE, number=number) for number in range(3)))
+    known = {"forward": 1e3, "backward": 2e3, "peak_per_s": peak_per_s, "of_a_newer_version": 1}
+    link = {"source": -1, "target": 0, "bytes": 8, "seconds": [1.0], "of_a_newer_version": 1}
+    facts = {"operations": known, "links": [link]}
+    change(path, "UPDATE trial SET provenance=?", json.dumps(facts))
+    code, out, err = dpbench("report", "--md", "--store", path)
+    assert code == 0, err
+    assert "left out" not in out + err
 
 
 @pytest.mark.parametrize("seconds", [1e300, float("inf"), 0.0])

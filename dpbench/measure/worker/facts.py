@@ -160,7 +160,8 @@ def with_operations(
     """Return the trial with its `Operations`, unchanged if they are unknown.
 
     The setup of the returned trial has `peak_s`, the seconds that this took. Fake and emulated
-    devices have no peak.
+    devices have no peak. The peak is also unknown if torch cannot measure it, for example because
+    the device has too little free memory: the trial is valid without it.
     """
     if trial.on_fake_gpus or trial.case.device_kind not in ("cpu", "cuda"):
         return trial
@@ -169,7 +170,11 @@ def with_operations(
     if counted is None:
         return trial
     forward, backward = counted
-    found = Operations(forward=forward, backward=backward, peak_per_s=_peak(trial.case, devices[0]))
+    try:
+        peak_per_s = _peak(trial.case, devices[0])
+    except RuntimeError:  # such as too little memory, of the device or of the host
+        return trial
+    found = Operations(forward=forward, backward=backward, peak_per_s=peak_per_s)
     return replace(
         trial,
         setup={**trial.setup, "peak_s": time.perf_counter() - began_s},
@@ -181,25 +186,26 @@ def operations(model: Model, batch: tuple[Any, Any]) -> tuple[float, float] | No
     """Return the floating-point operations of a sample in forward and in backward.
 
     torch counts those of products, convolutions and attention, of tensors without values. None if
-    it counts none, or if the model needs values, as one with packed sequences does.
+    it counts none, if the model needs values, as one with packed sequences does, or if an input
+    has no rows.
     """
-    samples = min(2, rows_in(batch))
 
     def bare(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
 
-    arguments = tree_map_only(torch.Tensor, lambda one: bare(one[:samples]), positional(batch[0]))
-    weights = {name: bare(one) for name, one in model.module.named_parameters()}
-    buffers = {name: bare(one) for name, one in model.module.named_buffers()}
-    trained = [one for one in weights.values() if one.requires_grad]
     forward, backward = FlopCounterMode(display=False), FlopCounterMode(display=False)
     try:
+        inputs, samples = positional(batch[0]), min(2, rows_in(batch))
+        arguments = tree_map_only(torch.Tensor, lambda one: bare(one[:samples]), inputs)
+        weights = {name: bare(one) for name, one in model.module.named_parameters()}
+        buffers = {name: bare(one) for name, one in model.module.named_buffers()}
+        trained = [one for one in weights.values() if one.requires_grad]
         with forward:
             output = functional_call(model.module, {**weights, **buffers}, arguments)
         outputs = [one for one in tensors_in(output) if one.requires_grad]
         with backward:
             torch.autograd.grad([one.sum() for one in outputs], trained, allow_unused=True)
-    except Exception:  # a model may raise any error
+    except Exception:  # a model may raise any error, and its tensors may be of any kind
         return None
     counts = forward.get_total_flops() / samples, backward.get_total_flops() / samples
     return counts if all(counts) else None
