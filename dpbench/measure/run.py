@@ -28,7 +28,7 @@ from dpbench.measure import checks
 from dpbench.measure.scratch import folder
 from dpbench.measure.server import Server, TrialRunner
 from dpbench.measure.stopping import GPU_LEAST_S, LEAST_S, Fixed, RoundsRule, shortage
-from dpbench.records import HOST, Case, Effort, Sample, Status, Trial, plan, registry
+from dpbench.records import HOST, Case, Effort, Sample, Status, Trial, plan, registry, sources
 from dpbench.records.trial import HOSTS, LOOKS
 from dpbench.records.words import count
 from dpbench.records.words import time as time_text
@@ -211,12 +211,11 @@ def identity(
 ) -> dict[str, Any]:
     """Return the plan, the host and the code of a run, by which a run to go on with is found."""
     parts = plan.Parts.of(cases, rule.name, *["paired"] * paired)
-    own = {name for case in cases for name in (case.model, case.strategy) if ":" in name}
     return {
         "plan": parts.whole,
         "parts": parts,
         "host": provenance.host_key(facts),
-        "code": provenance.code_key(facts, own),
+        "code": provenance.code_key(facts, sources.names_of(cases)),
     }
 
 
