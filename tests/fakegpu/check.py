@@ -67,9 +67,10 @@ def stages(seed: int) -> dict[str, Stage]:
     marked = [path for path, text in files.items() if any(mark in text for mark in MARKS)]
     mirrored = [path for path in marked if "tests.engine.conformance" in files[path]]
     deferred = sorted(ROOT.glob("tests/gpu/test_deferred*.py"))
-    fakes = sorted(ROOT.glob("tests/fakegpu/test_*.py"))
+    doctor = ROOT / "tests/fakegpu/test_doctor.py"
+    fakes = sorted({*ROOT.glob("tests/fakegpu/test_*.py")} - {doctor})
     run = ROOT / "tests/gpu/test_run.py"
-    others = [path for path in marked if path not in {*mirrored, *deferred, *fakes, run}]
+    others = [path for path in marked if path not in {*mirrored, *deferred, *fakes, doctor, run}]
     seeds = {**{str(n): n for n in FIXED_SEEDS}, "drawn": seed}
     return {
         "gpu": Stage(
@@ -85,7 +86,8 @@ def stages(seed: int) -> dict[str, Stage]:
         },
         "planted": Stage((sys.executable, "-m", "tests.fakegpu.planted"), 300),
         "conformance": Stage((*PYTEST, *MARKED, *_paths(mirrored)), 300),
-        "fakes": Stage((*PYTEST, *_paths(fakes)), 480),
+        "doctor": Stage((*PYTEST, *_paths([doctor])), 480),
+        "fakes": Stage((*PYTEST, *_paths(fakes)), 300),
         "run": Stage((*PYTEST, *_paths([run])), 300),
         "gpu-check": Stage(
             (
