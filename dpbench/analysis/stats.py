@@ -29,7 +29,7 @@ import scipy
 from numpy.typing import NDArray
 
 from dpbench.records.trial import Estimate
-from dpbench.records.work import middle_draws
+from dpbench.records.work import middle_ratio
 
 Rounds = Mapping[int, Sequence[float]]
 """The durations of one case's timed steps in seconds, by round."""
@@ -237,8 +237,8 @@ def quotient(
     """
     value = numerator.value / denominator.value
     if above and len(above) == len(below):
-        low, high = middle_draws([a - b for a, b in zip(above, below, strict=True)])
-        return Estimate(value, value * math.exp(min(0.0, low)), value * math.exp(max(0.0, high)), 0)
+        low, high = middle_ratio(above, below)
+        return Estimate(value, value * math.exp(low), value * math.exp(high), 0)
     up = math.hypot(
         math.log(numerator.high / numerator.value), math.log(denominator.value / denominator.low)
     )

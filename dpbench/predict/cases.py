@@ -26,7 +26,7 @@ from dpbench.predict.work import Profile
 from dpbench.records import Case, Memory, Source, Span, Status, Step, Trial, plan, registry, words
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
-from dpbench.records.work import DRAWS, middle_draws
+from dpbench.records.work import DRAWS, middle_ratio
 
 if TYPE_CHECKING:
     from dpbench.predict.memory import Traces
@@ -343,8 +343,8 @@ def gain(prediction: Prediction, base: Prediction) -> Estimate:
     The 80 % interval leaves out errors that both steps share.
     """
     value = base.seconds / prediction.seconds * (prediction.case.batch_size / base.case.batch_size)
-    low, high = middle_draws([a - b for a, b in zip(base.draws, prediction.draws, strict=True)])
-    return Estimate(value, value * math.exp(min(0.0, low)), value * math.exp(max(0.0, high)), 0)
+    low, high = middle_ratio(base.draws, prediction.draws)
+    return Estimate(value, value * math.exp(low), value * math.exp(high), 0)
 
 
 def keep(path: Path, predictions: Sequence[Prediction], machine: Machine) -> str:

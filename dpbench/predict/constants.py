@@ -239,7 +239,8 @@ def column(name: str) -> tuple[float, ...]:
         deviations = [NormalDist().inv_cdf(share) for share in shares]
     if name == "slowdown":
         deviations = [max(-1.0, deviation) for deviation in deviations]
-    random.Random(name).shuffle(deviations)
+    if name != "delivered":  # the last draws are those that deliver less: see `middle_ratio`
+        random.Random(name).shuffle(deviations)
     return tuple(deviations)
 
 

@@ -141,12 +141,12 @@ class _Text:
                 )
             node = count // nodes
         else:
-            node = self.number(r"(\d+) (?:gpus?|x|[a-z]\d+)? ?(?:/|per|a) ?node")
+            node = self.number(r"\b(\d+) ?x? ?(?:gpus?|[a-z]+\d+)? ?(?:/|per|a) ?node")
             node = node or (count if count <= 8 or (count <= 16 and not networked) else 8)
         node = min(node, count)
         if count % node:
             raise ValueError(
-                f"{_gpus(count)} are no multiple of the {node} per node: state a number of nodes"
+                f"{_gpus(count)} cannot be divided into nodes of {node}: state a number of nodes"
                 f' that divides {count}, such as "1 node", or a multiple of {_gpus(node)}'
             )
         return node, count // node

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from dpbench import models, strategies
+from dpbench.engine.fast.turns import Turns
 from dpbench.engine.replicate import rebuild
 from dpbench.measure import verification
 from dpbench.measure.failures import Unverified
@@ -92,6 +93,8 @@ def test_the_time_of_compilation_is_apart_from_the_steps(
         return module, steps, 1000.0
 
     monkeypatch.setattr(verification, "_trained", spied)
+    # steps whose forwards run in turns have other marks
+    monkeypatch.setattr(Turns, "choose", lambda turn, seconds: None)
     done = measured(replace(CASE, schedule=schedule))
     assert done.verified is Verified.BITWISE
     assert done.provenance["compiled"] == {"graphs": 2, "graph_breaks": 0}
@@ -99,8 +102,7 @@ def test_the_time_of_compilation_is_apart_from_the_steps(
     assert done.setup["verify_s"] < 0, "and is not counted twice"
     assert "no_memory_by_phase" in done.provenance
     spans = Counter(span.step for span in done.spans)
-    # the kinds of forwards that are tried differ by a mark
-    assert abs(spans[0] - spans[2]) <= 1, "the steps that compile have no spans"
+    assert spans[0] == spans[2], "the steps that compile have no spans"
 
 
 @pytest.mark.usefixtures("backend")

@@ -121,9 +121,9 @@ def test_the_generation_and_the_lanes_of_pcie_are_read(line: str, link: str) -> 
     [
         (
             "12x A100 SXM, InfiniBand",
-            "12 GPUs are no multiple of the 8 per node: state a number of",
+            "12 GPUs cannot be divided into nodes of 8: state a number of",
         ),
-        ("6x A100, 4 A100 per node", "6 GPUs are no multiple of the 4 per node"),
+        ("6x A100, 4 A100 per node", "6 GPUs cannot be divided into nodes of 4"),
         ("16x A100, 5 nodes", "16 GPUs cannot be shared equally by 5 nodes: state a number of"),
         ("2x A100, 4 nodes", "2 GPUs cannot be shared equally by 4 nodes"),
     ],
@@ -133,6 +133,12 @@ def test_gpus_that_the_nodes_do_not_share_equally_are_refused(line: str, said: s
         machine.load(line)
     assert machine.load("12x A100 SXM, InfiniBand, 3 nodes").nodes == 3
     assert machine.load("12x A100 SXM, InfiniBand, 1 node").nodes == 1
+
+
+@pytest.mark.parametrize("each", ["4 GPUs", "4x H100", "4 H100", "4"])
+def test_a_number_in_the_name_of_a_gpu_is_no_number_per_node(each: str) -> None:
+    found = machine.load(f"64x H100 SXM, {each} per node, 400 Gbit/s InfiniBand")
+    assert (found.gpu.count, found.nodes) == (4, 16)
 
 
 def test_what_the_line_does_not_state_is_listed_and_widens_the_bus() -> None:
