@@ -43,7 +43,7 @@ PHASES: dict[str, tuple[str, int, set[Phase]]] = {
     "pipelined": ("cpu", 2, LAYERED),
 }
 """For each strategy: the kind and number of devices on which the tests run it, and its phases."""
-WITHOUT_DEVICES = {"ddp_bf16"}
+WITHOUT_DEVICES = {"ddp_bf16", "ddp_sync_bn"}
 """Strategies that need distinct GPUs."""
 
 
@@ -134,6 +134,8 @@ def test_no_file_is_predicted() -> None:
         ("ddp_bf16", {}),
         ("ddp_bf16", {"device_kind": "emulated"}),
         ("ddp_bf16", {"device_kind": "cuda", "placement": "colocated"}),
+        ("ddp_sync_bn", {}),
+        ("ddp_sync_bn", {"device_kind": "emulated"}),
         ("data_parallel_block", {"compile": True}),
         ("half_cpu", {}),
         ("half_cpu", {"device_kind": "cuda", "precision": "bf16"}),
@@ -143,6 +145,25 @@ def test_no_file_is_predicted() -> None:
 def test_a_case_that_a_strategy_cannot_run_is_skipped(file: str, changed: dict[str, Any]) -> None:
     assert load(file).skip(case_of(file, **changed))
     assert load(file).skip(case_of(file, device_kind="cuda")) == ""
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize(("file", "model"), [("ddp_bf16", "mlp"), ("ddp_sync_bn", "resnet18")])
+def test_a_strategy_that_needs_gpus_is_verified_and_has_its_phases(
+    file: str, model: str, tmp_path: Path
+) -> None:
+    case = case_of(file, model=model, device_kind="cuda")
+    (done,) = run_together([case], SMALL, tmp_path)
+    assert done.status == "ok", done.reason
+    assert done.verified in (Verified.BITWISE, Verified.WITHIN_TOLERANCE)
+    assert {span.phase for span in done.spans} == IN_RANKS - {Phase.REDUCE}
+
+
+@pytest.mark.multi_gpu
+def test_a_model_without_batchnorm_is_not_timed_as_synchronized(tmp_path: Path) -> None:
+    (done,) = run_together([case_of("ddp_sync_bn", device_kind="cuda")], SMALL, tmp_path)
+    assert done.status == "failed"
+    assert "no BatchNorm" in done.reason
 
 
 # ---------------------------------------------------------------- layers over devices

@@ -33,6 +33,7 @@ const Rule* find_rule(const std::string& name) {
     Rules rules = layer_rules();
     rules.merge(attention_rules());
     rules.merge(recurrent_rules());
+    rules.merge(sync_batch_norm_rules());
     return rules;
   }();
   auto found = all.find(name);

@@ -36,6 +36,7 @@ const Rule* find_rule(const std::string& name);
 Rules attention_rules();
 Rules layer_rules();
 Rules recurrent_rules();
+Rules sync_batch_norm_rules();
 
 at::Tensor tensor_or_undefined(const c10::IValue& value);
 std::optional<at::Tensor> optional_tensor(const c10::IValue& value);
