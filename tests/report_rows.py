@@ -84,7 +84,6 @@ def made(case: Case, step_s: float, single_s: float = 0.0, **changes) -> Row:
         phases=phases,
         busy={d: step_s * (0.9 if d == 0 else 0.6) for d in range(case.devices)},
         busy_source="kernels",
-        occupied=dict.fromkeys(range(case.devices), step_s * 0.95),
         memory=(
             {d: (6 if d == 0 else 2) * 2**30 for d in range(case.devices)}
             if case.device_kind == "cuda"

@@ -75,11 +75,11 @@ def simulate(
     seen: dict[Case, int] = dict.fromkeys(truth, stats.LOOKS[0])
     for look, after in zip(stats.LOOKS, (*stats.LOOKS[1:], 0), strict=True):
         question = asked({case: _first(series[case], n) for case, n in seen.items()})
-        needed = decision.unsettled(question)
+        made = decision.decide(question)
+        needed = decision.unsettled(question, made)
         if not needed or look >= ROUNDS:
             break
         seen |= dict.fromkeys(needed, min(after, ROUNDS))
-    made = decision.decide(question)
     chosen = made.row.case if made.row else HOME
     settled = not needed and made.choice is not Choice.UNKNOWN
     return Result(

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import dpbench
-from dpbench.analysis import decision
 from dpbench.analysis.decision import WORTH, Choice
 
 SPIN = "while True: pass"
@@ -60,7 +59,6 @@ def measured(kind: str, options: list[str]) -> dict[str, Any]:
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr}")
         run = dpbench.load(store)
-        asked = {one.home: one for one in decision.questions(run.analysis.rows)}
         return {
             "kind": kind,
             "seconds": seconds,
@@ -70,8 +68,7 @@ def measured(kind: str, options: list[str]) -> dict[str, Any]:
                     "model": answer.home.model,
                     "choice": str(answer.choice),
                     "case": answer.row.case.label if answer.row else "",
-                    "settled": not decision.unsettled(asked[answer.home])
-                    and answer.choice is not Choice.UNKNOWN,
+                    "settled": answer.settled,
                     "speedups": {
                         row.case.label: row.speedup.value if row.speedup else 1.0
                         for row in answer.ranking

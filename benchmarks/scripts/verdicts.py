@@ -92,10 +92,11 @@ def inside(first: Case, second: Case, budget_s: float) -> dict[str, Any]:
     sides = [[trial for trial in trials if trial.case == case] for case in (first, second)]
     one, other = (summary.measured(side) for side in sides)
     ratio = stats.ratio(one, other)
-    phase, phase_s = comparison.blame(*sides)
+    changes = comparison.moved(*sides)
+    phase = max(changes, key=lambda name: abs(changes[name]))
     return _row(ratio, stats.verdict(ratio)) | {
         "phase": phase,
-        "phase_s": phase_s,
+        "phase_s": changes[phase],
         "step_s": stats.median(one).value,
     }
 

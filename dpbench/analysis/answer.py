@@ -39,6 +39,8 @@ from dpbench.records.names import devices, in_words, unusual
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
 
+NOTABLE = 0.1
+"""The least share of the lost time with which an answer names a phase after the first."""
 MOSTLY = 0.5
 """The share of a step for which a GPU must be idle for an answer to begin with it."""
 _OBSTACLES = {
@@ -216,7 +218,8 @@ def _answer(
 ) -> Answer:
     decision = decide(question)
     ranked = ranking(question)
-    settled = decision.choice is not Choice.UNKNOWN and not unsettled(question)
+    pending = bool(unsettled(question, decision))
+    settled = decision.choice is not Choice.UNKNOWN and not pending
     so_far = "" if settled or decision.choice is Choice.UNKNOWN else "so far, "
     measured = {
         one.home.batch_size for one in all_questions if one.home.model == question.home.model
@@ -235,11 +238,11 @@ def _answer(
         ranking=ranked,
         ranked=_ranked(ranked),
         reason=_reason(question, decision, machine),
-        certainty=_certainty(question, decision, again if unsettled(question) else ""),
+        certainty=_certainty(question, decision, again if pending else ""),
         memory=_memory(question, decision, machine),
         command=(
             again
-            if again and unsettled(question)
+            if again and pending
             else commands.following(question, decision, machine, measured)
         ),
         labels=tuple(
@@ -379,7 +382,8 @@ def _unknown(question: Question, decision: Decision) -> str:
             if question.baseline
             else "was not measured"
         )
-        return f"the strategy {baseline} {why}, so that every speed-up is unknown"
+        batch = question.home.batch_size
+        return f"the strategy {baseline} {why} at batch {batch}, so that speed-ups are unknown"
     best = best_of(decision.open)
     if best.speedup and best.speedup.doubt:
         return f"{words.doubt(best.speedup)} ({_name(best)})"
@@ -416,7 +420,9 @@ def _reason(question: Question, decision: Decision, machine: Resources) -> str:
             if dp.status is Status.OOM
             else ""
         )
-    if dp.speedup is None or dp.speedup.doubt:
+    # without a baseline of this question, a speed-up is one over another batch size
+    base = question.baseline
+    if base is None or base.step is None or dp.speedup is None or dp.speedup.doubt:
         return ""
     subject = (
         "it"
@@ -427,7 +433,8 @@ def _reason(question: Question, decision: Decision, machine: Resources) -> str:
         f"; {words.count(len(dp.case.rows), 'device')} share {words.count(machine.cores, 'core')}"
     )
     shared = validity.oversubscribed(dp.case, machine.cores)
-    return f"{subject} {_loses(dp, question)}{share if shared else ''}{_added(dp, question)}"
+    lost = f"{subject} {_loses(dp, base)}{share if shared else ''}"
+    return f"{lost}{_added(dp, question)}{_floors(dp)}"
 
 
 def _added(row: Row, question: Question) -> str:
@@ -482,11 +489,9 @@ def _data_parallel(question: Question, chosen: Row | None) -> Row | None:
     )
 
 
-def _loses(row: Row, question: Question) -> str:
-    base = question.baseline
+def _loses(row: Row, base: Row) -> str:
     assert row.step
-    if base is None or base.step is None:
-        return f"takes {words.time(row.step.value)} per step"
+    assert base.step
     divisor = row.case.devices * base.case.batch_size / row.case.batch_size
     lost_s = row.step.value - base.step.value / divisor
     if lost_s <= 0:
@@ -501,9 +506,23 @@ def _loses(row: Row, question: Question) -> str:
     )
     if not {*phases} - {UNATTRIBUTED}:  # a prediction by formulas has no phases
         return clause
-    most = max(sorted(phases), key=lambda name: phases[name])
-    where = "Python code between the phases" if most == UNATTRIBUTED else most
-    return f"{clause}; {where} adds most, {words.time(phases[most])}"
+    most, *others = sorted(sorted(phases), key=lambda name: -phases[name])
+    then = [name for name in others[:2] if phases[name] >= NOTABLE * lost_s]
+    parts = [f"{_code_of(most)} adds most, {words.time(phases[most])}"]
+    parts += [f"then {_code_of(name)}, {words.time(phases[name])}" for name in then]
+    return f"{clause}; {', '.join(parts)}"
+
+
+def _code_of(phase: str) -> str:
+    return "Python code between the phases" if phase == UNATTRIBUTED else phase
+
+
+def _floors(row: Row) -> str:
+    """Return a clause on the least times of phases by bytes and operations; "" if unknown."""
+    known = [f"{name} {words.time(floor_s)}" for name in row.phases if (floor_s := row.least(name))]
+    if not known:
+        return ""
+    return f"; by bytes over links and operations over the peak, at least: {', '.join(known)}"
 
 
 def _certainty(question: Question, decision: Decision, again: str) -> str:

@@ -126,6 +126,7 @@ def between(
     machines or software differ.
     """
     differing = unlikes(before, after)
+    unlike = unlike and bool(differing)
     if any(one.name == FAKES for one in differing):
         raise ValueError(
             f"one of the two runs is labelled {FAKE_GPU}: the times on fake GPUs mean nothing, and"
@@ -281,8 +282,9 @@ def _by_case(trials: Iterable[Trial], *, unlike: bool) -> dict[Case, list[Trial]
     for case, group in groups.items():
         real = unlike and case.device_kind != "emulated"
         key = replace(case, device_kind="cpu", device_ids=()) if real else case
-        if measured(group):
-            chosen.setdefault(key, group)
+        timed = [trial for trial in group if trial.source.timed]
+        if measured(timed):
+            chosen.setdefault(key, timed)
     return chosen
 
 
@@ -334,11 +336,6 @@ def _in_two_modes(before: Sequence[Trial], after: Sequence[Trial]) -> str:
         "no ratio: some trials took few steps, because these are long, and other trials did not"
         f" ({steps} per step); measure both runs with a smaller batch"
     )
-
-
-def blame(before: Sequence[Trial], after: Sequence[Trial]) -> tuple[str, float]:
-    """Return the phase whose time changed most, and the change in seconds per step."""
-    return _largest(moved(before, after))
 
 
 def _largest(changes: Mapping[str, float]) -> tuple[str, float]:

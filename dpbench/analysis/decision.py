@@ -159,15 +159,14 @@ def decide(question: Question) -> Decision:
     return Decision(choice=Choice.STAY, basis=Basis.NO_GAIN, row=question.baseline, open=unsure)
 
 
-def unsettled(question: Question) -> frozenset[Case]:
-    """Return the cases of which further rounds can settle the answer; empty if it is settled.
+def unsettled(question: Question, decision: Decision) -> frozenset[Case]:
+    """Return the cases of which further rounds can settle a decision; empty if it is settled.
 
-    An answer is settled if a choice is made, and no other candidate may be faster than the
+    A decision is settled if a choice is made, and no other candidate may be faster than the
     recommended case by more than `WORTH`. For the choice between one and several devices, one
     device with all cores does not matter. The baseline is always among the cases, because speed-ups
     use the rounds that both cases have.
     """
-    decision = decide(question)
     if decision.basis is Basis.OPEN:
         several = (row.case for row in decision.open if row.case.devices > 1)
         return frozenset({question.home, *several})
@@ -195,13 +194,16 @@ def _of_baseline(row: Row) -> float:
 def sure_of_first(ranked: Sequence[Row]) -> float | None:
     """Return the least probability that the first of several rows is the fastest; None if unknown.
 
-    The probability that it is not is at most the sum of those that each other row is faster.
+    The probability that it is not is at most the sum of those that each other row is faster. It is
+    unknown from ratios that decide nothing: those of too few or NOISY rounds.
     """
-    if len(ranked) < 2 or any(row.speedup and row.speedup.n < 2 for row in ranked):
+    if len(ranked) < 2:
         return None
     first, *others = ranked
-    slower = (stats.chance_above(_over(first, row)) for row in others)
-    return max(0.0, 1 - sum(1 - chance for chance in slower))
+    ratios = [_over(first, row) for row in others]
+    if any(one.n < 2 or one.doubt in (Doubt.ROUNDS, Doubt.NOISY) for one in ratios):
+        return None
+    return max(0.0, 1 - sum(1 - stats.chance_above(ratio) for ratio in ratios))
 
 
 def _over(row: Row, other: Row) -> Estimate:

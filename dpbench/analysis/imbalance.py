@@ -58,19 +58,6 @@ class Footprint:
         others = [size for device, size in self.whole.items() if device]
         return self.whole[0] - statistics.mean(others) if others and 0 in self.whole else None
 
-    @property
-    def causes(self) -> dict[str, float]:
-        """Return device 0's peak minus the others' mean by phase, in bytes, the largest first.
-
-        Phases in which device 0 or all other devices have no peak are left out.
-        """
-        gaps = {
-            phase: held[0] - statistics.mean(size for device, size in held.items() if device)
-            for phase, held in self.peaks.items()
-            if 0 in held and len(held) > 1
-        }
-        return dict(sorted(gaps.items(), key=lambda pair: -pair[1]))
-
 
 def footprints(trials: Iterable[Trial]) -> list[Footprint]:
     """Return a footprint for each case and source with peaks by phase, in order of the trials."""

@@ -64,10 +64,10 @@ class Rung:
 class Ladder:
     """The rungs of one model at one batch size and device count, in ladder order.
 
-    `fastest` has the shortest median step among those verified without a tolerance; `whole` is its
-    gain over the lowest rung. `single` and `ddp` are the rows of these strategies on the same work,
-    and `limit` is that of `single` on one device's share of the batch; None if not measured. `lost`
-    are the rows of schedules without a result.
+    `fastest` has the shortest median step; `whole` is its gain over the lowest rung. `single` and
+    `ddp` are the rows of these strategies on the same work, and `limit` is that of `single` on one
+    device's share of the batch; None if not measured. `lost` are the rows of schedules without a
+    result.
     """
 
     case: Case
@@ -87,17 +87,12 @@ class Ladder:
         ]
         return max(faster, key=lambda change: change.ratio.value, default=None)
 
-    @property
-    def rows(self) -> tuple[Row, ...]:
-        """Return the rows of the figure and the tables: the rungs, `single`, DDP and the limit."""
-        return (
-            *(rung.row for rung in self.rungs),
-            *filter(None, (self.single, self.ddp, self.limit)),
-        )
 
+def ladders(rows: Iterable[Row], looks: int = 1) -> list[Ladder]:
+    """Return one ladder for each model, device count and batch size with enough measured rungs.
 
-def ladders(rows: Iterable[Row]) -> list[Ladder]:
-    """Return one ladder for each model, device count and batch size with enough measured rungs."""
+    The intervals hold together at each of `looks` looks at the run; see `Trial.looks`.
+    """
     table = {(row.case, row.source): row for row in rows}
     groups: dict[tuple[Case, Source], dict[str, Row]] = {}
     for (case, source), row in table.items():
@@ -113,12 +108,16 @@ def ladders(rows: Iterable[Row]) -> list[Ladder]:
                 if whose is source and row.series
             }
             lost = tuple(row for row in schedules.values() if not row.step)
-            result.append(_ladder(case, steps, rivals, lost))
+            result.append(_ladder(case, steps, rivals, lost, looks))
     return result
 
 
 def _ladder(
-    case: Case, steps: Mapping[str, Row], rivals: Mapping[Case, Row], lost: tuple[Row, ...]
+    case: Case,
+    steps: Mapping[str, Row],
+    rivals: Mapping[Case, Row],
+    lost: tuple[Row, ...],
+    looks: int,
 ) -> Ladder:
     """Return the ladder of `steps`, which maps schedules measured on equal work to their rows.
 
@@ -133,7 +132,7 @@ def _ladder(
         else None
     )
     names = [one.value for one in Schedule if one in steps]
-    level = stats.together(len(names) - 1)  # the gains of all rungs are read together
+    level = stats.together((len(names) - 1) * looks)  # the gains of all rungs are read together
     rungs = tuple(_climb({name: steps[name] for name in names}, ddp, level))
     fastest = min(rungs, key=lambda rung: (rung.step.doubt is not None, rung.step.value))
     return Ladder(

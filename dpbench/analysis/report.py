@@ -17,20 +17,15 @@ from dpbench.analysis import (
     caveats,
     comparison,
     findings,
-    forecasts,
-    history,
     hosts,
-    imbalance,
     ladder,
     lanes,
     loaders,
     notes,
     summary,
-    transfers,
     verdict,
 )
 from dpbench.analysis.arrivals import Collective
-from dpbench.analysis.imbalance import Footprint, Index
 from dpbench.analysis.lanes import Lanes
 from dpbench.hardware.provenance import Resources
 from dpbench.records import Case, Source, Trial
@@ -83,7 +78,7 @@ class Report:
         """
         rows = summary.rows(trials)
         machine = Resources.of(provenance)
-        ladders = ladder.ladders(rows)
+        ladders = ladder.ladders(rows, max((trial.looks for trial in trials), default=1))
         loading = loaders.curve(rows)
         diagnoses = findings.diagnose(rows, trials, machine, examination)
         again = str(provenance.get("command", "")) if status == caveats.OPEN else ""
@@ -175,34 +170,3 @@ class Report:
             if drawn and trial.trusted and trial.round == drawn.round:
                 found[key] = arrivals.of_trial(trial)
         return {key: collectives for key, collectives in found.items() if collectives}
-
-    @property
-    def imbalance(self) -> Sequence[Index]:
-        """Return the imbalance indexes of every case with several devices."""
-        return imbalance.indexes(self.trials)
-
-    @property
-    def memory(self) -> Sequence[Footprint]:
-        """Return the footprint of each case: its peak memory by phase and device."""
-        return imbalance.footprints(self.trials)
-
-    @property
-    def forecasts(self) -> Sequence[forecasts.Forecast]:
-        """Return predictions of this run's measured cases on this machine, from run and store."""
-        return forecasts.forecasts(self.rows, self.past, self.provenance)
-
-    @property
-    def histories(self) -> Sequence[history.History]:
-        """Return each case's step time over commits, on this machine and version of torch."""
-        measured = dict.fromkeys(row.case for row in self.rows if row.source is Source.MEASURED)
-        return history.histories(measured, self.past, self.provenance)
-
-    @property
-    def flows(self) -> Sequence[transfers.PhaseTraffic]:
-        """Return the bytes that each phase moves between devices per step, from shapes."""
-        return transfers.flows(self.trials)
-
-    @property
-    def counted(self) -> Sequence[transfers.Counted]:
-        """Return the bytes per step that the counters of the devices' links recorded."""
-        return transfers.counted(self.trials)

@@ -469,9 +469,19 @@ def _widen(draws: Array, n: int) -> Array:
 def _exponential(
     value: float, draws: Array, n: int, *, widened: bool = False, level: float = CONFIDENCE
 ) -> Estimate:
-    """Return the estimate of exp(value); the arguments are those of `_interval`."""
+    """Return the estimate of exp(value); the arguments are those of `_interval`.
+
+    The interval of two rounds at a high level may be too wide for a floating-point number.
+    """
     low, high = _interval(value, draws, n, widened=widened, level=level)
-    return Estimate(math.exp(value), math.exp(low), math.exp(high), n, level=level)
+    widest = 700.0
+    return Estimate(
+        math.exp(value),
+        math.exp(max(-widest, low)),
+        math.exp(min(widest, high)),
+        n,
+        level=level,
+    )
 
 
 def _interval(

@@ -52,7 +52,7 @@ class Row:
     they are known (`transfers.floors`). `speedup` compares with `single` at equal global work
     (`scaling` is "strong") or at equal work per device ("weak"); the intervals of all speed-ups
     over one baseline hold together. `efficiency` is the speed-up over the number of devices. `busy`
-    is the time in which a device computes, `occupied` that in which one of its spans is open.
+    is the time in which a device computes.
     `memory` has the peaks of the devices, and `host_bytes` is the host's. `imbalance` and
     `memory_imbalance` are the ratios of device 0's busy time and memory to the others' mean.
     `reason` explains why a round gave no result. `fault` is set if no round gave a result although
@@ -81,7 +81,6 @@ class Row:
     floors: Mapping[tuple[Phase, int], float] = field(default_factory=dict)
     busy: Mapping[int, float] = field(default_factory=dict)
     busy_source: str = ""
-    occupied: Mapping[int, float] = field(default_factory=dict)
     memory: Mapping[int, int] = field(default_factory=dict)
     memory_source: str = ""
     host_bytes: int = 0
@@ -125,12 +124,6 @@ class Row:
         known = [seconds for (name, _), seconds in self.floors.items() if name.value == phase]
         floor_s = max(known, default=0.0)
         return floor_s if floor_s <= self.phases.get(phase, 0.0) else 0.0
-
-    @property
-    def unattributed_share(self) -> float:
-        """Return the fraction of the step that no phase covers."""
-        total = sum(self.phases.values())
-        return self.phases.get(UNATTRIBUTED, 0.0) / total if total else 0.0
 
 
 DEVICES = 8
@@ -261,7 +254,6 @@ def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
         phases=_phases(good, step.value),
         busy={device: statistics.median(values) for device, values in busy.items()},
         busy_source=source,
-        occupied=_occupied(good),
         memory={device: size for device, size in memory.items() if device >= 0},
         memory_source=next((m.source for t in good for m in t.memory if m.device >= 0), ""),
         host_bytes=max((size for device, size in memory.items() if device < 0), default=0),
@@ -495,14 +487,6 @@ def by_profiled_step(vectors: stats.Vectors, source: str) -> stats.Vectors:
     if source != BUSY_METRICS["kernel_busy_s"] or len(vectors) >= Estimate.ROUNDS:
         return vectors
     return dict(enumerate(step[None] for number in sorted(vectors) for step in vectors[number]))
-
-
-def _occupied(trials: Sequence[Trial]) -> dict[int, float]:
-    """Return each device's median seconds per timed step in which a span is open on it."""
-    found: dict[int, list[float]] = {}
-    for device, seconds in (pair for trial in trials for pair in trial.ledger.occupied.items()):
-        found.setdefault(device, []).extend(seconds)
-    return {device: statistics.median(values) for device, values in sorted(found.items())}
 
 
 def records(rows: Sequence[Row]) -> list[dict[str, object]]:

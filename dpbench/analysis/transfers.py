@@ -186,8 +186,8 @@ def _seconds(trials: Sequence[Trial], phase: Phase) -> dict[int, float]:
 
 def _means(trials: Sequence[Trial], metric: str) -> dict[int, float]:
     values: dict[int, list[float]] = {}
-    for device, readings in (pair for trial in trials for pair in trial.readings(metric).items()):
-        values.setdefault(device, []).extend(readings)
+    for device, series in (pair for trial in trials for pair in trial.within(metric).items()):
+        values.setdefault(device, []).extend(series.values)
     return {device: statistics.mean(found) for device, found in values.items()}
 
 

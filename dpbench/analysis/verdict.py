@@ -121,7 +121,7 @@ def _answer(
     decided = finding if verdict.ground is not Ground.FEW else None
     command = decided.command or decided.code if decided else _again(row, loop)
     return Answer(
-        subject=_subject(row, alike),
+        subject=_subject(row, alike, loop.wrapper),
         choice=verdict.choice,
         home=row.case,
         source=row.source,
@@ -151,14 +151,15 @@ def _cost(problem: Evidence, row: Row) -> Estimate | None:
     return Estimate(value, low, high, problem.size_s.n, signed=True)
 
 
-def _subject(row: Row, mine: Sequence[Row]) -> str:
+def _subject(row: Row, mine: Sequence[Row], wrapper: str) -> str:
     alike = [one.case for one in mine if one.case.model == row.case.model]
     batch = [f"batch {row.case.batch}"] if len({one.batch_size for one in alike}) > 1 else []
     devices = (
         [words.count(row.case.devices, "device")] if len({one.devices for one in alike}) > 1 else []
     )
     found = [*batch, *devices]
-    return f"{row.case.model} ({', '.join(found)})" if found else row.case.model
+    name = f"{row.case.model} under {wrapper}" if wrapper else row.case.model
+    return f"{name} ({', '.join(found)})" if found else name
 
 
 def _headline(

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dpbench.store import StoredRun
 
 _Shape = TypeVar("_Shape", bound=msgspec.Struct)
-SCHEMA = 2
+SCHEMA = 3
 """The version of the JSON of all commands."""
 
 
@@ -327,7 +327,6 @@ class DiagnosisFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     label: str
     labels: Sequence[str]
-    text: str
     findings: Sequence[FindingFacts]
     unjudged: Sequence[str]
 
@@ -337,7 +336,6 @@ class DiagnosisFacts(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             label=diagnosis.row.case.label,
             labels=diagnosis.labels,
-            text=diagnosis.text,
             unjudged=diagnosis.unjudged,
             findings=[FindingFacts.of(found) for found in diagnosis.findings],
         )

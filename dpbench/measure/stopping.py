@@ -172,7 +172,8 @@ class UntilDecided:
     def unsettled(self) -> frozenset[Case]:
         """Return the cases on which an answer depends that the trials so far do not settle."""
         asked = decision.questions(summary.rows(self._trials))
-        return frozenset().union(*map(decision.unsettled, asked))
+        needed = (decision.unsettled(one, decision.decide(one)) for one in asked)
+        return frozenset().union(*needed)
 
 
 class RoundsRule(Protocol):

@@ -84,10 +84,14 @@ class CopyTimes:
 
     @classmethod
     def all_of(cls, provenance: Mapping[str, Any]) -> tuple[Self, ...]:
-        """Return the copy times in a trial's provenance, without the keys of a newer version."""
+        """Return the copy times in a trial's provenance, without the keys of a newer version.
+
+        Left out are copies without bytes or durations above 0, which have no rate.
+        """
         names = [f.name for f in fields(cls)]
         known = [{name: one[name] for name in names} for one in provenance.get(LINKS, ())]
-        return tuple(cls(**{**one, "seconds": tuple(one["seconds"])}) for one in known)
+        timed = [one for one in known if one["bytes"] > 0 and min(one["seconds"], default=0.0) > 0]
+        return tuple(cls(**{**one, "seconds": tuple(one["seconds"])}) for one in timed)
 
 
 OPERATIONS = "operations"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
+from dpbench.analysis import forecasts, imbalance, transfers
 from dpbench.analysis.forecasts import Forecast
 from dpbench.analysis.imbalance import PHASES, Footprint, Index
 from dpbench.analysis.report import Report
@@ -25,17 +25,28 @@ SAID: Mapping[str, Callable[[float], str]] = {
 
 def parts(report: Report) -> list[Section]:
     """Return the sections with tables that have lines."""
-    ordered = replace(report, trials=sorted(report.trials, key=lambda trial: _place(trial.case)))
+    trials = sorted(report.trials, key=lambda trial: _place(trial.case))
+    predictions = forecasts.forecasts(report.rows, report.past, report.provenance)
     labels = report.labels
     tables: tuple[tuple[str, str, str, Sequence[Table]], ...] = (
         ("ladder", "The ladder", table.LEAD, [*map(table.climb, report.ladders)]),
         ("phases", "Step time by phase", PHASE_TIMES, [table.phases(report.rows)]),
-        ("latency", "Latency", LATENCY, [_latency(ordered.rows)]),
-        ("imbalance", "Device 0 against the others", IMBALANCE, [_imbalance(ordered.imbalance)]),
-        ("memory-by-phase", "Memory by phase", MEMORY, [_memory(ordered.memory)]),
-        ("links", "Bytes over links", LINKS, [_links(ordered.flows)]),
-        ("link-counters", "Bytes in device counters", COUNTERS, [_counters(ordered.counted)]),
-        ("predicted", "Predicted against measured", FORECASTS, [_forecasts(ordered.forecasts)]),
+        ("latency", "Latency", LATENCY, [_latency(report.rows)]),
+        (
+            "imbalance",
+            "Device 0 against the others",
+            IMBALANCE,
+            [_imbalance(imbalance.indexes(trials))],
+        ),
+        ("memory-by-phase", "Memory by phase", MEMORY, [_memory(imbalance.footprints(trials))]),
+        ("links", "Bytes over links", LINKS, [_links(transfers.flows(trials))]),
+        (
+            "link-counters",
+            "Bytes in device counters",
+            COUNTERS,
+            [_counters(transfers.counted(trials))],
+        ),
+        ("predicted", "Predicted against measured", FORECASTS, [_forecasts(predictions)]),
         ("hosts", "Hosts", HOSTS, [table.machines(report)]),
     )
     return [

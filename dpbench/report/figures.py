@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from itertools import pairwise
 
-from dpbench.analysis.history import History
+from dpbench.analysis.history import History, histories
 from dpbench.analysis.ladder import notable
 from dpbench.analysis.report import Report
-from dpbench.records import words
+from dpbench.records import Source, words
 from dpbench.report import (
     late_ranks,
     loaders,
@@ -34,14 +34,16 @@ ENDS = (
 
 def over_commits(report: Report) -> Section | None:
     """Return the section on the history of the cases; None if no case has enough commits."""
-    by_case = {history.case: history for history in report.histories}
+    measured = dict.fromkeys(row.case for row in report.rows if row.source is Source.MEASURED)
+    found = histories(measured, report.past, report.provenance)
+    by_case = {history.case: history for history in found}
     if not by_case:
         return None
     rows = [row for row in small_multiples.order(report.rows) if row.case in by_case]
     cases = list(dict.fromkeys(row.case for row in rows))
-    histories = [by_case[case] for case in cases[: small_multiples.PANELS]]
+    drawn = [by_case[case] for case in cases[: small_multiples.PANELS]]
     with svg.theme():
-        panels = [_commits_panel(history, f"history{i}") for i, history in enumerate(histories)]
+        panels = [_commits_panel(history, f"history{i}") for i, history in enumerate(drawn)]
     left_out = len(cases) - len(panels)
     more = (
         f"{words.count(left_out, 'more case')} {words.verb(left_out, 'is', 'are')} not drawn."
@@ -49,9 +51,7 @@ def over_commits(report: Report) -> Section | None:
         else ""
     )
     blind = (
-        "Changes are not detected, because asv is not installed."
-        if histories[0].levels is None
-        else ""
+        "Changes are not detected, because asv is not installed." if drawn[0].levels is None else ""
     )
     return Section(
         "history",

@@ -58,10 +58,11 @@ def _panel(row: Row, collectives: Sequence[Collective], key: str) -> Panel:
         cases=[row.case],
     )
     places = _places(collectives)
-    for number, (name, values) in enumerate(lanes.items()):
-        floor = top + HEAD + ROW * (number + 1) - 3
-        svg.write_beside(axes, floor, name, LEFT, fontsize=svg.SMALL)
-        _strokes(axes, name, places, values, floor, longest_s)
+    with marks.in_lane(axes, 0):
+        for number, (name, values) in enumerate(lanes.items()):
+            floor = top + HEAD + ROW * (number + 1) - 3
+            svg.write_beside(axes, floor, name, LEFT, fontsize=svg.SMALL)
+            _strokes(axes, name, places, values, floor, longest_s)
     axes.set(xlim=(-0.02, collectives[-1].step + 1.02), xlabel="timed step")
     svg.amounts(axes.xaxis)
     looks = [(name, _colour(name)) for name in ("wait for the last rank", "transfer")]

@@ -101,7 +101,7 @@ def _cell(cell: table.Cell) -> str:
 
 
 def _diagnosis(diagnosis: Diagnosis) -> Iterator[str]:
-    yield f"**Explained**{_labels(diagnosis.labels)} {_said(diagnosis.text, 2000)}"
+    yield f"**{_said(diagnosis.row.label)}**{_labels(diagnosis.labels)}"
     lines = []
     for finding in diagnosis.findings:
         detail = "; ".join(f"{name}: {value}" for name, value in text.parts(finding))

@@ -14,7 +14,7 @@ from dpbench.analysis.answer import Answer
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
 from dpbench.hardware import foreign_load
-from dpbench.records import Case, Trial, words
+from dpbench.records import Case, Source, Trial, words
 from dpbench.records.trial import MARK, Estimate
 
 OF_A_TRIAL = ("validity", "foreign_load", "foreign_gpus", "gpu_busy_s", "neighbour_steps", MARK)
@@ -92,8 +92,11 @@ def rounds(rows: Sequence[Row]) -> str:
         return "The numbers are predicted, not measured; intervals are 80% intervals."
     least = f"{counts[0]}–" if len(counts) > 1 else ""
     of = " of one execution" if rows[0].case.traits.observed else ""
+    predicted = any(row.source is Source.PREDICTED for row in rows)
+    and_predictions = "; predictions with 80% intervals" if predicted else ""
     return (
-        f"Medians with 95% intervals over {least}{words.count(counts[-1], unit(rows[0].case))}{of}."
+        f"Medians with 95% intervals over {least}{words.count(counts[-1], unit(rows[0].case))}{of}"
+        f"{and_predictions}."
     )
 
 
@@ -174,8 +177,11 @@ def _other_load(provenance: Mapping[str, Any]) -> str:
     """Return a text on the load of other processes; "" for a run that did not measure it."""
     if provenance.get("noisy"):
         return foreign_load.NOISY
-    measured = "foreign" in (provenance.get(foreign_load.FACT) or {})
-    return f"below {foreign_load.LIMIT:.0%} of the cores" if measured else ""
+    load = provenance.get(foreign_load.FACT) or {}
+    if "foreign" not in load:
+        return ""
+    share = words.percent(load["foreign"] + load.get("steal", 0.0))
+    return f"{share} of the cores before the run"
 
 
 def gpus(inventory: Mapping[str, Any]) -> str:

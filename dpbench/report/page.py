@@ -28,7 +28,7 @@ from dpbench.analysis.answer import Answer
 from dpbench.analysis.findings import text
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
-from dpbench.records import words
+from dpbench.records import Source, words
 from dpbench.report import devices, figures, machine, markdown, naming, swim_lanes, table
 from dpbench.report.section import Section
 from dpbench.report.templates import allowed, template, text_of
@@ -149,7 +149,7 @@ def render(report: Report) -> str:
             cards=[_card(one, report.rows) for one in report.answers],
             table=table.all_cases(report),
             text_columns=table.TEXT_COLUMNS,
-            lead=table.CASES,
+            lead=table.lead(report.rows),
             axes=naming.axes([row.case for row in report.rows]),
             numbers=table.as_json(report.rows),
             markdown=markdown.brief(report),
@@ -205,11 +205,12 @@ def rendered(report: Report, content: Content) -> str:
 
 
 def _card(answer: Answer, rows: Sequence[Row]) -> Card:
+    level = "80%" if answer.source is Source.PREDICTED else "95%"
     return Card(
         subject=answer.subject,
         headline=answer.headline,
         tone=answer.choice.name.lower() if answer.settled else "",
-        columns=("fastest first", "speed-up", "95%"),
+        columns=("fastest first", "speed-up", level),
         places=_standing(answer),
         sentences=answer.sentences,
         labels=answer.labels,

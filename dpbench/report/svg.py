@@ -28,7 +28,7 @@ from dpbench.records import UNATTRIBUTED, Case, Phase, words
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
 from dpbench.report import naming
-from dpbench.report.marks import Drawing, give_bands, hook
+from dpbench.report.marks import Drawing, hook, in_lane
 
 WIDTH = 420
 """The width of every panel in SVG units (1/72 inch); text of size `SMALL` is legible on a phone."""
@@ -172,26 +172,19 @@ def lanes(
     """
     tops = [0, *accumulate(heights)]
     figure, axes = canvas(tops[-1] + below(keys) + 4, left=left, bottom=below(keys))
-    figure.bands = list(zip(cases, tops, tops[1:], strict=False))
+    figure.lanes = list(zip(cases, heights, strict=False))
     axes.set_ylim(tops[-1], 0)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
     axes.grid(axis="x")
-    for name, value, top in zip(names, values, tops, strict=False):
+    for number, (name, value, top) in enumerate(zip(names, values, tops, strict=False)):
         # if the text is too long, drop the interval, which is drawn and in the table too, and keep
         # the name
         shown_value = value if len(name) + len(value) <= COLUMNS else value.partition(" (")[0]
-        write_beside(axes, top + 12, naming.clip(name, COLUMNS - len(shown_value)), left)
-        write_beside(
-            axes,
-            top + 12,
-            shown_value,
-            left,
-            WIDTH - RIGHT,
-            ha="right",
-            fontweight="bold",
-            fontsize=SMALL,
-        )
+        look = {"ha": "right", "fontweight": "bold", "fontsize": SMALL}
+        with in_lane(axes, number):
+            write_beside(axes, top + 12, naming.clip(name, COLUMNS - len(shown_value)), left)
+            write_beside(axes, top + 12, shown_value, left, WIDTH - RIGHT, **look)
     return figure, axes, tops[:-1]
 
 
@@ -336,7 +329,6 @@ def render(figure: Drawing, *, key: str, title: str, description: str) -> str:
     for artist in figure.findobj():
         # all artists are inside the axes: clip paths would only add bytes
         artist.set_clip_on(False)
-    give_bands(figure)
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     source = ElementTree.fromstring(buffer.getvalue())
     referred = {
@@ -348,10 +340,10 @@ def render(figure: Drawing, *, key: str, title: str, description: str) -> str:
         "role": "img",
         "aria-labelledby": f"{key}-title {key}-desc",
     }
-    if figure.bands:
+    if figure.lanes:
         root.set(
             "data-lanes",
-            " ".join(f"{naming.case_id(case)}:{end - top:g}" for case, top, end in figure.bands),
+            " ".join(f"{naming.case_id(case)}:{height:g}" for case, height in figure.lanes),
         )
     for position, (tag, text) in enumerate((("title", title), ("desc", description))):
         child = ElementTree.Element(tag, {"id": f"{key}-{tag}"})
@@ -387,8 +379,9 @@ def _cleaned(
     for child in source:
         if child.tag.rpartition("}")[2] not in ("metadata", "style"):
             cleaned = _cleaned(child, referred, key, figure)
-            # a group without attributes has no effect
-            target.extend(cleaned if cleaned.tag == "g" and not cleaned.attrib else [cleaned])
+            # an empty group, or one without attributes, has no effect
+            bare = cleaned.tag == "g" and not (cleaned.attrib and len(cleaned))
+            target.extend(cleaned if bare else [cleaned])
     return target
 
 

@@ -111,8 +111,9 @@ def _drawing(facet: small_multiples.Facet, timelines: Sequence[Lanes], key: str)
         xlim=(begin_s * 1e3, begin_s * 1e3 + width),
         xlabel="milliseconds after the start of the step",
     )
-    for timeline, top in zip(timelines, tops, strict=True):
-        _timeline(axes, timeline, top + HEAD, width)
+    for number, (timeline, top) in enumerate(zip(timelines, tops, strict=True)):
+        with marks.in_lane(axes, number):
+            _timeline(axes, timeline, top + HEAD, width)
     svg.amounts(axes.xaxis)
     svg.legend(figure, keys, 3)
     return svg.render(

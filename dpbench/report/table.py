@@ -41,10 +41,7 @@ FOOTNOTES = {
     f" than {Estimate.ROUNDS} rounds are without the label NOISY",
 }
 """The signs with which the cell of an estimate in doubt begins, and what they mean."""
-CASES = (
-    "In small type: 95% intervals. Speed-up is over single at equal batch or, if weak, at equal"
-    " batch per device."
-)
+SPEED_UP = "Speed-up is over single at equal batch or, if weak, at equal batch per device."
 PHASE_COLUMNS = (*(phase.value for phase in Phase), "unattributed")
 
 
@@ -197,6 +194,16 @@ def footnotes(lines: Iterable[Sequence[Cell]]) -> list[str]:
     """Return an explanation of each sign with which a cell of these lines begins."""
     first = {cell.text[:1] for line in lines for cell in line}
     return [f"{sign}: {why}" for sign, why in FOOTNOTES.items() if sign in first]
+
+
+def lead(rows: Sequence[Row]) -> str:
+    """Return what the small type of the table of all cases is, and what a speed-up is over."""
+    levels = {"80%" if row.source is Source.PREDICTED else "95%": row.source.value for row in rows}
+    mixed = len({*levels}) > 1
+    named = [
+        f"{level} intervals{' of predictions' * (mixed and level == '80%')}" for level in levels
+    ]
+    return f"In small type: {' and '.join(named) or '95% intervals'}. {SPEED_UP}"
 
 
 def _speedup(row: Row) -> Cell:
@@ -399,7 +406,7 @@ def _rung(rung: Rung, best: bool) -> tuple[Cell, ...]:
         estimate(rung.step, 1e3),
         estimate(change.ratio, unit="×") if change else Cell(""),
         _saved(change) if change else Cell(""),
-        estimate(row.speedup, unit="×"),
+        _speedup(row),
         estimate(rung.over_ddp, unit="×"),
         (
             Cell(change.phase, f"{words.signed(change.phase_s * 1e3)} ms")

@@ -104,10 +104,11 @@ def _strips(
         facet.names, [""] * len(groups), heights, keys=1, cases=facet.cases
     )
     pause = PAUSE * max(_length(series) for group in groups for series, _ in group)
-    ends = [
-        _case(axes, name, group, places, top + 17, thick, pause)
-        for name, group, places, top in zip(facet.names, groups, devices, tops, strict=True)
-    ]
+    ends = []
+    drawn = zip(facet.names, groups, devices, tops, strict=True)
+    for number, (name, group, places, top) in enumerate(drawn):
+        with marks.in_lane(axes, number):
+            ends.append(_case(axes, name, group, places, top + 17, thick, pause))
     axes.set(
         xlim=(0, max(ends) * 1.01 or 1), xlabel="seconds, one round after another", aspect="auto"
     )
@@ -225,14 +226,16 @@ def _steps(report: Report, facet: small_multiples.Facet, key: str) -> Panel:
     longest = svg.FARTHEST * max(float(np.median(times)) for times in each)
     low = min(float(times.min()) for times in each)
     end = _scale(axes, low, min(max(float(times.max()) for times in each), longest))
-    for row, name, group, top in zip(facet.rows, facet.names, groups, tops, strict=True):
-        if row.step and naming.drawable(row.step):
-            _interval(axes, row.step, top + 18, top + 18 + ROW * len(group))
-        for place, trial in enumerate(group):
-            box = _box(axes, trial, top + 24 + ROW * place, end, svg.colour(row.case))
-            median = words.time(float(np.median(trial.timed)))
-            basis = f"median {median} of {words.count(len(trial.timed), 'timed step')}"
-            marks.explain(box, f"{name}, round {trial.round + 1}: {basis}")
+    drawn = zip(facet.rows, facet.names, groups, tops, strict=True)
+    for number, (row, name, group, top) in enumerate(drawn):
+        with marks.in_lane(axes, number):
+            if row.step and naming.drawable(row.step):
+                _interval(axes, row.step, top + 18, top + 18 + ROW * len(group))
+            for place, trial in enumerate(group):
+                box = _box(axes, trial, top + 24 + ROW * place, end, svg.colour(row.case))
+                median = words.time(float(np.median(trial.timed)))
+                basis = f"median {median} of {words.count(len(trial.timed), 'timed step')}"
+                marks.explain(box, f"{name}, round {trial.round + 1}: {basis}")
     axes.set_xlabel("milliseconds of one step")
     dot: dict[str, Any] = {"linestyle": "", "color": svg.FOREGROUND}
     keys = [

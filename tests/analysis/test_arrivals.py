@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dpbench.analysis import arrivals, findings, summary
@@ -42,6 +44,8 @@ def test_each_rank_waits_for_the_last_one_in_each_reduction() -> None:
         assert one.transfer_s == pytest.approx(0.005)
         assert one.last == 1
     assert arrivals.waiting(merged) == pytest.approx([0.015] * 3)
+    short = replace(merged, steps=tuple(replace(one, seconds=0.01) for one in merged.steps))
+    assert arrivals.waiting(short) == [0.01] * 3, "no wait is longer than its step"
 
 
 def test_the_reductions_of_one_step_are_each_cut_at_their_own_last_rank() -> None:

@@ -602,3 +602,15 @@ def test_the_help_says_the_exit_codes(dpbench: Any) -> None:
         "64  wrong usage",
     ):
         assert meaning in out
+
+
+def test_predictions_are_not_compared() -> None:
+    predicted = [replace(one, source=Source.PREDICTED) for one in BEFORE]
+    with pytest.raises(ValueError, match="no measured case"):
+        comparison.between(report(predicted), report(predicted))
+
+
+def test_like_runs_are_not_labelled_unlike() -> None:
+    found = comparison.between(report(BEFORE), report(AFTER), unlike=True)
+    assert found.lines
+    assert not any("UNLIKE" in line.labels for line in found.lines)

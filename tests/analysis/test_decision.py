@@ -440,6 +440,28 @@ def test_the_rule_decides_each_situation(name: str) -> None:
     assert answer.labels
 
 
+@pytest.mark.parametrize(
+    "name", ["two rounds", "undecided on a busy machine", "decided on a busy machine"]
+)
+def test_rounds_that_decide_nothing_give_no_probability(name: str) -> None:
+    answer = only(SITUATIONS[name].rows, {})
+    assert answer.ranked
+    assert "probability" not in answer.ranked
+
+
+def test_a_speed_up_over_another_batch_size_is_no_reason() -> None:
+    """The baseline at batch 64 is lost, so that DataParallel is compared at equal work a device."""
+    rows = [
+        lost("single", status=Status.TIMEOUT),
+        row("single", batch_size=32),
+        row("dp", 2, 1.85, scaling="weak"),
+    ]
+    answer = only(rows, {})
+    assert answer.choice is UNKNOWN
+    assert answer.reason == ""
+    assert "at batch 64" in answer.headline
+
+
 @pytest.mark.parametrize(("off", "settled"), [(0.02, True), (0.2, False)])
 def test_a_choice_that_a_rival_may_still_beat_holds_so_far(off: float, settled: bool) -> None:
     """The rival's interval reaches 1.63, more than 5 % above the choice, or 1.39."""

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from dpbench.analysis.forecasts import Forecast, forecasts
+from dpbench.analysis.history import History, histories
 from dpbench.analysis.report import Report
 from dpbench.api.reports import report_of
 from dpbench.api.stored import choose
@@ -86,8 +88,17 @@ def newest(path: Path) -> Report:
     return report(path, run_id)
 
 
+def histories_of(found: Report) -> list[History]:
+    cases = [row.case for row in found.rows if row.source is Source.MEASURED]
+    return [*histories(cases, found.past, found.provenance)]
+
+
+def forecasts_of(found: Report) -> list[Forecast]:
+    return [*forecasts(found.rows, found.past, found.provenance)]
+
+
 def test_a_history_has_the_commits_of_one_machine_in_order(kept: Path) -> None:
-    (history,) = newest(kept).histories
+    (history,) = histories_of(newest(kept))
     assert [point.commit for point in history.points] == [f"c0ffee{number}c" for number in range(6)]
     assert [round(point.step.value * 1e3) for point in history.points] == [10, 10, 10, 13, 13, 13]
     assert [point.step.n for point in history.points] == [
@@ -108,18 +119,18 @@ def test_trials_of_few_steps_are_on_no_curve_with_ordinary_ones(kept: Path) -> N
     with Store.create(kept) as store:
         add(store, few, "facade1")
         add(store, trials_of(CASE, 0.013), "facade2")
-    (history,) = newest(kept).histories
+    (history,) = histories_of(newest(kept))
     commits = [point.commit for point in history.points]
     assert commits == [f"c0ffee{number}c" for number in range(6)] + ["facade2f"]
     with Store.create(kept) as store:
         add(store, few, "facade3")
-    assert not newest(kept).histories, "two commits with trials of few steps are no history"
+    assert not histories_of(newest(kept)), "two commits with trials of few steps are no history"
 
 
 def test_the_step_is_detected_and_drawn(kept: Path) -> None:
     pytest.importorskip("asv.step_detect", reason="asv detects the steps")
     found = newest(kept)
-    (history,) = found.histories
+    (history,) = histories_of(found)
     assert [(one.first, one.end) for one in history.levels] == [(0, 3), (3, 6)]
     (section,) = [one for one in figures.sections(found) if one.id == "history"]
     (panel,) = section.panels
@@ -145,7 +156,7 @@ def test_a_step_within_the_intervals_does_not_count(tmp_path: Path) -> None:
             ]
             last = add(store, trials, f"c0ffee{number}")
     found = report(tmp_path / "s.db", last)
-    assert [(one.first, one.end) for one in found.histories[0].levels] == [(0, 5)]
+    assert [(one.first, one.end) for one in histories_of(found)[0].levels] == [(0, 5)]
     (section,) = [one for one in figures.sections(found) if one.id == "history"]
     assert section.panels[0].caption == "5 commits. No change is detected."
 
@@ -165,7 +176,7 @@ def test_two_commits_are_no_history(tmp_path: Path) -> None:
         for number in (1, 2, 2):
             last = add(store, trials_of(CASE, 0.01), f"c0ffee{number}")
     found = report(tmp_path / "s.db", last)
-    assert found.histories == ()
+    assert histories_of(found) == []
     assert "history" not in [one.id for one in figures.sections(found)]
 
 
@@ -194,7 +205,7 @@ def both(tmp_path: Path) -> Path:
 
 
 def test_the_newest_prediction_for_this_hardware_stands_beside_the_measurement(both: Path) -> None:
-    found = newest(both).forecasts
+    found = forecasts_of(newest(both))
     assert [(one.machine, round(one.error, 2), one.inside) for one in found] == [
         ("ours", 0.2, True),
         ("ours too", -0.2, False),

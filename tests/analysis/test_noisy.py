@@ -150,9 +150,8 @@ def test_noisy_rounds_carry_no_finding_and_no_cure() -> None:
     (diagnosis,) = noisy.diagnoses
     assert not any(one.evidence.measured for one in diagnosis.findings)
     assert {cure.verdict for one in diagnosis.findings for cure in one.cures} <= {"undecided"}
-    assert "decidedly faster" in diagnosis.text
-    assert "as fast" not in diagnosis.text
-    assert "lost" not in diagnosis.text, "what is lost against perfect scaling is a comparison"
+    (answer,) = noisy.answers
+    assert "perfect scaling" not in answer.text, "what is lost against it is a comparison"
 
 
 @pytest.mark.parametrize(("before", "after"), [(ALL, ALL), (ALL, ()), ((), ALL), ({0, 1, 2}, ())])
@@ -252,7 +251,7 @@ def test_a_load_is_noisy_if_it_takes_cores_that_the_case_needs(
 # -- one interval
 
 
-def test_the_headline_the_findings_and_the_table_say_the_same_of_one_interval() -> None:
+def test_the_headline_and_the_table_say_the_same_of_one_interval() -> None:
     """With several cases, the interval of one alone may exclude 1, and that of all not."""
     told = set()
     others = [replace(DP, schedule=name) for name in ("pool", "cached", "local")]
@@ -265,12 +264,11 @@ def test_the_headline_the_findings_and_the_table_say_the_same_of_one_interval() 
                 for number in ROUNDS
             ]
         found = report(trials)
-        (answer,), (diagnosis,) = found.answers, found.diagnoses
+        (answer,) = found.answers
         row = next(row for row in found.rows if row.case == DP)
         alone = stats.ratio(rows(trials)[SINGLE].series, row.series)
         slower = row.speedup.high < 1
         told.add((alone.high < 1, slower))
-        assert ("Without data parallelism, one device is" in diagnosis.text) == slower
         if slower:
             assert "gives only" in answer.headline or answer.choice is Choice.UNKNOWN
         assert answer.choice is not Choice.USE

@@ -42,6 +42,15 @@ def test_value_is_the_median_of_the_rounds_medians(given: stats.Rounds) -> None:
     assert found.n == len(given)
 
 
+def test_two_rounds_far_apart_at_a_high_level_have_a_wide_interval() -> None:
+    """A run that looks several times at many speed-ups asks for such a level after two rounds."""
+    found = stats.ratio({0: [1.0] * 9, 1: [9.0] * 9}, {0: [1.0] * 9, 1: [1.0] * 9}, level=0.9999)
+    assert found.low < 1e-6
+    assert found.high > 1e6
+    assert math.isfinite(found.high)
+    assert found.doubt
+
+
 def test_interval_of_many_rounds_agrees_with_scipy() -> None:
     """With one step a round the two levels are one: scipy's bootstrap of the median must agree."""
     for seed in range(5):

@@ -369,12 +369,16 @@ def test_only_what_may_be_shown_has_flows() -> None:
 
 
 def test_counters_count_the_bytes_of_the_median_step_of_all_rounds() -> None:
+    """Those read during warm-up, or after the steps, say nothing about a step."""
+
     def of_round(number: int, seconds: list[float]) -> Trial:
         steps = tuple(
             Step(one, k == 0, 10.0 + sum(seconds[: k + 1])) for k, one in enumerate(seconds)
         )
         samples = tuple(
-            Sample(100.0, 0, f"pcie_{way}_bytes_per_s", 50.0 * (number + 1)) for way in ("rx", "tx")
+            Sample(time_s, 0, f"pcie_{way}_bytes_per_s", rate)
+            for way in ("rx", "tx")
+            for time_s, rate in ((15.0, 1e6), (20.0, 50.0 * (number + 1)), (40.0, 0.0))
         )
         return trial(steps=steps, spans=(), samples=samples, number=number)
 
@@ -389,7 +393,7 @@ def test_counters_stand_beside_what_shapes_say() -> None:
     samples = tuple(
         Sample(t, d, f"pcie_{way}_bytes_per_s", value * (d + 1))
         for d in (0, 1, 2)  # the third GPU belongs to other cases
-        for t in (11.0, 12.0)
+        for t in (102.0, 103.0)
         for way, value in (("rx", 100.0), ("tx", 10.0))
     )
     first, second = transfers.counted([trial(samples=samples)])

@@ -314,7 +314,7 @@ def test_data_parallel_shows_the_phases_that_it_adds_and_how_much_fuller_device_
     assert {"replicate", "imbalance", "memory"} <= names
     assert "device 0 uses 3.00× the memory of the others" in answer.memory
     assert "device 0 uses up to 9.00 GiB of 24.0 GiB" in answer.memory
-    assert "under DataParallel" in diagnosis.text
+    assert answer.subject == "train.py under DataParallel"
     assert not any(one.command.startswith("dpbench run") for one in diagnosis.findings), (
         "train.py is no model"
     )

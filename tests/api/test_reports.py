@@ -29,7 +29,7 @@ def run(letter: str, started_s: float, row: Row, **changes: object) -> Report:
     )
 
 
-GOOD = made(CASE, 0.1, 0.1, busy={}, phases={}, occupied={})
+GOOD = made(CASE, 0.1, 0.1, busy={}, phases={})
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_a_named_page_is_the_only_file_that_is_written(folder: Path, tmp_path: P
 
 
 def test_the_list_stays_text_and_names_what_it_cannot_read(folder: Path) -> None:
-    wild = made(dataclasses.replace(CASE, model=HOSTILE), 0.1, 0.1, busy={}, phases={}, occupied={})
+    wild = made(dataclasses.replace(CASE, model=HOSTILE), 0.1, 0.1, busy={}, phases={})
     page.keep(dataclasses.replace(run("a", 1e9, wild), provenance={"command": HOSTILE}), folder)
     (folder / "runs" / "older").mkdir()
     (folder / "runs" / "older" / "run.json").write_text("{}")

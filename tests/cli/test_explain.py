@@ -72,8 +72,8 @@ def test_the_answer_comes_first_and_the_findings_follow_by_size(folder: Path) ->
         < said.index("- change: ")
         < said.index("next: dpbench ")
     )
-    assert "[MEASURED CPU-ONLY] mlp at batch 8: 2 logical CPU devices under dp give " in said
-    assert "with perfect scaling it would take" in said
+    assert "mlp dp[reference] x2 batch 8 [MEASURED CPU-ONLY]" in said
+    assert "against perfect scaling" in said
     assert " 1. " in done.stdout
     assert "replicate takes" in said
     assert "6 parameter tensors × " in said  # three linear layers

@@ -133,6 +133,12 @@ def copies(source: int, target: int, seconds: float, passes: int) -> list[dict[s
     return [asdict(one)] * passes
 
 
+@pytest.mark.parametrize("wrong", [{"bytes": 0}, {"seconds": ()}, {"seconds": (0.0, 0.1)}])
+def test_a_stored_copy_without_a_rate_is_left_out(wrong: dict[str, Any]) -> None:
+    stored = [LINK, {**LINK, **wrong}]
+    assert len(CopyTimes.all_of({LINKS: stored})) == 1
+
+
 @pytest.mark.parametrize("per_round", [False, True])
 def test_a_slow_link_is_found_for_every_case_that_uses_it(per_round: bool) -> None:
     """From the passes of one trial of the run, or from the rounds of an older store."""

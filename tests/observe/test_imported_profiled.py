@@ -223,6 +223,21 @@ def test_an_activity_belongs_to_the_step_that_launched_it() -> None:
     ]
 
 
+def test_a_kernel_of_any_collective_has_the_name_of_the_one_that_launched_it() -> None:
+    found = []
+    for one in three_steps():
+        if one.name == "gemm":
+            one.name = "ncclDevKernel_Generic_1"
+            launch_s = one.time_range.start / 1e6 - 0.05
+            found.append(event(HOST, "nccl:all_reduce", launch_s, launch_s + 0.05, 0))
+        found.append(one)
+    steps = profiling.by_step(found, {0: 0}, 3).steps
+    assert [sorted(one.name for one in step) for step in steps] == [
+        ["Memcpy HtoD", "nccl:all_reduce", "relu"]
+    ] * 3
+    assert merging.exposed_reductions(DDP, steps)[0] == pytest.approx([0.01, 0.02, 0.03])
+
+
 def test_copies_that_a_library_makes_without_a_recorded_call_belong_to_the_step_of_their_time() -> (
     None
 ):

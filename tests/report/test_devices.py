@@ -67,8 +67,6 @@ def test_the_excess_names_its_phase_and_its_bytes() -> None:
     assert found.whole == {0: 400, 1: 100, 2: 110}
     assert found.top == "reduce"  # the phase before the unattributed rest, which holds as much
     assert found.excess_bytes == 400 - 105
-    assert found.causes == {"unattributed": 390, "reduce": 300, "gather": 75, "forward": 30}
-    assert list(found.causes) == ["unattributed", "reduce", "gather", "forward"]
     assert list(found.peaks) == ["forward", "gather", "reduce", UNATTRIBUTED]  # the order of a step
     assert found.basis == "ledger"
 
@@ -113,7 +111,7 @@ def test_nvml_tells_what_is_in_use_on_the_cases_own_devices() -> None:
 
 def test_one_device_has_no_excess_and_whole_steps_have_no_phase() -> None:
     (found,) = imbalance.footprints([trial(replace(DP, devices=1))])
-    assert (found.excess_bytes, found.causes) == (None, {})
+    assert found.excess_bytes is None
     assert (
         imbalance.footprints([trial(memory=(Memory(0, 5, "allocator"), Memory(1, 5, "allocator")))])
         == []

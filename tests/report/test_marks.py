@@ -27,11 +27,12 @@ def bars() -> ElementTree.Element:
         figure, axes, tops = svg.lanes(
             names, ["12/s"] * len(ROWS), [38] * len(ROWS), cases=[row.case for row in ROWS]
         )
-        for row, name, top in zip(ROWS, names, tops, strict=True):
+        for number, (row, name, top) in enumerate(zip(ROWS, names, tops, strict=True)):
             rate = row.throughput
-            bar = svg.bar(axes, (0, rate.value), (top + 18.5, 11), facecolor="#00ff00")
-            marks.explain(bar, f"{name}: {words.number(rate.value)} samples per second")
-            svg.whisker(axes, top + 24, rate.value, (rate.low, rate.high), 1e9)
+            with marks.in_lane(axes, number):
+                bar = svg.bar(axes, (0, rate.value), (top + 18.5, 11), facecolor="#00ff00")
+                marks.explain(bar, f"{name}: {words.number(rate.value)} samples per second")
+                svg.whisker(axes, top + 24, rate.value, (rate.low, rate.high), 1e9)
         axes.set(xlabel="samples per second", xlim=(0, 2 * ROWS[-1].throughput.value))
         return ElementTree.fromstring(svg.render(figure, key="k", title="t", description="d"))
 
@@ -70,7 +71,7 @@ def test_axes_and_legends_belong_to_no_lane() -> None:
     assert "0" in free
 
 
-def test_a_line_over_several_lanes_belongs_to_none() -> None:
+def test_what_is_drawn_in_no_lane_belongs_to_none() -> None:
     with svg.theme():
         figure, axes, tops = svg.lanes(
             ["a", "b"], ["", ""], [30, 30], cases=[ROWS[0].case, ROWS[1].case]
@@ -78,7 +79,8 @@ def test_a_line_over_several_lanes_belongs_to_none() -> None:
         axes.vlines(
             [1, 1], [tops[0] + 5, tops[1] + 5], [tops[0] + 25, tops[1] + 25], color="#ff0000"
         )
-        axes.plot([0, 1], [tops[1] + 10, tops[1] + 20], color="#00ff00")
+        with marks.in_lane(axes, 1):
+            axes.plot([0, 1], [tops[1] + 10, tops[1] + 20], color="#00ff00")
         root = ElementTree.fromstring(svg.render(figure, key="k", title="t", description="d"))
     red = [path for path in root.iter("path") if "#ff0000" in path.get("style")]
     assert len(red) == 2

@@ -301,7 +301,6 @@ BARE = made(
     Case(model="mlp", strategy="dp", batch_size=8),
     0.1,
     busy={},
-    occupied={},
     phases={},
     host_bytes=0,
 )
@@ -334,7 +333,6 @@ ODD = {
             0.1,
             0.1,
             busy={0: 0.0, 1: 0.0},
-            occupied={0: 0.0},
             memory={0: 0, 1: 0},
             imbalance=None,
         )
@@ -468,7 +466,8 @@ def test_sizes_are_binary_and_lines_are_cut_with_wide_letters_counted_twice() ->
 @pytest.mark.parametrize(
     ("facts", "said"),
     [
-        ({"foreign_load": {"foreign": 0.01}, "noisy": {}}, "below 10% of the cores"),
+        ({"foreign_load": {"foreign": 0.01}, "noisy": {}}, "1.0% of the cores before the run"),
+        ({"foreign_load": {"foreign": 0.3, "steal": 0.1}, "noisy": {}}, "40% of the cores before the run"),
         ({"foreign_load": {"foreign": 0.9}, "noisy": {"load": "90%"}}, "NOISY"),
         ({"foreign_load": {"unknown": "no /proc/stat"}, "noisy": {}}, None),
     ],

@@ -25,7 +25,6 @@ from dpbench.analysis.findings.rule import (
     Missing,
     contexts,
 )
-from dpbench.analysis.findings.sentences import paragraph
 from dpbench.analysis.summary import Row
 from dpbench.hardware.provenance import Resources
 from dpbench.records import Case, Source, Trial, schedule, siblings, words
@@ -50,15 +49,13 @@ RULES: tuple[FindingRule, ...] = (*scale.RULES, *phases.RULES)
 class Diagnosis:
     """The explanation of the diagnosed case, whose results are in `row`.
 
-    `labels` are those of all compared cases. `text` is a paragraph on the gain, the lost time and
-    the best changes. `findings` are sorted by cost, the largest first. `unjudged` has a text for
-    each question that the run cannot answer. `open` is evidence whose cost is too small or
-    uncertain for a finding.
+    `labels` are those of all compared cases. `findings` are sorted by cost, the largest first.
+    `unjudged` has a text for each question that the run cannot answer. `open` is evidence whose
+    cost is too small or uncertain for a finding.
     """
 
     row: Row
     labels: tuple[str, ...]
-    text: str
     findings: tuple[Finding, ...]
     unjudged: tuple[str, ...]
     open: tuple[Evidence, ...] = ()
@@ -96,7 +93,6 @@ def _diagnosis(context: CaseContext) -> Diagnosis:
     return Diagnosis(
         row=context.row,
         labels=context.labels,
-        text=paragraph(context, findings),
         findings=tuple(findings),
         unjudged=(*missing, *(() if context.observed else _doubtful(judged))),
         open=tuple(

@@ -154,8 +154,12 @@ class CaseContext:
 
     @cached_property
     def level(self) -> float:
-        """Return the level at which all intervals of comparisons on the same work hold together."""
-        return stats.together(len(self.rivals) + (self.all_cores() is not None))
+        """Return the level at which all intervals of comparisons on the same work hold together.
+
+        They hold together at each look of a run that stops once its answers are decided.
+        """
+        looks = max((trial.looks for trial in self.trials), default=1)
+        return stats.together((len(self.rivals) + (self.all_cores() is not None)) * looks)
 
     def ratio(self, other: Row) -> Estimate:
         """Return the ratio of the diagnosed case's step time to that of another row.
@@ -441,6 +445,11 @@ class Finding:
     labels: tuple[str, ...]
     code: str = ""
     command: str = ""
+
+    @property
+    def in_vain(self) -> bool:
+        """Return whether every measured case with the remedy is decidedly slower."""
+        return bool(self.cures) and all(cure.verdict == "slower" for cure in self.cures)
 
     @property
     def stake(self) -> float:

@@ -1,7 +1,7 @@
 """Text: answers and diagnoses as plain text.
 
 An answer has three bullets: the gain, the cause of lost time, and the change that helps. A
-diagnosis has a paragraph, the findings from largest to smallest, and open questions.
+diagnosis has its case, the findings from largest to smallest, and open questions.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def _bullets(answer: Answer, diagnosis: Diagnosis | None, samples: int) -> Itera
         else ""
     )
     cause = [answer.reason, "" if observed else largest]
-    change = _remedy_clauses(costly[0]) if costly else []
+    helping = [one for one in costly if not one.in_vain]
+    change = _remedy_clauses(helping[0]) if helping else []
     first = "certainty" if observed else "gain"
     bullets = {first: [answer.certainty, answer.memory, epoch], "cause": cause, "change": change}
     unexplained = _no_finding(diagnosis) if diagnosis else "no case was diagnosed"
@@ -92,14 +93,21 @@ def _bullets(answer: Answer, diagnosis: Diagnosis | None, samples: int) -> Itera
     for name, clauses in bullets.items():
         yield _filled(f"  - {name}: ", "; ".join(filter(None, clauses)) or nothing[name], hang=4)
     # code and command are not wrapped, so that a user can paste them
-    code = costly[0].code if costly and costly[0].code != answer.command else ""
+    code = helping[0].code if helping and helping[0].code != answer.command else ""
     yield from (
         f"  {name}: {line}" for name, line in (("code", code), ("next", answer.command)) if line
     )
 
 
 def _no_finding(diagnosis: Diagnosis) -> str:
-    return fake.WHY if diagnosis.row.on_fake_gpus else NO_FINDING
+    row = diagnosis.row
+    if row.on_fake_gpus:
+        return fake.WHY
+    if row.step and row.step.doubt:
+        why = f"{words.NOT_ENOUGH} for the time of a step ({words.doubt(row.step)})"
+        remedy = "more steps" if row.case.traits.observed else words.REMEDY
+        return f"{why}; {remedy} would help"
+    return NO_FINDING
 
 
 def _named(case: Case) -> str:
@@ -115,8 +123,7 @@ def _lost(row: Row) -> str:
 
 
 def _lines(diagnosis: Diagnosis) -> Iterator[str]:
-    yield f"[{' '.join(diagnosis.labels)}]"
-    yield textwrap.fill(diagnosis.text, WIDTH)
+    yield textwrap.fill(f"{diagnosis.row.label} [{' '.join(diagnosis.labels)}]", WIDTH)
     if not diagnosis.findings:
         why = _no_finding(diagnosis)
         yield f"\n{why[0].upper()}{why[1:]}."

@@ -26,12 +26,20 @@ from torch._C._profiler import _ExperimentalConfig
 from dpbench.hardware.device import Device
 from dpbench.measure.merging import PROFILED
 from dpbench.records import words
-from dpbench.records.activity import Activity, Kind, kind_of, launches_kernels
+from dpbench.records.activity import (
+    Activity,
+    Kind,
+    kind_of,
+    launches_kernels,
+    phase_of_collective,
+)
 
 _CALLS = frozenset({"cuda_runtime", "cuda_driver"})
 """The types of calls of the host to CUDA; torch before 2.10 does not tell them."""
 _CALL = re.compile(r"_*(?:cuda|cu|hip)[A-Z]")
 """The names of these calls."""
+_COLLECTIVE = re.compile("nccl:")
+"""How torch names a collective on the host, also with RCCL."""
 
 
 class ProfilerFailed(Exception):
@@ -150,6 +158,9 @@ def _by_step(events: Iterable[Any], first: Mapping[int, int], count: int) -> lis
         raise ProfilerFailed(f"the profiler recorded no kernel for {launches}")
     if not found:
         raise ProfilerFailed("the profiler recorded no work of the GPUs; it may not be permitted")
+    collectives = sorted(
+        (_range(one), one.name) for one in events if _on_host(one) and _COLLECTIVE.match(one.name)
+    )
     within: list[list[Activity]] = [[] for _ in steps]
     for one in found:
         call = calls.get(one.id)
@@ -167,7 +178,8 @@ def _by_step(events: Iterable[Any], first: Mapping[int, int], count: int) -> lis
             raise ProfilerFailed(
                 f"the profiler recorded {one.name} outside the step that launched it"
             )
-        within[place].append(Activity(first[one.device_index], one.name, start_s, end_s))
+        name = _named(one.name, launch, collectives)
+        within[place].append(Activity(first[one.device_index], name, start_s, end_s))
     kernels = [
         Counter(one.device for one in step if kind_of(one.name) is not Kind.COPY) for step in within
     ]
@@ -175,6 +187,17 @@ def _by_step(events: Iterable[Any], first: Mapping[int, int], count: int) -> lis
         numbers = ", ".join(str(one.total()) for one in kernels)
         raise ProfilerFailed(f"the profiled steps have different numbers of kernels: {numbers}")
     return within
+
+
+def _named(kernel: str, launch: _Range, collectives: Sequence[tuple[_Range, str]]) -> str:
+    """Return a kernel's name or, if it names no collective, that of the collective launching it.
+
+    RCCL, the library of AMD's GPUs, has one kernel for all collectives.
+    """
+    if kind_of(kernel) is not Kind.COMMUNICATION or phase_of_collective(kernel):
+        return kernel
+    around = (name for span, name in collectives if span.start_s <= launch.start_s <= span.end_s)
+    return next(around, kernel)
 
 
 def is_activity(event: Any) -> bool:
