@@ -467,7 +467,10 @@ def test_sizes_are_binary_and_lines_are_cut_with_wide_letters_counted_twice() ->
     ("facts", "said"),
     [
         ({"foreign_load": {"foreign": 0.01}, "noisy": {}}, "1.0% of the cores before the run"),
-        ({"foreign_load": {"foreign": 0.3, "steal": 0.1}, "noisy": {}}, "40% of the cores before the run"),
+        (
+            {"foreign_load": {"foreign": 0.3, "steal": 0.1}, "noisy": {}},
+            "40% of the cores before the run",
+        ),
         ({"foreign_load": {"foreign": 0.9}, "noisy": {"load": "90%"}}, "NOISY"),
         ({"foreign_load": {"unknown": "no /proc/stat"}, "noisy": {}}, None),
     ],
