@@ -37,7 +37,7 @@ from dpbench.doctor.probe.figures import (
 )
 from dpbench.hardware import foreign_load, processes
 from dpbench.hardware.processes import CORES
-from dpbench.predict import machine
+from dpbench.predict import machine, profiles
 from tests.doctor import machines
 from tests.exported import command
 from tests.simulated.backend import LINK_BYTES, running
@@ -230,6 +230,8 @@ FAKE = Probe(
                 "thread_s",
                 "long_ops_2_threads_ratio",
                 "pinned_to_device_bytes_per_s",
+                "pageable_to_device_bytes_per_s",
+                "bf16_flop_per_s",
             )
         )
     ),
@@ -245,6 +247,15 @@ def test_the_file_is_toml_with_every_figure() -> None:
     assert set(data["probe"]) == {one.name for one in FAKE.figures}
     assert all(
         row["how"] and row["value"] and row["low"] and row["high"] for row in data["probe"].values()
+    )
+
+
+def test_a_prediction_has_the_rates_of_the_format_and_of_the_hosts_memory() -> None:
+    described = machine.read(tomllib.loads(to_toml(FAKE)), "here")
+    assert {*described.gpu.flop_per_s} == {"fp32", "bf16"}, "no other format was measured"
+    assert profiles.peaks(described, "bf16")[0] == pytest.approx(FAKE["bf16_flop_per_s"])
+    assert described.host.pageable_bytes_per_s == pytest.approx(
+        FAKE["pageable_to_device_bytes_per_s"]
     )
 
 

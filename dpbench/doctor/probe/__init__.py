@@ -282,6 +282,12 @@ def to_toml(result: Probe) -> str:
     noisy = f" ({foreign_load.NOISY})" if foreign_load.busy(result.load) else ""
     count = len(result.gpus)
     what = f"{result.name}, {result.cores} cores: {count} x {result.gpus[0]}{noisy}"
+    values = {one.name: one.value for one in result.figures}
+    formats = (
+        f"{name} = {_number(values[figure])}"
+        for name in gpu.DTYPES
+        if (figure := f"{name}_flop_per_s") in values
+    )
     lines = [
         f"description = {_text(what)}",
         f"source = {_text(how)}",
@@ -292,11 +298,12 @@ def to_toml(result: Probe) -> str:
         f"count = {count}",
         f"memory_bytes = {_number(result.gpu_memory_bytes)}",
         f"memory_bytes_per_s = {_number(result['gpu_memory_bytes_per_s'])}",
-        f"flop_per_s = {{ fp32 = {_number(result['fp32_flop_per_s'])} }}",
+        f"flop_per_s = {{ {', '.join(formats)} }}",
         "",
         "[host]",
         f"factor = {_number(result['module_replica_s'] / MODULE_S)}",
         f"cores = {result.cores}",
+        f"pageable_bytes_per_s = {_number(result['pageable_to_device_bytes_per_s'])}",
         f"launch_s = {_number(result['launch_s'])}",
         f"module_s = {_number(result['module_replica_s'])}",
         f"tensor_s = {_number(result['tensor_s'])}",

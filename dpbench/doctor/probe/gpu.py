@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import permutations
 
 import torch
 
 from dpbench.doctor.probe.figures import Figure, line, spread, timing
 from dpbench.hardware.device import Device
+from dpbench.hardware.devices import float32
 from dpbench.hardware.nvml import NvmlGpu
 from dpbench.measure.worker import facts
 from dpbench.records import HOST
@@ -22,7 +24,13 @@ KIB = 2**10
 MIB = 2**20
 SIDES = (256, 512, 1024, 2048, 4096, 8192)
 COPIES = (64 * KIB, MIB, 16 * MIB, 256 * MIB)
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {
+    "fp32": torch.float32,
+    float32.TF32: torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
+"""The dtypes of matrix products by their format; TF32 is that of convolutions by default."""
 REPEATS = 20
 EMPTY = 10_000
 HALF = "reaches half of the maximum rate, according to a line fitted to the seconds of"
@@ -65,10 +73,14 @@ def _seconds(work: Callable[[], object], repeats: int = REPEATS) -> float:
 
 def _arithmetic() -> Iterator[Figure]:
     for name, dtype in DTYPES.items():
+        rounded = name == float32.TF32
+        if rounded and float32.impediment(torch.device("cuda", 0)):
+            continue
         points: list[tuple[float, float]] = []
-        for side in SIDES:
-            a = torch.randn(side, side, device="cuda").to(dtype)
-            points.append((2.0 * side**3, _seconds(lambda a=a: a @ a)))  # type: ignore[misc]
+        with float32.tf32_allowed() if rounded else nullcontext():
+            for side in SIDES:
+                a = torch.randn(side, side, device="cuda").to(dtype)
+                points.append((2.0 * side**3, _seconds(lambda a=a: a @ a)))  # type: ignore[misc]
         start_s, per_flop = line(points)
         best = max(work / seconds for work, seconds in points)
         how = f"{name} products of square matrices with {SIDES[0]} to {SIDES[-1]} rows"
