@@ -209,7 +209,7 @@ def _free_peers(machine: Examined) -> str:
     causes = []
     if machine.system.iommu == "translating":
         causes.append("start the kernel with iommu=pt, because the IOMMU translates")
-    if any(bridge.acs for bridge in machine.system.of("bridge")):
+    if _redirecting(machine):
         causes.append("turn Access Control Services off in the firmware or with setpci")
     until = "until then, export NCCL_P2P_DISABLE=1"
     return "; ".join([*(causes or ["update the driver and the firmware"]), until])
@@ -480,22 +480,36 @@ def _cores(cores: frozenset[int]) -> str:
     return f"{ordered[0]} to {ordered[-1]}" if len(ordered) > 1 else ", ".join(map(str, ordered))
 
 
-def _redirected(machine: Examined) -> Iterator[Finding]:
-    """Find bridges that send copies between their GPUs up to the root complex."""
+def _redirecting(machine: Examined) -> dict[str, list[PciDevice]]:
+    """Return the ports that send copies between GPUs below a switch further up, by the switch.
+
+    Such a port leads from the switch to some of the GPUs below it. A port above the whole switch
+    has no part in these copies, although Linux lets it redirect where the IOMMU is on.
+    """
     gpus = [device for gpu in range(len(machine.gpus)) if (device := machine.pci(gpu))]
-    for bridge in machine.system.of("bridge"):
-        below = [gpu for gpu in gpus if bridge.address in gpu.path]
-        if bridge.acs and len(below) > 1:
-            yield Finding(
-                name="ACS",
-                says=f"copies between {words.count(len(below), 'GPU')} below the bridge"
-                f" {bridge.address} go up to the root complex",
-                evidence="Access Control Services redirect requests (its control register)",
-                cost="direct copies take the longer way, and some chipsets corrupt or stall them",
-                change=f"setpci -s {bridge.address} ECAP_ACS+0x6.w=0000 as root, or turn ACS off in"
-                " the firmware",
-                undo="restart the machine",
-            )
+    found: dict[str, list[PciDevice]] = {}
+    for port in machine.system.of("bridge"):
+        if port.acs and port.path:
+            switch = port.path[-1]
+            below = [port.address in gpu.path for gpu in gpus if switch in gpu.path]
+            if any(below) and not all(below):
+                found.setdefault(switch, []).append(port)
+    return found
+
+
+def _redirected(machine: Examined) -> Iterator[Finding]:
+    for switch, ports in _redirecting(machine).items():
+        addresses = [port.address for port in ports]
+        commands = "; ".join(f"setpci -s {one} ECAP_ACS+0x6.w=0000" for one in addresses)
+        yield Finding(
+            name="ACS",
+            says=f"copies between GPUs below the switch {switch} go up to the root complex",
+            evidence="Access Control Services redirect requests (control register of the switch's"
+            f" {words.count(len(ports), 'port')} {', '.join(addresses)})",
+            cost="direct copies take the longer way, and some chipsets corrupt or stall them",
+            change=f"{commands} as root, or turn ACS off in the firmware",
+            undo="restart the machine",
+        )
 
 
 def _shared_memory(machine: Examined) -> Iterator[Finding]:

@@ -36,13 +36,17 @@ def with_copy(source: int, target: int, way: str, **result: Any) -> Fault:
     return lambda machine: machines.with_transfer(machine, copy, **result)
 
 
-def with_acs(machine: Examined) -> Examined:
-    """Let the switch above the four GPUs redirect."""
-    pci = {
-        address: replace(one, acs=True) if address == "0000:01:00.0" else one
-        for address, one in machine.system.pci.items()
-    }
-    return replace(machine, system=replace(machine.system, pci=pci))
+def with_acs(*ports: str) -> Fault:
+    """Let these ports above the four GPUs redirect."""
+
+    def change(machine: Examined) -> Examined:
+        pci = {
+            address: replace(one, acs=True) if address in ports else one
+            for address, one in machine.system.pci.items()
+        }
+        return replace(machine, system=replace(machine.system, pci=pci))
+
+    return change
 
 
 def with_software(**versions: str) -> Fault:
@@ -59,6 +63,8 @@ def chain(*changes: Fault) -> Fault:
 
 
 SWITCH = "4x behind a switch"
+PORTS = [f"0000:02:0{i}.0" for i in range(4)]
+"""The ports of this switch, each with a GPU."""
 PLANTED: Mapping[str, tuple[str, Fault, set[str]]] = {
     "a corrupting pair": (SWITCH, with_copy(0, 2, DIRECT, wrong=4096), {"corrupt transfer"}),
     "a hanging pair": (
@@ -67,7 +73,8 @@ PLANTED: Mapping[str, tuple[str, Fault, set[str]]] = {
         {"failing transfer"},
     ),
     "a pair at a tenth": (SWITCH, with_copy(0, 1, DIRECT, bytes_per_s=2.2e9), {"slow pair"}),
-    "ACS on the switch": (SWITCH, with_acs, {"ACS"}),
+    "ACS in the ports of the switch": (SWITCH, with_acs(*PORTS), {"ACS"}),
+    "ACS in one port of the switch": (SWITCH, with_acs(PORTS[2]), {"ACS"}),
     "no peer access": (SWITCH, lambda one: replace(one, peers=frozenset()), {"no peer access"}),
     "a hanging all-reduce": (
         SWITCH,
@@ -214,6 +221,24 @@ def test_a_container_is_told_how_its_limits_change(tmp_path: Path) -> None:
     assert {one.name for one in found} == {"small /dev/shm", "core quota"}
     (shared,) = [one for one in found if one.name == "small /dev/shm"]
     assert "--shm-size" in shared.change
+
+
+def test_acs_is_named_once_for_a_switch_with_its_ports(tmp_path: Path) -> None:
+    machine = machines.examined(machines.read(tmp_path, SWITCH))
+    (found,) = faults.found(with_acs(*PORTS)(machine))
+    assert "0000:01:00.0" in found.says
+    assert [port for port in PORTS if f"setpci -s {port} " in found.change] == PORTS
+
+
+def test_acs_above_a_switch_does_not_matter(tmp_path: Path) -> None:
+    machine = machines.examined(machines.read(tmp_path, SWITCH))
+    above = with_acs("0000:00:01.1", "0000:01:00.0")
+    assert faults.found(above(machine)) == []
+    hanging = with_copy(0, 2, DIRECT, bytes_per_s=0.0, failure=SILENCE)
+    (found,) = faults.found(chain(above, hanging)(machine))
+    assert "Access Control" not in found.change
+    found, _ = faults.found(chain(with_acs(*PORTS), hanging)(machine))
+    assert "Access Control" in found.change
 
 
 def test_a_pair_that_hangs_is_named_with_the_iommu_as_the_cause(tmp_path: Path) -> None:
