@@ -409,6 +409,12 @@ def _apart(machine: Examined, copy: Copy) -> bool:
     )
 
 
+def _direct(machine: Examined, copy: Copy) -> bool:
+    """Return whether two GPUs have peer access, over NVLinks or without crossing sockets."""
+    peers = machine.peers or frozenset()
+    return copy.ends in peers and bool(machine.nvlinks(*copy.ends) or not _apart(machine, copy))
+
+
 def _no_peers(machine: Examined) -> Iterator[Finding]:
     count = len(machine.gpus)
     if machine.peers is None or count < 2:
@@ -444,8 +450,14 @@ def _pairs(pairs: Sequence[tuple[int, int]]) -> str:
 
 
 def _slow_all_reduce(machine: Examined) -> Iterator[Finding]:
+    """Find an all-reduce that is slower than the pairs, if NCCL can copy directly between all.
+
+    Through the host's memory and between sockets, the driver's copies are faster than NCCL's.
+    """
     done = machine.all_reduce
     pairs = [one.bytes_per_s for one in machine.of(DIRECT)]
+    if not all(_direct(machine, one.copy) for one in machine.of(DIRECT)):
+        return
     if done and done.bytes_per_s and pairs and done.bytes_per_s < SLOW * min(pairs):
         yield Finding(
             name="slow all-reduce",

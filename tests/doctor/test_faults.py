@@ -86,6 +86,13 @@ PLANTED: Mapping[str, tuple[str, Fault, set[str]]] = {
         lambda one: replace(one, all_reduce=AllReduce(bytes_per_s=2e9)),
         {"slow all-reduce"},
     ),
+    "a slow all-reduce over NVSwitch": (
+        "DGX",
+        chain(
+            machines.with_nvswitch, lambda one: replace(one, all_reduce=AllReduce(bytes_per_s=9e9))
+        ),
+        {"slow all-reduce"},
+    ),
     "four of sixteen lanes": ("2x3090", with_gpu(1, pcie_width_now=4), {"narrow link"}),
     "a link of an older generation": (
         "2x3090",
@@ -257,6 +264,16 @@ def test_on_busy_cores_a_copy_that_hangs_may_only_be_slow(tmp_path: Path) -> Non
     hanging, busy = faults.found(replace(machine, busy="90% of the cores"))
     assert "only be slow" in hanging.evidence
     assert (busy.name, busy.wrong) == ("busy cores", False)
+
+
+def test_an_all_reduce_that_cannot_be_direct_may_be_slower_than_copies(tmp_path: Path) -> None:
+    """The driver's copies through the host's memory and between sockets are faster than NCCL's."""
+    slow = AllReduce(bytes_per_s=6e9)
+    alone = machines.examined(machines.read(tmp_path / "alone", SWITCH))
+    found = faults.found(replace(alone, all_reduce=slow, peers=frozenset()))
+    assert [one.name for one in found] == ["no peer access"]
+    sockets = machines.examined(machines.read(tmp_path / "sockets", "two sockets"))
+    assert faults.found(replace(sockets, all_reduce=slow)) == []
 
 
 def test_a_slow_pair_between_sockets_is_a_fact_of_the_hardware(tmp_path: Path) -> None:
