@@ -101,12 +101,11 @@ def without_kernels(kernels: Sequence[str], capabilities: Sequence[Sequence[int]
     """Return the GPUs, by their compute capability, for which a build of torch has no kernels.
 
     `kernels` are such as sm_86, which run on capability 8.6 and later ones of the same generation,
-    or compute_90, which the driver compiles for 9.0 and all later ones.
+    or compute_90, which the driver compiles for 9.0 and all later ones. Others, such as gfx90a, say
+    nothing about a capability.
     """
-    built = [
-        (kind, *divmod(int(re.sub(r"\D", "", number)), 10))
-        for kind, _, number in (name.partition("_") for name in kernels)
-    ]
+    names = (re.fullmatch(r"(sm|compute)_(\d+)[a-z]?", name) for name in kernels)
+    built = [(name[1], *divmod(int(name[2]), 10)) for name in names if name]
 
     def runs(major: int, minor: int) -> bool:
         return any(
