@@ -73,9 +73,10 @@ _NVLINK_SENT, _ALL_LINKS, _NVLINK_SPEED = 138, 2**32 - 1, 90
 _NVLINK_SWITCH = 2
 SWITCH = "switch"
 """The other end of an NVLink that goes to an NVSwitch."""
-_NVLINK_RATES = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 25e9, 6: 25e9, 7: 50e9}
+_NVLINK_RATES = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 6: 25e9, 7: 50e9}
 """The bytes per second of a link and direction by NVML's NVML_NVLINK_VERSION: 1.0, 2.0, 2.2, 3.0,
-3.1, 4.0 and 5.0. Some cards run their links slower, so that the driver's field comes first."""
+4.0 and 5.0. Some cards run their links slower, so that the driver's field comes first. The rate of
+version 3.1 is unknown: cards such as RTX 3090 and A6000, whose version it may be, have 14 GB/s."""
 _UNCORRECTED, _SINCE_START = 1, 0
 # What only the doctor reads
 _TOTALS: dict[str, tuple[Reader, ...]] = {
