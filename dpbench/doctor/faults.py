@@ -36,9 +36,9 @@ HARMFUL: Mapping[str, tuple[tuple[str, ...], str]] = {
     "NCCL_IB_DISABLE": (("1",), "NCCL does not use InfiniBand"),
     "NCCL_DEBUG": (("INFO", "TRACE"), "NCCL writes a log of each communicator"),
     "TORCH_DISTRIBUTED_DEBUG": (("DETAIL",), "torch checks each collective on all ranks"),
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": (("1",), "every tensor is allocated by the driver"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": ((), "every tensor is allocated by the driver"),
 }
-"""Environment variables, the values that make steps slower, and what these do."""
+"""Environment variables, the values that make steps slower, () for all, and what these do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,19 +190,28 @@ def _rate(bytes_per_s: float) -> str:
 def _corrupt(machine: Examined) -> Iterator[Finding]:
     for one in machine.transfers:
         if one.wrong:
+            change, undo = _remedy(machine, one.copy)
             yield Finding(
                 name="corrupt transfer",
                 says=f"{one.copy}: bytes arrive changed, so that training computes wrong numbers",
                 evidence=f"{words.count(one.wrong, 'byte')} of the pattern differ on arrival",
                 cost="every result of several GPUs on this machine is in doubt",
                 gpus=_gpus_of(one.copy),
-                change=_free_peers(machine),
-                undo="export NCCL_P2P_DISABLE=0, and the earlier kernel command line",
+                change=change,
+                undo=undo,
             )
 
 
 def _gpus_of(copy: Copy) -> tuple[int, ...]:
     return tuple(end for end in copy.ends if end != HOST)
+
+
+UNDO = "export NCCL_P2P_DISABLE=0, and the earlier kernel command line"
+
+
+def _remedy(machine: Examined, copy: Copy) -> tuple[str, str]:
+    """Return the change that may help a sick copy, and how to undo it."""
+    return (_free_peers(machine), UNDO) if copy.way == DIRECT else ("see the kernel's log", "")
 
 
 def _free_peers(machine: Examined) -> str:
@@ -220,14 +229,15 @@ def _hanging(machine: Examined) -> Iterator[Finding]:
     for one in machine.transfers:
         if one.failure:
             what = "does not answer" if one.hangs else "fails"
+            change, undo = _remedy(machine, one.copy)
             yield Finding(
                 name="failing transfer",
                 says=f"{one.copy} {what}",
                 evidence=f"{one.failure}{doubt}",
                 cost="DataParallel and NCCL hang or fail on these GPUs",
                 gpus=_gpus_of(one.copy),
-                change=_free_peers(machine) if one.copy.between_gpus else "see the kernel's log",
-                undo="export NCCL_P2P_DISABLE=0, and the earlier kernel command line",
+                change=change,
+                undo=undo,
             )
     if machine.all_reduce and machine.all_reduce.failure:
         yield Finding(
@@ -236,7 +246,7 @@ def _hanging(machine: Examined) -> Iterator[Finding]:
             evidence=f"{machine.all_reduce.failure}{doubt}",
             cost="DistributedDataParallel hangs or fails on this machine",
             change=_free_peers(machine),
-            undo="export NCCL_P2P_DISABLE=0, and the earlier kernel command line",
+            undo=UNDO,
         )
 
 
@@ -602,9 +612,13 @@ def _huge_pages(machine: Examined) -> Iterator[Finding]:
 
 
 def _variables(machine: Examined) -> Iterator[Finding]:
+    """Find variables that slow steps down; without healthy peer access, P2P is off for a reason."""
+    sick = any(one.wrong or one.failure for one in machine.transfers if one.copy.way == DIRECT)
     for name, (values, effect) in HARMFUL.items():
-        value = machine.variables.get(name, "")
-        if value.upper() in values:
+        value = machine.variables.get(name)
+        if value is None or (name == "NCCL_P2P_DISABLE" and (sick or not machine.peers)):
+            continue
+        if not values or value.upper() in values:
             yield Finding(
                 name="variable",
                 says=f"{name}={value}: {effect}",

@@ -196,7 +196,8 @@ def _iommu(root: Path) -> str:
         return "unknown"
     if not any(folder.iterdir()):
         return "off"
-    return "passthrough" if "iommu=pt" in options else "translating"
+    through = {"iommu=pt", "iommu.passthrough=1"} & {*options}
+    return "passthrough" if through else "translating"
 
 
 def _size(folder: Path) -> int | None:

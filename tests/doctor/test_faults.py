@@ -124,6 +124,11 @@ PLANTED: Mapping[str, tuple[str, Fault, set[str]]] = {
         lambda one: replace(one, variables={"NCCL_P2P_DISABLE": "1", "HOME": "x"}),
         {"variable"},
     ),
+    "a variable whose presence counts": (
+        "2x3090",
+        lambda one: replace(one, variables={"PYTORCH_NO_CUDA_MEMORY_CACHING": "0"}),
+        {"variable"},
+    ),
     "torch without CUDA": (
         "2x3090",
         lambda one: replace(one, unused="torch 2.13.0+cpu is a build for CPUs"),
@@ -254,6 +259,26 @@ def test_a_pair_that_hangs_is_named_with_the_iommu_as_the_cause(tmp_path: Path) 
     (found,) = faults.found(with_system(iommu="translating")(machine))
     assert found.says == "GPU 0 -> GPU 2 direct does not answer"
     assert "iommu=pt" in found.change
+
+
+@pytest.mark.parametrize("way", [PINNED, STAGED])
+@pytest.mark.parametrize("result", [{"wrong": 9}, {"bytes_per_s": 0.0, "failure": SILENCE}])
+def test_copies_that_are_not_direct_are_not_cured_without_peer_access(
+    way: str, result: dict[str, Any], tmp_path: Path
+) -> None:
+    machine = machines.examined(machines.read(tmp_path, SWITCH))
+    source = HOST if way == PINNED else 1
+    (found,) = faults.found(with_copy(source, 0, way, **result)(machine))
+    assert "P2P" not in found.change + found.undo
+
+
+def test_peer_access_that_is_off_for_a_reason_is_no_fault(tmp_path: Path) -> None:
+    machine = machines.examined(machines.read(tmp_path, SWITCH))
+    machine = replace(machine, variables={"NCCL_P2P_DISABLE": "1"})
+    (found,) = faults.found(with_copy(0, 2, DIRECT, wrong=9)(machine))
+    assert found.name == "corrupt transfer", "the doctor itself advises to turn it off"
+    (found,) = faults.found(replace(machine, peers=frozenset()))
+    assert found.name == "no peer access"
 
 
 def test_on_busy_cores_a_copy_that_hangs_may_only_be_slow(tmp_path: Path) -> None:

@@ -42,6 +42,12 @@ def test_a_container_has_its_limits(tmp_path: Path) -> None:
     assert found.locked_bytes == 8 * 2**20
 
 
+@pytest.mark.parametrize("option", ["iommu=pt", "iommu.passthrough=1"])
+def test_either_option_lets_addresses_through(tmp_path: Path, option: str) -> None:
+    tree_of = machines.Tree(slots=[], iommu=True, cmdline=f"quiet {option}")
+    assert system.read(machines.made(tmp_path, tree_of), [0]).iommu == "passthrough"
+
+
 @pytest.mark.parametrize(("control", "redirects"), [(0x1D, True), (0x00, False), (0x01, False)])
 def test_redirection_is_read_from_the_control_register(
     tmp_path: Path, control: int, redirects: bool
