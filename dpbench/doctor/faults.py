@@ -17,7 +17,7 @@ from typing import Any
 from dpbench.analysis.validity import SLOWDOWNS
 from dpbench.doctor.system import GENERATIONS, PciDevice, System, link_bytes_per_s
 from dpbench.doctor.transfers import Copy, Transfer, copies
-from dpbench.hardware.nvml import SWITCH
+from dpbench.hardware import nvml
 from dpbench.records import HOST, words
 from dpbench.records.examination import DIRECT, PINNED, SLOW, STAGED, Finding
 
@@ -117,20 +117,16 @@ class Examined:
 
     def nvlinks(self, source: int, target: int) -> int:
         """Return the number of active NVLinks between two GPUs, directly or through NVSwitch."""
-        mine, theirs = (self._nvlink(gpu, "ends", {}) for gpu in (source, target))
-        straight = mine.get(self.gpus[target].get("pci_address"), 0)
-        return int(straight or min(mine.get(SWITCH, 0), theirs.get(SWITCH, 0)))
+        return nvml.nvlinks(self.gpus[source], self.gpus[target])
 
     def nvlinked(self, source: int, target: int) -> float:
         """Return what the NVLinks between two GPUs carry each way, in bytes per second; 0 without.
 
         It is 0 too if NVML does not tell where the links end, or their rate.
         """
-        rates = (float(self._nvlink(gpu, "bytes_per_s", 0.0)) for gpu in (source, target))
+        links = (self.gpus[gpu].get("nvlinks", {}) for gpu in (source, target))
+        rates = (float(one.get("bytes_per_s", 0.0)) for one in links)
         return self.nvlinks(source, target) * min(rates)
-
-    def _nvlink(self, gpu: int, fact: str, unknown: Any) -> Any:
-        return self.gpus[gpu].get("nvlinks", {}).get(fact, unknown)
 
     def carried(self, copy: Copy) -> float:
         """Return what the links on the way of a copy promise, in bytes per second; 0 if unknown.

@@ -206,6 +206,11 @@ def ending(exit_status: int | None) -> str:
     return f"killed by {names.get(-exit_status, f'signal {-exit_status}')}"
 
 
+def last_line(text: str) -> str:
+    """Return the last line of the error output of a process, which has the error."""
+    return (text.strip().splitlines() or ["(none)"])[-1][:500]
+
+
 def killed_for_memory(root: Path = Path("/")) -> int | None:
     """Return how many processes the kernel has killed because memory ran out; None if unknown.
 

@@ -173,18 +173,6 @@ def test_the_memory_of_a_process_is_found_on_every_gpu_also_on_those_that_cuda_d
     assert nvml.held_by(4242, library) == []
 
 
-@pytest.mark.parametrize(("status", "sent"), [(0, 3 * 1024), (NOT_SUPPORTED, None)])
-def test_the_bytes_over_nvlink_are_those_of_all_links_of_a_gpu(status, sent):
-    library = recorded("h100_x4")
-    field = types.SimpleNamespace(nvmlReturn=status, value=types.SimpleNamespace(ullVal=3))
-    asked = f"nvmlDeviceGetFieldValues([(138, {2**32 - 1})])"
-    library.recording["gpu"][asked] = {"latency_s": 0.0, "answers": [[field]]}
-    with nvml.open_nvml(library, environ(None)) as opened:
-        assert [gpu.read("nvlink_sent_bytes") for gpu in opened.gpus] == [sent] * 4
-    with nvml.open_nvml(recorded("h100_x4"), environ(None)) as opened:
-        assert opened.gpus[0].read("nvlink_sent_bytes") is None, "a driver without the call"
-
-
 def test_nvlinks_end_at_a_switch_or_at_a_gpu_and_have_a_rate():
     speed = types.SimpleNamespace(nvmlReturn=0, value=types.SimpleNamespace(ullVal=26562))
     library = recorded("h100_x4")
@@ -406,7 +394,7 @@ def test_numbers_and_names_are_those_of_the_real_library():
         nvml._PCIE_RX,
     )
     assert pynvml.NVML_TEMPERATURE_GPU == nvml._TEMPERATURE_GPU
-    assert pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX == nvml._NVLINK_SENT
+    assert pynvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON == nvml._NVLINK_SPEED
     called = set(re.findall(r"\bnvml[A-Z]\w+", inspect.getsource(nvml)))
     fields = {name for name, _ in pynvml.c_nvmlFieldValue_t._fields_}
     assert called - {*dir(pynvml), *fields} == set()

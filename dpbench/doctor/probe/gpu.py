@@ -1,4 +1,4 @@
-"""GPU: figures of one GPU's matrix products, copies, launches and transfers, and of links.
+"""GPU: figures of one GPU's matrix products, copies within its memory, and launches.
 
 CUDA events around many kernels in a row measure times on the device. The host's clock measures the
 launch of a kernel, without waiting for the device.
@@ -7,18 +7,13 @@ launch of a kernel, without waiting for the device.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from itertools import permutations
 
 import torch
 
-from dpbench.doctor.probe.figures import Figure, line, spread, timing
-from dpbench.hardware.device import Device
+from dpbench.doctor.probe.figures import Figure, line
 from dpbench.hardware.devices import float32
-from dpbench.hardware.nvml import NvmlGpu
-from dpbench.measure.worker import facts
-from dpbench.records import HOST
 
 KIB = 2**10
 MIB = 2**20
@@ -42,7 +37,6 @@ def figures() -> Iterator[Figure]:
     yield from _arithmetic()
     yield from _memory()
     yield from _launches()
-    yield from _transfers()
 
 
 def _context() -> Figure:
@@ -123,66 +117,3 @@ def _launches() -> Iterator[Figure]:
         spent / 500,
         "the host's time to launch one operation, without waiting for the device",
     )
-
-
-def _transfers() -> Iterator[Figure]:
-    size = 64 * MIB
-    there = torch.empty(size // 4, device="cuda")
-    for name, pinned in (("pinned", True), ("pageable", False)):
-        here = torch.zeros(size // 4, pin_memory=pinned)
-        up = _seconds(lambda h=here: there.copy_(h, non_blocking=True))  # type: ignore[misc]
-        down = _seconds(lambda h=here: h.copy_(there, non_blocking=True))  # type: ignore[misc]
-        yield Figure(
-            f"{name}_to_device_bytes_per_s", size / up, f"copies of 64 MiB from {name} host memory"
-        )
-        yield Figure(
-            f"{name}_to_host_bytes_per_s", size / down, f"copies of 64 MiB to {name} host memory"
-        )
-
-
-def links(devices: Sequence[Device], counters: Mapping[int, NvmlGpu]) -> Iterator[Figure]:
-    """Yield the figures of the links from the host to each GPU and between all pairs of GPUs.
-
-    They are the share of the pairs with peer access, the rate of each link for one copy at a time
-    and, if the GPU at its start has an NVLink counter, the share of the copied bytes that NVLink
-    carried. `counters` maps CUDA ordinals to NVML's GPUs.
-    """
-    pairs = list(permutations([device.torch_device.index for device in devices], 2))
-    reached = sum(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
-    how = (
-        "the share of the ordered pairs of GPUs in which the first can access the memory of the"
-        " second"
-    )
-    yield Figure("peer_access_ratio", reached / len(pairs), how)
-    before = _sent(counters)
-    for link in facts.links(devices):
-        after = _sent(counters)
-        size = f"{link.bytes // KIB} KiB"
-        source, target = (
-            f"GPU {end}" if end != HOST else "the host's pinned memory"
-            for end in (link.source, link.target)
-        )
-        name = f"link_{'host' if link.source == HOST else link.source}_{link.target}"
-        spent = timing(link.seconds)
-        rates = [link.bytes / seconds for seconds in (spent.seconds, spent.low_s, spent.high_s)]
-        yield spread(
-            f"{name}_bytes_per_s",
-            rates,
-            f"copies of {size} from {source} to {target}, one at a time",
-        )
-        if link.source in after and link.source in before:
-            share = (after[link.source] - before[link.source]) / (
-                link.bytes * (1 + facts.LINK_COPIES)
-            )
-            how = (
-                f"the bytes that NVML's counter shows as sent by {source} over NVLink, per byte"
-                f" copied to {target}"
-            )
-            yield Figure(f"{name}_nvlink_ratio", share, how)
-        before = after
-
-
-def _sent(counters: Mapping[int, NvmlGpu]) -> dict[int, float]:
-    """Return the bytes sent over NVLink so far, by the CUDA ordinal of each GPU with a counter."""
-    found = {ordinal: gpu.read("nvlink_sent_bytes") for ordinal, gpu in counters.items()}
-    return {ordinal: sent for ordinal, sent in found.items() if sent is not None}
