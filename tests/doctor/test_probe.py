@@ -294,7 +294,7 @@ def test_a_gpus_figures_are_those_of_a_gpu() -> None:
     found = {one.name: one.value for one in gpu.figures()}
     assert found["gpu_memory_bytes_per_s"] > 5e10
     assert found["fp32_flop_per_s"] > 1e12
-    assert 1e-7 < found["kernel_s"] < 1e-4
+    assert 1e-7 < found["launch_s"] < 1e-3
 
 
 RATES = {PINNED: 2e10, PAGEABLE: 5e9, DIRECT: 4e10}

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 
 import torch
 
-from dpbench.doctor.probe.figures import Figure, line
+from dpbench.doctor.probe.figures import Figure
 from dpbench.hardware.devices import float32
 
 KIB = 2**10
@@ -27,42 +27,27 @@ DTYPES = {
 }
 """The dtypes of matrix products by their format; TF32 is that of convolutions by default."""
 REPEATS = 20
-EMPTY = 10_000
-HALF = "reaches half of the maximum rate, according to a line fitted to the seconds of"
 
 
 def figures() -> Iterator[Figure]:
     """Yield all figures of GPU 0."""
-    yield _context()
     yield from _arithmetic()
-    yield from _memory()
-    yield from _launches()
+    yield _memory()
+    yield _launch()
 
 
-def _context() -> Figure:
-    """Return the bytes of the CUDA context and of other processes on the GPU."""
-    torch.cuda.init()
-    free, total = torch.cuda.mem_get_info(0)
-    return Figure(
-        "context_bytes",
-        float(total - free - torch.cuda.memory_reserved(0)),
-        "the memory in use on the GPU after CUDA has started, including that of other processes,"
-        " but without that of torch's allocator",
-    )
-
-
-def _seconds(work: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Return the mean seconds of `work` on the device, by events around `repeats` calls."""
+def _seconds(work: Callable[[], object]) -> float:
+    """Return the mean seconds of `work` on the device, by events around `REPEATS` calls."""
     for _ in range(3):
         work()
     start = torch.cuda.Event(enable_timing=True)
     end = torch.cuda.Event(enable_timing=True)
     start.record()
-    for _ in range(repeats):
+    for _ in range(REPEATS):
         work()
     end.record()
     end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3 / repeats
+    return float(start.elapsed_time(end)) / 1e3 / REPEATS
 
 
 def _arithmetic() -> Iterator[Figure]:
@@ -70,49 +55,39 @@ def _arithmetic() -> Iterator[Figure]:
         rounded = name == float32.TF32
         if rounded and float32.impediment(torch.device("cuda", 0)):
             continue
-        points: list[tuple[float, float]] = []
+        best = 0.0
         with float32.tf32_allowed() if rounded else nullcontext():
             for side in SIDES:
                 a = torch.randn(side, side, device="cuda").to(dtype)
-                points.append((2.0 * side**3, _seconds(lambda a=a: a @ a)))  # type: ignore[misc]
-        start_s, per_flop = line(points)
-        best = max(work / seconds for work, seconds in points)
+                best = max(best, 2.0 * side**3 / _seconds(lambda a=a: a @ a))  # type: ignore[misc]
         how = f"{name} products of square matrices with {SIDES[0]} to {SIDES[-1]} rows"
         yield Figure(f"{name}_flop_per_s", best, f"the best rate of {how}")
-        half = f"the size, in FLOP, at which a matrix product {HALF} {how}"
-        yield Figure(f"{name}_half_flop", start_s / per_flop, half)
 
 
-def _memory() -> Iterator[Figure]:
-    points: list[tuple[float, float]] = []
+def _memory() -> Figure:
+    best = 0.0
     for size in COPIES:
         source = torch.zeros(size // 4, device="cuda")
         target = torch.empty_like(source)
-        points.append((2.0 * size, _seconds(lambda s=source, t=target: t.copy_(s))))  # type: ignore[misc]
-    start_s, per_byte = line(points)
-    best = max(work / seconds for work, seconds in points)
-    how = (
-        "copies of 64 KiB to 256 MiB on the GPU, counting both the bytes read and the bytes written"
+        best = max(best, 2.0 * size / _seconds(lambda s=source, t=target: t.copy_(s)))  # type: ignore[misc]
+    return Figure(
+        "gpu_memory_bytes_per_s",
+        best,
+        "the best rate of copies of 64 KiB to 256 MiB on the GPU, counting both the bytes read and"
+        " the bytes written",
     )
-    yield Figure("gpu_memory_bytes_per_s", best, f"the best rate of {how}")
-    half = f"the size, in bytes, at which a copy {HALF} {how}"
-    yield Figure("gpu_half_bytes", start_s / per_byte, half)
 
 
-def _launches() -> Iterator[Figure]:
+def _launch() -> Figure:
     x = torch.zeros(1, device="cuda")
-    how = (
-        f"a kernel that adds a number to one element: the mean of {EMPTY} such kernels between two"
-        " CUDA events"
-    )
-    yield Figure("kernel_s", _seconds(lambda: x.add_(1), EMPTY), how)
+    for _ in range(2):  # the first time is warm-up
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(500):  # fewer launches than the queue holds, so that the host never waits
+            x.add_(1)
+        spent = time.perf_counter() - begin
     torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(500):  # fewer launches than the queue holds, so that the host never waits
-        x.add_(1)
-    spent = time.perf_counter() - begin
-    torch.cuda.synchronize()
-    yield Figure(
+    return Figure(
         "launch_s",
         spent / 500,
         "the host's time to launch one operation, without waiting for the device",
