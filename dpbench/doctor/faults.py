@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dpbench.analysis.validity import SLOWDOWNS
-from dpbench.doctor.system import GENERATIONS, PciDevice, System, link_bytes_per_s
+from dpbench.doctor.system import LANE_BYTES_PER_S, PciDevice, System
 from dpbench.doctor.transfers import Copy, Transfer, copies
 from dpbench.hardware import nvml
 from dpbench.records import HOST, words
@@ -147,7 +147,7 @@ class Examined:
 
 
 def _pcie(generation: int, width: int) -> float:
-    return link_bytes_per_s(GENERATIONS.get(generation, 0.0), width)
+    return LANE_BYTES_PER_S.get(generation, 0.0) * width
 
 
 Rule = Callable[[Examined], Iterator[Finding]]
@@ -580,33 +580,6 @@ def _quota(machine: Examined) -> Iterator[Finding]:
         )
 
 
-def _governor(machine: Examined) -> Iterator[Finding]:
-    if "powersave" in machine.system.governors and not machine.system.container:
-        yield Finding(
-            name="governor",
-            says="the cores' frequency governor is powersave",
-            evidence="scaling_governor",
-            cost="launches of short kernels may take longer while clocks rise",
-            change="cpupower frequency-set -g performance as root",
-            undo="cpupower frequency-set -g powersave",
-            wrong=False,
-        )
-
-
-def _huge_pages(machine: Examined) -> Iterator[Finding]:
-    if machine.system.huge_pages == "never" and machine.gpus:
-        yield Finding(
-            name="huge pages",
-            says="the kernel gives programs no transparent huge pages",
-            evidence="/sys/kernel/mm/transparent_hugepage/enabled: never",
-            cost="copies of batches in the host's memory take more page faults",
-            change="echo madvise > /sys/kernel/mm/transparent_hugepage/enabled as root, and export"
-            " THP_MEM_ALLOC_ENABLE=1 for torch",
-            undo="echo never > /sys/kernel/mm/transparent_hugepage/enabled",
-            wrong=False,
-        )
-
-
 def _variables(machine: Examined) -> Iterator[Finding]:
     """Find variables that slow steps down; without healthy peer access, P2P is off for a reason."""
     sick = any(one.wrong or one.failure for one in machine.transfers if one.copy.way == DIRECT)
@@ -810,8 +783,6 @@ RULES: Sequence[Rule] = (
     _quota,
     _variables,
     _locked_memory,
-    _governor,
-    _huge_pages,
 )
 
 

@@ -118,7 +118,6 @@ PLANTED: Mapping[str, tuple[str, Fault, set[str]]] = {
     "a small /dev/shm": ("2x3090", with_system(shm_bytes=64 * 2**20), {"small /dev/shm"}),
     "little locked memory": ("DGX", with_system(locked_bytes=2**16), {"locked memory"}),
     "a quota of cores": ("2x3090", with_system(quota=2.0), {"core quota"}),
-    "the governor": ("2x3090", with_system(governors=("powersave",)), {"governor"}),
     "a variable": (
         "2x3090",
         lambda one: replace(one, variables={"NCCL_P2P_DISABLE": "1", "HOME": "x"}),
@@ -153,7 +152,6 @@ PLANTED: Mapping[str, tuple[str, Fault, set[str]]] = {
     "memory errors": ("2x3090", with_gpu(1, ecc_errors=2), {"memory errors"}),
     "unlike ECC": ("2x3090", chain(with_gpu(0, ecc=True), with_gpu(1, ecc=False)), {"ECC"}),
     "a divided GPU": ("2x3090", with_gpu(1, mig=True), {"MIG"}),
-    "no huge pages": ("2x3090", with_system(huge_pages="never"), {"huge pages"}),
     "an NVLink that is down": (
         "DGX",
         chain(
