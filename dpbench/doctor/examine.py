@@ -47,7 +47,6 @@ print(json.dumps({
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if nccl and count else "",
     },
     "kernels": torch.cuda.get_arch_list() if count else [],
-    "capabilities": [torch.cuda.get_device_capability(gpu) for gpu in range(count)],
     "peers": peers,
     "memory_bytes_per_s": 2 * source.nbytes / min(seconds),
 }))
@@ -58,7 +57,8 @@ def examine(say: Callable[[str], None] = lambda _: None) -> Examined:
     """Return what this machine shows; `say` is called with each line of progress."""
     before = foreign_load.snapshot()
     described = gpus.describe()
-    count = len(gpus.of_torch().gpus)
+    usable = gpus.of_torch().gpus
+    count = len(usable)
     say("the build of torch and the host's memory ...")
     answer = _torch()
     watched = Watched()
@@ -91,7 +91,9 @@ def examine(say: Callable[[str], None] = lambda _: None) -> Examined:
             "driver": described.get("driver", ""),
             "driver_cuda": described.get("cuda_driver", ""),
         },
-        no_kernels=without_kernels(answer.get("kernels", ()), answer.get("capabilities", ())),
+        no_kernels=without_kernels(
+            answer.get("kernels", ()), [gpu["capability"] for gpu in usable]
+        ),
         memory_bytes_per_s=answer.get("memory_bytes_per_s", 0.0),
         variables=dict(os.environ),
     )

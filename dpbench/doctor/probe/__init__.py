@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -18,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +24,7 @@ import torch
 from dpbench.doctor import transfers
 from dpbench.doctor.probe import all_reduce, gpu, host
 from dpbench.doctor.probe.figures import Figure, over_passes
-from dpbench.hardware import foreign_load, nvml, processes
+from dpbench.hardware import foreign_load, nvml, processes, provenance
 from dpbench.measure.server import environment
 from dpbench.records import HOST, fake, words
 from dpbench.records.examination import DIRECT
@@ -47,9 +45,9 @@ Say = Callable[[str], None]
 class Probe:
     """The result of a probe: the measured machine and its figures.
 
-    `name` is the processor's, and `cores` its number of logical cores. `gpus` are the names of the
-    GPUs, at least one; `gpu_memory_bytes` is the memory of GPU 0. `passes` is the number of passes
-    that were made, and `seconds` the duration of the probe.
+    `name` is the processor's, and `cores` the number that this process may use. `gpus` are the
+    names of the GPUs, at least one; `gpu_memory_bytes` is the memory of GPU 0. `passes` is the
+    number of passes that were made, and `seconds` the duration of the probe.
     """
 
     name: str
@@ -140,6 +138,7 @@ def probe(
         left_out |= {one.left_out: None for one in found if isinstance(one, LeftOut)}
         loads.append(foreign_load.since(before))
         last_s = time.perf_counter() - began
+    host_facts = provenance.host_facts()
     pairs = list(permutations(range(count), 2))
     described = nvml.describe()
     facts = tuple(described["gpus"]) if len(described["gpus"]) == count else ()
@@ -148,8 +147,8 @@ def probe(
     if missing := PASSES - len(passes):
         left_out[f"{missing} of {PASSES} passes, because {ended}"] = None
     result = Probe(
-        name=_processor(),
-        cores=os.cpu_count() or 1,
+        name=host_facts["cpu"],
+        cores=host_facts["cores"],
         gpus=_gpu_names(count, described),
         gpu_memory_bytes=torch.cuda.get_device_properties(0).total_memory,
         figures=over_passes(passes),
@@ -273,18 +272,6 @@ def _copies(count: int) -> Iterator[Figure]:
         source, target = ("host" if end == HOST else end for end in one.copy.ends)
         how = f"the best of {transfers.REPEATS} copies of {words.size(transfers.SIZE)}: {one.copy}"
         yield Figure(f"{one.copy.way}_{source}_{target}_bytes_per_s", one.bytes_per_s, how)
-
-
-def _processor() -> str:
-    """Return the processor's name, or the architecture if the name is unknown."""
-    for line in (
-        Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        if Path("/proc/cpuinfo").exists()
-        else ()
-    ):
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def to_toml(result: Probe) -> str:
