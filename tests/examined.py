@@ -15,7 +15,7 @@ EXAMINATION = Examination(
             change="leave GPU 2 out",
             gpus=(0, 2),
         ),
-        Finding(name="governor", says="powersave", evidence="the kernel", wrong=False),
+        Finding(name="MIG", says="GPU 1 is divided (MIG)", evidence="NVML", wrong=False),
     ),
     checked=("copies",),
     unchecked=(),

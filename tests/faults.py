@@ -1266,20 +1266,16 @@ FAULTS = (
     Fault(
         "probed-access",
         "a probe's file has peer access where every pair of GPUs has it",
-        'any(one.name == "peer_access_ratio" and one.value == 1 for one in self.figures)',
-        'any(one.name == "peer_access_ratio" for one in self.figures)',
-        (
-            "tests/doctor/test_probe.py::test_a_file_has_the_peer_access_and_the_nvlink_that_were_measured",
-        ),
+        "all(torch.cuda.can_device_access_peer(*one) for one in pairs)",
+        "any(torch.cuda.can_device_access_peer(*one) for one in pairs)",
+        ("tests/doctor/test_probe.py::test_gpus_have_peer_access_if_each_pair_has_it",),
     ),
     Fault(
-        "probed-links",
-        "the probe measures the link of each pair of GPUs",
+        "timed-links",
+        "a trial times the link of each pair of GPUs",
         "permutations(ends, 2)",
         "pairwise(ends)",
-        (
-            "tests/doctor/test_probe.py::test_the_links_of_gpus_have_their_true_rates_and_nvlinks_share",
-        ),
+        ("tests/simulated/test_report.py::test_a_slow_link_is_found_and_named_with_its_true_rate",),
     ),
     Fault(
         "recorded-collective",

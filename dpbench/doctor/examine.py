@@ -47,7 +47,6 @@ print(json.dumps({
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if nccl and count else "",
     },
     "kernels": torch.cuda.get_arch_list() if count else [],
-    "capabilities": [torch.cuda.get_device_capability(gpu) for gpu in range(count)],
     "peers": peers,
     "memory_bytes_per_s": 2 * source.nbytes / min(seconds),
 }))
@@ -58,7 +57,8 @@ def examine(say: Callable[[str], None] = lambda _: None) -> Examined:
     """Return what this machine shows; `say` is called with each line of progress."""
     before = foreign_load.snapshot()
     described = gpus.describe()
-    count = len(gpus.of_torch().gpus)
+    usable = gpus.of_torch().gpus
+    count = len(usable)
     say("the build of torch and the host's memory ...")
     answer = _torch()
     watched = Watched()
@@ -91,7 +91,9 @@ def examine(say: Callable[[str], None] = lambda _: None) -> Examined:
             "driver": described.get("driver", ""),
             "driver_cuda": described.get("cuda_driver", ""),
         },
-        no_kernels=without_kernels(answer.get("kernels", ()), answer.get("capabilities", ())),
+        no_kernels=without_kernels(
+            answer.get("kernels", ()), [gpu["capability"] for gpu in usable]
+        ),
         memory_bytes_per_s=answer.get("memory_bytes_per_s", 0.0),
         variables=dict(os.environ),
     )
@@ -101,12 +103,11 @@ def without_kernels(kernels: Sequence[str], capabilities: Sequence[Sequence[int]
     """Return the GPUs, by their compute capability, for which a build of torch has no kernels.
 
     `kernels` are such as sm_86, which run on capability 8.6 and later ones of the same generation,
-    or compute_90, which the driver compiles for 9.0 and all later ones.
+    or compute_90, which the driver compiles for 9.0 and all later ones. Others, such as gfx90a, say
+    nothing about a capability.
     """
-    built = [
-        (kind, *divmod(int(re.sub(r"\D", "", number)), 10))
-        for kind, _, number in (name.partition("_") for name in kernels)
-    ]
+    names = (re.fullmatch(r"(sm|compute)_(\d+)[a-z]?", name) for name in kernels)
+    built = [(name[1], *divmod(int(name[2]), 10)) for name in names if name]
 
     def runs(major: int, minor: int) -> bool:
         return any(

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dpbench.analysis.validity import SLOWDOWNS
-from dpbench.doctor.system import GENERATIONS, PciDevice, System, link_bytes_per_s
+from dpbench.doctor.system import LANE_BYTES_PER_S, PciDevice, System
 from dpbench.doctor.transfers import Copy, Transfer, copies
-from dpbench.hardware.nvml import SWITCH
+from dpbench.hardware import nvml
 from dpbench.records import HOST, words
 from dpbench.records.examination import DIRECT, PINNED, SLOW, STAGED, Finding
 
@@ -36,9 +36,9 @@ HARMFUL: Mapping[str, tuple[tuple[str, ...], str]] = {
     "NCCL_IB_DISABLE": (("1",), "NCCL does not use InfiniBand"),
     "NCCL_DEBUG": (("INFO", "TRACE"), "NCCL writes a log of each communicator"),
     "TORCH_DISTRIBUTED_DEBUG": (("DETAIL",), "torch checks each collective on all ranks"),
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": (("1",), "every tensor is allocated by the driver"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": ((), "every tensor is allocated by the driver"),
 }
-"""Environment variables, the values that make steps slower, and what these do."""
+"""Environment variables, the values that make steps slower, () for all, and what these do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,20 +117,16 @@ class Examined:
 
     def nvlinks(self, source: int, target: int) -> int:
         """Return the number of active NVLinks between two GPUs, directly or through NVSwitch."""
-        mine, theirs = (self._nvlink(gpu, "ends", {}) for gpu in (source, target))
-        straight = mine.get(self.gpus[target].get("pci_address"), 0)
-        return int(straight or min(mine.get(SWITCH, 0), theirs.get(SWITCH, 0)))
+        return nvml.nvlinks(self.gpus[source], self.gpus[target])
 
     def nvlinked(self, source: int, target: int) -> float:
         """Return what the NVLinks between two GPUs carry each way, in bytes per second; 0 without.
 
         It is 0 too if NVML does not tell where the links end, or their rate.
         """
-        rates = (float(self._nvlink(gpu, "bytes_per_s", 0.0)) for gpu in (source, target))
+        links = (self.gpus[gpu].get("nvlinks", {}) for gpu in (source, target))
+        rates = (float(one.get("bytes_per_s", 0.0)) for one in links)
         return self.nvlinks(source, target) * min(rates)
-
-    def _nvlink(self, gpu: int, fact: str, unknown: Any) -> Any:
-        return self.gpus[gpu].get("nvlinks", {}).get(fact, unknown)
 
     def carried(self, copy: Copy) -> float:
         """Return what the links on the way of a copy promise, in bytes per second; 0 if unknown.
@@ -151,7 +147,7 @@ class Examined:
 
 
 def _pcie(generation: int, width: int) -> float:
-    return link_bytes_per_s(GENERATIONS.get(generation, 0.0), width)
+    return LANE_BYTES_PER_S.get(generation, 0.0) * width
 
 
 Rule = Callable[[Examined], Iterator[Finding]]
@@ -190,14 +186,15 @@ def _rate(bytes_per_s: float) -> str:
 def _corrupt(machine: Examined) -> Iterator[Finding]:
     for one in machine.transfers:
         if one.wrong:
+            change, undo = _remedy(machine, one.copy)
             yield Finding(
                 name="corrupt transfer",
                 says=f"{one.copy}: bytes arrive changed, so that training computes wrong numbers",
                 evidence=f"{words.count(one.wrong, 'byte')} of the pattern differ on arrival",
                 cost="every result of several GPUs on this machine is in doubt",
                 gpus=_gpus_of(one.copy),
-                change=_free_peers(machine),
-                undo="export NCCL_P2P_DISABLE=0, and the earlier kernel command line",
+                change=change,
+                undo=undo,
             )
 
 
@@ -205,11 +202,19 @@ def _gpus_of(copy: Copy) -> tuple[int, ...]:
     return tuple(end for end in copy.ends if end != HOST)
 
 
+UNDO = "export NCCL_P2P_DISABLE=0, and the earlier kernel command line"
+
+
+def _remedy(machine: Examined, copy: Copy) -> tuple[str, str]:
+    """Return the change that may help a sick copy, and how to undo it."""
+    return (_free_peers(machine), UNDO) if copy.way == DIRECT else ("see the kernel's log", "")
+
+
 def _free_peers(machine: Examined) -> str:
     causes = []
     if machine.system.iommu == "translating":
         causes.append("start the kernel with iommu=pt, because the IOMMU translates")
-    if any(bridge.acs for bridge in machine.system.of("bridge")):
+    if _redirecting(machine):
         causes.append("turn Access Control Services off in the firmware or with setpci")
     until = "until then, export NCCL_P2P_DISABLE=1"
     return "; ".join([*(causes or ["update the driver and the firmware"]), until])
@@ -220,14 +225,15 @@ def _hanging(machine: Examined) -> Iterator[Finding]:
     for one in machine.transfers:
         if one.failure:
             what = "does not answer" if one.hangs else "fails"
+            change, undo = _remedy(machine, one.copy)
             yield Finding(
                 name="failing transfer",
                 says=f"{one.copy} {what}",
                 evidence=f"{one.failure}{doubt}",
                 cost="DataParallel and NCCL hang or fail on these GPUs",
                 gpus=_gpus_of(one.copy),
-                change=_free_peers(machine) if one.copy.between_gpus else "see the kernel's log",
-                undo="export NCCL_P2P_DISABLE=0, and the earlier kernel command line",
+                change=change,
+                undo=undo,
             )
     if machine.all_reduce and machine.all_reduce.failure:
         yield Finding(
@@ -236,7 +242,7 @@ def _hanging(machine: Examined) -> Iterator[Finding]:
             evidence=f"{machine.all_reduce.failure}{doubt}",
             cost="DistributedDataParallel hangs or fails on this machine",
             change=_free_peers(machine),
-            undo="export NCCL_P2P_DISABLE=0, and the earlier kernel command line",
+            undo=UNDO,
         )
 
 
@@ -409,6 +415,12 @@ def _apart(machine: Examined, copy: Copy) -> bool:
     )
 
 
+def _direct(machine: Examined, copy: Copy) -> bool:
+    """Return whether two GPUs have peer access, over NVLinks or without crossing sockets."""
+    peers = machine.peers or frozenset()
+    return copy.ends in peers and bool(machine.nvlinks(*copy.ends) or not _apart(machine, copy))
+
+
 def _no_peers(machine: Examined) -> Iterator[Finding]:
     count = len(machine.gpus)
     if machine.peers is None or count < 2:
@@ -444,8 +456,14 @@ def _pairs(pairs: Sequence[tuple[int, int]]) -> str:
 
 
 def _slow_all_reduce(machine: Examined) -> Iterator[Finding]:
+    """Find an all-reduce that is slower than the pairs, if NCCL can copy directly between all.
+
+    Through the host's memory and between sockets, the driver's copies are faster than NCCL's.
+    """
     done = machine.all_reduce
     pairs = [one.bytes_per_s for one in machine.of(DIRECT)]
+    if not all(_direct(machine, one.copy) for one in machine.of(DIRECT)):
+        return
     if done and done.bytes_per_s and pairs and done.bytes_per_s < SLOW * min(pairs):
         yield Finding(
             name="slow all-reduce",
@@ -480,22 +498,36 @@ def _cores(cores: frozenset[int]) -> str:
     return f"{ordered[0]} to {ordered[-1]}" if len(ordered) > 1 else ", ".join(map(str, ordered))
 
 
-def _redirected(machine: Examined) -> Iterator[Finding]:
-    """Find bridges that send copies between their GPUs up to the root complex."""
+def _redirecting(machine: Examined) -> dict[str, list[PciDevice]]:
+    """Return the ports that send copies between GPUs below a switch further up, by the switch.
+
+    Such a port leads from the switch to some of the GPUs below it. A port above the whole switch
+    has no part in these copies, although Linux lets it redirect where the IOMMU is on.
+    """
     gpus = [device for gpu in range(len(machine.gpus)) if (device := machine.pci(gpu))]
-    for bridge in machine.system.of("bridge"):
-        below = [gpu for gpu in gpus if bridge.address in gpu.path]
-        if bridge.acs and len(below) > 1:
-            yield Finding(
-                name="ACS",
-                says=f"copies between {words.count(len(below), 'GPU')} below the bridge"
-                f" {bridge.address} go up to the root complex",
-                evidence="Access Control Services redirect requests (its control register)",
-                cost="direct copies take the longer way, and some chipsets corrupt or stall them",
-                change=f"setpci -s {bridge.address} ECAP_ACS+0x6.w=0000 as root, or turn ACS off in"
-                " the firmware",
-                undo="restart the machine",
-            )
+    found: dict[str, list[PciDevice]] = {}
+    for port in machine.system.of("bridge"):
+        if port.acs and port.path:
+            switch = port.path[-1]
+            below = [port.address in gpu.path for gpu in gpus if switch in gpu.path]
+            if any(below) and not all(below):
+                found.setdefault(switch, []).append(port)
+    return found
+
+
+def _redirected(machine: Examined) -> Iterator[Finding]:
+    for switch, ports in _redirecting(machine).items():
+        addresses = [port.address for port in ports]
+        commands = "; ".join(f"setpci -s {one} ECAP_ACS+0x6.w=0000" for one in addresses)
+        yield Finding(
+            name="ACS",
+            says=f"copies between GPUs below the switch {switch} go up to the root complex",
+            evidence="Access Control Services redirect requests (control register of the switch's"
+            f" {words.count(len(ports), 'port')} {', '.join(addresses)})",
+            cost="direct copies take the longer way, and some chipsets corrupt or stall them",
+            change=f"{commands} as root, or turn ACS off in the firmware",
+            undo="restart the machine",
+        )
 
 
 def _shared_memory(machine: Examined) -> Iterator[Finding]:
@@ -548,37 +580,14 @@ def _quota(machine: Examined) -> Iterator[Finding]:
         )
 
 
-def _governor(machine: Examined) -> Iterator[Finding]:
-    if "powersave" in machine.system.governors and not machine.system.container:
-        yield Finding(
-            name="governor",
-            says="the cores' frequency governor is powersave",
-            evidence="scaling_governor",
-            cost="launches of short kernels may take longer while clocks rise",
-            change="cpupower frequency-set -g performance as root",
-            undo="cpupower frequency-set -g powersave",
-            wrong=False,
-        )
-
-
-def _huge_pages(machine: Examined) -> Iterator[Finding]:
-    if machine.system.huge_pages == "never" and machine.gpus:
-        yield Finding(
-            name="huge pages",
-            says="the kernel gives programs no transparent huge pages",
-            evidence="/sys/kernel/mm/transparent_hugepage/enabled: never",
-            cost="copies of batches in the host's memory take more page faults",
-            change="echo madvise > /sys/kernel/mm/transparent_hugepage/enabled as root, and export"
-            " THP_MEM_ALLOC_ENABLE=1 for torch",
-            undo="echo never > /sys/kernel/mm/transparent_hugepage/enabled",
-            wrong=False,
-        )
-
-
 def _variables(machine: Examined) -> Iterator[Finding]:
+    """Find variables that slow steps down; without healthy peer access, P2P is off for a reason."""
+    sick = any(one.wrong or one.failure for one in machine.transfers if one.copy.way == DIRECT)
     for name, (values, effect) in HARMFUL.items():
-        value = machine.variables.get(name, "")
-        if value.upper() in values:
+        value = machine.variables.get(name)
+        if value is None or (name == "NCCL_P2P_DISABLE" and (sick or not machine.peers)):
+            continue
+        if not values or value.upper() in values:
             yield Finding(
                 name="variable",
                 says=f"{name}={value}: {effect}",
@@ -774,8 +783,6 @@ RULES: Sequence[Rule] = (
     _quota,
     _variables,
     _locked_memory,
-    _governor,
-    _huge_pages,
 )
 
 

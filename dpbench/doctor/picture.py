@@ -56,7 +56,7 @@ def _socket(node: int) -> str:
 
 
 def _gpus(machine: Examined) -> list[_Gpu]:
-    known = sorted(machine.system.of("gpu"), key=lambda one: (one.node, one.root, one.path))
+    known = sorted(machine.system.of("gpu"), key=lambda one: (one.node, *one.path, one.address))
     used = [gpu.get("pci_address") or f"GPU {i}" for i, gpu in enumerate(machine.gpus)]
     nodes = {one.address: one.node for one in known}
     switches = {one.address: _switch(machine, one) for one in known}

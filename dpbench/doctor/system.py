@@ -12,16 +12,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from dpbench.hardware import foreign_load
+
 ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 """The address of a PCIe device: domain, bus, device and function."""
 NVIDIA, MELLANOX = "0x10de", "0x15b3"
 INFINIBAND = "0x0207"
 KINDS = {"0x03": "gpu", "0x02": "nic", "0x06": "bridge"}
 """The kinds of devices by the first byte of their class; a GPU counts only if it is NVIDIA's."""
-LANE_GT = {2.5: 0.25e9, 5.0: 0.5e9, 8.0: 0.985e9, 16.0: 1.969e9, 32.0: 3.938e9, 64.0: 7.563e9}
-"""The bytes per second of one lane by its gigatransfers per second, after encoding."""
-GENERATIONS = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
-"""The gigatransfers per second of a lane by PCIe generation."""
+LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+"""The bytes per second of one lane each way by PCIe generation, after encoding."""
 ACS_CAPABILITY, ACS_REDIRECT = 0x000D, 0b0001_1100
 """The id of Access Control Services, and its bits that send requests up to the root complex."""
 
@@ -30,21 +30,18 @@ ACS_CAPABILITY, ACS_REDIRECT = 0x000D, 0b0001_1100
 class PciDevice:
     """A GPU, a network card or a bridge on PCIe.
 
-    `path` has the addresses of the bridges above it, the root port first, and `root` the name of
-    its host bridge. `node` is its NUMA node, -1 if unknown. Widths are in lanes, and `max_speed_gt`
-    in gigatransfers per second; 0 means unknown. `rdma` is whether a network card accesses memory
-    directly, as InfiniBand's do. `acs` is whether a bridge sends the traffic between its devices up
-    to the root complex, None if only root may read it.
+    `path` has the addresses of the bridges above it, the root port first. `node` is its NUMA node,
+    -1 if unknown. Widths are in lanes, 0 if unknown. `rdma` is whether a network card accesses
+    memory directly, as InfiniBand's do. `acs` is whether a bridge sends requests from below further
+    up, to the root complex, None if only root may read it.
     """
 
     address: str
     kind: str
-    root: str
     path: tuple[str, ...]
     node: int
     width: int
     max_width: int
-    max_speed_gt: float
     rdma: bool
     acs: bool | None
 
@@ -56,8 +53,7 @@ class System:
     `nodes` maps NUMA nodes to their cores, and `affinity` has the cores that this process may use.
     `iommu` is "off", "translating", "passthrough" or "unknown". Sizes are in bytes and None if
     unknown, as is `quota`, the cores that the container may use; `locked_bytes` is -1 without a
-    limit. `governors` are the frequency governors of the cores, and `huge_pages` is "always",
-    "madvise", "never" or "" for unknown.
+    limit.
     """
 
     pci: Mapping[str, PciDevice]
@@ -66,12 +62,8 @@ class System:
     iommu: str
     shm_bytes: int | None
     locked_bytes: int | None
-    memory_bytes: int | None
-    memory_limit_bytes: int | None
     quota: float | None
     container: bool
-    governors: tuple[str, ...]
-    huge_pages: str = ""
 
     def of(self, kind: str) -> list[PciDevice]:
         """Return the devices of a kind, such as "gpu", by address."""
@@ -93,25 +85,9 @@ def read(root: Path = Path("/"), affinity: Iterable[int] | None = None) -> Syste
         iommu=_iommu(root),
         shm_bytes=_size(root / "dev/shm"),
         locked_bytes=_locked(root),
-        memory_bytes=_memory(root),
-        memory_limit_bytes=_limit(root),
-        quota=_quota(root),
+        quota=foreign_load.quota(root),
         container=_container(root),
-        governors=tuple(
-            dict.fromkeys(
-                _text(path)
-                for path in sorted(
-                    root.glob("sys/devices/system/cpu/cpu*/cpufreq/scaling_governor")
-                )
-            )
-        ),
-        huge_pages=_chosen(root / "sys/kernel/mm/transparent_hugepage/enabled"),
     )
-
-
-def link_bytes_per_s(speed_gt: float, width: int) -> float:
-    """Return what a PCIe link can carry each way, in bytes per second; 0 if unknown."""
-    return LANE_GT.get(speed_gt, 0.0) * width
 
 
 def _text(path: Path) -> str:
@@ -119,12 +95,6 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
-
-
-def _chosen(path: Path) -> str:
-    """Return the choice that the kernel marks in a list, such as "madvise"; "" if unknown."""
-    found = re.search(r"\[(\w+)\]", _text(path))
-    return found[1] if found else ""
 
 
 def _number(path: Path, unknown: int = 0) -> int:
@@ -135,20 +105,16 @@ def _number(path: Path, unknown: int = 0) -> int:
 def _pci(root: Path) -> dict[str, PciDevice]:
     found = {}
     for link in sorted((root / "sys/bus/pci/devices").glob("*")):
-        place = link.resolve()
         kind = KINDS.get(_text(link / "class")[:4], "")
         if not kind or (kind == "gpu" and _text(link / "vendor") != NVIDIA):
             continue
-        speed = re.match(r"[\d.]+", _text(link / "max_link_speed"))
         found[link.name] = PciDevice(
             address=link.name,
             kind=kind,
-            root=next((part for part in place.parts if part.startswith("pci")), ""),
-            path=tuple(part for part in place.parent.parts if ADDRESS.fullmatch(part)),
+            path=tuple(part for part in link.resolve().parent.parts if ADDRESS.fullmatch(part)),
             node=_number(link / "numa_node", -1),
             width=_number(link / "current_link_width"),
             max_width=_number(link / "max_link_width"),
-            max_speed_gt=float(speed[0]) if speed else 0.0,
             rdma=_text(link / "class").startswith(INFINIBAND)
             or (kind == "nic" and _text(link / "vendor") == MELLANOX),
             acs=_acs(link / "config") if kind == "bridge" else None,
@@ -196,7 +162,8 @@ def _iommu(root: Path) -> str:
         return "unknown"
     if not any(folder.iterdir()):
         return "off"
-    return "passthrough" if "iommu=pt" in options else "translating"
+    through = {"iommu=pt", "iommu.passthrough=1"} & {*options}
+    return "passthrough" if through else "translating"
 
 
 def _size(folder: Path) -> int | None:
@@ -219,29 +186,6 @@ def _locked(root: Path) -> int | None:
     if not found:
         return None
     return -1 if found[1] == "unlimited" else int(found[1])
-
-
-def _memory(root: Path) -> int | None:
-    found = re.search(r"MemTotal:\s+(\d+) kB", _text(root / "proc/meminfo"))
-    return int(found[1]) * 1024 if found else None
-
-
-def _limit(root: Path) -> int | None:
-    for name in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        if (limit := _number(root / name, -1)) >= 0:
-            return limit
-    return None
-
-
-def _quota(root: Path) -> float | None:
-    """Return the cores that the control group may use, None without a limit."""
-    quota, _, period = _text(root / "sys/fs/cgroup/cpu.max").partition(" ")
-    if not quota:
-        quota = _text(root / "sys/fs/cgroup/cpu/cpu.cfs_quota_us")
-        period = _text(root / "sys/fs/cgroup/cpu/cpu.cfs_period_us")
-    if not quota.isdigit() or not period.isdigit():
-        return None
-    return int(quota) / int(period)
 
 
 def _container(root: Path) -> bool:

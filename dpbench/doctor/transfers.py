@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass
 from itertools import permutations
 from typing import IO
 
-from dpbench.doctor.probe.figures import last_line
 from dpbench.hardware import processes
 from dpbench.measure.server import environment
 from dpbench.records import HOST
@@ -186,7 +185,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 def _last_line(errors: IO[str]) -> str:
     errors.seek(0)
-    return last_line(errors.read())
+    return processes.last_line(errors.read())
 
 
 def _command() -> list[str]:

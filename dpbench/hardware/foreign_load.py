@@ -54,10 +54,7 @@ GPUS = "foreign_gpus"
 GPU_BUSY = "gpu_busy_s"
 """The key of the seconds in which the busiest GPU of a case computes in a step, by the profiler."""
 
-_QUOTAS = (
-    ("/sys/fs/cgroup/cpu.max", None),
-    ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
-)
+_QUOTAS = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
 """The files of a container's CPU quota and of its period.
 
 Version 2 of control groups has both values in one file; version 1 has two files.
@@ -275,10 +272,10 @@ def snapshot(roots: Collection[int] = ()) -> Snapshot | UnknownLoad:
     """
     if not CORES:
         return UnknownLoad("this system does not provide the list of cores that a process may use")
-    quota = _quota()
-    if quota is not None and quota < len(CORES):
+    most = quota()
+    if most is not None and most < len(CORES):
         return UnknownLoad(
-            f"a quota of {quota:g} CPUs limits this container to less than its {len(CORES)}"
+            f"a quota of {most:g} CPUs limits this container to less than its {len(CORES)}"
             " core(s), and /proc/stat ignores quotas"
         )
     try:
@@ -345,15 +342,16 @@ def _own_s(roots: Collection[int]) -> float:
     return total
 
 
-def _quota() -> float | None:
-    """Return the CPU quota of this container in CPUs, such as 1.5; None if there is none."""
-    for limit, period in _QUOTAS:
+def quota(root: Path = Path("/")) -> float | None:
+    """Return the CPU quota of this container in CPUs, such as 1.5; None if there is none.
+
+    `root` is the folder with the kernel's file system `sys`.
+    """
+    for files in _QUOTAS:
         with suppress(OSError, ValueError):
-            words = Path(limit).read_text(encoding="utf-8").split() + (
-                Path(period).read_text(encoding="utf-8").split() if period else []
-            )
-            quota = float(words[0])
-            return quota / float(words[1]) if quota > 0 else None
+            texts = [(root / "sys/fs/cgroup" / one).read_text(encoding="utf-8") for one in files]
+            limit, period = map(float, " ".join(texts).split())
+            return limit / period if limit > 0 else None
     return None
 
 

@@ -68,18 +68,18 @@ _SLOW: dict[str, tuple[Reader, ...]] = {
         lambda nvml, gpu: nvml.nvmlDeviceGetPcieThroughput(gpu, _PCIE_TX) * 1e3,
     ),
 }
-# Fields of NVLink, in KiB for all links of the GPU, and in MB/s for one link and direction
-_NVLINK_SENT, _ALL_LINKS, _NVLINK_SPEED = 138, 2**32 - 1, 90
+# The field with the rate of one link and direction of NVLink, in MB/s
+_NVLINK_SPEED = 90
 _NVLINK_SWITCH = 2
 SWITCH = "switch"
 """The other end of an NVLink that goes to an NVSwitch."""
-_NVLINK_RATES = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 5: 25e9, 6: 25e9, 7: 50e9}
+_NVLINK_RATES = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 6: 25e9, 7: 50e9}
 """The bytes per second of a link and direction by NVML's NVML_NVLINK_VERSION: 1.0, 2.0, 2.2, 3.0,
-3.1, 4.0 and 5.0. Some cards run their links slower, so that the driver's field comes first."""
+4.0 and 5.0. Some cards run their links slower, so that the driver's field comes first. The rate of
+version 3.1 is unknown: cards such as RTX 3090 and A6000, whose version it may be, have 14 GB/s."""
 _UNCORRECTED, _SINCE_START = 1, 0
 # What only the doctor reads
 _TOTALS: dict[str, tuple[Reader, ...]] = {
-    "nvlink_sent_bytes": (lambda nvml, gpu: _field(nvml, gpu, _NVLINK_SENT, _ALL_LINKS) * 1024,),
     "pcie_generation": (lambda nvml, gpu: nvml.nvmlDeviceGetCurrPcieLinkGeneration(gpu),),
 }
 # Facts about the state of a GPU when a run starts. An idle GPU lowers its clocks and its PCIe link:
@@ -340,6 +340,16 @@ def describe_for(
             (places[gpu["index"]], gpu) for gpu in facts["gpus"] if gpu["index"] in places
         )
         return {**facts, "gpus": [{**gpu, "index": index} for index, gpu in found]}
+
+
+def nvlinks(one: Mapping[str, Any], other: Mapping[str, Any]) -> int:
+    """Return the number of active NVLinks between two GPUs of `describe`, 0 without or if unknown.
+
+    Over NVSwitch, it is that of the GPU with fewer links.
+    """
+    mine, theirs = (gpu.get("nvlinks", {}).get("ends", {}) for gpu in (one, other))
+    straight = mine.get(other.get("pci_address"), 0)
+    return int(straight or min(mine.get(SWITCH, 0), theirs.get(SWITCH, 0)))
 
 
 def held_by(pid: int, library: Library = None) -> list[tuple[NvmlGpu, int]]:

@@ -206,6 +206,11 @@ def ending(exit_status: int | None) -> str:
     return f"killed by {names.get(-exit_status, f'signal {-exit_status}')}"
 
 
+def last_line(text: str) -> str:
+    """Return the last line of the error output of a process, which has the error."""
+    return (text.strip().splitlines() or ["(none)"])[-1][:500]
+
+
 def killed_for_memory(root: Path = Path("/")) -> int | None:
     """Return how many processes the kernel has killed because memory ran out; None if unknown.
 
@@ -262,16 +267,12 @@ def advice(
     """
     if exit_status != -signal.SIGKILL:
         return ""
-    now = killed_for_memory()
-    limit = memory_limit()
-    if now is not None and killed_before is not None and now > killed_before:
+    killed, resident, nearly_all = _lack(killed_before, peak_bytes)
+    if killed:
         return "; the kernel killed a process because memory ran out; use a smaller batch"
-    resident = ""
-    if peak_bytes and limit:
-        resident = f"; its resident set reached {peak_bytes / 2**30:.3g} of {limit / 2**30:.3g} GiB"
-        if peak_bytes >= NEARLY_ALL * limit:
-            return f"{resident}, so memory probably ran out; use a smaller batch"
-    if now is None or killed_before is None:
+    if nearly_all:
+        return f"{resident}, so memory probably ran out; use a smaller batch"
+    if killed is None:
         return (
             f"{resident}; the kernel does not report whether memory ran out; if it did, use a"
             " smaller batch"
@@ -293,11 +294,22 @@ def killed_from_outside(
     """
     if exit_status != -signal.SIGKILL:
         return exit_status in [-number for number in signals.ENDING]
-    now = killed_for_memory()
-    limit = memory_limit()
-    if now is not None and killed_before is not None and now > killed_before:
-        return False
-    return not (peak_bytes and limit and peak_bytes >= NEARLY_ALL * limit)
+    killed, _, nearly_all = _lack(killed_before, peak_bytes)
+    return not (killed or nearly_all)
+
+
+def _lack(killed_before: int | None, peak_bytes: int | None) -> tuple[bool | None, str, bool]:
+    """Return the signs that memory ran out; the arguments are those of `advice`.
+
+    They are whether the kernel has killed a process for it, None if unknown; the resident set as a
+    clause, "" if unknown; and whether it reached nearly all memory.
+    """
+    now, limit = killed_for_memory(), memory_limit()
+    killed = None if now is None or killed_before is None else now > killed_before
+    if not peak_bytes or not limit:
+        return killed, "", False
+    gib = f"{peak_bytes / 2**30:.3g} of {limit / 2**30:.3g} GiB"
+    return killed, f"; its resident set reached {gib}", peak_bytes >= NEARLY_ALL * limit
 
 
 def peak_of_children() -> int:

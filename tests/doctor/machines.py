@@ -32,7 +32,6 @@ class Slot:
     node: int = 0
     width: int = 16
     max_width: int = 16
-    speed: str = "16.0 GT/s PCIe"
     acs: int | None = None
 
 
@@ -120,7 +119,7 @@ TWO_SOCKETS = Tree(
     nodes={0: "0-31", 1: "32-63"},
 )
 CLOUD = Tree(
-    slots=[gpu("pci0000:00", "0000:00:1e.0", node=-1, width=0, max_width=0, speed="Unknown")],
+    slots=[gpu("pci0000:00", "0000:00:1e.0", node=-1, width=0, max_width=0)],
     nodes={0: "0-7"},
 )
 CONTAINER = Tree(
@@ -154,7 +153,6 @@ def made(folder: Path, tree: Tree) -> Path:
             "numa_node": str(slot.node),
             "current_link_width": str(slot.width),
             "max_link_width": str(slot.max_width),
-            "max_link_speed": slot.speed,
         }
         for name, text in texts.items():
             (place / name).write_text(f"{text}\n")
@@ -276,11 +274,8 @@ def healthy() -> Examined:
         iommu="off",
         shm_bytes=2**34,
         locked_bytes=-1,
-        memory_bytes=2**34,
-        memory_limit_bytes=None,
         quota=None,
         container=False,
-        governors=(),
     )
     return Examined(system=nothing)
 

@@ -165,6 +165,8 @@ def test_a_pair_that_a_finding_names_is_drawn(ill: Examined) -> None:
         (["sm_75", "sm_80"], [1, 2]),
         (["sm_80", "compute_80"], []),
         (["sm_86", "sm_90", "sm_120"], [0]),
+        (["sm_90a", "sm_100f", "sm_120"], [0]),
+        (["gfx90a", "gfx942"], []),
         ([], []),
     ],
 )

@@ -36,13 +36,17 @@ def with_copy(source: int, target: int, way: str, **result: Any) -> Fault:
     return lambda machine: machines.with_transfer(machine, copy, **result)
 
 
-def with_acs(machine: Examined) -> Examined:
-    """Let the switch above the four GPUs redirect."""
-    pci = {
-        address: replace(one, acs=True) if address == "0000:01:00.0" else one
-        for address, one in machine.system.pci.items()
-    }
-    return replace(machine, system=replace(machine.system, pci=pci))
+def with_acs(*ports: str) -> Fault:
+    """Let these ports above the four GPUs redirect."""
+
+    def change(machine: Examined) -> Examined:
+        pci = {
+            address: replace(one, acs=True) if address in ports else one
+            for address, one in machine.system.pci.items()
+        }
+        return replace(machine, system=replace(machine.system, pci=pci))
+
+    return change
 
 
 def with_software(**versions: str) -> Fault:
@@ -59,6 +63,8 @@ def chain(*changes: Fault) -> Fault:
 
 
 SWITCH = "4x behind a switch"
+PORTS = [f"0000:02:0{i}.0" for i in range(4)]
+"""The ports of this switch, each with a GPU."""
 PLANTED: Mapping[str, tuple[str, Fault, set[str]]] = {
     "a corrupting pair": (SWITCH, with_copy(0, 2, DIRECT, wrong=4096), {"corrupt transfer"}),
     "a hanging pair": (
@@ -67,7 +73,8 @@ PLANTED: Mapping[str, tuple[str, Fault, set[str]]] = {
         {"failing transfer"},
     ),
     "a pair at a tenth": (SWITCH, with_copy(0, 1, DIRECT, bytes_per_s=2.2e9), {"slow pair"}),
-    "ACS on the switch": (SWITCH, with_acs, {"ACS"}),
+    "ACS in the ports of the switch": (SWITCH, with_acs(*PORTS), {"ACS"}),
+    "ACS in one port of the switch": (SWITCH, with_acs(PORTS[2]), {"ACS"}),
     "no peer access": (SWITCH, lambda one: replace(one, peers=frozenset()), {"no peer access"}),
     "a hanging all-reduce": (
         SWITCH,
@@ -77,6 +84,13 @@ PLANTED: Mapping[str, tuple[str, Fault, set[str]]] = {
     "a slow all-reduce": (
         SWITCH,
         lambda one: replace(one, all_reduce=AllReduce(bytes_per_s=2e9)),
+        {"slow all-reduce"},
+    ),
+    "a slow all-reduce over NVSwitch": (
+        "DGX",
+        chain(
+            machines.with_nvswitch, lambda one: replace(one, all_reduce=AllReduce(bytes_per_s=9e9))
+        ),
         {"slow all-reduce"},
     ),
     "four of sixteen lanes": ("2x3090", with_gpu(1, pcie_width_now=4), {"narrow link"}),
@@ -104,10 +118,14 @@ PLANTED: Mapping[str, tuple[str, Fault, set[str]]] = {
     "a small /dev/shm": ("2x3090", with_system(shm_bytes=64 * 2**20), {"small /dev/shm"}),
     "little locked memory": ("DGX", with_system(locked_bytes=2**16), {"locked memory"}),
     "a quota of cores": ("2x3090", with_system(quota=2.0), {"core quota"}),
-    "the governor": ("2x3090", with_system(governors=("powersave",)), {"governor"}),
     "a variable": (
         "2x3090",
         lambda one: replace(one, variables={"NCCL_P2P_DISABLE": "1", "HOME": "x"}),
+        {"variable"},
+    ),
+    "a variable whose presence counts": (
+        "2x3090",
+        lambda one: replace(one, variables={"PYTORCH_NO_CUDA_MEMORY_CACHING": "0"}),
         {"variable"},
     ),
     "torch without CUDA": (
@@ -134,7 +152,6 @@ PLANTED: Mapping[str, tuple[str, Fault, set[str]]] = {
     "memory errors": ("2x3090", with_gpu(1, ecc_errors=2), {"memory errors"}),
     "unlike ECC": ("2x3090", chain(with_gpu(0, ecc=True), with_gpu(1, ecc=False)), {"ECC"}),
     "a divided GPU": ("2x3090", with_gpu(1, mig=True), {"MIG"}),
-    "no huge pages": ("2x3090", with_system(huge_pages="never"), {"huge pages"}),
     "an NVLink that is down": (
         "DGX",
         chain(
@@ -216,12 +233,50 @@ def test_a_container_is_told_how_its_limits_change(tmp_path: Path) -> None:
     assert "--shm-size" in shared.change
 
 
+def test_acs_is_named_once_for_a_switch_with_its_ports(tmp_path: Path) -> None:
+    machine = machines.examined(machines.read(tmp_path, SWITCH))
+    (found,) = faults.found(with_acs(*PORTS)(machine))
+    assert "0000:01:00.0" in found.says
+    assert [port for port in PORTS if f"setpci -s {port} " in found.change] == PORTS
+
+
+def test_acs_above_a_switch_does_not_matter(tmp_path: Path) -> None:
+    machine = machines.examined(machines.read(tmp_path, SWITCH))
+    above = with_acs("0000:00:01.1", "0000:01:00.0")
+    assert faults.found(above(machine)) == []
+    hanging = with_copy(0, 2, DIRECT, bytes_per_s=0.0, failure=SILENCE)
+    (found,) = faults.found(chain(above, hanging)(machine))
+    assert "Access Control" not in found.change
+    found, _ = faults.found(chain(with_acs(*PORTS), hanging)(machine))
+    assert "Access Control" in found.change
+
+
 def test_a_pair_that_hangs_is_named_with_the_iommu_as_the_cause(tmp_path: Path) -> None:
     machine = machines.examined(machines.read(tmp_path, SWITCH))
     machine = with_copy(0, 2, DIRECT, bytes_per_s=0.0, failure=SILENCE)(machine)
     (found,) = faults.found(with_system(iommu="translating")(machine))
     assert found.says == "GPU 0 -> GPU 2 direct does not answer"
     assert "iommu=pt" in found.change
+
+
+@pytest.mark.parametrize("way", [PINNED, STAGED])
+@pytest.mark.parametrize("result", [{"wrong": 9}, {"bytes_per_s": 0.0, "failure": SILENCE}])
+def test_copies_that_are_not_direct_are_not_cured_without_peer_access(
+    way: str, result: dict[str, Any], tmp_path: Path
+) -> None:
+    machine = machines.examined(machines.read(tmp_path, SWITCH))
+    source = HOST if way == PINNED else 1
+    (found,) = faults.found(with_copy(source, 0, way, **result)(machine))
+    assert "P2P" not in found.change + found.undo
+
+
+def test_peer_access_that_is_off_for_a_reason_is_no_fault(tmp_path: Path) -> None:
+    machine = machines.examined(machines.read(tmp_path, SWITCH))
+    machine = replace(machine, variables={"NCCL_P2P_DISABLE": "1"})
+    (found,) = faults.found(with_copy(0, 2, DIRECT, wrong=9)(machine))
+    assert found.name == "corrupt transfer", "the doctor itself advises to turn it off"
+    (found,) = faults.found(replace(machine, peers=frozenset()))
+    assert found.name == "no peer access"
 
 
 def test_on_busy_cores_a_copy_that_hangs_may_only_be_slow(tmp_path: Path) -> None:
@@ -232,6 +287,16 @@ def test_on_busy_cores_a_copy_that_hangs_may_only_be_slow(tmp_path: Path) -> Non
     hanging, busy = faults.found(replace(machine, busy="90% of the cores"))
     assert "only be slow" in hanging.evidence
     assert (busy.name, busy.wrong) == ("busy cores", False)
+
+
+def test_an_all_reduce_that_cannot_be_direct_may_be_slower_than_copies(tmp_path: Path) -> None:
+    """The driver's copies through the host's memory and between sockets are faster than NCCL's."""
+    slow = AllReduce(bytes_per_s=6e9)
+    alone = machines.examined(machines.read(tmp_path / "alone", SWITCH))
+    found = faults.found(replace(alone, all_reduce=slow, peers=frozenset()))
+    assert [one.name for one in found] == ["no peer access"]
+    sockets = machines.examined(machines.read(tmp_path / "sockets", "two sockets"))
+    assert faults.found(replace(sockets, all_reduce=slow)) == []
 
 
 def test_a_slow_pair_between_sockets_is_a_fact_of_the_hardware(tmp_path: Path) -> None:

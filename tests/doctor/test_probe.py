@@ -22,7 +22,7 @@ import torch
 from click.testing import CliRunner
 
 from dpbench.cli import cli
-from dpbench.doctor import probe
+from dpbench.doctor import probe, transfers
 from dpbench.doctor.probe import Probe, all_reduce, gpu, host, to_toml
 from dpbench.doctor.probe.figures import (
     Figure,
@@ -35,14 +35,14 @@ from dpbench.doctor.probe.figures import (
     time_together,
     timing,
 )
-from dpbench.hardware import foreign_load, processes
+from dpbench.doctor.transfers import Copy, Transfer
+from dpbench.hardware import foreign_load, nvml, processes
+from dpbench.hardware.nvml import SWITCH
 from dpbench.hardware.processes import CORES
-from dpbench.predict import machine
+from dpbench.predict import machine, profiles
+from dpbench.records.examination import DIRECT, PAGEABLE, PINNED
 from tests.doctor import machines
 from tests.exported import command
-from tests.simulated.backend import LINK_BYTES, running
-from tests.simulated.machine import Machine
-from tests.simulated.timeline import Gpu
 
 
 @pytest.fixture
@@ -229,7 +229,9 @@ FAKE = Probe(
                 "tensor_s",
                 "thread_s",
                 "long_ops_2_threads_ratio",
-                "pinned_to_device_bytes_per_s",
+                "pinned_host_0_bytes_per_s",
+                "pageable_host_0_bytes_per_s",
+                "bf16_flop_per_s",
             )
         )
     ),
@@ -246,6 +248,13 @@ def test_the_file_is_toml_with_every_figure() -> None:
     assert all(
         row["how"] and row["value"] and row["low"] and row["high"] for row in data["probe"].values()
     )
+
+
+def test_a_prediction_has_the_rates_of_the_format_and_of_the_hosts_memory() -> None:
+    described = machine.read(tomllib.loads(to_toml(FAKE)), "here")
+    assert {*described.gpu.flop_per_s} == {"fp32", "bf16"}, "no other format was measured"
+    assert profiles.peaks(described, "bf16")[0] == pytest.approx(FAKE["bf16_flop_per_s"])
+    assert described.host.pageable_bytes_per_s == pytest.approx(FAKE["pageable_host_0_bytes_per_s"])
 
 
 def test_an_unknown_figure_lists_the_known() -> None:
@@ -285,85 +294,105 @@ def test_a_gpus_figures_are_those_of_a_gpu() -> None:
     found = {one.name: one.value for one in gpu.figures()}
     assert found["gpu_memory_bytes_per_s"] > 5e10
     assert found["fp32_flop_per_s"] > 1e12
-    assert found["pinned_to_device_bytes_per_s"] > found["pageable_to_device_bytes_per_s"] * 0.8
-    assert 1e-7 < found["kernel_s"] < 1e-4
+    assert 1e-7 < found["launch_s"] < 1e-3
 
 
-class SentBytes:
-    """NVML's counter of a GPU whose copies to other GPUs all use NVLink, with `share` 1, or not."""
-
-    def __init__(self, machine: Machine, ordinal: int, share: float | None) -> None:
-        self.machine, self.ordinal, self.share = machine, ordinal, share
-
-    def read(self, metric: str) -> float | None:
-        assert metric == "nvlink_sent_bytes"
-        copies = [
-            one
-            for one in self.machine.timeline.work
-            if (one.device, one.kind) == (self.ordinal, "peer")
-        ]
-        return None if self.share is None else 5.0 + self.share * len(copies) * LINK_BYTES
+RATES = {PINNED: 2e10, PAGEABLE: 5e9, DIRECT: 4e10}
 
 
-def test_the_links_of_gpus_have_their_true_rates_and_nvlinks_share(
+def test_copies_from_the_host_and_between_all_pairs_are_figures(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    simulated = Machine(
-        [Gpu(i, offset_s=10.0 * i) for i in range(3)], slow_links={(0, 1): 0.25, (-1, 2): 0.5}
-    )
-    counters: dict[int, Any] = {
-        i: SentBytes(simulated, i, share) for i, share in enumerate((1.0, None, 0.0))
-    }
     monkeypatch.setattr(
-        torch.cuda, "can_device_access_peer", lambda one, other: {one, other} == {0, 1}
+        transfers, "measured", lambda wanted: [Transfer(one, RATES[one.way]) for one in wanted]
     )
-    with running(simulated) as devices:
-        found = {one.name: one for one in gpu.links(devices, counters)}
-    assert found.pop("peer_access_ratio").value == pytest.approx(2 / 6)
-    shares = {name: found.pop(name).value for name in list(found) if name.endswith("nvlink_ratio")}
-    assert shares == {
-        f"link_{i}_{j}_nvlink_ratio": share
-        for i, share in ((0, 1.0), (2, 0.0))
-        for j in {0, 1, 2} - {i}
-    }
-    seconds = {("host", j): simulated.host_s(j, LINK_BYTES) for j in range(3)}
-    seconds |= {pair: simulated.link_s(*pair, LINK_BYTES) for pair in permutations(range(3), 2)}
-    true = {f"link_{i}_{j}_bytes_per_s": LINK_BYTES / s for (i, j), s in seconds.items()}
-    assert {name: one.value for name, one in found.items()} == pytest.approx(true, rel=0.01)
-    assert all(one.low is not None and one.low <= one.value for one in found.values())
+    found = {one.name: one.value for one in probe._copies(3)}
+    expected = {f"pinned_host_{gpu}_bytes_per_s": 2e10 for gpu in range(3)}
+    expected |= {f"pageable_host_{gpu}_bytes_per_s": 5e9 for gpu in range(3)}
+    expected |= {f"direct_{i}_{j}_bytes_per_s": 4e10 for i, j in permutations(range(3), 2)}
+    assert found == expected
+
+
+def test_a_copy_that_hangs_is_an_error_with_its_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hanging(wanted: list[Copy]) -> list[Transfer]:
+        return [Transfer(one, failure="silent" if one.way == DIRECT else "") for one in wanted]
+
+    monkeypatch.setattr(transfers, "measured", hanging)
+    with pytest.raises(RuntimeError, match="GPU 0 -> GPU 1 direct: silent"):
+        list(probe._copies(2))
+
+
+def linked(*ends: dict[str, int]) -> tuple[dict[str, Any], ...]:
+    """Return what NVML says about GPUs at the addresses "0", "1" and so on, by their NVLinks."""
+    return tuple(
+        {"pci_address": str(gpu), "nvlinks": {"active": sum(each.values()), "ends": each}}
+        for gpu, each in enumerate(ends)
+    )
 
 
 @pytest.mark.parametrize(
-    ("count", "access", "share", "links", "said"),
+    ("facts", "links"),
     [
-        (2, 1.0, 1.0, [("pcie", 1.6e-4), ("nvlink", 2e10)], False),
-        (2, 1.0, 0.0, [("pcie", 1.6e-4)], False),
-        (2, 0.5, None, [("pcie", 1.6e-4)], True),
-        (4, 1.0, 1.0, [("pcie", 1.6e-4)], True),
+        (linked({"1": 4}, {"0": 4}), {("gpu0", "gpu1"): 1.5e10}),
+        (linked({}, {}), {}),
+        ((), {}),
+        (
+            linked({"1": 4}, {"0": 4}, {"3": 4}, {"2": 4}),
+            {("gpu0", "gpu1"): 1.5e10, ("gpu2", "gpu3"): 3.5e10},
+        ),
+        (linked(*[{SWITCH: 18}] * 3), {(f"gpu{i}", "nvswitch"): 1e10 * (1 + i) for i in range(3)}),
     ],
 )
-def test_a_file_has_the_peer_access_and_the_nvlink_that_were_measured(
-    count: int, access: float, share: float | None, links: list[tuple[str, float]], said: bool
+def test_a_file_has_the_nvlinks_that_nvml_shows_with_their_measured_rates(
+    facts: tuple[dict[str, Any], ...], links: dict[tuple[str, str], float]
 ) -> None:
-    """Pairs of more than two GPUs may share a link: the file has their rates, but no links."""
+    count = max(2, len(facts))
     names = ("all_reduce_bytes_per_s", "all_reduce_start_s")
-    more = [Figure(name, 0.00002, "how") for name in names] + [
-        Figure("peer_access_ratio", access, "how")
+    more = [Figure(name, 0.00002, "how") for name in names]
+    more += [
+        Figure(f"direct_{i}_{j}_bytes_per_s", 1e10 * (1 + i), "how")
+        for i, j in permutations(range(count), 2)
     ]
-    for i, j in permutations(range(count), 2):
-        more.append(Figure(f"link_{i}_{j}_bytes_per_s", 2e10 * (1 + i), "how"))
-        more += [Figure(f"link_{i}_{j}_nvlink_ratio", share, "how")] if share is not None else []
-    text = to_toml(
-        replace(FAKE, gpus=("A100",) * count, gpu_memory_bytes=1, figures=(*FAKE.figures, *more))
+    found = replace(
+        FAKE, gpus=("A100",) * count, figures=(*FAKE.figures, *more), facts=facts, peer_access=True
     )
-    described = machine.read(tomllib.loads(text), "here")
-    assert described.peer_access is (access == 1)
-    assert (
-        sorted({(one.kind, one.bytes_per_s) for one in described.links}, key=lambda one: one[1])
-        == links
-    )
-    assert described.probe["link_1_0_bytes_per_s"] == 4e10
-    assert ("# Add the NVLinks" in text) is said
+    described = machine.read(tomllib.loads(to_toml(found)), "here")
+    assert described.peer_access
+    over = {(one.a, one.b): one.bytes_per_s for one in described.links if one.kind == "nvlink"}
+    assert over == links
+    pcie = [one.bytes_per_s for one in described.links if one.kind == "pcie"]
+    assert pcie == [1.6e-4] * count
+    assert described.probe["direct_1_0_bytes_per_s"] == 2e10
+
+
+def on_two_gpus(monkeypatch: pytest.MonkeyPatch, *ends: dict[str, Any]) -> list[str]:
+    """Replace what a probe asks two GPUs by the NVLinks `ends`; they have peer access."""
+    said = passing(monkeypatch, QUIET, QUIET)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *pair: True)
+    facts = [{"nvlinks": each} for each in ends]
+    monkeypatch.setattr(nvml, "describe", lambda: {"physical_gpus": 2, "gpus": facts})
+    return said
+
+
+def test_gpus_have_peer_access_if_each_pair_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = on_two_gpus(monkeypatch, {}, {})
+    assert probe.probe(said.append).peer_access
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *pair: pair == (0, 1))
+    assert not probe.probe(said.append).peer_access
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert not probe.probe(said.append).peer_access
+    assert said == []
+
+
+@pytest.mark.parametrize("ends", [[{"active": 4}, {"active": 4}], []])
+def test_nvlinks_that_nvml_does_not_tell_are_left_out_with_the_reason(
+    ends: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = on_two_gpus(monkeypatch, *ends)
+    probe.probe(said.append)
+    why = "left out: NVLinks between GPUs, because NVML does not tell where they end"
+    assert said == [why]
 
 
 def test_a_first_pass_that_fails_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,10 +416,9 @@ def test_all_reduces_that_are_too_slow_are_left_out_and_all_other_figures_kept(
     monkeypatch.setattr(host, "figures", lambda: iter(FAKE.figures))
     monkeypatch.setattr(gpu, "figures", lambda: iter(()))
     monkeypatch.setattr(all_reduce, "figures", slow)
-    monkeypatch.setattr(probe, "_links", lambda count: iter(()))
+    monkeypatch.setattr(probe, "_copies", lambda count: iter(()))
     monkeypatch.setattr(processes, "keep", lambda: None)
-    said = passing(monkeypatch, QUIET, QUIET)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    said = on_two_gpus(monkeypatch, {}, {})
     monkeypatch.setattr(
         probe, "_pass", lambda *_: [one for one in probe.measure() if not isinstance(one, str)]
     )
@@ -462,6 +490,7 @@ def test_parts_on_the_host_keep_to_a_core_each_and_those_on_gpus_roam(
 
     monkeypatch.setattr(host, "figures", part)
     monkeypatch.setattr(gpu, "figures", part)
+    monkeypatch.setattr(probe, "_copies", lambda count: iter(()))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(processes, "keep", lambda: None)
     measured = [*probe.measure()]
@@ -473,19 +502,23 @@ def test_parts_on_the_host_keep_to_a_core_each_and_those_on_gpus_roam(
     assert {frozenset(cores) for cores in of_threads} == {frozenset(own), frozenset(other)}
 
 
-def test_several_gpus_have_links_and_all_reduces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_gpu_has_copies_and_several_have_all_reduces(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = {host: "host", gpu: "gpu", all_reduce: "all_reduce"}
     for module, name in parts.items():
         monkeypatch.setattr(
             module, "figures", lambda *_, name=name: iter([Figure(name, 1.0, "how")])
         )
     monkeypatch.setattr(
-        probe, "_links", lambda count: iter([Figure(f"links of {count}", 1.0, "how")])
+        probe, "_copies", lambda count: iter([Figure(f"copies of {count}", 1.0, "how")])
     )
     monkeypatch.setattr(processes, "keep", lambda: None)
-    for count, last in ((1, ["gpu"]), (2, ["gpu", "links of 2", "all_reduce"])):
+    for count, last in ((1, ["copies of 1"]), (2, ["copies of 2", "all_reduce"])):
         monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
-        assert [one.name for one in probe.measure() if isinstance(one, Figure)] == ["host", *last]
+        assert [one.name for one in probe.measure() if isinstance(one, Figure)] == [
+            "host",
+            "gpu",
+            *last,
+        ]
 
 
 def test_a_pass_has_one_thread_an_operation_whatever_the_parent_has(

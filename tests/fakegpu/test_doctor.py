@@ -37,8 +37,6 @@ OF_THIS_HOST = {
     "core quota",
     "variable",
     "locked memory",
-    "governor",
-    "huge pages",
     "busy cores",
     "slow all-reduce",
 }

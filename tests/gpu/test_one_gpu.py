@@ -300,14 +300,9 @@ def test_nvml_and_cuda_number_gpus_alike() -> None:
 @pytest.mark.multi_gpu
 def test_the_probe_times_every_link() -> None:
     count = torch.cuda.device_count()
-    found = {one.name: one.value for one in probe._links(count)}
-    assert found["peer_access_ratio"] in [
-        part / (count * (count - 1)) for part in range(count * (count - 1) + 1)
-    ]
-    rates = {name: rate for name, rate in found.items() if name.endswith("_bytes_per_s")}
-    assert len(rates) == count + count * (count - 1)
+    rates = {one.name: one.value for one in probe._copies(count)}
+    assert len(rates) == 2 * count + count * (count - 1)
     assert min(rates.values()) > 1e8
-    assert all(share >= 0 for name, share in found.items() if name.endswith("_nvlink_ratio"))
 
 
 def test_host_spans_lie_within_the_steps(server: Server) -> None:

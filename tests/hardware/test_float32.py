@@ -120,6 +120,14 @@ def test_products_of_a_torch_with_the_older_setting_alone(monkeypatch: pytest.Mo
     assert float32.products("cpu") == Products("bf16", "ieee")
 
 
+def test_tf32_is_allowed_inside_the_context_alone() -> None:
+    before = float32.products("cuda")
+    assert before.matmul == "ieee", "torch's default"
+    with float32.tf32_allowed():
+        assert float32.products("cuda") == Products("tf32", "tf32")
+    assert float32.products("cuda") == before
+
+
 def test_unknown_products_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "backends", SimpleNamespace())
     monkeypatch.delattr(torch, "get_float32_matmul_precision")

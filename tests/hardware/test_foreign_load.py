@@ -78,26 +78,26 @@ def test_too_short_a_time_is_unknown() -> None:
     [
         ({"cpu.max": "150000 100000"}, 1.5),
         ({"cpu.max": "max 100000"}, None),
-        ({"quota": "200000", "period": "100000"}, 2.0),
-        ({"quota": "-1", "period": "100000"}, None),
+        ({"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 2.0),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
         ({}, None),
     ],
 )
 def test_a_containers_quota_is_read_from_either_version(
-    files: dict[str, str], quota: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: dict[str, str], quota: float | None, tmp_path: Path
 ) -> None:
     for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    places = ((f"{tmp_path}/cpu.max", None), (f"{tmp_path}/quota", f"{tmp_path}/period"))
-    monkeypatch.setattr(foreign_load, "_QUOTAS", places)
-    assert foreign_load._quota() == quota
+        path = tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert foreign_load.quota(tmp_path) == quota
 
 
 def test_under_a_quota_and_without_cores_the_load_is_unknown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(foreign_load, "CORES", (0, 1))
-    monkeypatch.setattr(foreign_load, "_quota", lambda: 1.5)
+    monkeypatch.setattr(foreign_load, "quota", lambda: 1.5)
     found = foreign_load.measure(0.0)
     assert isinstance(found, UnknownLoad)
     assert "a quota of 1.5 CPUs" in str(found)

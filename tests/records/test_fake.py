@@ -283,8 +283,7 @@ def test_the_probes_file_names_fake_gpus(
     monkeypatch: pytest.MonkeyPatch, gpus: dict[str, Any], expected: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda i: gpus["gpus"][i]["name"])
-    monkeypatch.setattr(probe, "describe", lambda: gpus)
-    assert probe._gpu_names(2) == (expected, expected)
+    assert probe._gpu_names(2, gpus) == (expected, expected)
 
 
 # -- no page of this repository is made from them

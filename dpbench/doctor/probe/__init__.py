@@ -9,25 +9,25 @@ from __future__ import annotations
 
 import json
 import os
-import platform
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
-from pathlib import Path
+from typing import Any
 
 import torch
 
+from dpbench.doctor import transfers
 from dpbench.doctor.probe import all_reduce, gpu, host
-from dpbench.doctor.probe.figures import Figure, last_line, over_passes
-from dpbench.hardware import foreign_load, processes
-from dpbench.hardware.devices import open_devices
-from dpbench.hardware.nvml import describe, open_nvml
+from dpbench.doctor.probe.figures import Figure, over_passes
+from dpbench.hardware import foreign_load, nvml, processes, provenance
 from dpbench.measure.server import environment
-from dpbench.records import fake
+from dpbench.records import HOST, fake, words
+from dpbench.records.examination import DIRECT
 
 PASSES = 3
 """The planned number of passes."""
@@ -36,8 +36,6 @@ BUDGET_S = 120.0
 
 A pass on four GPUs takes about 36 s.
 """
-MOSTLY = 0.5
-"""The share of a copy's bytes above which NVLink counts as the link between two GPUs."""
 MODULE_S = 16e-6
 """The seconds to copy one module for a replica on a host whose factor is 1."""
 Say = Callable[[str], None]
@@ -47,9 +45,9 @@ Say = Callable[[str], None]
 class Probe:
     """The result of a probe: the measured machine and its figures.
 
-    `name` is the processor's, and `cores` its number of logical cores. `gpus` are the names of the
-    GPUs, at least one; `gpu_memory_bytes` is the memory of GPU 0. `passes` is the number of passes
-    that were made, and `seconds` the duration of the probe.
+    `name` is the processor's, and `cores` the number that this process may use. `gpus` are the
+    names of the GPUs, at least one; `gpu_memory_bytes` is the memory of GPU 0. `passes` is the
+    number of passes that were made, and `seconds` the duration of the probe.
     """
 
     name: str
@@ -62,12 +60,11 @@ class Probe:
     load: foreign_load.Measured
     """The highest load of other processes, before the probe or in a pass."""
     left_out: tuple[str, ...] = ()
-    """What was left out of a pass, and why, each as a clause."""
-
-    @property
-    def peer_access(self) -> bool:
-        """Return whether all GPUs can access each other's memory; False with fewer than two."""
-        return any(one.name == "peer_access_ratio" and one.value == 1 for one in self.figures)
+    """What was left out, and why, each as a clause."""
+    peer_access: bool = False
+    """Whether all GPUs can access each other's memory; False with fewer than two."""
+    facts: tuple[Mapping[str, Any], ...] = ()
+    """What NVML says about each GPU; empty if it does not list them."""
 
     def __getitem__(self, name: str) -> float:
         """Return the value of the figure with this name. Raises LookupError if there is none."""
@@ -141,28 +138,41 @@ def probe(
         left_out |= {one.left_out: None for one in found if isinstance(one, LeftOut)}
         loads.append(foreign_load.since(before))
         last_s = time.perf_counter() - began
+    host_facts = provenance.host_facts()
+    pairs = list(permutations(range(count), 2))
+    described = nvml.describe()
+    facts = tuple(described["gpus"]) if len(described["gpus"]) == count else ()
+    if pairs and not (facts and all(map(_tells_ends, facts))):
+        left_out["NVLinks between GPUs, because NVML does not tell where they end"] = None
     if missing := PASSES - len(passes):
         left_out[f"{missing} of {PASSES} passes, because {ended}"] = None
     result = Probe(
-        name=_processor(),
-        cores=os.cpu_count() or 1,
-        gpus=_gpu_names(count),
+        name=host_facts["cpu"],
+        cores=host_facts["cores"],
+        gpus=_gpu_names(count, described),
         gpu_memory_bytes=torch.cuda.get_device_properties(0).total_memory,
         figures=over_passes(passes),
         passes=len(passes),
         seconds=time.perf_counter() - begin,
         load=_worst(loads),
         left_out=tuple(left_out),
+        peer_access=bool(pairs) and all(torch.cuda.can_device_access_peer(*one) for one in pairs),
+        facts=facts,
     )
     for line in _endings(result):
         say(line)
     return result
 
 
-def _gpu_names(count: int) -> tuple[str, ...]:
+def _tells_ends(gpu: Mapping[str, Any]) -> bool:
+    links = gpu.get("nvlinks", {})
+    return "ends" in links or not links.get("active")
+
+
+def _gpu_names(count: int, described: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the GPUs; those of fake ones say so, which labels predictions."""
     names = [torch.cuda.get_device_name(i) for i in range(count)]
-    fakes = fake.fake_gpus({"gpus": describe()})
+    fakes = fake.fake_gpus({"gpus": described})
     return tuple(
         f"{fake.NAME} {name}" if fakes and not name.startswith(fake.NAME) else name
         for name in names
@@ -214,7 +224,7 @@ def _pass(name: str, say: Say) -> list[Figure | LeftOut]:
             errors.seek(0)
             raise PassFailed(
                 f"a pass of the probe ended with exit status {process.returncode}; the last line of"
-                f" its error output is: {last_line(errors.read())}"
+                f" its error output is: {processes.last_line(errors.read())}"
             )
     return measured
 
@@ -233,9 +243,9 @@ def measure() -> Iterator[str | Figure | LeftOut]:
     count = torch.cuda.device_count()
     yield "GPU 0"
     yield from gpu.figures()
+    yield "copies from the host and between GPUs"
+    yield from _copies(count)
     if count > 1:
-        yield "links between GPUs"
-        yield from _links(count)
         yield "all-reduce between GPUs"
         try:
             yield from all_reduce.figures(count)
@@ -250,30 +260,24 @@ def measure_toml(
     return to_toml(probe(say, patience_s=patience_s, anyway=anyway))
 
 
-def _links(count: int) -> Iterator[Figure]:
-    with open_nvml() as nvml:
-        yield from gpu.links(
-            open_devices("cuda", count), {one.index: one for one in nvml.gpus} if nvml else {}
-        )
+def _copies(count: int) -> Iterator[Figure]:
+    """Yield the rates of copies from the host to each GPU, and directly between all pairs of GPUs.
 
-
-def _processor() -> str:
-    """Return the processor's name, or the architecture if the name is unknown."""
-    for line in (
-        Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        if Path("/proc/cpuinfo").exists()
-        else ()
-    ):
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    Raises RuntimeError if a copy hangs or fails.
+    """
+    wanted = [one for one in transfers.copies(count) if one.source == HOST or one.way == DIRECT]
+    for one in transfers.measured(wanted):
+        if one.failure:
+            raise RuntimeError(f"{one.copy}: {one.failure}")
+        source, target = ("host" if end == HOST else end for end in one.copy.ends)
+        how = f"the best of {transfers.REPEATS} copies of {words.size(transfers.SIZE)}: {one.copy}"
+        yield Figure(f"{one.copy.way}_{source}_{target}_bytes_per_s", one.bytes_per_s, how)
 
 
 def to_toml(result: Probe) -> str:
     """Return the text of a machine file: the machine's description, then a table for each figure.
 
-    NVLink between two GPUs becomes a link of the file. With more GPUs, copies between pairs do not
-    show which links the pairs share, so a comment says how to add the links.
+    The links from the host to the GPUs have the rate of GPU 0.
     """
     passes = f"{result.passes} of {PASSES} passes in {result.seconds:.0f} s"
     how = f"measured by dpbench doctor in {passes} with torch {torch.__version__}"
@@ -282,6 +286,12 @@ def to_toml(result: Probe) -> str:
     noisy = f" ({foreign_load.NOISY})" if foreign_load.busy(result.load) else ""
     count = len(result.gpus)
     what = f"{result.name}, {result.cores} cores: {count} x {result.gpus[0]}{noisy}"
+    values = {one.name: one.value for one in result.figures}
+    formats = (
+        f"{name} = {_number(values[figure])}"
+        for name in gpu.DTYPES
+        if (figure := f"{name}_flop_per_s") in values
+    )
     lines = [
         f"description = {_text(what)}",
         f"source = {_text(how)}",
@@ -292,11 +302,12 @@ def to_toml(result: Probe) -> str:
         f"count = {count}",
         f"memory_bytes = {_number(result.gpu_memory_bytes)}",
         f"memory_bytes_per_s = {_number(result['gpu_memory_bytes_per_s'])}",
-        f"flop_per_s = {{ fp32 = {_number(result['fp32_flop_per_s'])} }}",
+        f"flop_per_s = {{ {', '.join(formats)} }}",
         "",
         "[host]",
         f"factor = {_number(result['module_replica_s'] / MODULE_S)}",
         f"cores = {result.cores}",
+        f"pageable_bytes_per_s = {_number(result['pageable_host_0_bytes_per_s'])}",
         f"launch_s = {_number(result['launch_s'])}",
         f"module_s = {_number(result['module_replica_s'])}",
         f"tensor_s = {_number(result['tensor_s'])}",
@@ -306,9 +317,9 @@ def to_toml(result: Probe) -> str:
         "[[link]]",
         f'between = ["{"gpu0" if count == 1 else f"gpu0-{count - 1}"}", "cpu0"]',
         'kind = "pcie"',
-        f"bytes_per_s = {_number(result['pinned_to_device_bytes_per_s'])}",
+        f"bytes_per_s = {_number(result['pinned_host_0_bytes_per_s'])}",
     ]
-    lines += _between(result)
+    lines += _nvlinks(result)
     if any(one.name == "all_reduce_bytes_per_s" for one in result.figures):
         lines += [
             "",
@@ -319,33 +330,29 @@ def to_toml(result: Probe) -> str:
     return "\n".join([*lines, *(line for one in result.figures for line in _table(one)), ""])
 
 
-def _between(result: Probe) -> Iterator[str]:
-    """Yield a link if NVLink carried most bytes both ways between the only two GPUs.
+def _nvlinks(result: Probe) -> Iterator[str]:
+    """Yield a link between two GPUs, or from a GPU to NVSwitch, where NVML shows NVLinks.
 
-    Yield a comment if it did between two of several GPUs, or if its share is unknown.
+    Its rate is the median of the direct copies over it, one at a time.
     """
-    values = {one.name: one.value for one in result.figures}
-    pairs = [
-        pair
-        for pair in permutations(range(len(result.gpus)), 2)
-        if "link_{}_{}_bytes_per_s".format(*pair) in values
-    ]
-    shares = [values.get("link_{}_{}_nvlink_ratio".format(*pair)) for pair in pairs]
-    if len(pairs) == 2 and all(share is not None and share > MOSTLY for share in shares):
-        rate = min(values["link_{}_{}_bytes_per_s".format(*pair)] for pair in pairs)
+    rates: dict[tuple[str, str], list[float]] = {}
+    for source, target in permutations(range(len(result.facts)), 2):
+        one, other = result.facts[source], result.facts[target]
+        if nvml.nvlinks(one, other):
+            ends = (
+                (f"gpu{source}", "nvswitch")
+                if nvml.SWITCH in one["nvlinks"]["ends"]
+                else (f"gpu{min(source, target)}", f"gpu{max(source, target)}")
+            )
+            rates.setdefault(ends, []).append(result[f"direct_{source}_{target}_bytes_per_s"])
+    for (first, second), each in rates.items():
         yield from (
             "",
             "[[link]]",
-            'between = ["gpu0", "gpu1"]',
+            f'between = ["{first}", "{second}"]',
             'kind = "nvlink"',
-            f"bytes_per_s = {_number(rate)}",
+            f"bytes_per_s = {_number(statistics.median(each))}",
         )
-    elif pairs and any(share is None or share > MOSTLY for share in shares):
-        yield (
-            "# Add the NVLinks between GPUs if `nvidia-smi topo -m` shows any. The figures"
-            " link_*_bytes_per_s are the"
-        )
-        yield "# rates of copies between pairs of GPUs, one at a time: pairs may share a link."
 
 
 def _table(measured: Figure) -> Iterator[str]:

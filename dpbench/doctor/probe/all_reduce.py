@@ -21,7 +21,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from dpbench.doctor.probe.figures import Figure, Timing, figure, last_line, lines, spread, timing
+from dpbench.doctor.probe.figures import Figure, Timing, figure, lines, spread, timing
 from dpbench.hardware import processes
 from dpbench.measure import scratch
 from dpbench.measure.ranks import run
@@ -102,7 +102,7 @@ def _measured(
             said = (folder / "errors").read_text(encoding="utf-8", errors="replace")
             raise NoResult(
                 f"the probe's ranks ended with exit status {process.returncode}; the last line of"
-                f" their error output is: {last_line(said)}"
+                f" their error output is: {processes.last_line(said)}"
             )
         found = json.loads((folder / "answer").read_text(encoding="utf-8").splitlines()[-1])
     return [(size, Timing(**seconds)) for size, seconds in found]

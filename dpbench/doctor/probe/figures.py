@@ -142,11 +142,6 @@ def _round(works: Sequence[Work], loops: int, setting: Setting) -> float:
     return max(ends) - min(begins)
 
 
-def last_line(text: str) -> str:
-    """Return the last line of the error output of a process, which has the error."""
-    return (text.strip().splitlines() or ["(none)"])[-1][:500]
-
-
 def lines(points: Sequence[tuple[float, Timing]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the intercepts and slopes of lines through the typical, low and high durations.
 

@@ -8,7 +8,8 @@ round: the older one then raises when it is read.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -80,3 +81,18 @@ def allow_tf32() -> None:
     """Let GPUs round the factors of float32 products to TF32, under both of torch's settings."""
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = True
+
+
+@contextmanager
+def tf32_allowed() -> Iterator[None]:
+    """Call `allow_tf32`, and restore the older settings at the end of the `with` block.
+
+    Raises RuntimeError, from torch, if a newer setting was written before.
+    """
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    allow_tf32()
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]

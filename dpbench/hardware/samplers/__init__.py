@@ -77,8 +77,6 @@ def every(interval_s: float, action: Callable[[], None]) -> Iterator[None]:
         thread.join()
 
 
-__all__ = ["sampling", "Series"]
-
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 10.0
