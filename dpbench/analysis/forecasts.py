@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from dpbench.analysis import summary
 from dpbench.analysis.summary import Row
 from dpbench.records import Case, Source
+from dpbench.records.gpu_names import same_gpu
 from dpbench.records.trial import Estimate
 from dpbench.store.runs import PastRun
 
@@ -76,11 +76,10 @@ def _machine(trials: Sequence[Any]) -> str:
 
 def _same_hardware(described: Mapping[str, Any], machine: Mapping[str, Any]) -> bool:
     """Return whether both have GPUs, all with the same name."""
-    names = _gpus(machine)
-    return len(names) == 1 and _gpus(described) == names
+    here, there = _gpus(machine), _gpus(described)
+    return len(here) == len(there) == 1 and same_gpu(*here, *there)
 
 
 def _gpus(facts: Mapping[str, Any]) -> set[str]:
-    """Return the names of a run's GPUs, in lower case and without the maker's name."""
     gpus = (facts.get("gpus") or {}).get("gpus") or ()
-    return {re.sub(r"^nvidia\s+", "", str(gpu.get("name", "")).strip().lower()) for gpu in gpus}
+    return {str(gpu.get("name", "")) for gpu in gpus}

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dpbench.analysis.findings import DDP
 from dpbench.analysis.findings.rule import CaseContext, Evidence, FindingRule, Judgement, Missing
 from dpbench.analysis.stats import quotient
-from dpbench.predict import counts, machine, observed_loop, stored
+from dpbench.predict import counts, machine, observed_loop
 from dpbench.predict.cases import Prediction, Predictor
 from dpbench.predict.machine import UnknownMachine
 from dpbench.records import Case, registry
+from dpbench.records.gpu_names import same_gpu
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
 from dpbench.records.words import duration, interval, number, time
@@ -63,7 +64,7 @@ def alternative(loop: observed_loop.ObservedLoop) -> Prediction:
     fitting = [
         candidate
         for candidate in described
-        if loop.case.devices <= candidate.gpu.count and stored.alike(candidate.gpu.name, loop.gpu)
+        if loop.case.devices <= candidate.gpu.count and same_gpu(candidate.gpu.name, loop.gpu)
     ]
     if not fitting:
         raise UnknownMachine(

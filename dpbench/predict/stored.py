@@ -17,6 +17,7 @@ from dpbench.predict.machine import Machine, UnknownMachine
 from dpbench.predict.profiles import FIXED_SHARE
 from dpbench.predict.work import Cost, Profile
 from dpbench.records import UNATTRIBUTED, Case, Phase, Source, Status, Trial, registry
+from dpbench.records.gpu_names import same_gpu
 from dpbench.records.registry import Role
 from dpbench.store import Store
 
@@ -103,21 +104,11 @@ class Stored:
             f"batch size{'s' if len(self.batches) > 1 else ''} {', '.join(map(str, self.batches))}"
         )
         origin = f"{self.profile.model}: {self.basis} on {self.device} ({sizes})"
-        another_gpu = not alike(self.wanted, self.device)
+        if same_gpu(self.wanted, self.device):
+            return origin
         return (
             f"{origin}; the described machine has {self.wanted}, so the prediction may be far off"
-            if another_gpu
-            else origin
         )
-
-
-def alike(wanted: str, device: str) -> bool:
-    """Return whether `device` contains the first word of `wanted` that has a digit.
-
-    Such a word identifies a GPU, for example 3090, A100 or T4.
-    """
-    mark = next((word for word in wanted.split() if any(c.isdigit() for c in word)), wanted)
-    return mark.lower() in device.lower()
 
 
 def read(path: Path, cases: Sequence[Case], machine: Machine) -> dict[counts.Key, Stored]:

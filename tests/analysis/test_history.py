@@ -192,7 +192,7 @@ def predicted(case: Case, seconds: float, low: float, high: float, machine: str)
 @pytest.fixture
 def both(tmp_path: Path) -> Path:
     """Make a store with a measurement on two GPUs, and predictions for these and other GPUs."""
-    here = {"host": {"cpu": "described"}, "gpus": {"gpus": [{"name": "GeForce RTX 3090"}] * 8}}
+    here = {"host": {"cpu": "described"}, "gpus": {"gpus": [{"name": "RTX 3090"}] * 8}}
     other = {"host": {"cpu": "described"}, "gpus": {"gpus": [{"name": "A100-SXM4-80GB"}] * 8}}
     put = functools.partial(predicted, GPU)
     with Store.create(tmp_path / "s.db") as store:

@@ -126,7 +126,10 @@ def test_the_way_out_is_a_command_that_measures_the_case() -> None:
 
 def test_another_gpus_steps_are_said_to_stand_badly(tmp_path: Path) -> None:
     path = write(tmp_path / "x.db", [(single(32), 0.3)])
-    assert "far off" not in stored.read(path, ASKED, MACHINE)[KEY].words
+    same = stored.read(path, ASKED, MACHINE)[KEY]
+    assert "far off" not in same.words
+    other_words = replace(same, wanted="H100-SXM5-80GB", device="NVIDIA H100 80GB HBM3")
+    assert "far off" not in other_words.words
     said = stored.read(path, ASKED, machine.load("dgx-a100"))[KEY].words
     assert "the described machine has A100" in said
     assert "may be far off" in said
