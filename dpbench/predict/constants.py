@@ -71,7 +71,7 @@ class Constants:
     hop_s: float = 30e-6
     """Half of the time that each doubling of the nodes adds to the start of a collective."""
     host_scale: float = 1.0
-    """Factor of a machine's host factor: 1 except in intervals and with a faster host."""
+    """Factor of the costs of a host: 1 except in intervals and with a faster host."""
     bus_scale: float = 1.0
     """Factor of bus bandwidths: 1 except in intervals, calibrations and with faster links."""
     delivered: float = 1.0
@@ -154,10 +154,8 @@ class HostCosts:
         """Return the costs on a described host."""
 
         def cost(name: str, measured: float | None = None) -> float:
-            if measured is not None:
-                return measured
-            value: float = host.factor * constants.host_scale * getattr(constants, name)
-            return value
+            described_s: float = host.factor * getattr(constants, name)
+            return constants.host_scale * (described_s if measured is None else measured)
 
         return cls(
             launch_s=cost("launch_s", host.launch_s),

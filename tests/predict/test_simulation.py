@@ -28,6 +28,9 @@ def counted(model: str) -> Profile:
 
 
 COUNTED = counted("resnet50")
+MEASURED_HOST = machine.Host(
+    launch_s=40e-6, module_s=60e-6, tensor_s=9e-6, thread_s=3e-4, hand_off=0.1
+)
 
 
 def known(
@@ -77,9 +80,8 @@ def test_the_formula_and_the_simulation_agree(name: str, strategy: str, host: fl
 
 def test_the_formula_and_intervals_take_the_measured_costs_of_a_host() -> None:
     """A probe measures them; they replace the constants and their factor."""
-    host = machine.Host(launch_s=40e-6, module_s=60e-6, tensor_s=9e-6, thread_s=3e-4, hand_off=0.1)
     profile, on = known("rtx-3090-x8", 0.01)
-    on, case = replace(on, host=host), case_of("torch_dp", 4)
+    on, case = replace(on, host=MEASURED_HOST), case_of("torch_dp", 4)
     assert seconds(case, profile, on) == pytest.approx(
         formula.seconds(case, profile, on), rel=0.005
     )
@@ -89,7 +91,7 @@ def test_the_formula_and_intervals_take_the_measured_costs_of_a_host() -> None:
     found = cases.Predictor(
         on, measured={counts.key(case): replace(profile, source="measured")}
     ).predict(case)
-    assert found.low_s < found.seconds < found.high_s
+    assert found.high_s / found.low_s > 1.2, "the costs of the host are uncertain by 0.15"
     assert abs(statistics.median(found.draws)) < 0.05, (
         "both ends come from the same costs as the step"
     )
@@ -440,8 +442,9 @@ def test_known_losses_and_optimizers_follow_the_work_that_is_done() -> None:
     assert whole - shared > 0.5 * 8e-3, "each has a quarter of the optimizer"
 
 
-def test_a_faster_host_helps_a_launch_bound_net_that_was_traced() -> None:
-    predictor = cases.Predictor(replace(machine.load("h100-sxm-x8"), host=machine.Host(factor=4.0)))
+@pytest.mark.parametrize("host", [machine.Host(factor=4.0), MEASURED_HOST])
+def test_a_faster_host_helps_a_launch_bound_net_that_was_traced(host: machine.Host) -> None:
+    predictor = cases.Predictor(replace(machine.load("h100-sxm-x8"), host=host))
     case = Case(
         model="resnet18",
         size="small",
