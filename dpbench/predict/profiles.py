@@ -185,13 +185,6 @@ def profile(low: Trace, high: Trace, speed: Speed) -> Profile:
     )
 
 
-DTYPES = {
-    "fp32": ("fp32",),
-    "tf32": ("tf32", "fp32"),
-    "bf16": ("bf16", "fp16", "fp32"),
-    "fp16": ("fp16", "fp32"),
-}
-"""The peaks that can apply to each precision; the first that the machine file states is used."""
 COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY = 0.55, 0.75
 """The assumed shares of a GPU's peak FLOP/s and memory bandwidth that whole networks reach.
 
@@ -270,12 +263,11 @@ def _cost(seconds: float, samples: int, fixed: float) -> Cost:
 def peaks(machine: Machine, precision: str) -> tuple[float, float]:
     """Return the peak FLOP/s of a GPU in a precision, and the peak bytes/s of its memory.
 
-    Raises UnknownMachine if the machine file lacks one of them.
+    Raises UnknownMachine if the machine file lacks one of them. A peak of another precision does
+    not stand for it: GPUs before Ampere have no tensor cores for bf16.
     """
     gpu = machine.gpu
-    peak = next(
-        (gpu.flop_per_s[d] for d in DTYPES.get(precision, (precision,)) if d in gpu.flop_per_s), 0.0
-    )
+    peak = gpu.flop_per_s.get(precision, 0.0)
     if not peak or not gpu.memory_bytes_per_s:
         raise UnknownMachine(
             f"machine {machine.name}: the section [gpu] of the machine file must state both a peak"

@@ -476,6 +476,21 @@ def test_a_machine_without_peaks_asks_for_the_step() -> None:
         cases.Predictor(bare).predict(case_of("single", 1))
 
 
+@pytest.mark.parametrize("name", ["dgx-1-v100", "t4-x4", "rtx-2080-ti-x4"])
+def test_no_other_peak_stands_for_that_of_bf16_on_gpus_without_it(name: str) -> None:
+    case = case_of("single", 1, precision="bf16")
+    with pytest.raises(UnknownMachine, match=r"peak for bf16 .*\(stated for: fp32, fp16\)"):
+        cases.Predictor(machine.load(name)).predict(case)
+
+
+@pytest.mark.parametrize("gpu", ["RTX A4000", "RTX A5000", "RTX 6000 Ada", "RTX 3090 Ti"])
+def test_a_transformer_is_faster_in_bf16_on_gpus_with_tensor_cores_for_it(gpu: str) -> None:
+    predictor = cases.Predictor(machine.load(f"1x {gpu}"))
+    case = replace(case_of("single", 1), model="bert-base")
+    in_bf16 = predictor.predict(replace(case, precision="bf16"))
+    assert in_bf16.seconds < 0.6 * predictor.predict(case).seconds
+
+
 def test_predictions_are_quick() -> None:
     for name, strategy, devices in (("dgx-a100", "torch_dp", 8), ("dgx-a100-x512", "ddp", 4096)):
         predictor = cases.Predictor(machine.load(name), given=(0.05, 32))
