@@ -111,7 +111,6 @@ class ObservedLoop:
         )
 
     def _profile(self) -> Profile:
-        """The FLOP are assumed; they only divide the known seconds of a phase among its parts."""
         model = self._model
         tensors = int(model["parameter_tensors"])
         forward = int(counts.LAUNCHES * tensors)
@@ -123,8 +122,6 @@ class ObservedLoop:
             buffer_tensors=int(model.get("buffer_tensors", 0)),
             input_bytes=model["input_bytes"],
             output_bytes=model["output_bytes"],
-            forward_flop=1.0,
-            backward_flop=2.0,
             modules=int(model.get("modules") or counts.MODULES * tensors),
             forward_launches=forward,
             backward_launches=int(counts.BACKWARD * forward),

@@ -102,11 +102,10 @@ class _Prices:
             "tensors": host.tensor_s,
             "threads": host.thread_s,
             "wakes": host.wake_s,
-            "s": 1.0,
         }
         self._update = self._update_scale()
         self._units: dict[str, Callable[[Task], SimulatedJob]] = {
-            "flop": self._flop,
+            "share": self._share,
             "bytes": self._bytes,
         }
 
@@ -115,7 +114,7 @@ class _Prices:
         return self._units.get(task.unit, self._host)(task)
 
     def _host(self, task: Task) -> SimulatedJob:
-        """The amount is a number of host operations, such as launches, or of seconds."""
+        """The amount is a number of host operations, such as launches."""
         spent = task.amount * self._each_s[task.unit]
         others = len(self._rows) - 1
         if task.unit == "launches":
@@ -150,14 +149,10 @@ class _Prices:
             return self._update * task.amount * self._host_costs.update_s
         return spent
 
-    def _flop(self, task: Task) -> SimulatedJob:
-        """The amount is FLOP of forward or backward; the duration comes from the profile."""
+    def _share(self, task: Task) -> SimulatedJob:
+        """The amount is the share of the phase's duration in the profile."""
         profile = self._profile
-        cost, flop = (
-            (profile.forward, profile.forward_flop)
-            if task.phase is Phase.FORWARD
-            else (profile.backward, profile.backward_flop)
-        )
+        cost = profile.forward if task.phase is Phase.FORWARD else profile.backward
         if cost is None:
             raise ValueError(
                 f"the profile of {profile.model} has no duration for the phase {task.phase}; add"
@@ -165,11 +160,10 @@ class _Prices:
                 " dpbench.predict.profiles.counted"
             )
         rows = self._rows[task.device]
-        part = task.amount / (rows * flop) if flop else 1.0
-        spent = part * cost.at(rows)
+        whole_s = cost.at(rows)
         if task.phase is Phase.BACKWARD and self._overlapped:
-            spent = part * self._group.beside_s(cost.at(rows), profile.parameter_bytes)
-        return SimulatedJob(spent, task.resource)
+            whole_s = self._group.beside_s(whole_s, profile.parameter_bytes)
+        return SimulatedJob(task.amount * whole_s, task.resource)
 
     def _bytes(self, task: Task) -> SimulatedJob:
         """The amount is bytes over links, in a collective, or within device memory."""

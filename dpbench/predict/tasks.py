@@ -25,7 +25,7 @@ class Unpredictable(ValueError):
 def of_step(case: Case, profile: Profile) -> list[Task]:
     """Return the tasks of one step; with `EXCHANGEABLE` or more ranks, of one rank only.
 
-    `profile` has the sizes, FLOP and costs of the model. Raises Unpredictable for a strategy whose
+    `profile` has the sizes and costs of the model. Raises Unpredictable for a strategy whose
     traits are those of no strategy that is described here.
     """
     traits = case.traits
@@ -61,6 +61,8 @@ def schedule_of(case: Case) -> Schedule:
 
 PASSES = {"sgd": 5, "adam": 7, "adamw": 9}
 """Bytes of weights, gradients and state that an optimizer moves in a step, per parameter byte."""
+WHOLE = (1.0, "share")
+"""The amount and unit of all kernels of forward, or of backward, on a device."""
 
 
 class Graph:
@@ -235,11 +237,11 @@ class Chain:
                 i,
                 "gil",
                 profile.forward_launches,
-                (rows * profile.forward_flop, "flop"),
+                WHOLE,
                 copied,
                 started,
             )
-            for i, rows in enumerate(self._rows)
+            for i in self._devices
         ]
 
     def _gathered_loss(self, forwards: list[int]) -> int:
@@ -281,10 +283,10 @@ class Chain:
                 i,
                 f"host:{i}",
                 profile.backward_launches,
-                (rows * profile.backward_flop, "flop"),
+                WHOLE,
                 losses[i],
             )
-            for i, rows in enumerate(self._rows)
+            for i in self._devices
         ]
 
     def _reduce(self, ready: list[int]) -> list[int]:
@@ -341,12 +343,10 @@ def _alone(case: Case, profile: Profile) -> list[Task]:
     """Return the tasks on one device: scatter, forward, loss, backward and optimizer."""
     graph = Graph()
     rows = case.batch_size
-    forward = (rows * profile.forward_flop, "flop")
-    backward = (rows * profile.backward_flop, "flop")
     last = graph.add(Phase.SCATTER, 0, "copy:host:0", rows * profile.input_bytes, "bytes")
-    last = graph.launch(Phase.FORWARD, 0, "host", profile.forward_launches, forward, [last])
+    last = graph.launch(Phase.FORWARD, 0, "host", profile.forward_launches, WHOLE, [last])
     last = graph.add(Phase.LOSS, 0, "device:0", rows * profile.output_bytes, "bytes", [last])
-    last = graph.launch(Phase.BACKWARD, 0, "host:0", profile.backward_launches, backward, [last])
+    last = graph.launch(Phase.BACKWARD, 0, "host:0", profile.backward_launches, WHOLE, [last])
     graph.update(case, profile, 0, "host", [last])
     return graph.tasks
 
@@ -374,10 +374,9 @@ def _ddp(case: Case, profile: Profile, ranks: Sequence[int]) -> list[Task]:
 def _to_backward(graph: Graph, case: Case, profile: Profile, rank: int, parts: int) -> list[int]:
     """Append a rank's tasks up to backward; return the task that fills each of `parts` buckets."""
     rows, host = case.rows[rank], f"host:{rank}"
-    forward = (rows * profile.forward_flop, "flop")
-    part = (rows * profile.backward_flop / parts, "flop")
+    part = (1 / parts, "share")
     last = graph.add(Phase.SCATTER, rank, f"copy:host:{rank}", rows * profile.input_bytes, "bytes")
-    last = graph.launch(Phase.FORWARD, rank, host, profile.forward_launches, forward, [last])
+    last = graph.launch(Phase.FORWARD, rank, host, profile.forward_launches, WHOLE, [last])
     last = graph.add(
         Phase.LOSS, rank, f"device:{rank}", rows * profile.output_bytes, "bytes", [last]
     )
@@ -412,9 +411,10 @@ def _fsdp(case: Case, profile: Profile, ranks: Sequence[int]) -> list[Task]:
         name = f"{kind}:{next(numbers)}"
         return {i: graph.add(phase, i, name, size, "bytes", after[i]) for i in ranks}
 
-    for phase, flop, launches, units in (
-        (Phase.FORWARD, profile.forward_flop, profile.forward_launches, sizes[::-1]),
-        (Phase.BACKWARD, profile.backward_flop, profile.backward_launches, sizes),
+    work = (1 / parts, "share")
+    for phase, launches, units in (
+        (Phase.FORWARD, profile.forward_launches, sizes[::-1]),
+        (Phase.BACKWARD, profile.backward_launches, sizes),
     ):
         # the units' weights are gathered one after the other, ahead of the compute that needs them
         waits = {i: [done[i]] for i in ranks}
@@ -425,7 +425,6 @@ def _fsdp(case: Case, profile: Profile, ranks: Sequence[int]) -> list[Task]:
         for part in range(parts):
             for i in ranks:
                 needs = [done[i], *([gathered[part][i]] if gathered else [])]
-                work = (rows[i] * flop / parts, "flop")
                 done[i] = graph.launch(phase, i, f"host:{i}", launches / parts, work, needs)
             if phase is Phase.BACKWARD and sizes:
                 last = collective(

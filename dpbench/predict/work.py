@@ -100,8 +100,8 @@ class Profile:
     buffer_bytes: int
     input_bytes: float
     output_bytes: float
-    forward_flop: float
-    backward_flop: float
+    forward_flop: float = 0.0
+    backward_flop: float = 0.0
     buffer_tensors: int = 0
     modules: int = 0
     forward_launches: int = 0
@@ -127,9 +127,9 @@ class Task:
     """One part of a step's work: its amount and unit, its resource, and the tasks it waits for.
 
     `after` and `overlap` are indices into the list of the step's tasks. The task starts when all
-    tasks in `after` have ended and all tasks in `overlap` have started. Units are flop, bytes, s,
-    and kinds of operations of the host: launches, modules, tensors, threads and wakes. A resource
-    is one of these:
+    tasks in `after` have ended and all tasks in `overlap` have started. Units are bytes, share (of
+    the kernels of a device's forward or backward), and kinds of operations of the host: launches,
+    modules, tensors, threads and wakes. A resource is one of these:
 
         device:i                    the stream of device i, which runs one kernel after the other
         host                        the main thread

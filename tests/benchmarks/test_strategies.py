@@ -119,8 +119,6 @@ def test_no_file_is_predicted() -> None:
         buffer_bytes=10,
         input_bytes=50.0,
         output_bytes=4.0,
-        forward_flop=1e3,
-        backward_flop=2e3,
     )
     for file in PHASES:
         with pytest.raises(Unpredictable):

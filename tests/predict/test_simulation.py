@@ -166,6 +166,15 @@ def test_ranks_beyond_eight_are_one() -> None:
     assert eight.seconds < sixteen.seconds < all_.seconds < 1.2 * eight.seconds
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_model_without_flop_computes_once_and_not_once_per_bucket(strategy: str) -> None:
+    """A model of embeddings has many buckets and no FLOP."""
+    profile, on = known("dgx-a100")
+    lookups = replace(profile, forward_flop=0.0, backward_flop=0.0)
+    case = case_of(strategy, 8)
+    assert seconds(case, lookups, on) == pytest.approx(seconds(case, profile, on))
+
+
 def test_late_reduction_costs_what_overlap_hides() -> None:
     profile, on = known("rtx-3090-x8", step_s=0.3)
     beside, late = (
@@ -184,7 +193,7 @@ def test_only_some_phases() -> None:
     tasks = simulation.step(case_of("dp", 4), profile, on).tasks
     kept = loops.only(tasks, {Phase.FORWARD, Phase.BACKWARD})
     assert {task.phase for task in kept} == {Phase.FORWARD, Phase.BACKWARD}
-    ends = [i for i, task in enumerate(kept) if task.phase is Phase.FORWARD and task.unit == "flop"]
+    ends = [i for i, task in enumerate(kept) if task.phase is Phase.FORWARD and task.unit == "share"]
     backward = next(task for task in kept if task.phase is Phase.BACKWARD)
     assert set(ends) <= set(backward.after)
 

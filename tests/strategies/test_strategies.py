@@ -34,10 +34,8 @@ PROFILE = Profile(
     buffer_bytes=10,
     input_bytes=50.0,
     output_bytes=4.0,
-    forward_flop=1e3,
-    backward_flop=2e3,
 )
-UNITS = ("flop", "bytes", "s", "launches", "modules", "tensors", "threads", "wakes")
+UNITS = ("share", "bytes", "launches", "modules", "tensors", "threads", "wakes")
 every_strategy = pytest.mark.parametrize("name", NAMES)
 DevicePhase = tuple[Phase, int]
 
@@ -91,12 +89,9 @@ def test_tasks_are_a_graph_in_order(name: str, devices: int, rows: int) -> None:
         assert task.unit in UNITS
         assert task.device in range(-1, devices)
         assert task.resource
-    work = {
-        phase: sum(t.amount for t in tasks if t.phase is phase and t.unit == "flop")
-        for phase in Phase
-    }
-    assert work[Phase.FORWARD] == pytest.approx(rows * PROFILE.forward_flop)
-    assert work[Phase.BACKWARD] == pytest.approx(rows * PROFILE.backward_flop)
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        shares = [task.amount for task in tasks if task.phase is phase and task.unit == "share"]
+        assert sum(shares) == pytest.approx(len(case.rows)), "each device computes its rows once"
 
 
 # ---------------------------------------------------------------- the trace contract
