@@ -103,7 +103,9 @@ def _need(case: Case, traces: Traces, capacity_bytes: int, largest: bool) -> Nee
             over = []
     most = None
     if largest and capacity_bytes:
-        most = memory.largest_batch(lambda batch: replace(case, batch_size=batch), capacity_bytes)
+        most = memory.largest_batch(
+            lambda batch: replace(case, batch_size=batch), capacity_bytes, traces
+        )
     return Need(
         case=case,
         process_bytes=tuple(one.process_bytes for one in devices),

@@ -334,14 +334,18 @@ def needed(
 
 
 def largest_batch(
-    case_of: Callable[[int], Case], capacity_bytes: int, *, limit: int = 2**20
+    case_of: Callable[[int], Case],
+    capacity_bytes: int,
+    traces: Traces | None = None,
+    *,
+    limit: int = 2**20,
 ) -> int:
     """Return the largest batch size that fits on every device; 0 if a batch of 1 does not.
 
-    `case_of(batch_size)` returns the case to replay, and `capacity_bytes` is the memory of each
-    device. The batch size is doubled up to `limit`, and then bisected.
+    `case_of(batch_size)` returns the case to replay, `capacity_bytes` is the memory of each device,
+    and `traces` are made if None. The batch size is doubled up to `limit`, and then bisected.
     """
-    traces = traces_of(case_of(1))
+    traces = traces or traces_of(case_of(1))
 
     def fits(batch_size: int) -> bool:
         try:
