@@ -17,9 +17,8 @@ The model has a single stream, so it needs no rule for freed blocks that another
 from __future__ import annotations
 
 import bisect
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from dpbench.predict.recorder import Op
@@ -44,8 +43,7 @@ class OutOfDeviceMemory(RuntimeError):
 class MemoryBlock:
     """A part of a segment, in use or free, with links to its two neighbours in the segment.
 
-    `offset`, `size` and the requested size `asked` are in bytes. `small` marks blocks of segments
-    for up to 1 MiB.
+    `offset` and `size` are in bytes. `small` marks blocks of segments for up to 1 MiB.
     """
 
     segment: int
@@ -55,7 +53,6 @@ class MemoryBlock:
     before: MemoryBlock | None = None
     after: MemoryBlock | None = None
     free: bool = False
-    asked: int = 0
 
     @property
     def key(self) -> tuple[int, int, int]:
@@ -73,10 +70,8 @@ class Allocator:
 
     capacity_bytes: int | None = None
     rounding_bytes: int = ROUNDING_BYTES
-    requested_bytes: int = 0
     allocated_bytes: int = 0
     reserved_bytes: int = 0
-    segments: int = 0
     peak_allocated_bytes: int = 0
     peak_reserved_bytes: int = 0
     _made: int = 0
@@ -101,18 +96,14 @@ class Allocator:
         if rest >= self.rounding_bytes if small else rest > SMALL_BYTES:
             self._split(block, size)
         block.free = False
-        block.asked = size_bytes
-        self.requested_bytes += size_bytes
         self.allocated_bytes += block.size
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         return block
 
     def give(self, block: MemoryBlock) -> None:
         """Free a block and merge it with its free neighbours in the segment."""
-        self.requested_bytes -= block.asked
         self.allocated_bytes -= block.size
         block.free = True
-        block.asked = 0
         if block.after is not None and block.after.free:
             self._swallow(block, block.after)
         if block.before is not None and block.before.free:
@@ -143,7 +134,6 @@ class Allocator:
                 )
         self.reserved_bytes += length
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-        self.segments += 1
         self._made += 1
         return MemoryBlock(self._made, 0, length, small)
 
@@ -151,7 +141,6 @@ class Allocator:
         for small, pool in self._free.items():
             whole = [block for _, block in pool if block.before is None and block.after is None]
             self._free[small] = [entry for entry in pool if entry[1] not in whole]
-            self.segments -= len(whole)
             self.reserved_bytes -= sum(block.size for block in whole)
 
     def _split(self, block: MemoryBlock, size: int) -> None:
@@ -193,31 +182,21 @@ Names = dict[int, int]
 class MemoryChange:
     """An allocation on a device, or the release of an allocation if `taken` is False.
 
-    `holding` is the number of the allocation. `kind` is the kind of tensor, such as "gradients",
-    and `stage` the part of the step, such as "backward".
+    `holding` is the number of the allocation.
     """
 
     device: int
     holding: int
     size_bytes: int
-    kind: str
-    stage: str
     taken: bool
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The peak memory of one device in bytes: requested, in blocks, and in segments.
+    """The peak memory of one device in bytes, in blocks and in segments."""
 
-    `allocated_bytes` peaks in `stage`; `kinds` are the bytes requested at that time, by kind of
-    tensor.
-    """
-
-    requested_bytes: int
     allocated_bytes: int
     reserved_bytes: int
-    stage: str
-    kinds: Mapping[str, int]
 
 
 class Tape:
@@ -228,139 +207,71 @@ class Tape:
 
     def __init__(self) -> None:
         self.changes: list[MemoryChange] = []
-        self.stage = "setup"
         self._live: dict[int, MemoryChange] = {}
 
-    def take(self, device: int, size_bytes: int, kind: str) -> list[int]:
+    def take(self, device: int, size_bytes: int) -> list[int]:
         """Add the allocation of a tensor, unless it is empty, and return its number in a list."""
         if not size_bytes:
             return []
-        change = MemoryChange(device, len(self.changes), size_bytes, kind, self.stage, taken=True)
+        change = MemoryChange(device, len(self.changes), size_bytes, taken=True)
         self.changes.append(change)
         self._live[change.holding] = change
         return [change.holding]
 
-    def take_all(self, device: int, sizes_bytes: Iterable[int], kind: str) -> list[int]:
+    def take_all(self, device: int, sizes_bytes: Iterable[int]) -> list[int]:
         """Add the allocations of all tensors that are not empty, and return their numbers."""
-        return [holding for size in sizes_bytes for holding in self.take(device, size, kind)]
+        return [holding for size in sizes_bytes for holding in self.take(device, size)]
 
     def give(self, holdings: Iterable[int]) -> None:
         """Release the allocations with these numbers, except those already released."""
         for holding in holdings:
             if change := self._live.pop(holding, None):
-                self.changes.append(
-                    MemoryChange(
-                        change.device,
-                        holding,
-                        change.size_bytes,
-                        change.kind,
-                        self.stage,
-                        taken=False,
-                    )
-                )
+                self.changes.append(replace(change, taken=False))
 
-    def play(
-        self,
-        device: int,
-        ops: Sequence[Op],
-        names: Names,
-        kind: str,
-        kinds: Mapping[int | None, str] | None = None,
-    ) -> None:
+    def play(self, device: int, ops: Sequence[Op], names: Names) -> None:
         """Add the allocations and releases of a trace's ops on a device, and update `names`.
 
-        `kinds` gives the kind of single storages, `kind` that of all others. The release of a
-        storage that is not in `names` is ignored.
+        The release of a storage that is not in `names` is ignored.
         """
-        kinds = kinds or {}
         for op in ops:
             for event in op.events:
                 if event.size_bytes > 0:
-                    taken = self.take(device, event.size_bytes, kinds.get(event.storage, kind))
-                    names[event.storage] = taken[0]
+                    names[event.storage] = self.take(device, event.size_bytes)[0]
                 elif event.storage in names:
                     self.give([names.pop(event.storage)])
 
 
 def replay(
-    tape: Tape, device: int, *, capacity_bytes: int | None = None, rounding_bytes: int | None = None
+    tape: Tape,
+    device: int,
+    *,
+    capacity_bytes: int | None = None,
+    rounding_bytes: int = ROUNDING_BYTES,
 ) -> Peak:
     """Return the memory peaks of one device.
 
-    Sizes are rounded up to multiples of `rounding_bytes`, by default `ROUNDING_BYTES`. Raises
-    OutOfDeviceMemory if more than `capacity_bytes` would be reserved; a note names the part of the
-    step and the kind of tensor.
+    Sizes are rounded up to multiples of `rounding_bytes`. Raises OutOfDeviceMemory if more than
+    `capacity_bytes` would be reserved.
     """
-    allocator = (
-        Allocator(capacity_bytes)
-        if rounding_bytes is None
-        else Allocator(capacity_bytes, rounding_bytes)
-    )
+    allocator = Allocator(capacity_bytes, rounding_bytes)
     blocks: dict[int, MemoryBlock] = {}
-    now: Counter[str] = Counter()
-    requested = 0
-    stage = ""
-    kinds = Counter[str]()
     for change in tape.changes:
-        if change.device != device:
-            continue
-        if not change.taken:
-            allocator.give(blocks.pop(change.holding))
-            now[change.kind] -= change.size_bytes
-            continue
-        before = allocator.peak_allocated_bytes
-        try:
-            blocks[change.holding] = allocator.take(change.size_bytes)
-        except OutOfDeviceMemory as error:
-            error.add_note(
-                f"the allocation failed on device {device}, in the stage {change.stage!r}, for a"
-                f" tensor of the kind {change.kind!r}"
-            )
-            raise
-        now[change.kind] += change.size_bytes
-        requested = max(requested, allocator.requested_bytes)
-        if allocator.peak_allocated_bytes > before:
-            stage = change.stage
-            kinds = now.copy()
-    return Peak(
-        requested,
-        allocator.peak_allocated_bytes,
-        allocator.peak_reserved_bytes,
-        stage,
-        {kind: size for kind, size in kinds.most_common() if size},
-    )
+        if change.device == device:
+            if change.taken:
+                blocks[change.holding] = allocator.take(change.size_bytes)
+            else:
+                allocator.give(blocks.pop(change.holding))
+    return Peak(allocator.peak_allocated_bytes, allocator.peak_reserved_bytes)
 
 
 def settle(tape: Tape, device: int, trace: Trace) -> None:
     """Add the allocations of the module's parameters and buffers."""
-    tape.stage = "setup"
-    tape.take_all(device, trace.parameters.sizes_bytes, "parameters")
-    tape.take_all(device, trace.buffers.sizes_bytes, "buffers")
+    tape.take_all(device, [*trace.parameters.sizes_bytes, *trace.buffers.sizes_bytes])
 
 
 def take_batch(tape: Tape, device: int, trace: Trace) -> list[int]:
     """Add the allocations of a batch's inputs and target, and return their numbers."""
-    return tape.take_all(device, [*trace.inputs.sizes_bytes, *trace.target.sizes_bytes], "inputs")
-
-
-def play_forward(tape: Tape, device: int, trace: Trace, names: Names) -> None:
-    """Add the ops of forward, and update `names`."""
-    tape.stage = "forward"
-    tape.play(device, trace.forward, names, "activations", dict.fromkeys(trace.outputs, "outputs"))
-
-
-def play_loss(tape: Tape, device: int, trace: Trace, names: Names) -> None:
-    """Add the ops of the loss, and update `names`."""
-    tape.stage = "loss"
-    tape.play(device, trace.loss, names, "loss")
-
-
-def play_backward(
-    tape: Tape, device: int, trace: Trace, names: Names, start: int = 0, stop: int | None = None
-) -> None:
-    """Add the backward ops from `start` up to, but not including, `stop`, and update `names`."""
-    kinds = dict.fromkeys(trace.gradients, "gradients")
-    tape.play(device, trace.backward[start:stop], names, "backward", kinds)
+    return tape.take_all(device, [*trace.inputs.sizes_bytes, *trace.target.sizes_bytes])
 
 
 def gradients_of(trace: Trace, names: Names, numbers: Sequence[int] | None = None) -> list[int]:
@@ -377,12 +288,5 @@ def clear(tape: Tape, gradients: list[int], *, keeps: bool) -> list[int]:
 
     With `keeps`, `zero_grad` fills the gradients with zeros instead of releasing them.
     """
-    tape.stage = "optimizer"
     tape.give([] if keeps else gradients)
     return gradients if keeps else []
-
-
-def play_optimizer(tape: Tape, device: int, ops: Sequence[Op], state: Names) -> None:
-    """Add the ops of an optimizer step, and update `state`."""
-    tape.stage = "optimizer"
-    tape.play(device, ops, state, "optimizer")

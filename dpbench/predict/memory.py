@@ -20,16 +20,13 @@ import torch
 from dpbench import models
 from dpbench.predict import strategy_memory
 from dpbench.predict.allocator import (
+    ROUNDING_BYTES,
     Names,
     OutOfDeviceMemory,
     Peak,
     Tape,
     clear,
     gradients_of,
-    play_backward,
-    play_forward,
-    play_loss,
-    play_optimizer,
     replay,
 )
 from dpbench.predict.recorder import AsOnGpus
@@ -53,19 +50,17 @@ class WrapperMemory(EngineMemory):
         parts = self._shards.parts
         whole_trace = self._shards.whole
         self._gradients = clear(tape, self._gradients, keeps=self._keeps)
-        tape.stage = "scatter"
-        target = tape.take_all(0, whole_trace.target.sizes_bytes, "inputs")
+        target = tape.take_all(0, whole_trace.target.sizes_bytes)
         inputs = [
-            tape.take_all(i, part.inputs.sizes_bytes, "inputs") for i, part in enumerate(parts)
+            tape.take_all(i, part.inputs.sizes_bytes) for i, part in enumerate(parts)
         ]
-        tape.stage = "replicate"
         copies = (
             self._copied(self._sizes, 0),
             self._copied(whole_trace.buffers.sizes_bytes, len(self._sizes)),
         )
         names: list[Names] = [{} for _ in parts]
         for i, part in enumerate(parts):
-            play_forward(tape, i, part, names[i])
+            tape.play(i, part.forward, names[i])
         gathered = self._gather()
         copied = [[*weights, *buffers] for weights, buffers in zip(*copies, strict=True)]
         releases = [
@@ -74,17 +69,15 @@ class WrapperMemory(EngineMemory):
         for held in releases:
             tape.give([holding for at, holdings in held for holding in holdings if at == 0])
         whole: Names = {}
-        play_loss(tape, 0, whole_trace, whole)
+        tape.play(0, whole_trace.loss, whole)
         self._hand_out(whole, names)
         for i, part in enumerate(parts):
-            tape.stage = "backward"
             done = 0
             for at, holdings in sorted(releases[i]):
-                play_backward(tape, i, part, names[i], done, max(done, at))
+                tape.play(i, part.backward[done : max(done, at)], names[i])
                 done = max(done, at)
                 tape.give(holdings)
-            play_backward(tape, i, part, names[i], done)
-        tape.stage = "reduce"
+            tape.play(i, part.backward[done:], names[i])
         replica_gradients = [
             holding
             for part, held in zip(parts, names, strict=True)
@@ -98,7 +91,7 @@ class WrapperMemory(EngineMemory):
         first, later = self._shards.optimizer(tuple(self._stepped()))
         losses = [whole.pop(number) for number in whole_trace.losses if number in whole]
         tape.give(whole.values())
-        play_optimizer(tape, 0, later if step else first, self._state[0])
+        tape.play(0, later if step else first, self._state[0])
         tape.give([*losses, *target, *gathered])
 
     def _copied(self, sizes: Sequence[int], first: int) -> list[list[tuple[list[int], list[int]]]]:
@@ -118,11 +111,11 @@ class WrapperMemory(EngineMemory):
                 index += len(run)
                 if i:
                     joined = (
-                        tape.take(0, sum(run), "replicas")
+                        tape.take(0, sum(run))
                         if self._collective and len(run) > 1 and i == 1
                         else []
                     )
-                    pairs.append((indices, tape.take(i, sum(run), "replicas")))
+                    pairs.append((indices, tape.take(i, sum(run))))
                     tape.give(joined)
             by_device.append(pairs)
         return by_device
@@ -164,16 +157,16 @@ class WrapperMemory(EngineMemory):
         former: list[int] = []
         for run in chunks([self._sizes[n] for n in self._trainable], COALESCED_BYTES):
             joined = self._devices if len(run) > 1 else range(0)
-            flats = [holding for i in joined for holding in tape.take(i, sum(run), "reduced")]
+            flats = [holding for i in joined for holding in tape.take(i, sum(run))]
             tape.give(former)
             if self._collective:
-                sums += tape.take(0, sum(run), "reduced")
+                sums += tape.take(0, sum(run))
             else:
-                here = tape.take(0, sum(run), "reduced")
-                sums += tape.take(0, sum(run), "reduced")
+                here = tape.take(0, sum(run))
+                sums += tape.take(0, sum(run))
                 tape.give(here)
                 for _ in others[1:]:
-                    tape.give(tape.take(0, sum(run), "reduced"))
+                    tape.give(tape.take(0, sum(run)))
             former = flats
         tape.give(former)
         return sums
@@ -318,7 +311,7 @@ def needed(
     on_gpu = case.device_kind == "cuda"
     context = CONTEXT_BYTES if on_gpu else 0
     nccl = NCCL_BYTES if on_gpu and len(case.rows) > 1 and case.placement == "spread" else 0
-    rounding = None if on_gpu else 1
+    rounding = ROUNDING_BYTES if on_gpu else 1
     left = None if capacity_bytes is None else capacity_bytes - context - nccl
     if left is not None and left < 0:
         raise OutOfDeviceMemory(

@@ -15,10 +15,6 @@ from dpbench.predict.allocator import (
     Tape,
     clear,
     gradients_of,
-    play_backward,
-    play_forward,
-    play_loss,
-    play_optimizer,
     settle,
     take_batch,
 )
@@ -48,10 +44,9 @@ def single(tape: Tape, trace: Trace, steps: int, device: int = 0, *, keeps: bool
     gradients: list[int] = []
     for step in range(steps):
         gradients = clear(tape, gradients, keeps=keeps)
-        tape.stage = "scatter"
         batch = take_batch(tape, device, trace)
         names, gradients = _play_passes(tape, device, trace, gradients)
-        play_optimizer(tape, device, trace.optimizer if step else trace.optimizer_first, state)
+        tape.play(device, trace.optimizer if step else trace.optimizer_first, state)
         tape.give([*names.values(), *batch])
 
 
@@ -61,16 +56,15 @@ def _play_passes(tape: Tape, device: int, trace: Trace, kept: list[int]) -> tupl
     To gradients `kept` from an earlier backward, each new gradient is added and then released.
     """
     names: Names = {}
-    play_forward(tape, device, trace, names)
-    play_loss(tape, device, trace, names)
-    tape.stage = "backward"
-    tape.play(device, trace.loss_backward, names, "loss")
+    tape.play(device, trace.forward, names)
+    tape.play(device, trace.loss, names)
+    tape.play(device, trace.loss_backward, names)
     done = 0
     for number, at in zip(trace.ready, trace.ready_at, strict=True) if kept else ():
-        play_backward(tape, device, trace, names, done, at)
+        tape.play(device, trace.backward[done:at], names)
         tape.give(gradients_of(trace, names, [number]))
         done = at
-    play_backward(tape, device, trace, names, done)
+    tape.play(device, trace.backward[done:], names)
     return names, kept or gradients_of(trace, names)
 
 
@@ -89,23 +83,21 @@ def ddp(tape: Tape, trace: Trace, steps: int, device: int, *, keeps: bool = Fals
     for chunk in chunks(
         [*trace.parameters.sizes_bytes, *trace.buffers.sizes_bytes], DDP_SYNC_BYTES
     ):
-        tape.give(tape.take(device, sum(chunk), "replicas"))
+        tape.give(tape.take(device, sum(chunk)))
     buckets = [sum(bucket) for bucket in bucket_sizes(trainable[::-1])]
-    allocated_buckets = tape.take_all(device, buckets, "buckets")
+    allocated_buckets = tape.take_all(device, buckets)
     state: Names = {}
     gradients: list[int] = []
     for step in range(steps):
         gradients = clear(tape, gradients, keeps=keeps)
-        tape.stage = "scatter"
         batch = take_batch(tape, device, trace)
-        tape.stage = "forward"
         if step == 1:  # DDP rebuilds its buckets in the order in which gradients became ready
             tape.give(allocated_buckets)
-            allocated_buckets = tape.take_all(device, buckets, "buckets")
+            allocated_buckets = tape.take_all(device, buckets)
         for chunk in chunks(trace.buffers.sizes_bytes, DDP_SYNC_BYTES):
-            tape.give(tape.take(device, sum(chunk), "replicas"))
+            tape.give(tape.take(device, sum(chunk)))
         names, gradients = _play_passes(tape, device, trace, gradients)
-        play_optimizer(tape, device, trace.optimizer if step else trace.optimizer_first, state)
+        tape.play(device, trace.optimizer if step else trace.optimizer_first, state)
         tape.give([*names.values(), *batch])
 
 
@@ -154,10 +146,10 @@ class EngineMemory:
         if not self._kept:
             return
         for i in self._devices[1:]:
-            tape.take_all(i, self._sizes, "parameters")
+            tape.take_all(i, self._sizes)
         if self._schedule.updates_everywhere:
             for i in self._owners():
-                tape.take_all(i, self._summed(), "reduced")
+                tape.take_all(i, self._summed())
 
     def _owners(self) -> range:
         return self._devices if self._schedule.updates_everywhere else self._devices[:1]
@@ -185,38 +177,34 @@ class EngineMemory:
     def _step(self, step: int) -> None:
         tape = self._tape
         parts = self._shards.parts
-        tape.stage = "optimizer"
         tape.give(self._gradients)
-        tape.stage = "scatter"
         batch = [
             h
             for i, trace in enumerate(parts)
-            for h in tape.take_all(i, trace.inputs.sizes_bytes, "inputs")
+            for h in tape.take_all(i, trace.inputs.sizes_bytes)
         ]
         if self._kept:
             batch += [
                 h
                 for i, t in enumerate(parts)
-                for h in tape.take_all(i, t.target.sizes_bytes, "inputs")
+                for h in tape.take_all(i, t.target.sizes_bytes)
             ]
         self._replicate()
         names: list[Names] = [{} for _ in parts]
         self._gradients = []
         for i, trace in enumerate(parts):
-            play_forward(tape, i, trace, names[i])
+            tape.play(i, trace.forward, names[i])
         whole: Names = {}
         gathered: list[int] = []
         if self._kept:
             self._local_loss(names, first=step == 0)
         else:
             gathered = self._gather()
-            tape.stage = "scatter"
-            batch += tape.take_all(0, self._shards.whole.target.sizes_bytes, "inputs")
-            play_loss(tape, 0, self._shards.whole, whole)
+            batch += tape.take_all(0, self._shards.whole.target.sizes_bytes)
+            tape.play(0, self._shards.whole.loss, whole)
             self._hand_out(whole, names)
         for i, trace in enumerate(parts):
-            tape.stage = "backward"
-            play_backward(tape, i, trace, names[i])
+            tape.play(i, trace.backward, names[i])
         if not self._kept:
             self._sum(
                 [
@@ -245,7 +233,6 @@ class EngineMemory:
     def _replicate(self) -> None:
         tape = self._tape
         whole = self._shards.whole
-        tape.stage = "replicate"
         former = self._copies
         self._copies = []
         if not self._kept:
@@ -263,12 +250,12 @@ class EngineMemory:
         others = self._devices[1:]
         if not self._collective:
             for i in others:
-                self._copies += tape.take_all(i, sizes, "replicas")
+                self._copies += tape.take_all(i, sizes)
         elif others:
             for chunk in chunks(sizes, COALESCED_BYTES):
-                joined = tape.take(0, sum(chunk), "replicas") if len(chunk) > 1 else []
+                joined = tape.take(0, sum(chunk)) if len(chunk) > 1 else []
                 for i in others:
-                    self._copies += tape.take(i, sum(chunk), "replicas")
+                    self._copies += tape.take(i, sum(chunk))
                 tape.give(joined)
 
     def _gather(self) -> list[int]:
@@ -276,7 +263,6 @@ class EngineMemory:
         tape = self._tape
         whole = self._shards.whole
         parts = self._shards.parts
-        tape.stage = "gather"
         if len(parts) == 1:
             return []
         gathered: list[int] = []
@@ -284,9 +270,9 @@ class EngineMemory:
             moved = [
                 h
                 for trace in parts[1:]
-                for h in tape.take(0, trace.output.sizes_bytes[j], "outputs")
+                for h in tape.take(0, trace.output.sizes_bytes[j])
             ]
-            gathered += tape.take(0, size, "outputs")
+            gathered += tape.take(0, size)
             tape.give(moved)
         return gathered
 
@@ -294,8 +280,7 @@ class EngineMemory:
         """Add the backward of the gathered output's loss, and the scatter of its gradient."""
         tape = self._tape
         parts = self._shards.parts
-        tape.stage = "backward"
-        tape.play(0, self._shards.whole.loss_backward, whole, "loss")
+        tape.play(0, self._shards.whole.loss_backward, whole)
         for j, number in enumerate(self._shards.whole.output_gradients):
             if number is None:
                 continue
@@ -303,7 +288,7 @@ class EngineMemory:
                 replica_number = trace.output_gradients[j]
                 if len(parts) == 1:
                     names[i][replica_number or 0] = whole.pop(number)
-                elif taken := tape.take(i, trace.output.sizes_bytes[j], "outputs"):
+                elif taken := tape.take(i, trace.output.sizes_bytes[j]):
                     names[i][replica_number or 0] = taken[0]
             tape.give([whole.pop(number, -1)])
 
@@ -315,23 +300,20 @@ class EngineMemory:
         tape = self._tape
         parts = self._shards.parts
         for i, trace in enumerate(parts):
-            tape.stage = "loss"
-            tape.play(i, trace.loss, names[i], "loss")
+            tape.play(i, trace.loss, names[i])
         if first:
             check = self._gather()
             rest: Names = {}
-            check += tape.take_all(0, self._shards.whole.target.sizes_bytes, "inputs")
-            tape.play(0, self._shards.whole.loss, rest, "loss")
+            check += tape.take_all(0, self._shards.whole.target.sizes_bytes)
+            tape.play(0, self._shards.whole.loss, rest)
             tape.give([*rest.values(), *check])
         for i, trace in enumerate(parts):
             tape.give(names[i].pop(number, -1) for number in trace.outputs)
-            tape.stage = "backward"
-            tape.play(i, trace.loss_backward, names[i], "loss")
+            tape.play(i, trace.loss_backward, names[i])
 
     def _sum(self, replica_gradients: list[int]) -> None:
         """Sum gradients into new tensors on device 0, and release those of the replicas."""
         tape = self._tape
-        tape.stage = "reduce"
         count = len(self._devices)
         if count == 1:
             self._gradients += replica_gradients
@@ -341,20 +323,20 @@ class EngineMemory:
             self._sizes[n] for n in self._trainable if self._shards.whole.gradients[n] is None
         ]
         for i in self._devices:
-            replica_gradients += tape.take_all(i, unused, "gradients")
+            replica_gradients += tape.take_all(i, unused)
         if self._collective:
             for chunk in chunks(sizes, COALESCED_BYTES):
                 joined = self._devices if len(chunk) > 1 else ()
-                flats = [h for i in joined for h in tape.take(i, sum(chunk), "reduced")]
-                self._gradients += tape.take(0, sum(chunk), "reduced")
+                flats = [h for i in joined for h in tape.take(i, sum(chunk))]
+                self._gradients += tape.take(0, sum(chunk))
                 tape.give(flats)
         else:
             for size in sizes:
-                here = tape.take(0, size, "reduced")
-                self._gradients += tape.take(0, size, "reduced")
+                here = tape.take(0, size)
+                self._gradients += tape.take(0, size)
                 for _ in range(count - 2):
                     # the next gradient arrives before the previous one is freed
-                    there = tape.take(0, size, "reduced")
+                    there = tape.take(0, size)
                     tape.give(here)
                     here = there
                 tape.give(here)
@@ -366,14 +348,13 @@ class EngineMemory:
         If every device updates weights, collectives exchange the gradients in place.
         """
         tape = self._tape
-        tape.stage = "reduce"
         if self._collective and self._schedule.updates_everywhere:
             return
         for i in self._owners():
             for size in self._stepped():
-                tape.give([h for _ in self._devices[1:] for h in tape.take(i, size, "reduced")])
+                tape.give([h for _ in self._devices[1:] for h in tape.take(i, size)])
 
     def _optimize(self, step: int) -> None:
         for i in self._owners():
             first, later = self._shards.optimizer(tuple(self._stepped()))
-            play_optimizer(self._tape, i, later if step else first, self._state[i])
+            self._tape.play(i, later if step else first, self._state[i])
