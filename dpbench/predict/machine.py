@@ -8,7 +8,6 @@ assumes.
 
 from __future__ import annotations
 
-import difflib
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ import msgspec
 
 from dpbench.predict import described
 from dpbench.records.files import UnreadableFile, text_of
+from dpbench.records.registry import unknown
 from dpbench.records.visible import everywhere
 from dpbench.records.words import count
 
@@ -118,8 +118,6 @@ class Machine:
     nodes: int = 1
     collective: Collective | None = None
     assumed: tuple[str, ...] = ()
-    probe: Mapping[str, float] = field(default_factory=dict, compare=False)
-    """The figures that `dpbench doctor` measured, by name."""
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
@@ -190,7 +188,7 @@ def load(name: str) -> Machine:
     path = Path(name)
     if path.suffix != ".toml":
         raise LookupError(
-            f"{_unknown('machine', name, names())}; or give a file whose name ends in .toml, or a"
+            f"{unknown('machine', name, names())}; or give a file whose name ends in .toml, or a"
             " line such as '8x A100 PCIe 40GB, 2 sockets'"
         )
     try:
@@ -202,11 +200,6 @@ def load(name: str) -> Machine:
         return read(data, path.stem)
     except UnknownMachine as error:
         raise UnknownMachine(f"{path}: {error}") from None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Figure:
-    value: Number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +215,8 @@ class _File:
     assumed: tuple[str, ...] = ()
     host: dict[str, Any] = field(default_factory=dict)
     collective: dict[str, Any] | None = None
-    probe: dict[str, _Figure] = field(default_factory=dict)
+    probe: dict[str, Any] = field(default_factory=dict)
+    """The figures of `dpbench doctor` with their spreads, which no prediction needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +268,6 @@ def read(data: Mapping[str, Any], name: str) -> Machine:
             if file.collective
             else None
         ),
-        probe={key: figure.value for key, figure in file.probe.items()},
     )
     _check(machine)
     return machine
@@ -291,7 +284,7 @@ def _links(table: Mapping[str, Any], name: str) -> Iterator[Link]:
             " minutes"
         )
     if row.kind not in KINDS:
-        raise UnknownMachine(f"machine {where}: {_unknown('kind of link', row.kind, list(KINDS))}")
+        raise UnknownMachine(f"machine {where}: {unknown('kind of link', row.kind, list(KINDS))}")
     first, second = (_each(end, where) for end in row.between)
     for a in first:
         for b in second:
@@ -335,14 +328,7 @@ def _found(kind: type[Record], data: Mapping[str, Any]) -> str:
 def _known(data: Mapping[str, Any], where: str, keys: list[str]) -> None:
     for key in data:
         if key not in keys:
-            raise UnknownMachine(f"machine {where}: {_unknown('key', key, sorted(keys))}")
-
-
-def _unknown(kind: str, name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"unknown {kind} {name!r}; known: {', '.join(known)}" + (
-        f"; did you mean {near[0]!r}?" if near else ""
-    )
+            raise UnknownMachine(f"machine {where}: {unknown('key', key, sorted(keys))}")
 
 
 def _sources(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

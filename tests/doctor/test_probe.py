@@ -356,13 +356,14 @@ def test_a_file_has_the_nvlinks_that_nvml_shows_with_their_measured_rates(
     found = replace(
         FAKE, gpus=("A100",) * count, figures=(*FAKE.figures, *more), facts=facts, peer_access=True
     )
-    described = machine.read(tomllib.loads(to_toml(found)), "here")
+    data = tomllib.loads(to_toml(found))
+    described = machine.read(data, "here")
     assert described.peer_access
     over = {(one.a, one.b): one.bytes_per_s for one in described.links if one.kind == "nvlink"}
     assert over == links
     pcie = [one.bytes_per_s for one in described.links if one.kind == "pcie"]
     assert pcie == [1.6e-4] * count
-    assert described.probe["direct_1_0_bytes_per_s"] == 2e10
+    assert data["probe"]["direct_1_0_bytes_per_s"]["value"] == 2e10
 
 
 def on_two_gpus(monkeypatch: pytest.MonkeyPatch, *ends: dict[str, Any]) -> list[str]:

@@ -177,15 +177,9 @@ PROBED = {
 }
 
 
-def test_figures_of_the_probe_are_read_by_name() -> None:
+def test_figures_of_the_probe_change_no_machine() -> None:
     figures = {"a_s": {"value": 3.0, "low": 2.0, "high": 4.0, "how": ""}, "a_ratio": {"value": 2.0}}
-    assert machine.read(PROBED | {"probe": figures}, "here").probe == {"a_s": 3.0, "a_ratio": 2.0}
-
-
-@pytest.mark.parametrize("row", [1.0, {"median": 2.0}])
-def test_a_figure_of_the_probe_is_a_table_with_a_value(row: object) -> None:
-    with pytest.raises(UnknownMachine, match=r"here: .*probe.*"):
-        machine.read(PROBED | {"probe": {"a_s": row}}, "here")
+    assert machine.read(PROBED | {"probe": figures}, "here") == machine.read(PROBED, "here")
 
 
 def test_logical_cpu_devices_are_refused_with_a_way_out() -> None:
