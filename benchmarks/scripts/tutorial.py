@@ -36,9 +36,8 @@ COLUMNS = {
     "<!-- result -->": (
         "strategy",
         "devices",
-        "ms/step",
-        "80 % interval",
-        "speed-up",
+        "ms/step (80 %)",
+        "speed-up (80 %)",
         "phases, ms",
     ),
     "<!-- result memory -->": (

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from dpbench.analysis import ladder
-from dpbench.records import Case, names, plan, words
+from dpbench.records import Case, Source, names, plan, words
 from dpbench.records.words import aligned
 from dpbench.report.table import FOOTNOTES, Cell, efficiency, estimate, footnotes, verified
 
@@ -25,23 +26,35 @@ TEXT = ("model", "strategy", "verified", "labels")
 """The columns that contain text, and not numbers."""
 
 
-def table(rows: Sequence[Any], ladders: Sequence[ladder.Ladder] = ()) -> str:
+def table(
+    rows: Sequence[Any],
+    ladders: Sequence[ladder.Ladder] = (),
+    more: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> str:
     """Return the rows of an analysis as a table with one line per case.
 
-    A case without a measured step time shows its status. Each ladder's fastest rung is marked.
-    Columns without any value are left out, and labels that all rows share stand below the table.
+    A case without a step time shows its status. Each ladder's fastest rung is marked. `more` has
+    the cells of further columns with text, by heading. Columns without any value are left out, and
+    labels that all rows share stand below the table.
     """
     best = [found.fastest.row for found in ladders]
-    lines = [_cells(row, any(row is one for one in best)) for row in rows]
+    cells = [_cells(row, any(row is one for one in best)) for row in rows]
     shared = " ".join(rows[0].labels) if len({row.labels for row in rows}) == 1 else ""
-    if shared:
-        lines = [(*line[:-1], "") for line in lines]
-    return "\n".join([*_aligned(COLUMNS, lines), *_below(lines, shared)])
+    lines = [
+        (*line[:-1], *(column[number] for column in more.values()), "" if shared else line[-1])
+        for number, line in enumerate(cells)
+    ]
+    predicted = all(row.source is Source.PREDICTED for row in rows)
+    headings = [name.replace("95 %", "80 %") if predicted else name for name in COLUMNS]
+    columns = (*headings[:-1], *more, headings[-1])
+    return "\n".join([*_aligned(columns, lines, (*TEXT, *more)), *_below(lines, shared)])
 
 
-def _aligned(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+def _aligned(
+    columns: Sequence[str], lines: Sequence[Sequence[str]], text: Sequence[str] = TEXT
+) -> list[str]:
     kept = [i for i, name in enumerate(columns) if name in HEAD or any(line[i] for line in lines)]
-    left = [place for place, i in enumerate(kept) if columns[i] in TEXT]
+    left = [place for place, i in enumerate(kept) if columns[i] in text]
     return aligned([[line[i] for i in kept] for line in (columns, *lines)], left=left)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -26,7 +25,7 @@ from dpbench.predict.work import Profile
 from dpbench.records import Case, Memory, Source, Span, Status, Step, Trial, plan, registry, words
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
-from dpbench.records.work import DRAWS, middle_ratio
+from dpbench.records.work import DRAWS
 
 if TYPE_CHECKING:
     from dpbench.predict.memory import Traces
@@ -147,6 +146,11 @@ class Prediction:
     need: Need | None = None
     draws: tuple[float, ...] = ()
     """log(duration / seconds) in each random draw; draw i is the same in all predictions."""
+
+    @property
+    def step(self) -> Estimate:
+        """Return the seconds of the step with their interval."""
+        return Estimate(self.seconds, self.low_s, self.high_s, 0)
 
     def trial(self) -> Trial:
         """Return the prediction as a trial: OOM without steps if the case does not fit."""
@@ -317,36 +321,6 @@ def sweep(models: Sequence[str], **axes: object) -> list[Case]:
         cases = plan.sweep(models=(stand_in,), device_kind="cuda", **axes)  # type: ignore[arg-type]
         swept += [replace(case, model=model) for case in cases]
     return list(dict.fromkeys(swept))
-
-
-def speedup(prediction: Prediction, others: Sequence[Prediction]) -> tuple[Estimate | None, str]:
-    """Return the throughput relative to a single device in `others`, and the kind of scaling.
-
-    The scaling is "strong" if the single device has the same total batch, and "weak" if it has the
-    same batch per device. Without such a prediction, return None and "". The 80 % interval leaves
-    out errors that both steps share.
-    """
-    case = prediction.case
-    for scaling, batch in (("strong", case.batch_size), ("weak", case.batch_size / case.devices)):
-        for other in others:
-            base = other.case
-            if (
-                base.traits.role is Role.BASELINE
-                and base.batch_size == batch
-                and base.model == case.model
-            ):
-                return gain(prediction, other), scaling
-    return None, ""
-
-
-def gain(prediction: Prediction, base: Prediction) -> Estimate:
-    """Return the throughput in samples per second, divided by that of the prediction `base`.
-
-    The 80 % interval leaves out errors that both steps share.
-    """
-    value = base.seconds / prediction.seconds * (prediction.case.batch_size / base.case.batch_size)
-    low, high = middle_ratio(base.draws, prediction.draws)
-    return Estimate(value, value * math.exp(low), value * math.exp(high), 0)
 
 
 def keep(path: Path, predictions: Sequence[Prediction], machine: Machine) -> str:

@@ -34,7 +34,7 @@ from dpbench.records.options import OPTIMIZERS, PREDICTABLE
 
 if TYPE_CHECKING:
     from dpbench.analysis.answer import Answer
-    from dpbench.predict.cases import Need, Prediction
+    from dpbench.predict.cases import Need
     from dpbench.predict.machine import Machine
     from dpbench.predict.observed_loop import ObservedLoop
     from dpbench.predict.stored import Stored
@@ -152,9 +152,8 @@ def predict(as_json: bool, **options: Any) -> None:
     if held:
         predictions = [replace(one, need=need) for one, need in zip(predictions, held, strict=True)]
     changes = what_if.what_ifs(predictor, selected)
-    answered = answers(
-        rows([one.trial() for one in predictions]), Resources(described=options["machine_name"])
-    )
+    found = {row.case: row for row in rows([one.trial() for one in predictions])}
+    answered = answers([*found.values()], Resources(described=options["machine_name"]))
     if as_json:
         shapes.show(
             Predictions(
@@ -163,14 +162,15 @@ def predict(as_json: bool, **options: Any) -> None:
                 machine_file=file,
                 what_ifs=changes,
                 answers=[shapes.AnswerFacts.of(one) for one in answered],
-                cases=[PredictedCase.of(one, predictions) for one in predictions],
+                cases=[PredictedCase.of(one, found[one.case]) for one in predictions],
                 measured_steps=[one.words for one in steps.values()],
             )
         )
     else:
         if file:
             click.echo(file)
-        _print(described, [*steps.values()], answered, predictions, held, changes)
+        table = predictions_table(predictions, [found[one.case] for one in predictions])
+        _print(described, [*steps.values()], answered, table, held, changes)
         if lacking := predictor.unmeasured_bus(predictions):
             click.echo(f"\n{lacking}")
     if options["store"]:
@@ -297,13 +297,13 @@ def _print(
     machine: Machine,
     steps: Iterable[Stored],
     answered: Sequence[Answer],
-    predictions: Sequence[Prediction],
+    table: str,
     held: Sequence[Need],
     changes: Sequence[WhatIf],
 ) -> None:
     click.echo(f"{machine.name}: {machine.description}; all steps below are predictions")
     click.echo("".join(f"{one.words}\n" for one in steps))
-    click.echo(predictions_table(predictions))
+    click.echo(table)
     if held:
         click.echo(f"\n{needs_table(held)}")
     if changes:

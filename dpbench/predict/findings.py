@@ -28,7 +28,7 @@ def _ddp(context: CaseContext) -> Judgement:
         found = alternative(loop)
     except UnknownMachine as error:
         return Missing(f"whether DistributedDataParallel is faster ({error})")
-    other = Estimate(found.seconds, found.low_s, found.high_s, 0)
+    other = found.step
     saved = Estimate(
         step.value - other.value,
         step.low - other.high,

@@ -11,67 +11,30 @@ import msgspec
 from dpbench.cli import shapes
 from dpbench.records import UNATTRIBUTED, Case, Step, ledger, names, words
 from dpbench.records.schedule import EFFECTS, Schedule
-from dpbench.records.trial import Estimate
 from dpbench.records.words import aligned
 
 if TYPE_CHECKING:
+    from dpbench.analysis.summary import Row
     from dpbench.predict.cases import Need, Prediction
     from dpbench.predict.what_if import WhatIf
 
-COLUMNS = (
-    "model",
-    "strategy",
-    "devices",
-    "batch",
-    "ms/step",
-    "80 % interval",
-    "samples/s",
-    "speed-up",
-    "phases, ms",
-    "profile",
-    "label",
-)
 SHOWN = 0.03
 """The smallest share of a step with which the table of predictions shows a phase."""
 
 
-def predictions_table(predictions: Sequence[Prediction]) -> str:
-    """Return the predictions as a table with one line per case."""
-    return "\n".join(
-        aligned(
-            [COLUMNS, *(_cells(one, predictions) for one in predictions)], left=(0, 1, 8, 9, 10)
-        )
-    )
+def predictions_table(predictions: Sequence[Prediction], rows: Sequence[Row]) -> str:
+    """Return the predictions as a table with one line per case; `rows` has the row of each."""
+    from dpbench.cli.tables import table
+
+    profiles = [one.profile for one in predictions]
+    return table(rows, more={"phases, ms": [_phases(row) for row in rows], "profile": profiles})
 
 
-def _cells(prediction: Prediction, others: Sequence[Prediction]) -> tuple[str, ...]:
-    from dpbench.analysis.summary import labels
-    from dpbench.predict.cases import speedup
-
-    case = prediction.case
-    ratio, scaling = speedup(prediction, others)
-    weak = " weak" if scaling == "weak" else ""
-    return (
-        case.model,
-        names.strategy(case),
-        str(case.devices),
-        str(case.batch_size),
-        words.number(prediction.seconds * 1e3),
-        f"{words.number(prediction.low_s * 1e3)}–{words.number(prediction.high_s * 1e3)}",
-        words.number(case.batch_size / prediction.seconds),
-        f"{words.number(ratio.value)}x ({words.interval(ratio)}){weak}" if ratio else "",
-        _phases(prediction),
-        prediction.profile,
-        ", ".join(labels(prediction.trial())),
-    )
-
-
-def _phases(prediction: Prediction) -> str:
-    charged = ledger.phases(Step(prediction.seconds, False, prediction.seconds), prediction.spans)
+def _phases(row: Row) -> str:
     shown = {
-        name: s
-        for name, s in charged.items()
-        if s >= SHOWN * prediction.seconds and name != UNATTRIBUTED
+        name: seconds
+        for name, seconds in row.phases.items()
+        if row.step and seconds >= SHOWN * row.step.value and name != UNATTRIBUTED
     }
     return " ".join(f"{name} {words.number(seconds * 1e3)}" for name, seconds in shown.items())
 
@@ -179,7 +142,8 @@ def _between(one: WhatIf) -> str:
 class PredictedCase(msgspec.Struct, frozen=True, kw_only=True):
     """The prediction of one case; `step_s`, in seconds, and `speedup` have 80 % intervals.
 
-    `speedup` is null if no prediction for one device can serve as its baseline. `profile` tells
+    `speedup` is null for the strategy of one device, for a case or baseline that does not fit into
+    memory, and if no prediction for one device can serve as its baseline. `profile` tells
     where the model's times come from: "measured" steps, a step time that was "given", or
     calculation, from the operators of the "traced" model or from FLOP and bytes ("counted").
     `memory` has each device's peaks in bytes and whether they fit; null without --memory.
@@ -197,23 +161,18 @@ class PredictedCase(msgspec.Struct, frozen=True, kw_only=True):
     memory: Need | None
 
     @classmethod
-    def of(cls, prediction: Prediction, others: Sequence[Prediction]) -> PredictedCase:
-        """Return a prediction as a record; its baseline is looked for among `others`."""
-        from dpbench.analysis.summary import labels
-        from dpbench.predict.cases import speedup
-
-        ratio, scaling = speedup(prediction, others)
-        step = Estimate(prediction.seconds, prediction.low_s, prediction.high_s, 0)
+    def of(cls, prediction: Prediction, row: Row) -> PredictedCase:
+        """Return a prediction as a record; `row` is that of its case."""
         return cls(
             label=prediction.case.label,
-            labels=labels(prediction.trial()),
+            labels=row.labels,
             case=prediction.case,
             profile=prediction.profile,
-            scaling=scaling,
-            step_s=shapes.made(shapes.EstimateFacts, step),
+            scaling=row.scaling,
+            step_s=shapes.made(shapes.EstimateFacts, prediction.step),
             samples_per_s=prediction.case.batch_size / prediction.seconds,
             memory=prediction.need,
-            speedup=shapes.optional(shapes.EstimateFacts, ratio),
+            speedup=shapes.optional(shapes.EstimateFacts, row.speedup),
             phases_s=ledger.phases(
                 Step(prediction.seconds, False, prediction.seconds), prediction.spans
             ),

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from dpbench.predict.cases import Predictor, gain
+from dpbench.analysis.stats import quotient
+from dpbench.analysis.summary import scaled
+from dpbench.predict.cases import Predictor
 from dpbench.records import Case, registry
 from dpbench.records.registry import Role
 from dpbench.records.schedule import EFFECTS, Schedule
@@ -72,7 +74,10 @@ def _of(predictor: Predictor, case: Case) -> Iterator[WhatIf]:
         change: str, other: Case, schedule: str = "", changed: Predictor = predictor
     ) -> WhatIf:
         after = changed.predict(other)
-        ratio = gain(after, before)
+        ratio = scaled(
+            quotient(before.step, after.step, before.draws, after.draws),
+            other.batch_size / now.batch_size,
+        )
         return WhatIf(
             model=case.model,
             devices=other.devices,

@@ -582,7 +582,7 @@ def test_predictions_are_a_table_with_their_labels_and_a_run_of_a_store(dpbench:
     assert code == 0, err
     assert "all steps below are predictions" in out
     assert "dp[sharded]" in out
-    assert "given    PREDICTED" in out
+    assert "all cases: PREDICTED" in out
     assert "what if" in out
     code, out, err = dpbench("report", "--md", "--store", "p.db")
     assert code == 0, err

@@ -19,6 +19,7 @@ from dpbench.predict.machine import Link, UnknownMachine
 from dpbench.predict.work import Cost, Profile
 from dpbench.records import Case, Phase, Source, Step, ledger, registry
 from dpbench.records.schedule import Schedule
+from dpbench.records.trial import Estimate
 
 # ---------------------------------------------------------------- the simulation
 
@@ -343,6 +344,14 @@ def test_an_interval_holds_80_percent() -> None:
     assert (-math.log(low) / 0.1, math.log(high) / 0.1) == pytest.approx((1.28, 1.28), abs=0.18)
 
 
+def speedup_of(single: cases.Prediction, many: cases.Prediction) -> Estimate:
+    """Return the speed-up that every table shows for predictions: that of their trials."""
+    _, row = summary.rows([single.trial(), many.trial()])
+    assert row.case == many.case
+    assert row.speedup is not None
+    return row.speedup
+
+
 def test_errors_that_two_steps_share_cancel_in_their_speed_up() -> None:
     """A counted step may err by a factor of two, but the step on one device errs as much."""
     predictor = cases.Predictor(machine.load("dgx-a100"))
@@ -351,13 +360,8 @@ def test_errors_that_two_steps_share_cancel_in_their_speed_up() -> None:
         for case in (case_of("single", 1), case_of("ddp", 8))
     )
     assert many.high_s / many.low_s > 2
-    stated, scaling = cases.speedup(many, [single, many])
-    assert stated is not None
+    stated = speedup_of(single, many)
     assert stated.low < stated.value < stated.high < 1.3 * stated.low
-    (row,) = [row for row in summary.rows([single.trial(), many.trial()]) if row.case == many.case]
-    assert row.speedup is not None
-    assert (row.speedup.low, row.speedup.high) == pytest.approx((stated.low, stated.high), rel=1e-3)
-    assert row.scaling == scaling
 
 
 @pytest.mark.parametrize("strategy", ["torch_dp", "dp", "ddp"])
@@ -371,7 +375,7 @@ def test_an_interval_of_a_speed_up_holds_those_at_the_ends_of_the_computation(
     single, many = (
         replace(case, model=model) for case in (case_of("single", 1), case_of(strategy, 8))
     )
-    stated = cases.gain(predictor.predict(many), predictor.predict(single))
+    stated = speedup_of(predictor.predict(single), predictor.predict(many))
 
     def speedup(factor: float) -> float:
         one, all_eight = (
@@ -395,7 +399,7 @@ def test_data_parallel_on_eight_of_a_described_machine_may_gain_little_or_much()
     """When the doubt cancelled in the ratio, the interval was 2.19 to 2.87."""
     predictor = cases.Predictor(machine.load("h100-pcie-x8"))
     single, many = case_of("single", 1, 64), case_of("torch_dp", 8, 64)
-    stated = cases.gain(predictor.predict(many), predictor.predict(single))
+    stated = speedup_of(predictor.predict(single), predictor.predict(many))
     assert stated.low < 1.65
     assert stated.high > 3.85
 
