@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dpbench.predict import counts, network, profiles, simulation
+from dpbench.predict import counts, profiles, simulation
 from dpbench.predict.constants import (
     COMPUTE,
     DEFAULT,
@@ -20,9 +20,9 @@ from dpbench.predict.constants import (
     priors_of,
     scaled,
 )
-from dpbench.predict.machine import Collective, Machine
+from dpbench.predict.machine import Machine
 from dpbench.predict.work import Profile
-from dpbench.records import Case, Memory, Source, Span, Status, Step, Trial, plan, registry, words
+from dpbench.records import Case, Memory, Source, Span, Status, Step, Trial, plan, registry
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
 from dpbench.records.work import DRAWS
@@ -189,11 +189,6 @@ class Prediction:
         )
 
 
-def _span(prediction: Prediction) -> float:
-    """Return the relative length of the interval."""
-    return (prediction.high_s - prediction.low_s) / prediction.seconds
-
-
 @dataclass(frozen=True)
 class Predictor:
     """The inputs of predictions on one machine.
@@ -250,39 +245,6 @@ class Predictor:
             self.machine.gpu.name,
             draws=draws,
         )
-
-    def unmeasured_bus(self, found: Sequence[Prediction]) -> str:
-        """Tell how much shorter an interval would be if the bus bandwidth were measured.
-
-        The case with several ranks whose relative interval would shrink most is named. Return "" if
-        there is none, if the bandwidth is already measured, or if that interval would shrink by
-        less than a tenth.
-        """
-        several = [one for one in found if one.case.traits.ranks and one.case.devices > 1]
-        if self.machine.collective or not several:
-            return ""
-        pairs = [(one, self._with_described_bus(one.case)) for one in several]
-        wide, narrow = max(pairs, key=lambda pair: _span(pair[0]) - _span(pair[1]))
-        if _span(narrow) > 0.9 * _span(wide):
-            return ""
-        rate = words.number(
-            network.bus(self.machine, wide.case.devices, self.constants).bytes_per_s / 1e9
-        )
-        return (
-            f"The bus bandwidth of {self.machine.name} ({rate} GB/s) is not measured, but"
-            f" described. The 80 % interval of {wide.case.label} is as wide as"
-            f" {words.percent(_span(wide))} of the predicted step; with a measured bandwidth (--bus"
-            " with a rate in GB/s or a file of nccl-tests' output), it would be as wide as about"
-            f" {words.percent(_span(narrow))}."
-        )
-
-    def _with_described_bus(self, case: Case) -> Prediction:
-        """Predict as if the described bandwidth of the bus had been measured."""
-        rate = network.bus(self.machine, case.devices, self.constants).bytes_per_s
-        curve = Collective(
-            bytes_per_s=rate, start_s=self.constants.start_s, root_s=self.constants.root_s
-        )
-        return replace(self, machine=replace(self.machine, collective=curve)).predict(case)
 
     def profile(self, case: Case) -> Profile:
         """Return the measured profile of a case's model.

@@ -171,8 +171,6 @@ def predict(as_json: bool, **options: Any) -> None:
             click.echo(file)
         table = predictions_table(predictions, [found[one.case] for one in predictions])
         _print(described, [*steps.values()], answered, table, held, changes)
-        if lacking := predictor.unmeasured_bus(predictions):
-            click.echo(f"\n{lacking}")
     if options["store"]:
         run_id = cases.keep(options["store"], predictions, described)
         click.echo(f"store: {options['store']}   run: {run_id[:8]}", err=True)

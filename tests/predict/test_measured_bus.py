@@ -1,4 +1,4 @@
-"""The measured bus of a prediction: a number or nccl-tests' output, and intervals without one."""
+"""The measured bus of a prediction: a number or nccl-tests' output, and narrower intervals."""
 
 from __future__ import annotations
 
@@ -102,14 +102,8 @@ def test_a_bus_that_cannot_be_read_is_an_error_of_usage(
 
 
 @pytest.mark.slow
-def test_a_measured_bus_narrows_the_interval_and_its_absence_is_said() -> None:
+def test_a_measured_bus_narrows_the_interval() -> None:
     runner = CliRunner()
-    without = runner.invoke(cli, PREDICT, catch_exceptions=False).output
-    assert "The bus bandwidth of rtx-3090-x8 (" in without
-    assert "is not measured, but described" in without
-    assert "it would be as wide as about" in without
-    measured = runner.invoke(cli, [*PREDICT, "--bus", "3.5"], catch_exceptions=False).output
-    assert "is not measured, but described" not in measured
     spans = []
     for given in ([], ["--bus", "3.5"]):
         found = json.loads(
