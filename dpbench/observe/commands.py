@@ -32,7 +32,7 @@ from dpbench.cli.showing import print_results, try_report
 from dpbench.records.files import UnreadableFile
 
 if TYPE_CHECKING:
-    from dpbench.observe.imported import ImportedLoop, ImportedTrace
+    from dpbench.observe.imported import Aligned, ImportedLoop, ImportedTrace
 
 
 class DeviceTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,19 +81,6 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     partial: bool
 
 
-class ClockShift(msgspec.Struct, frozen=True, kw_only=True):
-    """The correction of a rank's clock to the clock of the first rank, in seconds.
-
-    `collectives` collectives were compared: the time at which each ended on the first rank, less
-    the time at which it ended on this rank. `shift_s` is the median of these differences; it was
-    added to the rank's times. `uncertainty_s` is the largest deviation from it.
-    """
-
-    shift_s: float
-    uncertainty_s: float
-    collectives: int
-
-
 class TraceFile(msgspec.Struct, frozen=True, kw_only=True):
     """One trace file: its rank in a process group of `world_size` ranks, its devices and its steps.
 
@@ -103,7 +90,7 @@ class TraceFile(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     rank: int
     world_size: int
-    clock: ClockShift | None
+    clock: Aligned | None
     devices: Sequence[DeviceTime]
     steps: Sequence[StepTime]
     notes: Sequence[str]
@@ -186,7 +173,7 @@ def _file(trace: ImportedTrace, loop: ImportedLoop) -> TraceFile:
         path=str(profile.path),
         rank=profile.rank,
         world_size=profile.world_size,
-        clock=ClockShift(**asdict(trace.aligned)) if trace.aligned else None,
+        clock=trace.aligned,
         devices=[
             DeviceTime(device=device, name=names.get(device, ""), **asdict(times))
             for device, times in busy(attributed.activities).items()
