@@ -51,9 +51,7 @@ class WrapperMemory(EngineMemory):
         whole_trace = self._shards.whole
         self._gradients = clear(tape, self._gradients, keeps=self._keeps)
         target = tape.take_all(0, whole_trace.target.sizes_bytes)
-        inputs = [
-            tape.take_all(i, part.inputs.sizes_bytes) for i, part in enumerate(parts)
-        ]
+        inputs = [tape.take_all(i, part.inputs.sizes_bytes) for i, part in enumerate(parts)]
         copies = (
             self._copied(self._sizes, 0),
             self._copied(whole_trace.buffers.sizes_bytes, len(self._sizes)),

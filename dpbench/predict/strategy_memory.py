@@ -179,15 +179,11 @@ class EngineMemory:
         parts = self._shards.parts
         tape.give(self._gradients)
         batch = [
-            h
-            for i, trace in enumerate(parts)
-            for h in tape.take_all(i, trace.inputs.sizes_bytes)
+            h for i, trace in enumerate(parts) for h in tape.take_all(i, trace.inputs.sizes_bytes)
         ]
         if self._kept:
             batch += [
-                h
-                for i, t in enumerate(parts)
-                for h in tape.take_all(i, t.target.sizes_bytes)
+                h for i, t in enumerate(parts) for h in tape.take_all(i, t.target.sizes_bytes)
             ]
         self._replicate()
         names: list[Names] = [{} for _ in parts]
@@ -267,11 +263,7 @@ class EngineMemory:
             return []
         gathered: list[int] = []
         for j, size in enumerate(whole.output.sizes_bytes):
-            moved = [
-                h
-                for trace in parts[1:]
-                for h in tape.take(0, trace.output.sizes_bytes[j])
-            ]
+            moved = [h for trace in parts[1:] for h in tape.take(0, trace.output.sizes_bytes[j])]
             gathered += tape.take(0, size)
             tape.give(moved)
         return gathered

@@ -194,7 +194,9 @@ def test_only_some_phases() -> None:
     tasks = simulation.step(case_of("dp", 4), profile, on).tasks
     kept = loops.only(tasks, {Phase.FORWARD, Phase.BACKWARD})
     assert {task.phase for task in kept} == {Phase.FORWARD, Phase.BACKWARD}
-    ends = [i for i, task in enumerate(kept) if task.phase is Phase.FORWARD and task.unit == "share"]
+    ends = [
+        i for i, task in enumerate(kept) if task.phase is Phase.FORWARD and task.unit == "share"
+    ]
     backward = next(task for task in kept if task.phase is Phase.BACKWARD)
     assert set(ends) <= set(backward.after)
 

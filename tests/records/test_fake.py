@@ -264,7 +264,7 @@ def test_predictions_for_fake_gpus_and_their_comparison_with_a_run_on_them_carry
     arguments += ("--size", "small", "--batch-sizes", "64")
     code, out, _ = dpbench(*arguments, "--store", "dpbench.db")
     assert code == 0
-    assert "PREDICTED, FAKE-GPU" in out
+    assert "all cases: PREDICTED FAKE-GPU" in out
     cases = json.loads(dpbench(*arguments, "--json")[1])["cases"]
     assert {tuple(case["labels"]) for case in cases} == {("PREDICTED", "FAKE-GPU")}
     with Store.read(tmp_path / "dpbench.db") as opened:
