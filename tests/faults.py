@@ -1307,6 +1307,7 @@ FAULTS = (
         "not row.on_fake_gpus",
         "True",
         ("tests/doctor/test_stored.py::test_without_a_run_on_gpus_the_standard_is_used",),
+        where="doctor.stored",
     ),
     Fault(
         "examined-host",
