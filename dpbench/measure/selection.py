@@ -436,12 +436,13 @@ class Known:
         naming: Naming,
         cluster: Cluster | None,
     ) -> Known:
-        """Return the facts about the plan in the store at `path`; none if there is no file."""
-        if not path.exists():
+        """Return the facts about the plan in the store at `path`; none if it is missing or empty."""
+        if not path.exists() or not path.stat().st_size:
             return cls()
         facts = run.collect(cluster)
         keys = run.identity(cases, _rule(options), facts, paired=options.paired)
-        with Store.read(path) as store:
+        # a row that cannot be read is no reason to measure nothing
+        with Store.read(path, lambda row: None) as store:
             found = store.unfinished(naming, **keys, reopen=bool(options.retry))
             run_id, growth = found or ("", Growth())
             done = store.done(run_id, retry=options.retry) if run_id else ()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import re
+import sqlite3
 import typing
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 
 import msgspec
@@ -239,6 +241,25 @@ def test_the_expected_time_is_that_of_earlier_trials_of_this_machine_only(
     out = dpbench(*CASES, "--dry-run")[1]
     assert "1 case with earlier trials on this machine; 1 case without" in out
     assert path.read_bytes() == before
+
+
+def test_an_empty_store_says_nothing_about_a_plan(dpbench, tmp_path):
+    """As `mktemp` makes it."""
+    (tmp_path / "dpbench.db").touch()
+    code, out, err = dpbench(*CASES, "--rounds", "4", "--dry-run")
+    assert (code, err) == (0, "")
+    assert "2 cases in 4 rounds: 8 trials to measure" in out
+
+
+def test_an_earlier_trial_that_cannot_be_read_forbids_no_run(dpbench, tmp_path, monkeypatch):
+    monkeypatch.setattr(runner.provenance, "host_key", lambda facts: "h")
+    path = tmp_path / "dpbench.db"
+    stored(path, made(DP), made(DP, number=1))
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("UPDATE trial SET setup='[1]' WHERE id=1")
+    found = strict(dpbench(*CASES, "--dry-run", "--json")[1])
+    earlier = {one["case"]["strategy"]: one["earlier"] for one in found["forecast"]["cases"]}
+    assert earlier == {"single": 0, "dp": 1}
 
 
 @pytest.mark.slow
