@@ -1000,7 +1000,7 @@ FAULTS = (
     Fault(
         "run-measured",
         "a run that is being measured is not removed",
-        "row and row[2] == RUNNING and alive(*row[:2])",
+        "row and alive(*row)",
         "False",
         (
             "tests/cli/test_managing.py::test_a_run_that_is_measured_now_is_neither_removed_nor_merged",

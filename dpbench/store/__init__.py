@@ -178,26 +178,22 @@ class Store:
         provenance = self._naming.added_to(provenance)
         with file.transaction(self._db):
             same = self._latest(identified, host, code, reopen)
-            row = same or self._part(self._naming, host, code, parts)
-            if row and alive(row[1], row[2]) and row[1] != os.getpid():
-                raise StoreError(
-                    f"process {row[1]} is already adding trials to this run in the store"
-                    f" {self.path}; wait until the process ends, or end it"
-                )
+            earlier = same or self._part(self._naming, host, code, parts)
             me = (os.getpid(), born(os.getpid()))
-            if row:
+            if earlier:
+                self._refuse_measured(earlier, but=os.getpid())
                 self._db.execute(
-                    "UPDATE run SET status=?, pid=?, pid_born=? WHERE id=?", (RUNNING, *me, row[0])
+                    "UPDATE run SET status=?, pid=?, pid_born=? WHERE id=?", (RUNNING, *me, earlier)
                 )
-                self._kill_running(row[0])
+                self._kill_running(earlier)
                 if parts and not same:
-                    self._annotate(row[0], GROWTH, asdict(self._grown(row[0], parts)))
+                    self._annotate(earlier, GROWTH, asdict(self._grown(earlier, parts)))
                     # the command that goes on with the run
-                    self._annotate(row[0], "command", provenance.get("command", ""))
+                    self._annotate(earlier, "command", provenance.get("command", ""))
                     self._db.execute(
-                        "UPDATE run SET plan=?, rounds=? WHERE id=?", (identified, rounds, row[0])
+                        "UPDATE run SET plan=?, rounds=? WHERE id=?", (identified, rounds, earlier)
                     )
-                return row[0], True
+                return earlier, True
             run_id = os.urandom(16).hex()
             self._db.execute(
                 "INSERT INTO run (id, plan, host, code, status, started, rounds, pid, pid_born,"
@@ -231,40 +227,36 @@ class Store:
         None if it would add a new run. `naming` has the name and the tags of the run.
         """
         with file.snapshot(self._db):
-            if row := self._latest(naming.identified(plan), host, code, reopen):
-                return row[0], self.growth(row[0])
-            row = self._part(naming, host, code, parts)
-            return (row[0], self._grown(row[0], parts)) if row and parts else None
+            if run_id := self._latest(naming.identified(plan), host, code, reopen):
+                return run_id, self.growth(run_id)
+            run_id = self._part(naming, host, code, parts)
+            return (run_id, self._grown(run_id, parts)) if run_id and parts else None
 
-    def _latest(
-        self, plan: str, host: str, code: str, reopen: bool
-    ) -> tuple[str, int, float] | None:
-        """Return the id of the run to resume, and its process's id and start time."""
+    def _latest(self, plan: str, host: str, code: str, reopen: bool) -> str | None:
+        """Return the id of the run to resume."""
         query = (
-            "SELECT id, pid, pid_born, rowid FROM run WHERE plan=? AND host=? AND code=? AND"
-            " status<>? ORDER BY started DESC LIMIT 1"
+            "SELECT id, rowid FROM run WHERE plan=? AND host=? AND code=? AND status<>? ORDER BY"
+            " started DESC LIMIT 1"
         )
         row = self._db.execute(query, (plan, host, code, "" if reopen else FINISHED)).fetchone()
         if row:
-            rows.run(self._db, row[3])  # raises for a damaged row
-        return row and (row[0], row[1], row[2])
+            rows.run(self._db, row[1])  # raises for a damaged row
+        return row and str(row[0])
 
-    def _part(
-        self, naming: Naming, host: str, code: str, parts: Parts | None
-    ) -> tuple[str, int, float] | None:
-        """Return the same of the latest run on this host and code if it has a part of a plan."""
+    def _part(self, naming: Naming, host: str, code: str, parts: Parts | None) -> str | None:
+        """Return the id of the latest run on this host and code if it has a part of a plan."""
         query = (
-            "SELECT id, pid, pid_born, rowid, plan, rounds FROM run WHERE host=? AND code=?"
-            " ORDER BY started DESC LIMIT 1"
+            "SELECT id, rowid, plan, rounds FROM run WHERE host=? AND code=? ORDER BY started DESC"
+            " LIMIT 1"
         )
         row = self._db.execute(query, (host, code)).fetchone() if parts else None
         if not row or not parts:
             return None
-        smaller = parts.smaller(self._begun(row[0]), row[5])
-        if smaller is None or naming.identified(smaller) != row[4]:
+        smaller = parts.smaller(self._begun(row[0]), row[3])
+        if smaller is None or naming.identified(smaller) != row[2]:
             return None
-        rows.run(self._db, row[3])  # raises for a damaged row
-        return row[0], row[1], row[2]
+        rows.run(self._db, row[1])  # raises for a damaged row
+        return str(row[0])
 
     def _begun(self, run_id: str) -> dict[str, int]:
         """Return the last round of each case that a run has begun, by fingerprint."""
@@ -410,12 +402,11 @@ class Store:
                 self._refuse_measured(run.id)
             return copying.merge(other._db, self._db)
 
-    def _refuse_measured(self, run_id: str) -> None:
-        """Raise StoreError if a living process is adding trials to a run, if it is here."""
-        row = self._db.execute(
-            "SELECT pid, pid_born, status FROM run WHERE id=?", (run_id,)
-        ).fetchone()
-        if row and row[2] == RUNNING and alive(*row[:2]):
+    def _refuse_measured(self, run_id: str, *, but: int = 0) -> None:
+        """Raise StoreError if a living process, except `but`, is adding trials to a run."""
+        query = "SELECT pid, pid_born FROM run WHERE id=? AND status=? AND pid<>?"
+        row = self._db.execute(query, (run_id, RUNNING, but)).fetchone()
+        if row and alive(*row):
             raise StoreError(
                 f"process {row[0]} is adding trials to the run {run_id[:12]} in the store"
                 f" {self.path}; wait until the process ends, or end it"
