@@ -49,6 +49,8 @@ More rounds of shorter trials settle more answers, because rounds differ more th
 """
 OVERHEAD_S = 1.0
 """The first estimate of a trial's seconds without timed steps; successful trials update it."""
+NOISY = "noisy"
+"""The key of a run's provenance for the reasons of the label NOISY."""
 
 
 @dataclass(frozen=True)
@@ -169,10 +171,15 @@ def run(
         # the ranks of a cluster measure their own machines
         gpus = [] if cluster else ordinals(cases)
         load = foreign_load.wait(patience_s, lambda words: listen(Note(words)), cases, gpus)
-        before = foreign_load.told(load, cases) if foreign_load.busy(load, cases) else ""
+        noisy = store.provenance(run_id).get(NOISY, {})
+        before = noisy.get("before", "")
+        told = foreign_load.told(load, cases) if foreign_load.busy(load, cases) else ""
+        if told not in before:
+            before = f"{before}; {told}" if before else told
         store.annotate(run_id, foreign_load.FACT, foreign_load.plain(load))
-        store.annotate(run_id, "noisy", _noise(before, ()))
+        store.annotate(run_id, NOISY, noisy | _noise(before, {}))
         growth = store.growth(run_id)
+        done = store.done(run_id, retry=retry)
         session = _Session(
             store,
             run_id,
@@ -191,8 +198,12 @@ def run(
             needed_rounds(cases, rule.least, growth.joined),
             rule.looks * (1 + growth.looks),
         )
-        session.measure(cases, store.done(run_id, retry=retry), paired=paired)
-        store.annotate(run_id, "noisy", _noise(before, session.noisy, session.gpus_used))
+        for trial in store.trials(run_id, superseded=True) if done else ():
+            session.take(trial)
+        try:
+            session.measure(cases, done, paired=paired)
+        finally:
+            store.annotate(run_id, NOISY, _noise(before, session.noisy))
         # the same command goes on with a run of which a trial was killed or rounds were left out
         if session.killed <= store.done(run_id) and not session.shortened:
             status = OPEN if session.open else FINISHED
@@ -236,16 +247,18 @@ def needed_rounds(
 
 
 def _noise(
-    before: str, trials: Collection[Slot], gpus: Mapping[int, str] | None = None
+    before: str, trials: Mapping[Slot, Sequence[foreign_load.GpuLoad]]
 ) -> dict[str, str]:
     """Return the reasons for labelling a run NOISY: `before` and `during`, each a text.
 
-    `before` is the high load before the run, if any. `trials` are those measured under too much
-    load, and `gpus` has who used which GPU in a round after the first.
+    `before` is the high load before each session of the run, if any. `trials` are those measured
+    under too much load, with the GPUs that others used.
     """
     reasons = {"before": before} if before else {}
     if trials:
-        used = f" ({'; '.join(gpus.values())})" if gpus else ""
+        gpus = {gpu.gpu: str(gpu) for loads in trials.values() for gpu in loads}
+        further = [text for text in gpus.values() if text not in before]
+        used = f" ({'; '.join(further)})" if further else ""
         reasons["during"] = f"{count(len(trials), 'trial')} ran under too much foreign load{used}"
     return reasons
 
@@ -306,8 +319,6 @@ class _Session:
         self._widest = 0
         self._linked: Slot | None = None
         """The slot whose trial has the times of copies over the links of the most GPUs."""
-        self.gpus_used: dict[int, str] = {}
-        """Who used which GPU in a round after the first, by its CUDA ordinal."""
         self._store = store
         self._run_id = run_id
         self._rule = rule
@@ -332,8 +343,11 @@ class _Session:
         """The last expected duration of the rest of the run."""
         self.open = False
         """Whether an answer is not settled, because the time for further rounds was used up."""
-        self.noisy: set[Slot] = set()
-        """The slots whose last trusted trial (`Trial.trusted`) ran under too much load."""
+        self.noisy: dict[Slot, Sequence[foreign_load.GpuLoad]] = {}
+        """The slots whose last trusted trial (`Trial.trusted`) ran under too much load.
+
+        Each has the GPUs of the case that others used.
+        """
         self.shortened = False
         """Whether rounds were left out, because the budget is too short for them."""
         self.killed: set[tuple[str, int]] = set()
@@ -347,8 +361,6 @@ class _Session:
         self._done = len(done)
         self._widest = max((case.devices for case in cases if times_links(case)), default=0)
         self._listen(Started(self._run_id, self._total, self._done))
-        for trial in self._store.trials(self._run_id, superseded=True) if done else ():
-            self._take(trial)
         with ExitStack() as stack:
             scratch = stack.enter_context(folder())
             watched = stack.enter_context(samplers.sampling(self._gpus, scratch / "samples.jsonl"))
@@ -416,7 +428,7 @@ class _Session:
             self._store.end_trial(self._store.begin_trial(self._run_id, case, number), trial)
         return {*failed}
 
-    def _take(self, trial: Trial) -> None:
+    def take(self, trial: Trial) -> None:
         """Pass a trial to the rule; record if it was killed or ran under too much load."""
         self._rule.add(trial)
         if trial.status is Status.OK:
@@ -428,7 +440,10 @@ class _Session:
             self._profiled.setdefault(trial.case, (trial.round, busy_s))
         self._times[slot] += trial.trusted
         if trial.trusted:
-            (self.noisy.add if foreign_load.noisy(trial) else self.noisy.discard)(slot)
+            self.noisy.pop(slot, None)
+            if foreign_load.noisy(trial):
+                gpus = foreign_load.gpus_during(trial)
+                self.noisy[slot] = [gpu for gpu in gpus if gpu.busy]
         if trial.status is Status.KILLED:
             self.killed.add((trial.case.fingerprint, trial.round))
 
@@ -438,14 +453,12 @@ class _Session:
 
     def _look(self, patience_s: float, cases: Sequence[Case]) -> None:
         """Wait for a low foreign load within the budget, and keep what others use of the GPUs."""
-        load = foreign_load.wait(
+        self._gpu_loads = foreign_load.wait(
             min(patience_s, self._left_s),
             lambda words: self._listen(Note(words)),
             cases,
             self._gpus,
-        )
-        self._gpu_loads = load.gpus
-        self.gpus_used |= {gpu.gpu: str(gpu) for gpu in load.gpus if gpu.busy}
+        ).gpus
 
     def _repeat(
         self,
@@ -516,7 +529,7 @@ class _Session:
             facts = {**self._load_facts(trial, load), **trial.provenance}
             checked = _checked(replace(trial, samples=samples, provenance=facts))
             self._store.end_trial(trial_id, checked)
-            self._take(checked)
+            self.take(checked)
             self._done += 1
             self._ahead -= Counter([trial.case])
             self._planned -= 1

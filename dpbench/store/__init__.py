@@ -273,7 +273,7 @@ class Store:
 
     def growth(self, run_id: str) -> Growth:
         """Return how the plan of a run has grown."""
-        return Growth(**self._provenance(run_id).get(GROWTH, {}))
+        return Growth(**self.provenance(run_id).get(GROWTH, {}))
 
     def end_run(self, run_id: str, status: str = FINISHED) -> None:
         """Set the final status of a run; a run whose status is not `finished` can be resumed.
@@ -292,10 +292,11 @@ class Store:
             self._annotate(run_id, name, facts)
 
     def _annotate(self, run_id: str, name: str, facts: Mapping[str, Any] | str) -> None:
-        added = json.dumps({**self._provenance(run_id), name: facts})
+        added = json.dumps({**self.provenance(run_id), name: facts})
         self._db.execute("UPDATE run SET provenance=? WHERE id=?", (added, run_id))
 
-    def _provenance(self, run_id: str) -> dict[str, Any]:
+    def provenance(self, run_id: str) -> dict[str, Any]:
+        """Return the facts that are stored with a run."""
         query = "SELECT provenance FROM run WHERE id=?"
         (provenance,) = self._db.execute(query, (run_id,)).fetchone()
         return dict(json.loads(provenance))
