@@ -99,7 +99,7 @@ def wait(
     if busy(load, cases) and patience_s > 0:
         say(
             f"busy machine: {told(load, cases)}; dpbench waits up to {patience_s:.0f} s for a low"
-            " load (set by --patience)"
+            " load (see --patience)"
         )
     while busy(load, cases) and time.monotonic() < deadline_s:
         load = replace(measure(), gpus=of_gpus(gpus))

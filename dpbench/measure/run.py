@@ -141,7 +141,7 @@ def run(
 
     The foreign load is the share of the cores' time that other processes use. `patience_s` is the
     longest wait in seconds, before the first trial, until it is low (None: the environment variable
-    DPBENCH_PATIENCE, or the default). In a fixed number of rounds, trials during which it was too
+    DPBENCH_PATIENCE, or the default); it is never more than half of the budget. In a fixed number of rounds, trials during which it was too
     high are measured once more at the end, if the budget permits; if `patience_s` is 0, they are
     only labelled as noisy.
 
@@ -170,7 +170,8 @@ def run(
     try:
         # the ranks of a cluster measure their own machines
         gpus = [] if cluster else ordinals(cases)
-        load = foreign_load.wait(patience_s, lambda words: listen(Note(words)), cases, gpus)
+        waits_s = patience_s if budget_s is None else min(patience_s, budget_s / 2)
+        load = foreign_load.wait(waits_s, lambda words: listen(Note(words)), cases, gpus)
         noisy = store.provenance(run_id).get(NOISY, {})
         before = noisy.get("before", "")
         told = foreign_load.told(load, cases) if foreign_load.busy(load, cases) else ""
@@ -452,9 +453,12 @@ class _Session:
         return [] if self._spent() else [slot for slot in self.noisy if self._times[slot] == 1]
 
     def _look(self, patience_s: float, cases: Sequence[Case]) -> None:
-        """Wait for a low foreign load within the budget, and keep what others use of the GPUs."""
+        """Wait for a low foreign load, and keep what others use of the GPUs.
+
+        The wait takes at most half of what is left of the budget.
+        """
         self._gpu_loads = foreign_load.wait(
-            min(patience_s, self._left_s),
+            min(patience_s, self._left_s / 2),
             lambda words: self._listen(Note(words)),
             cases,
             self._gpus,

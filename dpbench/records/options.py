@@ -246,7 +246,7 @@ class Options:
     budget: float | None = _option(
         None,
         TIME,
-        "Maximum seconds for the whole run.  [default: 110, or 600 on GPUs, for default cases;"
+        "Maximum seconds for the whole run, at most half of them for --patience.  [default: 110, or 600 on GPUs, for default cases;"
         " otherwise none, and no round for undecided answers begins after 300 s]",
         least=1,
     )

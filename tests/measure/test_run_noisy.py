@@ -199,6 +199,20 @@ def test_a_busy_machine_is_waited_for_and_the_run_labelled_when_it_stays_busy(st
 
 
 @pytest.mark.usefixtures("quick")
+def test_the_wait_for_a_low_load_leaves_half_of_the_budget_for_trials(store, monkeypatch):
+    waits = []
+
+    def wait(patience_s, *_):
+        waits.append(patience_s)
+        return BUSY
+
+    monkeypatch.setattr(foreign_load, "wait", wait)
+    for patience_s, budget_s in ((30, 20.0), (30, 110.0), (30, None)):
+        run(CASES[:1], store, rounds=1, patience_s=patience_s, budget_s=budget_s)
+    assert waits == [10, 30, 30]
+
+
+@pytest.mark.usefixtures("quick")
 def test_a_load_that_cannot_be_told_is_not_called_quiet(store, monkeypatch):
     monkeypatch.setattr(foreign_load, "measure", lambda: UnknownLoad("no counts here"))
     outcome = run(CASES[:1], store, rounds=1)
