@@ -221,8 +221,12 @@ def collect(cluster: Cluster | None) -> dict[str, Any]:
 def identity(
     cases: Sequence[Case], rule: RoundsRule, facts: dict[str, Any], *, paired: bool
 ) -> dict[str, Any]:
-    """Return the plan, the host and the code of a run, by which a run to go on with is found."""
-    parts = plan.Parts.of(cases, rule.name, *["paired"] * paired)
+    """Return the plan, the host and the code of a run, by which a run to go on with is found.
+
+    The environment variables that change results are a part of the plan.
+    """
+    variables = (f"{name}={value}" for name, value in facts["variables"].items())
+    parts = plan.Parts.of(cases, rule.name, *["paired"] * paired, *variables)
     return {
         "plan": parts.whole,
         "parts": parts,

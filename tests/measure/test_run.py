@@ -14,8 +14,8 @@ import pytest
 from dpbench.analysis.stats import LOOKS
 from dpbench.measure import run as module
 from dpbench.measure.run import Ended, Note, Started, run
-from dpbench.measure.stopping import UntilDecided
-from dpbench.records import Case, Effort, Sample, Status
+from dpbench.measure.stopping import Fixed, UntilDecided
+from dpbench.records import Case, Effort, Sample, Status, plan
 from dpbench.store import OPEN, Store
 from tests.standing_in import Server
 
@@ -270,6 +270,29 @@ def test_trials_of_an_edited_model_are_never_added_to_a_run(store, tmp_path, mon
     file.write_text("net = 1\n")
     if not more:
         assert run([mine], store, rounds=2).run_id == first.run_id
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("more", [[], [TWO]], ids=["an open run", "a plan that grows"])
+def test_trials_under_another_environment_variable_are_never_added_to_a_run(
+    store, monkeypatch, more
+):
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    first = run([ONE], store, rounds=2)
+    if not more:
+        store.end_run(first.run_id, OPEN)
+    monkeypatch.delenv("NCCL_P2P_DISABLE")
+    monkeypatch.setenv("UNRELATED", "1")
+    assert not run([ONE, *more], store, rounds=2).resumed
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    if not more:
+        assert run([ONE], store, rounds=2).run_id == first.run_id
+
+
+def test_without_environment_variables_a_plan_has_its_earlier_hash():
+    facts = {**module.collect(None), "variables": {}}
+    keys = module.identity([ONE, TWO], Fixed(2), facts, paired=True)
+    assert keys["plan"] == plan.plan_hash([ONE, TWO], 2, "paired")
 
 
 @pytest.mark.usefixtures("quick")
