@@ -366,6 +366,8 @@ class _Session:
         self._done = len(done)
         self._widest = max((case.devices for case in cases if times_links(case)), default=0)
         self._listen(Started(self._run_id, self._total, self._done))
+        begun = self._store.begun(self._run_id)
+        latest = max((number for _, number in begun), default=-1)
         with ExitStack() as stack:
             scratch = stack.enter_context(folder())
             watched = stack.enter_context(samplers.sampling(self._gpus, scratch / "samples.jsonl"))
@@ -373,6 +375,13 @@ class _Session:
             number = 0
             while (wanted := self._wanted(cases, number)) or number < self._last:
                 pending = [case for case in wanted if (case.fingerprint, number) not in done]
+                if number <= latest:
+                    # of an earlier session, whose baselines are none for a case that joins now
+                    pending = [
+                        case
+                        for case in pending
+                        if number in self._needed[case] or (case.fingerprint, number) in begun
+                    ]
                 if pending and number and self._too_long(pending, number):
                     self._leave_out(pending, number)
                     break

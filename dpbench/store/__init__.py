@@ -252,23 +252,23 @@ class Store:
         row = self._db.execute(query, (host, code)).fetchone() if parts else None
         if not row or not parts:
             return None
-        smaller = parts.smaller(self._begun(row[0]), row[3])
+        smaller = parts.smaller({case for case, _ in self.begun(row[0])}, row[3])
         if smaller is None or naming.identified(smaller) != row[2]:
             return None
         rows.run(self._db, row[1])  # raises for a damaged row
         return str(row[0])
 
-    def _begun(self, run_id: str) -> dict[str, int]:
-        """Return the last round of each case that a run has begun, by fingerprint."""
-        query = "SELECT fingerprint, max(round) FROM trial WHERE run_id=? GROUP BY fingerprint"
-        return dict(self._db.execute(query, (run_id,)).fetchall())
+    def begun(self, run_id: str) -> set[tuple[str, int]]:
+        """Return (fingerprint, round) of each trial of a run that was begun."""
+        query = "SELECT DISTINCT fingerprint, round FROM trial WHERE run_id=?"
+        return set(self._db.execute(query, (run_id,)).fetchall())
 
     def _grown(self, run_id: str, parts: Parts) -> Growth:
         """Return the growth of a run to a plan: its further cases join it in the next round."""
-        begun = self._begun(run_id)
-        number = 1 + max(begun.values())
+        begun = self.begun(run_id)
+        number = 1 + max(each for _, each in begun)
         before = self.growth(run_id)
-        added = {case: number for case in parts.cases if case not in begun}
+        added = dict.fromkeys(parts.cases - {case for case, _ in begun}, number)
         return Growth(joined={**before.joined, **added}, looks=before.looks + 1)
 
     def growth(self, run_id: str) -> Growth:

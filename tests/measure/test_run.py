@@ -198,6 +198,33 @@ def test_the_answers_of_cases_that_joined_late_are_looked_at_too(store, monkeypa
 
 
 @pytest.mark.usefixtures("quick")
+def test_a_case_that_becomes_a_rival_later_joins_no_round_of_an_earlier_session(
+    store, monkeypatch
+):
+    """Its ratio there would be one of steps from different times."""
+    answers = iter([{ONE, TWO}, {ONE, TWO}, {ONE, FOUR}, {ONE, FOUR}, set()])
+    monkeypatch.setattr(UntilDecided, "unsettled", lambda self: frozenset(next(answers)))
+    asked = []
+
+    def act(case, effort):
+        asked.append(case)
+        if len(asked) == 3 * LOOKS[0] + 2 * 3 + 2:
+            raise KeyboardInterrupt  # in the second trial of round 7, counted from 0
+        return {}
+
+    monkeypatch.setattr(Server, "act", staticmethod(act))
+    with pytest.raises(KeyboardInterrupt):
+        run([ONE, TWO, FOUR], store, rounds=UntilDecided())
+    assert run([ONE, TWO, FOUR], store, rounds=UntilDecided()).resumed
+    rounds = {
+        case: {trial.round for trial in store.trials() if trial.case == case}
+        for case in (ONE, FOUR)
+    }
+    assert rounds == {ONE: {*range(9)}, FOUR: {*range(LOOKS[0]), 8}}
+    assert store.runs()[0].status == "finished"
+
+
+@pytest.mark.usefixtures("quick")
 def test_the_command_of_a_run_that_grew_is_the_one_that_goes_on_with_it(store, monkeypatch):
     for command, cases in (("dpbench run a", [ONE]), ("dpbench run a,b", [ONE, TWO])):
         facts = {**module.collect(None), "command": command}
