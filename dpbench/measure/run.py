@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench.analysis import stats, validity
+from dpbench.analysis import decision, stats, validity
 from dpbench.hardware import foreign_load, provenance, samplers, signals
 from dpbench.hardware.gpus import describe
 from dpbench.hardware.nvml import replicas_of
@@ -336,8 +336,8 @@ class _Session:
         self._done = self._total = 0
         self._models = checks.Models(limit_s)
         self._times: Counter[Slot] = Counter()
-        self._slow: dict[str, bool] = {}
-        """Whether the trials of each model take only a few steps; its first trial decides."""
+        self._slow: dict[tuple[str, int], bool] = {}
+        """Whether trials that are compared (`_alike`) take only a few steps; the first decides."""
         self._case_s: dict[Case, list[float]] = {}
         """The seconds of each case's trials that this session has measured."""
         self._ahead: Counter[Case] = Counter()
@@ -446,7 +446,7 @@ class _Session:
         """Pass a trial to the rule; record if it was killed or ran under too much load."""
         self._rule.add(trial)
         if trial.status is Status.OK:
-            self._slow.setdefault(trial.case.model, trial.slow)
+            self._slow.setdefault(self._alike(trial.case), trial.slow)
         slot = trial.case, trial.round
         if LINKS in trial.provenance:
             self._linked = slot
@@ -460,6 +460,14 @@ class _Session:
                 self.noisy[slot] = [gpu for gpu in gpus if gpu.busy]
         if trial.status is Status.KILLED:
             self.killed.add((trial.case.fingerprint, trial.round))
+
+    def _alike(self, case: Case) -> tuple[str, int]:
+        """Return what a case has in common with those to which it is compared.
+
+        It is the model, and the batch size of their baseline.
+        """
+        home = next((one for one in decision.homes(case) if one in self._needed), case)
+        return case.model, home.batch_size
 
     def _repeatable(self) -> list[Slot]:
         """Return the slots in `noisy` that were not repeated yet; none if the budget is spent."""
@@ -534,7 +542,7 @@ class _Session:
             ]
         else:
             trace = self._trace(group[0], number) if len(group) == 1 else ""
-            slow = self._slow.get(group[0].model)
+            slow = self._slow.get(self._alike(group[0]))
             effort = replace(self._once(effort, group, number), trace=trace, slow=slow)
             before = foreign_load.snapshot()
             trials = server.run_together(group, effort, number, self._limit_s)

@@ -567,21 +567,36 @@ ON_GPUS = [
 
 
 @pytest.mark.usefixtures("quick")
-def test_the_first_trial_of_a_model_decides_whether_all_its_trials_take_few_steps(
-    store, monkeypatch
+@pytest.mark.parametrize("weak", [False, True], ids=["strong", "weak"])
+def test_the_first_trial_decides_whether_all_that_share_its_baseline_take_few_steps(
+    store, monkeypatch, weak
 ):
+    compared = {
+        (model, batch): [
+            Case(
+                model=model,
+                strategy=strategy,
+                devices=devices,
+                batch_size=batch * (devices if weak else 1),
+                device_kind="cuda",
+            )
+            for strategy, devices in (("single", 1), ("dp", 2), ("ddp", 4))
+        ]
+        for model in ("m0", "m1")
+        for batch in (8, 4096)
+    }
+
     def act(case, effort):
-        slow = case.model == "m0" if effort.slow is None else effort.slow
-        return {"provenance": {"slow": slow}}
+        first = case in compared["m0", 4096]
+        return {"provenance": {"slow": first if effort.slow is None else effort.slow}}
 
     monkeypatch.setattr(Server, "act", staticmethod(act))
-    run(ON_GPUS, store, rounds=2)
+    run([case for cases in compared.values() for case in cases], store, rounds=2)
     asked = [(case, effort.slow) for server in Server.made for case, _, effort in server.asked]
-    for model, slow in (("m0", True), ("m1", False)):
-        told = [how for case, how in asked if case.model == model]
-        assert told == [None] + [slow] * 5
-    found = {(trial.case.model, trial.slow) for trial in store.trials()}
-    assert found == {("m0", True), ("m1", False)}
+    for which, cases in compared.items():
+        slow = which == ("m0", 4096)
+        assert [how for case, how in asked if case in cases] == [None] + [slow] * 5
+        assert {trial.slow for trial in store.trials() if trial.case in cases} == {slow}
 
 
 @pytest.mark.usefixtures("quick")
