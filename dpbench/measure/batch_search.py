@@ -16,13 +16,26 @@ from dpbench.hardware.gpus import describe
 from dpbench.measure.scratch import folder
 from dpbench.measure.server import Server
 from dpbench.records import Case, Effort, Status, Trial, plan, sources, words
-from dpbench.records.options import Options
+from dpbench.records.options import OPTIONS, Options
 from dpbench.records.trial import FINAL
 from dpbench.records.words import aligned
 from dpbench.store import Store
 
-EFFORT = Effort(budget_s=0.0, warmup_steps=1, min_steps=2, max_steps=2, block_steps=1)
-"""Each try has one warm-up step, which creates the optimizer's state, and two more steps."""
+EFFORT = Effort(
+    budget_s=0.0,
+    warmup_steps=1,
+    min_steps=2,
+    max_steps=2,
+    block_steps=1,
+    slow=False,
+    memory_by_phase=False,
+    profile=False,
+    links=False,
+)
+"""Each try has one warm-up step, which creates the optimizer's state, and two more steps.
+
+Nothing else is measured: it would take time, and perhaps memory that no step needs.
+"""
 MOST = 2**20
 """The default for the largest batch size that a search tries."""
 
@@ -115,9 +128,9 @@ def axes(options: Options) -> Options:
 
     Raises ValueError for an option that a search does not support, and for several batch sizes.
     """
-    for axis in ("ladder", "batch_per_device", "budget", "retry"):
-        if getattr(options, axis):
-            option = f"--{axis.replace('_', '-')}"
+    for name in ("ladder", "batch_per_device", "rounds", "budget", "retry", "paired", "profile"):
+        if getattr(options, name) != getattr(Options, name):
+            option = OPTIONS[name].spelled
             raise ValueError(f"--find-max-batch does not support {option}: leave out {option}")
     if len(options.batch_sizes) > 1:
         raise ValueError(
