@@ -250,7 +250,7 @@ class Options:
         " otherwise none, and no round for undecided answers begins after 300 s]",
         least=1,
     )
-    limit: float = _option(120.0, TIME, "Maximum seconds per trial.", least=1)
+    limit: float = _option(120.0, TIME, "Maximum seconds per trial.", least=1, most=1e6)
     patience: float | None = _option(
         None,
         TIME,
