@@ -16,7 +16,6 @@ from dpbench.api.reports import report_of
 from dpbench.api.stored import choose
 from dpbench.cli import shapes
 from dpbench.cli.options import (
-    EXIT_CLOSED,
     EXIT_FAILED,
     EXIT_USAGE,
     Documented,
@@ -76,7 +75,6 @@ def _run_options(command: Callable[..., Any]) -> Callable[..., Any]:
         EXIT_FAILED: "a trial failed, nothing was measured, or a file cannot be read or written",
         EXIT_USAGE: "wrong usage",
         130: "interrupted; the same command resumes the run",
-        EXIT_CLOSED: "the reader of the output closed it",
     },
 )
 @_run_options
