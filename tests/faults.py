@@ -2130,7 +2130,7 @@ FAULTS = (
     Fault(
         "killed-resumed",
         "a run with killed trials is not finished",
-        "session.killed <= store.done(run_id) and not session.shortened",
+        "session.killed <= store.done(run_id)",
         "True",
         (
             "tests/measure/test_run.py::test_the_same_call_measures_again_what_was_killed_and_nothing_else",

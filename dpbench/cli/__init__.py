@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +102,8 @@ def main(arguments: list[str] | None = None) -> None:
         click.echo(f"error: {visible(str(message), lines=True)}", err=True)
         sys.exit(EXIT_USAGE)
     except Exception as error:
+        import traceback
+
         from dpbench.store import StoreError
 
         if isinstance(error, StoreError):

@@ -49,6 +49,11 @@ More rounds of shorter trials settle more answers, because rounds differ more th
 """
 OVERHEAD_S = 1.0
 """The first estimate of a trial's seconds without timed steps; successful trials update it."""
+SPENT = (
+    "not measured, because the run's budget was spent before; the same command, also with another"
+    " --budget, goes on with it"
+)
+"""The reason of a case that has no trial."""
 NOISY = "noisy"
 """The key of a run's provenance for the reasons of the label NOISY."""
 
@@ -133,17 +138,18 @@ def run(
 
     `budget_s` limits the duration of this call in seconds (None: no limit). On CPUs, the timed part
     of each trial is shortened to fit this budget; on GPUs, whole rounds after the first are left
-    out instead, and named. Trials of a round that has started are stored as skipped if they have
-    not started when the budget is spent. A rule that goes on until answers are settled begins no
-    further round, beyond those that every case needs, that is expected to end more than `settle_s`
-    seconds after the call. If an answer is then not settled, the status of the run is `open`, and
-    the same call goes on with it.
+    out instead. Trials that have not started when the budget is spent are left out, too. A rule
+    that goes on until answers are settled begins no further round, beyond those that every case
+    needs, that is expected to end more than `settle_s` seconds after the call. If trials that every
+    case needs are left out, which is said, or if an answer is then not settled, the status of the
+    run is `open`, and the same call goes on with it. A case that was not measured at all then has a
+    trial with the status `skipped`.
 
     The foreign load is the share of the cores' time that other processes use. `patience_s` is the
     longest wait in seconds, before the first trial, until it is low (None: the environment variable
-    DPBENCH_PATIENCE, or the default); it is never more than half of the budget. In a fixed number of rounds, trials during which it was too
-    high are measured once more at the end, if the budget permits; if `patience_s` is 0, they are
-    only labelled as noisy.
+    DPBENCH_PATIENCE, or the default); it is never more than half of the budget. In a fixed number
+    of rounds, trials during which it was too high are measured once more at the end, if the budget
+    permits; if `patience_s` is 0, they are only labelled as noisy.
 
     `limit_s` limits the duration of one trial in seconds. `retry` has names of statuses: trials
     that ended with one of them are measured again, even if the latest run of this plan has
@@ -180,7 +186,7 @@ def run(
         store.annotate(run_id, foreign_load.FACT, foreign_load.plain(load))
         store.annotate(run_id, NOISY, noisy | _noise(before, {}))
         growth = store.growth(run_id)
-        done = store.done(run_id, retry=retry)
+        done = measured(store, run_id, retry)
         session = _Session(
             store,
             run_id,
@@ -205,8 +211,8 @@ def run(
             session.measure(cases, done, paired=paired)
         finally:
             store.annotate(run_id, NOISY, _noise(before, session.noisy))
-        # the same command goes on with a run of which a trial was killed or rounds were left out
-        if session.killed <= store.done(run_id) and not session.shortened:
+        # the same command goes on with a run of which a trial was killed
+        if session.killed <= store.done(run_id):
             status = OPEN if session.open else FINISHED
     finally:
         store.end_run(run_id, status)
@@ -235,6 +241,14 @@ def identity(
     }
 
 
+def measured(store: Store, run_id: str, retry: Iterable[str]) -> set[tuple[str, int]]:
+    """Return (fingerprint, round) of each trial of a run that is not measured again.
+
+    A skipped one is, because a budget may have been spent before it.
+    """
+    return store.done(run_id, retry=[*retry, Status.SKIPPED])
+
+
 def needed_rounds(
     cases: Iterable[Case], least: int, joined: Mapping[str, int]
 ) -> dict[Case, range]:
@@ -251,9 +265,7 @@ def needed_rounds(
     return {case: range(first[case.model], first[case.model] + least) for case in cases}
 
 
-def _noise(
-    before: str, trials: Mapping[Slot, Sequence[foreign_load.GpuLoad]]
-) -> dict[str, str]:
+def _noise(before: str, trials: Mapping[Slot, Sequence[foreign_load.GpuLoad]]) -> dict[str, str]:
     """Return the reasons for labelling a run NOISY: `before` and `during`, each a text.
 
     `before` is the high load before each session of the run, if any. `trials` are those measured
@@ -347,14 +359,12 @@ class _Session:
         self._expected_s = math.inf
         """The last expected duration of the rest of the run."""
         self.open = False
-        """Whether an answer is not settled, because the time for further rounds was used up."""
+        """Whether trials were left out, on which an answer depends or which every case needs."""
         self.noisy: dict[Slot, Sequence[foreign_load.GpuLoad]] = {}
         """The slots whose last trusted trial (`Trial.trusted`) ran under too much load.
 
         Each has the GPUs of the case that others used.
         """
-        self.shortened = False
-        """Whether rounds were left out, because the budget is too short for them."""
         self.killed: set[tuple[str, int]] = set()
         """The pairs (case fingerprint, round) of trials that a signal from outside has ended."""
 
@@ -385,6 +395,7 @@ class _Session:
                 if pending and number and self._too_long(pending, number):
                     self._leave_out(pending, number)
                     break
+                left: list[Case] = []
                 if pending:
                     if number and self._gpus:
                         # a GPU that stays in use is waited for only once
@@ -405,10 +416,13 @@ class _Session:
                         self._ahead = Counter(remaining or pending)
                         self._planned = max(len(remaining), len(pending) * (planned - number))
                         self._total = self._done + self._ahead.total()
-                        self._round(pending, number, server, watched, paired=paired)
+                        left = self._round(pending, number, server, watched, paired=paired)
                         short = shortage(self._left_s, self._ahead.total(), self._overhead_s)
-                        if short and number == 0 and not on_gpus(pending):
+                        if short and not left and number == 0 and not on_gpus(pending):
                             self._listen(Note(short))
+                if left:
+                    self._leave_out(left, number, rest=True)
+                    break
                 number += 1
             # where the number of rounds is open, further rounds replace those under load
             if self._rule.looks == 1 and self._patience_s > 0 and self._repeatable():
@@ -514,39 +528,34 @@ class _Session:
         watched: samplers.SampleFile,
         *,
         paired: bool,
-    ) -> None:
-        """Measure each case once, in a random order that depends only on the run and the round."""
+    ) -> list[Case]:
+        """Measure each case once, in a random order that depends only on the run and the round.
+
+        Return the cases that are left when the budget is spent.
+        """
         generator = random.Random(f"{self._run_id} {number}")
         shuffled = generator.sample(sorted(cases, key=lambda case: case.fingerprint), len(cases))
-        for group in _groups(shuffled, paired=paired):
-            self._group(server, group, number, watched)
+        groups = _groups(shuffled, paired=paired)
+        while groups and not self._spent():
+            self._group(server, groups.pop(0), number, watched)
+        return [case for group in groups for case in group]
 
     def _group(
         self, server: TrialRunner, group: Sequence[Case], number: int, watched: samplers.SampleFile
     ) -> None:
-        """Measure the cases in one worker, or store skipped trials if the budget is spent."""
+        """Measure the cases in one worker."""
         signals.check()
         self._listen(Started(self._run_id, self._total, self._done, group[0], number))
         ids = [self._store.begin_trial(self._run_id, case, number) for case in group]
         began = time.perf_counter()
-        load = None
-        effort = self._affordable(group)
-        if effort is None:
-            reason = (
-                "not measured, because the run's budget was spent before this trial; give a larger"
-                " --budget"
-            )
-            trials = [
-                Trial(case=case, status=Status.SKIPPED, reason=reason, round=number)
-                for case in group
-            ]
-        else:
-            trace = self._trace(group[0], number) if len(group) == 1 else ""
-            slow = self._slow.get(self._alike(group[0]))
-            effort = replace(self._once(effort, group, number), trace=trace, slow=slow)
-            before = foreign_load.snapshot()
-            trials = server.run_together(group, effort, number, self._limit_s)
-            load = foreign_load.since(before)
+        effort = replace(
+            self._once(self._affordable(group), group, number),
+            trace=self._trace(group[0], number) if len(group) == 1 else "",
+            slow=self._slow.get(self._alike(group[0])),
+        )
+        before = foreign_load.snapshot()
+        trials = server.run_together(group, effort, number, self._limit_s)
+        load = foreign_load.since(before)
         ended = time.perf_counter()
         for trial_id, trial in zip(ids, trials, strict=True):
             samples = (*trial.samples, *_watched(watched, began, ended, trial, self._visible))
@@ -559,14 +568,13 @@ class _Session:
             self._ahead -= Counter([trial.case])
             self._planned -= 1
             seconds = (ended - began) / len(group)
-            if effort is not None:
-                self._case_s.setdefault(trial.case, []).append(seconds)
+            self._case_s.setdefault(trial.case, []).append(seconds)
             self._listen(Ended(checked, self._done, self._total, seconds, self._remaining_s()))
         if all(trial.status is Status.OK for trial in trials):
             timed = sum(step.seconds for trial in trials for step in trial.steps)
             self._overhead_s += 0.3 * ((ended - began - timed) / len(group) - self._overhead_s)
 
-    def _load_facts(self, trial: Trial, load: foreign_load.Measured | None) -> dict[str, Any]:
+    def _load_facts(self, trial: Trial, load: foreign_load.Measured) -> dict[str, Any]:
         """Return what others used during a trial, and how long the GPU computes in a step."""
         facts: dict[str, Any] = {LOOKS: self._looks} if self._looks > 1 else {}
         if isinstance(load, foreign_load.Load):
@@ -624,14 +632,14 @@ class _Session:
         )
 
     def _too_long(self, cases: Sequence[Case], number: int) -> bool:
-        """Return whether round `number` of these cases would end too late.
+        """Return whether round `number` of these cases would begin or end too late.
 
         On CPUs, trials of the rounds that every case needs are shortened instead.
         """
         needed_s = self._usual_s(Counter(cases))
         if not self._is_needed(cases, number):
             return needed_s > self._settle_by_s - time.perf_counter()
-        return on_gpus(cases) and needed_s > self._left_s
+        return self._spent() or (on_gpus(cases) and needed_s > self._left_s)
 
     def _usual_s(self, trials: Counter[Case]) -> float:
         """Return the expected seconds of trials: the mean of the case's, or of all so far."""
@@ -649,31 +657,43 @@ class _Session:
         self._expected_s = min(self._expected_s, expected_s, self._left_s)
         return max(0.0, self._expected_s) if math.isfinite(self._expected_s) else None
 
-    def _leave_out(self, cases: Sequence[Case], number: int) -> None:
-        """Record that no further round is measured; say so if every case needed it."""
+    def _leave_out(self, cases: Sequence[Case], number: int, *, rest: bool = False) -> None:
+        """Record that no further trial is measured; say so if every case needed it.
+
+        `cases` are those of round `number`, or only the `rest` of them.
+        """
         self._total = self._done
         if not self._is_needed(cases, number):
             self.open = bool(self._rule.unsettled())
             return
+        self.open = True
+        done = {case for case, _ in self._store.done(self._run_id)}
+        for case in cases:
+            if case.fingerprint not in done:
+                trial = Trial(case=case, status=Status.SKIPPED, reason=SPENT, round=number)
+                trial_id = self._store.begin_trial(self._run_id, case, number)
+                self._store.end_trial(trial_id, trial)
         last = max(self._needed[case].stop for case in cases)
         rounds = f"rounds {number + 1} to {last}" if number + 1 < last else f"round {number + 1}"
+        usual_s = self._usual_s(Counter(cases))
+        why = (
+            "the budget is spent"
+            if self._spent()
+            else f"one round of {count(len(cases), 'case')} takes about {time_text(usual_s)}, and"
+            f" {time_text(self._left_s)} of the budget is left"
+        )
         self._listen(
             Note(
-                f"{rounds} left out: one round of {count(len(cases), 'case')} takes about"
-                f" {time_text(self._usual_s(Counter(cases)))}, and"
-                f" {time_text(max(0.0, self._left_s))} of the budget is left; the same command goes"
-                " on with them"
+                f"{'the rest of ' * rest}{rounds} left out: {why}; the same command, also with"
+                " another --budget, goes on with them"
             )
         )
-        self.shortened = True
 
-    def _affordable(self, group: Sequence[Case]) -> Effort | None:
-        """Return the effort for the next trial, or None if the budget is spent.
+    def _affordable(self, group: Sequence[Case]) -> Effort:
+        """Return the effort for the next trial.
 
         On CPUs, a trial takes at most an equal share of the remaining time.
         """
-        if self._spent():
-            return None
         if on_gpus(group):
             return replace(self._effort, least_s=min(GPU_LEAST_S, self._effort.budget_s))
         left_s = self._settle_by_s - time.perf_counter() if self._rule.looks > 1 else self._left_s

@@ -436,7 +436,7 @@ class Known:
         naming: Naming,
         cluster: Cluster | None,
     ) -> Known:
-        """Return the facts about the plan in the store at `path`; none if it is missing or empty."""
+        """Return the facts about the plan in the store at `path`; none without a store."""
         if not path.exists() or not path.stat().st_size:
             return cls()
         facts = run.collect(cluster)
@@ -445,7 +445,7 @@ class Known:
         with Store.read(path, lambda row: None) as store:
             found = store.unfinished(naming, **keys, reopen=bool(options.retry))
             run_id, growth = found or ("", Growth())
-            done = store.done(run_id, retry=options.retry) if run_id else ()
+            done = run.measured(store, run_id, options.retry) if run_id else ()
             durations = store.durations(keys["host"], {case.fingerprint for case in cases})
             return cls(durations=durations, resumes=run_id, done=frozenset(done), growth=growth)
 

@@ -167,8 +167,9 @@ class Status(StrEnum):
     """The status of a trial that ended.
 
     It is `killed` if the run ended before the trial, or if a fault that has nothing to do with the
-    case, such as a signal of another process, ended both attempts. A resumed run repeats these
-    trials, and others only if `--retry` lists their status.
+    case, such as a signal of another process, ended both attempts, and `skipped` if the case cannot
+    run here, or if the run's budget was spent before. A resumed run repeats these trials, and
+    others only if `--retry` lists their status.
     """
 
     OK = "ok"
@@ -180,7 +181,7 @@ class Status(StrEnum):
 
 
 FINAL = (Status.OK, Status.OOM, Status.FAILED, Status.TIMEOUT, Status.SKIPPED)
-"""The statuses of trials that are not repeated when a run is resumed."""
+"""The statuses of trials that ended by themselves."""
 
 
 class Fault(StrEnum):

@@ -52,7 +52,7 @@ __all__ = [
 RUNNING = "running"
 FINISHED = "finished"
 OPEN = "open"
-"""The status of a run that used up its time before all of its answers were settled."""
+"""The status of a run that used up its time before its answers were settled or its rounds done."""
 GROWTH = "growth"
 """The key of the provenance for the growth of a run's plan."""
 INTERRUPTED = "interrupted"

@@ -375,7 +375,7 @@ def test_a_try_takes_no_step_but_those_that_show_whether_the_batch_fits(
     batch_search.run([replace(SINGLE, batch_size=4)], store)
     assert efforts
     for effort in efforts:
-        assert not (effort.memory_by_phase or effort.profile or effort.links or effort.trace)
+        assert (effort.memory_by_phase, effort.profile, effort.links) == (False,) * 3
         # a slow case would be profiled too
         assert effort.slow is False
 

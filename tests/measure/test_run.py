@@ -198,9 +198,7 @@ def test_the_answers_of_cases_that_joined_late_are_looked_at_too(store, monkeypa
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_case_that_becomes_a_rival_later_joins_no_round_of_an_earlier_session(
-    store, monkeypatch
-):
+def test_a_case_that_becomes_a_rival_later_joins_no_round_of_an_earlier_session(store, monkeypatch):
     """Its ratio there would be one of steps from different times."""
     answers = iter([{ONE, TWO}, {ONE, TWO}, {ONE, FOUR}, {ONE, FOUR}, set()])
     monkeypatch.setattr(UntilDecided, "unsettled", lambda self: frozenset(next(answers)))
@@ -356,10 +354,10 @@ def test_retry_measures_again_what_it_names_and_nothing_else(store, monkeypatch)
 
 
 @pytest.mark.usefixtures("quick")
-def test_the_budget_bounds_the_run_and_what_it_leaves_out_is_skipped_with_the_reason(
+def test_the_budget_bounds_the_run_and_the_same_call_goes_on_with_what_it_leaves_out(
     store, monkeypatch
 ):
-    given, now = [], [0.0]
+    given, now, notes = [], [0.0], []
 
     def tick():
         now[0] += 1e-6
@@ -373,17 +371,48 @@ def test_the_budget_bounds_the_run_and_what_it_leaves_out_is_skipped_with_the_re
         return {}
 
     monkeypatch.setattr(Server, "act", staticmethod(act))
-    outcome = run(CASES, store, rounds=10, budget_s=1.05, effort=Effort(budget_s=5))
-    trials = store.trials(outcome.run_id)
-    assert slots(trials) == Counter((case, number) for case in CASES for number in range(10))
-    skipped = [trial for trial in trials if trial.status is Status.SKIPPED]
-    assert outcome.counts == {Status.OK: 11, Status.SKIPPED: 79}
-    assert all("--budget" in trial.reason for trial in skipped)
-    assert {trial.status for trial in trials[: 90 - len(skipped)]} == {Status.OK}, (
-        "what was begun is no skipped one"
-    )
+
+    def listen(event):
+        if isinstance(event, Note):
+            notes.append(event.text)
+
+    def again(budget_s):
+        effort = Effort(budget_s=5)
+        return run(CASES, store, rounds=3, budget_s=budget_s, effort=effort, listen=listen)
+
+    outcome = again(1.05)
+    assert outcome.counts == {Status.OK: 11}
+    assert "the rest of rounds 2 to 3 left out: the budget is spent; the same command" in notes[-1]
     assert all(0 < seconds <= 5 for seconds in given)
     assert max(given) < 1, "the timed parts are shortened"
+    assert store.runs()[0].status == "open"
+    for count in (11 + 7, 27):  # to the end of a round, and to the end of the run
+        outcome = again((count - outcome.counts[Status.OK]) / 10 - 0.05)
+        assert (outcome.resumed, outcome.counts) == (True, {Status.OK: count})
+    left_out = [text.partition(" left out: ")[0] for text in notes if " left out: " in text]
+    assert left_out == ["the rest of rounds 2 to 3", "round 3"]
+    trials = store.trials(outcome.run_id)
+    assert slots(trials) == Counter((case, number) for case in CASES for number in range(3))
+    assert store.runs()[0].status == "finished"
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_case_that_the_budget_did_not_reach_is_skipped_and_measured_later(store, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def act(case, effort):
+        now[0] += 1
+        return {}
+
+    monkeypatch.setattr(Server, "act", staticmethod(act))
+    assert run(CASES, store, rounds=2, budget_s=8.0).counts == {Status.OK: 8, Status.SKIPPED: 1}
+    (skipped,) = [one for one in store.trials() if one.status is Status.SKIPPED]
+    assert (skipped.round, skipped.case in CASES) == (0, True)
+    assert "--budget" in skipped.reason
+    for count, status in ((16, "open"), (18, "finished")):
+        assert run(CASES, store, rounds=2, budget_s=8.0).counts == {Status.OK: count}
+        assert store.runs()[0].status == status
 
 
 @pytest.mark.usefixtures("quick")
@@ -623,7 +652,7 @@ def test_on_gpus_a_round_that_does_not_fit_is_left_out_and_named_and_no_trial_is
     assert any("rounds 3 to 4" in text for text in notes)
     efforts = {(effort.budget_s, effort.least_s) for s in Server.made for _, _, effort in s.asked}
     assert efforts == {(Effort().budget_s, 0.5)}
-    assert store.runs()[0].status == "interrupted"
+    assert store.runs()[0].status == "open", "nothing failed"
     again = run(ON_GPUS, store, rounds=4, budget_s=75.0)
     assert again.resumed
     assert again.counts == {Status.OK: 24}
