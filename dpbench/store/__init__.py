@@ -136,11 +136,6 @@ class Store:
         """Return the folder for profiles of trials: one folder per run, named by its id."""
         return self.path.with_name(f"{self.path.name}.traces")
 
-    @property
-    def logs(self) -> Path:
-        """Return the folder for reasons that are too long for the store: one folder per run."""
-        return self.path.with_name(f"{self.path.name}.logs")
-
     def __enter__(self) -> Self:
         return self
 
@@ -386,8 +381,7 @@ class Store:
         from shutil import rmtree  # every command imports this module
 
         for run_id in run_ids:
-            for folder in (self.traces, self.logs):
-                rmtree(folder / run_id, ignore_errors=True)
+            rmtree(self.traces / run_id, ignore_errors=True)
 
     def merge(self, part: Path) -> Merged:
         """Copy the runs and trials of the store `part` that are not yet here, in one transaction.
@@ -511,7 +505,7 @@ class Store:
                 " provenance=?, failed_device=?, summary=? WHERE id=?",
                 (
                     trial.status,
-                    rows.short(trial.reason, self._log(trial_id)),
+                    rows.short(trial.reason),
                     trial.verified,
                     trial.source,
                     trial.schema,
@@ -551,10 +545,6 @@ class Store:
         # the trial is committed: a later checkpoint is sufficient
         with suppress(sqlite3.OperationalError):
             self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
-
-    def _log(self, trial_id: int) -> Path:
-        (run_id,) = self._db.execute("SELECT run_id FROM trial WHERE id=?", (trial_id,)).fetchone()
-        return self.logs / str(run_id) / f"{trial_id}.txt"
 
     def trials(self, run_id: str | None = None, *, superseded: bool = False) -> list[Trial]:
         """Return the ended trials of a run, or of all runs, in the order of start.
