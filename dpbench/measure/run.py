@@ -167,7 +167,7 @@ def run(
     patience_s = foreign_load.patience(patience_s)
     rule = Fixed(rounds) if isinstance(rounds, int) else rounds
     run_id, resumed = store.begin_run(
-        rounds=rounds if isinstance(rounds, int) else 0,
+        rounds=rule.name if isinstance(rule.name, int) else 0,
         provenance=facts,
         reopen=bool(retry),
         **identity(cases, rule, facts, paired=paired),
