@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from dpbench.hardware.nvml import Library, NvmlGpu, open_nvml
 from dpbench.hardware.processes import CORES, TICKS_PER_S, Ticks, parse_ticks
 from dpbench.hardware.samplers.host import descendants
@@ -151,15 +153,14 @@ def told(load: Measured, cases: Collection[Case] = ()) -> str:
 def during(trial: Trial) -> Measured:
     """Return the foreign load of the cores that is stored with a trial."""
     facts = trial.provenance.get(FACT)
-    return UnknownLoad("no load is stored with the trial") if facts is None else Load(**facts)
+    if facts is None:
+        return UnknownLoad("no load is stored with the trial")
+    return msgspec.convert(facts, Load)
 
 
 def gpus_during(trial: Trial) -> tuple[GpuLoad, ...]:
     """Return what others used of the trial's GPUs before its round; empty if it is unknown."""
-    return tuple(
-        GpuLoad(**{**one, "processes": tuple(GpuProcess(**p) for p in one["processes"])})
-        for one in trial.provenance.get(GPUS, ())
-    )
+    return msgspec.convert(trial.provenance.get(GPUS, ()), tuple[GpuLoad, ...])
 
 
 def noisy(trial: Trial) -> bool:

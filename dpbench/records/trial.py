@@ -144,11 +144,6 @@ class TrialHost:
     ranks: tuple[int, ...]
     cores: int = 0
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Return the host from the data that `dataclasses.asdict` returned, also after JSON."""
-        return cls(data["name"], data["machine"], tuple(data["ranks"]), data.get("cores", 0))
-
 
 class Source(StrEnum):
     """The origin of a trial: a measurement, a prediction, or an imported profiler trace."""
@@ -331,7 +326,7 @@ class Trial:
     @property
     def hosts(self) -> tuple[TrialHost, ...]:
         """Return the machines of the trial's ranks, rank 0's first; empty without a launch."""
-        return tuple(TrialHost.from_dict(one) for one in self.provenance.get(HOSTS, ()))
+        return msgspec.convert(self.provenance.get(HOSTS, ()), tuple[TrialHost, ...])
 
     @property
     def on_fake_gpus(self) -> bool:
@@ -538,14 +533,7 @@ class Failure:
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Return the record from the text that `to_json` returned."""
-        fields = json.loads(text)
-        return cls(
-            **fields
-            | {
-                "status": Status(fields["status"]),
-                "verified": Verified(fields["verified"]),
-            }
-        )
+        return msgspec.convert(json.loads(text), cls)
 
 
 def in_order(failures: Sequence[Failure]) -> tuple[Failure, ...]:
