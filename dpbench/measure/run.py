@@ -26,7 +26,7 @@ from dpbench.hardware.gpus import describe
 from dpbench.hardware.nvml import replicas_of
 from dpbench.measure import checks
 from dpbench.measure.scratch import folder
-from dpbench.measure.server import Server, TrialRunner
+from dpbench.measure.server import Server
 from dpbench.measure.stopping import GPU_LEAST_S, LEAST_S, Fixed, RoundsRule, shortage
 from dpbench.records import HOST, Case, Effort, Sample, Status, Trial, plan, registry, sources
 from dpbench.records.trial import HOSTS, LOOKS
@@ -36,6 +36,7 @@ from dpbench.records.work import LINKS, times_links
 from dpbench.store import FINISHED, INTERRUPTED, OPEN, Store
 
 if TYPE_CHECKING:
+    from dpbench.measure.checks import TrialRunner
     from dpbench.measure.cluster import Cluster
 
 Slot = tuple[Case, int]
