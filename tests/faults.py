@@ -1975,7 +1975,7 @@ FAULTS = (
     Fault(
         "noisy-gpu-once",
         "the GPUs are asked again between rounds",
-        "number and self._gpus",
+        "number and self.gpus",
         "False",
         (
             "tests/hardware/test_foreign_load_gpu.py::test_a_gpu_that_others_begin_to_use_between_rounds_is_found",

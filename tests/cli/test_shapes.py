@@ -274,9 +274,7 @@ def test_a_dry_run_of_an_interrupted_run_has_the_trials_that_are_left(
     def stop(session, cases, done, *, paired):
         for case, number in ((SINGLE, 0), (SINGLE, 1), (DP, 0)):
             trial = made(case, number=number)
-            session._store.end_trial(
-                session._store.begin_trial(session._run_id, case, number), trial
-            )
+            session.store.end_trial(session.store.begin_trial(session.run_id, case, number), trial)
         raise Ended if not done else KeyboardInterrupt
 
     monkeypatch.setattr(runner._Session, "measure", stop)
