@@ -214,6 +214,7 @@ def _find_max_batch(cases: Sequence[Case], naming: Naming, limit_s: float, outpu
     Each attempt is printed to stderr, and the results to stdout.
     """
     from dpbench.api.progress import Detail, brief
+    from dpbench.cli.tables import searches
     from dpbench.measure import batch_search
     from dpbench.records import Status
     from dpbench.store import Store
@@ -240,6 +241,6 @@ def _find_max_batch(cases: Sequence[Case], naming: Naming, limit_s: float, outpu
     if output.as_json:
         shapes.show(shapes.Searches(run_id=outcome.run_id, found=outcome.found))
     else:
-        click.echo(batch_search.table(outcome.found))
+        click.echo(searches(outcome.found))
     click.echo(f"store: {output.store}   run: {outcome.run_id[:8]}", err=True)
     return EXIT_FAILED if any(one.largest is None for one in outcome.found) else 0

@@ -13,6 +13,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from dpbench.cli import tables
 from dpbench.measure import batch_search
 from dpbench.measure.worker import trial as trials
 from dpbench.records import Case, Status, Trial, plan
@@ -215,7 +216,7 @@ def test_what_says_nothing_of_memory_ends_one_case_with_its_reason(
         (largest, failed, reason)
     ] * 2
     assert outcome.found[0].device == (1 if failed else None)
-    table = batch_search.table(outcome.found)
+    table = tables.searches(outcome.found)
     assert str(largest or "none") in table
     assert reason in table
     assert ("device 1" in table) == bool(failed)
