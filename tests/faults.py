@@ -1000,7 +1000,7 @@ FAULTS = (
     Fault(
         "run-measured",
         "a run that is being measured is not removed",
-        "row and row[2] == RUNNING and alive(*row[:2])",
+        "row and alive(*row)",
         "False",
         (
             "tests/cli/test_managing.py::test_a_run_that_is_measured_now_is_neither_removed_nor_merged",
@@ -1972,7 +1972,7 @@ FAULTS = (
     Fault(
         "noisy-gpu-once",
         "the GPUs are asked again between rounds",
-        "number and self._gpus",
+        "number and self.gpus",
         "False",
         (
             "tests/hardware/test_foreign_load_gpu.py::test_a_gpu_that_others_begin_to_use_between_rounds_is_found",
@@ -2127,7 +2127,7 @@ FAULTS = (
     Fault(
         "killed-resumed",
         "a run with killed trials is not finished",
-        "session.killed <= store.done(run_id) and not session.shortened",
+        "session.killed <= store.done(run_id)",
         "True",
         (
             "tests/measure/test_run.py::test_the_same_call_measures_again_what_was_killed_and_nothing_else",

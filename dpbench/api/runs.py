@@ -61,7 +61,7 @@ class Run:
     def status(self) -> str:
         """Return "finished", "open", "interrupted" or "running"; "exported" for exported trials.
 
-        An open run used up its time before all of its answers were settled.
+        An open run used up its time before its answers were settled or its rounds measured.
         """
         return self._stored.status if self._store else "exported"
 

@@ -9,17 +9,35 @@ from __future__ import annotations
 import io
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
 from dpbench.cli import comparing, managing, options, own, reading, running
-from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE, open_streams
+from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE, last_words, open_streams
 from dpbench.records import siblings
 from dpbench.records.files import UnreadableFile
 from dpbench.records.visible import visible
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+class _Commands(click.Group):
+    """The commands of dpbench."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command, and exit if the reader of its output has closed it.
+
+        Click's own exit code is then 1, by which `dpbench compare` says that a case became slower.
+        """
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            last_words("the output was closed")
+
+
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.version_option(package_name="torch-dpbench", prog_name="dpbench")
 @click.option(
     "--no-config", is_flag=True, help="Ignore dpbench.toml, and [tool.dpbench] in pyproject.toml."
@@ -83,10 +101,14 @@ def main(arguments: list[str] | None = None) -> None:
         message = error.args[0] if isinstance(error, KeyError) and error.args else error
         click.echo(f"error: {visible(str(message), lines=True)}", err=True)
         sys.exit(EXIT_USAGE)
-    except RuntimeError as error:
+    except Exception as error:
+        import traceback
+
         from dpbench.store import StoreError
 
-        if not isinstance(error, StoreError):
-            raise
-        click.echo(f"error: {error}", err=True)
+        if isinstance(error, StoreError):
+            click.echo(f"error: {error}", err=True)
+        else:
+            # Python's own exit code for an exception is 1
+            traceback.print_exc()
         sys.exit(EXIT_FAILED)

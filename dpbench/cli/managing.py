@@ -79,9 +79,7 @@ def shown_run(opened: Store, run: StoredRun) -> ShownRun:
 def _text(shown: ShownRun) -> str:
     run = shown.run
     planned = (
-        f"{words.count(run.rounds, 'round')}"
-        if run.rounds
-        else "auto: as many as --within requires"
+        words.count(run.rounds, "round") if run.rounds else "auto: until its answers are settled"
     )
     facts = {
         "run": run.id,

@@ -146,7 +146,7 @@ class Documented(click.Command):
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
-        self.exits = exits
+        self.exits = {**exits, EXIT_CLOSED: "the reader of the output closed it"}
         self.grouped = grouped
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dpbench.cli.options import (
-    EXIT_CLOSED,
     EXIT_FAILED,
     EXIT_USAGE,
     EXITS,
@@ -119,7 +118,6 @@ def init(file: Path) -> None:
         EXIT_FAILED: "a measurement failed, or a file cannot be read or written",
         EXIT_USAGE: "wrong usage",
         130: "interrupted; the same command resumes the run",
-        EXIT_CLOSED: "the reader of the output closed it",
     },
 )
 @click.option(

@@ -20,7 +20,6 @@ from dpbench.cli import managing, shapes
 from dpbench.cli.options import (
     Documented,
     json_option,
-    last_words,
     report_option,
     run_option,
     store_option,
@@ -295,7 +294,4 @@ def export(
         pieces = iter([frames.csv(table)])
     else:
         pieces = export.pieces(format, runs, summary.labels, every=every, **only)
-    try:
-        export.write(pieces, output)
-    except BrokenPipeError:
-        last_words("the output was closed")
+    export.write(pieces, output)

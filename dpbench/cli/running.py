@@ -16,7 +16,6 @@ from dpbench.api.reports import report_of
 from dpbench.api.stored import choose
 from dpbench.cli import shapes
 from dpbench.cli.options import (
-    EXIT_CLOSED,
     EXIT_FAILED,
     EXIT_USAGE,
     Documented,
@@ -76,7 +75,6 @@ def _run_options(command: Callable[..., Any]) -> Callable[..., Any]:
         EXIT_FAILED: "a trial failed, nothing was measured, or a file cannot be read or written",
         EXIT_USAGE: "wrong usage",
         130: "interrupted; the same command resumes the run",
-        EXIT_CLOSED: "the reader of the output closed it",
     },
 )
 @_run_options
@@ -216,6 +214,7 @@ def _find_max_batch(cases: Sequence[Case], naming: Naming, limit_s: float, outpu
     Each attempt is printed to stderr, and the results to stdout.
     """
     from dpbench.api.progress import Detail, brief
+    from dpbench.cli.tables import searches
     from dpbench.measure import batch_search
     from dpbench.records import Status
     from dpbench.store import Store
@@ -242,6 +241,6 @@ def _find_max_batch(cases: Sequence[Case], naming: Naming, limit_s: float, outpu
     if output.as_json:
         shapes.show(shapes.Searches(run_id=outcome.run_id, found=outcome.found))
     else:
-        click.echo(batch_search.table(outcome.found))
+        click.echo(searches(outcome.found))
     click.echo(f"store: {output.store}   run: {outcome.run_id[:8]}", err=True)
     return EXIT_FAILED if any(one.largest is None for one in outcome.found) else 0

@@ -176,6 +176,6 @@ def expectation(planned: RunForecast) -> str:
         )
         lines.append(
             f"time budget: {words.long_time(planned.budget_s)}; {limit}, and trials that have not"
-            " started by its end are skipped"
+            " started by its end are left out, with which the same command goes on"
         )
     return "\n".join(lines)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dpbench.analysis import ladder
 from dpbench.records import Case, Source, names, plan, words
 from dpbench.records.words import aligned
 from dpbench.report.table import FOOTNOTES, Cell, efficiency, estimate, footnotes, verified
+
+if TYPE_CHECKING:
+    from dpbench.measure.batch_search import Found
 
 HEAD = ("model", "strategy", "devices", "batch")
 COLUMNS = (
@@ -117,4 +120,48 @@ def _flat(cell: Cell) -> str:
     """Return a cell as one text; an estimate in doubt has no interval."""
     return (
         f"{cell.text} ({cell.small})" if cell.small and cell.text[0] not in FOOTNOTES else cell.text
+    )
+
+
+SEARCHED = (
+    "model",
+    "strategy",
+    "devices",
+    "largest batch",
+    "per device",
+    "smallest failed",
+    "failed first",
+    "tries",
+)
+
+
+def searches(results: Sequence[Found]) -> str:
+    """Return the results of searches for the largest batch as a table, with one line per result.
+
+    The line of a search that did not find the limit ends with the reason.
+    """
+    head, rule, *lines = aligned([SEARCHED, *map(_of_search, results)], left=(0, 1))
+    rows = [
+        f"{line}  {one.reason}" if one.reason else line
+        for line, one in zip(lines, results, strict=True)
+    ]
+    return "\n".join([head, rule, *rows])
+
+
+def _of_search(one: Found) -> tuple[str, ...]:
+    case = one.case
+    name = case.strategy + (f"[{case.schedule}]" if case.schedule not in ("", "reference") else "")
+    per_device = "" if one.largest is None else words.exact(one.largest / case.devices)
+    failed_first = (
+        "" if one.failed is None else "unknown" if one.device is None else f"device {one.device}"
+    )
+    return (
+        case.model,
+        name,
+        str(case.devices),
+        "none" if one.largest is None else str(one.largest),
+        per_device,
+        "" if one.failed is None else str(one.failed),
+        failed_first,
+        str(one.tries),
     )

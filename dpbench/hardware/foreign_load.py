@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from dpbench.hardware.nvml import Library, NvmlGpu, open_nvml
 from dpbench.hardware.processes import CORES, TICKS_PER_S, Ticks, parse_ticks
 from dpbench.hardware.samplers.host import descendants
@@ -96,7 +98,7 @@ def wait(
     if busy(load, cases) and patience_s > 0:
         say(
             f"busy machine: {told(load, cases)}; dpbench waits up to {patience_s:.0f} s for a low"
-            " load (set by --patience)"
+            " load (see --patience)"
         )
     while busy(load, cases) and time.monotonic() < deadline_s:
         load = replace(measure(), gpus=of_gpus(gpus))
@@ -148,15 +150,14 @@ def told(load: Measured, cases: Collection[Case] = ()) -> str:
 def during(trial: Trial) -> Measured:
     """Return the foreign load of the cores that is stored with a trial."""
     facts = trial.provenance.get(FACT)
-    return UnknownLoad("no load is stored with the trial") if facts is None else Load(**facts)
+    if facts is None:
+        return UnknownLoad("no load is stored with the trial")
+    return msgspec.convert(facts, Load)
 
 
 def gpus_during(trial: Trial) -> tuple[GpuLoad, ...]:
     """Return what others used of the trial's GPUs before its round; empty if it is unknown."""
-    return tuple(
-        GpuLoad(**{**one, "processes": tuple(GpuProcess(**p) for p in one["processes"])})
-        for one in trial.provenance.get(GPUS, ())
-    )
+    return msgspec.convert(trial.provenance.get(GPUS, ()), tuple[GpuLoad, ...])
 
 
 def noisy(trial: Trial) -> bool:

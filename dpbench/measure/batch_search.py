@@ -11,18 +11,30 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from dpbench.hardware import provenance
-from dpbench.hardware.gpus import describe
+from dpbench.measure.run import collect, identity
 from dpbench.measure.scratch import folder
 from dpbench.measure.server import Server
-from dpbench.records import Case, Effort, Status, Trial, plan, sources, words
-from dpbench.records.options import Options
+from dpbench.measure.stopping import Fixed
+from dpbench.records import Case, Effort, Status, Trial
+from dpbench.records.options import OPTIONS, Options
 from dpbench.records.trial import FINAL
-from dpbench.records.words import aligned
-from dpbench.store import Store
+from dpbench.store import FINISHED, INTERRUPTED, Store
 
-EFFORT = Effort(budget_s=0.0, warmup_steps=1, min_steps=2, max_steps=2, block_steps=1)
-"""Each try has one warm-up step, which creates the optimizer's state, and two more steps."""
+EFFORT = Effort(
+    budget_s=0.0,
+    warmup_steps=1,
+    min_steps=2,
+    max_steps=2,
+    block_steps=1,
+    slow=False,
+    memory_by_phase=False,
+    profile=False,
+    links=False,
+)
+"""Each try has one warm-up step, which creates the optimizer's state, and two more steps.
+
+Nothing else is measured: it would take time, and perhaps memory that no step needs.
+"""
 MOST = 2**20
 """The default for the largest batch size that a search tries."""
 
@@ -94,11 +106,12 @@ def run(
     new try, but not with tries stored before this call.
     """
     check(cases)
-    facts = provenance.collect(describe())
-    host = provenance.host_key(facts)
-    code = provenance.code_key(facts, sources.names_of(cases))
-    name = hashlib.sha256(f"find-max-batch {most} {plan.plan_hash(cases, 1)}".encode()).hexdigest()
-    run_id, resumed = store.begin_run(plan=name, host=host, code=code, rounds=1, provenance=facts)
+    facts = collect(None)
+    keys = identity(cases, Fixed(1), facts, paired=False)
+    name = hashlib.sha256(f"find-max-batch {most} {keys['plan']}".encode()).hexdigest()
+    run_id, resumed = store.begin_run(
+        plan=name, host=keys["host"], code=keys["code"], rounds=1, provenance=facts
+    )
     finished = False
     try:
         with folder() as scratch, Server(scratch) as server:
@@ -106,7 +119,7 @@ def run(
             results = tuple(_search(case, tries, most) for case in cases)
         finished = not tries.killed
     finally:
-        store.end_run(run_id, "finished" if finished else "interrupted")
+        store.end_run(run_id, FINISHED if finished else INTERRUPTED)
     return SearchOutcome(run_id, resumed, results)
 
 
@@ -115,9 +128,9 @@ def axes(options: Options) -> Options:
 
     Raises ValueError for an option that a search does not support, and for several batch sizes.
     """
-    for axis in ("ladder", "batch_per_device", "budget", "retry"):
-        if getattr(options, axis):
-            option = f"--{axis.replace('_', '-')}"
+    for name in ("ladder", "batch_per_device", "rounds", "budget", "retry", "paired", "profile"):
+        if getattr(options, name) != getattr(Options, name):
+            option = OPTIONS[name].spelled
             raise ValueError(f"--find-max-batch does not support {option}: leave out {option}")
     if len(options.batch_sizes) > 1:
         raise ValueError(
@@ -219,47 +232,3 @@ def bracket(
         else:
             bad = middle
     return good * unit, None if bad is None else bad * unit
-
-
-COLUMNS = (
-    "model",
-    "strategy",
-    "devices",
-    "largest batch",
-    "per device",
-    "smallest failed",
-    "failed first",
-    "tries",
-)
-
-
-def table(results: Sequence[Found]) -> str:
-    """Return a plain text table with one line per result.
-
-    The line of a search that did not find the limit ends with the reason.
-    """
-    head, rule, *lines = aligned([COLUMNS, *map(_cells, results)], left=(0, 1))
-    rows = [
-        f"{line}  {one.reason}" if one.reason else line
-        for line, one in zip(lines, results, strict=True)
-    ]
-    return "\n".join([head, rule, *rows])
-
-
-def _cells(one: Found) -> tuple[str, ...]:
-    case = one.case
-    name = case.strategy + (f"[{case.schedule}]" if case.schedule not in ("", "reference") else "")
-    per_device = "" if one.largest is None else words.exact(one.largest / case.devices)
-    failed_first = (
-        "" if one.failed is None else "unknown" if one.device is None else f"device {one.device}"
-    )
-    return (
-        case.model,
-        name,
-        str(case.devices),
-        "none" if one.largest is None else str(one.largest),
-        per_device,
-        "" if one.failed is None else str(one.failed),
-        failed_first,
-        str(one.tries),
-    )

@@ -8,11 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING, TypeAlias
 
-from dpbench.measure.server import TrialRunner
 from dpbench.records import Case, Status, Trial, plan
 from dpbench.records.trial import CHECK_FAILED
 from dpbench.records.words import count
+
+if TYPE_CHECKING:
+    from dpbench.measure.cluster import Cluster
+    from dpbench.measure.server import Server
+
+    TrialRunner: TypeAlias = Server | Cluster
+    """What runs trials: on this machine, or by the ranks of a launch."""
 
 
 class Models:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from dpbench.hardware.device import Device
 from dpbench.records import HOST, Phase, Sample, Span, Step
@@ -36,37 +36,6 @@ MARKS = 100
 """The number of marks by which `mark_s` tells what one costs."""
 READ_EACH_S, READ_EACH = 0.1, 32
 """The longest interval between readings of CPU time, in seconds and steps; the shorter applies."""
-
-
-class Clock(Protocol):
-    """The interface of a clock, with which the measuring loop times steps and phases."""
-
-    def mark(self, phase: Phase, device: int) -> AbstractContextManager[Any]:
-        """Return a context manager that times a phase on a device within the current step."""
-
-    def add(self, phase: Phase, device: int, start_s: float, end_s: float) -> None:
-        """Add a span to the last step, for a phase that only a library's internal timer records.
-
-        `start_s` and `end_s` are seconds on the clock of `time.perf_counter`.
-        """
-
-    def block(self) -> AbstractContextManager[None]:
-        """Return a context manager for back-to-back steps.
-
-        Between blocks, the host may do other work.
-        """
-
-    def step(self, *, warmup: bool) -> AbstractContextManager[None]:
-        """Return a context manager that times one step; `warmup` is stored with the step."""
-
-    def steps(self) -> tuple[Step, ...]:
-        """Return the steps timed so far, in order."""
-
-    def spans(self) -> tuple[Span, ...]:
-        """Return the spans recorded so far."""
-
-    def samples(self) -> tuple[Sample, ...]:
-        """Return each device's busy seconds by step, or work that outlasts a block's steps."""
 
 
 Opened = tuple[int, Phase, int, int, float, float]
@@ -503,6 +472,10 @@ class CudaClock:
                     )
                 )
         return tuple(samples)
+
+
+Clock: TypeAlias = HostClock | CudaClock
+"""A clock, with which the measuring loop times steps and phases."""
 
 
 def choose(devices: Sequence[Device]) -> Clock:

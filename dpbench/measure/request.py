@@ -8,6 +8,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
+import msgspec
+
 from dpbench.records import Case, Effort
 
 UNWRITTEN = 74
@@ -56,25 +58,9 @@ class Request:
 
     def to_json(self) -> str:
         """Return the request as one line of JSON."""
-        return json.dumps(
-            asdict(self)
-            | {
-                "cases": [case.to_dict() for case in self.cases],
-                "folder": str(self.folder),
-            }
-        )
+        return json.dumps(asdict(self), default=str)
 
     @classmethod
     def from_json(cls, line: str) -> Self:
         """Return the request in a line of JSON from `to_json`."""
-        data = json.loads(line)
-        seat = data["seat"]
-        return cls(
-            cases=tuple(Case.from_dict(case) for case in data["cases"]),
-            effort=Effort(**data["effort"]),
-            folder=Path(data["folder"]),
-            round=data["round"],
-            requested_s=data["requested_s"],
-            job=WorkKind(data["job"]),
-            seat=RemoteRank(**seat) if seat else None,
-        )
+        return msgspec.convert(json.loads(line), cls, dec_hook=lambda kind, text: kind(text))

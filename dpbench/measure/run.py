@@ -16,17 +16,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench.analysis import stats, validity
+from dpbench.analysis import decision, stats, validity
 from dpbench.hardware import foreign_load, provenance, samplers, signals
 from dpbench.hardware.gpus import describe
 from dpbench.hardware.nvml import replicas_of
 from dpbench.measure import checks
 from dpbench.measure.scratch import folder
-from dpbench.measure.server import Server, TrialRunner
+from dpbench.measure.server import Server
 from dpbench.measure.stopping import GPU_LEAST_S, LEAST_S, Fixed, RoundsRule, shortage
 from dpbench.records import HOST, Case, Effort, Sample, Status, Trial, plan, registry, sources
 from dpbench.records.trial import HOSTS, LOOKS
@@ -36,6 +36,7 @@ from dpbench.records.work import LINKS, times_links
 from dpbench.store import FINISHED, INTERRUPTED, OPEN, Store
 
 if TYPE_CHECKING:
+    from dpbench.measure.checks import TrialRunner
     from dpbench.measure.cluster import Cluster
 
 Slot = tuple[Case, int]
@@ -49,6 +50,13 @@ More rounds of shorter trials settle more answers, because rounds differ more th
 """
 OVERHEAD_S = 1.0
 """The first estimate of a trial's seconds without timed steps; successful trials update it."""
+SPENT = (
+    "not measured, because the run's budget was spent before; the same command, also with another"
+    " --budget, goes on with it"
+)
+"""The reason of a case that has no trial."""
+NOISY = "noisy"
+"""The key of a run's provenance for the reasons of the label NOISY."""
 
 
 @dataclass(frozen=True)
@@ -131,17 +139,18 @@ def run(
 
     `budget_s` limits the duration of this call in seconds (None: no limit). On CPUs, the timed part
     of each trial is shortened to fit this budget; on GPUs, whole rounds after the first are left
-    out instead, and named. Trials of a round that has started are stored as skipped if they have
-    not started when the budget is spent. A rule that goes on until answers are settled begins no
-    further round, beyond those that every case needs, that is expected to end more than `settle_s`
-    seconds after the call. If an answer is then not settled, the status of the run is `open`, and
-    the same call goes on with it.
+    out instead. Trials that have not started when the budget is spent are left out, too. A rule
+    that goes on until answers are settled begins no further round, beyond those that every case
+    needs, that is expected to end more than `settle_s` seconds after the call. If trials that every
+    case needs are left out, which is said, or if an answer is then not settled, the status of the
+    run is `open`, and the same call goes on with it. A case that was not measured at all then has a
+    trial with the status `skipped`.
 
     The foreign load is the share of the cores' time that other processes use. `patience_s` is the
     longest wait in seconds, before the first trial, until it is low (None: the environment variable
-    DPBENCH_PATIENCE, or the default). In a fixed number of rounds, trials during which it was too
-    high are measured once more at the end, if the budget permits; if `patience_s` is 0, they are
-    only labelled as noisy.
+    DPBENCH_PATIENCE, or the default); it is never more than half of the budget. In a fixed number
+    of rounds, trials during which it was too high are measured once more at the end, if the budget
+    permits; if `patience_s` is 0, they are only labelled as noisy.
 
     `limit_s` limits the duration of one trial in seconds. `retry` has names of statuses: trials
     that ended with one of them are measured again, even if the latest run of this plan has
@@ -159,7 +168,7 @@ def run(
     patience_s = foreign_load.patience(patience_s)
     rule = Fixed(rounds) if isinstance(rounds, int) else rounds
     run_id, resumed = store.begin_run(
-        rounds=rounds if isinstance(rounds, int) else 0,
+        rounds=rule.name if isinstance(rule.name, int) else 0,
         provenance=facts,
         reopen=bool(retry),
         **identity(cases, rule, facts, paired=paired),
@@ -168,33 +177,45 @@ def run(
     try:
         # the ranks of a cluster measure their own machines
         gpus = [] if cluster else ordinals(cases)
-        load = foreign_load.wait(patience_s, lambda words: listen(Note(words)), cases, gpus)
-        before = foreign_load.told(load, cases) if foreign_load.busy(load, cases) else ""
+        waits_s = patience_s if budget_s is None else min(patience_s, budget_s / 2)
+        load = foreign_load.wait(waits_s, lambda words: listen(Note(words)), cases, gpus)
+        noisy = store.provenance(run_id).get(NOISY, {})
+        before = noisy.get("before", "")
+        told = foreign_load.told(load, cases) if foreign_load.busy(load, cases) else ""
+        if told not in before:
+            before = f"{before}; {told}" if before else told
         store.annotate(run_id, foreign_load.FACT, foreign_load.plain(load))
-        store.annotate(run_id, "noisy", _noise(before, ()))
+        store.annotate(run_id, NOISY, noisy | _noise(before, {}))
         growth = store.growth(run_id)
+        done = measured(store, run_id, retry)
+        deadline_s = began_s + (math.inf if budget_s is None else budget_s)
         session = _Session(
-            store,
-            run_id,
-            rule,
-            effort or Effort(),
-            began_s + (math.inf if budget_s is None else budget_s),
-            began_s + settle_s,
-            limit_s,
-            patience_s,
-            listen,
-            traces,
-            cluster,
-            facts["gpus"].get("gpus", ()),
-            gpus,
-            load.gpus,
-            needed_rounds(cases, rule.least, growth.joined),
-            rule.looks * (1 + growth.looks),
+            store=store,
+            run_id=run_id,
+            rule=rule,
+            effort=effort or Effort(),
+            deadline_s=deadline_s,
+            settle_by_s=min(began_s + settle_s, deadline_s),
+            limit_s=limit_s,
+            patience_s=patience_s,
+            listen=listen,
+            traces=traces,
+            cluster=cluster,
+            visible=facts["gpus"].get("gpus", ()),
+            gpus=gpus,
+            gpu_loads=load.gpus,
+            needed=needed_rounds(cases, rule.least, growth.joined),
+            looks=rule.looks * (1 + growth.looks),
+            models=checks.Models(limit_s),
         )
-        session.measure(cases, store.done(run_id, retry=retry), paired=paired)
-        store.annotate(run_id, "noisy", _noise(before, session.noisy, session.gpus_used))
-        # the same command goes on with a run of which a trial was killed or rounds were left out
-        if session.killed <= store.done(run_id) and not session.shortened:
+        for trial in store.trials(run_id, superseded=True) if done else ():
+            session.take(trial)
+        try:
+            session.measure(cases, done, paired=paired)
+        finally:
+            store.annotate(run_id, NOISY, _noise(before, session.noisy))
+        # the same command goes on with a run of which a trial was killed
+        if session.killed <= store.done(run_id):
             status = OPEN if session.open else FINISHED
     finally:
         store.end_run(run_id, status)
@@ -209,14 +230,26 @@ def collect(cluster: Cluster | None) -> dict[str, Any]:
 def identity(
     cases: Sequence[Case], rule: RoundsRule, facts: dict[str, Any], *, paired: bool
 ) -> dict[str, Any]:
-    """Return the plan, the host and the code of a run, by which a run to go on with is found."""
-    parts = plan.Parts.of(cases, rule.name, *["paired"] * paired)
+    """Return the plan, the host and the code of a run, by which a run to go on with is found.
+
+    The environment variables that change results are a part of the plan.
+    """
+    variables = (f"{name}={value}" for name, value in facts["variables"].items())
+    parts = plan.Parts.of(cases, rule.name, *["paired"] * paired, *variables)
     return {
         "plan": parts.whole,
         "parts": parts,
         "host": provenance.host_key(facts),
         "code": provenance.code_key(facts, sources.names_of(cases)),
     }
+
+
+def measured(store: Store, run_id: str, retry: Iterable[str]) -> set[tuple[str, int]]:
+    """Return (fingerprint, round) of each trial of a run that is not measured again.
+
+    A skipped one is, because a budget may have been spent before it.
+    """
+    return store.done(run_id, retry=[*retry, Status.SKIPPED])
 
 
 def needed_rounds(
@@ -235,17 +268,17 @@ def needed_rounds(
     return {case: range(first[case.model], first[case.model] + least) for case in cases}
 
 
-def _noise(
-    before: str, trials: Collection[Slot], gpus: Mapping[int, str] | None = None
-) -> dict[str, str]:
+def _noise(before: str, trials: Mapping[Slot, Sequence[foreign_load.GpuLoad]]) -> dict[str, str]:
     """Return the reasons for labelling a run NOISY: `before` and `during`, each a text.
 
-    `before` is the high load before the run, if any. `trials` are those measured under too much
-    load, and `gpus` has who used which GPU in a round after the first.
+    `before` is the high load before each session of the run, if any. `trials` are those measured
+    under too much load, with the GPUs that others used.
     """
     reasons = {"before": before} if before else {}
     if trials:
-        used = f" ({'; '.join(gpus.values())})" if gpus else ""
+        gpus = {gpu.gpu: str(gpu) for loads in trials.values() for gpu in loads}
+        further = [text for text in gpus.values() if text not in before]
+        used = f" ({'; '.join(further)})" if further else ""
         reasons["during"] = f"{count(len(trials), 'trial')} ran under too much foreign load{used}"
     return reasons
 
@@ -269,101 +302,94 @@ def ordinals(cases: Sequence[Case]) -> list[int]:
     return sorted(used)
 
 
+@dataclass(kw_only=True)
 class _Session:
     """The state of one call of `run`: its budget, and the trials so far."""
 
-    def __init__(
-        self,
-        store: Store,
-        run_id: str,
-        rule: RoundsRule,
-        effort: Effort,
-        deadline_s: float,
-        settle_by_s: float,
-        limit_s: float,
-        patience_s: float,
-        listen: Listener,
-        traces: Path | None,
-        cluster: Cluster | None,
-        visible: Sequence[Mapping[str, Any]],
-        gpus: Sequence[int],
-        gpus_before: Sequence[foreign_load.GpuLoad],
-        needed: Mapping[Case, range],
-        looks: int,
-    ) -> None:
-        self._needed = needed
-        self._last = max((rounds.stop for rounds in needed.values()), default=0)
-        """The number of the first round that no case needs."""
-        self._looks = looks
-        self._traces = traces
-        self._patience_s = patience_s
-        self._cluster = cluster
-        self._visible = visible
-        self._gpus = gpus
-        self._gpu_loads = gpus_before
-        self._profiled: dict[Case, tuple[int, float]] = {}
-        """The round in which a case was profiled, and the busy seconds of its busiest GPU."""
-        self._widest = 0
-        self._linked: Slot | None = None
-        """The slot whose trial has the times of copies over the links of the most GPUs."""
-        self.gpus_used: dict[int, str] = {}
-        """Who used which GPU in a round after the first, by its CUDA ordinal."""
-        self._store = store
-        self._run_id = run_id
-        self._rule = rule
-        self._effort = effort
-        self._limit_s = limit_s
-        self._listen = listen
-        self._deadline_s = deadline_s
-        self._settle_by_s = min(settle_by_s, deadline_s)
-        self._overhead_s = OVERHEAD_S
-        self._done = self._total = 0
-        self._models = checks.Models(limit_s)
-        self._times: Counter[Slot] = Counter()
-        self._slow: dict[str, bool] = {}
-        """Whether the trials of each model take only a few steps; its first trial decides."""
-        self._case_s: dict[Case, list[float]] = {}
-        """The seconds of each case's trials that this session has measured."""
-        self._ahead: Counter[Case] = Counter()
-        """How many trials of each case are still to be measured, as far as it is known."""
-        self._planned = 0
-        """The number of trials for which time is reserved."""
-        self._expected_s = math.inf
-        """The last expected duration of the rest of the run."""
-        self.open = False
-        """Whether an answer is not settled, because the time for further rounds was used up."""
-        self.noisy: set[Slot] = set()
-        """The slots whose last trusted trial (`Trial.trusted`) ran under too much load."""
-        self.shortened = False
-        """Whether rounds were left out, because the budget is too short for them."""
-        self.killed: set[tuple[str, int]] = set()
-        """The pairs (case fingerprint, round) of trials that a signal from outside has ended."""
+    store: Store
+    run_id: str
+    rule: RoundsRule
+    effort: Effort
+    deadline_s: float
+    settle_by_s: float
+    limit_s: float
+    patience_s: float
+    listen: Listener
+    traces: Path | None
+    cluster: Cluster | None
+    visible: Sequence[Mapping[str, Any]]
+    gpus: Sequence[int]
+    gpu_loads: Sequence[foreign_load.GpuLoad]
+    needed: Mapping[Case, range]
+    looks: int
+    models: checks.Models
+    open: bool = False
+    """Whether trials were left out, on which an answer depends or which every case needs."""
+    noisy: dict[Slot, Sequence[foreign_load.GpuLoad]] = field(default_factory=dict)
+    """The slots whose last trusted trial (`Trial.trusted`) ran under too much load.
+
+    Each has the GPUs of the case that others used.
+    """
+    killed: set[tuple[str, int]] = field(default_factory=set)
+    """The pairs (case fingerprint, round) of trials that a signal from outside has ended."""
+    _profiled: dict[Case, tuple[int, float]] = field(default_factory=dict)
+    """The round in which a case was profiled, and the busy seconds of its busiest GPU."""
+    _widest: int = 0
+    _linked: Slot | None = None
+    """The slot whose trial has the times of copies over the links of the most GPUs."""
+    _overhead_s: float = OVERHEAD_S
+    _done: int = 0
+    _total: int = 0
+    _times: Counter[Slot] = field(default_factory=Counter)
+    _slow: dict[tuple[str, int], bool] = field(default_factory=dict)
+    """Whether trials that are compared (`_alike`) take only a few steps; the first decides."""
+    _case_s: dict[Case, list[float]] = field(default_factory=dict)
+    """The seconds of each case's trials that this session has measured."""
+    _ahead: Counter[Case] = field(default_factory=Counter)
+    """How many trials of each case are still to be measured, as far as it is known."""
+    _planned: int = 0
+    """The number of trials for which time is reserved."""
+    _expected_s: float = math.inf
+    """The last expected duration of the rest of the run."""
+
+    @property
+    def _last(self) -> int:
+        """Return the number of the first round that no case needs."""
+        return max((rounds.stop for rounds in self.needed.values()), default=0)
 
     def measure(self, cases: Sequence[Case], done: set[tuple[str, int]], *, paired: bool) -> None:
         """Measure the rule's rounds, except the pairs (case fingerprint, round) in `done`."""
-        planned = max(self._rule.least, PLANNED if self._rule.looks > 1 else 0)
-        needed = {(case.fingerprint, n) for case in cases for n in self._needed[case]}
+        planned = max(self.rule.least, PLANNED if self.rule.looks > 1 else 0)
+        needed = {(case.fingerprint, n) for case in cases for n in self.needed[case]}
         self._total = len(needed | done)
         self._done = len(done)
         self._widest = max((case.devices for case in cases if times_links(case)), default=0)
-        self._listen(Started(self._run_id, self._total, self._done))
-        for trial in self._store.trials(self._run_id, superseded=True) if done else ():
-            self._take(trial)
+        self.listen(Started(self.run_id, self._total, self._done))
+        begun = self.store.begun(self.run_id)
+        latest = max((number for _, number in begun), default=-1)
         with ExitStack() as stack:
             scratch = stack.enter_context(folder())
-            watched = stack.enter_context(samplers.sampling(self._gpus, scratch / "samples.jsonl"))
+            watched = stack.enter_context(samplers.sampling(self.gpus, scratch / "samples.jsonl"))
             lasting = stack.enter_context(self._workers(scratch)) if paired else None
             number = 0
             while (wanted := self._wanted(cases, number)) or number < self._last:
                 pending = [case for case in wanted if (case.fingerprint, number) not in done]
+                if number <= latest:
+                    # of an earlier session, whose baselines are none for a case that joins now
+                    pending = [
+                        case
+                        for case in pending
+                        if number in self.needed[case] or (case.fingerprint, number) in begun
+                    ]
                 if pending and number and self._too_long(pending, number):
                     self._leave_out(pending, number)
                     break
+                left: list[Case] = []
                 if pending:
-                    if number and self._gpus:
+                    if number and self.gpus:
                         # a GPU that stays in use is waited for only once
-                        in_use = any(load.busy for load in self._gpu_loads)
-                        self._look(0.0 if in_use else self._patience_s, pending)
+                        in_use = any(load.busy for load in self.gpu_loads)
+                        self._look(0.0 if in_use else self.patience_s, pending)
                     # a new server per round widens the intervals by a server's effect; in paired
                     # cases, the effect cancels
                     with nullcontext(lasting) if lasting else self._workers(scratch) as server:
@@ -374,19 +400,22 @@ class _Session:
                             case
                             for n in range(number, self._last)
                             for case in cases
-                            if n in self._needed[case] and (case.fingerprint, n) not in done
+                            if n in self.needed[case] and (case.fingerprint, n) not in done
                         ]
                         self._ahead = Counter(remaining or pending)
                         self._planned = max(len(remaining), len(pending) * (planned - number))
                         self._total = self._done + self._ahead.total()
-                        self._round(pending, number, server, watched, paired=paired)
+                        left = self._round(pending, number, server, watched, paired=paired)
                         short = shortage(self._left_s, self._ahead.total(), self._overhead_s)
-                        if short and number == 0 and not on_gpus(pending):
-                            self._listen(Note(short))
+                        if short and not left and number == 0 and not on_gpus(pending):
+                            self.listen(Note(short))
+                if left:
+                    self._leave_out(left, number, rest=True)
+                    break
                 number += 1
             # where the number of rounds is open, further rounds replace those under load
-            if self._rule.looks == 1 and self._patience_s > 0 and self._repeatable():
-                self._look(self._patience_s, cases)
+            if self.rule.looks == 1 and self.patience_s > 0 and self._repeatable():
+                self._look(self.patience_s, cases)
                 with nullcontext(lasting) if lasting else self._workers(scratch) as server:
                     self._repeat(cases, server, watched, paired=paired)
 
@@ -396,31 +425,31 @@ class _Session:
         In a run that grew, the rule counts the rounds from the one in which cases joined.
         """
         if number < self._last:
-            return [case for case in cases if number in self._needed[case]]
-        return self._rule.wanted(cases, number - (self._last - self._rule.least))
+            return [case for case in cases if number in self.needed[case]]
+        return self.rule.wanted(cases, number - (self._last - self.rule.least))
 
     def _is_needed(self, cases: Iterable[Case], number: int) -> bool:
-        return any(number in self._needed[case] for case in cases)
+        return any(number in self.needed[case] for case in cases)
 
     @contextmanager
     def _workers(self, scratch: Path) -> Iterator[TrialRunner]:
-        with self._cluster.workers() if self._cluster else Server(scratch) as found:
+        with self.cluster.workers() if self.cluster else Server(scratch) as found:
             yield found
 
     def _refuse(self, cases: Sequence[Case], number: int, server: TrialRunner) -> set[Case]:
         """Check the models; store and return the cases whose model fails, as failed trials."""
-        for line in () if self._spent() else self._models.check(cases, server):
-            self._listen(Note(line))
-        failed = {case: trial for case in cases if (trial := self._models.failed(case, number))}
+        for line in () if self._spent() else self.models.check(cases, server):
+            self.listen(Note(line))
+        failed = {case: trial for case in cases if (trial := self.models.failed(case, number))}
         for case, trial in failed.items():
-            self._store.end_trial(self._store.begin_trial(self._run_id, case, number), trial)
+            self.store.end_trial(self.store.begin_trial(self.run_id, case, number), trial)
         return {*failed}
 
-    def _take(self, trial: Trial) -> None:
+    def take(self, trial: Trial) -> None:
         """Pass a trial to the rule; record if it was killed or ran under too much load."""
-        self._rule.add(trial)
+        self.rule.add(trial)
         if trial.status is Status.OK:
-            self._slow.setdefault(trial.case.model, trial.slow)
+            self._slow.setdefault(self._alike(trial.case), trial.slow)
         slot = trial.case, trial.round
         if LINKS in trial.provenance:
             self._linked = slot
@@ -428,24 +457,36 @@ class _Session:
             self._profiled.setdefault(trial.case, (trial.round, busy_s))
         self._times[slot] += trial.trusted
         if trial.trusted:
-            (self.noisy.add if foreign_load.noisy(trial) else self.noisy.discard)(slot)
+            self.noisy.pop(slot, None)
+            if foreign_load.noisy(trial):
+                gpus = foreign_load.gpus_during(trial)
+                self.noisy[slot] = [gpu for gpu in gpus if gpu.busy]
         if trial.status is Status.KILLED:
             self.killed.add((trial.case.fingerprint, trial.round))
+
+    def _alike(self, case: Case) -> tuple[str, int]:
+        """Return what a case has in common with those to which it is compared.
+
+        It is the model, and the batch size of their baseline.
+        """
+        home = next((one for one in decision.homes(case) if one in self.needed), case)
+        return case.model, home.batch_size
 
     def _repeatable(self) -> list[Slot]:
         """Return the slots in `noisy` that were not repeated yet; none if the budget is spent."""
         return [] if self._spent() else [slot for slot in self.noisy if self._times[slot] == 1]
 
     def _look(self, patience_s: float, cases: Sequence[Case]) -> None:
-        """Wait for a low foreign load within the budget, and keep what others use of the GPUs."""
-        load = foreign_load.wait(
-            min(patience_s, self._left_s),
-            lambda words: self._listen(Note(words)),
+        """Wait for a low foreign load, and keep what others use of the GPUs.
+
+        The wait takes at most half of what is left of the budget.
+        """
+        self.gpu_loads = foreign_load.wait(
+            min(patience_s, self._left_s / 2),
+            lambda words: self.listen(Note(words)),
             cases,
-            self._gpus,
-        )
-        self._gpu_loads = load.gpus
-        self.gpus_used |= {gpu.gpu: str(gpu) for gpu in load.gpus if gpu.busy}
+            self.gpus,
+        ).gpus
 
     def _repeat(
         self,
@@ -476,65 +517,59 @@ class _Session:
         watched: samplers.SampleFile,
         *,
         paired: bool,
-    ) -> None:
-        """Measure each case once, in a random order that depends only on the run and the round."""
-        generator = random.Random(f"{self._run_id} {number}")
+    ) -> list[Case]:
+        """Measure each case once, in a random order that depends only on the run and the round.
+
+        Return the cases that are left when the budget is spent.
+        """
+        generator = random.Random(f"{self.run_id} {number}")
         shuffled = generator.sample(sorted(cases, key=lambda case: case.fingerprint), len(cases))
-        for group in _groups(shuffled, paired=paired):
-            self._group(server, group, number, watched)
+        groups = _groups(shuffled, paired=paired)
+        while groups and not self._spent():
+            self._group(server, groups.pop(0), number, watched)
+        return [case for group in groups for case in group]
 
     def _group(
         self, server: TrialRunner, group: Sequence[Case], number: int, watched: samplers.SampleFile
     ) -> None:
-        """Measure the cases in one worker, or store skipped trials if the budget is spent."""
+        """Measure the cases in one worker."""
         signals.check()
-        self._listen(Started(self._run_id, self._total, self._done, group[0], number))
-        ids = [self._store.begin_trial(self._run_id, case, number) for case in group]
+        self.listen(Started(self.run_id, self._total, self._done, group[0], number))
+        ids = [self.store.begin_trial(self.run_id, case, number) for case in group]
         began = time.perf_counter()
-        load = None
-        effort = self._affordable(group)
-        if effort is None:
-            reason = (
-                "not measured, because the run's budget was spent before this trial; give a larger"
-                " --budget"
-            )
-            trials = [
-                Trial(case=case, status=Status.SKIPPED, reason=reason, round=number)
-                for case in group
-            ]
-        else:
-            trace = self._trace(group[0], number) if len(group) == 1 else ""
-            slow = self._slow.get(group[0].model)
-            effort = replace(self._once(effort, group, number), trace=trace, slow=slow)
-            before = foreign_load.snapshot()
-            trials = server.run_together(group, effort, number, self._limit_s)
-            load = foreign_load.since(before)
+        effort = replace(
+            self._once(self._affordable(group), group, number),
+            trace=self._trace(group[0], number) if len(group) == 1 else "",
+            slow=self._slow.get(self._alike(group[0])),
+        )
+        before = foreign_load.snapshot()
+        trials = server.run_together(group, effort, number, self.limit_s)
+        load = foreign_load.since(before)
         ended = time.perf_counter()
         for trial_id, trial in zip(ids, trials, strict=True):
-            samples = (*trial.samples, *_watched(watched, began, ended, trial, self._visible))
+            samples = (*trial.samples, *_watched(watched, began, ended, trial, self.visible))
             # the load that the ranks of a cluster measured takes precedence
             facts = {**self._load_facts(trial, load), **trial.provenance}
             checked = _checked(replace(trial, samples=samples, provenance=facts))
-            self._store.end_trial(trial_id, checked)
-            self._take(checked)
+            self.store.end_trial(trial_id, checked)
+            self.take(checked)
             self._done += 1
             self._ahead -= Counter([trial.case])
             self._planned -= 1
             seconds = (ended - began) / len(group)
-            if effort is not None:
-                self._case_s.setdefault(trial.case, []).append(seconds)
-            self._listen(Ended(checked, self._done, self._total, seconds, self._remaining_s()))
+            self._case_s.setdefault(trial.case, []).append(seconds)
+            self.listen(Ended(checked, self._done, self._total, seconds, self._remaining_s()))
         if all(trial.status is Status.OK for trial in trials):
             timed = sum(step.seconds for trial in trials for step in trial.steps)
             self._overhead_s += 0.3 * ((ended - began - timed) / len(group) - self._overhead_s)
 
-    def _load_facts(self, trial: Trial, load: foreign_load.Measured | None) -> dict[str, Any]:
+    def _load_facts(self, trial: Trial, load: foreign_load.Measured) -> dict[str, Any]:
         """Return what others used during a trial, and how long the GPU computes in a step."""
-        facts: dict[str, Any] = {LOOKS: self._looks} if self._looks > 1 else {}
+        facts: dict[str, Any] = {LOOKS: self.looks} if self.looks > 1 else {}
         if isinstance(load, foreign_load.Load):
             facts[foreign_load.FACT] = foreign_load.plain(load)
         mine = ordinals([trial.case])
-        if gpus := [asdict(gpu) for gpu in self._gpu_loads if gpu.gpu in mine]:
+        if gpus := [asdict(gpu) for gpu in self.gpu_loads if gpu.gpu in mine]:
             facts[foreign_load.GPUS] = gpus
         # only the first round is profiled
         _, earlier_s = self._profiled.get(trial.case, (0, None))
@@ -562,7 +597,7 @@ class _Session:
         return replace(
             effort,
             memory_by_phase=effort.memory_by_phase
-            and any(number == self._needed[case].start for case in group),
+            and any(number == self.needed[case].start for case in group),
             profile=effort.profile and (first or by_profile),
             links=effort.links and unlinked,
         )
@@ -570,30 +605,28 @@ class _Session:
     @property
     def _left_s(self) -> float:
         """Return the rest of the time budget in seconds; infinity without a budget."""
-        return self._deadline_s - time.perf_counter()
+        return self.deadline_s - time.perf_counter()
 
     def _spent(self) -> bool:
         return self._left_s <= 0
 
     def _trace(self, case: Case, number: int) -> str:
-        if self._traces is None:
+        if self.traces is None:
             return ""
         words = re.sub(r"[^\w.,=]+", "-", case.label).strip("-")
         return str(
-            self._traces.absolute()
-            / self._run_id
-            / f"{words}-{case.fingerprint[:8]}-r{number}.json"
+            self.traces.absolute() / self.run_id / f"{words}-{case.fingerprint[:8]}-r{number}.json"
         )
 
     def _too_long(self, cases: Sequence[Case], number: int) -> bool:
-        """Return whether round `number` of these cases would end too late.
+        """Return whether round `number` of these cases would begin or end too late.
 
         On CPUs, trials of the rounds that every case needs are shortened instead.
         """
         needed_s = self._usual_s(Counter(cases))
         if not self._is_needed(cases, number):
-            return needed_s > self._settle_by_s - time.perf_counter()
-        return on_gpus(cases) and needed_s > self._left_s
+            return needed_s > self.settle_by_s - time.perf_counter()
+        return self._spent() or (on_gpus(cases) and needed_s > self._left_s)
 
     def _usual_s(self, trials: Counter[Case]) -> float:
         """Return the expected seconds of trials: the mean of the case's, or of all so far."""
@@ -606,43 +639,55 @@ class _Session:
         """Return the expected seconds of the rest of the run, which never grow; None if unknown."""
         now_s = time.perf_counter()
         expected_s = self._usual_s(self._ahead)
-        if self._rule.looks > 1:
-            expected_s = max(expected_s, self._settle_by_s - now_s)
+        if self.rule.looks > 1:
+            expected_s = max(expected_s, self.settle_by_s - now_s)
         self._expected_s = min(self._expected_s, expected_s, self._left_s)
         return max(0.0, self._expected_s) if math.isfinite(self._expected_s) else None
 
-    def _leave_out(self, cases: Sequence[Case], number: int) -> None:
-        """Record that no further round is measured; say so if every case needed it."""
+    def _leave_out(self, cases: Sequence[Case], number: int, *, rest: bool = False) -> None:
+        """Record that no further trial is measured; say so if every case needed it.
+
+        `cases` are those of round `number`, or only the `rest` of them.
+        """
         self._total = self._done
         if not self._is_needed(cases, number):
-            self.open = bool(self._rule.unsettled())
+            self.open = bool(self.rule.unsettled())
             return
-        last = max(self._needed[case].stop for case in cases)
+        self.open = True
+        done = {case for case, _ in self.store.done(self.run_id)}
+        for case in cases:
+            if case.fingerprint not in done:
+                trial = Trial(case=case, status=Status.SKIPPED, reason=SPENT, round=number)
+                trial_id = self.store.begin_trial(self.run_id, case, number)
+                self.store.end_trial(trial_id, trial)
+        last = max(self.needed[case].stop for case in cases)
         rounds = f"rounds {number + 1} to {last}" if number + 1 < last else f"round {number + 1}"
-        self._listen(
+        usual_s = self._usual_s(Counter(cases))
+        why = (
+            "the budget is spent"
+            if self._spent()
+            else f"one round of {count(len(cases), 'case')} takes about {time_text(usual_s)}, and"
+            f" {time_text(self._left_s)} of the budget is left"
+        )
+        self.listen(
             Note(
-                f"{rounds} left out: one round of {count(len(cases), 'case')} takes about"
-                f" {time_text(self._usual_s(Counter(cases)))}, and"
-                f" {time_text(max(0.0, self._left_s))} of the budget is left; the same command goes"
-                " on with them"
+                f"{'the rest of ' * rest}{rounds} left out: {why}; the same command, also with"
+                " another --budget, goes on with them"
             )
         )
-        self.shortened = True
 
-    def _affordable(self, group: Sequence[Case]) -> Effort | None:
-        """Return the effort for the next trial, or None if the budget is spent.
+    def _affordable(self, group: Sequence[Case]) -> Effort:
+        """Return the effort for the next trial.
 
         On CPUs, a trial takes at most an equal share of the remaining time.
         """
-        if self._spent():
-            return None
         if on_gpus(group):
-            return replace(self._effort, least_s=min(GPU_LEAST_S, self._effort.budget_s))
-        left_s = self._settle_by_s - time.perf_counter() if self._rule.looks > 1 else self._left_s
+            return replace(self.effort, least_s=min(GPU_LEAST_S, self.effort.budget_s))
+        left_s = self.settle_by_s - time.perf_counter() if self.rule.looks > 1 else self._left_s
         if math.isinf(left_s):
-            return self._effort
+            return self.effort
         share_s = SHARED * left_s / max(1, self._planned) - self._overhead_s
-        return replace(self._effort, budget_s=min(self._effort.budget_s, max(LEAST_S, share_s)))
+        return replace(self.effort, budget_s=min(self.effort.budget_s, max(LEAST_S, share_s)))
 
 
 def _checked(trial: Trial) -> Trial:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +21,6 @@ from dpbench.store import Growth, Naming, Store
 
 if TYPE_CHECKING:
     from dpbench.measure.cluster import Cluster
-    from dpbench.measure.run import Listener, Outcome
-    from dpbench.store import Naming, Store
 
 log = logging.getLogger(__name__)
 
@@ -290,8 +288,6 @@ def naming(options: Options, command: str = "") -> Naming:
     `command` is the command that repeats the run (empty: this process's arguments). Raises
     ValueError for a wrong name or tag.
     """
-    from dpbench.store import Naming
-
     return Naming(name=options.name, tags=tags(options.tag), command=command)
 
 
@@ -301,16 +297,14 @@ def measure(
     store: Store,
     *,
     budget_s: float | None,
-    listen: Listener,
+    listen: run.Listener,
     cluster: Cluster | None = None,
-) -> Outcome:
+) -> run.Outcome:
     """Measure the cases of `cases_of` in processes of this machine, or by ranks of `cluster`."""
-    from dpbench.measure import run as runner
-
-    return runner.run(
+    return run.run(
         cases,
         store,
-        rounds=options.rounds if isinstance(options.rounds, int) else UntilDecided(),
+        rounds=_rule(options),
         paired=options.paired,
         budget_s=budget_s,
         settle_s=SETTLE_S if budget_s is None else budget_s,
@@ -413,42 +407,6 @@ class RunForecast:
         return f"{'; '.join(parts)}; not included: {LEFT_OUT}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Known:
-    """The facts that a store already has about a plan.
-
-    `durations` has the seconds of earlier trials on this machine, by case fingerprint. `resumes` is
-    the id of the run that the plan would resume (otherwise empty), and `done` has the (fingerprint,
-    round) pairs of its final trials. `growth` says how the plan of that run would then have grown.
-    """
-
-    durations: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    resumes: str = ""
-    done: frozenset[tuple[str, int]] = frozenset()
-    growth: Growth = field(default_factory=Growth)
-
-    @classmethod
-    def of(
-        cls,
-        path: Path,
-        options: Options,
-        cases: Sequence[Case],
-        naming: Naming,
-        cluster: Cluster | None,
-    ) -> Known:
-        """Return the facts about the plan in the store at `path`; none if there is no file."""
-        if not path.exists():
-            return cls()
-        facts = run.collect(cluster)
-        keys = run.identity(cases, _rule(options), facts, paired=options.paired)
-        with Store.read(path) as store:
-            found = store.unfinished(naming, **keys, reopen=bool(options.retry))
-            run_id, growth = found or ("", Growth())
-            done = store.done(run_id, retry=options.retry) if run_id else ()
-            durations = store.durations(keys["host"], {case.fingerprint for case in cases})
-            return cls(durations=durations, resumes=run_id, done=frozenset(done), growth=growth)
-
-
 def forecast(
     path: Path,
     options: Options,
@@ -458,19 +416,28 @@ def forecast(
     budget_s: float | None,
 ) -> RunForecast:
     """Return the plan of a run whose store is at `path`, for the results of `cases_of`."""
-    stored = Known.of(path, options, cases, naming, cluster)
     rule = _rule(options)
-    rounds = rule.least
+    run_id, growth = "", Growth()
+    done: set[tuple[str, int]] = set()
+    durations: dict[str, list[float]] = {}
+    if path.exists() and path.stat().st_size:
+        keys = run.identity(cases, rule, run.collect(cluster), paired=options.paired)
+        # a row that cannot be read is no reason to measure nothing
+        with Store.read(path, lambda row: None) as store:
+            if found := store.unfinished(naming, **keys, reopen=bool(options.retry)):
+                run_id, growth = found
+                done = run.measured(store, run_id, options.retry)
+            durations = store.durations(keys["host"], {case.fingerprint for case in cases})
     planned = []
-    for case, numbers in run.needed_rounds(cases, rounds, stored.growth.joined).items():
-        earlier = stored.durations.get(case.fingerprint, ())
+    for case, numbers in run.needed_rounds(cases, rule.least, growth.joined).items():
+        earlier = durations.get(case.fingerprint, ())
         typical = statistics.median(earlier) if earlier else None
-        left = sum((case.fingerprint, number) not in stored.done for number in numbers)
+        left = sum((case.fingerprint, number) not in done for number in numbers)
         planned.append(PlannedCase(case=case, left=left, trial_s=typical, earlier=len(earlier)))
     return RunForecast(
         cases=planned,
-        rounds=rounds,
+        rounds=rule.least,
         auto=rule.looks > 1,
-        resumes=stored.resumes,
+        resumes=run_id,
         budget_s=budget_s,
     )

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from dpbench.hardware import processes, signals
 from dpbench.hardware.nvml import ORDER, PCI_ORDER
@@ -43,21 +43,6 @@ _THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 them, MKL would start a team of threads, which has cost 5-10 ms per step. For the strategy that uses
 all cores, the worker sets the number of threads in torch.
 """
-
-
-class TrialRunner(Protocol):
-    """An object that runs trials: a `Server` on this machine, or a `Cluster` of ranks."""
-
-    def check(self, case: Case, limit_s: float) -> Trial:
-        """Check the model of a case; return a trial without steps with the status and reason."""
-
-    def run_together(
-        self, cases: Sequence[Case], effort: Effort, number: int, limit_s: float
-    ) -> list[Trial]:
-        """Run cases in round `number`, with `limit_s` seconds for each.
-
-        Return one trial per case, even if it fails.
-        """
 
 
 def again_if_killed(attempt: Callable[[], list[Trial]]) -> list[Trial]:

@@ -241,5 +241,5 @@ def shortage(left_s: float, trials: int, overhead_s: float) -> str:
         f"the budget is too short: {words.count(trials, 'more trial')} would take at least"
         f" {words.time(needed_s)} ({words.time(overhead_s)} per trial in addition to its steps),"
         f" but {words.time(max(0.0, left_s))} of the budget is left; the last trials will be"
-        " skipped. Give a larger --budget, or fewer --devices or --models"
+        " left out. Give a larger --budget, or fewer --devices or --models"
     )

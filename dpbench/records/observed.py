@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Any
+
+import msgspec
 
 from dpbench.records.registry import Parallelism, Reduction, Role, Traits
 from dpbench.records.trial import Trial
@@ -89,25 +91,11 @@ class Observed:
         """Return the facts as plain data for JSON."""
         return asdict(self)
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Return the facts from the data that `to_dict` returned, also after JSON."""
-        records = {"unknown": Unknown, "held": Held}
-        return cls(
-            **{
-                **data,
-                **{
-                    name: tuple(kind(**one) for one in data.get(name, ()))
-                    for name, kind in records.items()
-                },
-            }
-        )
-
 
 def observed(trial: Trial) -> Observed | None:
     """Return the facts about the observed loop of a trial; None if dpbench ran the loop."""
     found = trial.provenance.get(OBSERVED)
-    return Observed.from_dict(found) if found else None
+    return msgspec.convert(found, Observed) if found else None
 
 
 def unclear(loop: Observed) -> list[str]:

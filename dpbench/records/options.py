@@ -246,11 +246,12 @@ class Options:
     budget: float | None = _option(
         None,
         TIME,
-        "Maximum seconds for the whole run.  [default: 110, or 600 on GPUs, for default cases;"
-        " otherwise none, and no round for undecided answers begins after 300 s]",
+        "Maximum seconds for the whole run, at most half of them for --patience.  [default: 110, or"
+        " 600 on GPUs, for default cases; otherwise none, and no round for undecided answers begins"
+        " after 300 s]",
         least=1,
     )
-    limit: float = _option(120.0, TIME, "Maximum seconds per trial.", least=1)
+    limit: float = _option(120.0, TIME, "Maximum seconds per trial.", least=1, most=1e6)
     patience: float | None = _option(
         None,
         TIME,

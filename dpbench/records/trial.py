@@ -144,11 +144,6 @@ class TrialHost:
     ranks: tuple[int, ...]
     cores: int = 0
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Return the host from the data that `dataclasses.asdict` returned, also after JSON."""
-        return cls(data["name"], data["machine"], tuple(data["ranks"]), data.get("cores", 0))
-
 
 class Source(StrEnum):
     """The origin of a trial: a measurement, a prediction, or an imported profiler trace."""
@@ -167,8 +162,9 @@ class Status(StrEnum):
     """The status of a trial that ended.
 
     It is `killed` if the run ended before the trial, or if a fault that has nothing to do with the
-    case, such as a signal of another process, ended both attempts. A resumed run repeats these
-    trials, and others only if `--retry` lists their status.
+    case, such as a signal of another process, ended both attempts, and `skipped` if the case cannot
+    run here, or if the run's budget was spent before. A resumed run repeats these trials, and
+    others only if `--retry` lists their status.
     """
 
     OK = "ok"
@@ -180,7 +176,7 @@ class Status(StrEnum):
 
 
 FINAL = (Status.OK, Status.OOM, Status.FAILED, Status.TIMEOUT, Status.SKIPPED)
-"""The statuses of trials that are not repeated when a run is resumed."""
+"""The statuses of trials that ended by themselves."""
 
 
 class Fault(StrEnum):
@@ -330,7 +326,7 @@ class Trial:
     @property
     def hosts(self) -> tuple[TrialHost, ...]:
         """Return the machines of the trial's ranks, rank 0's first; empty without a launch."""
-        return tuple(TrialHost.from_dict(one) for one in self.provenance.get(HOSTS, ()))
+        return msgspec.convert(self.provenance.get(HOSTS, ()), tuple[TrialHost, ...])
 
     @property
     def on_fake_gpus(self) -> bool:
@@ -537,14 +533,7 @@ class Failure:
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Return the record from the text that `to_json` returned."""
-        fields = json.loads(text)
-        return cls(
-            **fields
-            | {
-                "status": Status(fields["status"]),
-                "verified": Verified(fields["verified"]),
-            }
-        )
+        return msgspec.convert(json.loads(text), cls)
 
 
 def in_order(failures: Sequence[Failure]) -> tuple[Failure, ...]:

@@ -52,7 +52,7 @@ __all__ = [
 RUNNING = "running"
 FINISHED = "finished"
 OPEN = "open"
-"""The status of a run that used up its time before all of its answers were settled."""
+"""The status of a run that used up its time before its answers were settled or its rounds done."""
 GROWTH = "growth"
 """The key of the provenance for the growth of a run's plan."""
 INTERRUPTED = "interrupted"
@@ -136,11 +136,6 @@ class Store:
         """Return the folder for profiles of trials: one folder per run, named by its id."""
         return self.path.with_name(f"{self.path.name}.traces")
 
-    @property
-    def logs(self) -> Path:
-        """Return the folder for reasons that are too long for the store: one folder per run."""
-        return self.path.with_name(f"{self.path.name}.logs")
-
     def __enter__(self) -> Self:
         return self
 
@@ -178,26 +173,22 @@ class Store:
         provenance = self._naming.added_to(provenance)
         with file.transaction(self._db):
             same = self._latest(identified, host, code, reopen)
-            row = same or self._part(self._naming, host, code, parts)
-            if row and alive(row[1], row[2]) and row[1] != os.getpid():
-                raise StoreError(
-                    f"process {row[1]} is already adding trials to this run in the store"
-                    f" {self.path}; wait until the process ends, or end it"
-                )
+            earlier = same or self._part(self._naming, host, code, parts)
             me = (os.getpid(), born(os.getpid()))
-            if row:
+            if earlier:
+                self._refuse_measured(earlier, but=os.getpid())
                 self._db.execute(
-                    "UPDATE run SET status=?, pid=?, pid_born=? WHERE id=?", (RUNNING, *me, row[0])
+                    "UPDATE run SET status=?, pid=?, pid_born=? WHERE id=?", (RUNNING, *me, earlier)
                 )
-                self._kill_running(row[0])
+                self._kill_running(earlier)
                 if parts and not same:
-                    self._annotate(row[0], GROWTH, asdict(self._grown(row[0], parts)))
+                    self._annotate(earlier, GROWTH, asdict(self._grown(earlier, parts)))
                     # the command that goes on with the run
-                    self._annotate(row[0], "command", provenance.get("command", ""))
+                    self._annotate(earlier, "command", provenance.get("command", ""))
                     self._db.execute(
-                        "UPDATE run SET plan=?, rounds=? WHERE id=?", (identified, rounds, row[0])
+                        "UPDATE run SET plan=?, rounds=? WHERE id=?", (identified, rounds, earlier)
                     )
-                return row[0], True
+                return earlier, True
             run_id = os.urandom(16).hex()
             self._db.execute(
                 "INSERT INTO run (id, plan, host, code, status, started, rounds, pid, pid_born,"
@@ -231,57 +222,53 @@ class Store:
         None if it would add a new run. `naming` has the name and the tags of the run.
         """
         with file.snapshot(self._db):
-            if row := self._latest(naming.identified(plan), host, code, reopen):
-                return row[0], self.growth(row[0])
-            row = self._part(naming, host, code, parts)
-            return (row[0], self._grown(row[0], parts)) if row and parts else None
+            if run_id := self._latest(naming.identified(plan), host, code, reopen):
+                return run_id, self.growth(run_id)
+            run_id = self._part(naming, host, code, parts)
+            return (run_id, self._grown(run_id, parts)) if run_id and parts else None
 
-    def _latest(
-        self, plan: str, host: str, code: str, reopen: bool
-    ) -> tuple[str, int, float] | None:
-        """Return the id of the run to resume, and its process's id and start time."""
+    def _latest(self, plan: str, host: str, code: str, reopen: bool) -> str | None:
+        """Return the id of the run to resume."""
         query = (
-            "SELECT id, pid, pid_born, rowid FROM run WHERE plan=? AND host=? AND code=? AND"
-            " status<>? ORDER BY started DESC LIMIT 1"
+            "SELECT id, rowid FROM run WHERE plan=? AND host=? AND code=? AND status<>? ORDER BY"
+            " started DESC LIMIT 1"
         )
         row = self._db.execute(query, (plan, host, code, "" if reopen else FINISHED)).fetchone()
         if row:
-            rows.run(self._db, row[3])  # raises for a damaged row
-        return row and (row[0], row[1], row[2])
+            rows.run(self._db, row[1])  # raises for a damaged row
+        return row and str(row[0])
 
-    def _part(
-        self, naming: Naming, host: str, code: str, parts: Parts | None
-    ) -> tuple[str, int, float] | None:
-        """Return the same of the latest run on this host and code if it has a part of a plan."""
+    def _part(self, naming: Naming, host: str, code: str, parts: Parts | None) -> str | None:
+        """Return the id of the latest run on this host and code if it has a part of a plan."""
         query = (
-            "SELECT id, pid, pid_born, rowid, plan, rounds FROM run WHERE host=? AND code=?"
-            " ORDER BY started DESC LIMIT 1"
+            "SELECT id, rowid, plan, rounds FROM run WHERE host=? AND code=? ORDER BY started DESC"
+            " LIMIT 1"
         )
         row = self._db.execute(query, (host, code)).fetchone() if parts else None
         if not row or not parts:
             return None
-        smaller = parts.smaller(self._begun(row[0]), row[5])
-        if smaller is None or naming.identified(smaller) != row[4]:
+        smaller = parts.smaller({case for case, _ in self.begun(row[0])}, row[3])
+        if smaller is None or naming.identified(smaller) != row[2]:
             return None
-        rows.run(self._db, row[3])  # raises for a damaged row
-        return row[0], row[1], row[2]
+        rows.run(self._db, row[1])  # raises for a damaged row
+        return str(row[0])
 
-    def _begun(self, run_id: str) -> dict[str, int]:
-        """Return the last round of each case that a run has begun, by fingerprint."""
-        query = "SELECT fingerprint, max(round) FROM trial WHERE run_id=? GROUP BY fingerprint"
-        return dict(self._db.execute(query, (run_id,)).fetchall())
+    def begun(self, run_id: str) -> set[tuple[str, int]]:
+        """Return (fingerprint, round) of each trial of a run that was begun."""
+        query = "SELECT DISTINCT fingerprint, round FROM trial WHERE run_id=?"
+        return set(self._db.execute(query, (run_id,)).fetchall())
 
     def _grown(self, run_id: str, parts: Parts) -> Growth:
         """Return the growth of a run to a plan: its further cases join it in the next round."""
-        begun = self._begun(run_id)
-        number = 1 + max(begun.values())
+        begun = self.begun(run_id)
+        number = 1 + max(each for _, each in begun)
         before = self.growth(run_id)
-        added = {case: number for case in parts.cases if case not in begun}
+        added = dict.fromkeys(parts.cases - {case for case, _ in begun}, number)
         return Growth(joined={**before.joined, **added}, looks=before.looks + 1)
 
     def growth(self, run_id: str) -> Growth:
         """Return how the plan of a run has grown."""
-        return Growth(**self._provenance(run_id).get(GROWTH, {}))
+        return Growth(**self.provenance(run_id).get(GROWTH, {}))
 
     def end_run(self, run_id: str, status: str = FINISHED) -> None:
         """Set the final status of a run; a run whose status is not `finished` can be resumed.
@@ -300,10 +287,11 @@ class Store:
             self._annotate(run_id, name, facts)
 
     def _annotate(self, run_id: str, name: str, facts: Mapping[str, Any] | str) -> None:
-        added = json.dumps({**self._provenance(run_id), name: facts})
+        added = json.dumps({**self.provenance(run_id), name: facts})
         self._db.execute("UPDATE run SET provenance=? WHERE id=?", (added, run_id))
 
-    def _provenance(self, run_id: str) -> dict[str, Any]:
+    def provenance(self, run_id: str) -> dict[str, Any]:
+        """Return the facts that are stored with a run."""
         query = "SELECT provenance FROM run WHERE id=?"
         (provenance,) = self._db.execute(query, (run_id,)).fetchone()
         return dict(json.loads(provenance))
@@ -393,8 +381,7 @@ class Store:
         from shutil import rmtree  # every command imports this module
 
         for run_id in run_ids:
-            for folder in (self.traces, self.logs):
-                rmtree(folder / run_id, ignore_errors=True)
+            rmtree(self.traces / run_id, ignore_errors=True)
 
     def merge(self, part: Path) -> Merged:
         """Copy the runs and trials of the store `part` that are not yet here, in one transaction.
@@ -410,12 +397,11 @@ class Store:
                 self._refuse_measured(run.id)
             return copying.merge(other._db, self._db)
 
-    def _refuse_measured(self, run_id: str) -> None:
-        """Raise StoreError if a living process is adding trials to a run, if it is here."""
-        row = self._db.execute(
-            "SELECT pid, pid_born, status FROM run WHERE id=?", (run_id,)
-        ).fetchone()
-        if row and row[2] == RUNNING and alive(*row[:2]):
+    def _refuse_measured(self, run_id: str, *, but: int = 0) -> None:
+        """Raise StoreError if a living process, except `but`, is adding trials to a run."""
+        query = "SELECT pid, pid_born FROM run WHERE id=? AND status=? AND pid<>?"
+        row = self._db.execute(query, (run_id, RUNNING, but)).fetchone()
+        if row and alive(*row):
             raise StoreError(
                 f"process {row[0]} is adding trials to the run {run_id[:12]} in the store"
                 f" {self.path}; wait until the process ends, or end it"
@@ -519,7 +505,7 @@ class Store:
                 " provenance=?, failed_device=?, summary=? WHERE id=?",
                 (
                     trial.status,
-                    rows.short(trial.reason, self._log(trial_id)),
+                    rows.short(trial.reason),
                     trial.verified,
                     trial.source,
                     trial.schema,
@@ -559,10 +545,6 @@ class Store:
         # the trial is committed: a later checkpoint is sufficient
         with suppress(sqlite3.OperationalError):
             self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
-
-    def _log(self, trial_id: int) -> Path:
-        (run_id,) = self._db.execute("SELECT run_id FROM trial WHERE id=?", (trial_id,)).fetchone()
-        return self.logs / str(run_id) / f"{trial_id}.txt"
 
     def trials(self, run_id: str | None = None, *, superseded: bool = False) -> list[Trial]:
         """Return the ended trials of a run, or of all runs, in the order of start.

@@ -93,10 +93,10 @@ def copy_trial(source: file.Connection, trial_id: int, target: file.Connection, 
 def merge(source: file.Connection, target: file.Connection) -> Merged:
     """Copy from `source` the runs and trials that `target` lacks, in the caller's transaction.
 
-    A run that is in both gets the missing trials and, if it ended later in `source`, the status and
-    the provenance from there. Raises UnreadableRow for a damaged trial, and StoreError, which names
-    the runs and cases, if copies of a run contradict each other: in plan, host, code, start, number
-    of rounds or a trial's results, or because each has a trial of the same case and round that the
+    A run that is in both gets the missing trials and, if it ended later in `source`, the status,
+    the plan and the provenance from there. Raises UnreadableRow for a damaged trial, and
+    StoreError, which names the runs and cases, if copies of a run contradict each other: in
+    `IDENTITY` or a trial's results, or because each has a trial of the same case and round that the
     other lacks.
     """
     copied = Merged(0, 0, 0)

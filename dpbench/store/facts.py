@@ -91,20 +91,20 @@ class _Run(msgspec.Struct):
     foreign_load: _RunLoad = msgspec.field(default_factory=_RunLoad)
 
 
-class _Load(msgspec.Struct, forbid_unknown_fields=True):
+class _Load(msgspec.Struct):
     foreign: float
     steal: float
     cores: int
     seconds: float
 
 
-class _GpuProcess(msgspec.Struct, forbid_unknown_fields=True):
+class _GpuProcess(msgspec.Struct):
     pid: int
     share: float | None
     memory_bytes: int | None
 
 
-class _GpuLoad(msgspec.Struct, forbid_unknown_fields=True):
+class _GpuLoad(msgspec.Struct):
     gpu: int
     share: float | None
     memory_bytes: int | None

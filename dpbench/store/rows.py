@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
@@ -54,8 +53,8 @@ _DATA = (
 
 MOST_READINGS = 2**24
 """The most readings of one metric of a device: those of 19 days, at 10 per second."""
-REASON = 4000
-"""The number of characters up to which a reason is stored in full."""
+REASON = 8000
+"""The number of characters up to which a reason is stored in full: twice a worker's last output."""
 Read = TypeVar("Read")
 Reader: TypeAlias = Callable[[file.Connection, int], Read]
 """A function that makes an object of the row with a given rowid."""
@@ -265,23 +264,15 @@ def readable(
             unreadable(fault)
 
 
-def short(reason: str, log: Path) -> str:
-    """Return `reason`; a long one is cut to its head and tail, and written in full to `log`."""
+def short(reason: str) -> str:
+    """Return `reason` as text that can be stored; a long one is cut to its head and tail."""
     # error messages may contain lone surrogates
     reason = reason.encode("utf-8", "replace").decode()
     if len(reason) <= REASON:
         return reason
     half = REASON // 2
-    try:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        log.write_text(reason, encoding="utf-8")
-        where = f"the whole text is in {log}"
-    except OSError as error:
-        where = f"they are lost, because {log} cannot be written: {error.strerror}"
-    return (
-        f"{reason[:half]}\n[{len(reason) - 2 * half} characters are left out;"
-        f" {where}]\n{reason[-half:]}"
-    )
+    left_out = f"[{len(reason) - 2 * half} characters are left out]"
+    return f"{reason[:half]}\n{left_out}\n{reason[-half:]}"
 
 
 def _row(db: file.Connection, table: str, columns: str, row: int) -> Sequence[Any]:

@@ -80,9 +80,9 @@ class Growth:
 class StoredRun:
     """One stored run, without its trials.
 
-    `status` is `running`, `finished` or `interrupted`. `started` is in seconds since the epoch.
-    `rounds` is the number of planned rounds, 0 if it was not fixed. `examination` is the last one
-    of the run's machine, None if the store has none.
+    `status` is `running`, `finished`, `open` or `interrupted`. `started` is in seconds since the
+    epoch. `rounds` is the number of planned rounds, 0 if it was not fixed. `examination` is the
+    last one of the run's machine, None if the store has none.
     """
 
     id: str

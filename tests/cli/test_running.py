@@ -239,25 +239,17 @@ def test_more_devices_than_rows_are_measured_and_shown_by_every_reader(dpbench):
 
 
 @pytest.mark.usefixtures("one_server")
-def test_a_budget_leaves_the_rest_skipped_with_the_reason_and_exit_code_0(folder, dpbench):
-    code, _, err = dpbench(
-        "run",
-        "--models",
-        "mlp",
-        "--strategies",
-        "single,dp",
-        "--devices",
-        "1,2",
-        "--rounds",
-        "20",
-        "--budget",
-        "2",
-    )
-    assert code == 0, err
-    rows = folder.query("SELECT status, reason FROM trial")
-    assert len(rows) == 3 * 20
-    assert {status for status, _ in rows} == {"ok", "skipped"}
-    assert all("--budget" in reason for status, reason in rows if status == "skipped")
+def test_the_same_command_goes_on_with_what_its_budget_left_out(folder, dpbench):
+    case = ("--models", "mlp", "--strategies", "single,dp", "--devices", "1,2")
+    counts = []
+    for _ in range(2):
+        code, _, err = dpbench("run", *case, "--rounds", "100", "--budget", "4")
+        assert code == 0, err
+        assert "left out: the budget is spent; the same command" in err
+        counts += folder.query("SELECT count(*) FROM trial WHERE status='ok'")
+    assert folder.query("SELECT DISTINCT status FROM trial") == [("ok",)]
+    assert folder.query("SELECT status FROM run") == [("open",)]
+    assert 0 < counts[0][0] < counts[1][0] < 3 * 100
 
 
 def test_a_full_disk_ends_the_run_with_one_line_and_leaves_a_sound_store(folder):

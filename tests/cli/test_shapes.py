@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import re
+import sqlite3
 import typing
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 
 import msgspec
@@ -241,6 +243,25 @@ def test_the_expected_time_is_that_of_earlier_trials_of_this_machine_only(
     assert path.read_bytes() == before
 
 
+def test_an_empty_store_says_nothing_about_a_plan(dpbench, tmp_path):
+    """As `mktemp` makes it."""
+    (tmp_path / "dpbench.db").touch()
+    code, out, err = dpbench(*CASES, "--rounds", "4", "--dry-run")
+    assert (code, err) == (0, "")
+    assert "2 cases in 4 rounds: 8 trials to measure" in out
+
+
+def test_an_earlier_trial_that_cannot_be_read_forbids_no_run(dpbench, tmp_path, monkeypatch):
+    monkeypatch.setattr(runner.provenance, "host_key", lambda facts: "h")
+    path = tmp_path / "dpbench.db"
+    stored(path, made(DP), made(DP, number=1))
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("UPDATE trial SET setup='[1]' WHERE id=1")
+    found = strict(dpbench(*CASES, "--dry-run", "--json")[1])
+    earlier = {one["case"]["strategy"]: one["earlier"] for one in found["forecast"]["cases"]}
+    assert earlier == {"single": 0, "dp": 1}
+
+
 @pytest.mark.slow
 def test_a_dry_run_of_an_interrupted_run_has_the_trials_that_are_left(
     dpbench, tmp_path, monkeypatch
@@ -253,9 +274,7 @@ def test_a_dry_run_of_an_interrupted_run_has_the_trials_that_are_left(
     def stop(session, cases, done, *, paired):
         for case, number in ((SINGLE, 0), (SINGLE, 1), (DP, 0)):
             trial = made(case, number=number)
-            session._store.end_trial(
-                session._store.begin_trial(session._run_id, case, number), trial
-            )
+            session.store.end_trial(session.store.begin_trial(session.run_id, case, number), trial)
         raise Ended if not done else KeyboardInterrupt
 
     monkeypatch.setattr(runner._Session, "measure", stop)

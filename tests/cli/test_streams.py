@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.cli.options import open_streams
-from tests.exported import made, stored
+from dpbench.analysis import comparison
+from dpbench.cli.options import EXIT_CLOSED, EXIT_FAILED, open_streams
+from tests.exported import Command, made, stored
 
 QUIET = {"LC_ALL": "C", "HOME": "/proc/nothing", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
@@ -34,6 +35,36 @@ def test_a_command_whose_streams_are_closed_ends_as_usual_and_spares_the_store(
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert path.read_bytes() == before
+
+
+def test_a_comparison_whose_reader_closes_it_does_not_say_that_a_case_is_slower(
+    tmp_path: Path,
+) -> None:
+    stored(tmp_path / "dpbench.db", made())
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "dpbench", "compare", "@last", "@last"],
+        cwd=tmp_path,
+        env={**os.environ, **QUIET, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(writer)
+    assert done.returncode == EXIT_CLOSED, done.stderr
+    assert done.stderr.endswith("the output was closed\n")
+
+
+def test_an_error_of_dpbench_itself_does_not_say_that_a_case_is_slower(
+    dpbench: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored(tmp_path / "dpbench.db", made())
+    monkeypatch.setattr(comparison, "between", lambda *_, **__: None)
+    code, out, err = dpbench("compare", "@last", "@last")
+    assert (code, out) == (EXIT_FAILED, "")
+    assert "Traceback" in err
 
 
 def test_streams_that_python_lacks_are_the_null_device(monkeypatch: pytest.MonkeyPatch) -> None:

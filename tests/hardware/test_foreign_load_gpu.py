@@ -217,6 +217,28 @@ def test_a_gpu_that_others_begin_to_use_between_rounds_is_found(
     assert _noisy(store, outcome) == [("dp", 1), ("dp", 2)]
 
 
+def test_who_used_a_gpu_in_an_earlier_session_is_still_named(
+    store: Any, used: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    idle = (IDLE, replace(BUSY, share=0.0))
+    used[:] = [idle, (IDLE, BUSY), idle]
+    done: list[Case] = []
+
+    def act(case: Case, effort: Effort) -> dict[str, Any]:
+        done.append(case)
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        return _timed(case, effort)
+
+    monkeypatch.setattr(Server, "act", staticmethod(act))
+    with pytest.raises(KeyboardInterrupt):
+        run([PAIR], store, rounds=3, patience_s=0)
+    assert run([PAIR], store, rounds=3, patience_s=0).resumed
+    during = store.runs()[0].provenance["noisy"]["during"]
+    assert during.startswith("1 trial ran")
+    assert "GPU 1: pid 4242 uses 62%, 10.3 GiB" in during
+
+
 def test_nobody_on_the_gpus_is_no_noise(store: Any, used: list[Any]) -> None:
     used[:] = [(IDLE, replace(BUSY, share=0.0))]
     outcome = run([ALONE, PAIR], store, rounds=2, patience_s=0)

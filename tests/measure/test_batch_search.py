@@ -13,6 +13,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from dpbench.cli import tables
 from dpbench.measure import batch_search
 from dpbench.measure.worker import trial as trials
 from dpbench.records import Case, Status, Trial, plan
@@ -115,6 +116,8 @@ def test_an_interrupted_search_goes_on_from_its_tries(tmp_path: Path) -> None:
             batch_search.run([case], store, listen=interrupt)
         outcome = batch_search.run([case], store, listen=lambda trial: heard.append(trial.case))
         assert outcome.resumed
+        stored = store.trials(outcome.run_id)
+        assert not any(peak.phase for trial in stored for peak in trial.memory)
         assert (
             len(store.trials(outcome.run_id))
             == outcome.found[0].tries
@@ -213,7 +216,7 @@ def test_what_says_nothing_of_memory_ends_one_case_with_its_reason(
         (largest, failed, reason)
     ] * 2
     assert outcome.found[0].device == (1 if failed else None)
-    table = batch_search.table(outcome.found)
+    table = tables.searches(outcome.found)
     assert str(largest or "none") in table
     assert reason in table
     assert ("device 1" in table) == bool(failed)
@@ -253,6 +256,9 @@ def test_only_emulated_devices_can_be_bounded(kind: str, said: str) -> None:
     [
         ({"ladder": True}, "leave out --ladder"),
         ({"budget": 5.0}, "leave out --budget"),
+        ({"rounds": 5}, "leave out --rounds"),
+        ({"paired": True}, "leave out --paired"),
+        ({"profile": True}, "leave out --profile"),
         ({"batch_per_device": (4,)}, "leave out --batch-per-device"),
         ({"batch_sizes": (4, 8)}, "one number"),
     ],
@@ -354,6 +360,25 @@ def test_a_search_that_was_killed_goes_on_with_the_killed_try(
     assert tried[:4] == [4, 8, 16, 16]
     assert len(tried) == len({*tried}) + 1
     assert store.runs()[0].status == "finished"
+
+
+def test_a_try_takes_no_step_but_those_that_show_whether_the_batch_fits(
+    store: Store, tried: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    efforts: list[Any] = []
+    original = batch_search.Server.run
+
+    def run(self: Any, case: Case, effort: Any, number: int, limit_s: float) -> Trial:
+        efforts.append(effort)
+        return original(self, case, effort, number, limit_s)
+
+    monkeypatch.setattr(batch_search.Server, "run", run)
+    batch_search.run([replace(SINGLE, batch_size=4)], store)
+    assert efforts
+    for effort in efforts:
+        assert (effort.memory_by_phase, effort.profile, effort.links) == (False,) * 3
+        # a slow case would be profiled too
+        assert effort.slow is False
 
 
 @pytest.mark.parametrize("edited", [False, True])

@@ -14,8 +14,8 @@ import pytest
 from dpbench.analysis.stats import LOOKS
 from dpbench.measure import run as module
 from dpbench.measure.run import Ended, Note, Started, run
-from dpbench.measure.stopping import UntilDecided
-from dpbench.records import Case, Effort, Sample, Status
+from dpbench.measure.stopping import Fixed, UntilDecided
+from dpbench.records import Case, Effort, Sample, Status, plan
 from dpbench.store import OPEN, Store
 from tests.standing_in import Server
 
@@ -198,6 +198,31 @@ def test_the_answers_of_cases_that_joined_late_are_looked_at_too(store, monkeypa
 
 
 @pytest.mark.usefixtures("quick")
+def test_a_case_that_becomes_a_rival_later_joins_no_round_of_an_earlier_session(store, monkeypatch):
+    """Its ratio there would be one of steps from different times."""
+    answers = iter([{ONE, TWO}, {ONE, TWO}, {ONE, FOUR}, {ONE, FOUR}, set()])
+    monkeypatch.setattr(UntilDecided, "unsettled", lambda self: frozenset(next(answers)))
+    asked = []
+
+    def act(case, effort):
+        asked.append(case)
+        if len(asked) == 3 * LOOKS[0] + 2 * 3 + 2:
+            raise KeyboardInterrupt  # in the second trial of round 7, counted from 0
+        return {}
+
+    monkeypatch.setattr(Server, "act", staticmethod(act))
+    with pytest.raises(KeyboardInterrupt):
+        run([ONE, TWO, FOUR], store, rounds=UntilDecided())
+    assert run([ONE, TWO, FOUR], store, rounds=UntilDecided()).resumed
+    rounds = {
+        case: {trial.round for trial in store.trials() if trial.case == case}
+        for case in (ONE, FOUR)
+    }
+    assert rounds == {ONE: {*range(9)}, FOUR: {*range(LOOKS[0]), 8}}
+    assert store.runs()[0].status == "finished"
+
+
+@pytest.mark.usefixtures("quick")
 def test_the_command_of_a_run_that_grew_is_the_one_that_goes_on_with_it(store, monkeypatch):
     for command, cases in (("dpbench run a", [ONE]), ("dpbench run a,b", [ONE, TWO])):
         facts = {**module.collect(None), "command": command}
@@ -273,6 +298,29 @@ def test_trials_of_an_edited_model_are_never_added_to_a_run(store, tmp_path, mon
 
 
 @pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("more", [[], [TWO]], ids=["an open run", "a plan that grows"])
+def test_trials_under_another_environment_variable_are_never_added_to_a_run(
+    store, monkeypatch, more
+):
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    first = run([ONE], store, rounds=2)
+    if not more:
+        store.end_run(first.run_id, OPEN)
+    monkeypatch.delenv("NCCL_P2P_DISABLE")
+    monkeypatch.setenv("UNRELATED", "1")
+    assert not run([ONE, *more], store, rounds=2).resumed
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    if not more:
+        assert run([ONE], store, rounds=2).run_id == first.run_id
+
+
+def test_without_environment_variables_a_plan_has_its_earlier_hash():
+    facts = {**module.collect(None), "variables": {}}
+    keys = module.identity([ONE, TWO], Fixed(2), facts, paired=True)
+    assert keys["plan"] == plan.plan_hash([ONE, TWO], 2, "paired")
+
+
+@pytest.mark.usefixtures("quick")
 def test_a_run_joins_the_latest_run_only(store):
     """Else trials of a much earlier time could become a part of it."""
     run([ONE, TWO], store, rounds=2)
@@ -306,10 +354,10 @@ def test_retry_measures_again_what_it_names_and_nothing_else(store, monkeypatch)
 
 
 @pytest.mark.usefixtures("quick")
-def test_the_budget_bounds_the_run_and_what_it_leaves_out_is_skipped_with_the_reason(
+def test_the_budget_bounds_the_run_and_the_same_call_goes_on_with_what_it_leaves_out(
     store, monkeypatch
 ):
-    given, now = [], [0.0]
+    given, now, notes = [], [0.0], []
 
     def tick():
         now[0] += 1e-6
@@ -323,17 +371,48 @@ def test_the_budget_bounds_the_run_and_what_it_leaves_out_is_skipped_with_the_re
         return {}
 
     monkeypatch.setattr(Server, "act", staticmethod(act))
-    outcome = run(CASES, store, rounds=10, budget_s=1.05, effort=Effort(budget_s=5))
-    trials = store.trials(outcome.run_id)
-    assert slots(trials) == Counter((case, number) for case in CASES for number in range(10))
-    skipped = [trial for trial in trials if trial.status is Status.SKIPPED]
-    assert outcome.counts == {Status.OK: 11, Status.SKIPPED: 79}
-    assert all("--budget" in trial.reason for trial in skipped)
-    assert {trial.status for trial in trials[: 90 - len(skipped)]} == {Status.OK}, (
-        "what was begun is no skipped one"
-    )
+
+    def listen(event):
+        if isinstance(event, Note):
+            notes.append(event.text)
+
+    def again(budget_s):
+        effort = Effort(budget_s=5)
+        return run(CASES, store, rounds=3, budget_s=budget_s, effort=effort, listen=listen)
+
+    outcome = again(1.05)
+    assert outcome.counts == {Status.OK: 11}
+    assert "the rest of rounds 2 to 3 left out: the budget is spent; the same command" in notes[-1]
     assert all(0 < seconds <= 5 for seconds in given)
     assert max(given) < 1, "the timed parts are shortened"
+    assert store.runs()[0].status == "open"
+    for count in (11 + 7, 27):  # to the end of a round, and to the end of the run
+        outcome = again((count - outcome.counts[Status.OK]) / 10 - 0.05)
+        assert (outcome.resumed, outcome.counts) == (True, {Status.OK: count})
+    left_out = [text.partition(" left out: ")[0] for text in notes if " left out: " in text]
+    assert left_out == ["the rest of rounds 2 to 3", "round 3"]
+    trials = store.trials(outcome.run_id)
+    assert slots(trials) == Counter((case, number) for case in CASES for number in range(3))
+    assert store.runs()[0].status == "finished"
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_case_that_the_budget_did_not_reach_is_skipped_and_measured_later(store, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def act(case, effort):
+        now[0] += 1
+        return {}
+
+    monkeypatch.setattr(Server, "act", staticmethod(act))
+    assert run(CASES, store, rounds=2, budget_s=8.0).counts == {Status.OK: 8, Status.SKIPPED: 1}
+    (skipped,) = [one for one in store.trials() if one.status is Status.SKIPPED]
+    assert (skipped.round, skipped.case in CASES) == (0, True)
+    assert "--budget" in skipped.reason
+    for count, status in ((16, "open"), (18, "finished")):
+        assert run(CASES, store, rounds=2, budget_s=8.0).counts == {Status.OK: count}
+        assert store.runs()[0].status == status
 
 
 @pytest.mark.usefixtures("quick")
@@ -517,21 +596,36 @@ ON_GPUS = [
 
 
 @pytest.mark.usefixtures("quick")
-def test_the_first_trial_of_a_model_decides_whether_all_its_trials_take_few_steps(
-    store, monkeypatch
+@pytest.mark.parametrize("weak", [False, True], ids=["strong", "weak"])
+def test_the_first_trial_decides_whether_all_that_share_its_baseline_take_few_steps(
+    store, monkeypatch, weak
 ):
+    compared = {
+        (model, batch): [
+            Case(
+                model=model,
+                strategy=strategy,
+                devices=devices,
+                batch_size=batch * (devices if weak else 1),
+                device_kind="cuda",
+            )
+            for strategy, devices in (("single", 1), ("dp", 2), ("ddp", 4))
+        ]
+        for model in ("m0", "m1")
+        for batch in (8, 4096)
+    }
+
     def act(case, effort):
-        slow = case.model == "m0" if effort.slow is None else effort.slow
-        return {"provenance": {"slow": slow}}
+        first = case in compared["m0", 4096]
+        return {"provenance": {"slow": first if effort.slow is None else effort.slow}}
 
     monkeypatch.setattr(Server, "act", staticmethod(act))
-    run(ON_GPUS, store, rounds=2)
+    run([case for cases in compared.values() for case in cases], store, rounds=2)
     asked = [(case, effort.slow) for server in Server.made for case, _, effort in server.asked]
-    for model, slow in (("m0", True), ("m1", False)):
-        told = [how for case, how in asked if case.model == model]
-        assert told == [None] + [slow] * 5
-    found = {(trial.case.model, trial.slow) for trial in store.trials()}
-    assert found == {("m0", True), ("m1", False)}
+    for which, cases in compared.items():
+        slow = which == ("m0", 4096)
+        assert [how for case, how in asked if case in cases] == [None] + [slow] * 5
+        assert {trial.slow for trial in store.trials() if trial.case in cases} == {slow}
 
 
 @pytest.mark.usefixtures("quick")
@@ -558,7 +652,7 @@ def test_on_gpus_a_round_that_does_not_fit_is_left_out_and_named_and_no_trial_is
     assert any("rounds 3 to 4" in text for text in notes)
     efforts = {(effort.budget_s, effort.least_s) for s in Server.made for _, _, effort in s.asked}
     assert efforts == {(Effort().budget_s, 0.5)}
-    assert store.runs()[0].status == "interrupted"
+    assert store.runs()[0].status == "open", "nothing failed"
     again = run(ON_GPUS, store, rounds=4, budget_s=75.0)
     assert again.resumed
     assert again.counts == {Status.OK: 24}

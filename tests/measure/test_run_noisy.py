@@ -103,20 +103,48 @@ def test_a_repeat_that_fails_replaces_nothing(store, crowded, monkeypatch):
 
 def test_a_resumed_run_repeats_what_the_earlier_session_found_noisy(store, crowded, monkeypatch):
     crowded.update({0, 1})
-    calm, done = Server.act, []
-
-    def act(case, effort):
-        done.append(case)
-        if len(done) == 3:
-            raise KeyboardInterrupt
-        return calm(case, effort)
-
-    monkeypatch.setattr(Server, "act", staticmethod(act))
+    interrupted(monkeypatch, 2)
     with pytest.raises(KeyboardInterrupt):
         run(CASES[:3], store, rounds=1, patience_s=1)
     outcome = run(CASES[:3], store, rounds=1, patience_s=1)
     assert outcome.resumed
     assert measured(outcome, store) == (5, 3, {})
+
+
+def interrupted(monkeypatch, number):
+    """Interrupt the run in the trial with this number, from 0."""
+    calm, done = Server.act, []
+
+    def act(case, effort):
+        done.append(case)
+        if len(done) == number + 1:
+            raise KeyboardInterrupt
+        return calm(case, effort)
+
+    monkeypatch.setattr(Server, "act", staticmethod(act))
+
+
+def test_an_interrupted_run_is_labelled_as_noisy_as_it_was(store, crowded, monkeypatch):
+    crowded.add(0)
+    interrupted(monkeypatch, 2)
+    with pytest.raises(KeyboardInterrupt):
+        run(CASES[:3], store, rounds=1, patience_s=0)
+    (stopped,) = store.runs()
+    assert stopped.provenance["noisy"] == {"during": "1 trial ran under too much foreign load"}
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_load_before_an_earlier_session_stays_a_reason_for_the_label(store, monkeypatch):
+    loads = [BUSY, QUIET, BUSY]
+    monkeypatch.setattr(foreign_load, "measure", lambda: loads.pop(0))
+    for number in (0, 1):
+        interrupted(monkeypatch, number)
+        with pytest.raises(KeyboardInterrupt):
+            run(CASES[:2], store, rounds=1, patience_s=0)
+        before = store.runs()[0].provenance["noisy"]["before"]
+        assert before.startswith("other processes took 50%")
+    outcome = run(CASES[:2], store, rounds=1, patience_s=0)
+    assert measured(outcome, store)[2] == {"before": before}, "the same load is told once"
 
 
 def test_what_was_noisy_twice_is_not_repeated_when_the_run_is_opened_again(store, crowded):
@@ -168,6 +196,20 @@ def test_a_busy_machine_is_waited_for_and_the_run_labelled_when_it_stays_busy(st
     assert list(measured(outcome, store)[2]) == ["before"]
     content = reports.report_of(store.runs()[0], store.trials(outcome.run_id))
     assert "NOISY: other processes took 50%" in " ".join(content.notes)
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_wait_for_a_low_load_leaves_half_of_the_budget_for_trials(store, monkeypatch):
+    waits = []
+
+    def wait(patience_s, *_):
+        waits.append(patience_s)
+        return BUSY
+
+    monkeypatch.setattr(foreign_load, "wait", wait)
+    for patience_s, budget_s in ((30, 20.0), (30, 110.0), (30, None)):
+        run(CASES[:1], store, rounds=1, patience_s=patience_s, budget_s=budget_s)
+    assert waits == [10, 30, 30]
 
 
 @pytest.mark.usefixtures("quick")

@@ -1,4 +1,4 @@
-"""The simulated machine behind dpbench's `Device` and `Clock` protocols.
+"""The simulated machine behind dpbench's `Device` and `CudaClock`.
 
 Tensors are those of the emulated devices: their values are computed at once on the host. Every
 operator on them also queues simulated work on the current stream of its device. `running` installs

@@ -250,6 +250,17 @@ def test_a_run_that_a_living_process_fills_is_refused_naming_it(path, child):
         assert begin(store)[1], "the dead process's run is free again"
 
 
+@pytest.mark.parametrize("status", ["open", "interrupted"])
+def test_a_living_process_whose_run_has_ended_holds_no_run(path, child, status):
+    """As a notebook whose `dpbench.run` ended without all answers."""
+    code = f"store = Store.create(path); store.end_run(begin(store)[0], {status!r}); print(1, flush"
+    holder = child(f"{code}=True); time.sleep(600)", path)
+    assert holder.stdout.readline(), holder.stderr.read()
+    with Store.create(path) as store:
+        (run,) = store.runs()
+        assert begin(store) == (run.id, True)
+
+
 def test_a_process_that_only_inherited_the_pid_does_not_hold_the_run(path):
     with Store.create(path) as store:
         run_id, _ = begin(store)
