@@ -114,7 +114,7 @@ def test_a_run_has_the_facts_and_results_of_the_command_line(
     assert run.explain().startswith(run.answers[0].subject)
     everything = run.explain(all=True, samples=1000)
     assert "an epoch of 1,000 samples takes" in everything
-    assert "mlp at batch 64: 2 logical CPU devices under dp give" in everything
+    assert "mlp dp[reference] x2 batch 64 [MEASURED CPU-ONLY]" in everything
     assert any("oom" in warning for warning in run.warnings), run.warnings
     page = run.report(tmp_path / "new" / "page.html")
     assert page.read_text().startswith("<!doctype html>")

@@ -280,7 +280,7 @@ def test_every_reader_tells_the_habits_apart() -> None:
             for habits in ("loss read", "inputs device", "inputs device, loss read")
         ),
     ]
-    assert len({diagnosis.text.partition(": ")[0] for diagnosis in found.diagnoses}) == 4
+    assert len({diagnosis.row.label for diagnosis in found.diagnoses}) == 4
     facets, _ = small_multiples.split(found.rows, per=8)
     assert len({facet.title for facet in facets}) == len(facets) == 4
     assert [len(facet.rows) for facet in facets] == [2, 2, 2, 2]

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from dpbench.analysis.findings import text
 from dpbench.analysis.report import Report
 from dpbench.cli.options import EXIT_FAILED
 from dpbench.records import Case, Step, Trial, Verified, registry
@@ -168,7 +167,8 @@ def test_an_outside_strategy_is_explained_next_to_the_others() -> None:
     report = Report.of(trials, run_id="7f" * 16, started_s=0.0, provenance={})
     (found,) = report.diagnoses
     assert found.row.case.strategy == "dp"
-    assert "mine.py:chunks is 2.00×" in text.render(report.diagnoses, report.rows)
+    (answer,) = report.answers
+    assert "use mine.py:chunks on 2" in answer.headline
 
 
 @pytest.mark.parametrize(
