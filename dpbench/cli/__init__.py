@@ -36,7 +36,7 @@ class _Commands(click.Group):
 
 @click.group(
     cls=_Commands,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    context_settings=options.HELP | {"max_content_width": 100},
 )
 @click.version_option(package_name="torch-dpbench", prog_name="dpbench")
 @click.option(

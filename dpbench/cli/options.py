@@ -135,6 +135,10 @@ def option_of(name: str, **changed: Any) -> Callable[[Any], Any]:
     )
 
 
+HELP = {"help_option_names": ["-h", "--help"]}
+"""The names of the help option, which a command keeps from the first context that asks for it."""
+
+
 class Documented(click.Command):
     """A command whose help ends with the defaults from a file and with the command's exit codes."""
 
@@ -145,6 +149,7 @@ class Documented(click.Command):
         grouped: bool = False,
         **options: Any,
     ) -> None:
+        options["context_settings"] = HELP | options.get("context_settings", {})
         super().__init__(*args, **options)
         self.exits = {**exits, EXIT_CLOSED: "the reader of the output closed it"}
         self.grouped = grouped
