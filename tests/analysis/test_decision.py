@@ -165,7 +165,7 @@ SITUATIONS = {
         ],
         USE,
         ("dp", 2),
-        ["1.62×"],
+        ["use dp[allreduce] on 2 GPUs (dpbench.TrainStep): 1.62×"],
     ),
     "one is decided and a better one is not": Situation(
         [SINGLE, row("ddp", 2, 1.3), row("fsdp", 2, 1.5, off=0.5)],
