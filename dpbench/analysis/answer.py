@@ -434,7 +434,7 @@ def _reason(question: Question, decision: Decision, machine: Resources) -> str:
     )
     shared = validity.oversubscribed(dp.case, machine.cores)
     lost = f"{subject} {_loses(dp, base)}{share if shared else ''}"
-    return f"{lost}{_added(dp, question)}{_floors(dp)}"
+    return f"{lost}{_added(dp, question)}"
 
 
 def _added(row: Row, question: Question) -> str:
@@ -517,23 +517,12 @@ def _code_of(phase: str) -> str:
     return "Python code between the phases" if phase == UNATTRIBUTED else phase
 
 
-def _floors(row: Row) -> str:
-    """Return a clause on the least times of phases by bytes and operations; "" if unknown."""
-    known = [f"{name} {words.time(floor_s)}" for name in row.phases if (floor_s := row.least(name))]
-    if not known:
-        return ""
-    return f"; by bytes over links and operations over the peak, at least: {', '.join(known)}"
-
-
 def _certainty(question: Question, decision: Decision, again: str) -> str:
     clauses = []
     if question.source is Source.PREDICTED:
         clauses.append("predicted, with an 80% interval")
     elif any(map(commands.noisy, decision.open)) and decision.basis is Basis.OPEN:
-        clauses.append(
-            "no verdict is given on such rounds: end the other processes, or let dpbench wait"
-            " (--patience)"
-        )
+        clauses.append("no verdict is given on such rounds")
     elif again:
         clauses.append("the time was used up before this was decided; the same command goes on")
     elif decision.basis is Basis.OPEN:
@@ -561,10 +550,16 @@ def _certainty(question: Question, decision: Decision, again: str) -> str:
             f" than this choice by {WORTH - 1:.0%} or more"
         )
     if any(foreign_load.NOISY in row.labels for row in question.rows):
-        left_out = ", and the comparison leaves these rounds out" if decision.row else ""
+        then = (
+            ": end them, or let dpbench wait (--patience)"
+            if decision.row is None
+            else ", and the comparison leaves these rounds out"
+            if decision.basis is not Basis.ONLY_FITS
+            else ""
+        )
         clauses.append(
             f"other processes used {foreign_load.shared(question.home)} in some rounds"
-            f" ({foreign_load.NOISY}){left_out}"
+            f" ({foreign_load.NOISY}){then}"
         )
     if question.home.device_kind == "cpu":
         clauses.append("this says nothing about GPUs")

@@ -123,7 +123,13 @@ def _lost(row: Row) -> str:
 
 
 def _lines(diagnosis: Diagnosis) -> Iterator[str]:
-    yield textwrap.fill(f"{diagnosis.row.label} [{' '.join(diagnosis.labels)}]", WIDTH)
+    row = diagnosis.row
+    yield textwrap.fill(f"{row.label} [{' '.join(diagnosis.labels)}]", WIDTH)
+    floors = [f"{name} {time(least_s)}" for name in row.phases if (least_s := row.least(name))]
+    if floors:
+        yield _filled(
+            "By bytes over links and operations over the peak, at least: ", ", ".join(floors), 4
+        )
     if not diagnosis.findings:
         why = _no_finding(diagnosis)
         yield f"\n{why[0].upper()}{why[1:]}."
