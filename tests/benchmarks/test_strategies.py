@@ -145,23 +145,36 @@ def test_a_case_that_a_strategy_cannot_run_is_skipped(file: str, changed: dict[s
     assert load(file).skip(case_of(file, device_kind="cuda")) == ""
 
 
+def trials_on_gpus(folder: commands.Folder, file: str, model: str) -> list[Trial]:
+    """Run the strategy in a file on two GPUs, and return the trials of the strategy.
+
+    The command is a process of its own, because ranks are forked before CUDA starts.
+    """
+    axes = ("--models", model, "--devices", "2", "--batch-sizes", "16", "--size", "small")
+    chosen = ("--strategies", "single", "--strategy", named(file), "--device-kind", "cuda")
+    folder.do("run", *axes, *chosen, "--rounds", "1", "--quiet")
+    trials = list(dpbench.load(folder.store).trials)
+    return [trial for trial in trials if trial.case.strategy == named(file)]
+
+
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize(("file", "model"), [("ddp_bf16", "mlp"), ("ddp_sync_bn", "resnet18")])
 def test_a_strategy_that_needs_gpus_is_verified_and_has_its_phases(
     file: str, model: str, tmp_path: Path
 ) -> None:
-    case = case_of(file, model=model, device_kind="cuda")
-    (done,) = run_together([case], SMALL, tmp_path)
-    assert done.status == "ok", done.reason
-    assert done.verified in (Verified.BITWISE, Verified.WITHIN_TOLERANCE)
-    assert {span.phase for span in done.spans} == IN_RANKS
+    with commands.folder(tmp_path) as folder:
+        (done,) = trials_on_gpus(folder, file, model)
+        assert done.status == "ok", done.reason
+        assert done.verified in (Verified.BITWISE, Verified.WITHIN_TOLERANCE)
+        assert {span.phase for span in done.spans} == IN_RANKS
 
 
 @pytest.mark.multi_gpu
 def test_a_model_without_batchnorm_is_not_timed_as_synchronized(tmp_path: Path) -> None:
-    (done,) = run_together([case_of("ddp_sync_bn", device_kind="cuda")], SMALL, tmp_path)
-    assert done.status == "failed"
-    assert "no BatchNorm" in done.reason
+    with commands.folder(tmp_path) as folder:
+        (done,) = trials_on_gpus(folder, "ddp_sync_bn", "mlp")
+        assert done.status == "failed"
+        assert "no BatchNorm" in done.reason
 
 
 # ---------------------------------------------------------------- layers over devices

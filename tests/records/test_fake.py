@@ -334,7 +334,7 @@ def test_a_run_and_a_watched_script_carry_the_label_on_fake_gpus_alone(tmp_path:
     (tmp_path / "train.py").write_text(SCRIPT)
     environ = {**os.environ, "PYTHONPATH": str(gallery.REPORTS.parent), "DPBENCH_PATIENCE": "0"}
     environ |= {"FAKECUDA_NAME": "NVIDIA A100"}
-    run = "run --models mlp --strategies single --devices 1 --rounds 1 --batch-sizes 8 --budget 2"
+    run = "run --models mlp --strategies single --devices 1 --rounds 1 --batch-sizes 8 --budget 5"
     run += " --report page.html --quiet"
     for arguments in (run, "watch train.py"):
         command = [sys.executable, "-m", "dpbench", *arguments.split(), "--store", "dpbench.db"]

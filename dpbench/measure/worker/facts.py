@@ -17,10 +17,11 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from dpbench.engine.containers import tensors_in
+from dpbench.hardware import nvml
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import float32
 from dpbench.models import Model, bytes_in, positional, rows_in
-from dpbench.records import HOST, Case, Trial
+from dpbench.records import HOST, Case, Trial, fake
 from dpbench.records.trial import FLOAT32
 from dpbench.records.work import LINKS, OPERATIONS, CopyTimes, Operations, times_links
 
@@ -163,7 +164,10 @@ def with_operations(
     devices have no peak. The peak is also unknown if torch cannot measure it, for example because
     the device has too little free memory: the trial is valid without it.
     """
-    if trial.on_fake_gpus or trial.case.device_kind not in ("cpu", "cuda"):
+    kind = trial.case.device_kind
+    # the driver tells fake GPUs, whatever their names are
+    fakes = kind == "cuda" and fake.fake_gpus({**trial.provenance, "gpus": nvml.describe()})
+    if fakes or kind not in ("cpu", "cuda"):
         return trial
     began_s = time.perf_counter()
     counted = operations(model, batch)
