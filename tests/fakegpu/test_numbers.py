@@ -484,6 +484,22 @@ def test_sparse_gradients_of_two_gpus_are_added() -> None:
     _assert_equal(want, [sums[0], sums[1].to_dense()], ROUNDED)
 
 
+def test_the_parts_of_sync_batch_norm_are_batch_norm_on_all_rows() -> None:
+    rows = torch.randn(6, 3, 4)
+    on_gpu, expected = (
+        [torch.zeros(3, device=device), torch.ones(3, device=device)] for device in ("cuda", "cpu")
+    )
+    parts = [torch.batch_norm_stats(part, 1e-5) for part in rows.cuda().split([4, 2])]
+    means, deviations = (torch.stack(column) for column in zip(*parts, strict=True))
+    counts = torch.tensor([16.0, 8.0], device="cuda")
+    joint = torch.batch_norm_gather_stats_with_counts(
+        rows.cuda(), means, deviations, *on_gpu, 0.1, 1e-5, counts
+    )
+    normalized = torch.batch_norm_elemt(rows.cuda(), None, None, *joint, 1e-5)
+    wanted = F.batch_norm(rows, *expected, training=True)
+    _assert_equal([wanted, *expected], [normalized, *on_gpu], 1e-5)
+
+
 def _semi_structured() -> object:
     half = torch.ones(64, 64, device="cuda", dtype=torch.float16)
     return torch._sparse_semi_structured_tile(half)
@@ -495,8 +511,14 @@ REFUSED: dict[str, Callable[[], object]] = {
         torch.ones(2, 2, device="cuda", dtype=torch.half),
         out_dtype=torch.float32,
     ),
-    "aten::batch_norm_stats": lambda: torch.batch_norm_stats(
-        torch.ones(2, 3, 4, device="cuda"), 1e-5
+    "aten::batch_norm_gather_stats": lambda: torch.batch_norm_gather_stats(
+        torch.ones(2, 3, 4, device="cuda"),
+        *[torch.ones(2, 3, device="cuda")] * 2,
+        None,
+        None,
+        0.1,
+        1e-5,
+        8,
     ),
     "aten::_sparse_semi_structured_tile": _semi_structured,
     "aten::linalg_qr.out": lambda: torch.linalg.qr(
