@@ -115,9 +115,10 @@ def _said(collectives: Sequence[Collective]) -> str:
     steps = len({one.step for one in collectives})
     waits_s = sum(sum(one.waits_s) / len(counts) for one in collectives) / steps
     transfer_s = sum(one.transfer_s for one in collectives) / steps
+    not_drawn = f" Only the first {RANKS} ranks are drawn." if len(counts) > RANKS else ""
     return (
         f"Rank {latest} arrived last at {counts[latest]} of"
         f" {words.count(len(collectives), 'collective')} in {words.count(steps, 'step')}. Per step,"
         f" a rank waits {words.time(waits_s)} on average, and the transfer takes"
-        f" {words.time(transfer_s)}."
+        f" {words.time(transfer_s)}.{not_drawn}"
     )

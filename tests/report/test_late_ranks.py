@@ -51,3 +51,10 @@ def test_the_buckets_of_a_step_stand_side_by_side() -> None:
     buckets = [Collective(step=step, waits_s=(one, 0.0), transfer_s=0.1) for step, one in waits]
     places = late_ranks._places(buckets)
     assert places == pytest.approx([0.25, 0.75, 1 + 1 / 6, 1.5, 1 + 5 / 6])
+
+
+def test_ranks_beyond_those_that_are_drawn_are_named() -> None:
+    for ranks, named in ((late_ranks.RANKS, False), (late_ranks.RANKS + 1, True)):
+        waits_s = (0.001,) * (ranks - 1) + (0.0,)
+        said = late_ranks._said([Collective(step=0, waits_s=waits_s, transfer_s=0.001)])
+        assert ("are drawn" in said) is named
