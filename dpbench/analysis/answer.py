@@ -433,8 +433,7 @@ def _reason(question: Question, decision: Decision, machine: Resources) -> str:
         f"; {words.count(len(dp.case.rows), 'device')} share {words.count(machine.cores, 'core')}"
     )
     shared = validity.oversubscribed(dp.case, machine.cores)
-    lost = f"{subject} {_loses(dp, base)}{share if shared else ''}"
-    return f"{lost}{_added(dp, question)}"
+    return f"{subject} {_loses(dp, base)}{share if shared else ''}{_added(dp, question)}"
 
 
 def _added(row: Row, question: Question) -> str:
@@ -508,12 +507,12 @@ def _loses(row: Row, base: Row) -> str:
         return clause
     most, *others = sorted(sorted(phases), key=lambda name: -phases[name])
     then = [name for name in others[:2] if phases[name] >= NOTABLE * lost_s]
-    parts = [f"{_code_of(most)} adds most, {words.time(phases[most])}"]
-    parts += [f"then {_code_of(name)}, {words.time(phases[name])}" for name in then]
+    parts = [f"{_part(most)} adds most, {words.time(phases[most])}"]
+    parts += [f"then {_part(name)}, {words.time(phases[name])}" for name in then]
     return f"{clause}; {', '.join(parts)}"
 
 
-def _code_of(phase: str) -> str:
+def _part(phase: str) -> str:
     return "Python code between the phases" if phase == UNATTRIBUTED else phase
 
 
@@ -550,13 +549,11 @@ def _certainty(question: Question, decision: Decision, again: str) -> str:
             f" than this choice by {WORTH - 1:.0%} or more"
         )
     if any(foreign_load.NOISY in row.labels for row in question.rows):
-        then = (
-            ": end them, or let dpbench wait (--patience)"
-            if decision.row is None
-            else ", and the comparison leaves these rounds out"
-            if decision.basis is not Basis.ONLY_FITS
-            else ""
-        )
+        then = ", and the comparison leaves these rounds out"
+        if decision.row is None:
+            then = ": end them, or let dpbench wait (--patience)"
+        elif decision.basis is Basis.ONLY_FITS:  # it compares nothing
+            then = ""
         clauses.append(
             f"other processes used {foreign_load.shared(question.home)} in some rounds"
             f" ({foreign_load.NOISY}){then}"

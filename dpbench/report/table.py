@@ -198,12 +198,11 @@ def footnotes(lines: Iterable[Sequence[Cell]]) -> list[str]:
 
 def lead(rows: Sequence[Row]) -> str:
     """Return what the small type of the table of all cases is, and what a speed-up is over."""
-    levels = {"80%" if row.source is Source.PREDICTED else "95%": row.source.value for row in rows}
-    mixed = len({*levels}) > 1
-    named = [
-        f"{level} intervals{' of predictions' * (mixed and level == '80%')}" for level in levels
-    ]
-    return f"In small type: {' and '.join(named) or '95% intervals'}. {SPEED_UP}"
+    predicted = [row.source is Source.PREDICTED for row in rows]
+    intervals = "80% intervals" if predicted and all(predicted) else "95% intervals"
+    if any(predicted) and not all(predicted):
+        intervals = "95% intervals, and 80% intervals of predictions"
+    return f"In small type: {intervals}. {SPEED_UP}"
 
 
 def _speedup(row: Row) -> Cell:

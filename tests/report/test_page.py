@@ -480,3 +480,14 @@ def test_the_head_of_the_page_says_whether_other_processes_used_the_cores(
 ) -> None:
     report = dataclasses.replace(gpu_run(), provenance={**PROVENANCE, **facts})
     assert dict(naming.facts(report)).get("other load") == said
+
+
+def test_the_table_of_all_cases_says_which_intervals_it_has() -> None:
+    measured = gpu_run().rows[0]
+    predicted = dataclasses.replace(measured, source=Source.PREDICTED)
+    for rows, intervals in (
+        ([measured], "95% intervals."),
+        ([predicted], "80% intervals."),
+        ([measured, predicted], "95% intervals, and 80% intervals of predictions."),
+    ):
+        assert table.lead(rows).startswith(f"In small type: {intervals} ")
