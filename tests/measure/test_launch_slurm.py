@@ -63,7 +63,7 @@ def test_srun_measures_over_two_nodes_and_goes_on_after_daemons_and_ranks_were_k
         "run",
         *GOOD,
         "--rounds",
-        "1",
+        "2",  # so that the rank that is killed is never in the last trial
         "--limit",
         "20",
         "--strategies",
@@ -96,7 +96,8 @@ def test_srun_measures_over_two_nodes_and_goes_on_after_daemons_and_ranks_were_k
     again = start(folder, slurm, "srun", "--nodes=2", "--ntasks=2", *run)
     again.wait(100)
     assert folder.final()[: len(kept)] == kept, "what was measured stays"
-    assert len(folder.final()) == 5, folder.err
+    assert len(folder.final()) == 10, folder.err
+    assert folder.query("SELECT count(*) FROM run") == [(1,)], folder.err
 
 
 def cases(folder: Folder) -> list[tuple[tuple, str]]:
