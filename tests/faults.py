@@ -608,7 +608,7 @@ FAULTS = (
     Fault(
         "resume",
         "a resumed run does not repeat what is done",
-        "pending = [case for case in wanted if (case.fingerprint, number) not in done]",
+        "pending = [case for case in wanted if (case.fingerprint, number) not in self.done]",
         "pending = list(wanted)",
         (
             "tests/measure/test_run.py::test_an_interrupted_run_goes_on_where_it_was_in_the_same_order",
@@ -964,11 +964,9 @@ FAULTS = (
     Fault(
         "spent-budget",
         "a budget is not too short after the last trial",
-        "not trials or needed_s <= left_s",
-        "needed_s <= left_s",
-        (
-            "tests/measure/test_stopping.py::test_a_budget_that_cannot_hold_the_trials_is_said_after_the_first_round",
-        ),
+        "not trials or needed_s <= self.left_s",
+        "needed_s <= self.left_s",
+        ("tests/measure/test_budget.py::test_a_budget_that_cannot_hold_the_trials_says_so",),
     ),
     Fault(
         "slow-ranks",
@@ -1356,8 +1354,8 @@ FAULTS = (
     Fault(
         "dropped-round",
         "on GPUs, a round that does not fit into the budget is left out as a whole",
-        "on_gpus(cases) and needed_s > self._left_s",
-        "False",
+        "not on_gpus(cases) or round_s <= self.left_s",
+        "True",
         (
             "tests/measure/test_run.py::test_on_gpus_a_round_that_does_not_fit_is_left_out_and_named_and_no"
             "_trial_is_shortened",

@@ -11,45 +11,40 @@ from __future__ import annotations
 import math
 import random
 import re
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpbench.analysis import decision, stats, validity
+from dpbench.analysis import stats, validity
 from dpbench.hardware import foreign_load, provenance, samplers, signals
 from dpbench.hardware.gpus import describe
 from dpbench.hardware.nvml import replicas_of
 from dpbench.measure import checks
+from dpbench.measure.budget import Budget, on_gpus
+from dpbench.measure.noise import Noise
+from dpbench.measure.once import Once
 from dpbench.measure.scratch import folder
 from dpbench.measure.server import Server
-from dpbench.measure.stopping import GPU_LEAST_S, LEAST_S, Fixed, RoundsRule, shortage
-from dpbench.records import HOST, Case, Effort, Sample, Status, Trial, plan, registry, sources
+from dpbench.measure.stopping import Fixed, RoundsRule
+from dpbench.records import HOST, Case, Effort, Sample, Status, Trial, plan, sources
 from dpbench.records.trial import HOSTS, LOOKS
 from dpbench.records.words import count
 from dpbench.records.words import time as time_text
-from dpbench.records.work import LINKS, times_links
 from dpbench.store import FINISHED, INTERRUPTED, OPEN, Store
 
 if TYPE_CHECKING:
     from dpbench.measure.checks import TrialRunner
     from dpbench.measure.cluster import Cluster
 
-Slot = tuple[Case, int]
-"""A case and the number of the round in which it is measured."""
-SHARED = 0.9
-"""The share of the remaining budget that is divided among the trials; the rest is a reserve."""
 PLANNED = stats.LOOKS[3]
 """The rounds for which time is reserved in a run that ends with its answers.
 
 More rounds of shorter trials settle more answers, because rounds differ more than steps.
 """
-OVERHEAD_S = 1.0
-"""The first estimate of a trial's seconds without timed steps; successful trials update it."""
 SPENT = (
     "not measured, because the run's budget was spent before; the same command, also with another"
     " --budget, goes on with it"
@@ -179,23 +174,30 @@ def run(
         gpus = [] if cluster else ordinals(cases)
         waits_s = patience_s if budget_s is None else min(patience_s, budget_s / 2)
         load = foreign_load.wait(waits_s, lambda words: listen(Note(words)), cases, gpus)
-        noisy = store.provenance(run_id).get(NOISY, {})
-        before = noisy.get("before", "")
-        told = foreign_load.told(load, cases) if foreign_load.busy(load, cases) else ""
-        if told not in before:
-            before = f"{before}; {told}" if before else told
+        earlier = store.provenance(run_id).get(NOISY, {})
+        noise = Noise(_before(earlier.get("before", ""), load, cases))
         store.annotate(run_id, foreign_load.FACT, foreign_load.plain(load))
-        store.annotate(run_id, NOISY, noisy | _noise(before, {}))
+        store.annotate(run_id, NOISY, earlier | noise.reasons())
         growth = store.growth(run_id)
         done = measured(store, run_id, retry)
         deadline_s = began_s + (math.inf if budget_s is None else budget_s)
+        needed = needed_rounds(cases, rule.least, growth.joined)
         session = _Session(
+            cases=cases,
+            paired=paired,
             store=store,
             run_id=run_id,
+            done=done,
+            begun=store.begun(run_id),
             rule=rule,
-            effort=effort or Effort(),
-            deadline_s=deadline_s,
-            settle_by_s=min(began_s + settle_s, deadline_s),
+            budget=Budget(
+                deadline_s=deadline_s,
+                settle_by_s=min(began_s + settle_s, deadline_s),
+                settles=rule.looks > 1,
+                effort=effort or Effort(),
+            ),
+            noise=noise,
+            once=Once(needed),
             limit_s=limit_s,
             patience_s=patience_s,
             listen=listen,
@@ -204,16 +206,16 @@ def run(
             visible=facts["gpus"].get("gpus", ()),
             gpus=gpus,
             gpu_loads=load.gpus,
-            needed=needed_rounds(cases, rule.least, growth.joined),
+            needed=needed,
             looks=rule.looks * (1 + growth.looks),
             models=checks.Models(limit_s),
         )
         for trial in store.trials(run_id, superseded=True) if done else ():
             session.take(trial)
         try:
-            session.measure(cases, done, paired=paired)
+            session.measure()
         finally:
-            store.annotate(run_id, NOISY, _noise(before, session.noisy))
+            store.annotate(run_id, NOISY, noise.reasons())
         # the same command goes on with a run of which a trial was killed
         if session.killed <= store.done(run_id):
             status = OPEN if session.open else FINISHED
@@ -268,28 +270,12 @@ def needed_rounds(
     return {case: range(first[case.model], first[case.model] + least) for case in cases}
 
 
-def _noise(before: str, trials: Mapping[Slot, Sequence[foreign_load.GpuLoad]]) -> dict[str, str]:
-    """Return the reasons for labelling a run NOISY: `before` and `during`, each a text.
-
-    `before` is the high load before each session of the run, if any. `trials` are those measured
-    under too much load, with the GPUs that others used.
-    """
-    reasons = {"before": before} if before else {}
-    if trials:
-        gpus = {gpu.gpu: str(gpu) for loads in trials.values() for gpu in loads}
-        further = [text for text in gpus.values() if text not in before]
-        used = f" ({'; '.join(further)})" if further else ""
-        reasons["during"] = f"{count(len(trials), 'trial')} ran under too much foreign load{used}"
-    return reasons
-
-
-def _groups(cases: Sequence[Case], *, paired: bool) -> list[tuple[Case, ...]]:
-    return plan.side_by_side(cases) if paired else [(case,) for case in cases]
-
-
-def on_gpus(cases: Sequence[Case]) -> bool:
-    """Return whether the cases use GPUs."""
-    return any(case.device_kind == "cuda" for case in cases)
+def _before(earlier: str, load: foreign_load.Measured, cases: Sequence[Case]) -> str:
+    """Return which high loads there were before the earlier sessions of a run and before this."""
+    told = foreign_load.told(load, cases) if foreign_load.busy(load, cases) else ""
+    if told in earlier:
+        return earlier
+    return f"{earlier}; {told}" if earlier else told
 
 
 def ordinals(cases: Sequence[Case]) -> list[int]:
@@ -304,14 +290,21 @@ def ordinals(cases: Sequence[Case]) -> list[int]:
 
 @dataclass(kw_only=True)
 class _Session:
-    """The state of one call of `run`: its budget, and the trials so far."""
+    """The rounds of one call of `run`."""
 
+    cases: Sequence[Case]
+    """The cases that are measured; one whose model fails its check is dropped."""
+    paired: bool
     store: Store
     run_id: str
+    done: set[tuple[str, int]]
+    """The pairs (case fingerprint, round) that earlier sessions have measured."""
+    begun: set[tuple[str, int]]
+    """Those that earlier sessions have begun."""
     rule: RoundsRule
-    effort: Effort
-    deadline_s: float
-    settle_by_s: float
+    budget: Budget
+    noise: Noise
+    once: Once
     limit_s: float
     patience_s: float
     listen: Listener
@@ -325,156 +318,137 @@ class _Session:
     models: checks.Models
     open: bool = False
     """Whether trials were left out, on which an answer depends or which every case needs."""
-    noisy: dict[Slot, Sequence[foreign_load.GpuLoad]] = field(default_factory=dict)
-    """The slots whose last trusted trial (`Trial.trusted`) ran under too much load.
-
-    Each has the GPUs of the case that others used.
-    """
     killed: set[tuple[str, int]] = field(default_factory=set)
-    """The pairs (case fingerprint, round) of trials that a signal from outside has ended."""
-    _profiled: dict[Case, tuple[int, float]] = field(default_factory=dict)
-    """The round in which a case was profiled, and the busy seconds of its busiest GPU."""
-    _widest: int = 0
-    _linked: Slot | None = None
-    """The slot whose trial has the times of copies over the links of the most GPUs."""
-    _overhead_s: float = OVERHEAD_S
-    _done: int = 0
-    _total: int = 0
-    _times: Counter[Slot] = field(default_factory=Counter)
-    _slow: dict[tuple[str, int], bool] = field(default_factory=dict)
-    """Whether trials that are compared (`_alike`) take only a few steps; the first decides."""
-    _case_s: dict[Case, list[float]] = field(default_factory=dict)
-    """The seconds of each case's trials that this session has measured."""
-    _ahead: Counter[Case] = field(default_factory=Counter)
-    """How many trials of each case are still to be measured, as far as it is known."""
-    _planned: int = 0
-    """The number of trials for which time is reserved."""
-    _expected_s: float = math.inf
-    """The last expected duration of the rest of the run."""
+    """The trials that a signal from outside has ended, as in `done`."""
+    _ended: int = field(init=False)
+    """The number of trials that have ended, including those of earlier sessions."""
+    _total: int = field(init=False)
+    """The number of trials that have ended or are planned."""
+    _scratch: Path = field(init=False)
+    _samples: samplers.SampleFile = field(init=False)
+    _lasting: TrialRunner | None = None
+    """The workers of all rounds, where cases are paired."""
+
+    def __post_init__(self) -> None:
+        needed = {(case.fingerprint, n) for case in self.cases for n in self.needed[case]}
+        self._ended = len(self.done)
+        self._total = len(needed | self.done)
 
     @property
     def _last(self) -> int:
         """Return the number of the first round that no case needs."""
         return max((rounds.stop for rounds in self.needed.values()), default=0)
 
-    def measure(self, cases: Sequence[Case], done: set[tuple[str, int]], *, paired: bool) -> None:
-        """Measure the rule's rounds, except the pairs (case fingerprint, round) in `done`."""
-        planned = max(self.rule.least, PLANNED if self.rule.looks > 1 else 0)
-        needed = {(case.fingerprint, n) for case in cases for n in self.needed[case]}
-        self._total = len(needed | done)
-        self._done = len(done)
-        self._widest = max((case.devices for case in cases if times_links(case)), default=0)
-        self.listen(Started(self.run_id, self._total, self._done))
-        begun = self.store.begun(self.run_id)
-        latest = max((number for _, number in begun), default=-1)
+    def measure(self) -> None:
+        """Measure the rule's rounds, except what earlier sessions have measured."""
+        self.listen(Started(self.run_id, self._total, self._ended))
         with ExitStack() as stack:
-            scratch = stack.enter_context(folder())
-            watched = stack.enter_context(samplers.sampling(self.gpus, scratch / "samples.jsonl"))
-            lasting = stack.enter_context(self._workers(scratch)) if paired else None
+            self._scratch = stack.enter_context(folder())
+            self._samples = stack.enter_context(
+                samplers.sampling(self.gpus, self._scratch / "samples.jsonl")
+            )
+            if self.paired:
+                self._lasting = stack.enter_context(self._workers())
             number = 0
-            while (wanted := self._wanted(cases, number)) or number < self._last:
-                pending = [case for case in wanted if (case.fingerprint, number) not in done]
-                if number <= latest:
-                    # of an earlier session, whose baselines are none for a case that joins now
-                    pending = [
-                        case
-                        for case in pending
-                        if number in self.needed[case] or (case.fingerprint, number) in begun
-                    ]
-                if pending and number and self._too_long(pending, number):
-                    self._leave_out(pending, number)
-                    break
-                left: list[Case] = []
-                if pending:
-                    if number and self.gpus:
-                        # a GPU that stays in use is waited for only once
-                        in_use = any(load.busy for load in self.gpu_loads)
-                        self._look(0.0 if in_use else self.patience_s, pending)
-                    # a new server per round widens the intervals by a server's effect; in paired
-                    # cases, the effect cancels
-                    with nullcontext(lasting) if lasting else self._workers(scratch) as server:
-                        refused = self._refuse(pending, number, server)
-                        cases = [case for case in cases if case not in refused]
-                        pending = [case for case in pending if case not in refused]
-                        remaining = [
-                            case
-                            for n in range(number, self._last)
-                            for case in cases
-                            if n in self.needed[case] and (case.fingerprint, n) not in done
-                        ]
-                        self._ahead = Counter(remaining or pending)
-                        self._planned = max(len(remaining), len(pending) * (planned - number))
-                        self._total = self._done + self._ahead.total()
-                        left = self._round(pending, number, server, watched, paired=paired)
-                        short = shortage(self._left_s, self._ahead.total(), self._overhead_s)
-                        if short and not left and number == 0 and not on_gpus(pending):
-                            self.listen(Note(short))
-                if left:
-                    self._leave_out(left, number, rest=True)
+            while (wanted := self._wanted(number)) or number < self._last:
+                pending = self._pending(wanted, number)
+                if pending and not self._round(pending, number):
                     break
                 number += 1
             # where the number of rounds is open, further rounds replace those under load
-            if self.rule.looks == 1 and self.patience_s > 0 and self._repeatable():
-                self._look(self.patience_s, cases)
-                with nullcontext(lasting) if lasting else self._workers(scratch) as server:
-                    self._repeat(cases, server, watched, paired=paired)
+            if self.rule.looks == 1 and self.patience_s > 0:
+                self._repeat()
 
-    def _wanted(self, cases: Sequence[Case], number: int) -> list[Case]:
+    def _wanted(self, number: int) -> list[Case]:
         """Return the cases of a round: those that need it, or later those that the rule adds.
 
         In a run that grew, the rule counts the rounds from the one in which cases joined.
         """
         if number < self._last:
-            return [case for case in cases if number in self.needed[case]]
-        return self.rule.wanted(cases, number - (self._last - self.rule.least))
+            return [case for case in self.cases if number in self.needed[case]]
+        return self.rule.wanted(self.cases, number - (self._last - self.rule.least))
+
+    def _pending(self, wanted: Sequence[Case], number: int) -> list[Case]:
+        """Return the cases of a round that are still to be measured.
+
+        A round of an earlier session has no baselines for a case that joins now.
+        """
+        latest = max((begun for _, begun in self.begun), default=-1)
+        pending = [case for case in wanted if (case.fingerprint, number) not in self.done]
+        if number > latest:
+            return pending
+        return [
+            case
+            for case in pending
+            if number in self.needed[case] or (case.fingerprint, number) in self.begun
+        ]
 
     def _is_needed(self, cases: Iterable[Case], number: int) -> bool:
         return any(number in self.needed[case] for case in cases)
 
     @contextmanager
-    def _workers(self, scratch: Path) -> Iterator[TrialRunner]:
-        with self.cluster.workers() if self.cluster else Server(scratch) as found:
-            yield found
+    def _workers(self) -> Iterator[TrialRunner]:
+        """Yield what starts the workers of a round.
 
-    def _refuse(self, cases: Sequence[Case], number: int, server: TrialRunner) -> set[Case]:
-        """Check the models; store and return the cases whose model fails, as failed trials."""
-        for line in () if self._spent() else self.models.check(cases, server):
+        A new server per round widens the intervals by a server's effect. In paired cases, which
+        have one server, the effect cancels.
+        """
+        if self._lasting:
+            yield self._lasting
+            return
+        with self.cluster.workers() if self.cluster else Server(self._scratch) as server:
+            yield server
+
+    def _round(self, pending: Sequence[Case], number: int) -> bool:
+        """Measure the pending cases of a round, and return whether the run may go on."""
+        if number and not self.budget.allows(pending, needed=self._is_needed(pending, number)):
+            self._leave_out(pending, number)
+            return False
+        if number and self.gpus:
+            # a GPU that stays in use is waited for only once
+            in_use = any(load.busy for load in self.gpu_loads)
+            self._look(0.0 if in_use else self.patience_s, pending)
+        with self._workers() as server:
+            self._refuse(pending, number, server)
+            pending = [case for case in pending if case in self.cases]
+            self._plan(pending, number)
+            left = self._measured(pending, number, server)
+        short = self.budget.shortage()
+        if short and not left and number == 0 and not on_gpus(pending):
+            self.listen(Note(short))
+        if left:
+            self._leave_out(left, number, rest=True)
+        return not left
+
+    def _refuse(self, cases: Sequence[Case], number: int, server: TrialRunner) -> None:
+        """Check the models; store a failed trial of each case whose model fails, and drop it."""
+        for line in () if self.budget.spent() else self.models.check(cases, server):
             self.listen(Note(line))
         failed = {case: trial for case in cases if (trial := self.models.failed(case, number))}
         for case, trial in failed.items():
             self.store.end_trial(self.store.begin_trial(self.run_id, case, number), trial)
-        return {*failed}
+        self.cases = [case for case in self.cases if case not in failed]
+
+    def _plan(self, pending: Sequence[Case], number: int) -> None:
+        """Tell the budget which trials are ahead, from the round `number` on."""
+        ahead = [
+            case
+            for n in range(number, self._last)
+            for case in self.cases
+            if n in self.needed[case] and (case.fingerprint, n) not in self.done
+        ]
+        rounds = max(self.rule.least, PLANNED if self.rule.looks > 1 else 0)
+        self.budget.ahead = Counter(ahead or pending)
+        self.budget.reserved = max(len(ahead), len(pending) * (rounds - number))
+        self._total = self._ended + self.budget.ahead.total()
 
     def take(self, trial: Trial) -> None:
-        """Pass a trial to the rule; record if it was killed or ran under too much load."""
+        """Pass a trial to all that depends on the trials so far."""
         self.rule.add(trial)
-        if trial.status is Status.OK:
-            self._slow.setdefault(self._alike(trial.case), trial.slow)
-        slot = trial.case, trial.round
-        if LINKS in trial.provenance:
-            self._linked = slot
-        if busy_s := foreign_load.gpu_busy_s(trial):
-            self._profiled.setdefault(trial.case, (trial.round, busy_s))
-        self._times[slot] += trial.trusted
-        if trial.trusted:
-            self.noisy.pop(slot, None)
-            if foreign_load.noisy(trial):
-                gpus = foreign_load.gpus_during(trial)
-                self.noisy[slot] = [gpu for gpu in gpus if gpu.busy]
+        self.once.add(trial)
+        self.noise.add(trial)
         if trial.status is Status.KILLED:
             self.killed.add((trial.case.fingerprint, trial.round))
-
-    def _alike(self, case: Case) -> tuple[str, int]:
-        """Return what a case has in common with those to which it is compared.
-
-        It is the model, and the batch size of their baseline.
-        """
-        home = next((one for one in decision.homes(case) if one in self.needed), case)
-        return case.model, home.batch_size
-
-    def _repeatable(self) -> list[Slot]:
-        """Return the slots in `noisy` that were not repeated yet; none if the budget is spent."""
-        return [] if self._spent() else [slot for slot in self.noisy if self._times[slot] == 1]
 
     def _look(self, patience_s: float, cases: Sequence[Case]) -> None:
         """Wait for a low foreign load, and keep what others use of the GPUs.
@@ -482,86 +456,71 @@ class _Session:
         The wait takes at most half of what is left of the budget.
         """
         self.gpu_loads = foreign_load.wait(
-            min(patience_s, self._left_s / 2),
+            min(patience_s, self.budget.left_s / 2),
             lambda words: self.listen(Note(words)),
             cases,
             self.gpus,
         ).gpus
 
-    def _repeat(
-        self,
-        cases: Sequence[Case],
-        server: TrialRunner,
-        watched: samplers.SampleFile,
-        *,
-        paired: bool,
-    ) -> None:
+    def _repeat(self) -> None:
         """Repeat trials that ran under too much foreign load, as long as budget is left.
 
         Trials that shared a worker with one of them are repeated too. Results use the new trials;
         the old ones stay stored.
         """
-        slots = set(self._repeatable())
-        for number in sorted({number for _, number in slots}):
-            measured = [case for case in cases if self._times[case, number]]
-            for group in _groups(measured, paired=paired):
-                if slots & {(case, number) for case in group} and not self._spent():
-                    self._total += len(group)
-                    self._group(server, group, number, watched)
+        slots = set(self.noise.repeatable())
+        if not slots or self.budget.spent():
+            return
+        self._look(self.patience_s, self.cases)
+        with self._workers() as server:
+            for number in sorted({number for _, number in slots}):
+                measured = [case for case in self.cases if self.noise.measured(case, number)]
+                for group in self._groups(measured):
+                    if slots & {(case, number) for case in group} and not self.budget.spent():
+                        self._total += len(group)
+                        self._group(group, number, server)
 
-    def _round(
-        self,
-        cases: Sequence[Case],
-        number: int,
-        server: TrialRunner,
-        watched: samplers.SampleFile,
-        *,
-        paired: bool,
-    ) -> list[Case]:
+    def _measured(self, cases: Sequence[Case], number: int, server: TrialRunner) -> list[Case]:
         """Measure each case once, in a random order that depends only on the run and the round.
 
         Return the cases that are left when the budget is spent.
         """
         generator = random.Random(f"{self.run_id} {number}")
         shuffled = generator.sample(sorted(cases, key=lambda case: case.fingerprint), len(cases))
-        groups = _groups(shuffled, paired=paired)
-        while groups and not self._spent():
-            self._group(server, groups.pop(0), number, watched)
+        groups = self._groups(shuffled)
+        while groups and not self.budget.spent():
+            self._group(groups.pop(0), number, server)
         return [case for group in groups for case in group]
 
-    def _group(
-        self, server: TrialRunner, group: Sequence[Case], number: int, watched: samplers.SampleFile
-    ) -> None:
+    def _groups(self, cases: Sequence[Case]) -> list[tuple[Case, ...]]:
+        return plan.side_by_side(cases) if self.paired else [(case,) for case in cases]
+
+    def _group(self, group: Sequence[Case], number: int, server: TrialRunner) -> None:
         """Measure the cases in one worker."""
         signals.check()
-        self.listen(Started(self.run_id, self._total, self._done, group[0], number))
+        self.listen(Started(self.run_id, self._total, self._ended, group[0], number))
         ids = [self.store.begin_trial(self.run_id, case, number) for case in group]
         began = time.perf_counter()
         effort = replace(
-            self._once(self._affordable(group), group, number),
+            self.once.left(self.budget.trial(group), group, number),
             trace=self._trace(group[0], number) if len(group) == 1 else "",
-            slow=self._slow.get(self._alike(group[0])),
         )
         before = foreign_load.snapshot()
         trials = server.run_together(group, effort, number, self.limit_s)
         load = foreign_load.since(before)
         ended = time.perf_counter()
+        self.budget.took(trials, ended - began)
         for trial_id, trial in zip(ids, trials, strict=True):
-            samples = (*trial.samples, *_watched(watched, began, ended, trial, self.visible))
+            samples = (*trial.samples, *_watched(self._samples, began, ended, trial, self.visible))
             # the load that the ranks of a cluster measured takes precedence
             facts = {**self._load_facts(trial, load), **trial.provenance}
             checked = _checked(replace(trial, samples=samples, provenance=facts))
             self.store.end_trial(trial_id, checked)
             self.take(checked)
-            self._done += 1
-            self._ahead -= Counter([trial.case])
-            self._planned -= 1
+            self._ended += 1
             seconds = (ended - began) / len(group)
-            self._case_s.setdefault(trial.case, []).append(seconds)
-            self.listen(Ended(checked, self._done, self._total, seconds, self._remaining_s()))
-        if all(trial.status is Status.OK for trial in trials):
-            timed = sum(step.seconds for trial in trials for step in trial.steps)
-            self._overhead_s += 0.3 * ((ended - began - timed) / len(group) - self._overhead_s)
+            left_s = self.budget.remaining_s()
+            self.listen(Ended(checked, self._ended, self._total, seconds, left_s))
 
     def _load_facts(self, trial: Trial, load: foreign_load.Measured) -> dict[str, Any]:
         """Return what others used during a trial, and how long the GPU computes in a step."""
@@ -572,43 +531,9 @@ class _Session:
         if gpus := [asdict(gpu) for gpu in self.gpu_loads if gpu.gpu in mine]:
             facts[foreign_load.GPUS] = gpus
         # only the first round is profiled
-        _, earlier_s = self._profiled.get(trial.case, (0, None))
-        if busy_s := foreign_load.gpu_busy_s(trial) or earlier_s:
+        if busy_s := foreign_load.gpu_busy_s(trial) or self.once.busy_s(trial.case):
             facts[foreign_load.GPU_BUSY] = busy_s
         return facts
-
-    def _once(self, effort: Effort, group: Sequence[Case], number: int) -> Effort:
-        """Return the effort without what a run measures only once, and has measured.
-
-        It is the memory by phase and the profile of a case, and the links of the most GPUs. A trial
-        that is repeated measures again what its predecessor had. Where gradients are reduced during
-        backward, the profile shows the phase `reduce` of each round.
-        """
-        by_profile = any(
-            case.traits.ranks and case.traits.reduction is registry.Reduction.OVERLAPPED
-            for case in group
-        )
-        first = any(self._profiled.get(case, (number, 0.0))[0] == number for case in group)
-        unlinked = any(
-            case.devices == self._widest and self._linked in (None, (case, number))
-            for case in group
-            if times_links(case)
-        )
-        return replace(
-            effort,
-            memory_by_phase=effort.memory_by_phase
-            and any(number == self.needed[case].start for case in group),
-            profile=effort.profile and (first or by_profile),
-            links=effort.links and unlinked,
-        )
-
-    @property
-    def _left_s(self) -> float:
-        """Return the rest of the time budget in seconds; infinity without a budget."""
-        return self.deadline_s - time.perf_counter()
-
-    def _spent(self) -> bool:
-        return self._left_s <= 0
 
     def _trace(self, case: Case, number: int) -> str:
         if self.traces is None:
@@ -618,38 +543,12 @@ class _Session:
             self.traces.absolute() / self.run_id / f"{words}-{case.fingerprint[:8]}-r{number}.json"
         )
 
-    def _too_long(self, cases: Sequence[Case], number: int) -> bool:
-        """Return whether round `number` of these cases would begin or end too late.
-
-        On CPUs, trials of the rounds that every case needs are shortened instead.
-        """
-        needed_s = self._usual_s(Counter(cases))
-        if not self._is_needed(cases, number):
-            return needed_s > self.settle_by_s - time.perf_counter()
-        return self._spent() or (on_gpus(cases) and needed_s > self._left_s)
-
-    def _usual_s(self, trials: Counter[Case]) -> float:
-        """Return the expected seconds of trials: the mean of the case's, or of all so far."""
-        every = [seconds for each in self._case_s.values() for seconds in each]
-        usual_s = statistics.mean(every) if every else 0.0
-        means = {case: statistics.mean(each) for case, each in self._case_s.items()}
-        return sum(count * means.get(case, usual_s) for case, count in trials.items())
-
-    def _remaining_s(self) -> float | None:
-        """Return the expected seconds of the rest of the run, which never grow; None if unknown."""
-        now_s = time.perf_counter()
-        expected_s = self._usual_s(self._ahead)
-        if self.rule.looks > 1:
-            expected_s = max(expected_s, self.settle_by_s - now_s)
-        self._expected_s = min(self._expected_s, expected_s, self._left_s)
-        return max(0.0, self._expected_s) if math.isfinite(self._expected_s) else None
-
     def _leave_out(self, cases: Sequence[Case], number: int, *, rest: bool = False) -> None:
         """Record that no further trial is measured; say so if every case needed it.
 
         `cases` are those of round `number`, or only the `rest` of them.
         """
-        self._total = self._done
+        self._total = self._ended
         if not self._is_needed(cases, number):
             self.open = bool(self.rule.unsettled())
             return
@@ -662,12 +561,12 @@ class _Session:
                 self.store.end_trial(trial_id, trial)
         last = max(self.needed[case].stop for case in cases)
         rounds = f"rounds {number + 1} to {last}" if number + 1 < last else f"round {number + 1}"
-        usual_s = self._usual_s(Counter(cases))
+        usual_s = self.budget.usual_s(Counter(cases))
         why = (
             "the budget is spent"
-            if self._spent()
+            if self.budget.spent()
             else f"one round of {count(len(cases), 'case')} takes about {time_text(usual_s)}, and"
-            f" {time_text(self._left_s)} of the budget is left"
+            f" {time_text(self.budget.left_s)} of the budget is left"
         )
         self.listen(
             Note(
@@ -675,19 +574,6 @@ class _Session:
                 " another --budget, goes on with them"
             )
         )
-
-    def _affordable(self, group: Sequence[Case]) -> Effort:
-        """Return the effort for the next trial.
-
-        On CPUs, a trial takes at most an equal share of the remaining time.
-        """
-        if on_gpus(group):
-            return replace(self.effort, least_s=min(GPU_LEAST_S, self.effort.budget_s))
-        left_s = self.settle_by_s - time.perf_counter() if self.rule.looks > 1 else self._left_s
-        if math.isinf(left_s):
-            return self.effort
-        share_s = SHARED * left_s / max(1, self._planned) - self._overhead_s
-        return replace(self.effort, budget_s=min(self.effort.budget_s, max(LEAST_S, share_s)))
 
 
 def _checked(trial: Trial) -> Trial:

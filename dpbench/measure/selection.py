@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpbench.measure import run
-from dpbench.measure.run import OVERHEAD_S
+from dpbench.measure.budget import OVERHEAD_S, on_gpus
 from dpbench.measure.stopping import Fixed, RoundsRule, UntilDecided
 from dpbench.records import HABITS, Case, Effort, plan, registry, words
 from dpbench.records.options import AUTO, Options, tags
@@ -382,7 +382,7 @@ class RunForecast:
     @property
     def on_gpus(self) -> bool:
         """Return whether the cases use GPUs."""
-        return run.on_gpus([one.case for one in self.cases])
+        return on_gpus([one.case for one in self.cases])
 
     @property
     def _assumed_s(self) -> float:

@@ -226,20 +226,3 @@ class Fixed:
     def unsettled(self) -> frozenset[Case]:
         """Return no case: a fixed number of rounds does not depend on the answers."""
         return frozenset()
-
-
-def shortage(left_s: float, trials: int, overhead_s: float) -> str:
-    """Return a warning that `left_s` seconds of budget are too short for `trials` trials, or "".
-
-    It is never too short for 0 trials. `overhead_s` is the measured time in seconds of a trial
-    without its steps.
-    """
-    needed_s = trials * (overhead_s + LEAST_S)
-    if not trials or needed_s <= left_s:
-        return ""
-    return (
-        f"the budget is too short: {words.count(trials, 'more trial')} would take at least"
-        f" {words.time(needed_s)} ({words.time(overhead_s)} per trial in addition to its steps),"
-        f" but {words.time(max(0.0, left_s))} of the budget is left; the last trials will be"
-        " left out. Give a larger --budget, or fewer --devices or --models"
-    )

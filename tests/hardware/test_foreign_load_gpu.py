@@ -19,7 +19,7 @@ from dpbench.analysis import caveats, summary, validity
 from dpbench.api import reports
 from dpbench.hardware import foreign_load, nvml
 from dpbench.hardware.foreign_load import FACT, GPUS, GpuLoad, GpuProcess, Load, UnknownLoad
-from dpbench.measure import run as module
+from dpbench.measure.noise import Noise
 from dpbench.measure.run import Note, run
 from dpbench.records import Case, Effort, Status, Step, Trial, Verified
 from tests.marked import poll
@@ -258,7 +258,7 @@ def test_a_gpu_that_stays_in_use_is_waited_for_once(
         return wait(0, *arguments, **named)
 
     monkeypatch.setattr(foreign_load, "wait", waiting)
-    monkeypatch.setattr(module._Session, "_repeatable", lambda self: [])
+    monkeypatch.setattr(Noise, "repeatable", lambda self: [])
     run([PAIR], store, rounds=3, patience_s=5)
     assert patience == [5, 0, 0]
 

@@ -363,7 +363,7 @@ def test_the_budget_bounds_the_run_and_the_same_call_goes_on_with_what_it_leaves
         now[0] += 1e-6
         return now[0]
 
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=tick))
+    monkeypatch.setattr(module.time, "perf_counter", tick)
 
     def act(case, effort):
         given.append(effort.budget_s)
@@ -399,7 +399,7 @@ def test_the_budget_bounds_the_run_and_the_same_call_goes_on_with_what_it_leaves
 @pytest.mark.usefixtures("quick")
 def test_a_case_that_the_budget_did_not_reach_is_skipped_and_measured_later(store, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
 
     def act(case, effort):
         now[0] += 1
@@ -520,7 +520,7 @@ def test_a_model_that_fails_its_check_is_told_once_and_stored_per_case_and_the_o
 @pytest.mark.usefixtures("quick")
 def test_the_check_of_a_model_is_part_of_the_budget(store, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
 
     def check(case):
         now[0] += 10

@@ -7,7 +7,7 @@ import pytest
 from dpbench.api import reports
 from dpbench.hardware import foreign_load
 from dpbench.hardware.foreign_load import Load, UnknownLoad
-from dpbench.measure import run as module
+from dpbench.measure.budget import Budget
 from dpbench.measure.run import Ended, Note, run
 from dpbench.records import Case, Status, Verified
 from tests.measure.test_run import CASES, slots
@@ -38,6 +38,15 @@ def measured(outcome, store):
     (found,) = [one for one in store.runs() if one.id == outcome.run_id]
     every = store.trials(outcome.run_id, superseded=True)
     return len(every), len(store.trials(outcome.run_id)), found.provenance["noisy"]
+
+
+def with_a_budget_of(trials, store, monkeypatch):
+    """Measure three cases in one round with a budget that is spent after this many trials."""
+    heard = []
+    monkeypatch.setattr(
+        Budget, "spent", lambda self: sum(isinstance(one, Ended) for one in heard) >= trials
+    )
+    return run(CASES[:3], store, rounds=1, patience_s=1, budget_s=1000, listen=heard.append)
 
 
 def test_a_trial_beside_others_is_measured_once_more_at_the_end_and_that_one_counts(store, crowded):
@@ -78,8 +87,7 @@ def test_without_patience_noisy_trials_are_labelled_and_not_repeated(store, crow
 
 def test_when_the_budget_is_spent_nothing_is_repeated(store, crowded, monkeypatch):
     crowded.update({0, 1, 2})
-    monkeypatch.setattr(module._Session, "_spent", lambda self: len(self._times) >= 3)
-    outcome = run(CASES[:3], store, rounds=1, patience_s=1, budget_s=1000)
+    outcome = with_a_budget_of(3, store, monkeypatch)
     assert measured(outcome, store) == (
         3,
         3,
@@ -157,8 +165,7 @@ def test_what_was_noisy_twice_is_not_repeated_when_the_run_is_opened_again(store
 
 def test_repeats_end_with_the_budget(store, crowded, monkeypatch):
     crowded.update({0, 1, 2})
-    monkeypatch.setattr(module._Session, "_spent", lambda self: self._times.total() >= 4)
-    outcome = run(CASES[:3], store, rounds=1, patience_s=1, budget_s=1000)
+    outcome = with_a_budget_of(4, store, monkeypatch)
     assert measured(outcome, store) == (
         4,
         3,

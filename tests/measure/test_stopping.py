@@ -11,7 +11,7 @@ import pytest
 from dpbench.analysis import stats, summary
 from dpbench.analysis.stats import LOOKS
 from dpbench.measure import selection
-from dpbench.measure.stopping import UntilDecided, shortage
+from dpbench.measure.stopping import UntilDecided
 from dpbench.records import Case, Status, Trial, Verified, plan
 from tests.trials import trial_of
 
@@ -233,17 +233,6 @@ def test_the_second_step_decides_whether_all_cases_of_a_worker_are_slow(
     done = trial.run_together([SINGLE, DP], effort, tmp_path)
     assert [(t.status, t.slow) for t in done] == [(Status.OK, slow)] * 2
     assert {len(t.timed) >= 8 for t in done} == {not slow}
-
-
-def test_a_budget_that_cannot_hold_the_trials_is_said_after_the_first_round() -> None:
-    assert shortage(100.0, 52, 1.8) == ""
-    assert shortage(float("inf"), 10_000, 5.0) == ""
-    assert shortage(-0.1, 0, 1.8) == "", "the last trial has spent the budget"
-    said = shortage(93.0, 52, 1.8)
-    assert "52 more trials would take" in said
-    assert "96.2 s" in said
-    assert "but 93.0 s of the budget is left" in said
-    assert "--budget" in said
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,125 @@
+"""Budget: the time of one call of `run`, and how it is divided among the trials.
+
+Times are seconds; moments are those of time.perf_counter.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from dpbench.measure.stopping import GPU_LEAST_S, LEAST_S
+from dpbench.records import Case, Effort, Status, Trial, words
+from dpbench.records.words import count
+
+SHARED = 0.9
+"""The share of the remaining budget that is divided among the trials; the rest is a reserve."""
+OVERHEAD_S = 1.0
+"""The first estimate of a trial's seconds without timed steps; successful trials update it."""
+
+
+@dataclass(kw_only=True)
+class Budget:
+    """The time of one call of `run`: what its trials have taken, and what is left for the others.
+
+    No trial starts after `deadline_s`. If `settles`, the run goes on until its answers are settled,
+    and no round beyond those that every case needs is expected to end after `settle_by_s`. `effort`
+    is that of a trial for which enough time is left.
+    """
+
+    deadline_s: float
+    settle_by_s: float
+    settles: bool
+    effort: Effort
+    ahead: Counter[Case] = field(default_factory=Counter)
+    """How many trials of each case are still to be measured, as far as it is known."""
+    reserved: int = 0
+    """The number of trials for which time is reserved."""
+    _taken_s: dict[Case, list[float]] = field(default_factory=dict)
+    """The seconds of each case's trials that this call has measured."""
+    _overhead_s: float = OVERHEAD_S
+    _expected_s: float = math.inf
+    """The last expected duration of the rest of the run."""
+
+    @property
+    def left_s(self) -> float:
+        """Return the rest of the budget; infinity without a budget."""
+        return self.deadline_s - time.perf_counter()
+
+    @property
+    def _settling_s(self) -> float:
+        return self.settle_by_s - time.perf_counter()
+
+    def spent(self) -> bool:
+        """Return whether no further trial may start."""
+        return self.left_s <= 0
+
+    def took(self, trials: Sequence[Trial], seconds: float) -> None:
+        """Add the trials of one worker, which took `seconds` in all."""
+        for trial in trials:
+            self._taken_s.setdefault(trial.case, []).append(seconds / len(trials))
+        self.ahead -= Counter(trial.case for trial in trials)
+        self.reserved -= len(trials)
+        if all(trial.status is Status.OK for trial in trials):
+            timed_s = sum(step.seconds for trial in trials for step in trial.steps)
+            self._overhead_s += 0.3 * ((seconds - timed_s) / len(trials) - self._overhead_s)
+
+    def usual_s(self, trials: Counter[Case]) -> float:
+        """Return the expected seconds of trials: the mean of the case's, or of all so far."""
+        every = [seconds for each in self._taken_s.values() for seconds in each]
+        usual_s = statistics.mean(every) if every else 0.0
+        means = {case: statistics.mean(each) for case, each in self._taken_s.items()}
+        return sum(number * means.get(case, usual_s) for case, number in trials.items())
+
+    def remaining_s(self) -> float | None:
+        """Return the expected seconds of the rest of the run, which never grow; None if unknown."""
+        expected_s = self.usual_s(self.ahead)
+        if self.settles:
+            expected_s = max(expected_s, self._settling_s)
+        self._expected_s = min(self._expected_s, expected_s, self.left_s)
+        return max(0.0, self._expected_s) if math.isfinite(self._expected_s) else None
+
+    def allows(self, cases: Sequence[Case], *, needed: bool) -> bool:
+        """Return whether a round of these cases, which is `needed` or not, may begin.
+
+        On CPUs, trials of the needed rounds are shortened instead.
+        """
+        round_s = self.usual_s(Counter(cases))
+        if not needed:
+            return round_s <= self._settling_s
+        return not self.spent() and (not on_gpus(cases) or round_s <= self.left_s)
+
+    def trial(self, group: Sequence[Case]) -> Effort:
+        """Return the effort for the next trial.
+
+        On CPUs, a trial takes at most an equal share of the remaining time.
+        """
+        if on_gpus(group):
+            return replace(self.effort, least_s=min(GPU_LEAST_S, self.effort.budget_s))
+        left_s = self._settling_s if self.settles else self.left_s
+        if math.isinf(left_s):
+            return self.effort
+        share_s = SHARED * left_s / max(1, self.reserved) - self._overhead_s
+        return replace(self.effort, budget_s=min(self.effort.budget_s, max(LEAST_S, share_s)))
+
+    def shortage(self) -> str:
+        """Return a warning that the budget is too short for the trials ahead, or ""."""
+        trials = self.ahead.total()
+        needed_s = trials * (self._overhead_s + LEAST_S)
+        if not trials or needed_s <= self.left_s:
+            return ""
+        return (
+            f"the budget is too short: {count(trials, 'more trial')} would take at least"
+            f" {words.time(needed_s)} ({words.time(self._overhead_s)} per trial in addition to its"
+            f" steps), but {words.time(max(0.0, self.left_s))} of the budget is left; the last"
+            " trials will be left out. Give a larger --budget, or fewer --devices or --models"
+        )
+
+
+def on_gpus(cases: Sequence[Case]) -> bool:
+    """Return whether the cases use GPUs."""
+    return any(case.device_kind == "cuda" for case in cases)
