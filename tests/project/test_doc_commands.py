@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from tests.project.test_docs import COMMANDS, DOCS, README, ROOT, TEN
 from tests.strategies.test_users_own import MINE
 
 SHORTER = {
-    "run": ("--rounds", "1", "--budget", "30"),
+    "run": ("--rounds", "1", "--budget", "10"),
     "loaders": ("--rounds", "1", "--examples", "1", "--workers", "0,1"),
 }
 """Options that end a command early; the others are run exactly as they are written."""
@@ -33,6 +33,7 @@ ELSEWHERE = {
     "--find-max-batch": "test_the_command_prints_a_line_a_case",
 }
 """Commands and options that take long, and the tests that run them."""
+HERE = [one for one in dict.fromkeys(map(tuple, TEN + COMMANDS)) if not ELSEWHERE.keys() & {*one}]
 MODULE = re.findall(r"```python\n# mymodel.py\n(.*?)```", README, re.S)[0]
 RUNS = re.compile(r"[0-9a-f]{8}")
 
@@ -60,7 +61,7 @@ def modules(folder: Path) -> None:
     (folder / "train.py").write_text(TRAIN)
 
 
-def files(folder: Path, arguments: list[str]) -> list[str]:
+def files(folder: Path, arguments: Sequence[str]) -> Sequence[str]:
     """Write the files that a command names.
 
     Return its arguments with the ids of runs that exist.
@@ -120,11 +121,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "arguments", [one for one in [*TEN, *COMMANDS] if not ELSEWHERE.keys() & {*one}], ids=" ".join
-)
+@pytest.mark.parametrize("arguments", HERE, ids=" ".join)
 def test_a_command_of_a_document_runs(
-    arguments: list[str],
+    arguments: tuple[str, ...],
     server: Server,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
