@@ -315,7 +315,7 @@ def questions(rows: Iterable[Row]) -> list[Question]:
         if row.case.options != plan.LIMIT
         and not (row.case.neighbour or row.case.traits.observed or row.case.traits.loads)
     )
-    table = {(row.case, row.source): row for row in asks}
+    table = {row.key: row for row in asks}
     groups: dict[tuple[Case, Source, bool], list[Row]] = {}
     for (case, source), row in table.items():
         home = next(

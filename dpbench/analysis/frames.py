@@ -29,7 +29,7 @@ def cases(
 
     For `raw`, see `frame`.
     """
-    beside = imbalance.columns([(run_id, trials)], [(run_id, row.case, row.source) for row in rows])
+    beside = imbalance.columns([(run_id, trials)], [(run_id, *row.key) for row in rows])
     return frame(rows, [run_id] * len(rows), beside, raw=raw)
 
 

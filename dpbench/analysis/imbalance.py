@@ -16,7 +16,7 @@ from functools import cached_property
 from dpbench.analysis import sampled, stats, summary, transfers
 from dpbench.records import UNATTRIBUTED, Case, Phase, Source, Trial, plan, registry, words
 from dpbench.records.registry import Role
-from dpbench.records.trial import Estimate
+from dpbench.records.trial import Estimate, Key
 from dpbench.records.work import Shapes, received, sent
 
 PHASES = (*(phase.value for phase in Phase), UNATTRIBUTED)
@@ -61,19 +61,18 @@ class Footprint:
 
 def footprints(trials: Iterable[Trial]) -> list[Footprint]:
     """Return a footprint for each case and source with peaks by phase, in order of the trials."""
-    peaks_of: dict[tuple[Case, Source], dict[str, dict[int, int]]] = {}
-    basis: dict[tuple[Case, Source], str] = {}
-    used: dict[tuple[Case, Source], dict[int, int]] = {}
+    peaks_of: dict[Key, dict[str, dict[int, int]]] = {}
+    basis: dict[Key, str] = {}
+    used: dict[Key, dict[int, int]] = {}
     for trial in (trial for trial in trials if trial.trusted):
-        most = used.setdefault((trial.case, trial.source), {})
+        most = used.setdefault(trial.key, {})
         for device, values in sampled.momentary(trial, "memory_used_bytes").items():
             if 0 <= device < trial.case.working:
                 most[device] = max(most.get(device, 0), int(max(values)))
         for peak in trial.memory:
             if peak.phase and peak.kind == "allocated" and peak.device >= 0:
-                key = trial.case, trial.source
-                basis[key] = peak.source
-                held = peaks_of.setdefault(key, {}).setdefault(peak.phase, {})
+                basis[trial.key] = peak.source
+                held = peaks_of.setdefault(trial.key, {}).setdefault(peak.phase, {})
                 held[peak.device] = max(held.get(peak.device, 0), peak.peak_bytes)
     return [
         Footprint(
@@ -155,11 +154,11 @@ class _Found:
 
 def indexes(trials: Iterable[Trial]) -> list[Index]:
     """Return the indexes of all cases on several devices, in the order of the trials."""
-    groups: dict[tuple[Case, Source], dict[int, Trial]] = {}
+    groups: dict[Key, dict[int, Trial]] = {}
     for trial in trials:
         if trial.trusted and trial.timed:
             # if a round was measured again, its last trial counts
-            groups.setdefault((trial.case, trial.source), {})[trial.round] = trial
+            groups.setdefault(trial.key, {})[trial.round] = trial
     every = []
     for quantity in QUANTITIES:
         amounts = {key: _figures(quantity, group.values()) for key, group in groups.items()}
@@ -200,9 +199,9 @@ def _figures(quantity: Quantity, trials: Iterable[Trial]) -> _Found | None:
 
 def _index(
     quantity: Quantity,
-    key: tuple[Case, Source],
+    key: Key,
     readings: _Found,
-    amounts: Mapping[tuple[Case, Source], _Found | None],
+    amounts: Mapping[Key, _Found | None],
 ) -> Index:
     """Return the index of `quantity` for `key`; `amounts` has the readings of all cases."""
     case, source = key

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dpbench.analysis import stats
-from dpbench.records import Case, Source, plan, registry
+from dpbench.records import Case, plan, registry
 from dpbench.records.registry import Role
 from dpbench.records.schedule import Schedule, known
-from dpbench.records.trial import Estimate
+from dpbench.records.trial import Estimate, Key
 
 if TYPE_CHECKING:
     from dpbench.analysis.summary import Row
@@ -93,8 +93,8 @@ def ladders(rows: Iterable[Row], looks: int = 1) -> list[Ladder]:
 
     The intervals hold together at each of `looks` looks at the run; see `Trial.looks`.
     """
-    table = {(row.case, row.source): row for row in rows}
-    groups: dict[tuple[Case, Source], dict[str, Row]] = {}
+    table = {row.key: row for row in rows}
+    groups: dict[Key, dict[str, Row]] = {}
     for (case, source), row in table.items():
         if case.traits.scheduled and case.devices > 1:
             groups.setdefault((replace(case, schedule=""), source), {})[case.schedule] = row

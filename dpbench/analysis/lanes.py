@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from dpbench.records import Case, Phase, Source, Span, Step, Trial, ledger
+from dpbench.records.trial import Key
 
 if TYPE_CHECKING:
     from dpbench.analysis.summary import Row
@@ -98,19 +99,19 @@ class Lanes:
     floors: Mapping[tuple[Phase, int], float] = field(default_factory=dict)
 
 
-def of_rows(rows: Iterable[Row], trials: Iterable[Trial]) -> Mapping[tuple[Case, Source], Lanes]:
+def of_rows(rows: Iterable[Row], trials: Iterable[Trial]) -> Mapping[Key, Lanes]:
     """Return the timeline of each row with a step time and spans, by case and source.
 
     Of the rounds' typical steps, it is the one whose duration is closest to the row's step time.
     """
-    rounds: dict[tuple[Case, Source], list[Lanes]] = {}
+    rounds: dict[Key, list[Lanes]] = {}
     for trial in trials:
         if trial.trusted and (found := of_trial(trial)):
-            rounds.setdefault((trial.case, trial.source), []).append(found)
+            rounds.setdefault(trial.key, []).append(found)
     return {
-        key: replace(_closest(rounds[key], row.step.value), floors=row.floors)
+        row.key: replace(_closest(rounds[row.key], row.step.value), floors=row.floors)
         for row in rows
-        if row.step and (key := (row.case, row.source)) in rounds
+        if row.step and row.key in rounds
     }
 
 

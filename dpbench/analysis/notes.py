@@ -19,7 +19,7 @@ def habits(rows: Sequence[Row], trials: Sequence[Trial]) -> list[str]:
     An effect is the ratio of the step times of two cases that differ in one habit only. Of more
     than three pairs, the sentence gives only the smallest and the largest effect.
     """
-    table = {(row.case, row.source): row for row in rows if row.series and not row.on_fake_gpus}
+    table = {row.key: row for row in rows if row.series and not row.on_fake_gpus}
     effects: dict[str, list[tuple[Case, Estimate]]] = {}
     neighbours: dict[str, list[tuple[Case, Estimate]]] = {}
     for (case, source), row in table.items():

@@ -28,8 +28,9 @@ from dpbench.analysis import (
 from dpbench.analysis.arrivals import Collective
 from dpbench.analysis.lanes import Lanes
 from dpbench.hardware.provenance import Resources
-from dpbench.records import Case, Source, Trial
+from dpbench.records import Case, Trial
 from dpbench.records.examination import Examination
+from dpbench.records.trial import Key, by_key
 from dpbench.store import PastRun, UnreadableRow
 
 
@@ -142,31 +143,27 @@ class Report:
 
     def trials_of(self, row: summary.Row) -> Sequence[Trial]:
         """Return the trials of a row."""
-        return self._trials_by_row.get((row.case, row.source), ())
+        return self._trials_by_row.get(row.key, ())
 
     @cached_property
-    def _trials_by_row(self) -> Mapping[tuple[Case, Source], Sequence[Trial]]:
-        groups: dict[tuple[Case, Source], list[Trial]] = {}
-        for trial in self.trials:
-            groups.setdefault((trial.case, trial.source), []).append(trial)
-        return groups
+    def _trials_by_row(self) -> Mapping[Key, Sequence[Trial]]:
+        return by_key(self.trials)
 
     def lanes_of(self, row: summary.Row) -> Lanes | None:
         """Return the timeline of a median step of a row; None without spans."""
-        return self.lanes.get((row.case, row.source))
+        return self.lanes.get(row.key)
 
     @cached_property
-    def lanes(self) -> Mapping[tuple[Case, Source], Lanes]:
+    def lanes(self) -> Mapping[Key, Lanes]:
         """Return the timeline of a median step of each case and source with spans."""
         return lanes.of_rows(self.rows, self.trials)
 
     @cached_property
-    def arrivals(self) -> Mapping[tuple[Case, Source], Sequence[Collective]]:
+    def arrivals(self) -> Mapping[Key, Sequence[Collective]]:
         """Return the collectives of each case of ranks, in the round of its lanes, if known."""
         found = {}
         for trial in self.trials:
-            key = trial.case, trial.source
-            drawn = self.lanes.get(key)
+            drawn = self.lanes.get(trial.key)
             if drawn and trial.trusted and trial.round == drawn.round:
-                found[key] = arrivals.of_trial(trial)
+                found[trial.key] = arrivals.of_trial(trial)
         return {key: collectives for key, collectives in found.items() if collectives}

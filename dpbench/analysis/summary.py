@@ -26,7 +26,7 @@ from dpbench.records import (
     plan,
 )
 from dpbench.records.registry import Role
-from dpbench.records.trial import Doubt, Estimate
+from dpbench.records.trial import Doubt, Estimate, Key, by_key
 from dpbench.records.work import DRAWS
 
 PERCENTILES = (95, 99)
@@ -91,6 +91,11 @@ class Row:
     run: str = ""
 
     @property
+    def key(self) -> Key:
+        """Return the case and the source, which no other row of a run has."""
+        return self.case, self.source
+
+    @property
     def label(self) -> str:
         """Return the label of the case."""
         return self.case.label
@@ -139,9 +144,7 @@ def rows(trials: Iterable[Trial]) -> list[Row]:
 
     Among equal settings, one-device strategies come first, in the order of `Role`.
     """
-    groups: dict[tuple[Case, Source], list[Trial]] = {}
-    for trial in sorted(trials, key=lambda trial: order(trial.case)):
-        groups.setdefault((trial.case, trial.source), []).append(trial)
+    groups = by_key(sorted(trials, key=lambda trial: order(trial.case)))
     series: dict[Source, dict[Case, stats.Rounds]] = {}
     for (case, source), group in groups.items():
         series.setdefault(source, {})[case] = measured(group)
@@ -155,13 +158,13 @@ def rows(trials: Iterable[Trial]) -> list[Row]:
     ]
     looks = max((trial.looks for group in groups.values() for trial in group), default=1)
     levels = {source: speedup_levels(alike, looks) for source, alike in series.items()}
-    steps = {(row.case, row.source): row.step for row in table if row.step}
+    steps = {row.key: row.step for row in table if row.step}
     draws = {key: group[-1].provenance.get(DRAWS, ()) for key, group in groups.items()}
     return [_compared(row, series[row.source], levels[row.source], steps, draws) for row in table]
 
 
 def _of_source(
-    groups: Mapping[tuple[Case, Source], Sequence[Trial]], source: Source
+    groups: Mapping[Key, Sequence[Trial]], source: Source
 ) -> dict[Case, Sequence[Trial]]:
     return {case: group for (case, origin), group in groups.items() if origin is source}
 
@@ -338,8 +341,8 @@ def _compared(
     row: Row,
     series: Mapping[Case, stats.Rounds],
     levels: Mapping[Case, float],
-    steps: Mapping[tuple[Case, Source], Estimate],
-    draws: Mapping[tuple[Case, Source], Sequence[float]],
+    steps: Mapping[Key, Estimate],
+    draws: Mapping[Key, Sequence[float]],
 ) -> Row:
     """Return the row with its speed-up and efficiency; unchanged without a baseline.
 
@@ -352,9 +355,8 @@ def _compared(
         return row
     work = row.case.batch_size / base.batch_size
     if row.source is Source.PREDICTED and row.step:
-        ratio = stats.quotient(
-            steps[base, row.source], row.step, draws[base, row.source], draws[row.case, row.source]
-        )
+        home = base, row.source
+        ratio = stats.quotient(steps[home], row.step, draws[home], draws[row.key])
         speedup = scaled(ratio, work)
     else:
         speedup = _speedup(row.case, base, series, levels)

@@ -18,7 +18,7 @@ from dpbench.records import HOST, Case, Phase, Source, Trial
 from dpbench.records.case import MOVING
 from dpbench.records.registry import Parallelism, Reduction
 from dpbench.records.schedule import known
-from dpbench.records.trial import Estimate
+from dpbench.records.trial import Estimate, Key, by_key
 from dpbench.records.words import number
 from dpbench.records.work import LINKS as TIMED_LINKS
 from dpbench.records.work import CopyTimes, Move, Operations, Shapes, received, sent, times_links
@@ -144,12 +144,8 @@ def counted(trials: Iterable[Trial]) -> list[Counted]:
     return counters
 
 
-def _grouped(trials: Iterable[Trial]) -> dict[tuple[Case, Source], list[Trial]]:
-    groups: dict[tuple[Case, Source], list[Trial]] = {}
-    for trial in trials:
-        if trial.trusted and trial.timed:
-            groups.setdefault((trial.case, trial.source), []).append(trial)
-    return groups
+def _grouped(trials: Iterable[Trial]) -> dict[Key, list[Trial]]:
+    return by_key(trial for trial in trials if trial.trusted and trial.timed)
 
 
 def _moves(case: Case, trials: Sequence[Trial]) -> list[Move]:

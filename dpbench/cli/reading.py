@@ -288,7 +288,7 @@ def export(
         tables = [(run.id, row) for run, trials in runs for row in summary.rows(trials)]
         ids = [run for run, _ in tables]
         beside = imbalance.columns(
-            [(run.id, trials) for run, trials in runs], [(i, r.case, r.source) for i, r in tables]
+            [(run.id, trials) for run, trials in runs], [(i, *r.key) for i, r in tables]
         )
         table = frames.frame([row for _, row in tables], ids, beside, raw=True)
         pieces = iter([frames.csv(table)])

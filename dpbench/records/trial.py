@@ -158,6 +158,10 @@ class Source(StrEnum):
         return self is not Source.PREDICTED
 
 
+Key = tuple[Case, Source]
+"""A case, and the source of its trials."""
+
+
 class Status(StrEnum):
     """The status of a trial that ended.
 
@@ -294,6 +298,11 @@ class Trial:
                 found[device] = Series(*columns)
         return found
 
+    @property
+    def key(self) -> Key:
+        """Return what the trials of one row of a table have in common."""
+        return self.case, self.source
+
     @cached_property
     def window(self) -> tuple[float, float]:
         """Return the start and the end of the timed steps in seconds; unlimited without any."""
@@ -414,6 +423,14 @@ class Trial:
             rows = zip(*(visible.column(columns.get(field, ())) for field in known), strict=True)
             values[name] = tuple(record(*row) for row in rows)
         return cls(**values)
+
+
+def by_key(trials: Iterable[Trial]) -> dict[Key, list[Trial]]:
+    """Return the trials of each case and source, in their order."""
+    groups: dict[Key, list[Trial]] = {}
+    for trial in trials:
+        groups.setdefault(trial.key, []).append(trial)
+    return groups
 
 
 def in_schema(case: Case, schema: int) -> Case:

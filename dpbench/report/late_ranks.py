@@ -10,11 +10,12 @@ from matplotlib.lines import Line2D
 
 from dpbench.analysis.arrivals import Collective
 from dpbench.analysis.summary import Row
-from dpbench.records import Case, Source, words
+from dpbench.records import words
+from dpbench.records.trial import Key
 from dpbench.report import marks, small_multiples, svg
 from dpbench.report.section import Panel, Section
 
-Arrivals = Mapping[tuple[Case, Source], Sequence[Collective]]
+Arrivals = Mapping[Key, Sequence[Collective]]
 """The collectives of one round of each case and source."""
 RANKS = 16
 """The largest number of ranks that are drawn."""
@@ -24,7 +25,7 @@ HEAD, ROW, LEFT = 19.0, 24.0, 62.0
 
 def section(rows: Sequence[Row], arrivals: Arrivals, key: str) -> Section | None:
     """Return the section, with a panel for each case of ranks; None without one."""
-    drawn = [row for row in rows if (row.case, row.source) in arrivals]
+    drawn = [row for row in rows if row.key in arrivals]
     if not drawn:
         return None
     shown = drawn[: small_multiples.PANELS]
@@ -35,7 +36,7 @@ def section(rows: Sequence[Row], arrivals: Arrivals, key: str) -> Section | None
         "Each stroke is one collective of a timed step: on the lane of a rank, how long it waited"
         " there for the last rank, and on the lowest lane the transfer after that. The rank without"
         " a stroke was the last one. All strokes of a panel have one scale.",
-        [_panel(row, arrivals[row.case, row.source], f"{key}{i}") for i, row in enumerate(shown)],
+        [_panel(row, arrivals[row.key], f"{key}{i}") for i, row in enumerate(shown)],
         f"{words.count(left_out, 'more case')} {words.verb(left_out, 'is', 'are')} not drawn."
         if left_out
         else "",

@@ -13,7 +13,7 @@ from dpbench.analysis.summary import Row
 from dpbench.records import Case, Fault, Phase, Source, Status, Trial, Verified, names, plan, words
 from dpbench.records.registry import Role
 from dpbench.records.schedule import EFFECTS, Schedule
-from dpbench.records.trial import HOSTS, Doubt, Estimate
+from dpbench.records.trial import HOSTS, Doubt, Estimate, by_key
 from dpbench.report import naming, small_multiples
 
 COLUMNS = (
@@ -86,12 +86,8 @@ class Table:
 
 def lines(rows: Iterable[Row], trials: Sequence[Trial]) -> list[TableLine]:
     """Return the lines of the table of all cases, one per row, with the problems from `trials`."""
-    groups: dict[tuple[Case, Source], list[Trial]] = {}
-    for trial in trials:
-        groups.setdefault((trial.case, trial.source), []).append(trial)
-    return [
-        _line(row, groups.get((row.case, row.source), [])) for row in small_multiples.order(rows)
-    ]
+    groups = by_key(trials)
+    return [_line(row, groups.get(row.key, [])) for row in small_multiples.order(rows)]
 
 
 class CaseTable(NamedTuple):
