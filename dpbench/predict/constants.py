@@ -261,18 +261,23 @@ def drawn(
             spread = 1 + deviation * node if name == "slowdown" else math.exp(deviation * node)
             points.append((node, math.log(max(1e-12, evaluate(name, spread)) / step_s)))
         if max(abs(response) for _, response in points) > 1e-9:
-            points.sort()
+            nodes, responses = zip(*sorted(points), strict=True)
             causes = column("residual" if name == COMPUTE else name)
             draws = [
-                moved + _between(points, cause) for moved, cause in zip(draws, causes, strict=True)
+                moved + _between(nodes, responses, cause)
+                for moved, cause in zip(draws, causes, strict=True)
             ]
     return tuple(draws)
 
 
-def _between(points: Sequence[tuple[float, float]], at: float) -> float:
-    """Return the value at `at` of the line through ascending points, continued beyond both ends."""
-    right = min(max(1, bisect.bisect([x for x, _ in points], at)), len(points) - 1)
-    (x0, y0), (x1, y1) = points[right - 1 : right + 1]
+def _between(xs: Sequence[float], ys: Sequence[float], at: float) -> float:
+    """Return the value at `at` of the line through points, continued beyond both ends.
+
+    `xs` ascend.
+    """
+    right = min(max(1, bisect.bisect(xs, at)), len(xs) - 1)
+    x0, x1 = xs[right - 1 : right + 1]
+    y0, y1 = ys[right - 1 : right + 1]
     return y0 + (y1 - y0) * (at - x0) / (x1 - x0)
 
 

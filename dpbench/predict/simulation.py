@@ -39,30 +39,23 @@ def jobs_of(
     prices = _Prices(
         case, profile, machine, constants, overlapped=overlapped and len(case.rows) > 1
     )
-    jobs: list[SimulatedJob] = []
+    members: list[list[Task]] = []
     job_of_task: list[int] = []
-    together: dict[str, int] = {}
+    collectives: dict[str, int] = {}
     for task in tasks:
-        after = tuple(dict.fromkeys(job_of_task[other] for other in task.after))
-        overlap = dict.fromkeys(job_of_task[other] for other in task.overlap)
-        beside = tuple(other for other in overlap if other not in after)
-        kind, _, _ = task.resource.partition(":")
-        if task.resource in together:
-            index = together[task.resource]
-            job = jobs[index]
-            waits = tuple(dict.fromkeys((*job.after, *after)))
-            overlap = dict.fromkeys((*job.overlap, *beside))
-            beside = tuple(other for other in overlap if other not in waits)
-            jobs[index] = replace(job, after=waits, overlap=beside)
-        else:
-            index = len(jobs)
-            if kind in COLLECTIVES:
-                together[task.resource] = index
-            work = prices.job(task)
-            jobs.append(
-                SimulatedJob(work.seconds, work.resource, work.amount, work.way, after, beside)
-            )
+        index = collectives.get(task.resource, len(members))
+        if index == len(members):
+            members.append([])
+        if task.resource.partition(":")[0] in COLLECTIVES:
+            collectives[task.resource] = index
+        members[index].append(task)
         job_of_task.append(index)
+    jobs = []
+    for group in members:
+        after = dict.fromkeys(job_of_task[other] for task in group for other in task.after)
+        overlap = dict.fromkeys(job_of_task[other] for task in group for other in task.overlap)
+        beside = tuple(other for other in overlap if other not in after)
+        jobs.append(replace(prices.job(group[0]), after=tuple(after), overlap=beside))
     capacity: dict[object, float] = {GIL: 1.0, LOCAL: prices.memory_bytes_per_s}
     for way, rate in network.capacities(machine).items():
         capacity[way] = rate
