@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from dpbench.analysis import sampled, stats, summary, transfers
-from dpbench.records import UNATTRIBUTED, Case, Phase, Source, Trial, plan, registry, words
+from dpbench.records import UNATTRIBUTED, Case, Phase, Source, Trial, fake, plan, registry, words
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate, Key
 from dpbench.records.work import Shapes, received, sent
@@ -101,6 +101,11 @@ class Quantity:
     unit: str
     sources: tuple[tuple[str, Callable[[Trial], Figures]], ...]
 
+    @property
+    def of_time(self) -> bool:
+        """Return whether it follows from times, which mean nothing on fake GPUs."""
+        return self.unit in ("s", "J")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
@@ -155,17 +160,26 @@ class _Found:
 def indexes(trials: Iterable[Trial]) -> list[Index]:
     """Return the indexes of all cases on several devices, in the order of the trials."""
     groups: dict[Key, dict[int, Trial]] = {}
+    fakes: set[Key] = set()
     for trial in trials:
         if trial.trusted and trial.timed:
             # if a round was measured again, its last trial counts
             groups.setdefault(trial.key, {})[trial.round] = trial
+            if trial.on_fake_gpus:
+                fakes.add(trial.key)
     every = []
     for quantity in QUANTITIES:
         amounts = {key: _figures(quantity, group.values()) for key, group in groups.items()}
-        every += [
+        found = [
             _index(quantity, key, mine, amounts)
             for key, mine in amounts.items()
             if mine and mine.several
+        ]
+        every += [
+            replace(index, verdict=f"undecided: {fake.WHY}")
+            if quantity.of_time and (index.case, index.source) in fakes
+            else index
+            for index in found
         ]
     place = {key: number for number, key in enumerate(groups)}
     return sorted(every, key=lambda index: place[index.case, index.source])

@@ -317,6 +317,7 @@ def between(before: Snapshot, now: Snapshot) -> Measured:
         return UnknownLoad(
             f"the kernel's counts cover only {counted_s:.2f} of {capacity_s:.2f} core-seconds"
         )
+    capacity_s = max(capacity_s, counted_s)  # whole ticks may cover more than the time passed
     foreign_s = max(0.0, passed_s(lambda ticks: ticks.busy) - (now.own_s - before.own_s))
     steal_s = passed_s(lambda ticks: ticks.steal)
     return Load(

@@ -185,6 +185,7 @@ def rendered(report: Report, content: Content) -> str:
         headline=text.headline,
         finding_parts=text.parts,
         findings_note=text.NOTE,
+        no_finding=text.no_finding,
         shown=shown,
         details=details,
         columns_of={} if report.compared else COLUMNS,

@@ -53,6 +53,15 @@ def test_the_load_is_never_negative() -> None:
     assert load == Load(foreign=0.0, steal=0.0, cores=1, seconds=1)
 
 
+def test_others_never_take_more_than_the_cores_have() -> None:
+    """Ticks are whole: in half a second, two cores may count more than one core-second."""
+    before = Snapshot(time_s=10.0, ticks=dict.fromkeys((0, 1), Ticks(0, 0, 0)), own_s=0.0)
+    counted = {0: Ticks(52, 0, 52), 1: Ticks(50, 1, 51)}
+    load = between(before, Snapshot(time_s=10 + 50 / TICKS_PER_S, ticks=counted, own_s=0.0))
+    assert isinstance(load, Load)
+    assert load.taken == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize(("foreign", "found"), [(0.10, False), (0.11, True)])
 def test_the_limit_is_a_tenth_of_the_capacity(foreign: float, found: bool) -> None:
     load = between(at(10, 0.0, c0=(0.0, 0.0)), at(20, 0.0, c0=(foreign * 10, 0.0)))

@@ -19,7 +19,7 @@ import torch
 
 import dpbench as dp
 from benchmarks.scripts import gallery
-from dpbench.analysis import comparison, frames, summary
+from dpbench.analysis import comparison, frames, imbalance, summary
 from dpbench.analysis.decision import Basis, Choice, decide, questions
 from dpbench.analysis.findings import text
 from dpbench.analysis.forecasts import forecasts
@@ -27,11 +27,12 @@ from dpbench.cli import tables
 from dpbench.doctor import probe
 from dpbench.hardware import nvml
 from dpbench.predict import machine
-from dpbench.records import Case, Source, Status, Trial, fake
+from dpbench.records import Case, Memory, Phase, Source, Status, Trial, fake
 from dpbench.store import Store
 from tests import observed_loops as loops
 from tests.analysis.test_comparison import report, rounds
 from tests.exported import Command, command, stored
+from tests.trials import trial_of
 
 NAMED = {"gpus": [{"name": "Fake GPU", "index": i} for i in range(2)]}
 DRIVEN = {"driver": "580.00.fake", "gpus": [{"name": "NVIDIA A100", "index": i} for i in range(2)]}
@@ -121,6 +122,41 @@ def test_a_run_on_fake_gpus_is_no_answer_and_says_why(tmp_path: Path, gpus: dict
     (diagnosis,) = run.analysis.diagnoses
     assert diagnosis.findings == ()
     assert fake.WHY[1:] in " ".join(text.render([diagnosis]).split())
+
+
+def test_no_imbalance_of_times_is_judged_on_fake_gpus_but_that_of_memory_is() -> None:
+    def trials(**facts: Any) -> list[Trial]:
+        dp = replace(DDP, strategy="torch_dp")
+        return [
+            replace(
+                trial_of(
+                    case,
+                    [0.01] * 4,
+                    round=number,
+                    provenance=facts,
+                    parts=[(Phase.FORWARD, 0, 0.0, most), (Phase.FORWARD, 1, 0.0, 0.5)],
+                ),
+                memory=tuple(
+                    Memory(device, int(1e6 * size), "allocator")
+                    for device, size in enumerate((most, 0.5))
+                ),
+            )
+            for number in range(3)
+            for case, most in ((dp, 0.9), (DDP, 0.5))
+        ]
+
+    verdicts = {
+        fakes: {
+            index.quantity: index.verdict
+            for index in imbalance.indexes(trials(**{fake.FACT: fakes}))
+            if index.case.strategy == "torch_dp"
+        }
+        for fakes in (False, True)
+    }
+    assert {*verdicts[False].values()} == {"above the control"}
+    assert verdicts[True].pop("memory, allocated") == "above the control"
+    assert verdicts[True]
+    assert all(fake.WHY in verdict for verdict in verdicts[True].values())
 
 
 def test_the_same_times_on_real_gpus_are_an_answer(tmp_path: Path) -> None:

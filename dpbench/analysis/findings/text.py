@@ -84,7 +84,7 @@ def _bullets(answer: Answer, diagnosis: Diagnosis | None, samples: int) -> Itera
     change = _remedy_clauses(helping[0]) if helping else []
     first = "certainty" if observed else "gain"
     bullets = {first: [answer.certainty, answer.memory, epoch], "cause": cause, "change": change}
-    unexplained = _no_finding(diagnosis) if diagnosis else "no case was diagnosed"
+    unexplained = no_finding(diagnosis) if diagnosis else "no case was diagnosed"
     nothing = {
         first: words.MISSING,
         "cause": unexplained,
@@ -99,7 +99,8 @@ def _bullets(answer: Answer, diagnosis: Diagnosis | None, samples: int) -> Itera
     )
 
 
-def _no_finding(diagnosis: Diagnosis) -> str:
+def no_finding(diagnosis: Diagnosis) -> str:
+    """Return why a diagnosis has no finding, as a clause."""
     row = diagnosis.row
     if row.on_fake_gpus:
         return fake.WHY
@@ -131,7 +132,7 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
             "By bytes over links and operations over the peak, at least: ", ", ".join(floors), 4
         )
     if not diagnosis.findings:
-        why = _no_finding(diagnosis)
+        why = no_finding(diagnosis)
         yield f"\n{why[0].upper()}{why[1:]}."
     for number, finding in enumerate(diagnosis.findings, 1):
         yield ""
