@@ -975,6 +975,16 @@ FAULTS = (
         "raise TimeoutError(late)",
         ("tests/doctor/test_probe.py::test_ranks_that_are_slow_are_no_result",),
     ),
+    Fault(
+        "probe-budget",
+        "the budget of a probe holds all passes on four GPUs",
+        "BUDGET_S = 120.0",
+        "BUDGET_S = 58.0",
+        (
+            "tests/doctor/test_probe.py::test_the_number_of_passes_follows_from_the_time_of_the_first",
+        ),
+        where="doctor.probe",
+    ),
     # -- runs
     Fault(
         "run-name",
@@ -1095,6 +1105,16 @@ FAULTS = (
         "self.active = False\nself.open.clear()\nnumber = len(self.ends)",
         "raise error",
         ("tests/observe/test_watching_safety.py",),
+    ),
+    Fault(
+        "profiler-warm-up",
+        "the step that warms the profiler up is not in the profile",
+        "torch.profiler.schedule(wait=0, warmup=1, active=count, repeat=1)",
+        "None",
+        (
+            "tests/observe/test_imported_profiled.py::"
+            "test_the_profiled_steps_follow_one_that_warms_the_profiler_up",
+        ),
     ),
     Fault(
         "lost-kernels",
@@ -1232,6 +1252,13 @@ FAULTS = (
         ("tests/measure/test_clocks.py::test_a_mark_costs_the_driver_two_records",),
     ),
     Fault(
+        "event-chain",
+        "no event of an earlier block is compared again",
+        "raw = self._raw[i]",
+        "raw: list[float] = []",
+        ("tests/measure/test_clocks.py::test_no_event_of_earlier_blocks_is_compared_again",),
+    ),
+    Fault(
         "default-devices",
         "a run on 8 GPUs measures 1, 2 and 8 by default",
         "tuple(sorted({1, min(2, available), available} - {0}))",
@@ -1343,6 +1370,26 @@ FAULTS = (
         ),
     ),
     Fault(
+        "slow-by-budget",
+        "a small budget makes no case slow",
+        "self._second_s > SLOW_S",
+        "self._second_s > self._effort.budget_s",
+        (
+            "tests/measure/test_stopping.py::"
+            "test_the_second_step_decides_whether_all_cases_of_a_worker_are_slow",
+        ),
+    ),
+    Fault(
+        "slow-apart",
+        "all trials that are compared take few steps, or none does",
+        "self._slow.get(self._alike(group[0]))",
+        "None",
+        (
+            "tests/measure/test_run.py::"
+            "test_the_first_trial_decides_whether_all_that_share_its_baseline_take_few_steps",
+        ),
+    ),
+    Fault(
         "compared-modes",
         "a case that is slow in one of two runs has no ratio",
         "len(_modes(pair)) == 1",
@@ -1362,12 +1409,78 @@ FAULTS = (
         ),
     ),
     Fault(
+        "shortened-on-gpus",
+        "on GPUs, no budget shortens a trial",
+        "on_gpus(group)",
+        "False",
+        (
+            "tests/measure/test_run.py::test_on_gpus_a_round_that_does_not_fit_is_left_out_and_named_and_no"
+            "_trial_is_shortened",
+        ),
+        where="measure.budget.Budget.trial",
+    ),
+    Fault(
+        "least-time",
+        "timed steps last for their least time",
+        "sum(timed) >= self.least_s",
+        "True",
+        (
+            "tests/measure/test_stopping.py::"
+            "test_timed_steps_last_for_their_least_time_whatever_the_budget_is",
+        ),
+    ),
+    Fault(
         "unequal-gpus",
         "a run without --device-ids uses GPUs of one model",
         "max(groups.values(), key=len, default=[])",
         "sum(groups.values(), [])",
         (
             "tests/hardware/test_gpus.py::test_of_unequal_gpus_a_run_uses_the_largest_equal_group_and_says_so",
+        ),
+    ),
+    Fault(
+        "nvml-decides",
+        "torch, and not NVML, decides whether there are GPUs",
+        "gpus.of_torch().gpus",
+        'gpus.nvml.describe()["gpus"]',
+        (
+            "tests/hardware/test_gpus.py::test_a_run_uses_the_gpus_of_torch_when_nvml_does_not_answer",
+        ),
+        where="measure.selection.default_kind",
+    ),
+    Fault(
+        "another-driver",
+        "a run says why NVML does not answer",
+        "str(error)",
+        '""',
+        (
+            "tests/hardware/test_gpus.py::test_a_run_uses_the_gpus_of_torch_when_nvml_does_not_answer",
+        ),
+        where="hardware.nvml.problem",
+    ),
+    Fault(
+        "another-pynvml",
+        "the package pynvml that is not NVIDIA's is refused by name",
+        'hasattr(pynvml, "_nvmlGetFunctionPointer")',
+        "True",
+        ("tests/hardware/test_nvml.py::test_unofficial_library_is_refused_by_name",),
+    ),
+    Fault(
+        "cuda-without-gpus",
+        "--device-kind cuda without a usable GPU is an error with the reason",
+        "not usable.gpus",
+        "False",
+        ("tests/hardware/test_gpus.py::test_cuda_without_a_usable_gpu_ends_with_the_reason",),
+        where="measure.selection._gpu_ids",
+    ),
+    Fault(
+        "gpu-defaults",
+        "a default run on GPUs measures full models",
+        'options.quick and kind == "cuda" and not cluster',
+        "False",
+        (
+            "tests/hardware/test_gpus.py::"
+            "test_by_default_gpus_train_full_models_in_the_precision_of_their_generation",
         ),
     ),
     Fault(
@@ -1927,6 +2040,15 @@ FAULTS = (
         ),
     ),
     Fault(
+        "idle-gpu",
+        "an answer begins with a GPU that is idle for most of a step",
+        "_too_small(question) + so_far",
+        "so_far",
+        (
+            "tests/analysis/test_decision.py::test_an_answer_begins_with_a_gpu_that_is_idle_for_most_of_a_step",
+        ),
+    ),
+    Fault(
         "noisy-one-side",
         "a round counts as quiet only if both sides were quiet",
         "_quiet(common, noisy(first) | noisy(second))",
@@ -1978,6 +2100,13 @@ FAULTS = (
         ),
     ),
     Fault(
+        "noisy-gpu-before",
+        "the GPUs are asked before the first trial",
+        "foreign_load.wait(waits_s, lambda words: listen(Note(words)), cases, gpus)",
+        "foreign_load.wait(waits_s, lambda words: listen(Note(words)), cases)",
+        ("tests/hardware/test_foreign_load_gpu.py::test_a_gpu_in_use_is_waited_for_and_named",),
+    ),
+    Fault(
         "nvml-own-work",
         "what dpbench itself ran on a GPU before is no load of others",
         "one.timeStamp > since_s * 1e6",
@@ -2013,6 +2142,22 @@ FAULTS = (
         ("tests/analysis/test_sampled.py::test_a_short_window_is_not_checked_and_a_long_one_is",),
     ),
     Fault(
+        "nvml-energy",
+        "energy is that of the timed steps, not that between the readings inside them",
+        "np.diff(np.interp(trial.window, *series[device]))[0]",
+        "series[device].values[-1] - series[device].values[0]",
+        ("tests/analysis/test_sampled.py::test_energy_is_that_of_the_timed_steps_alone",),
+    ),
+    Fault(
+        "nvml-buffer",
+        "the driver's buffer of utilisation is read",
+        "gpu.utilization_samples(seen_s[gpu.index])",
+        "()",
+        (
+            "tests/analysis/test_sampled.py::test_buffered_samples_are_taken_once_at_the_drivers_times",
+        ),
+    ),
+    Fault(
         "clocks-apart",
         "a speed-up between GPUs at clocks that differ is a caveat",
         "abs(mine / other - 1) > CLOCKS",
@@ -2023,6 +2168,15 @@ FAULTS = (
         "links-each-trial",
         "a run times its links once",
         "self._linked in (None, (case, number))",
+        "True",
+        (
+            "tests/measure/test_gpu_state.py::test_links_are_timed_once_in_a_run_and_profiles_are_of_the_first_round",
+        ),
+    ),
+    Fault(
+        "profile-each-round",
+        "only the first round is profiled",
+        "unprofiled or reduces_in_backward",
         "True",
         (
             "tests/measure/test_gpu_state.py::test_links_are_timed_once_in_a_run_and_profiles_are_of_the_first_round",

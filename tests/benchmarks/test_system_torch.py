@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import venv
@@ -53,16 +54,32 @@ def test_a_complete_python_lends_its_packages_and_this_checkout(tmp_path: Path) 
     assert subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-@pytest.mark.parametrize(("gpu", "lends"), [("/dev/nvidia0", True), ("", False)])
-def test_make_on_a_machine_with_a_gpu_installs_no_torch_for_cpus(
-    tmp_path: Path, gpu: str, lends: bool
-) -> None:
-    recipe = subprocess.run(
-        ["make", "--dry-run", "bench", f"GPU={gpu}", f"VENV={tmp_path / 'venv'}"],
+def _recipe(folder: Path, *settings: str, search: str = os.defpath) -> str:
+    """Return what `make bench` would do with settings, and programs on the path `search`."""
+    return subprocess.run(
+        ["make", "--dry-run", "bench", f"VENV={folder / 'venv'}", *settings],
         cwd=ROOT,
+        env={"PATH": search},
         capture_output=True,
         text=True,
         check=True,
     ).stdout
+
+
+@pytest.mark.parametrize(("gpu", "lends"), [("/dev/nvidia0", True), ("", False)])
+def test_make_on_a_machine_with_a_gpu_installs_no_torch_for_cpus(
+    tmp_path: Path, gpu: str, lends: bool
+) -> None:
+    recipe = _recipe(tmp_path, f"GPU={gpu}")
     assert ("system_torch.py" in recipe) is lends
     assert ("pip install" in recipe) is not lends
+
+
+def test_make_finds_a_gpu_that_has_no_device_file(tmp_path: Path) -> None:
+    """As in WSL; no test can make a device file."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'GPU 0: Tesla T4'\n")
+    program.chmod(0o755)
+    recipe = _recipe(tmp_path, search=f"{tmp_path}:{os.defpath}")
+    assert "system_torch.py" in recipe
+    assert "pip install" not in recipe

@@ -60,6 +60,74 @@ FAULTS = (
         ),
         settings=CLOCK_ALONE,
     ),
+    Fault(
+        "sparse-borrow",
+        "a sparse tensor keeps the memory of its parts while another stream reads them",
+        "_stored(tensor)",
+        "(tensor,)",
+        ("tests/gpu/test_engine.py::test_sparse_gradients_are_reduced",),
+        where="hardware.devices.cuda.CudaDevice.borrow",
+    ),
+    Fault(
+        "verbs-streams",
+        "what a verb returns is ready for the caller's stream",
+        "return resolve(given, own_streams=own_streams)",
+        "return resolve(given, own_streams=True)",
+        (
+            "tests/gpu/test_deferred_verbs.py::test_pieces_are_ready",
+            "tests/gpu/test_deferred_verbs.py::"
+            "test_outputs_and_gradients_of_parallel_apply_are_ready",
+        ),
+        settings=DEFERRED,
+    ),
+    Fault(
+        "launched-by-a-replica",
+        "no collective of all GPUs is launched while replicas work",
+        "exchange.reduce()",
+        "run_on_devices(lambda i: None if i else exchange.reduce(), self._devices, self._workers)",
+        ("tests/gpu/test_engine.py::test_no_collective_is_launched_while_replicas_work",),
+    ),
+    Fault(
+        "inputs-aside",
+        "the baseline copies its inputs on the stream that computes",
+        "tensor.to(device.torch_device, non_blocking=True, copy=True)",
+        "device.put(tensor)",
+        (
+            "tests/gpu/test_engine.py::"
+            "test_only_data_parallel_copies_its_inputs_beside_the_stream_that_computes",
+        ),
+        where="strategies.__init__.put_all",
+    ),
+    Fault(
+        "captured-events",
+        "no event is recorded while a CUDA graph is captured",
+        "{} if capturing() else self._clock.events(devices)",
+        "self._clock.events(devices)",
+        (
+            "tests/observe/test_watching_gpu.py::"
+            "test_a_captured_step_is_timed_by_its_replays_from_outside",
+        ),
+    ),
+    Fault(
+        "link-stream",
+        "a copy between two GPUs is timed on the stream of its source",
+        "_copy_times(source, here, there, buffer)",
+        "_copy_times(target, here, there, buffer)",
+        (
+            "tests/measure/test_gpu_state.py::"
+            "test_a_copy_between_gpus_is_timed_on_the_stream_of_its_source",
+        ),
+    ),
+    Fault(
+        "cold-gpus",
+        "GPUs are heated before their steps are timed",
+        "heat(self._prepared.devices, rest_s)",
+        "0.0",
+        (
+            "tests/measure/test_gpu_state.py::"
+            "test_gpus_are_heated_for_the_time_that_the_warm_up_does_not_last",
+        ),
+    ),
 )
 
 if __name__ == "__main__":

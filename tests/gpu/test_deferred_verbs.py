@@ -60,6 +60,14 @@ def always(expected: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]) 
         torch.testing.assert_close([tensor.cpu() for tensor in found], list(expected))
 
 
+def read(*tensors: Tensor) -> list[Tensor]:
+    """Return copies that are made on the current streams at once.
+
+    After a backward, these have waited for the devices.
+    """
+    return [tensor.detach() * 1 for tensor in tensors]
+
+
 def halves() -> tuple[Tensor, list[Tensor]]:
     x = torch.randn(4, 3)
     return x, list(x.chunk(2))
@@ -112,9 +120,10 @@ def test_replicas_and_their_gradients_are_ready(ids: list[int]) -> None:
         module = nn.Linear(4, 3, bias=False)
         module.weight.data = weight.clone()
         copies = [one.weight for one in dpbench.replicate(module.cuda(), ids)]
+        found = read(*copies)
         weighted(copies).backward()
         assert module.weight.grad is not None
-        return [*copies, module.weight.grad]
+        return [*found, module.weight.grad]
 
     always([weight, weight, torch.full((3, 4), sum(FACTORS))], replicated)
 
@@ -135,8 +144,9 @@ def test_outputs_and_gradients_of_parallel_apply_are_ready(ids: list[int], named
         leaves = [piece.cuda(i) for i, piece in zip(ids, pieces, strict=True)]
         for module in modules:
             module.zero_grad()
-        found = dpbench.parallel_apply(modules, leaves, None, ids if named else None)
-        weighted(found).backward()
+        outputs = dpbench.parallel_apply(modules, leaves, None, ids if named else None)
+        found = read(*outputs)
+        weighted(outputs).backward()
         return [*found, *(module.weight.grad for module in modules)]
 
     always(expected, applied)
@@ -150,8 +160,9 @@ def test_gathered_outputs_and_their_gradients_are_ready(ids: list[int], named: b
     def gathered() -> list[Tensor]:
         leaves = [piece.cuda(i).requires_grad_() for i, piece in zip(ids, pieces, strict=True)]
         whole = dpbench.gather([leaf * 1 for leaf in leaves], 0, ids if named else None)
+        found = read(whole)
         (whole * gradient_of_halves().cuda()).sum().backward()
-        return [whole, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+        return [*found, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
     always([x, *gradient_of_halves().chunk(2)], gathered)
 
@@ -218,9 +229,10 @@ def test_a_wrapper_and_its_gradients_are_ready(
     def both() -> list[Tensor]:
         leaf = x.cuda().requires_grad_()
         output = call(kind(), ids, leaf * 1)
+        found = read(output)
         (output * factors.cuda()).sum().backward()
         assert leaf.grad is not None
-        return [output, leaf.grad]
+        return [*found, leaf.grad]
 
     always([expected.detach(), host.grad], both)
 

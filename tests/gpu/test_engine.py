@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dpbench
 from dpbench import models
 from dpbench.engine import TrainStep
+from dpbench.engine.fast.pool import Pool
 from dpbench.hardware.devices import open_devices
+from dpbench.hardware.devices.cuda import Nccl
 from dpbench.records import Case, no_mark, registry
 
 pytestmark = pytest.mark.gpu
@@ -101,17 +106,58 @@ def streams_of(step: Callable[[], object]) -> tuple[set[int], set[int]]:
     return streams["gpu_memcpy"], streams["kernel"]
 
 
-@pytest.mark.parametrize("name", ["single", "dp", "torch_dp"])
+@contextmanager
+def alone() -> Iterator[None]:
+    """Let this process be the only rank."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["single", "ddp", "dp", "torch_dp"])
 def test_only_data_parallel_copies_its_inputs_beside_the_stream_that_computes(name: str) -> None:
     """torch.nn.DataParallel copies inputs in background streams; an ordinary loop does not."""
     case = Case(model="mlp", strategy=name, devices=1, batch_size=64, device_kind="cuda")
     model = models.load("mlp", "small", 0)
     inputs, _ = (tensor.pin_memory() for tensor in model.batch(64, 0))
     target = model.batch(64, 0)[1].cuda()
-    with registry.strategy(name).start(case, model, open_devices("cuda", 1), no_mark) as step:
+    start = registry.strategy(name).start
+    with alone(), start(case, model, open_devices("cuda", 1), no_mark) as step:
         copies, kernels = streams_of(lambda: step(inputs, target))
     assert len(copies) == 1
-    assert (copies <= kernels) == (name == "single")
+    assert (copies <= kernels) == (name in ("single", "ddp"))
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("schedule", ["allreduce", "sharded"])
+def test_no_collective_is_launched_while_replicas_work(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL may hang if another thread allocates memory, or loads a kernel, at that moment."""
+    working, launched = list[Pool](), list[bool]()
+    run, reduce = Pool.run, Nccl.all_reduce if schedule == "allreduce" else Nccl.reduce_scatter
+
+    def noted(pool: Pool, *arguments: Any) -> None:
+        working.append(pool)
+        try:
+            run(pool, *arguments)
+        finally:
+            working.pop()
+
+    def noting(*arguments: Any) -> None:
+        launched.append(bool(working))
+        reduce(*arguments)
+
+    monkeypatch.setattr(Pool, "run", noted)
+    monkeypatch.setattr(Nccl, reduce.__name__, noting)
+    model = models.load("mlp", "small", 0)
+    sgd = partial(torch.optim.SGD, lr=0.01)
+    with TrainStep(model.module.cuda(), model.loss, sgd, [0, 1], schedule) as step:
+        step(*model.batch(8, 0))
+    assert launched
+    assert not any(launched)
 
 
 @pytest.mark.multi_gpu

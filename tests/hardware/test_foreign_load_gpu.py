@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,12 +53,16 @@ def _process(pid: int, size: int | None) -> Any:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the second of the measurement pass at once, between 1000 and 1001 s after the epoch."""
-    times = iter([1000.0, 1001.0, 1001.0])
-    monkeypatch.setattr(foreign_load.time, "time", lambda: next(times))
-    monkeypatch.setattr(foreign_load.time, "sleep", lambda seconds: None)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the time of the measurement pass at once, from 1000 s after the epoch."""
+    now_s = [1000.0]
+    monkeypatch.setattr(foreign_load.time, "time", lambda: now_s[0])
+    monkeypatch.setattr(
+        foreign_load.time, "sleep", lambda seconds: now_s.append(now_s.pop() + seconds)
+    )
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    yield
+    assert now_s == [1001.0], "a second, over which drivers average"
 
 
 # -- what NVML tells
@@ -173,11 +177,14 @@ def _timed(case: Case, effort: Effort) -> dict[str, Any]:
 def used(quick: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[GpuLoad, ...]]:
     """Return the list of what others use at each look; the last item stays."""
     loads: list[tuple[GpuLoad, ...]] = [()]
+
+    def look(gpus: Sequence[int]) -> tuple[GpuLoad, ...]:
+        found = loads.pop(0) if len(loads) > 1 else loads[0]
+        return tuple(load for load in found if load.gpu in gpus)
+
     monkeypatch.setattr(Server, "act", staticmethod(_timed))
     monkeypatch.setattr(foreign_load, "snapshot", lambda roots=(): UnknownLoad("no counts"))
-    monkeypatch.setattr(
-        foreign_load, "of_gpus", lambda gpus: loads.pop(0) if len(loads) > 1 else loads[0]
-    )
+    monkeypatch.setattr(foreign_load, "of_gpus", look)
     return loads
 
 

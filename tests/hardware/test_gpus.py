@@ -15,6 +15,7 @@ from dpbench.hardware.provenance import Resources
 from dpbench.measure import selection
 from dpbench.records.options import Options
 from tests import exported
+from tests.recorded_nvml import Recorded
 
 T4, A100 = ("Tesla T4", 15.6), ("NVIDIA A100", 79.1)
 Given = Callable[..., None]
@@ -77,10 +78,25 @@ def _cases(**options: Any) -> list[tuple[str, int, tuple[int, ...], str]]:
     return [(one.device_kind, one.devices, one.device_ids, one.placement) for one in cases]
 
 
-@pytest.mark.usefixtures("no_nvml")
-def test_a_run_uses_the_gpus_of_torch_when_nvml_is_missing(
-    torch_with: Given, caplog: pytest.LogCaptureFixture
+ANOTHER_DRIVER = 18
+"""NVML's error where the library and the driver have different versions."""
+
+
+@pytest.mark.parametrize(
+    ("library", "reason"),
+    [
+        (None, "nvidia-ml-py is missing"),
+        (Recorded({"init_error": ANOTHER_DRIVER}), f"NVML error {ANOTHER_DRIVER}"),
+    ],
+)
+def test_a_run_uses_the_gpus_of_torch_when_nvml_does_not_answer(
+    torch_with: Given,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    library: Recorded | None,
+    reason: str,
 ) -> None:
+    monkeypatch.setattr(nvml, "_import_library", lambda: library)
     torch_with(T4, T4)
     assert {kind for kind, *_ in _cases()} == {"cuda"}
     assert {devices for _, devices, *_ in _cases()} == {1, 2}
@@ -88,7 +104,7 @@ def test_a_run_uses_the_gpus_of_torch_when_nvml_is_missing(
     assert [gpu["name"] for gpu in facts["gpus"]] == ["Tesla T4", "Tesla T4"]
     assert Resources.of({"gpus": facts}).gpu_memory_bytes == (int(15.6 * 2**30),) * 2
     assert "2 of the 2 GPUs" in caplog.text
-    assert "nvidia-ml-py" in caplog.text
+    assert reason in caplog.text
 
 
 @pytest.mark.usefixtures("no_nvml")
@@ -135,6 +151,7 @@ def test_a_uuid_is_the_number_that_torch_gives_its_gpu(torch_with: Given) -> Non
             "device is lost",
         ),
         ("raise ImportError('libcudart.so.13 is missing')\n", "libcudart.so.13 is missing"),
+        ("is_available = lambda: False\n", "no driver, or no device"),
     ],
 )
 def test_cuda_without_a_usable_gpu_ends_with_the_reason(

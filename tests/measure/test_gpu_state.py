@@ -19,7 +19,7 @@ from dpbench.measure.run import run
 from dpbench.measure.server import Server
 from dpbench.measure.worker import facts
 from dpbench.records import HOST, Case, Effort, Sample, Status, Step, Trial, Verified
-from dpbench.records.trial import Doubt
+from dpbench.records.trial import MARK, Doubt
 from dpbench.records.work import LINKS, CopyTimes
 from dpbench.store import Store
 from tests.standing_in import QUIET
@@ -47,13 +47,24 @@ def test_gpus_are_heated_for_the_time_that_the_warm_up_does_not_last(
     effort = replace(QUICK, warmup_steps=warmup_steps, budget_s=budget_s)
     trial = server.run(ALONE, effort, 0, 120.0)
     assert trial.status is Status.OK, trial.reason
-    assert (trial.setup.get("heat_s", 0.0) > 0) is heats
+    heat_s = trial.setup.get("heat_s", 0.0)
+    assert (heat_s > 0) is heats
+    assert heat_s >= 0.9 * (min(0.5, budget_s) - warmup_steps * trial.steps[1].seconds)
     assert all(step.warmup for step in trial.steps[:2])
 
 
 def test_cpus_are_not_heated(server: Server) -> None:
     trial = server.run(replace(ALONE, device_kind="cpu"), QUICK, 0, 120.0)
     assert "heat_s" not in trial.setup
+
+
+@pytest.mark.gpu
+def test_a_trial_records_the_versions_below_torch_and_the_cost_of_a_mark(server: Server) -> None:
+    found = server.run(ALONE, QUICK, 0, 120.0).provenance
+    assert found["gpu"] == torch.cuda.get_device_name(0)
+    assert (found["cuda"], found["cudnn"]) == (torch.version.cuda, torch.backends.cudnn.version())
+    assert found["nccl"] == ".".join(map(str, torch.cuda.nccl.version()))
+    assert found[MARK] > 0
 
 
 # -- links, profile and memory
@@ -203,7 +214,7 @@ def test_of_one_profiled_round_the_steps_show_the_balance() -> None:
 def test_links_are_timed_with_large_copies_or_the_largest_that_fit() -> None:
     devices = open_devices("cuda", 2)
     found = list(facts.links(devices, passes=2))
-    assert {one.bytes for one in found} == {facts.LINK_BYTES}
+    assert {one.bytes for one in found} == {128 * 2**20}
     assert Counter((one.source, one.target) for one in found) == dict.fromkeys(
         [(HOST, 0), (HOST, 1), (0, 1), (1, 0)], 2
     )

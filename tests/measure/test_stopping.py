@@ -235,6 +235,16 @@ def test_the_second_step_decides_whether_all_cases_of_a_worker_are_slow(
     assert {len(t.timed) >= 8 for t in done} == {not slow}
 
 
+def test_timed_steps_last_for_their_least_time_whatever_the_budget_is(tmp_path) -> None:
+    from dpbench.measure.worker import trial
+    from dpbench.records import Effort
+
+    effort = Effort(budget_s=0.0, min_steps=3, max_steps=100_000, least_s=0.2)
+    (done,) = trial.run_together([SINGLE], effort, tmp_path)
+    assert done.status is Status.OK, done.reason
+    assert sum(done.timed) >= 0.2
+
+
 @pytest.mark.parametrize(
     ("rounds", "kind", "seconds"),
     [("auto", "cpu", selection.SHORT_S), (5, "cpu", 1.5), ("auto", "cuda", 1.5)],
