@@ -93,7 +93,7 @@ def test_every_fault_of_a_rank_is_a_trial_with_its_name_and_the_sweep_goes_on(
 
 def test_whichever_process_is_killed_the_same_command_measures_the_rest(folder: Folder) -> None:
     axes = ("--model", "nets:good", "--strategies", "ddp,fsdp", "--devices", "2", "--limit", "20")
-    command = (*axes, "--rounds", "4", "--patience", "0", "--batch-sizes", "12")
+    command = (*axes, "--rounds", "3", "--patience", "0", "--batch-sizes", "12")
     run = launch(folder, *command)
     assert poll(folder.final, 60), run.err()
     assert poll(lambda: measures(run.processes[1].pid), 60), run.err()
@@ -118,7 +118,7 @@ def test_whichever_process_is_killed_the_same_command_measures_the_rest(folder: 
     last = launch(folder, *command)
     assert last.codes() == [2, 0], "the case that failed is not repeated without --retry"
     assert folder.final()[: len(kept)] == kept
-    assert len(folder.final()) == 8
+    assert len(folder.final()) == 6
     assert folder.query("SELECT count(*) FROM run") == [(1,)]
     assert folder.mark.settles() == ""
 
