@@ -292,11 +292,10 @@ def _slow_host(machine: Examined) -> Iterator[Finding]:
     trained_down = {
         gpu for rule in (_narrow, _old_generation) for one in rule(machine) for gpu in one.gpus
     }
-    for gpu in range(len(machine.gpus)):
-        both = [one for one in machine.of(PINNED) if gpu in one.copy.ends]
-        if not both:
-            continue
-        one = min(both, key=lambda one: one.bytes_per_s)
+    slower: dict[int, Transfer] = {}
+    for one in sorted(machine.of(PINNED), key=lambda one: one.bytes_per_s):
+        slower.setdefault(max(one.copy.ends), one)
+    for gpu, one in slower.items():
         promised = machine.promised(gpu)
         facts = machine.gpus[gpu]
         if promised and one.bytes_per_s < SLOW * promised and gpu not in trained_down:
@@ -340,7 +339,7 @@ def _slow_pairs(machine: Examined) -> Iterator[Finding]:
     """Find pairs that are much slower than their NVLinks promise, or than pairs without NVLinks."""
     direct = machine.of(DIRECT)
     others = [one.bytes_per_s for one in direct if not machine.nvlinked(*one.copy.ends)]
-    for one in direct:
+    for one in sorted(direct, key=lambda one: one.bytes_per_s):
         promised = machine.nvlinked(*one.copy.ends)
         usual = promised or statistics.median(others)
         links = words.count(machine.nvlinks(*one.copy.ends), "NVLink")

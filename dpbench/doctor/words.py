@@ -9,7 +9,7 @@ from dpbench.doctor.faults import Examined
 from dpbench.doctor.system import PciDevice
 from dpbench.hardware import provenance
 from dpbench.records import words
-from dpbench.records.examination import DIRECT, STAGED, Examination, Finding
+from dpbench.records.examination import DIRECT, STAGED, Examination, Problem
 
 WIDTH = 100
 
@@ -17,8 +17,8 @@ WIDTH = 100
 def text(machine: Examined, examination: Examination) -> str:
     """Return the whole result."""
     lines = [*tree(machine), *_host(machine), *_software(machine), *links(examination)]
-    for number, finding in enumerate(examination.findings, 1):
-        lines += ["", *_finding(number, finding)]
+    for number, problem in enumerate(examination.problems, 1):
+        lines += ["", *_problem(number, problem)]
     if not examination.faults:
         lines += ["", "Nothing wrong found."]
     lines += ["", _wrapped(f"Checked: {', '.join(examination.checked)}.")]
@@ -33,14 +33,14 @@ def _wrapped(line: str) -> str:
     return textwrap.fill(line, WIDTH, subsequent_indent="  ")
 
 
-def _finding(number: int, finding: Finding) -> Iterator[str]:
+def _problem(number: int, problem: Problem) -> Iterator[str]:
+    finding = problem.first
     kind = "" if finding.wrong else " (a fact, not a fault)"
     yield textwrap.fill(f"{number}. {finding.says}{kind}", WIDTH, subsequent_indent="   ")
-    for name in ("evidence", "cost", "change", "undo"):
-        if said := getattr(finding, name):
-            yield textwrap.fill(
-                f"   {name}: {said}", WIDTH, subsequent_indent=" " * 6, break_on_hyphens=False
-            )
+    for name, said in problem.parts:
+        yield textwrap.fill(
+            f"   {name}: {said}", WIDTH, subsequent_indent=" " * 6, break_on_hyphens=False
+        )
 
 
 def _host(machine: Examined) -> Iterator[str]:

@@ -14,6 +14,8 @@ HANGS = "does not end"
 """The beginning of the failure of a copy that hangs."""
 SLOW = 0.5
 """The share of a link's promised rate, or of the median of its kind, below which it is slow."""
+LISTED = 12
+"""The largest number of other links that a problem names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,26 @@ class Finding:
     undo: str = ""
     wrong: bool = True
     gpus: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A finding, and the others that say the same of other links."""
+
+    first: Finding
+    others: tuple[Finding, ...]
+
+    @property
+    def parts(self) -> list[tuple[str, str]]:
+        """Return the parts of the problem's text that are not empty, each with its name."""
+        links = [" -> ".join(f"GPU {gpu}" for gpu in one.gpus) for one in self.others]
+        left_out = len(links) - LISTED
+        more = [f"{left_out} more"] if left_out > 0 else []
+        named = [
+            ("also", ", ".join([*links[:LISTED], *more])),
+            *((name, getattr(self.first, name)) for name in ("evidence", "cost", "change", "undo")),
+        ]
+        return [(name, said) for name, said in named if said]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,9 +149,18 @@ class Examination:
             raise ValueError(f"links of the picture end at unknown boxes: {sorted(missing)}")
 
     @property
+    def problems(self) -> list[Problem]:
+        """Return the findings, those together that differ only in their link and its rate."""
+        groups: dict[tuple[str, ...], list[Finding]] = {}
+        for one in self.findings:
+            of_links = (one.name, one.evidence, one.change, str(one.wrong))
+            groups.setdefault(of_links if one.gpus else (one.says,), []).append(one)
+        return [Problem(first, tuple(others)) for first, *others in groups.values()]
+
+    @property
     def faults(self) -> int:
-        """Return the number of findings that a change removes."""
-        return sum(finding.wrong for finding in self.findings)
+        """Return the number of problems that a change removes."""
+        return sum(problem.first.wrong for problem in self.problems)
 
     def about(self, gpus: frozenset[int]) -> list[Finding]:
         """Return the findings about the link between these GPUs, or of this one and the host."""

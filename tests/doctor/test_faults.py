@@ -11,6 +11,7 @@ import pytest
 
 from dpbench.doctor import faults
 from dpbench.doctor.faults import AllReduce, Examined, Steps
+from dpbench.doctor.result import result
 from dpbench.doctor.transfers import SILENCE, Copy
 from dpbench.records import HOST
 from dpbench.records.examination import DIRECT, PINNED, STAGED
@@ -337,3 +338,32 @@ def test_faults_stand_before_facts(tmp_path: Path) -> None:
     machine = machines.examined(machines.read(tmp_path, "2x3090"))
     machine = with_gpu(1, name="Tesla T4", pcie_width_now=4)(machine)
     assert [one.wrong for one in faults.found(machine)] == [True, False]
+
+
+def test_what_is_wrong_with_many_links_is_one_problem_with_the_slowest_first(
+    tmp_path: Path,
+) -> None:
+    pairs = [(i, j) for i in range(8) for j in range(8) if i != j]
+    slow = [
+        with_copy(*pair, DIRECT, bytes_per_s=90e9 - 1e9 * number)
+        for number, pair in enumerate(pairs)
+    ]
+    machine = machines.examined(machines.read(tmp_path, "DGX"))
+    machine = chain(machines.with_nvswitch, *slow)(machine)
+    found = result(machine, 0.0)
+    assert len(found.findings) == len(pairs)
+    (problem,) = found.problems
+    assert problem.first.gpus == pairs[-1]
+    assert found.faults == 1
+    assert dict(problem.parts)["also"].startswith("GPU 7 -> GPU 5, GPU 7 -> GPU 4, ")
+    assert dict(problem.parts)["also"].endswith("43 more")
+
+
+def test_different_problems_stay_apart(tmp_path: Path) -> None:
+    machine = machines.examined(machines.read(tmp_path, "2x3090"))
+    machine = chain(
+        with_gpu(1, name="Tesla T4", pcie_width_now=4), with_gpu(0, power_limit_w=150.0)
+    )(machine)
+    found = result(machine, 0.0)
+    assert [one.first for one in found.problems] == list(found.findings)
+    assert not any(one.others for one in found.problems)
