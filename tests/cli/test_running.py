@@ -240,7 +240,8 @@ def test_more_devices_than_rows_are_measured_and_shown_by_every_reader(dpbench):
 
 @pytest.mark.usefixtures("one_server")
 def test_the_same_command_goes_on_with_what_its_budget_left_out(folder, dpbench):
-    case = ("--models", "mlp", "--strategies", "single,dp", "--devices", "1,2")
+    # one case: of several, a slow machine may spend the budget before the first trial of the last
+    case = ("--models", "mlp", "--strategies", "single", "--devices", "1")
     counts = []
     for _ in range(2):
         code, _, err = dpbench("run", *case, "--rounds", "100", "--budget", "4")
@@ -249,7 +250,7 @@ def test_the_same_command_goes_on_with_what_its_budget_left_out(folder, dpbench)
         counts += folder.query("SELECT count(*) FROM trial WHERE status='ok'")
     assert folder.query("SELECT DISTINCT status FROM trial") == [("ok",)]
     assert folder.query("SELECT status FROM run") == [("open",)]
-    assert 0 < counts[0][0] < counts[1][0] < 3 * 100
+    assert 0 < counts[0][0] < counts[1][0] < 100
 
 
 def test_a_full_disk_ends_the_run_with_one_line_and_leaves_a_sound_store(folder):

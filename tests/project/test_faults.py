@@ -14,9 +14,13 @@ from tests.faults import ROOT, Fault
 
 FAULTS = (*faults.FAULTS, *planted.FAULTS)
 MODULES = faults.modules(ROOT)
-IN_ANOTHER_STYLE = [replace(module, text=ast.unparse(module.tree)) for module in MODULES]
-"""The same modules without comments, with other line breaks, quotes and parentheses."""
 every_fault = pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+
+
+@cache
+def in_another_style() -> list[faults.Module]:
+    """Return the modules without comments, with other line breaks, quotes and parentheses."""
+    return [replace(module, text=ast.unparse(module.tree)) for module in MODULES]
 
 
 @cache
@@ -29,7 +33,7 @@ def functions_of(file: str) -> set[str]:
 @every_fault
 def test_a_fault_changes_code_that_occurs_once_however_it_is_formatted(fault: Fault) -> None:
     path, text = faults.planted(fault, MODULES)
-    _, other = faults.planted(fault, IN_ANOTHER_STYLE)
+    _, other = faults.planted(fault, in_another_style())
     changed = ast.dump(ast.parse(text))
     assert changed == ast.dump(ast.parse(other))
     assert changed != ast.dump(ast.parse(path.read_text(encoding="utf-8")))
