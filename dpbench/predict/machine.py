@@ -216,7 +216,7 @@ class _File:
     host: dict[str, Any] = field(default_factory=dict)
     collective: dict[str, Any] | None = None
     probe: dict[str, Any] = field(default_factory=dict)
-    """The figures of `dpbench doctor` with their spreads, which no prediction needs."""
+    """The figures that earlier versions of `dpbench doctor` wrote, which no prediction needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
