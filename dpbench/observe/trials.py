@@ -263,9 +263,8 @@ def _observed(watched: Watched, warm: int) -> Observed:
     for places in loop.reads[warm:]:
         for place in places:
             reads[place] = reads.get(place, 0) + 1
-    devices = seen.devices * watched.ranks
     file = Path(seen.file)
-    notes = source.notes(file, on_gpus=seen.device_kind == "cuda", devices=devices)
+    notes = source.notes(file, on_gpus=seen.device_kind == "cuda")
     forwards = seen.synchronized.total()
     return Observed(
         command=watched.command,
