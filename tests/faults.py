@@ -980,9 +980,7 @@ FAULTS = (
         "the budget of a probe holds all passes on four GPUs",
         "BUDGET_S = 120.0",
         "BUDGET_S = 58.0",
-        (
-            "tests/doctor/test_probe.py::test_the_number_of_passes_follows_from_the_time_of_the_first",
-        ),
+        ("tests/doctor/test_probe.py::test_no_pass_begins_after_the_budget",),
         where="doctor.probe",
     ),
     # -- runs

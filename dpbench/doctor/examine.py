@@ -178,9 +178,7 @@ def _watching(nvml: Nvml | None, watched: Watched) -> Iterator[None]:
 
 def _all_reduce(count: int) -> AllReduce:
     try:
-        figures = {
-            one.name: one.value for one in all_reduce.figures(count, sizes=SIZES, limit_s=LIMIT_S)
-        }
+        figures = dict(all_reduce.figures(count, sizes=SIZES, limit_s=LIMIT_S))
     except all_reduce.NoResult as failed:
         return AllReduce(failure=str(failed))
     return AllReduce(bytes_per_s=figures["all_reduce_bytes_per_s"])

@@ -64,13 +64,20 @@ def _arrivals(parts: Sequence[Trial]) -> Iterator[Sample]:
     """Yield each rank's wait for the last one in each reduction that the host's clock measured."""
     spans = [span for part in parts for span in part.spans if span.on_host]
     for alike in matched_reductions(spans):
-        if len(alike) < len(parts):
-            continue
-        last_s = max(span.start_s for span in alike)
-        at_s = (last_s + max(span.end_s for span in alike)) / 2
-        for span in alike:
-            yield Sample(at_s, span.device, RANK_WAIT, last_s - span.start_s)
-            yield Sample(at_s, span.device, RANK_TRANSFER, max(0.0, span.end_s - last_s))
+        if len(alike) >= len(parts):
+            yield from arrivals([(span.device, span.start_s, span.end_s) for span in alike])
+
+
+def arrivals(ranks: Sequence[tuple[int, float, float]]) -> Iterator[Sample]:
+    """Yield each rank's wait for the last one in a collective, and the transfer after that.
+
+    `ranks` has the device of each rank, with the begin and the end of its collective in seconds.
+    """
+    last_s = max(begin_s for _, begin_s, _ in ranks)
+    at_s = (last_s + max(end_s for _, _, end_s in ranks)) / 2  # its end may end the step
+    for device, begin_s, end_s in ranks:
+        yield Sample(at_s, device, RANK_WAIT, last_s - begin_s)
+        yield Sample(at_s, device, RANK_TRANSFER, max(0.0, end_s - last_s))
 
 
 def _without_waits(parts: Sequence[Trial]) -> list[Trial]:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from dpbench.records import Trial
+from dpbench.records.trial import only
 
 PARTS = 5
 """The largest number of parts into which the steps of a loop are cut."""
@@ -32,17 +33,12 @@ def parts(trial: Trial, least: int = 1) -> list[Trial]:
 
 
 def _part(trial: Trial, number: int, first: int, last: int) -> Trial:
-    steps = trial.steps[first:last]
+    part = only(trial, range(first, last))
     after_s = trial.steps[first - 1].end_s if first else float("-inf")
-    until_s = steps[-1].end_s if steps else 0.0
-    spans = (
-        replace(span, step=span.step - first) for span in trial.spans if first <= span.step < last
-    )
+    until_s = part.steps[-1].end_s if part.steps else 0.0
     return replace(
-        trial,
+        part,
         round=number,
-        steps=steps,
-        spans=tuple(spans),
         samples=tuple(one for one in trial.samples if after_s < one.time_s <= until_s),
-        setup={"steps_s": sum(step.seconds for step in steps)},
+        setup={"steps_s": sum(step.seconds for step in part.steps)},
     )

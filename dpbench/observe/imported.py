@@ -25,17 +25,15 @@ from pathlib import Path
 from typing import Any
 
 from dpbench.hardware import provenance
-from dpbench.measure.merging import shifted
+from dpbench.measure.merging import arrivals, shifted
 from dpbench.observe import kineto, parts
 from dpbench.observe.attribution import Attributed, attribute
 from dpbench.observe.kineto import GRADIENT, DeviceEvent, TraceEvents
 from dpbench.observe.stretches import LOADER
-from dpbench.records import HOST, Case, Phase, Sample, Source, Span, Trial, words, work
+from dpbench.records import HOST, Case, Phase, Sample, Source, Trial, words, work
 from dpbench.records.activity import (
     HOST_READS,
     HOST_WAITS,
-    RANK_TRANSFER,
-    RANK_WAIT,
     Activity,
     Kind,
     busy,
@@ -52,7 +50,7 @@ from dpbench.records.observed import (
     traits,
 )
 from dpbench.records.registry import Parallelism, Reduction
-from dpbench.records.trial import joined
+from dpbench.records.trial import joined, only
 from dpbench.store import Naming, Store
 
 TRACE = "trace"
@@ -210,34 +208,18 @@ def _part(trace: ImportedTrace, first: ImportedTrace, common: Sequence[str]) -> 
     """Return the trial of one rank, with the first rank's clock and the case's device indices."""
     attributed = trace.attributed
     indices = {HOST: HOST, **trace.indices}
-    places = {name: place for place, name in enumerate(common)}
-    numbers = {
-        number: places[name] for number, name in enumerate(attributed.names) if name in places
-    }
-    steps = tuple(attributed.steps[number] for number in numbers)
-    spans = (
-        Span(
-            numbers[span.step],
-            span.phase,
-            indices[span.device],
-            span.clock,
-            span.start_s,
-            span.end_s,
-        )
-        for span in attributed.spans
-        if span.step in numbers
-    )
+    kept = [number for number, name in enumerate(attributed.names) if name in common]
     part = Trial(
         case=_case([trace]),
         source=Source.IMPORTED,
         reason="the trace ended",
-        steps=steps,
-        spans=tuple(spans),
-        samples=tuple(_samples(attributed, [*numbers], trace.indices)),
+        steps=attributed.steps,
+        spans=tuple(replace(span, device=indices[span.device]) for span in attributed.spans),
+        samples=tuple(_samples(attributed, kept, trace.indices)),
         started_s=time.time(),
     )
     shift_s = (trace.profile.zero_us - first.profile.zero_us) / 1e6
-    return shifted(part, shift_s + (trace.aligned.shift_s if trace.aligned else 0.0))
+    return shifted(only(part, kept), shift_s + (trace.aligned.shift_s if trace.aligned else 0.0))
 
 
 def _samples(
@@ -282,16 +264,16 @@ def _arrivals(traces: Sequence[ImportedTrace]) -> Iterator[Sample]:
         if len({len(one.get(name, ())) for one in found}) > 1:
             continue
         for events in zip(*(one[name] for one in found), strict=True):
-            times = [
-                (_on_first(event.start_us, trace, first), _on_first(event.end_us, trace, first))
-                for event, trace in zip(events, traces, strict=True)
-            ]
-            last_s = max(begin_s for begin_s, _ in times)
-            at_s = (last_s + max(end_s for _, end_s in times)) / 2  # its end may end the step
-            for event, trace, (begin_s, end_s) in zip(events, traces, times, strict=True):
-                device = trace.indices[event.device]
-                yield Sample(at_s, device, RANK_WAIT, last_s - begin_s)
-                yield Sample(at_s, device, RANK_TRANSFER, max(0.0, end_s - last_s))
+            yield from arrivals(
+                [
+                    (
+                        trace.indices[event.device],
+                        _on_first(event.start_us, trace, first),
+                        _on_first(event.end_us, trace, first),
+                    )
+                    for event, trace in zip(events, traces, strict=True)
+                ]
+            )
 
 
 def _on_first(at_us: float, trace: ImportedTrace, first: TraceEvents) -> float:

@@ -166,10 +166,6 @@ class _File(msgspec.Struct):
     ranks: _Ranks = msgspec.field(name="distributedInfo", default_factory=_Ranks)
 
 
-class _RawFile(msgspec.Struct):
-    events: list[msgspec.Raw] = msgspec.field(name="traceEvents", default_factory=list)
-
-
 def read(path: Path) -> TraceEvents:
     """Return the events of a trace file.
 
@@ -308,9 +304,7 @@ def _decoded(path: Path, content: bytes) -> _File:
         except msgspec.DecodeError:
             return _parsed(_NO_NUMBER.sub(b"null", content))
     except msgspec.ValidationError as error:
-        raise UnreadableFile(
-            f"{path}: {_place(content)}{error}; this is not a trace of torch.profiler"
-        ) from error
+        raise UnreadableFile(f"{path}: {error}; this is not a trace of torch.profiler") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UnreadableFile(
             f"{path} is not JSON, or is cut off ({len(content)} bytes): {error}"
@@ -321,23 +315,6 @@ def _parsed(content: bytes) -> _File:
     if content.lstrip()[:1] == b"[":
         return _File(events=msgspec.json.decode(content, type=list[_Event]))
     return msgspec.json.decode(content, type=_File)
-
-
-def _place(content: bytes) -> str:
-    """Return the first event of a wrong type as text; "" if the fault is elsewhere."""
-    try:
-        if content.lstrip()[:1] == b"[":
-            events = msgspec.json.decode(content, type=list[msgspec.Raw])
-        else:
-            events = msgspec.json.decode(content, type=_RawFile).events
-        for place, event in enumerate(events):
-            try:
-                msgspec.json.decode(event, type=_Event)
-            except msgspec.ValidationError:
-                return f"event {place}: "
-    except (msgspec.DecodeError, RecursionError):
-        pass
-    return ""
 
 
 def _notes(path: Path, events: Sequence[_Event], broken: Iterable[int]) -> tuple[str, ...]:

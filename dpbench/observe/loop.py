@@ -10,8 +10,7 @@ dpbench cannot observe where some phases begin or end. The neighbouring phases t
 
 - `loss` is the time from the end of the forward to the beginning of backward, without other spans
   in between.
-- `clip` begins when backward ends. If the script itself writes gradients, `clip` ends when the
-  optimizer's step begins.
+- `clip` begins when backward ends.
 - Without a DataLoader, `data` is the time from the end of a step, of a backward or of a read to the
   next transfer or forward. If the module also returns its own loss, the time from the forward to
   backward is `data`, too.
@@ -112,10 +111,7 @@ def of(recorder: Recorder, first: int = 0) -> WatchedLoop:
     loaded = any(raw.kind == Phase.DATA for one in intervals for raw in one.spans)
     own_loss = frozenset[int]() if loaded else frozenset(seen.own_loss)
     spans_of = [
-        [
-            _spans(one, own_loss, by_hand=not ended, functional=functional, clips=seen.clips)
-            for one in group
-        ]
+        [_spans(one, own_loss, by_hand=not ended, functional=functional) for one in group]
         for group in groups
     ]
     rows = trainings.with_teachers(
@@ -300,13 +296,13 @@ def _rows(counted: Sequence[Counter[int]]) -> int:
 
 
 def _spans(
-    interval: Interval, own_loss: frozenset[int], *, by_hand: bool, functional: bool, clips: bool
+    interval: Interval, own_loss: frozenset[int], *, by_hand: bool, functional: bool
 ) -> list[Raw]:
     """Return the spans of an interval in order of time, with those that their neighbours define.
 
     `own_loss` has the ids of modules that return their own loss: the time after their forward is
-    `data`. The flags tell if the script updates weights itself (`by_hand`), calls no module
-    (`functional`), and writes gradients (`clips`).
+    `data`. The flags tell if the script updates weights itself (`by_hand`), and calls no module
+    (`functional`).
     """
     ordered = _without_closures(sorted(interval.spans, key=lambda raw: (raw.start, raw.end)))
     if functional and interval.start is not None:
@@ -324,12 +320,6 @@ def _spans(
             defined += _between(
                 ordered, _last(ordered, place, Phase.BACKWARD, Phase.CLIP), place, Phase.CLIP
             )
-        elif (
-            raw.kind == Phase.OPTIMIZER
-            and clips
-            and ordered[place - 1].kind in (Phase.BACKWARD, Phase.REDUCE)
-        ):
-            defined += _between(ordered, _last(ordered, place, Phase.BACKWARD), place, Phase.CLIP)
         elif raw.kind == Phase.FORWARD:
             since = _last(ordered, place, Phase.FORWARD, Phase.BACKWARD)
             if since is not None and any(one.kind == Phase.LOSS for one in ordered[since:place]):

@@ -26,7 +26,7 @@ from dpbench.engine import DataParallel
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import float32, kind_of, open_devices
 from dpbench.measure.worker.facts import sizes
-from dpbench.observe.recorder import EVALUATION, OWN, WITHIN, Raw, Recorder, Seen
+from dpbench.observe.recorder import EVALUATION, OWN, WITHIN, Recorder, Seen
 from dpbench.records import Phase
 from dpbench.strategies.ddp import ExposedReduction
 
@@ -69,11 +69,6 @@ class Outermost:
             self._call(self._original)
             self._unhook()
 
-    @property
-    def known(self) -> Iterator[nn.Module]:
-        """Return the modules that were found."""
-        return (module for module, _ in self._known.values())
-
     def look(self) -> None:
         """Look for outermost modules during the next updates."""
         self._until = len(self._recorder.ends) + LOOKS
@@ -84,7 +79,6 @@ class Outermost:
         number = len(self._recorder.ends)
         again = max(AGAIN, 1 << number.bit_length())  # the next power of two
         self._recorder.due = min(again, self._until + 1) if self._looking else again
-        self._recorder.looking = self._looking
 
     def _updated(self, number: int) -> None:
         if number >= AGAIN and number & (number - 1) == 0:
@@ -349,45 +343,3 @@ class _marked:  # noqa: N801
     def remove(self) -> None:
         for name in ("scatter", "replicate", "parallel_apply", "gather"):
             self._module.__dict__.pop(name, None)
-
-
-class WrittenGradients:
-    """Notes if the script itself writes gradients between backward and an optimizer's step.
-
-    torch counts the writes to each tensor (`_version`).
-    """
-
-    def __init__(self, recorder: Recorder, outermost: Outermost) -> None:
-        self._recorder = recorder
-        self._outermost = outermost
-        self._last: Raw | None = None
-        """The last span when the latest backward or reduction ended."""
-        self._gradients: Sequence[tuple[nn.Parameter, torch.Tensor, int]] = ()
-        """Each weight at that time, with its gradient and the gradient's version."""
-        recorder.computed = self._computed
-
-    def _computed(self) -> None:
-        trained = self._recorder.seen.trained
-        weights = [
-            one
-            for module in self._outermost.known
-            if id(module) in trained
-            for one in module.parameters()
-        ]
-        self._gradients = [
-            (one, one.grad, one.grad._version) for one in weights if one.grad is not None
-        ]
-        self._last = self._recorder.last
-
-    def before_step(self) -> None:
-        """Set `Seen.clips` if the script has written most gradients since."""
-        if not self._gradients:
-            return
-        written = sum(
-            one.grad is not grad or grad._version != version
-            for one, grad, version in self._gradients
-        )
-        if self._last is self._recorder.last and 2 * written >= max(4, len(self._gradients)):
-            self._recorder.seen.clips = True
-        self._last = None
-        self._gradients = ()

@@ -78,8 +78,6 @@ INTERRUPTS: dict[str, frozenset[str]] = {
 """The kinds of inner spans that interrupt an outer one and are recorded, by its kind."""
 ASIDE = frozenset({EVALUATION, CHECKPOINT})
 """The kinds that belong to no step; they are recorded even in intervals that are not kept."""
-_GRADIENTS = frozenset({Phase.BACKWARD, Phase.REDUCE})
-"""The kinds of spans after which the gradients are computed."""
 _BACKWARD, _DATA = Phase.BACKWARD, Phase.DATA  # an attribute of an enumeration is slow to read
 _OTHERS = frozenset({EVALUATION, WITHIN})
 """The kinds that `_log` records at their end: it merges evaluations and drops `WITHIN`."""
@@ -156,8 +154,6 @@ class Seen:
     pinned: bool | None = None
     skipped: Counter[int] = field(default_factory=Counter)
     """How often a GradScaler skipped the step of an optimizer."""
-    clips: bool = False
-    """Whether the script itself writes the gradients between backward and an optimizer's step."""
     unknown: dict[str, int] = field(default_factory=dict)
 
 
@@ -188,9 +184,6 @@ class Recorder:
         self.look: Callable[[int], None] = lambda _: None
         self.reduction: Callable[[float], Sequence[tuple[Phase, int, float, float]]] | None = None
         """Maps the end of backward to the spans of the exposed reduction; None if unused."""
-        self.looking = False
-        self.computed: Callable[[], None] = lambda: None
-        """Called after each backward and reduction while modules are looked for (`looking`)."""
         self.kept = True
         self.thread = get_ident()
         self._most = spans
@@ -260,8 +253,6 @@ class Recorder:
                 self.open[-1] = self.open[-1]._replace(start=now)
             if kind == _BACKWARD and (self.reduction is not None or not self.seen.optimizers):
                 self._backward(start, now)
-            if self.looking and kind in _GRADIENTS:
-                self.computed()
         except Exception as error:
             self.give_up(error)
 
@@ -352,11 +343,6 @@ class Recorder:
     def mine(self) -> bool:
         """Return whether the recorder is active and records the calling thread."""
         return self.active and get_ident() == self.thread
-
-    @property
-    def last(self) -> Raw | None:
-        """Return the last span of this interval; None if there is none."""
-        return self._spans[-1] if self._spans else None
 
     @property
     def inside(self) -> str:

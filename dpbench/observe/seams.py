@@ -34,13 +34,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import dataloader
 
 from dpbench.engine import DataParallel, TrainStep
-from dpbench.observe.modules import (
-    Outermost,
-    WrittenGradients,
-    engine,
-    on_devices,
-    precision,
-)
+from dpbench.observe.modules import Outermost, engine, on_devices, precision
 from dpbench.observe.recorder import CHECKPOINT, WITHIN, Recorder, new
 from dpbench.observe.script import of_script, place
 from dpbench.records import Phase
@@ -108,7 +102,7 @@ def installed(recorder: Recorder) -> Iterator[None]:
     with ExitStack() as stack:
         replace = functools.partial(_replace, stack)
         outermost = stack.enter_context(Outermost(recorder).installed())
-        _optimizers(recorder, WrittenGradients(recorder, outermost), replace, stack)
+        _optimizers(recorder, replace, stack)
         replace(torch.no_grad, "__exit__", lambda was: _leaving(recorder, was))
         _data(recorder, replace, outermost)
         for name in LOSSES:
@@ -219,12 +213,10 @@ class _Steps:
     def __init__(
         self,
         recorder: Recorder,
-        gradients: WrittenGradients,
         replace: Callable[..., None],
         stack: ExitStack,
     ) -> None:
         self._recorder = recorder
-        self._gradients = gradients
         self._replace = replace
         self._stack = stack
         self._running: list[_Running] = []
@@ -286,7 +278,6 @@ class _Steps:
         if get_ident() != recorder.thread:
             recorder.elsewhere()
             return
-        self._gradients.before_step()
         frame = sys._getframe(2)  # the one that calls the hooks
         # a step that raised before its class was hooked
         while running and not _runs(running[-1].frame, frame):
@@ -342,10 +333,8 @@ class _Steps:
             recorder.update(owner, type(optimizer).__name__)
 
 
-def _optimizers(
-    recorder: Recorder, gradients: WrittenGradients, replace: Callable[..., None], stack: ExitStack
-) -> None:
-    steps = _Steps(recorder, gradients, replace, stack)
+def _optimizers(recorder: Recorder, replace: Callable[..., None], stack: ExitStack) -> None:
+    steps = _Steps(recorder, replace, stack)
     before, after = recorder.safely(steps.before), recorder.safely(steps.after)
     stack.callback(register_optimizer_step_pre_hook(before).remove)
     stack.callback(register_optimizer_step_post_hook(after).remove)

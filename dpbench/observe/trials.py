@@ -31,7 +31,7 @@ from dpbench.observe.recorder import Seen
 from dpbench.records import HOST, Case, Memory, Sample, Trial
 from dpbench.records.observed import OBSERVED, SCRIPT, Held, Observed, Unknown, traits
 from dpbench.records.registry import Parallelism, Reduction
-from dpbench.records.trial import FLOAT32
+from dpbench.records.trial import FLOAT32, only
 from dpbench.records.words import count, verb
 from dpbench.store import Naming, Store
 
@@ -131,7 +131,12 @@ class WatchedRank:
             held += [Held(**one) for one in data["held"]]
         self.clear()
         common = set.intersection(*(set(numbers) for numbers, _ in parts))
-        whole = merge([_only(numbers, trial, common) for numbers, trial in parts])
+        whole = merge(
+            [
+                only(trial, [at for at, number in enumerate(numbers) if number in common])
+                for numbers, trial in parts
+            ]
+        )
         unknown = [*loop.unknown]
         if missing := [str(rank) for rank in others if rank not in there]:
             ranks = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing)}"
@@ -170,23 +175,6 @@ def _trial(part: RankRecord) -> Trial:
     """Return the record of one rank as a trial, because `merge` takes trials."""
     case = Case(model=SCRIPT, strategy=SCRIPT, batch_size=1, declared=traits(Parallelism.RANKS))
     return Trial(case=case, steps=part.loop.steps, spans=part.loop.spans, memory=part.memory)
-
-
-def _only(numbers: Sequence[int], trial: Trial, common: set[int]) -> Trial:
-    """Return a trial with only the common steps; `numbers` has the number of each step."""
-    new_places = {
-        old: new
-        for new, old in enumerate(old for old, number in enumerate(numbers) if number in common)
-    }
-    return replace(
-        trial,
-        steps=tuple(trial.steps[old] for old in new_places),
-        spans=tuple(
-            replace(span, step=new_places[span.step])
-            for span in trial.spans
-            if span.step in new_places
-        ),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,9 +251,8 @@ def _observed(watched: Watched, warm: int) -> Observed:
     for places in loop.reads[warm:]:
         for place in places:
             reads[place] = reads.get(place, 0) + 1
-    devices = seen.devices * watched.ranks
     file = Path(seen.file)
-    notes = source.notes(file, on_gpus=seen.device_kind == "cuda", devices=devices)
+    notes = source.notes(file, on_gpus=seen.device_kind == "cuda")
     forwards = seen.synchronized.total()
     return Observed(
         command=watched.command,

@@ -294,7 +294,6 @@ def keep(path: Path, predictions: Sequence[Prediction], machine: Machine) -> str
     facts = {
         "host": {"name": f"{machine.name} (described, not measured)", "cpu": machine.description},
         "gpus": {"gpus": gpus},
-        "sources": dict(machine.sources),
     }
     with Store.create(path) as store:
         return store.add(

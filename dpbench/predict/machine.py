@@ -106,7 +106,7 @@ class Machine:
     """A machine of one or more equal nodes; `gpu` and `links` describe one node.
 
     `peer_access` is whether GPUs can access each other's memory. `assumed` lists assumptions about
-    what the description does not state. `sources` has the origin of the values by table.
+    what the description does not state.
     """
 
     name: str
@@ -118,7 +118,6 @@ class Machine:
     nodes: int = 1
     collective: Collective | None = None
     assumed: tuple[str, ...] = ()
-    sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def devices(self) -> int:
@@ -216,7 +215,7 @@ class _File:
     host: dict[str, Any] = field(default_factory=dict)
     collective: dict[str, Any] | None = None
     probe: dict[str, Any] = field(default_factory=dict)
-    """The figures of `dpbench doctor` with their spreads, which no prediction needs."""
+    """The figures that earlier versions of `dpbench doctor` wrote, which no prediction needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,7 +261,6 @@ def read(data: Mapping[str, Any], name: str) -> Machine:
         gpu=_record(Gpu, file.gpu, f"{name}: [gpu]"),
         host=_record(Host, file.host, f"{name}: [host]"),
         links=tuple(link for row in file.link for link in _links(row, name)),
-        sources=dict(_sources(data)),
         collective=(
             _record(Collective, file.collective, f"{name}: [collective]")
             if file.collective
@@ -306,10 +304,6 @@ def _each(text: str, where: str) -> list[str]:
 
 def _record(kind: type[Record], data: Mapping[str, Any], where: str) -> Record:
     _known(data, where, [*(f.name for f in fields(kind)), "source"])  # type: ignore[arg-type]
-    return _converted(kind, data, where)
-
-
-def _converted(kind: type[Record], data: Mapping[str, Any], where: str) -> Record:
     try:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
@@ -329,18 +323,6 @@ def _known(data: Mapping[str, Any], where: str, keys: list[str]) -> None:
     for key in data:
         if key not in keys:
             raise UnknownMachine(f"machine {where}: {unknown('key', key, sorted(keys))}")
-
-
-def _sources(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for key, value in data.items():
-        if key == "source":
-            yield "machine", str(value)
-        elif isinstance(value, dict) and "source" in value:
-            yield key, str(value["source"])
-        elif isinstance(value, list):
-            yield from (
-                (f"{key} {row['between']}", str(row["source"])) for row in value if "source" in row
-            )
 
 
 def _check(machine: Machine) -> None:

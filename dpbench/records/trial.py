@@ -448,6 +448,18 @@ def in_schema(case: Case, schema: int) -> Case:
     return replace(case, schedule=EARLIER_ALLREDUCE) if changed else case
 
 
+def only(trial: Trial, kept: Sequence[int]) -> Trial:
+    """Return a trial with the spans and the steps of `kept` only, which are numbered from 0."""
+    numbers = {old: new for new, old in enumerate(kept)}
+    return replace(
+        trial,
+        steps=tuple(trial.steps[old] for old in kept),
+        spans=tuple(
+            replace(span, step=numbers[span.step]) for span in trial.spans if span.step in numbers
+        ),
+    )
+
+
 def joined(parts: Sequence[Trial]) -> tuple[tuple[Step, ...], tuple[Span, ...]]:
     """Return the steps and the spans of all ranks, merged as if they came from one process.
 

@@ -632,7 +632,7 @@ def with_events(*events):
         (b"3", "not a trace"),
         (b'{"traceEvents": 3}', "not a trace"),
         (with_events({"ph": "M", "name": "process_name"}), "none of its 1 events"),
-        (with_events(WHOLE_EVENT, WHOLE_EVENT | {"ts": "soon"}), "event 1: "),
+        (with_events(WHOLE_EVENT, WHOLE_EVENT | {"ts": "soon"}), "$.traceEvents[1].ts`"),
         (with_events(WHOLE_EVENT | {"dur": -1}), "event 0, 'aten::mm' (ts 1.0, dur -1.0)"),
         (with_events({k: v for k, v in WHOLE_EVENT.items() if k != "ts"}), "(ts None, dur 2.0)"),
     ],

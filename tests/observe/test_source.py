@@ -1,4 +1,4 @@
-"""Lines of a watched script that mislead its user: clocks, divided batches, unbound ranks."""
+"""Lines of a watched script that mislead its user: clocks and unbound ranks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ for x, y in loader:
 """
 
 
-def lines_of(folder: Path, text: str, *, on_gpus: bool = True, devices: int = 2) -> list[str]:
+def lines_of(folder: Path, text: str, *, on_gpus: bool = True) -> list[str]:
     path = folder / "train.py"
     path.write_text(text)
-    notes = source.notes(path, on_gpus=on_gpus, devices=devices)
+    notes = source.notes(path, on_gpus=on_gpus)
     return [note.partition(" ")[0] for note in notes]
 
 
@@ -40,35 +40,6 @@ def test_reading_a_value_in_the_loop_waits_too(tmp_path, read: str) -> None:
     assert lines_of(tmp_path, LOOP.format(after=f"total += loss.{read}")) == []
     outside = LOOP.format(after="pass") + f"loss.{read}\n"
     assert lines_of(tmp_path, outside) == ["train.py:3"]
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "batch / world_size",
-        "batch_size = options['batch_size'] // world_size",
-        "loader = DataLoader(data, batch_size=args.batch_size // dist.get_world_size())",
-        "args.batch = int(args.batch / ngpus)",
-        "per_device = batch_size // max(1, torch.cuda.device_count())",
-    ],
-)
-def test_a_batch_divided_by_the_number_of_devices_is_named(tmp_path, line: str) -> None:
-    assert lines_of(tmp_path, f"import torch\n{line}\n") == ["train.py:2"]
-    assert lines_of(tmp_path, f"import torch\n{line}\n", devices=1) == []
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "steps = rows // world_size",
-        "batch_size // accumulate",
-        "batch_loss / world_size",
-        "num_batches // world_size",
-        "loss_fn(net(batch), y) / world_size",
-    ],
-)
-def test_other_divisions_are_no_batch_per_device(tmp_path, line: str) -> None:
-    assert lines_of(tmp_path, line) == []
 
 
 def test_the_lines_by_which_ranks_take_memory_on_the_first_gpu_are_named(tmp_path) -> None:

@@ -57,7 +57,6 @@ OWN_CODE: dict[str, tuple[Any, str]] = {
     "facts": (modules, "_note_facts"),
     "precision": (modules, "precision"),
     "hook": (modules.Outermost, "_hook"),
-    "gradients": (modules.WrittenGradients, "before_step"),
     "place": (seams, "place"),
     "owner": (Recorder, "owner"),
     "keeping": (Recorder, "_keeps"),

@@ -495,7 +495,7 @@ for x, y in batches(12):
     rows = ledger.Ledger(found.steps, found.spans).phases
     assert len(rows) == 11
     assert all(
-        0.002 < row[Phase.REDUCE] < 0.0021 and 0.003 < row[Phase.CLIP] < 0.0031 for row in rows
+        0.002 < row[Phase.REDUCE] < 0.0021 and 0.003 < row[UNATTRIBUTED] < 0.0031 for row in rows
     )
 
 

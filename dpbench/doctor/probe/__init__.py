@@ -2,7 +2,7 @@
 
 A pass measures every figure once, in a fresh process. There are several passes, because the
 contention of two threads for the interpreter lock differs between processes, and the machine's load
-changes.
+changes. A figure's value is the median over the passes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
@@ -23,19 +23,16 @@ import torch
 
 from dpbench.doctor import transfers
 from dpbench.doctor.probe import all_reduce, gpu, host
-from dpbench.doctor.probe.figures import Figure, over_passes
+from dpbench.doctor.probe.figures import Figure
 from dpbench.hardware import foreign_load, nvml, processes, provenance
 from dpbench.measure.server import environment
-from dpbench.records import HOST, fake, words
+from dpbench.records import HOST, fake
 from dpbench.records.examination import DIRECT
 
 PASSES = 3
 """The planned number of passes."""
 BUDGET_S = 120.0
-"""The seconds in which all passes must end; each is expected to last as long as the one before.
-
-A pass on four GPUs takes about 36 s.
-"""
+"""The seconds after which no further pass begins; one on four GPUs takes about 36 s."""
 MODULE_S = 16e-6
 """The seconds to copy one module for a replica on a host whose factor is 1."""
 Say = Callable[[str], None]
@@ -46,35 +43,26 @@ class Probe:
     """The result of a probe: the measured machine and its figures.
 
     `name` is the processor's, and `cores` the number that this process may use. `gpus` are the
-    names of the GPUs, at least one; `gpu_memory_bytes` is the memory of GPU 0. `passes` is the
-    number of passes that were made, and `seconds` the duration of the probe.
+    names of the GPUs, at least one; `gpu_memory_bytes` is the memory of GPU 0. `figures` has the
+    median over all passes by name. `passes` is the number of passes that were made, and `seconds`
+    the duration of the probe.
     """
 
     name: str
     cores: int
     gpus: tuple[str, ...]
     gpu_memory_bytes: int
-    figures: tuple[Figure, ...]
+    figures: Mapping[str, float]
     passes: int
     seconds: float
     load: foreign_load.Measured
-    """The highest load of other processes, before the probe or in a pass."""
+    """The load of other processes during the passes, or before them if it was high or unknown."""
     left_out: tuple[str, ...] = ()
     """What was left out, and why, each as a clause."""
     peer_access: bool = False
     """Whether all GPUs can access each other's memory; False with fewer than two."""
     facts: tuple[Mapping[str, Any], ...] = ()
     """What NVML says about each GPU; empty if it does not list them."""
-
-    def __getitem__(self, name: str) -> float:
-        """Return the value of the figure with this name. Raises LookupError if there is none."""
-        for one in self.figures:
-            if one.name == name:
-                return one.value
-        raise LookupError(
-            f"no figure is named {name!r}; known figures:"
-            f" {', '.join(one.name for one in self.figures)}"
-        )
 
 
 class BusyMachine(RuntimeError):
@@ -112,49 +100,54 @@ def probe(
             "torch finds no GPU on this machine, and predictions are for GPUs only; `dpbench run`"
             " measures steps on this processor within minutes"
         )
-    loads = [foreign_load.wait(foreign_load.patience(patience_s), say, gpus=range(count))]
-    if foreign_load.busy(loads[0]) and not anyway:
+    load = foreign_load.wait(foreign_load.patience(patience_s), say, gpus=range(count))
+    busy = foreign_load.busy(load)
+    if busy and not anyway:
         raise BusyMachine(
-            f"the machine is too busy for a probe: {foreign_load.told(loads[0])}; end the other"
+            f"the machine is too busy for a probe: {foreign_load.told(load)}; end the other"
             " processes, wait longer (--patience SECONDS), or measure anyway and label the machine"
             f" file {foreign_load.NOISY} (--anyway)"
         )
     begin = time.perf_counter()
-    passes: list[list[Figure]] = []
+    before = foreign_load.snapshot()
+    passes = 0
+    values: dict[str, list[float]] = {}
     left_out: dict[str, None] = {}
-    ended = f"another would have exceeded the probe's budget of {BUDGET_S:.0f} s"
-    last_s = 0.0
-    while len(passes) < PASSES and time.perf_counter() - begin + last_s < BUDGET_S:
-        began = time.perf_counter()
-        before = foreign_load.snapshot()
+    ended = f"the probe's budget of {BUDGET_S:.0f} s was spent"
+    while passes < PASSES and time.perf_counter() - begin < BUDGET_S:
         try:
-            found = _pass(f"pass {len(passes) + 1} of {PASSES}", say)
+            measured = _pass(f"pass {passes + 1} of {PASSES}", say)
         except PassFailed as failed:
             if not passes:
                 raise
             ended = str(failed)
             break
-        passes.append([one for one in found if isinstance(one, Figure)])
-        left_out |= {one.left_out: None for one in found if isinstance(one, LeftOut)}
-        loads.append(foreign_load.since(before))
-        last_s = time.perf_counter() - began
+        passes += 1
+        for one in measured:
+            if isinstance(one, LeftOut):
+                left_out[one.left_out] = None
+            else:
+                values.setdefault(one[0], []).append(one[1])
+    if not busy and isinstance(load, foreign_load.Load):
+        # GPUs were measured before the passes only
+        load = replace(foreign_load.since(before), gpus=load.gpus)
     host_facts = provenance.host_facts()
     pairs = list(permutations(range(count), 2))
     described = nvml.describe()
     facts = tuple(described["gpus"]) if len(described["gpus"]) == count else ()
     if pairs and not (facts and all(map(_tells_ends, facts))):
         left_out["NVLinks between GPUs, because NVML does not tell where they end"] = None
-    if missing := PASSES - len(passes):
+    if missing := PASSES - passes:
         left_out[f"{missing} of {PASSES} passes, because {ended}"] = None
     result = Probe(
         name=host_facts["cpu"],
         cores=host_facts["cores"],
         gpus=_gpu_names(count, described),
         gpu_memory_bytes=torch.cuda.get_device_properties(0).total_memory,
-        figures=over_passes(passes),
-        passes=len(passes),
+        figures={name: statistics.median(each) for name, each in values.items()},
+        passes=passes,
         seconds=time.perf_counter() - begin,
-        load=_worst(loads),
+        load=load,
         left_out=tuple(left_out),
         peer_access=bool(pairs) and all(torch.cuda.can_device_access_peer(*one) for one in pairs),
         facts=facts,
@@ -177,18 +170,6 @@ def _gpu_names(count: int, described: Mapping[str, Any]) -> tuple[str, ...]:
         f"{fake.NAME} {name}" if fakes and not name.startswith(fake.NAME) else name
         for name in names
     )
-
-
-def _worst(loads: Sequence[foreign_load.Measured]) -> foreign_load.Measured:
-    """Return the highest known load, if it is too high or all are known; else an unknown load.
-
-    GPUs were measured in the first of `loads` only, before the passes.
-    """
-    known = [load for load in loads if isinstance(load, foreign_load.Load)]
-    unknown = [load for load in loads if isinstance(load, foreign_load.UnknownLoad)]
-    highest = max(known, key=lambda load: load.taken, default=None)
-    worst = highest if highest and (foreign_load.busy(highest) or not unknown) else unknown[0]
-    return replace(worst, gpus=loads[0].gpus)
 
 
 def _endings(result: Probe) -> Iterator[str]:
@@ -219,7 +200,7 @@ def _pass(name: str, say: Say) -> list[Figure | LeftOut]:
             if isinstance(found, str):
                 say(f"measuring {found}, {name} ...")
             else:
-                measured.append(LeftOut(**found) if "left_out" in found else Figure(**found))
+                measured.append(LeftOut(**found) if isinstance(found, dict) else tuple(found))
         if process.wait():
             errors.seek(0)
             raise PassFailed(
@@ -270,15 +251,11 @@ def _copies(count: int) -> Iterator[Figure]:
         if one.failure:
             raise RuntimeError(f"{one.copy}: {one.failure}")
         source, target = ("host" if end == HOST else end for end in one.copy.ends)
-        how = f"the best of {transfers.REPEATS} copies of {words.size(transfers.SIZE)}: {one.copy}"
-        yield Figure(f"{one.copy.way}_{source}_{target}_bytes_per_s", one.bytes_per_s, how)
+        yield f"{one.copy.way}_{source}_{target}_bytes_per_s", one.bytes_per_s
 
 
 def to_toml(result: Probe) -> str:
-    """Return the text of a machine file: the machine's description, then a table for each figure.
-
-    The links from the host to the GPUs have the rate of GPU 0.
-    """
+    """Return the text of a machine file; links from the host to GPUs have the rate of GPU 0."""
     passes = f"{result.passes} of {PASSES} passes in {result.seconds:.0f} s"
     how = f"measured by dpbench doctor in {passes} with torch {torch.__version__}"
     without = (f"left out: {one}" for one in result.left_out)
@@ -286,11 +263,11 @@ def to_toml(result: Probe) -> str:
     noisy = f" ({foreign_load.NOISY})" if foreign_load.busy(result.load) else ""
     count = len(result.gpus)
     what = f"{result.name}, {result.cores} cores: {count} x {result.gpus[0]}{noisy}"
-    values = {one.name: one.value for one in result.figures}
+    found = result.figures
     formats = (
-        f"{name} = {_number(values[figure])}"
+        f"{name} = {_number(found[figure])}"
         for name in gpu.DTYPES
-        if (figure := f"{name}_flop_per_s") in values
+        if (figure := f"{name}_flop_per_s") in found
     )
     lines = [
         f"description = {_text(what)}",
@@ -301,33 +278,33 @@ def to_toml(result: Probe) -> str:
         f"name = {_text(result.gpus[0])}",
         f"count = {count}",
         f"memory_bytes = {_number(result.gpu_memory_bytes)}",
-        f"memory_bytes_per_s = {_number(result['gpu_memory_bytes_per_s'])}",
+        f"memory_bytes_per_s = {_number(found['gpu_memory_bytes_per_s'])}",
         f"flop_per_s = {{ {', '.join(formats)} }}",
         "",
         "[host]",
-        f"factor = {_number(result['module_replica_s'] / MODULE_S)}",
+        f"factor = {_number(found['module_replica_s'] / MODULE_S)}",
         f"cores = {result.cores}",
-        f"pageable_bytes_per_s = {_number(result['pageable_host_0_bytes_per_s'])}",
-        f"launch_s = {_number(result['launch_s'])}",
-        f"module_s = {_number(result['module_replica_s'])}",
-        f"tensor_s = {_number(result['tensor_s'])}",
-        f"thread_s = {_number(result['thread_s'])}",
-        f"hand_off = {_number(max(0.0, result['long_ops_2_threads_ratio'] - 1))}",
+        f"pageable_bytes_per_s = {_number(found['pageable_host_0_bytes_per_s'])}",
+        f"launch_s = {_number(found['launch_s'])}",
+        f"module_s = {_number(found['module_replica_s'])}",
+        f"tensor_s = {_number(found['tensor_s'])}",
+        f"thread_s = {_number(found['thread_s'])}",
+        f"hand_off = {_number(max(0.0, found['long_ops_2_threads_ratio'] - 1))}",
         "",
         "[[link]]",
         f'between = ["{"gpu0" if count == 1 else f"gpu0-{count - 1}"}", "cpu0"]',
         'kind = "pcie"',
-        f"bytes_per_s = {_number(result['pinned_host_0_bytes_per_s'])}",
+        f"bytes_per_s = {_number(found['pinned_host_0_bytes_per_s'])}",
     ]
     lines += _nvlinks(result)
-    if any(one.name == "all_reduce_bytes_per_s" for one in result.figures):
+    if "all_reduce_bytes_per_s" in found:
         lines += [
             "",
             "[collective]",
-            f"bytes_per_s = {_number(result['all_reduce_bytes_per_s'])}",
-            f"start_s = {_number(result['all_reduce_start_s'])}",
+            f"bytes_per_s = {_number(found['all_reduce_bytes_per_s'])}",
+            f"start_s = {_number(found['all_reduce_start_s'])}",
         ]
-    return "\n".join([*lines, *(line for one in result.figures for line in _table(one)), ""])
+    return "\n".join([*lines, ""])
 
 
 def _nvlinks(result: Probe) -> Iterator[str]:
@@ -344,7 +321,9 @@ def _nvlinks(result: Probe) -> Iterator[str]:
                 if nvml.SWITCH in one["nvlinks"]["ends"]
                 else (f"gpu{min(source, target)}", f"gpu{max(source, target)}")
             )
-            rates.setdefault(ends, []).append(result[f"direct_{source}_{target}_bytes_per_s"])
+            rates.setdefault(ends, []).append(
+                result.figures[f"direct_{source}_{target}_bytes_per_s"]
+            )
     for (first, second), each in rates.items():
         yield from (
             "",
@@ -353,17 +332,6 @@ def _nvlinks(result: Probe) -> Iterator[str]:
             'kind = "nvlink"',
             f"bytes_per_s = {_number(statistics.median(each))}",
         )
-
-
-def _table(measured: Figure) -> Iterator[str]:
-    yield from ("", f"[probe.{measured.name}]", f"value = {_number(measured.value)}")
-    for edge, value in (("low", measured.low), ("high", measured.high)):
-        if value is not None:
-            yield f"{edge} = {_number(value)}"
-    yield f"passes = {measured.passes}"
-    if measured.passes < PASSES:
-        yield "stopped_early = true"
-    yield f"how = {_text(measured.how)}"
 
 
 def _number(value: float) -> str:

@@ -16,6 +16,4 @@ if __name__ == "__main__":
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # other output goes to stderr and is not read as a figure
     for found in measure():
-        print(
-            json.dumps(found if isinstance(found, str) else asdict(found)), file=answers, flush=True
-        )
+        print(json.dumps(found, default=asdict), file=answers, flush=True)

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -21,7 +21,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from dpbench.doctor.probe.figures import Figure, Timing, figure, lines, spread, timing
+from dpbench.doctor.probe.figures import Figure, line, typical
 from dpbench.hardware import processes
 from dpbench.measure import scratch
 from dpbench.measure.ranks import run
@@ -50,39 +50,24 @@ class NoResult(RuntimeError):
 def figures(
     ranks: int, backend: str = "nccl", sizes: Sequence[int] = SIZES, limit_s: float | None = None
 ) -> Iterator[Figure]:
-    """Yield the seconds of an all-reduce of each size, and the start-up time and rate of a line.
+    """Yield the start-up time and the rate of all-reduces.
 
-    `sizes` are in bytes. `backend` is torch.distributed's: "nccl" between GPUs, "gloo" between CPU
-    processes. The line is fitted to the seconds over the bytes that each of n ranks sends in a ring
-    all-reduce: 2 (n - 1) / n times the size. Raises NoResult if a rank fails, or if the ranks take
-    longer than `limit_s` (by default `LIMIT_S`) once all have joined; the error then says in which
-    collective each was.
+    They are the intercept and the inverse slope of a line, fitted to the seconds over the bytes
+    that each of n ranks sends in a ring all-reduce: 2 (n - 1) / n times the size. `sizes` are in
+    bytes. `backend` is torch.distributed's: "nccl" between GPUs, "gloo" between CPU processes.
+    Raises NoResult if a rank fails, or if the ranks take longer than `limit_s` (by default
+    `LIMIT_S`) once all have joined; the error then says in which collective each was.
     """
-    timings = _measured(ranks, backend, sizes, LIMIT_S if limit_s is None else limit_s)
-    for size, spent in timings:
-        how = (
-            f"all_reduce of {size // KIB} KiB between {ranks} ranks with {backend}, after "
-            f"{COMPUTED_S * 1e3:g} ms of computation"
-        )
-        yield figure(f"all_reduce_{size // KIB}_kib_s", spent, how)
+    measured = _measured(ranks, backend, sizes, LIMIT_S if limit_s is None else limit_s)
     sent = 2 * (ranks - 1) / ranks
-    starts_s, per_bytes = lines([(sent * size, spent) for size, spent in timings])
-    line = (
-        "a line fitted to the seconds of an all_reduce as a function of the bytes that each rank"
-        " sends"
-    )
-    yield spread("all_reduce_start_s", starts_s, f"the intercept of {line}")
-    yield spread(
-        "all_reduce_bytes_per_s",
-        [1 / per_byte for per_byte in per_bytes],
-        f"the inverse slope of {line}, or the best rate of any size if the seconds do not grow with"
-        " the bytes",
-    )
+    start_s, per_byte = line([(sent * size, seconds) for size, seconds in measured])
+    yield "all_reduce_start_s", start_s
+    yield "all_reduce_bytes_per_s", 1 / per_byte
 
 
 def _measured(
     ranks: int, backend: str, sizes: Sequence[int], limit_s: float
-) -> list[tuple[int, Timing]]:
+) -> list[tuple[int, float]]:
     with scratch.folder() as folder:
         module = ("-m", "dpbench.doctor.probe.all_reduce", str(os.getpid()), str(folder))
         with (
@@ -104,8 +89,8 @@ def _measured(
                 f"the probe's ranks ended with exit status {process.returncode}; the last line of"
                 f" their error output is: {processes.last_line(said)}"
             )
-        found = json.loads((folder / "answer").read_text(encoding="utf-8").splitlines()[-1])
-    return [(size, Timing(**seconds)) for size, seconds in found]
+        answer_line = (folder / "answer").read_text(encoding="utf-8").splitlines()[-1]
+    return [(size, seconds) for size, seconds in json.loads(answer_line)]
 
 
 def _late(process: subprocess.Popen[bytes], folder: Path, ranks: int, limit_s: float) -> str:
@@ -189,8 +174,8 @@ def _record(folder: Path, backend: str, rank: int) -> None:
 
 def _rank(
     folder: Path, backend: str, sizes: Sequence[int], limit_s: float, rank: int
-) -> list[tuple[int, dict[str, float]]]:
-    """Return, for each size in bytes, the fields of the `Timing` of an all-reduce.
+) -> list[tuple[int, float]]:
+    """Return, for each size in bytes, the typical seconds of an all-reduce.
 
     Each follows a computation, as in a step, because an idle core responds later. It lasts from the
     last rank's start to the last rank's end. A rank that is still here shortly before the end of
@@ -221,7 +206,7 @@ def _rank(
         seconds = [
             max(end for _, end in ranks) - max(begin for begin, _ in ranks) for ranks in by_step
         ]
-        answer.append((size, asdict(timing(seconds[WARM:]))))
+        answer.append((size, typical(seconds[WARM:])))
     record.cancel()
     return answer
 

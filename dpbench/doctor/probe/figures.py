@@ -1,4 +1,4 @@
-"""Figures: the numbers that a probe measures, with range and method, and the timing of calls."""
+"""Figures: the numbers that a probe measures, and the timing of calls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,72 +24,20 @@ LOOP_S = 4e-3
 """The least seconds of a repetition, which has several calls if they are shorter."""
 
 
-@dataclass(frozen=True)
-class Timing:
-    """The duration of one call in seconds: the typical one, and the 10th and 90th percentiles."""
-
-    seconds: float
-    low_s: float
-    high_s: float
+Figure = tuple[str, float]
+"""A measured number of a machine: its name, which ends with the unit, and its value."""
 
 
-@dataclass(frozen=True)
-class Figure:
-    """One measured number of a machine. `name` ends with the unit; `how` describes the measurement.
+def typical(seconds: Sequence[float]) -> float:
+    """Return the typical duration of repetitions that took `seconds`.
 
-    `value` is the median over `passes` passes. `low` and `high` are the smallest and the largest
-    value of all passes; they include the ranges within the passes, from the 10th to the 90th
-    percentile of the repetitions, where measured. They are None without any range.
+    It is the mean of the middle half, on which outliers have almost no effect.
     """
-
-    name: str
-    value: float
-    how: str
-    low: float | None = None
-    high: float | None = None
-    passes: int = 1
+    return statistics.mean(middle_half(sorted(seconds)))
 
 
-def over_passes(passes: Sequence[Sequence[Figure]]) -> tuple[Figure, ...]:
-    """Return one figure per name, with the median and the range of its values over all passes."""
-    by_name: dict[str, list[Figure]] = {}
-    for figures in passes:
-        for one in figures:
-            by_name.setdefault(one.name, []).append(one)
-    return tuple(_joined(each) for each in by_name.values())
-
-
-def _joined(each: Sequence[Figure]) -> Figure:
-    first = each[0]
-    if len(each) == 1:
-        return first
-    edges = [edge for one in each for edge in (one.value, one.low, one.high) if edge is not None]
-    value = statistics.median(one.value for one in each)
-    return replace(first, value=value, low=min(edges), high=max(edges), passes=len(each))
-
-
-def figure(name: str, spent: Timing, how: str, *, per: float = 1.0) -> Figure:
-    """Return a figure of the seconds per operation; the timed call performs `per` operations."""
-    return spread(name, [seconds / per for seconds in astuple(spent)], how)
-
-
-def spread(name: str, values: Sequence[float], how: str) -> Figure:
-    """Return a figure with the first of `values` as its value, and the range of all."""
-    return Figure(name, values[0], how, min(values), max(values))
-
-
-def timing(seconds: Sequence[float]) -> Timing:
-    """Return the timing of repetitions that took `seconds`.
-
-    The typical duration is the mean of the middle half, on which outliers have almost no effect.
-    """
-    low_s, high_s = np.percentile(seconds, [10, 90])
-    typical_s = statistics.mean(middle_half(sorted(seconds)))
-    return Timing(typical_s, min(typical_s, float(low_s)), max(typical_s, float(high_s)))
-
-
-def time_call(work: Work, repeats: int = REPEATS, *, setting: Setting = nullcontext) -> Timing:
-    """Return the timing of a call of `work` in the calling thread, in the context of `setting`.
+def time_call(work: Work, repeats: int = REPEATS, *, setting: Setting = nullcontext) -> float:
+    """Return the seconds of a call of `work` in the calling thread, in the context of `setting`.
 
     The first calls are warm-up and are not counted.
     """
@@ -99,8 +46,8 @@ def time_call(work: Work, repeats: int = REPEATS, *, setting: Setting = nullcont
 
 def time_together(
     works: Sequence[Work], repeats: int = REPEATS, *, setting: Setting = nullcontext
-) -> Timing:
-    """Return the timing of concurrent calls of all `works`, from the first start to the last end.
+) -> float:
+    """Return the seconds of concurrent calls of all `works`, from the first start to the last end.
 
     Each runs in its own thread, in the context that `setting` returns; a single one runs in the
     calling thread.
@@ -108,8 +55,7 @@ def time_together(
     loops = 1
     while (spent := _round(works, loops, setting)) < LOOP_S and loops < 1_000_000:
         loops = max(2 * loops, int(loops * LOOP_S / max(spent, 1e-9)))
-    rounds = [_round(works, loops, setting) / loops for _ in range(repeats)]
-    return timing(rounds)
+    return typical([_round(works, loops, setting) / loops for _ in range(repeats)])
 
 
 def _round(works: Sequence[Work], loops: int, setting: Setting) -> float:
@@ -140,19 +86,6 @@ def _round(works: Sequence[Work], loops: int, setting: Setting) -> float:
     for thread in threads:
         thread.join()
     return max(ends) - min(begins)
-
-
-def lines(points: Sequence[tuple[float, Timing]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the intercepts and slopes of lines through the typical, low and high durations.
-
-    `points` are pairs of work and its timing. Intercepts are in seconds, slopes in seconds per unit
-    of work, such as bytes.
-    """
-    edges = zip(*(astuple(spent) for _, spent in points), strict=True)
-    work = [amount for amount, _ in points]
-    fitted = [line([*zip(work, edge, strict=True)]) for edge in edges]
-    starts, slopes = zip(*fitted, strict=True)
-    return starts, slopes
 
 
 def line(points: list[tuple[float, float]]) -> tuple[float, float]:

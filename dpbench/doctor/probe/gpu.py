@@ -48,6 +48,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def _arithmetic() -> Iterator[Figure]:
+    """Yield the best rate of products of square matrices with `SIDES` rows, by format."""
     for name, dtype in DTYPES.items():
         rounded = name == float32.TF32
         if rounded and float32.impediment(torch.device("cuda", 0)):
@@ -57,22 +58,19 @@ def _arithmetic() -> Iterator[Figure]:
             for side in SIDES:
                 a = torch.randn(side, side, device="cuda").to(dtype)
                 best = max(best, 2.0 * side**3 / _seconds(lambda a=a: a @ a))  # type: ignore[misc]
-        how = f"{name} products of square matrices with {SIDES[0]} to {SIDES[-1]} rows"
-        yield Figure(f"{name}_flop_per_s", best, f"the best rate of {how}")
+        yield f"{name}_flop_per_s", best
 
 
 def _memory() -> Figure:
     size = 2**28  # smaller copies may stay in the cache
     source = torch.zeros(size // 4, device="cuda")
     target = torch.empty_like(source)
-    return Figure(
-        "gpu_memory_bytes_per_s",
-        2.0 * size / _seconds(lambda: target.copy_(source)),
-        "copies of 256 MiB on the GPU, counting both the bytes read and the bytes written",
-    )
+    copied = 2.0 * size  # both read and written
+    return "gpu_memory_bytes_per_s", copied / _seconds(lambda: target.copy_(source))
 
 
 def _launch() -> Figure:
+    """Return the host's time to launch one operation, without waiting for the device."""
     x = torch.zeros(1, device="cuda")
     for _ in range(2):  # the first time is warm-up
         torch.cuda.synchronize()
@@ -81,8 +79,4 @@ def _launch() -> Figure:
             x.add_(1)
         spent = time.perf_counter() - begin
     torch.cuda.synchronize()
-    return Figure(
-        "launch_s",
-        spent / 500,
-        "the host's time to launch one operation, without waiting for the device",
-    )
+    return "launch_s", spent / 500

@@ -13,7 +13,7 @@ import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from dpbench import models
-from dpbench.doctor.probe.figures import Figure, Work, figure, spread, time_call, time_together
+from dpbench.doctor.probe.figures import Figure, Work, time_call, time_together
 from dpbench.engine.replicate import rebuild
 from dpbench.hardware import processes
 
@@ -27,56 +27,42 @@ def figures() -> Iterator[Figure]:
 
 
 def _module_copy() -> Figure:
+    """Return the time per module to rebuild a ResNet-18 for a replica, without tensors."""
     module = models.load("resnet18", "small", 0).module
     modules = sum(1 for _ in module.modules())
     table = {id(t): t.detach() for t in (*module.parameters(), *module.buffers())}
-    return figure(
-        "module_replica_s",
-        time_call(lambda: rebuild(module, table)),
-        f"the time per module when dpbench rebuilds a ResNet-18 of {modules} modules for a replica,"
-        " without tensors",
-        per=modules,
-    )
+    return "module_replica_s", time_call(lambda: rebuild(module, table)) / modules
 
 
 def _joined_tensors() -> Figure:
+    """Return the time per tensor to join small tensors and to split them again."""
     count = 200
     tensors = [torch.zeros(16) for _ in range(count)]
-    return figure(
-        "tensor_s",
-        time_call(lambda: _unflatten_dense_tensors(_flatten_dense_tensors(tensors), tensors)),
-        f"the time per tensor when {count} tensors of 64 bytes are joined and split again",
-        per=count,
-    )
+    spent_s = time_call(lambda: _unflatten_dense_tensors(_flatten_dense_tensors(tensors), tensors))
+    return "tensor_s", spent_s / count
 
 
 def _new_thread() -> Figure:
+    """Return the time to start and to join a Python thread on another core."""
+
     def start() -> None:
         thread = threading.Thread(target=processes.stay, args=(1,))
         thread.start()
         thread.join()
 
-    how = "the start and the join of a Python thread on another core"
-    return figure("thread_s", time_call(start), how)
+    return "thread_s", time_call(start)
 
 
 def _interpreter_lock() -> Figure:
-    """Return the slowdown of operations in two threads; 1 if they take turns without a loss."""
+    """Return the slowdown of operations in two threads; 1 if they take turns without a loss.
+
+    More is the cost of passing the interpreter lock between threads.
+    """
     count = 2
     size = 4096
-    alone = time_call(_addition(size), setting=torch.inference_mode)
-    several = time_together([_addition(size) for _ in range(count)], setting=torch.inference_mode)
-    pairs = (
-        (several.seconds, alone.seconds),
-        (several.low_s, alone.high_s),
-        (several.high_s, alone.low_s),
-    )
-    return spread(
-        "long_ops_2_threads_ratio",
-        [together_s / alone_s / count for together_s, alone_s in pairs],
-        f"torch.add of {size} elements in {count} threads, relative to the same total number of"
-        " calls in one thread: the cost of passing the interpreter lock between threads",
-    )
+    alone_s = time_call(_addition(size), setting=torch.inference_mode)
+    several_s = time_together([_addition(size) for _ in range(count)], setting=torch.inference_mode)
+    return "long_ops_2_threads_ratio", several_s / alone_s / count
 
 
 def _addition(size: int) -> Work:
