@@ -136,28 +136,15 @@ class NvmlGpu:
                 return float(value)
         return None
 
-    def process_memory_bytes(self, pids: Collection[int]) -> float | None:
-        """Return the memory of this GPU that the processes `pids` use, in bytes.
-
-        Return None if NVML lists none of them, as in a container, where it lists the host's process
-        ids.
-        """
-        used = [size for pid, size in self._held() if pid in pids]
-        return float(sum(used)) if used else None
-
     def foreign_memory_bytes(self, pids: Collection[int]) -> float | None:
         """Return the memory of this GPU that processes other than `pids` use, in bytes.
 
         Return None if NVML lists none of `pids`, because its process ids then belong to another
         namespace.
         """
-        held = self._held()
-        known = any(pid in pids for pid, _ in held)
-        return float(sum(size for pid, size in held if pid not in pids)) if known else None
-
-    def _held(self) -> list[tuple[int, int]]:
-        """Return (process id, bytes of GPU memory) of each compute process on this GPU."""
-        return [(pid, size) for pid, size in self.processes().items() if size is not None]
+        held = {pid: size for pid, size in self.processes().items() if size is not None}
+        known = not held.keys().isdisjoint(pids)
+        return float(sum(size for pid, size in held.items() if pid not in pids)) if known else None
 
     def processes(self) -> dict[int, int | None]:
         """Return the bytes of this GPU's memory of each compute process, None if unknown, by id."""
@@ -350,8 +337,8 @@ def held_by(pid: int, library: Library = None) -> list[tuple[NvmlGpu, int]]:
     the process, as in a container, where NVML lists the host's process ids.
     """
     with open_nvml(library, {}) as nvml:
-        found = [(gpu, gpu.process_memory_bytes((pid,))) for gpu in nvml.gpus] if nvml else []
-    return [(gpu, int(held)) for gpu, held in found if held]
+        found = [(gpu, gpu.processes().get(pid)) for gpu in nvml.gpus] if nvml else []
+    return [(gpu, held) for gpu, held in found if held]
 
 
 def same_gpu(uuid: str, other: str) -> bool:
