@@ -61,7 +61,6 @@ METRICS = {
         " driver's buffer"
     ),
     "memory_used_bytes": "memory in use on a GPU, from NVML",
-    "process_memory_bytes": "memory of this run's processes on a GPU, from NVML",
     "foreign_memory_bytes": "memory of other processes on a GPU, from NVML",
     "power_w": "power of a GPU; on some models the mean of the last second",
     "energy_j": "cumulative energy counter of a GPU",
@@ -69,14 +68,8 @@ METRICS = {
     "memory_clock_hz": "clock of a GPU's memory",
     "temperature_c": "temperature of a GPU",
     "throttle_reasons": "NVML's bit mask of reasons for lower clocks",
-    "pcie_rx_bytes_per_s": "PCIe traffic into a GPU",
-    "pcie_tx_bytes_per_s": "PCIe traffic out of a GPU",
     "cpu_clock_hz": "the highest clock of the cores that the run may use",
-    "process_cpu_ratio": "number of cores kept busy by this run's processes",
-    "rss_bytes": "resident memory of this run's processes",
-    "foreign_cpu_ratio": "number of cores kept busy by other processes",
     "core{i}_utilization_ratio": "fraction of the time in which core i was busy",
-    "load_1m": "the host's load average over one minute",
 }
 
 KINDS = (

@@ -30,7 +30,7 @@ ORDER, PCI_ORDER, FASTEST_FIRST = "CUDA_DEVICE_ORDER", "PCI_BUS_ID", "FASTEST_FI
 """The environment variable for the order of CUDA's GPU numbers, NVML's order, and the default."""
 
 # Constants of NVML's C interface, which never change
-_CLOCK_SM, _CLOCK_MEMORY, _TEMPERATURE_GPU, _PCIE_TX, _PCIE_RX = 1, 2, 0, 0, 1
+_CLOCK_SM, _CLOCK_MEMORY, _TEMPERATURE_GPU = 1, 2, 0
 _UTILIZATION_SAMPLES = 1
 _COMPUTE_MODES = ("default", "exclusive thread", "prohibited", "exclusive process")
 # Errors after which a call is not repeated: invalid argument, not supported, no permission,
@@ -38,7 +38,7 @@ _COMPUTE_MODES = ("default", "exclusive thread", "prohibited", "exclusive proces
 _NEVER = frozenset((2, 3, 4, 13, 25, 26))
 
 # The calls for each metric: first the name that every driver has, then the name that replaces it.
-_FAST: dict[str, tuple[Reader, ...]] = {
+_SAMPLED: dict[str, tuple[Reader, ...]] = {
     # the driver averages over 1/6 s to 1 s
     "utilization_ratio": (lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,),
     # the first version of the call, which every driver has; includes the memory that the driver
@@ -57,15 +57,6 @@ _FAST: dict[str, tuple[Reader, ...]] = {
     "throttle_reasons": (
         lambda nvml, gpu: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu),
         lambda nvml, gpu: nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu),
-    ),
-}
-# NVML reports KB/s over the 20 ms for which each call blocks; a KB is taken as 1000 bytes
-_SLOW: dict[str, tuple[Reader, ...]] = {
-    "pcie_rx_bytes_per_s": (
-        lambda nvml, gpu: nvml.nvmlDeviceGetPcieThroughput(gpu, _PCIE_RX) * 1e3,
-    ),
-    "pcie_tx_bytes_per_s": (
-        lambda nvml, gpu: nvml.nvmlDeviceGetPcieThroughput(gpu, _PCIE_TX) * 1e3,
     ),
 }
 # The field with the rate of one link and direction of NVLink, in MB/s
@@ -89,8 +80,8 @@ _FACTS: dict[str, Callable[[Library, Handle], Any]] = {
     "default_power_limit_w": lambda nvml, gpu: (
         nvml.nvmlDeviceGetPowerManagementDefaultLimit(gpu) / 1e3
     ),
-    "sm_clock_hz": _FAST["sm_clock_hz"][0],
-    "memory_clock_hz": _FAST["memory_clock_hz"][0],
+    "sm_clock_hz": _SAMPLED["sm_clock_hz"][0],
+    "memory_clock_hz": _SAMPLED["memory_clock_hz"][0],
     "application_sm_clock_hz": lambda nvml, gpu: (
         nvml.nvmlDeviceGetApplicationsClock(gpu, _CLOCK_SM) * 1e6
     ),
@@ -116,9 +107,9 @@ _FACTS: dict[str, Callable[[Library, Handle], Any]] = {
 }
 _MOST_NVLINKS = 36
 """The largest number of NVLink links of a GPU, NVML's NVML_NVLINK_MAX_LINKS."""
-_READERS = {**_FAST, **_SLOW, **_TOTALS}
-FAST_METRICS = tuple(_FAST)  # their calls return at once
-SLOW_METRICS = tuple(_SLOW)  # their calls block for about 20 ms each
+_READERS = {**_SAMPLED, **_TOTALS}
+METRICS = tuple(_SAMPLED)
+"""The counters that a run samples; all their calls return at once."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -145,28 +136,15 @@ class NvmlGpu:
                 return float(value)
         return None
 
-    def process_memory_bytes(self, pids: Collection[int]) -> float | None:
-        """Return the memory of this GPU that the processes `pids` use, in bytes.
-
-        Return None if NVML lists none of them, as in a container, where it lists the host's process
-        ids.
-        """
-        used = [size for pid, size in self._held() if pid in pids]
-        return float(sum(used)) if used else None
-
     def foreign_memory_bytes(self, pids: Collection[int]) -> float | None:
         """Return the memory of this GPU that processes other than `pids` use, in bytes.
 
         Return None if NVML lists none of `pids`, because its process ids then belong to another
         namespace.
         """
-        held = self._held()
-        known = any(pid in pids for pid, _ in held)
-        return float(sum(size for pid, size in held if pid not in pids)) if known else None
-
-    def _held(self) -> list[tuple[int, int]]:
-        """Return (process id, bytes of GPU memory) of each compute process on this GPU."""
-        return [(pid, size) for pid, size in self.processes().items() if size is not None]
+        held = {pid: size for pid, size in self.processes().items() if size is not None}
+        known = not held.keys().isdisjoint(pids)
+        return float(sum(size for pid, size in held.items() if pid not in pids)) if known else None
 
     def processes(self) -> dict[int, int | None]:
         """Return the bytes of this GPU's memory of each compute process, None if unknown, by id."""
@@ -359,8 +337,8 @@ def held_by(pid: int, library: Library = None) -> list[tuple[NvmlGpu, int]]:
     the process, as in a container, where NVML lists the host's process ids.
     """
     with open_nvml(library, {}) as nvml:
-        found = [(gpu, gpu.process_memory_bytes((pid,))) for gpu in nvml.gpus] if nvml else []
-    return [(gpu, int(held)) for gpu, held in found if held]
+        found = [(gpu, gpu.processes().get(pid)) for gpu in nvml.gpus] if nvml else []
+    return [(gpu, held) for gpu, held in found if held]
 
 
 def same_gpu(uuid: str, other: str) -> bool:

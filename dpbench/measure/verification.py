@@ -178,36 +178,6 @@ def check(
     return verdict
 
 
-def averaging(
-    case: Case, device: Device, precision: Callable[[Case], AbstractContextManager[Any]]
-) -> Averaging | None:
-    """Return how the gradient of ranks would differ from that of the whole batch of the case.
-
-    No rank and no strategy is started: both gradients are computed on `device`, with the chunks of
-    the case's rows. None if they agree within the tolerance of the case's precision, if the model
-    returns its own loss, or if the model draws random numbers that dpbench cannot repeat. Raises
-    ValueError if the loss of one rank's rows is not finite.
-    """
-    model = load(case.model, case.size, case.seed)
-    parts = Split(case.rows)
-    if model.owns_loss:
-        return None
-    if not replay(model.module):
-        _without_dropout(model.module)
-    inputs, target = model.batch(case.batch_size, case.seed + 1)
-    whole, again, mean = (
-        _reference(model, case, inputs, target, parts, device, precision, 1, compute)
-        for compute in (chunked, chunked, averaged)
-    )
-    _check_gradients(whole)
-    _check_own_losses(mean, parts.rows)
-    tolerance = TOLERANCE[case.precision]
-    if compare(again, whole, tolerance, buffers=False).verified is Verified.NO:
-        return None
-    found = compare(mean, whole, tolerance, buffers=False)
-    return _averaging(mean, whole, case.batch_size) if found.verified is Verified.NO else None
-
-
 def _check_own_losses(mean: nn.Module, rows: Sequence[int]) -> None:
     """Raise ValueError if the mean of the gradients of the chunks' own losses is not finite."""
     for name, parameter in mean.named_parameters():

@@ -106,22 +106,6 @@ def length(disjoint: Iterable[Interval]) -> float:
     return sum(end - start for start, end in disjoint)
 
 
-def intersection(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    """Return the intersection of two results of `union`."""
-    common: list[Interval] = []
-    i = j = 0
-    while i < len(first) and j < len(second):
-        start = max(first[i][0], second[j][0])
-        end = min(first[i][1], second[j][1])
-        if start < end:
-            common.append((start, end))
-        if first[i][1] < second[j][1]:
-            i += 1
-        else:
-            j += 1
-    return common
-
-
 def difference(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
     """Return the parts of `first` that are not in `second`; both are results of `union`."""
     rest: list[Interval] = []

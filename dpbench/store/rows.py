@@ -312,23 +312,17 @@ def _object(text: str) -> dict[str, Any]:
 
 def series_rows(trial_id: int, samples: Sequence[Sample]) -> list[tuple[Any, ...]]:
     """Return the rows of the table `series`, one per device and metric; only finite values."""
-    groups: dict[tuple[int, str], tuple[array[float], array[float]]] = {}
-    for sample in samples:
-        if not math.isfinite(sample.value):
-            continue  # a reading of NaN or infinity carries no information
-        times, readings = groups.setdefault(
-            (sample.device, sample.metric), (array("d"), array("d"))
-        )
-        times.append(sample.time_s)
-        readings.append(sample.value)
+    # a reading of NaN or infinity carries no information
+    finite = Samples.of(sample for sample in samples if math.isfinite(sample.value))
     return [
         (trial_id, device, metric, len(r), sum(r) / len(r), max(r), _pack(t), _pack(r))
-        for (device, metric), (t, r) in groups.items()
+        for metric in finite.metrics
+        for device, (t, r) in finite.series(metric).items()
     ]
 
 
-def _pack(values: array[float]) -> bytes:
-    return zlib.compress(values.tobytes())
+def _pack(values: Sequence[float]) -> bytes:
+    return zlib.compress(array("d", values).tobytes())
 
 
 def _unpacked(blob: bytes, n: int) -> array[float]:

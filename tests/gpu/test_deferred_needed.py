@@ -236,9 +236,7 @@ NEEDING = {
     "cuda.clone: self._follow(tensors)": Run(Schedule.REFERENCE, SHARED, "host"),
     "cuda.wait: self.stream.wait_stream(stream)": Run(Schedule.REFERENCE, SHARED),
     "cuda.borrow: part.record_stream(self.stream)": Run(Schedule.REFERENCE, SHARED, "verbs"),
-    "cuda.reduce_add: device.wait(cast(Device, self))": Run(
-        Schedule.REFERENCE, PAIR, "inner wrapper"
-    ),
+    "cuda.reduce_add: device.wait(self)": Run(Schedule.REFERENCE, PAIR, "inner wrapper"),
     "cuda._follow: self.stream.wait_stream(source)": Run(Schedule.REFERENCE, SHARED, "verbs"),
     "cuda.follow: self._streams[i].wait_stream(torch.cuda.current_stream(self._ordinals[i]))": Run(
         ALLREDUCE, PAIR

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.multi_gpu
 COUNTS = [count for count in (1, 2, 4) if count <= torch.cuda.device_count()]
 STRATEGIES = ("single", "dp", "torch_dp", "ddp")
 RUN = ("--models", "mlp", "--strategies", ",".join(STRATEGIES), "--rounds", "1", "--quiet")
-COUNTERS = ("utilization_ratio", "power_w", "kernel_busy_s", "pcie_rx_bytes_per_s")
+COUNTERS = ("utilization_ratio", "power_w", "kernel_busy_s")
 OF_MANY_GPUS = ("energy_j", BUFFERED)
 """Counters that older GPUs lack, and fake ones have."""
 SCRIPT = """

@@ -51,7 +51,7 @@ def test_the_neighbour_has_the_next_devices() -> None:
     for count in (1, 2):
         found = neighbour.devices_of(replace(CASE, devices=count))
         assert [device.index for device in found] == [*range(count)]
-        assert [device._core for device in found] == [count + i for i in range(count)]
+        assert [device.core for device in found] == [count + i for i in range(count)]
 
 
 class Counting(Strategy):

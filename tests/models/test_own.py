@@ -554,17 +554,6 @@ NOTES: dict[str, tuple[dict[str, Any], str]] = {
         odd(lambda forward, x: forward(x - x.mean(0))),
         "differs from that on one device",
     ),
-    "a mean over valid items": (
-        {"loss": lambda out, y: F.cross_entropy(out, y, ignore_index=3)},
-        "the gradient differs from that of the whole batch by ",
-    ),
-    "a rank without valid items": (
-        {"loss": lambda out, y: first(out, y) * (len(y) != 3) / (len(y) != 3 or torch.zeros(()))},
-        (
-            "would fail: ValueError: the gradient of first.weight contains NaN if each rank or"
-            " micro-batch"
-        ),
-    ),
     "draws from Python": (
         odd(lambda forward, x: forward(x) * random.random()),
         "draws from Python's random",

@@ -22,7 +22,7 @@ import pytest
 
 from dpbench.observe import kineto
 from dpbench.observe.kineto import TraceEvents
-from dpbench.records.activity import intersection, length, union
+from dpbench.records.activity import length, union
 from tests.observe.kineto_files import EXCERPTS, WHOLE, costs_of, needs_whole_traces
 
 
@@ -76,7 +76,8 @@ def ours(profile: TraceEvents) -> Figures:
     compute, communication = union(kinds["compute"]), union(kinds["communication"])
     total = every[-1][1] - every[0][0]
     idle = total - length(every)
-    overlap = length(intersection(compute, communication))
+    both = union([*compute, *communication])
+    overlap = length(compute) + length(communication) - length(both)
     share = round(100 * overlap / length(communication), 2) if communication else None
     return Figures(
         int(idle), int(length(compute)), int(total - idle - length(compute)), int(total), share

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -26,7 +26,7 @@ def as_devices(devices: Devices, *, own_streams: bool = False) -> list[Device]:
     if isinstance(devices, DeviceId):
         return resolve(devices)  # raises ValueError, because this is one id and not a list
     given: list[Any] = list(devices)
-    if given and hasattr(given[0], "put"):
+    if given and isinstance(given[0], Device):
         return given
     return resolve(given, own_streams=own_streams)
 
@@ -65,7 +65,7 @@ def resolve(device_ids: Sequence[DeviceId] | None, *, own_streams: bool = False)
             f" 'emulated:0'; got {named}"
         )
     if kinds == ["cpu"]:
-        return [cast(Device, CpuDevice(index)) for index in range(len(parsed))]
+        return [CpuDevice(index) for index in range(len(parsed))]
     if kinds == [LAZY]:
         return _emulated([device.index or 0 for device in parsed])
     return _cuda([_ordinal(device) for device in parsed], own_streams=own_streams)
@@ -83,7 +83,7 @@ def _parse(device_id: DeviceId) -> torch.device:
 def _emulated(ordinals: Sequence[int]) -> list[Device]:
     """Devices with the same ordinal share one memory."""
     return [
-        cast(Device, EmulatedDevice(index, ordinal, shares_memory=ordinal in ordinals[:index]))
+        EmulatedDevice(index, ordinal, shares_memory=ordinal in ordinals[:index])
         for index, ordinal in enumerate(ordinals)
     ]
 
@@ -116,14 +116,14 @@ def _cuda(
     With `own_streams`, a replica that is not the first on its GPU has its own stream.
     `own_processes` means that each device is used in a separate process, with a separate allocator.
     """
-    devices = []
+    devices: list[Device] = []
     for index, ordinal in enumerate(ordinals):
         again = ordinal in ordinals[:index]
         shares_memory = again and not own_processes  # each process has its own allocator
-        device = CudaDevice(
-            index, ordinal, own_stream=again and own_streams, shares_memory=shares_memory
+        own_stream = again and own_streams
+        devices.append(
+            CudaDevice(index, ordinal, own_stream=own_stream, shares_memory=shares_memory)
         )
-        devices.append(cast(Device, device))
     return devices
 
 
@@ -150,7 +150,7 @@ def open_devices(
     for an unknown kind, or if there are too few GPUs.
     """
     if kind == "cpu":
-        return [cast(Device, CpuDevice(index, core=index)) for index in range(count)]
+        return [CpuDevice(index, core=index) for index in range(count)]
     if kind == "emulated":
         return _emulated(
             [0] * count if placement == "colocated" else list(ids[:count]) or list(range(count))

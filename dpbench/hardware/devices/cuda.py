@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.cuda import comm, nccl
@@ -43,7 +43,7 @@ HEATING_CYCLES = 10_000_000
 """The GPU cycles of one kernel of `heat`: 5 to 50 ms at clocks of 2 GHz to 200 MHz."""
 
 
-class CudaDevice:
+class CudaDevice(Device):
     """A GPU, or one stream of a GPU that several replicas share.
 
     `ordinal` is the GPU's number in CUDA. `own_stream` gives the replica a new stream instead of
@@ -123,9 +123,6 @@ class CudaDevice:
         context: the current stream of a new thread is the default stream.
         """
         return torch.cuda.stream(self.stream)  # entering it makes the stream's GPU current
-
-    def settle(self) -> None:
-        """Do nothing: no CPU core is assigned to a GPU."""
 
     def wait(self, other: Device) -> None:
         """Make this device's stream wait for a different stream of `other`."""
@@ -219,7 +216,7 @@ class CudaDevice:
         real = [[torch.view_as_real(t) if t.is_complex() else t for t in one] for one in tensors]
         with ExitStack() as guards:
             for device in devices[1:]:
-                device.wait(cast(Device, self))
+                device.wait(self)
                 guards.enter_context(device.guard())
             sums = comm.reduce_add_coalesced(real, self.ordinal)
         return [

@@ -16,110 +16,30 @@ RNNs on emulated devices, torch multiplies the input step by step, as on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
-from dpbench.hardware.device import Collectives, Device
+from dpbench.hardware.device import Device
 from dpbench.hardware.devices._byte_count import byte_count
 from dpbench.hardware.devices._wrapper import LAZY, install, load_operators, set_home
-from dpbench.hardware.processes import stay
 
 
-class HostDevice:
-    """A device whose tensors are in the host's memory, whatever device they report."""
-
-    index: int
-    name: str
-    torch_device: torch.device
-
-    def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a new copy of `tensor`, in new storage, which torch aligns to 64 bytes.
-
-        With other alignments, the results of `linear` are rounded differently.
-        """
-        return tensor.to(self.torch_device, copy=True)
-
-    def clone(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return copies of `tensors`, made one by one, so that each is aligned to 64 bytes."""
-        return [tensor.to(self.torch_device, copy=True) for tensor in tensors]
-
-    def guard(self) -> AbstractContextManager[Any]:
-        """Return a context manager that does nothing: the host is always current."""
-        return nullcontext()
-
-    def hold(self) -> AbstractContextManager[Any]:
-        """Return a context manager that does nothing: the host has no streams."""
-        return nullcontext()
-
-    def settle(self) -> None:
-        """Do nothing: no core is assigned to this device."""
-
-    def wait(self, other: Device) -> None:
-        """Do nothing: the work of every host device is done when its call returns."""
-
-    def borrow(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Do nothing: without streams, no memory is reused while queued work reads it."""
-
-    def event(self, reuse: Any = None) -> Any:
-        """Return None, because the host's clock times the work of this device."""
-        return None
-
-    def synchronize(self) -> None:
-        """Do nothing: the work of this device is done when its call returns."""
-
-    def can_collect(self, devices: Sequence[Device]) -> bool:
-        """Return False: the host has no collectives within a process."""
-        return False
-
-    def broadcast(
-        self, tensors: Sequence[torch.Tensor], devices: Sequence[Device]
-    ) -> list[list[torch.Tensor]]:
-        """Raise RuntimeError: the host has no collectives within a process."""
-        raise RuntimeError(f"{self.name} has no collectives")
-
-    def reduce_add(
-        self, tensors: Sequence[Sequence[torch.Tensor]], devices: Sequence[Device]
-    ) -> list[torch.Tensor]:
-        """Raise RuntimeError: the host has no collectives within a process."""
-        raise RuntimeError(f"{self.name} has no collectives")
-
-    def collectives(self, devices: Sequence[Device]) -> Collectives | None:
-        """Return None: the host has no collectives within a process."""
-        return None
-
-
-class CpuDevice(HostDevice):
-    """A logical device on the host, with separate tensors and, optionally, an assigned core.
-
-    `core` is a position in `processes.CORES`, or None; the device's threads are bound to this core.
-    """
+class CpuDevice(Device):
+    """A logical device on the host, with separate tensors and, optionally, an assigned core."""
 
     def __init__(self, index: int, core: int | None = None) -> None:
         self.index = index
-        self._core = core
+        self.core = core
         self.name = f"cpu:{index}"
         self.torch_device = torch.device("cpu")
-
-    def settle(self) -> None:
-        """Bind the calling thread to the device's core, if a core is assigned."""
-        if self._core is not None:
-            stay(self._core)
-
-    def take_peaks(self) -> dict[str, int]:
-        """Return an empty dict: the host's memory cannot be attributed to a logical device."""
-        return {}
-
-    def reset_memory(self) -> None:
-        """Do nothing: this device does not measure memory."""
 
 
 __all__ = ["EmulatedDevice", "bounded", "bytes_only", "install", "load_operators"]
 
 
-class EmulatedDevice(HostDevice):
+class EmulatedDevice(Device):
     """An emulated device, as used by one replica.
 
     `ordinal` is the number i in the device `lazy:i` of its tensors; it defaults to `index`.

@@ -1,10 +1,8 @@
-"""Host sampler: memory and CPU use of the run's processes, the cores and other processes.
+"""Host sampler: the use of each core, and the clock of the fastest.
 
-All samples have device -1. Metrics named `*_ratio` are rates over the time since the previous
-reading; the first reading does not have them. A new process is added to the watched tree up to 0.5
-s after its start; until then its CPU time counts as foreign. Memory pages that forked processes
-share are counted once for each process. Only the files of watched processes, found by the lists of
-children that Linux keeps for each thread, are read, because reading all of /proc would use several
+All samples have device -1. A core's use is that since the previous reading, so that the first
+reading has none. The process tree of a run, whose memory on GPUs is not foreign, is found by the
+lists of children that Linux keeps for each thread, because reading all of /proc would use several
 percent of a core.
 """
 
@@ -14,12 +12,11 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
-from dpbench.hardware.processes import TICKS_PER_S, Ticks, parse_ticks
+from dpbench.hardware.processes import Ticks, parse_ticks
 from dpbench.hardware.samplers import every
 from dpbench.records import HOST, Sample
 
@@ -122,31 +119,26 @@ SHORTEST_INTERVAL_S = 0.2
 In a shorter interval, the rounding of the kernel's counts to 10 ms would dominate.
 """
 
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
-_CPU_CLOCK = 2  # CPUCLOCK_SCHED of the kernel's posix-timers.h, which clock_getcpuclockid(3) uses
-
 
 @contextmanager
-def start(
-    devices: Sequence[int], interval_s: float, root: int | None = None
-) -> Iterator[list[Sample]]:
-    """Sample the host and the process tree of `root`, in a list that grows until the `with` ends.
+def start(devices: Sequence[int], interval_s: float) -> Iterator[list[Sample]]:
+    """Sample the host, in a list that grows until the `with` ends.
 
-    `root` defaults to `root_pid()`. `devices` is unused. The list stays empty without /proc/stat.
+    `devices` is unused. The list stays empty without /proc/stat.
     """
     samples: list[Sample] = []
     if sys.platform != "linux" or not Path("/proc/stat").exists():
         log.info("this run has no samples of the host, because these need /proc/stat of Linux")
         yield samples
         return
-    tree = ProcessTree(root_pid() if root is None else root)
-    before: list[CpuTimes] = []
+    before: dict[int, Ticks] = {}
 
     def read() -> None:
-        now = take_reading(tree.pids())
-        for metric, value in {**levels(now), **(rates(before[-1], now) if before else {})}.items():
-            samples.append(Sample(now.time_s, HOST, metric, value))
-        before[:] = [now]
+        nonlocal before
+        now_s, now = time.perf_counter(), parse_ticks(read_file("/proc/stat", 1 << 18))
+        for core, ratio in utilization(before, now).items():
+            samples.append(Sample(now_s, HOST, f"core{core}_utilization_ratio", ratio))
+        before = now
 
     def read_clock() -> None:
         now_s = time.perf_counter()
@@ -173,73 +165,11 @@ def cpu_clock_hz(folder: str = "/sys/devices/system/cpu") -> float | None:
     return max(clocks_hz, default=None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CpuTimes:
-    """The cumulative CPU times at the moment `time_s`.
-
-    `core_ticks` has the times of each core in kernel ticks of 1/`TICKS_PER_S` seconds. `process_s`
-    has the seconds of each watched process by process id, and `own_s` those of the sampler process.
-    `rss_bytes` is the resident memory of all watched processes.
-    """
-
-    time_s: float
-    core_ticks: Mapping[int, Ticks]
-    process_s: Mapping[int, float]
-    own_s: float
-    rss_bytes: int
-
-
-def take_reading(pids: Collection[int]) -> CpuTimes:
-    """Return the present reading of the cores and of those processes `pids` that still run."""
-    before_s = time.perf_counter()
-    process_s: dict[int, float] = {}
-    rss_bytes = 0
-    for pid in pids:
-        with suppress(OSError):
-            # one system call with a resolution of 1 ns; /proc/PID/stat counts in steps of 10 ms
-            process_s[pid] = time.clock_gettime((~pid << 3) | _CPU_CLOCK)
-            rss_bytes += int(read_file(f"/proc/{pid}/statm").split()[1]) * _PAGE_BYTES
-    core_ticks = parse_ticks(read_file("/proc/stat", 1 << 18))
-    return CpuTimes(
-        time_s=(before_s + time.perf_counter()) / 2,
-        core_ticks=core_ticks,
-        process_s=process_s,
-        own_s=time.process_time(),
-        rss_bytes=rss_bytes,
-    )
-
-
-def levels(now: CpuTimes) -> dict[str, float]:
-    """Return the load average and the resident memory, by metric, from one reading.
-
-    The resident memory is left out if no watched process exists.
-    """
-    load = {"load_1m": os.getloadavg()[0]}
-    return {**load, "rss_bytes": float(now.rss_bytes)} if now.process_s else load
-
-
-def rates(before: CpuTimes, now: CpuTimes) -> dict[str, float]:
-    """Return the CPU use of cores and processes, by metric, between two readings.
-
-    A process counts only if both readings include it, because the CPU time before its first reading
-    belongs to no interval. The CPU time of the sampler process counts as neither the watched tree's
-    nor foreign.
-    """
-    elapsed_s = now.time_s - before.time_s
-    both = now.process_s.keys() & before.process_s.keys()
-    process_s = sum(max(0.0, now.process_s[pid] - before.process_s[pid]) for pid in both)
-    rates_now: dict[str, float] = {}
-    all_busy = 0
-    for core, ticks in now.core_ticks.items():
-        earlier = before.core_ticks.get(core, ticks)
-        busy, total = ticks.busy - earlier.busy, ticks.total - earlier.total
-        all_busy += busy
-        if total > 0:  # the kernel's counts may stay the same or decrease
-            rates_now[f"core{core}_utilization_ratio"] = max(0, busy) / total
-    if now.process_s:
-        rates_now["process_cpu_ratio"] = process_s / elapsed_s
-    own_s = now.own_s - before.own_s
-    rates_now["foreign_cpu_ratio"] = (
-        max(0.0, all_busy / TICKS_PER_S - process_s - own_s) / elapsed_s
-    )
-    return rates_now
+def utilization(before: Mapping[int, Ticks], now: Mapping[int, Ticks]) -> dict[int, float]:
+    """Return the fraction of the time between two readings in which each core was busy."""
+    busy = {}
+    for core, ticks in now.items():
+        earlier = before.get(core, ticks)
+        if ticks.total > earlier.total:  # the kernel's counts may stay the same or decrease
+            busy[core] = max(0, ticks.busy - earlier.busy) / (ticks.total - earlier.total)
+    return busy

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
-from dpbench.hardware.nvml import FAST_METRICS, SLOW_METRICS, Library, NvmlGpu, open_nvml
+from dpbench.hardware.nvml import METRICS, Library, NvmlGpu, open_nvml
 from dpbench.hardware.samplers import every
 from dpbench.hardware.samplers.host import ProcessTree, root_pid
 from dpbench.records import Sample
@@ -18,9 +18,7 @@ from dpbench.records import Sample
 BUFFERED = "buffered_utilization_ratio"
 """The metric of the driver's own samples of utilisation, with the driver's times."""
 SLOW_INTERVAL_S = 0.2
-"""The minimum seconds between readings of the PCIe counters, because each reading of a counter
-blocks for 20 ms.
-"""
+"""The minimum seconds between readings of what is needed less often."""
 
 
 @contextmanager
@@ -29,10 +27,8 @@ def start(
 ) -> Iterator[list[Sample]]:
     """Sample the GPUs with the CUDA ordinals `devices`.
 
-    Yield the list of samples, which grows until the `with` ends.
-
-    A separate thread reads the PCIe counters, so that they never delay other counters. `library`
-    replaces pynvml in tests.
+    Yield the list of samples, which grows until the `with` ends. `library` replaces pynvml in
+    tests.
     """
     samples: list[Sample] = []
     if not devices:  # do not start NVML, which can take a second
@@ -53,23 +49,19 @@ def readings(
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """Return two functions that read counters of all GPUs once and append to `samples`.
 
-    The first reads the counters that return at once, the second those that block or are needed less
-    often.
+    The first reads the counters, the second the memory of other processes and the driver's buffer,
+    which are needed less often.
     """
     tree = ProcessTree(root_pid())
     seen_s = dict.fromkeys((gpu.index for gpu in gpus), 0.0)
 
     def fast() -> None:
         for gpu in gpus:
-            for metric in FAST_METRICS:
+            for metric in METRICS:
                 _sample(samples, gpu.index, metric, partial(gpu.read, metric))
-            held = partial(gpu.process_memory_bytes, tree.pids())
-            _sample(samples, gpu.index, "process_memory_bytes", held)
 
     def slow() -> None:
         for gpu in gpus:
-            for metric in SLOW_METRICS:
-                _sample(samples, gpu.index, metric, partial(gpu.read, metric))
             others = partial(gpu.foreign_memory_bytes, tree.pids())
             _sample(samples, gpu.index, "foreign_memory_bytes", others)
             for at_s, value in gpu.utilization_samples(seen_s[gpu.index]):

@@ -10,19 +10,18 @@ import copy
 import random
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torch import nn
 
 from dpbench import models, strategies
 from dpbench.engine import DataParallel
 from dpbench.hardware import processes
-from dpbench.hardware.device import Device
 from dpbench.hardware.devices import open_devices
 from dpbench.measure import verification
 from dpbench.measure.reference import all_tensors, mapped, tensors_by_name
@@ -30,7 +29,7 @@ from dpbench.models import Model
 from dpbench.records import Case, Status, Trial, Verified, no_mark, registry
 from dpbench.records.registry import Role
 from dpbench.records.schedule import Schedule
-from dpbench.records.words import count, percent
+from dpbench.records.words import count
 from dpbench.records.words import size as in_bytes
 from dpbench.strategies import precision_of
 
@@ -140,8 +139,8 @@ class _Facts:
                 "strategy moves the module itself",
             )
         needed = COPIES * sum(parameter.nbytes for parameter in parameters)
-        free = _available_bytes()
-        if free and needed > free and self._case.device_kind == "cpu":
+        free = psutil.virtual_memory().available
+        if needed > free and self._case.device_kind == "cpu":
             raise self._fault(
                 "build",
                 f"returned a module that needs at least {in_bytes(needed)} for weights, gradients"
@@ -427,7 +426,6 @@ class _Facts:
         if verdict.verified is Verified.NO:
             self.notes.append(f"a step on two devices does not pass verification: {verdict}")
             return
-        self._averaged(replace(two, batch_size=4 * two.devices - 1), devices[0])
         if self._draws:  # each chunk draws other numbers than the whole batch
             return
         even = replace(two, batch_size=2 * ROWS)
@@ -437,24 +435,6 @@ class _Facts:
                 "the gradient of a step on two devices differs from that on one device (by"
                 f" {apart:.2g} of its norm), with dpbench and with torch alike: the loss is not a"
                 " mean over samples, or samples depend on each other, as with BatchNorm"
-            )
-
-    def _averaged(self, case: Case, device: Device) -> None:
-        """Note if the mean of the ranks' gradients is not the gradient of the whole batch."""
-        averaging = "ddp and other strategies that average the gradients of ranks or micro-batches"
-        try:
-            averaged = verification.averaging(case, device, precision_of)
-        except Exception as error:  # the user's loss may raise any error for the rows of one rank
-            first = str(error).strip().partition("\n")[0]
-            self.notes.append(f"{averaging} would fail: {type(error).__name__}: {first}")
-            return
-        if averaged:
-            self.notes.append(
-                f"with {averaging}, the gradient differs from that of the whole batch by"
-                f" {percent(averaged.low)} to {percent(averaged.high)} (on"
-                f" {count(case.devices, 'rank')}, with {count(averaged.rows, 'sample')}): the loss"
-                " is no mean over samples, as with ignore_index or a mask; a run measures these"
-                " strategies, and says so"
             )
 
     def _fault(self, function: str, told: str) -> ModelFault:
@@ -480,15 +460,6 @@ def _moved(batch: tuple[Any, Any], device: torch.device) -> tuple[Any, Any]:
 
 def _told(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-
-
-def _available_bytes() -> int:
-    """Return the memory that this machine can give to a process; 0 if unknown."""
-    with suppress(OSError):
-        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 0
 
 
 def _equal(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from dpbench.engine.fast import exchange
 from dpbench.engine.train_step import TrainStep
+from dpbench.hardware.device import Device
 from dpbench.hardware.devices import resolve
 from dpbench.hardware.devices.cuda import CudaDevice
-from dpbench.hardware.devices.host import HostDevice
 from tests.engine.fast.test_schedules import OPTIMIZERS, differing, problem, train
 from tests.engine.law.sides import EVERYWHERE
 
@@ -80,14 +80,14 @@ def together(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[str]
     The value tells which have been called since it was last asked.
     """
 
-    def offered(self: HostDevice, devices: Sequence[Any]) -> Ordered | None:
+    def offered(self: Device, devices: Sequence[Any]) -> Ordered | None:
         return Ordered(devices) if len(devices) > 1 else None
 
     def called() -> list[str]:
         found, Ordered.calls[:] = sorted(set(Ordered.calls)), []
         return found
 
-    monkeypatch.setattr(HostDevice, "collectives", offered)
+    monkeypatch.setattr(Device, "collectives", offered)
     called()
     yield called
     called()

@@ -18,7 +18,7 @@ from dpbench import DataParallel, models
 from dpbench.engine.errors import Refused
 from dpbench.engine.fast import update
 from dpbench.engine.train_step import TrainStep
-from dpbench.hardware.devices.host import HostDevice
+from dpbench.hardware.device import Device
 from dpbench.records import Phase, registry
 from dpbench.records.schedule import Schedule
 from tests.engine import rungs
@@ -249,9 +249,7 @@ def test_numbers_that_replicas_exchange_wait_for_each_other(
         yield
 
     weigh = (lambda o, t: F.mse_loss(o, t, reduction="sum"), lambda o, t: torch.tensor(len(t)))
-    monkeypatch.setattr(
-        HostDevice, "wait", lambda self, other: log.append((self.index, other.index))
-    )
+    monkeypatch.setattr(Device, "wait", lambda self, other: log.append((self.index, other.index)))
     with TrainStep(
         nn.Linear(4, 4), weigh, OPTIMIZERS["sgd"], ["cpu"] * 3, "local", mark=mark
     ) as step:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import dpbench
-from dpbench.hardware.devices.host import HostDevice
+from dpbench.hardware.device import Device
 from tests.engine.oracle.torch_parallel import oracle, theirs
 
 OURS, TORCHS = Path(dpbench.__file__).parent, Path(nn.parallel.__file__).parent
@@ -92,7 +92,7 @@ class Traversed:
 def third(call: Callable[[], object], root: Path = OURS) -> Traversed:
     call()
     call()
-    marks = {Net.forward.__code__: "module", HostDevice.clone.__code__: "copy of a weight"}
+    marks = {Net.forward.__code__: "module", Device.clone.__code__: "copy of a weight"}
     return Traversed(str(root), marks).of(call)
 
 
