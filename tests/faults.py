@@ -1562,15 +1562,6 @@ FAULTS = (
         ),
     ),
     Fault(
-        "counted-steps",
-        "the bytes of counters are those of the median step of all rounds",
-        "step_s = statistics.median(seconds for trial in group for seconds in trial.timed)",
-        "step_s = group[0].timed[0]",
-        (
-            "tests/analysis/test_transfers.py::test_counters_count_the_bytes_of_the_median_step_of_all_rounds",
-        ),
-    ),
-    Fault(
         "ledger-closure",
         "a ledger's parts sum to the step",
         "until = max(start_s, min(last.end_s, now)) if last else start_s",

@@ -20,8 +20,15 @@ from dpbench.records.registry import Parallelism, Reduction
 from dpbench.records.schedule import known
 from dpbench.records.trial import Estimate, Key, by_key
 from dpbench.records.words import number
-from dpbench.records.work import LINKS as TIMED_LINKS
-from dpbench.records.work import CopyTimes, Move, Operations, Shapes, received, sent, times_links
+from dpbench.records.work import (
+    LINKS,
+    CopyTimes,
+    Move,
+    Operations,
+    Shapes,
+    received,
+    times_links,
+)
 
 FORWARD_ALONE = (Phase.SCATTER, Phase.REPLICATE, Phase.FORWARD, Phase.GATHER)
 """The phases of a step that does not train."""
@@ -45,8 +52,6 @@ def moves(case: Case, shapes: Shapes) -> list[Move]:
 
 MOST_ROUNDS = 10_000
 """A number above that of every round, by which the passes over links in one round are apart."""
-LINKS = ("pcie", "nvlink")
-"""The kinds of links that have byte counters; the names of their metrics begin with these texts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,23 +85,6 @@ class PhaseTraffic:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Counted:
-    """The bytes that a device received and sent over one kind of link per step, by its counters.
-
-    `computed_received` and `computed_sent` are the bytes per step that follow from the shapes.
-    """
-
-    case: Case
-    source: Source
-    link: str
-    device: int
-    received: float
-    sent: float
-    computed_received: float
-    computed_sent: float
-
-
 def flows(trials: Iterable[Trial]) -> list[PhaseTraffic]:
     """Return the traffic of each case in each phase that moves bytes, in order of the trials."""
     traffic = []
@@ -118,30 +106,6 @@ def flows(trials: Iterable[Trial]) -> list[PhaseTraffic]:
                 )
             )
     return traffic
-
-
-def counted(trials: Iterable[Trial]) -> list[Counted]:
-    """Return the counted bytes per step for each case, link and device; empty without counters."""
-    counters = []
-    for (case, source), group in _grouped(trials).items():
-        step_s = statistics.median(seconds for trial in group for seconds in trial.timed)
-        moves = _moves(case, group)
-        for link in LINKS:
-            rates = [_means(group, f"{link}_{way}_bytes_per_s") for way in ("rx", "tx")]
-            for device in sorted(set(rates[0]) & set(rates[1]) & set(range(len(case.rows)))):
-                counters.append(
-                    Counted(
-                        case=case,
-                        source=source,
-                        link=link,
-                        device=device,
-                        received=rates[0][device] * step_s,
-                        sent=rates[1][device] * step_s,
-                        computed_received=received(moves, device),
-                        computed_sent=sent(moves, device),
-                    )
-                )
-    return counters
 
 
 def _grouped(trials: Iterable[Trial]) -> dict[Key, list[Trial]]:
@@ -178,13 +142,6 @@ def _seconds(trials: Sequence[Trial], phase: Phase) -> dict[int, float]:
         for device, values in steps.items():
             rounds.setdefault(device, []).append(statistics.median(values))
     return {device: statistics.median(values) for device, values in sorted(rounds.items())}
-
-
-def _means(trials: Sequence[Trial], metric: str) -> dict[int, float]:
-    values: dict[int, list[float]] = {}
-    for device, series in (pair for trial in trials for pair in trial.within(metric).items()):
-        values.setdefault(device, []).extend(series.values)
-    return {device: statistics.mean(found) for device, found in values.items()}
 
 
 SLOW_LINK = 1.5
@@ -229,7 +186,7 @@ def with_links(case: Case, trials_of: Mapping[Case, Sequence[Trial]]) -> list[Tr
     """
 
     def timed(other: Case) -> list[Trial]:
-        return [trial for trial in trials_of.get(other, ()) if TIMED_LINKS in trial.provenance]
+        return [trial for trial in trials_of.get(other, ()) if LINKS in trial.provenance]
 
     def alike(other: Case) -> bool:
         known = times_links(other) and other.device_ids[:count] == case.device_ids[:count]
@@ -250,7 +207,7 @@ def _only(trial: Trial, devices: int) -> Trial:
         for one in CopyTimes.all_of(trial.provenance)
         if max(one.source, one.target) < devices
     ]
-    return replace(trial, provenance={**trial.provenance, TIMED_LINKS: kept})
+    return replace(trial, provenance={**trial.provenance, LINKS: kept})
 
 
 def slow_links(trials: Iterable[Trial], *, to_host: bool) -> list[SlowLink]:

@@ -26,9 +26,9 @@ OVERHEAD_S = 1.0
 class Budget:
     """The time of one call of `run`: what its trials have taken, and what is left for the others.
 
-    No trial starts after `deadline_s`. If `settles`, the run goes on until its answers are settled,
-    and no round beyond those that every case needs is expected to end after `settle_by_s`. `effort`
-    is that of a trial for which enough time is left.
+    No trial but the first starts after `deadline_s`. If `settles`, the run goes on until its
+    answers are settled, and no round beyond those that every case needs is expected to end after
+    `settle_by_s`. `effort` is that of a trial for which enough time is left.
     """
 
     deadline_s: float
@@ -55,8 +55,11 @@ class Budget:
         return self.settle_by_s - time.perf_counter()
 
     def spent(self) -> bool:
-        """Return whether no further trial may start."""
-        return self.left_s <= 0
+        """Return whether no further trial may start.
+
+        One trial may always start, so that the same command, given again, reaches the end of a run.
+        """
+        return bool(self._taken_s) and self.left_s <= 0
 
     def took(self, trials: Sequence[Trial], seconds: float) -> None:
         """Add the trials of one worker, which took `seconds` in all."""
@@ -88,6 +91,8 @@ class Budget:
 
         On CPUs, trials of the needed rounds are shortened instead.
         """
+        if not self._taken_s:
+            return True
         round_s = self.usual_s(Counter(cases))
         if not needed:
             return round_s <= self._settling_s

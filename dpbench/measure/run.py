@@ -134,12 +134,12 @@ def run(
 
     `budget_s` limits the duration of this call in seconds (None: no limit). On CPUs, the timed part
     of each trial is shortened to fit this budget; on GPUs, whole rounds after the first are left
-    out instead. Trials that have not started when the budget is spent are left out, too. A rule
-    that goes on until answers are settled begins no further round, beyond those that every case
-    needs, that is expected to end more than `settle_s` seconds after the call. If trials that every
-    case needs are left out, which is said, or if an answer is then not settled, the status of the
-    run is `open`, and the same call goes on with it. A case that was not measured at all then has a
-    trial with the status `skipped`.
+    out instead. Trials that have not started when the budget is spent are left out, too, but for
+    the first of this call. A rule that goes on until answers are settled begins no further round,
+    beyond those that every case needs, that is expected to end more than `settle_s` seconds after
+    the call. If trials that every case needs are left out, which is said, or if an answer is then
+    not settled, the status of the run is `open`, and the same call goes on with it. A case that was
+    not measured at all then has a trial with the status `skipped`.
 
     The foreign load is the share of the cores' time that other processes use. `patience_s` is the
     longest wait in seconds, before the first trial, until it is low (None: the environment variable
@@ -456,7 +456,7 @@ class _Session:
         The wait takes at most half of what is left of the budget.
         """
         self.gpu_loads = foreign_load.wait(
-            min(patience_s, self.budget.left_s / 2),
+            max(0.0, min(patience_s, self.budget.left_s / 2)),
             lambda words: self.listen(Note(words)),
             cases,
             self.gpus,

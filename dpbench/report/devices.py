@@ -10,7 +10,7 @@ from dpbench.analysis.imbalance import PHASES, Footprint, Index
 from dpbench.analysis.report import Report
 from dpbench.analysis.stats import Percentile
 from dpbench.analysis.summary import PERCENTILES, Row
-from dpbench.analysis.transfers import Counted, PhaseTraffic
+from dpbench.analysis.transfers import PhaseTraffic
 from dpbench.records import Case, names, words
 from dpbench.report import naming, small_multiples, table
 from dpbench.report.section import Section
@@ -40,12 +40,6 @@ def parts(report: Report) -> list[Section]:
         ),
         ("memory-by-phase", "Memory by phase", MEMORY, [_memory(imbalance.footprints(trials))]),
         ("links", "Bytes over links", LINKS, [_links(transfers.flows(trials))]),
-        (
-            "link-counters",
-            "Bytes in device counters",
-            COUNTERS,
-            [_counters(transfers.counted(trials))],
-        ),
         ("predicted", "Predicted against measured", FORECASTS, [_forecasts(predictions)]),
         ("hosts", "Hosts", HOSTS, [table.machines(report)]),
     )
@@ -92,11 +86,6 @@ LINKS = (
     " of tensors, divided by the phase's seconds in the ledger. These seconds also include"
     " launching, adding and waiting, so the bandwidth of the link is higher than the rate."
 )
-COUNTERS = (
-    "The bytes per step that the GPUs' own counters show during timed steps, next to the bytes"
-    " computed from the shapes of tensors."
-)
-
 FORECASTS = (
     "The step time that was predicted for this hardware, with its 80% interval, and the measured"
     " one, with its 95% interval. The error is the predicted step time relative to the measured"
@@ -286,21 +275,3 @@ def _ways(flow: PhaseTraffic) -> str:
     if targets == {0}:
         return "each → 0"
     return "a ring" if len(flow.moves) == len(sources) else "each → each"
-
-
-def _counters(counted: Sequence[Counted]) -> Table:
-    columns = ("case", "link", "device", "received", "computed", "sent", "computed")
-    lines = tuple(
-        (
-            _case(counter.case),
-            Cell(counter.link),
-            Cell(str(counter.device)),
-            Cell(words.size(counter.received)),
-            Cell(words.size(counter.computed_received)),
-            Cell(words.size(counter.sent)),
-            Cell(words.size(counter.computed_sent)),
-        )
-        for counter in counted
-    )
-    cases = [counter.case for counter in counted]
-    return Table("Bytes in device counters", columns, lines, text=2, cases=cases)

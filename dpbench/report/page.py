@@ -41,7 +41,6 @@ ORDER = (
     "imbalance",
     "memory-by-phase",
     "links",
-    "link-counters",
     "steps",
     "utilisation",
     "predicted",

@@ -19,7 +19,7 @@ from dpbench.analysis import transfers
 from dpbench.analysis.summary import BLANK
 from dpbench.hardware.devices import _wrapper, open_devices
 from dpbench.measure.worker.facts import of_model, operations, with_operations
-from dpbench.records import HOST, Case, Phase, Sample, Step, Trial, Verified, registry
+from dpbench.records import HOST, Case, Phase, Trial, Verified, registry
 from dpbench.records.work import FACT, Move, Shapes, received, sent
 from tests.trials import trial_of
 
@@ -366,38 +366,3 @@ def test_a_reduction_beside_backward_has_no_rate() -> None:
 def test_only_what_may_be_shown_has_flows() -> None:
     assert transfers.flows([trial(verified=Verified.NO), Trial(case=DP)]) == []
     assert transfers.flows([trial(provenance={})]) == []
-
-
-def test_counters_count_the_bytes_of_the_median_step_of_all_rounds() -> None:
-    """Those read during warm-up, or after the steps, say nothing about a step."""
-
-    def of_round(number: int, seconds: list[float]) -> Trial:
-        steps = tuple(
-            Step(one, k == 0, 10.0 + sum(seconds[: k + 1])) for k, one in enumerate(seconds)
-        )
-        samples = tuple(
-            Sample(time_s, 0, f"pcie_{way}_bytes_per_s", rate)
-            for way in ("rx", "tx")
-            for time_s, rate in ((15.0, 1e6), (20.0, 50.0 * (number + 1)), (40.0, 0.0))
-        )
-        return trial(steps=steps, spans=(), samples=samples, number=number)
-
-    (found,) = transfers.counted(
-        [of_round(0, [9.0, 1.0, 2.0, 5.0]), of_round(1, [9.0, 1.0, 3.0, 4.0])]
-    )
-    # 50 and 100 bytes per second; without warm-up, the steps take 1, 1, 2, 3, 4 and 5 s
-    assert (found.received, found.sent) == (75.0 * 2.5, 75.0 * 2.5)
-
-
-def test_counters_stand_beside_what_shapes_say() -> None:
-    samples = tuple(
-        Sample(t, d, f"pcie_{way}_bytes_per_s", value * (d + 1))
-        for d in (0, 1, 2)  # the third GPU belongs to other cases
-        for t in (102.0, 103.0)
-        for way, value in (("rx", 100.0), ("tx", 10.0))
-    )
-    first, second = transfers.counted([trial(samples=samples)])
-    assert (first.link, first.device, first.received, first.sent) == ("pcie", 0, 100.0, 10.0)
-    assert (second.received, second.sent) == (200.0, 20.0)
-    assert (second.computed_received, second.computed_sent) == (50 + 1240 + 30, 30 + 1000)
-    assert transfers.counted([trial()]) == []

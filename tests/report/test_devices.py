@@ -177,5 +177,4 @@ def test_page_and_markdown_have_the_tables(form: Any) -> None:
     for title in ("Device 0 against the others", "Memory by phase", "Bytes over links"):
         assert re.search(rf"<(h2|summary)>[^<]*{title}<", text), title
     assert "295 B" in text
-    assert "Bytes in device counters" not in text
     assert text.count("peak in reduce") == 1
