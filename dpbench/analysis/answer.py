@@ -598,10 +598,7 @@ def _memory(question: Question, decision: Decision, machine: Resources) -> str:
     row = decision.row
     clauses = []
     if row and row.memory:
-        device, peak = max(row.memory.items(), key=lambda pair: pair[1])
-        capacity = machine.memory_of(row.case, device) if row.source is Source.MEASURED else 0
-        of = f" of {words.size(capacity)}, so it fits" if capacity > peak else ""
-        clauses.append(f"device {device} uses up to {words.size(peak)}{of}")
+        clauses.append(highest_peak(row, machine, fits=", so it fits"))
     told = _data_parallel(question, decision.row)  # the reason names it already
     out = [
         _name(one)
@@ -611,3 +608,14 @@ def _memory(question: Question, decision: Decision, machine: Resources) -> str:
     if out and decision.basis is not Basis.NO_RESULT:
         clauses.append(f"out of memory: {', '.join(out[:3])}")
     return "; ".join(clauses)
+
+
+def highest_peak(row: Row, machine: Resources, fits: str = "") -> str:
+    """Return a clause on the row's device with the highest peak of memory.
+
+    `fits` ends the clause if the peak is below the device's known capacity.
+    """
+    device, peak = max(row.memory.items(), key=lambda pair: pair[1])
+    capacity = machine.memory_of(row.case, device) if row.source is Source.MEASURED else 0
+    of = f" of {words.size(capacity)}{fits}" if capacity > peak else ""
+    return f"device {device} uses up to {words.size(peak)}{of}"

@@ -257,13 +257,6 @@ def around(value: float, rough: Estimate) -> Estimate:
     return replace(rough, value=value, low=min(rough.low, value), high=max(rough.high, value))
 
 
-def share_of(seconds: Estimate, share: float) -> Estimate:
-    """Return the estimate with its value and interval multiplied by `share`."""
-    return replace(
-        seconds, value=seconds.value * share, low=seconds.low * share, high=seconds.high * share
-    )
-
-
 def overlap(trials: Iterable[Trial], phase: Phase) -> float | None:
     """Return the mean number of devices that run `phase` while at least one does.
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from dpbench.analysis import arrivals, commands, stats, transfers
+from dpbench.analysis import arrivals, commands, stats, summary, transfers
 from dpbench.analysis.findings.rule import (
     COMPUTE,
     CaseContext,
@@ -17,7 +17,6 @@ from dpbench.analysis.findings.rule import (
     Missing,
     remedial,
     scaled,
-    share_of,
 )
 from dpbench.analysis.summary import Row, busy_of
 from dpbench.analysis.transfers import SlowLink
@@ -175,7 +174,7 @@ def _slow_link(phases: Sequence[Phase], *, to_host: bool) -> Callable[[CaseConte
                 f" other links; {', '.join(phases)} {verb(len(phases), 'takes', 'take')}"
                 f" {time(moving.value)} of the step{_examined(context, shown)}"
             ),
-            size_s=share_of(moving, 1 - 1 / slow[0].slower.value),
+            size_s=summary.scaled(moving, 1 - 1 / slow[0].slower.value),
         )
 
     return when
@@ -231,7 +230,7 @@ def _oversubscribed(context: CaseContext) -> Judgement:
             f"forward and backward take {time(compute.value)}; with one core per device, they would"
             f" take at least {time(compute.value * (1 - lost))}"
         ),
-        size_s=share_of(compute, lost),
+        size_s=summary.scaled(compute, lost),
     )
 
 
@@ -402,7 +401,7 @@ def _uneven(context: CaseContext) -> Judgement:
             f"samples by device: {', '.join(map(str, rows))}; a multiple of {most} such as "
             f"{' or '.join(map(str, multiples))} splits evenly"
         ),
-        size_s=share_of(compute, lost),
+        size_s=summary.scaled(compute, lost),
     )
 
 
