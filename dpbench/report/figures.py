@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from dpbench.analysis.ladder import notable
 from dpbench.analysis.report import Report
-from dpbench.report import late_ranks, loaders, speedup, svg, swim_lanes, timeline
+from dpbench.report import loaders, speedup, svg, swim_lanes, timeline
 from dpbench.report.section import Section
 
 ENDS = (
     "Of each ladder, only the rung `reference`, the best rung and the schedule that TrainStep"
     " selected are drawn; the table of the ladder has the other schedules."
 )
-DRAWN = ("lanes", "speedup", "steps", "utilisation", "ranks")
+DRAWN = ("lanes", "speedup", "steps", "utilisation")
 """The ids of the sections with drawings of a run that trains."""
 
 
@@ -30,7 +30,6 @@ def sections(report: Report, ids: Collection[str] = DRAWN, key: str = "") -> lis
         "speedup": lambda: speedup.section(rows, f"{key}speedup"),
         "steps": lambda: timeline.steps(report, rows),
         "utilisation": lambda: timeline.utilisation(report, rows),
-        "ranks": lambda: late_ranks.section(rows, report.arrivals, f"{key}ranks"),
     }
     with svg.theme():
         if report.loading:
