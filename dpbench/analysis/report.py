@@ -36,7 +36,7 @@ from dpbench.store import PastRun, UnreadableRow
 class Report:
     """The analysis of one run.
 
-    `notes` are sentences on ladders, habits, hosts, DataLoaders and noise. `past` are the runs of
+    `notes` are sentences on hosts, habits, DataLoaders and noise. `past` are the runs of
     the store that have cases of this run; see `Store.past`.
     """
 
@@ -100,7 +100,6 @@ class Report:
                 filter(
                     None,
                     (
-                        notes.climbs(ladders),
                         *hosts.sentences(trials),
                         *notes.habits(rows, trials),
                         *(loaders.said(loading) if loading else ()),

@@ -191,7 +191,6 @@ def test_noisy_rounds_decide_no_rung() -> None:
         ]
         (found,) = ladder.ladders(summary.rows(trials))
         assert {rung.change.verdict for rung in found.rungs if rung.change} == verdicts
-        assert found.whole.verdict in verdicts
 
 
 def test_the_speed_ups_of_a_run_that_goes_on_are_not_shown_from_noisy_rounds() -> None:
