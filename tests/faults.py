@@ -2210,8 +2210,8 @@ FAULTS = (
     Fault(
         "throughput-median",
         "samples per second are those of all timed steps",
-        "_inverse(mean, case.batch_size)",
-        "_inverse(step, case.batch_size)",
+        "scaled(stats.inverse(mean), case.batch_size)",
+        "scaled(stats.inverse(step), case.batch_size)",
         (
             "tests/analysis/test_uneven.py::test_samples_per_second_are_rows_over_the_time_of_all_timed_steps",
         ),

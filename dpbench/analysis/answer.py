@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from dpbench.analysis import commands, stats, summary, uneven, validity
 from dpbench.analysis.decision import (
@@ -16,7 +16,6 @@ from dpbench.analysis.decision import (
     decide,
     questions,
     ranking,
-    ratio_of,
     sure_of_first,
     unsettled,
 )
@@ -433,29 +432,7 @@ def _reason(question: Question, decision: Decision, machine: Resources) -> str:
         f"; {words.count(len(dp.case.rows), 'device')} share {words.count(machine.cores, 'core')}"
     )
     shared = validity.oversubscribed(dp.case, machine.cores)
-    return f"{subject} {_loses(dp, base)}{share if shared else ''}{_added(dp, question)}"
-
-
-def _added(row: Row, question: Question) -> str:
-    """Return a clause on the speed-up of `row` over fewer devices; "" if unknown.
-
-    Their number is the next smaller one that was measured, and at least two.
-    """
-    same = [
-        one
-        for one in question.candidates
-        if 1 < one.case.devices < row.case.devices
-        and replace(one.case, devices=row.case.devices, batch_size=row.case.batch_size) == row.case
-    ]
-    if not same:
-        return ""
-    fewer = max(same, key=lambda one: one.case.devices)
-    gain = ratio_of(row, fewer)
-    if gain.doubt:
-        return ""
-    ideal = words.exact(round(row.case.devices / fewer.case.devices, 2))
-    counts = f"from {fewer.case.devices} to {row.case.devices} devices"
-    return f"; going {counts} makes training {words.times(gain)} as fast, where {ideal}× is ideal"
+    return f"{subject} {_loses(dp, base)}{share if shared else ''}"
 
 
 def _data_parallel(question: Question, chosen: Row | None) -> Row | None:
@@ -598,10 +575,7 @@ def _memory(question: Question, decision: Decision, machine: Resources) -> str:
     row = decision.row
     clauses = []
     if row and row.memory:
-        device, peak = max(row.memory.items(), key=lambda pair: pair[1])
-        capacity = machine.memory_of(row.case, device) if row.source is Source.MEASURED else 0
-        of = f" of {words.size(capacity)}, so it fits" if capacity > peak else ""
-        clauses.append(f"device {device} uses up to {words.size(peak)}{of}")
+        clauses.append(highest_peak(row, machine, fits=", so it fits"))
     told = _data_parallel(question, decision.row)  # the reason names it already
     out = [
         _name(one)
@@ -611,3 +585,14 @@ def _memory(question: Question, decision: Decision, machine: Resources) -> str:
     if out and decision.basis is not Basis.NO_RESULT:
         clauses.append(f"out of memory: {', '.join(out[:3])}")
     return "; ".join(clauses)
+
+
+def highest_peak(row: Row, machine: Resources, fits: str = "") -> str:
+    """Return a clause on the row's device with the highest peak of memory.
+
+    `fits` ends the clause if the peak is below the device's known capacity.
+    """
+    device, peak = max(row.memory.items(), key=lambda pair: pair[1])
+    capacity = machine.memory_of(row.case, device) if row.source is Source.MEASURED else 0
+    of = f" of {words.size(capacity)}{fits}" if capacity > peak else ""
+    return f"device {device} uses up to {words.size(peak)}{of}"

@@ -12,19 +12,18 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from dpbench.records import Trial
-from dpbench.records.activity import RANK_TRANSFER, RANK_WAIT
+from dpbench.records.activity import RANK_WAIT
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """One collective of a timed step: each rank's wait for the last one, and the transfer after.
+    """One collective of a timed step: each rank's wait for the last one.
 
     `step` counts the timed steps. The ranks are in the order of their devices.
     """
 
     step: int
     waits_s: tuple[float, ...]
-    transfer_s: float
 
     @property
     def last(self) -> int:
@@ -37,7 +36,7 @@ def of_trial(trial: Trial) -> tuple[Collective, ...]:
 
     Those of a trace are its buckets. On CPUs, the exposed reductions count, one per backward.
     """
-    waits, transfers = trial.grouped.series(RANK_WAIT), trial.grouped.series(RANK_TRANSFER)
+    waits = trial.grouped.series(RANK_WAIT)
     if len(waits) < max(2, trial.case.devices):
         return ()
     steps = trial.by_column
@@ -45,12 +44,11 @@ def of_trial(trial: Trial) -> tuple[Collective, ...]:
     every = zip(
         next(iter(waits.values())).times,
         zip(*(waits[device].values for device in sorted(waits)), strict=True),
-        zip(*(transfers[device].values for device in sorted(waits)), strict=True),
         strict=True,
     )
     return tuple(
-        Collective(step=place_of[number], waits_s=waits_s, transfer_s=max(transfers_s))
-        for time_s, waits_s, transfers_s in sorted(every)
+        Collective(step=place_of[number], waits_s=waits_s)
+        for time_s, waits_s in sorted(every)
         if (number := bisect_left(steps.ends, time_s)) in place_of
     )
 

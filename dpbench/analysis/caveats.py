@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpbench.analysis import hosts, sampled, uneven, validity
-from dpbench.analysis.summary import FAKE_GPU, Row, baseline_in, shown
+from dpbench.analysis.summary import FAKE_GPU, Row, baseline_in
 from dpbench.hardware import foreign_load
 from dpbench.records import Case, Source, Status, Trial, fake, words
 from dpbench.records.observed import observed
@@ -80,7 +80,7 @@ def caveats(
                 *_of_rows(unreadable),
                 *(Caveat(kind="hosts", text=text) for text in machines),
                 *_of_cases(rows, trials, cores),
-                *_of_steps(rows, trials),
+                *_of_steps(rows),
                 *_of_clocks(rows, trials, cores),
                 *_of_devices(rows),
                 *_of_loops(rows, trials),
@@ -162,22 +162,13 @@ def _of_cases(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> Itera
         yield Caveat(kind=kind, text=text, cases=tuple(cases), every=len(cases) == len(rows) > 1)
 
 
-def _of_steps(rows: Sequence[Row], trials: Sequence[Trial]) -> Iterator[Caveat]:
+def _of_steps(rows: Sequence[Row]) -> Iterator[Caveat]:
     cases = []
     for row in filter(uneven.differs, rows):
         assert row.step
         assert row.mean
-        trials_of_row = [
-            trial for trial in trials if trial.case == row.case and trial.source is row.source
-        ]
-        slow = uneven.period(shown(trials_of_row))
         averages = f"the mean is {words.duration(row.mean)}, the median {words.duration(row.step)}"
-        every = (
-            f"; every {words.ordinal(slow.steps)} step takes {words.time(slow.longer_s)} longer"
-            if slow
-            else ""
-        )
-        cases.append((row.case, averages + every))
+        cases.append((row.case, averages))
     if cases:
         yield Caveat(
             kind="uneven",

@@ -136,10 +136,16 @@ def following(
     )
     if full or decision.basis is Basis.ONLY_FITS:
         return measure([best.case], machine=machine, find_max_batch=True)
-    factor = next(
-        factor for factor in itertools.count(2) if factor * home.batch_size not in measured
-    )
-    return measure(at_batch([home, best.case], factor), machine=machine)
+    further = [home, best.case]
+    if home.trains and _only_reference(question):
+        engine = registry.of_role(Role.ENGINE)
+        further.append(replace(best.case, strategy=engine, schedule=schedule.FASTEST))
+    else:
+        factor = next(
+            factor for factor in itertools.count(2) if factor * home.batch_size not in measured
+        )
+        further = at_batch(further, factor)
+    return measure(further, machine=machine)
 
 
 def _lacking(question: Question, decision: Decision, machine: Resources) -> str:
@@ -212,6 +218,13 @@ def _again(question: Question, cases: Sequence[Case], machine: Resources) -> str
 def has_control(question: Question) -> bool:
     """Return whether the question has a case of the control, which is ddp."""
     return any(row.case.traits.role is Role.CONTROL for row in question.several)
+
+
+def _only_reference(question: Question) -> bool:
+    """Return whether DataParallel was measured, and no other schedule of the engine."""
+    engine = [row.case for row in question.several if row.case.traits.threads]
+    schedules = {case.schedule for case in engine}
+    return bool(engine) and schedules <= {"", schedule.Schedule.REFERENCE}
 
 
 def noisy(row: Row) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum, auto
 
 from dpbench.analysis import stats
-from dpbench.analysis.summary import Row, scaled
+from dpbench.analysis.summary import Row, homes, scaled
 from dpbench.records import Case, Fault, Source, Status, plan, schedule
 from dpbench.records.names import unusual
 from dpbench.records.registry import Role
@@ -348,14 +348,3 @@ def questions(rows: Iterable[Row]) -> list[Question]:
         and (question.home.device_kind != "emulated" or question.home.model not in real)
     ]
     return sorted(kept, key=lambda question: bool(unusual(question.home)))
-
-
-def homes(case: Case) -> list[Case]:
-    """Return the possible baselines: the same global batch, then the same per device."""
-    if case.traits.role is Role.BASELINE:
-        return [case]
-    share, rest = divmod(case.batch_size, case.devices)
-    return [
-        plan.alone(case, batch)
-        for batch in ([case.batch_size] if rest else [case.batch_size, share])
-    ]

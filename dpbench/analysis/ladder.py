@@ -64,28 +64,18 @@ class Rung:
 class Ladder:
     """The rungs of one model at one batch size and device count, in ladder order.
 
-    `fastest` has the shortest median step; `whole` is its gain over the lowest rung. `single` and
-    `ddp` are the rows of these strategies on the same work, and `limit` is that of `single` on one
-    device's share of the batch; None if not measured. `lost` are the rows of schedules without a
-    result.
+    `fastest` has the shortest median step. `single` and `ddp` are the rows of these strategies on
+    the same work, and `limit` is that of `single` on one device's share of the batch; None if not
+    measured. `lost` are the rows of schedules without a result.
     """
 
     case: Case
     rungs: tuple[Rung, ...]
     fastest: Rung
-    whole: RungGain
     single: Row | None = None
     ddp: Row | None = None
     limit: Row | None = None
     lost: tuple[Row, ...] = ()
-
-    @property
-    def biggest(self) -> RungGain | None:
-        """Return the largest gain of a rung over the rung below; None if none is "faster"."""
-        faster = [
-            rung.change for rung in self.rungs if rung.change and rung.change.verdict == "faster"
-        ]
-        return max(faster, key=lambda change: change.ratio.value, default=None)
 
 
 def ladders(rows: Iterable[Row], looks: int = 1) -> list[Ladder]:
@@ -141,7 +131,6 @@ def _ladder(
         fastest=fastest,
         ddp=ddp,
         lost=lost,
-        whole=_change(fastest.name, rungs[0].row, fastest.row, over=rungs[0].name, level=level),
         single=rivals.get(plan.alone(case, case.batch_size)),
         limit=(rivals.get(limit) or rivals.get(replace(limit, options=()))) if limit else None,
     )

@@ -1,4 +1,4 @@
-"""Notes: the sentences of a report on its ladders, on habits and on noise."""
+"""Notes: the sentences of a report on habits and on noise."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dpbench.analysis import stats
-from dpbench.analysis.ladder import Ladder
 from dpbench.analysis.summary import Row
 from dpbench.hardware import foreign_load
-from dpbench.records import HABITS, Case, Trial, fake, words
+from dpbench.records import HABITS, Case, Trial, words
 from dpbench.records.trial import Estimate
 
 
@@ -55,44 +54,6 @@ def _of_habit(habit: str, pairs: Sequence[tuple[Case, Estimate]]) -> str:
     return f"{habit}: " + joiner.join(
         f"{words.times(effect)} in {case.label}" for case, effect in kept
     )
-
-
-def climbs(ladders: Sequence[Ladder]) -> str:
-    """Return a sentence on each ladder's best rung and its largest decided gain."""
-    if not ladders:
-        return ""
-    several = len({ladder.case.devices for ladder in ladders}) > 1
-    parts = []
-    for ladder in ladders:
-        many = f" ×{ladder.case.devices}" if several else ""
-        batch = _batch(ladder.fastest.row, [one.fastest.row for one in ladders])
-        where = f"{ladder.case.model}{many}{batch}"
-        if ladder.fastest is ladder.rungs[0]:
-            parts.append(f"on {where} no rung is faster than {ladder.fastest.name}")
-            continue
-        if ladder.whole.ratio.doubt:
-            parts.append(f"on {where} there are {words.NOT_ENOUGH} to determine the best rung")
-            continue
-        doubt = " (undecided)" if ladder.whole.verdict == "undecided" else ""
-        first = f"{words.times(ladder.whole.ratio)} over {ladder.whole.over}{doubt}"
-        big = ladder.biggest
-        gain = f"{big.name}, {words.times(big.ratio)} over {big.over}" if big else ""
-        step = f", and the rung with the largest gain is {gain}" if gain else ""
-        parts.append(f"on {where} the best rung is {ladder.fastest.name}, {first}{step}")
-    host_only = " (host time alone)" if ladders[0].case.device_kind == "emulated" else ""
-    fakes = f" ({fake.WHY})" if ladders[0].fastest.row.on_fake_gpus else ""
-    return f"Ladder of schedules{host_only}{fakes}: {'; '.join(parts)}."
-
-
-def _batch(row: Row, rows: Sequence[Row]) -> str:
-    """Return the details that distinguish a row from its model's others, in parentheses, or "".
-
-    They are the batch size, if `rows` has several for this model, and habits that are not the
-    default.
-    """
-    several = len({r.case.batch_size for r in rows if r.case.model == row.case.model}) > 1
-    found = [*([f"batch {row.case.batch_size}"] if several else []), *row.case.habits]
-    return f" ({', '.join(found)})" if found else ""
 
 
 def noisy(provenance: Mapping[str, Any]) -> str:

@@ -13,7 +13,6 @@ from typing import Any, Self
 
 from dpbench.analysis import (
     answer,
-    arrivals,
     caveats,
     comparison,
     findings,
@@ -25,7 +24,6 @@ from dpbench.analysis import (
     summary,
     verdict,
 )
-from dpbench.analysis.arrivals import Collective
 from dpbench.analysis.lanes import Lanes
 from dpbench.hardware.provenance import Resources
 from dpbench.records import Case, Trial
@@ -38,7 +36,7 @@ from dpbench.store import PastRun, UnreadableRow
 class Report:
     """The analysis of one run.
 
-    `notes` are sentences on ladders, habits, hosts, DataLoaders and noise. `past` are the runs of
+    `notes` are sentences on hosts, habits, DataLoaders and noise. `past` are the runs of
     the store that have cases of this run; see `Store.past`.
     """
 
@@ -102,7 +100,6 @@ class Report:
                 filter(
                     None,
                     (
-                        notes.climbs(ladders),
                         *hosts.sentences(trials),
                         *notes.habits(rows, trials),
                         *(loaders.said(loading) if loading else ()),
@@ -157,13 +154,3 @@ class Report:
     def lanes(self) -> Mapping[Key, Lanes]:
         """Return the timeline of a median step of each case and source with spans."""
         return lanes.of_rows(self.rows, self.trials)
-
-    @cached_property
-    def arrivals(self) -> Mapping[Key, Sequence[Collective]]:
-        """Return the collectives of each case of ranks, in the round of its lanes, if known."""
-        found = {}
-        for trial in self.trials:
-            drawn = self.lanes.get(trial.key)
-            if drawn and trial.trusted and trial.round == drawn.round:
-                found[trial.key] = arrivals.of_trial(trial)
-        return {key: collectives for key, collectives in found.items() if collectives}

@@ -253,7 +253,7 @@ def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
         step=step,
         mean=mean,
         percentiles=_percentiles(series) if row.source.timed else {},
-        throughput=_inverse(mean, case.batch_size) if case.batch_size else None,
+        throughput=scaled(stats.inverse(mean), case.batch_size) if case.batch_size else None,
         phases=_phases(good, step.value),
         busy={device: statistics.median(values) for device, values in busy.items()},
         busy_source=source,
@@ -402,9 +402,18 @@ def baseline_in(case: Case, series: Mapping[Case, stats.Rounds]) -> Case | None:
     """
     if case.traits.role is Role.BASELINE or case.device_kind == "emulated":
         return None  # emulated devices show host cost only: a speed-up would be meaningless
+    return next((base for base in homes(case) if series.get(base)), None)
+
+
+def homes(case: Case) -> list[Case]:
+    """Return the possible baselines: the same global batch, then the same per device."""
+    if case.traits.role is Role.BASELINE:
+        return [case]
     share, rest = divmod(case.batch_size, case.devices)
-    batches = [case.batch_size] if rest else [case.batch_size, share]
-    return next((base for batch in batches if series.get(base := plan.alone(case, batch))), None)
+    return [
+        plan.alone(case, batch)
+        for batch in ([case.batch_size] if rest else [case.batch_size, share])
+    ]
 
 
 def scaled(estimate: Estimate, factor: float) -> Estimate:
@@ -414,12 +423,6 @@ def scaled(estimate: Estimate, factor: float) -> Estimate:
         value=estimate.value * factor,
         low=estimate.low * factor,
         high=estimate.high * factor,
-    )
-
-
-def _inverse(estimate: Estimate, work: float) -> Estimate:
-    return replace(
-        estimate, value=work / estimate.value, low=work / estimate.high, high=work / estimate.low
     )
 
 

@@ -12,7 +12,7 @@ from enum import StrEnum, auto
 from pathlib import PurePath
 
 from dpbench.analysis import decision
-from dpbench.analysis.answer import Answer
+from dpbench.analysis.answer import Answer, highest_peak
 from dpbench.analysis.decision import Choice
 from dpbench.analysis.findings import Diagnosis
 from dpbench.analysis.findings.rule import Evidence
@@ -21,7 +21,7 @@ from dpbench.hardware import foreign_load
 from dpbench.hardware.provenance import Resources
 from dpbench.records import UNATTRIBUTED, Source, Trial, fake, siblings, words
 from dpbench.records.observed import Observed, observed, unclear
-from dpbench.records.trial import Doubt, Estimate
+from dpbench.records.trial import Doubt, Estimate, by_key
 
 WORTH = decision.WORTH - 1
 """The least cost that stands out, as a fraction of the step."""
@@ -89,13 +89,8 @@ def answers(
         return []
     mine = [row for row in rows if row.case.traits.observed]
     by_case = {one.row.case: one for one in diagnoses}
-    return [
-        _answer(row, _trials(row, trials), by_case.get(row.case), mine, machine) for row in mine
-    ]
-
-
-def _trials(row: Row, trials: Sequence[Trial]) -> list[Trial]:
-    return [trial for trial in trials if trial.case == row.case and trial.source is row.source]
+    groups = by_key(trials)
+    return [_answer(row, groups[row.key], by_case.get(row.case), mine, machine) for row in mine]
 
 
 def _answer(
@@ -248,10 +243,7 @@ def _certainty(row: Row, trials: Sequence[Trial], loop: Observed) -> Iterator[st
 def _memory(row: Row, problems: Sequence[Evidence], machine: Resources) -> str:
     clauses = [one.says for one in problems if one.size_s is None and not one.aside]
     if row.memory:
-        device, peak = max(row.memory.items(), key=lambda pair: pair[1])
-        capacity = machine.memory_of(row.case, device) if row.source is Source.MEASURED else 0
-        of = f" of {words.size(capacity)}" if capacity > peak else ""
-        clauses.insert(0, f"device {device} uses up to {words.size(peak)}{of}")
+        clauses.insert(0, highest_peak(row, machine))
     return "; ".join(clauses)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from dpbench.analysis import decision
+from dpbench.analysis import summary
 from dpbench.hardware import foreign_load
 from dpbench.measure.noise import Slot
 from dpbench.records import Case, Effort, Status, Trial, registry
@@ -72,5 +72,5 @@ class Once:
 
         It is the model, and the batch size of their baseline.
         """
-        home = next((one for one in decision.homes(case) if one in self.needed), case)
+        home = next((one for one in summary.homes(case) if one in self.needed), case)
         return case.model, home.batch_size

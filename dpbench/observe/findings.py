@@ -11,13 +11,13 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from dpbench.analysis import summary
 from dpbench.analysis.findings.rule import (
     CaseContext,
     Evidence,
     FindingRule,
     Judgement,
     Missing,
-    share_of,
 )
 from dpbench.records import Case, Phase, Source, Trial
 from dpbench.records.activity import EXPOSED, HOST_READS, HOST_WAITS, KERNELS
@@ -278,7 +278,7 @@ def _accumulated(context: CaseContext, loop: Observed) -> Judgement:
     if not context.row.phases.get(Phase.REDUCE.value):
         return Missing(f"what it costs that {says}: import a trace of torch.profiler")
     seconds = context.phase(Phase.REDUCE.value)
-    needless = share_of(seconds, 1 - 1 / added)
+    needless = summary.scaled(seconds, 1 - 1 / added)
     return Evidence(
         says=says,
         numbers=(
@@ -398,7 +398,7 @@ def _skipped(context: CaseContext, loop: Observed) -> Judgement:
             "a GradScaler skips the update of a step whose gradients are not finite:"
             f" {percent(lost)} of the work has no effect"
         ),
-        size_s=share_of(context.row.step, lost),
+        size_s=summary.scaled(context.row.step, lost),
         share=Estimate(lost, lost, lost, context.row.step.n),
         code=SCALE,
     )

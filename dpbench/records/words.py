@@ -56,12 +56,6 @@ def count(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
-def ordinal(number: int) -> str:
-    """Return the ordinal of a number, such as "4th"."""
-    last = "" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "")
-    return f"{number:,}{last or 'th'}"
-
-
 def verb(number: int, singular: str, plural: str) -> str:
     """Return the form of a verb that agrees with a count."""
     return singular if number == 1 else plural

@@ -25,7 +25,7 @@ SAID: Mapping[str, Callable[[float], str]] = {
 
 def parts(report: Report) -> list[Section]:
     """Return the sections with tables that have lines."""
-    trials = sorted(report.trials, key=lambda trial: _place(trial.case))
+    trials = small_multiples.order(report.trials)
     predictions = forecasts.forecasts(report.rows, report.past, report.provenance)
     labels = report.labels
     tables: tuple[tuple[str, str, str, Sequence[Table]], ...] = (
@@ -96,15 +96,6 @@ HOSTS = "The machines of the launch. A slow machine delays every rank at each co
 
 def _union(labels: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(label for some in labels for label in some))  # type: ignore[attr-defined]
-
-
-def _place(case: Case) -> tuple[object, ...]:
-    return (
-        small_multiples.setting(case),
-        case.batch_size,
-        case.devices,
-        *small_multiples.rank(case),
-    )
 
 
 def _case(case: Case) -> Cell:

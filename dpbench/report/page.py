@@ -44,7 +44,6 @@ ORDER = (
     "steps",
     "utilisation",
     "predicted",
-    "history",
     "hosts",
 )
 """The ids of the sections with drawings or tables, in the order of the page; others come last."""

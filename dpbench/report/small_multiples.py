@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
+from typing import TypeVar
 
 from dpbench.analysis.summary import Row
-from dpbench.records import HABITS, Case, names, plan, words
+from dpbench.records import HABITS, Case, Trial, names, plan, words
 from dpbench.records.registry import Role
 from dpbench.report import naming
 
 PANELS = 6
 """The largest number of panels in a section; cases in further panels are only in the table."""
+OfCase = TypeVar("OfCase", Row, Trial)
 _SETTING = ("model", "size", "precision", "optimizer", "device_kind", *HABITS)
 
 
@@ -35,11 +37,11 @@ class Facet:
         return naming.labels(self.rows)
 
 
-def order(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows sorted by setting, batch size, devices, and `rank` of their cases."""
+def order(found: Iterable[OfCase]) -> list[OfCase]:
+    """Return rows or trials sorted by setting, batch size, devices, and `rank` of their cases."""
     return sorted(
-        rows,
-        key=lambda row: (setting(row.case), row.case.batch_size, row.case.devices, *rank(row.case)),
+        found,
+        key=lambda one: (setting(one.case), one.case.batch_size, one.case.devices, *rank(one.case)),
     )
 
 

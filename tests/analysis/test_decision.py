@@ -604,11 +604,18 @@ def test_memory_names_the_capacity_of_the_gpu() -> None:
     assert answer.memory == "device 0 uses up to 5.00 GiB of 24.0 GiB, so it fits"
 
 
-def test_the_devices_added_last_are_in_the_reason() -> None:
-    """A student asks why the fourth GPU gives only 1.2 times."""
-    answer = only([SINGLE, row("dp", 3, 2.0), row("dp", 4, 2.4), row("ddp", 4, 3.5)], {})
-    assert "going from 3 to 4 devices makes training 1.20× (" in answer.reason
-    assert "where 1.33× is ideal" in answer.reason
+def test_the_schedules_of_train_step_are_measured_before_other_batches() -> None:
+    rows = [SINGLE, row("dp", 2, 1.5), row("ddp", 2, 1.8)]
+    answer = only(rows, {})
+    cases, _ = cases_of(parsed(*shlex.split(answer.command)[2:]))
+    assert {(case.strategy, case.schedule) for case in cases if case.devices == 2} == {
+        ("ddp", ""),
+        ("dp", "fastest"),
+    }
+    assert {case.batch_size for case in cases} == {SINGLE.case.batch_size}
+    tried = only([*rows, row("dp", 2, 1.7, schedule="fastest")], {})
+    assert "--schedules" not in tried.command
+    assert f"--batch-sizes {2 * SINGLE.case.batch_size}" in tried.command
 
 
 def test_a_model_that_only_predictions_know_has_no_command_to_measure_it() -> None:

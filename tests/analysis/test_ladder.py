@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 
-from dpbench.analysis import caveats, ladder, notes, summary
+from dpbench.analysis import caveats, ladder, summary
 from dpbench.analysis.report import Report
 from dpbench.cli import tables
 from dpbench.records import Case, Phase, Source, Span, Status, Step, Trial, Verified, plan
@@ -126,21 +126,13 @@ def test_a_drift_between_rounds_decides_nothing_because_rounds_are_paired() -> N
         assert change.ratio.high - change.ratio.low < 0.05
 
 
-def test_the_best_is_the_fastest_without_tolerance_and_the_biggest_step_is_by_ratio() -> None:
-    found = plain()
-    assert found.fastest.name == "local"
-    assert (found.whole.name, found.whole.over) == ("local", "reference")
-    assert found.whole.ratio.value == pytest.approx(1 / 0.33, rel=0.01)
-    assert found.biggest is not None
-    assert (found.biggest.name, found.biggest.over) == ("local", "cached")
+def test_the_best_is_the_fastest_without_tolerance() -> None:
+    assert plain().fastest.name == "local"
 
 
-def test_where_no_rung_is_decidedly_faster_there_is_no_biggest_step() -> None:
+def test_equal_steps_on_all_rungs_are_the_same() -> None:
     level = [trial(case, r, 0.01, 0.0) for case in CASES for r in range(3)]
-    found = climbed(level)
-    assert found.biggest is None
-    assert {change.verdict for change in changes(found).values()} == {"same"}
-    assert "no rung is faster than reference" in notes.climbs([found])
+    assert {change.verdict for change in changes(climbed(level)).values()} == {"same"}
 
 
 def test_a_rung_without_a_result_is_stepped_over_and_named() -> None:
@@ -201,7 +193,6 @@ def test_emulated_devices_have_a_ladder_and_no_speed_up() -> None:
     assert [rung.name for rung in found.rungs] == [*Schedule]
     assert all(rung.over_ddp is None for rung in found.rungs)
     assert found.limit is None
-    assert "host time alone" in notes.climbs([found])
     assert [one.kind for one in caveats.caveats(rows, [], {})] == ["emulated"]
     shown = section(replace(content(), rows=rows, trials=[], ladders=[found]))
     assert shown.labels == ("MEASURED", "EMULATED")
@@ -248,11 +239,7 @@ def content() -> Report:
     )
 
 
-def test_the_note_and_the_plain_table_name_the_best_rung_and_the_biggest_step() -> None:
-    (note,) = content().notes
-    assert "the best rung is local, 3.0" in note
-    assert "the rung with the largest gain is local, 1.8" in note
-    assert "over cached" in note
+def test_the_plain_table_names_the_best_rung() -> None:
     lines = tables.table(content().rows, content().ladders).splitlines()
     assert [line.split()[1:4] for line in lines if "best rung" in line] == [
         ["dp[local]", "(best", "rung)"]

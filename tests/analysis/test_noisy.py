@@ -144,11 +144,10 @@ def test_a_round_that_was_measured_again_without_the_load_is_quiet() -> None:
 def test_noisy_rounds_carry_no_finding_and_no_cure() -> None:
     """Beside the load, dp seems to be faster than ddp and than one device."""
     quiet, noisy = report(run(())), report(run(ALL))
-    assert any(one.evidence.measured for one in quiet.diagnoses[0].findings), (
-        "ddp is faster than dp"
-    )
+    found = quiet.diagnoses[0].findings
+    verdicts = {cure.verdict for one in found for cure in one.cures}
+    assert "faster" in verdicts, "ddp is faster than dp"
     (diagnosis,) = noisy.diagnoses
-    assert not any(one.evidence.measured for one in diagnosis.findings)
     assert {cure.verdict for one in diagnosis.findings for cure in one.cures} <= {"undecided"}
     (answer,) = noisy.answers
     assert "perfect scaling" not in answer.text, "what is lost against it is a comparison"
@@ -192,7 +191,6 @@ def test_noisy_rounds_decide_no_rung() -> None:
         ]
         (found,) = ladder.ladders(summary.rows(trials))
         assert {rung.change.verdict for rung in found.rungs if rung.change} == verdicts
-        assert found.whole.verdict in verdicts
 
 
 def test_the_speed_ups_of_a_run_that_goes_on_are_not_shown_from_noisy_rounds() -> None:
@@ -366,7 +364,7 @@ def test_a_finding_has_the_labels_of_the_cases_that_it_compares() -> None:
     found = report(run({0}, only=DDP))
     assert "NOISY" not in found.labels[DP]
     (diagnosis,) = found.diagnoses
-    measured = [one for one in diagnosis.findings if one.evidence.measured]
-    assert measured, "ddp is faster than dp in the four quiet rounds"
-    assert all("NOISY" in one.labels for one in measured)
+    cured = [one for one in diagnosis.findings if "faster" in {cure.verdict for cure in one.cures}]
+    assert cured, "ddp is faster than dp in the four quiet rounds"
+    assert all("NOISY" in one.labels for one in cured)
     assert "NOISY" in diagnosis.labels

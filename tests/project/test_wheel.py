@@ -24,7 +24,7 @@ def done(*command: object, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the programs' folder of an environment with the wheel, and without asv.
+    """Return the programs' folder of an environment with the wheel.
 
     The environment borrows the other packages that dpbench requires, as pip would install them from
     an index.
@@ -39,7 +39,6 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done(sys.executable, "-m", "pip", "install", *target, wheel, folder=folder)
     lent = [f"import site; site.addsitedir({path!r})" for path in site.getsitepackages()]
     (packages / "lent.pth").write_text("\n".join(lent) + "\n")
-    (packages / "asv.py").write_text("raise ImportError('asv is not installed')\n")
     return folder / "venv" / "bin"
 
 

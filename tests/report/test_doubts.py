@@ -232,14 +232,15 @@ def test_a_ladder_draws_no_rung_in_doubt_and_crowns_none() -> None:
 
 
 def test_findings_in_doubt_are_named_and_not_sized() -> None:
+    bigger = replace(DP, batch_size=128)
     shown = content(
-        rounds(SINGLE, 0.03), rounds(DP, 0.02), rounds(DDP, 0.016, (1.0, OUTLIER, 1.01))
+        rounds(SINGLE, 0.03), rounds(DP, 0.02), rounds(bigger, 0.03, (1.0, OUTLIER, 1.01))
     )
-    (diagnosis,) = shown.diagnoses
+    diagnosis = next(one for one in shown.diagnoses if one.row.case == DP)
     assert isinstance(diagnosis, findings.Diagnosis)
-    assert "ddp" not in [finding.rule.name for finding in diagnosis.findings]
+    assert "bigger batch" not in [finding.rule.name for finding in diagnosis.findings]
     assert any(
-        said.startswith("whether DistributedDataParallel is faster (not enough")
+        said.startswith("whether batch 128 scales better (not enough")
         for said in diagnosis.unjudged
     )
     assert ladder.ladders(shown.rows) == []

@@ -147,23 +147,22 @@ def _finding(context: CaseContext, rule: FindingRule, seen: Evidence) -> Finding
 def _code(finding: Finding, tried: Sequence[Case]) -> str:
     """Return the line of code that applies the remedy of `finding`; "" if there is none.
 
-    It selects the schedule of the evidence; else the fastest measured case with the remedy, if
-    decidedly faster; else the first case in `tried` that is not decidedly slower.
+    It is that of the fastest measured case with the remedy, if decidedly faster; else of the first
+    case in `tried` that is not decidedly slower.
     """
     better = [cure.row.case for cure in finding.cures if cure.verdict == "faster"]
     slower = {cure.row.case for cure in finding.cures if cure.verdict == "slower"}
     best = better[0] if better else next((case for case in tried if case not in slower), None)
-    if chosen := finding.evidence.schedule or (best.schedule if best else ""):
-        return TRAIN_STEP.format(chosen)
+    if best and best.schedule:
+        return TRAIN_STEP.format(best.schedule)
     return DDP if best and best.traits.role is Role.CONTROL else ""
 
 
 def cures(context: CaseContext, rule: FindingRule) -> tuple[Cure, ...]:
     """Return the measured cases of the same work that apply the remedy, the fastest first."""
     measured = []
-    candidates = [*context.rivals, context.all_cores()]
-    for row in candidates:
-        if row is not None and _applies(row, rule):
+    for row in context.rivals:
+        if _applies(row, rule):
             ratio = context.ratio(row)
             measured.append(
                 Cure(row=row, ratio=ratio, gain_s=context.saved(row), verdict=stats.verdict(ratio))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from dpbench.analysis import summary
 from dpbench.analysis.findings.rule import (
     CaseContext,
     Evidence,
@@ -12,7 +13,6 @@ from dpbench.analysis.findings.rule import (
     Judgement,
     Missing,
     overlap,
-    share_of,
 )
 from dpbench.records import UNATTRIBUTED, Phase
 from dpbench.records.registry import Reduction, Role
@@ -131,7 +131,7 @@ def _optimizer(context: CaseContext) -> Judgement:
             " with equal shares, the update would take"
             f" {time(seconds.value - seconds.value * others)}"
         ),
-        size_s=share_of(seconds, others),
+        size_s=summary.scaled(seconds, others),
     )
 
 

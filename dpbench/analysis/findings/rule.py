@@ -110,10 +110,6 @@ class CaseContext:
         found = self.rows.get(alone) or self.rows.get(replace(alone, options=plan.LIMIT))
         return found if found and found.step and found.series else None
 
-    def all_cores(self) -> Row | None:
-        """Return the row of one CPU device with all cores, None if not measured."""
-        return self.other(strategy=registry.of_role(Role.ALL_CORES), schedule="", devices=1)
-
     def ideal(self) -> tuple[Row, float] | None:
         """Return a one-device row and a divisor of its step time that gives perfect scaling.
 
@@ -148,7 +144,7 @@ class CaseContext:
     @cached_property
     def labels(self) -> tuple[str, ...]:
         """Return the labels of the diagnosed case and of those compared with it."""
-        others = (self.single(), self.all_cores(), self.fewer(), *self.rivals)
+        others = (self.single(), self.fewer(), *self.rivals)
         found = (label for row in (self.row, *others) if row for label in row.labels)
         return tuple(dict.fromkeys(found))
 
@@ -159,7 +155,7 @@ class CaseContext:
         They hold together at each look of a run that stops once its answers are decided.
         """
         looks = max((trial.looks for trial in self.trials), default=1)
-        return stats.together((len(self.rivals) + (self.all_cores() is not None)) * looks)
+        return stats.together(len(self.rivals) * looks)
 
     def ratio(self, other: Row) -> Estimate:
         """Return the ratio of the diagnosed case's step time to that of another row.
@@ -257,13 +253,6 @@ def around(value: float, rough: Estimate) -> Estimate:
     return replace(rough, value=value, low=min(rough.low, value), high=max(rough.high, value))
 
 
-def share_of(seconds: Estimate, share: float) -> Estimate:
-    """Return the estimate with its value and interval multiplied by `share`."""
-    return replace(
-        seconds, value=seconds.value * share, low=seconds.low * share, high=seconds.high * share
-    )
-
-
 def overlap(trials: Iterable[Trial], phase: Phase) -> float | None:
     """Return the mean number of devices that run `phase` while at least one does.
 
@@ -347,8 +336,8 @@ class Evidence:
 
     `says` is a clause that states the problem, `numbers` the figures behind it. `size_s` is its
     cost in seconds per step, None for memory or time outside the steps. If `measured`, it is the
-    gain of another case, whose schedule, if any, is `schedule`; if `predicted`, that of another
-    strategy; otherwise an upper bound of what a remedy can save. `aside` is the problem's time
+    gain of another case; if `predicted`, that of another strategy; otherwise an upper bound of what
+    a remedy can save. `aside` is the problem's time
     outside the steps, over this time and all steps. `share` is the cost as a fraction of the step;
     None if `size_s` determines it. `code` and `command` apply the remedy to an observed loop.
     """
@@ -358,7 +347,6 @@ class Evidence:
     size_s: Estimate | None
     measured: bool = False
     predicted: bool = False
-    schedule: str = ""
     aside: float = 0.0
     share: Estimate | None = None
     code: str = ""

@@ -1,4 +1,4 @@
-"""Scale: the rules about imbalance, the number of devices, the batch, and faster cases."""
+"""Scale: the rules about imbalance, the number of devices, and the batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from dpbench.analysis import arrivals, commands, stats, transfers
+from dpbench.analysis import arrivals, commands, stats, summary, transfers
 from dpbench.analysis.findings.rule import (
     COMPUTE,
     CaseContext,
@@ -17,20 +17,18 @@ from dpbench.analysis.findings.rule import (
     Missing,
     remedial,
     scaled,
-    share_of,
 )
-from dpbench.analysis.summary import Row, busy_of
+from dpbench.analysis.summary import busy_of
 from dpbench.analysis.transfers import SlowLink
 from dpbench.records import HOST, Case, Phase
 from dpbench.records.names import devices, in_words
 from dpbench.records.registry import Parallelism, Role
-from dpbench.records.schedule import Schedule, available
+from dpbench.records.schedule import Schedule
 from dpbench.records.trial import Estimate
 from dpbench.records.words import (
     NOT_ENOUGH,
     REMEDY,
     count,
-    duration,
     exact,
     number,
     percent,
@@ -175,7 +173,7 @@ def _slow_link(phases: Sequence[Phase], *, to_host: bool) -> Callable[[CaseConte
                 f" other links; {', '.join(phases)} {verb(len(phases), 'takes', 'take')}"
                 f" {time(moving.value)} of the step{_examined(context, shown)}"
             ),
-            size_s=share_of(moving, 1 - 1 / slow[0].slower.value),
+            size_s=summary.scaled(moving, 1 - 1 / slow[0].slower.value),
         )
 
     return when
@@ -231,21 +229,8 @@ def _oversubscribed(context: CaseContext) -> Judgement:
             f"forward and backward take {time(compute.value)}; with one core per device, they would"
             f" take at least {time(compute.value * (1 - lost))}"
         ),
-        size_s=share_of(compute, lost),
+        size_s=summary.scaled(compute, lost),
     )
-
-
-def _all_cores(context: CaseContext) -> Judgement:
-    """Return the gain of one CPU device with all cores on the same work, as evidence."""
-    if context.case.device_kind != "cpu":
-        return None
-    rival = context.all_cores()
-    if rival is None:
-        return Missing(
-            "whether one device with all cores is faster (measure it with --strategies"
-            " single_all_cores)"
-        )
-    return _against(context, rival, "without data parallelism, one device with all cores")
 
 
 def _doubted(question: str, estimate: Estimate | None = None) -> Missing:
@@ -256,50 +241,6 @@ def _doubted(question: str, estimate: Estimate | None = None) -> Missing:
     return Missing(
         f"{question} ({withheld(estimate) if estimate else NOT_ENOUGH}: {REMEDY} would help)"
     )
-
-
-def _against(context: CaseContext, rival: Row, name: str) -> Judgement:
-    """Return the gain of `rival`, called `name`, as evidence if it is decidedly faster."""
-    assert rival.step is not None
-    ratio = context.ratio(rival)
-    if ratio.doubt or rival.step.doubt:
-        return _doubted(f"whether {name} is faster", ratio)
-    if stats.verdict(ratio) != "faster":
-        return None
-    speedup = f"; its speed-up over one device is {times(rival.speedup)}" if rival.speedup else ""
-    return Evidence(
-        says=f"{name} is {times(ratio)} as fast",
-        numbers=f"{duration(rival.step)} per step instead of {time(context.step_s)}{speedup}",
-        size_s=context.saved(rival),
-        measured=True,
-    )
-
-
-def _ddp(context: CaseContext) -> Judgement:
-    if not context.engine:
-        return None
-    rival = next((row for row in context.rivals if row.case.traits.role is Role.CONTROL), None)
-    if rival is None:
-        return Missing(
-            "whether DistributedDataParallel is faster (measure it with --strategies ddp)"
-        )
-    return _against(context, rival, "DistributedDataParallel")
-
-
-def _schedules(context: CaseContext) -> Judgement:
-    """Return the gain of the fastest measured schedule, as evidence."""
-    if not context.engine:
-        return None
-    rivals = [
-        row for row in context.rivals if row.case.traits.scheduled and available(row.case.schedule)
-    ]
-    if not rivals:
-        return Missing(
-            "whether another schedule is faster (measure with --schedules fastest, or --ladder)"
-        )
-    best = min(rivals, key=lambda row: (row.doubt is not None, row.step.value if row.step else 0.0))
-    found = _against(context, best, f"the schedule {best.case.schedule}")
-    return replace(found, schedule=best.case.schedule) if isinstance(found, Evidence) else found
 
 
 def _small(context: CaseContext) -> Judgement:
@@ -402,7 +343,7 @@ def _uneven(context: CaseContext) -> Judgement:
             f"samples by device: {', '.join(map(str, rows))}; a multiple of {most} such as "
             f"{' or '.join(map(str, multiples))} splits evenly"
         ),
-        size_s=share_of(compute, lost),
+        size_s=summary.scaled(compute, lost),
     )
 
 
@@ -535,12 +476,6 @@ RULES = (
         others=_fewer,
     ),
     FindingRule(
-        name="all cores",
-        when=_all_cores,
-        roles=(Role.ALL_CORES,),
-        remedy="on this CPU, use one device with all cores instead of data parallelism",
-    ),
-    FindingRule(
         name="small share",
         when=_small,
         remedy="give each device more samples: a bigger batch, or fewer devices",
@@ -562,14 +497,5 @@ RULES = (
         when=_diminishing,
         remedy="use fewer devices, or first shorten the phases that more devices do not shorten",
         others=_fewer,
-    ),
-    FindingRule(
-        name="ddp",
-        when=_ddp,
-        remedy="use torch.nn.parallel.DistributedDataParallel",
-        roles=(Role.CONTROL,),
-    ),
-    FindingRule(
-        name="schedule", when=_schedules, remedy="use dpbench.TrainStep with that schedule"
     ),
 )
