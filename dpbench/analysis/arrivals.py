@@ -1,9 +1,8 @@
 """Arrivals: which rank arrives last at a collective, and for how long the others wait for it.
 
 A collective ends on all ranks at almost the same time, so that its duration on one rank does not
-tell the transfer from the wait. The transfer lasts from the arrival of the last rank. The arrivals
-are comparable where all ranks have one clock: on one machine, or in traces that the collectives
-themselves align.
+tell the transfer from the wait. The arrivals are comparable where all ranks have one clock: on one
+machine, or in traces that the collectives themselves align.
 """
 
 from __future__ import annotations

@@ -43,7 +43,6 @@ METRICS = {
         "the part of exposed_communication_s in collectives that reduce gradients; for a rank's GPU"
     ),
     "rank_wait_s": "seconds in which a rank waited in a collective for the last rank, from traces",
-    "rank_transfer_s": "seconds of a collective after the arrival of the last rank, from traces",
     "host_reads_s": "seconds of a step in which a GPU's host waited for its values, from a trace",
     "host_waits_s": (
         "seconds of a step in which a GPU's host waited for values, blocking copies or a batch,"

@@ -9,7 +9,6 @@ from dataclasses import replace
 from dpbench.records import HOST, Case, Memory, Phase, Sample, Span, Trial, Verified, host_device
 from dpbench.records.activity import (
     EXPOSED_REDUCTION,
-    RANK_TRANSFER,
     RANK_WAIT,
     Activity,
     Busy,
@@ -69,15 +68,14 @@ def _arrivals(parts: Sequence[Trial]) -> Iterator[Sample]:
 
 
 def arrivals(ranks: Sequence[tuple[int, float, float]]) -> Iterator[Sample]:
-    """Yield each rank's wait for the last one in a collective, and the transfer after that.
+    """Yield each rank's wait for the last one in a collective.
 
     `ranks` has the device of each rank, with the begin and the end of its collective in seconds.
     """
     last_s = max(begin_s for _, begin_s, _ in ranks)
     at_s = (last_s + max(end_s for _, _, end_s in ranks)) / 2  # its end may end the step
-    for device, begin_s, end_s in ranks:
+    for device, begin_s, _ in ranks:
         yield Sample(at_s, device, RANK_WAIT, last_s - begin_s)
-        yield Sample(at_s, device, RANK_TRANSFER, max(0.0, end_s - last_s))
 
 
 def _without_waits(parts: Sequence[Trial]) -> list[Trial]:

@@ -48,8 +48,6 @@ HOST_WAITS = "host_waits_s"
 """The same for all waits: for values, for copies to the device, and for a batch."""
 RANK_WAIT = "rank_wait_s"
 """The metric of a device in one collective: the seconds in which its rank waits for the last."""
-RANK_TRANSFER = "rank_transfer_s"
-"""The same for the seconds from the arrival of the last rank to the end."""
 EXPOSED_REDUCTION = "exposed_reduction_s"
 """The metric of a rank's device in one step: the exposed seconds of reducing gradients."""
 

@@ -495,6 +495,17 @@ def test_the_next_command_selects_the_cases_of_the_answer(name: str) -> None:
         assert any(case.devices > 1 for case in cases)
 
 
+@pytest.mark.parametrize(
+    ("schedules", "wanted"), [(("reference",), "fastest"), (("reference", "sharded"), "128")]
+)
+def test_on_gpus_the_fastest_schedule_is_measured_before_a_bigger_batch(
+    schedules: tuple[str, ...], wanted: str
+) -> None:
+    engine = [row("dp", 2, 1.2, schedule=schedule) for schedule in schedules]
+    asked = only([SINGLE, *engine, row("ddp", 2, 1.8)], {}).command.split()
+    assert {"fastest", "128"} & {*asked} == {wanted}
+
+
 def test_settings_of_a_case_are_in_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
