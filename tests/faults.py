@@ -508,7 +508,7 @@ FAULTS = (
     Fault(
         "target-rows",
         "a target with other rows than the inputs is not cut",
-        "not same_rows(inputs, target)",
+        "not _same_rows(inputs, target)",
         "False",
         (
             "tests/engine/law/test_ordinary_code.py::test_ordinary_training_code_trains_as_in_a_plain_loop",
@@ -560,7 +560,7 @@ FAULTS = (
     Fault(
         "denormals",
         "denormal numbers are flushed in all replicas or in none",
-        "flushes_denormals() != wanted",
+        "_flushes_denormals() != flushes",
         "False",
         (
             "tests/engine/law/test_ordinary_code.py::test_denormal_numbers_are_flushed_in_all_replicas_or_in_none",

@@ -13,12 +13,7 @@ from typing import Any, Protocol, Self
 
 from dpbench.engine.containers import devices_of
 from dpbench.engine.errors import call_on, in_replica
-from dpbench.engine.settings import (
-    SAVED_RANDOM_STATES,
-    capture,
-    flush_denormals,
-    flushes_denormals,
-)
+from dpbench.engine.settings import SAVED_RANDOM_STATES, capture
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import Devices, as_devices
 from dpbench.records import HOST, Mark, Phase, no_mark
@@ -111,10 +106,6 @@ def parallel_apply(
     return outputs
 
 
-BETWEEN = -1
-"""The key of an error that was raised between two stages, on no device; it is raised unchanged."""
-
-
 class Team:
     """A context for the jobs of all devices: it gives them the caller's settings, and keeps errors.
 
@@ -123,9 +114,8 @@ class Team:
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self._devices = devices
-        self._settings = capture()
-        self._guards = [device.guard() for device in devices]
-        self._flushes = flushes_denormals()
+        self.settings = capture()
+        self.guards = [device.guard() for device in devices]
         self._caller = threading.get_ident()
         at_once = len(devices) > 1
         self._states: Context = SAVED_RANDOM_STATES if at_once else NOTHING
@@ -141,32 +131,20 @@ class Team:
         """Run the block on device i with the caller's settings; an error ends it, and is kept."""
         try:
             if threading.get_ident() != self._caller:
-                flush_denormals(self._flushes)
                 self._devices[i].settle()
-            with self._checked(), self._settings(), self._guards[i]:
+            with self._checked(), self.settings(), self.guards[i]:
                 yield
         except BaseException as error:
             self.errors[i] = error
-
-    @contextmanager
-    def between(self) -> Iterator[None]:
-        """Run the block on the first device, in whichever thread; an error is kept."""
-        try:
-            with self._settings(), self._guards[0]:
-                yield
-        except BaseException as error:
-            self.errors[BETWEEN] = error
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._states.__exit__(kind, error, trace)
         if error is None and self.errors:
             i = min(self.errors)
             try:
-                first = self.errors[i]
-                raise first if i == BETWEEN else in_replica(first, i, self._devices[i])
+                raise in_replica(self.errors[i], i, self._devices[i])
             finally:  # the frames and the errors reference each other: break the cycle
                 self.errors.clear()
-                del first
 
 
 def wait_for_all(waits: Iterable[Callable[[], object]]) -> None:

@@ -28,9 +28,9 @@ def capture() -> Enter:
     """Return a factory of context managers that apply the calling thread's torch settings.
 
     The settings are grad and inference mode, every autocast with its dtype and cache setting,
-    default device, saved-tensor hooks, function and dispatch modes, the multithreading of backward,
-    and the rounding of denormal numbers to zero. In the calling thread itself, the contexts change
-    nothing.
+    default device, saved-tensor hooks, function and dispatch modes, and the multithreading of
+    backward. In the calling thread itself, the contexts change nothing. A new thread inherits the
+    rounding of denormal numbers from the thread that starts it.
     """
     settings: list[Enter] = []
     if torch._C._is_any_autocast_enabled():
@@ -118,20 +118,6 @@ def _uncached() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(True)
-
-
-def flushes_denormals() -> bool:
-    """Return whether the calling thread rounds denormal numbers to zero: torch.set_flush_denormal.
-
-    torch cannot tell, but half of the smallest normal number is denormal.
-    """
-    return sys.float_info.min / 2 == 0.0
-
-
-def flush_denormals(wanted: bool) -> None:
-    """Make the calling thread round denormal numbers to zero, or not."""
-    if flushes_denormals() != wanted:
-        torch.set_flush_denormal(wanted)
 
 
 def check_uncached(module: nn.Module) -> None:

@@ -16,8 +16,7 @@ from dpbench.engine.parallel_apply import Spawn, Workers, parallel_apply
 from dpbench.engine.reduce import Gradients, reduce
 from dpbench.engine.replicate import Replicate, check_placement, replicate
 from dpbench.engine.scatter import scatter
-from dpbench.engine.targets import place_target
-from dpbench.engine.training import Training
+from dpbench.engine.training import Training, place_target
 from dpbench.records import Phase
 
 

@@ -10,10 +10,9 @@ from torch import nn
 
 from dpbench.engine.checkpoints import check_prefix
 from dpbench.engine.errors import Refused
-from dpbench.engine.row_weights import weights_of
 from dpbench.engine.schedules import RUNNERS
 from dpbench.engine.settings import IntraOp, check_uncached, keep_memory
-from dpbench.engine.training import Training, check_closure
+from dpbench.engine.training import Training, check_closure, weights_of
 from dpbench.hardware.devices import Devices, as_devices, holding, resolve
 from dpbench.records import Mark, no_mark
 from dpbench.records.schedule import COPYING, SELECTED, Schedule, parse

@@ -1,8 +1,9 @@
-"""Training: what a training step needs besides the batch, and its optimizer phase."""
+"""Training: what a step needs besides the batch: rows of each device, target, loss, optimizer."""
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpbench.engine.containers import first_tensor
+from dpbench.engine.containers import device_of, first_tensor, mapped
 from dpbench.engine.errors import Refused
-from dpbench.engine.row_weights import apportion
 from dpbench.hardware.device import Device
-from dpbench.records import Mark
+from dpbench.records import Mark, Phase
+from dpbench.records.words import count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,3 +88,67 @@ def check_closure(optimizer: torch.optim.Optimizer) -> None:
             f"{kind} evaluates the loss several times per step, through a closure, which TrainStep"
             " does not support; use another optimizer"
         )
+
+
+def weights_of(
+    chunk_sizes: Sequence[float] | None, devices: Sequence[Device]
+) -> tuple[float, ...] | None:
+    """Return the weights by which a batch's rows are divided; None means torch's equal chunks.
+
+    Raises ValueError unless there is one finite weight above 0 per device.
+    """
+    if chunk_sizes is None:
+        return None
+    weights = tuple(chunk_sizes)
+    if len(weights) != len(devices) or not all(0 < weight < math.inf for weight in weights):
+        raise ValueError(
+            f"chunk_sizes needs one weight above 0 per device, for {count(len(devices), 'device')};"
+            f" got {chunk_sizes}"
+        )
+    return weights
+
+
+def apportion(rows: int, weights: Sequence[float]) -> list[int]:
+    """Return each device's number of rows: one, and a share of the rest proportional to its weight.
+
+    Fractions are rounded by the method of largest remainders. If there are fewer rows than devices,
+    only the first devices get a row, and the list is shorter.
+    """
+    whole = sum(weights)
+    if rows < len(weights):
+        return [1] * rows
+    exact = [1 + (rows - len(weights)) * weight / whole for weight in weights]
+    sizes = [int(one) for one in exact]
+    order = sorted(range(len(weights)), key=lambda i: sizes[i] - exact[i])
+    for i in order[: rows - sum(sizes)]:
+        sizes[i] += 1
+    return sizes
+
+
+def place_target(target: Any, output: Any, root: Device, mark: Mark) -> Any:
+    """Return the target on the device of the output; without tensors there, leave it unchanged.
+
+    A copy from the host belongs to the phase scatter. Raises RuntimeError for a target on another
+    accelerator.
+    """
+    device = device_of(output)
+    if isinstance(target, torch.Tensor) and target.device == device:
+        return target
+
+    def placed(tensor: torch.Tensor) -> torch.Tensor:
+        if device is None or tensor.device == device:
+            return tensor
+        if tensor.device.type != "cpu":
+            raise wrong_target(tensor.device, device)
+        with mark(Phase.SCATTER, root.index):
+            return tensor.to(device, non_blocking=True)
+
+    return mapped(target, placed)
+
+
+def wrong_target(where: torch.device, device: torch.device) -> RuntimeError:
+    """Return the error for a target on an accelerator on which the loss is not computed."""
+    return RuntimeError(
+        f"the target is on {where} but the output, and therefore the loss, is on {device}"
+        f" (device_ids[0]); move it first: target.to('{device}')"
+    )

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpbench.engine.containers import mapped, tensors_in
+from dpbench.engine.containers import device_of, mapped, tensors_in
 from dpbench.engine.errors import Refused
 from dpbench.engine.fast import local_loss
 from dpbench.engine.fast.local_loss import LocalLoss
@@ -34,8 +34,8 @@ from dpbench.engine.parallel_apply import NOTHING, parallel_apply
 from dpbench.engine.reduce import reduce
 from dpbench.engine.scatter import scatter
 from dpbench.engine.settings import without_cast_cache
-from dpbench.engine.targets import checked_target, place_target, same_rows
-from dpbench.engine.training import Training
+from dpbench.engine.training import Training, place_target, wrong_target
+from dpbench.hardware.device import Device
 from dpbench.records import Phase
 from dpbench.records.schedule import Schedule
 
@@ -142,7 +142,7 @@ class Local:
     def _local(self, inputs: tuple[Any, ...], target: Any, summed: Summed) -> torch.Tensor:
         """Compute each replica's loss over its own rows; return the batch's loss."""
         root = self._devices[0]
-        pieces = self._scatter((inputs, checked_target(target, root)), inputs)
+        pieces = self._scatter((inputs, _checked_target(target, root)), inputs)
         used = self._devices[: len(pieces)]
         replicas = self._replicas(len(pieces))
         on_host = root.torch_device.type == "cpu"
@@ -199,7 +199,7 @@ class Local:
             reason = NO_DIVISOR
         elif summed.rule is not None and not isinstance(target, torch.Tensor):
             reason = f"the target must be a tensor, but its type is {type(target).__name__}"
-        elif not same_rows(inputs, target):
+        elif not _same_rows(inputs, target):
             reason = (
                 "the target cannot be cut as the inputs are, because it has another number of rows"
             )
@@ -318,6 +318,24 @@ class Local:
         for device in self._devices[1:]:
             self._devices[0].wait(device)
         self._hooks.release()
+
+
+def _same_rows(inputs: Any, target: Any) -> bool:
+    """Return whether every tensor of the target has as many rows as the inputs."""
+    tensors = [target] if isinstance(target, torch.Tensor) else tensors_in(target)
+    rows = max((tensor.size(0) for tensor in tensors_in(inputs) if tensor.dim()), default=0)
+    return all(
+        tensor.dim() and tensor.layout is torch.strided and tensor.size(0) == rows
+        for tensor in tensors
+    )
+
+
+def _checked_target(target: Any, root: Device) -> Any:
+    """Return the target; raise RuntimeError if it is on an accelerator other than `root`."""
+    where = device_of(target)
+    if where is not None and where.type != "cpu" and where != root.torch_device:
+        raise wrong_target(where, root.torch_device)
+    return target
 
 
 def _has_history(inputs: tuple[Any, ...], target: Any) -> bool:

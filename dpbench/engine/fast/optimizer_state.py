@@ -8,7 +8,7 @@ to the entries. If the state is never accessed, no values are copied.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import UserDict, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,22 +23,25 @@ State = defaultdict[Any, Any]
 """An optimizer's state in torch's format: for each tensor, a dict of values by name."""
 
 
-class FetchedState(State):
+class FetchedState(UserDict[Any, Any]):
     """An optimizer's state by parameter, which the function `fetch` gathers at the first access."""
 
     def __init__(self, fetch: Callable[[], State]) -> None:
-        super().__init__(dict)
         self._fetch: Callable[[], State] | None = fetch
+        self._entries = State(dict)
 
     @property
     def fetched(self) -> bool:
         """Return whether the user's code has accessed the entries, and may have changed them."""
         return self._fetch is None
 
-    def _load(self) -> None:
+    @property
+    def data(self) -> State:  # type: ignore[override]
+        """The entries, which every method of a UserDict accesses by this attribute."""
         if self._fetch is not None:
             fetch, self._fetch = self._fetch, None
-            super().update(fetch())
+            self._entries.update(fetch())
+        return self._entries
 
     def store(self, state: State) -> None:
         """Write the values of `state` into the entries.
@@ -46,7 +49,7 @@ class FetchedState(State):
         A tensor is overwritten in place if the new value has the same shape and dtype.
         """
         for parameter, values in state.items():
-            entry = super().setdefault(parameter, {})
+            entry = self.data[parameter]
             for name, value in values.items():
                 held = entry.get(name)
                 if _alike(held, value):
@@ -54,102 +57,24 @@ class FetchedState(State):
                 else:
                     entry[name] = value
 
-    # every method that accesses entries fetches them first
-
-    def __getitem__(self, key: Any) -> Any:
-        self._load()
-        return super().__getitem__(key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._load()
-        super().__setitem__(key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        self._load()
-        super().__delitem__(key)
-
-    def __contains__(self, key: object) -> bool:
-        self._load()
-        return super().__contains__(key)
-
-    def __iter__(self) -> Iterator[Any]:
-        self._load()
-        return super().__iter__()
-
-    def __reversed__(self) -> Iterator[Any]:
-        self._load()
-        return super().__reversed__()
-
-    def __len__(self) -> int:
-        self._load()
-        return super().__len__()
-
-    def __eq__(self, other: object) -> bool:
-        self._load()
-        return super().__eq__(other)
-
-    __hash__ = None  # type: ignore[assignment]  # as for any dict
-
-    def __repr__(self) -> str:
-        self._load()
-        return super().__repr__()
-
-    def __or__(self, other: Any) -> Any:
-        return State(dict, self) | other
-
-    def __reduce__(self) -> Any:
-        return State, (dict, dict(self))
-
-    def copy(self) -> State:  # type: ignore[override]
-        """Return a copy that is an ordinary defaultdict."""
-        return State(dict, self)
-
-    __copy__ = copy  # type: ignore[assignment]
+    def __missing__(self, key: Any) -> Any:
+        return self.data[key]
 
     def get(self, key: Any, default: Any = None) -> Any:
         """Return the entry of a parameter, or the default if there is none."""
-        self._load()
-        return super().get(key, default)
+        return self.data.get(key, default)
 
-    def keys(self) -> Any:
-        """Return the parameters that have state."""
-        self._load()
-        return super().keys()
+    def copy(self) -> State:  # type: ignore[override]
+        """Return a copy that is an ordinary defaultdict, as torch's."""
+        return self.data.copy()
 
-    def values(self) -> Any:
-        """Return the entries of all parameters."""
-        self._load()
-        return super().values()
+    __copy__ = copy  # type: ignore[assignment]
 
-    def items(self) -> Any:
-        """Return pairs of a parameter and its entry."""
-        self._load()
-        return super().items()
+    def __or__(self, other: Any) -> Any:
+        return self.data | other
 
-    def pop(self, *arguments: Any) -> Any:
-        """Remove the entry of a parameter and return it."""
-        self._load()
-        return super().pop(*arguments)
-
-    def popitem(self) -> Any:
-        """Remove the last entry and return it with its parameter."""
-        self._load()
-        return super().popitem()
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        """Return the entry of a parameter, after setting it to the default if there is none."""
-        self._load()
-        return super().setdefault(key, default)
-
-    def update(self, *arguments: Any, **entries: Any) -> None:
-        """Set entries of parameters."""
-        self._load()
-        super().update(*arguments, **entries)
-
-    def clear(self) -> None:
-        """Remove all entries."""
-        self._load()
-        super().clear()
+    def __reduce__(self) -> Any:
+        return self.data.__reduce__()
 
 
 def _alike(held: Any, value: Any) -> bool:

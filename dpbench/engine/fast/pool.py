@@ -9,10 +9,13 @@ interrupt has left with a running thread starts new ones.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
 from queue import SimpleQueue
 from typing import Any
+
+import torch
 
 from dpbench.engine.fast.turns import Turns
 from dpbench.engine.parallel_apply import NOTHING, Context, Job, wait_for_all
@@ -42,10 +45,11 @@ class Pool:
         if count == 1:
             return job(0)
         done: SimpleQueue[None] = SimpleQueue()
+        flushes = _flushes_denormals()
         with self.turn.timed():
             with starting:
                 for i in range(1, count):
-                    self._inboxes[i - 1].put((job, i, done))
+                    self._inboxes[i - 1].put((job, i, flushes, done))
             try:
                 job(0)
             finally:
@@ -81,7 +85,17 @@ class Pool:
 def _serve(inbox: SimpleQueue[Any]) -> None:
     """Run the jobs from the inbox until the message None arrives."""
     while (message := inbox.get()) is not None:
-        job, i, done = message
+        job, i, flushes, done = message
+        if _flushes_denormals() != flushes:
+            torch.set_flush_denormal(flushes)
         job(i)
         del job, message  # a waiting thread must not keep a step's objects alive
         done.put(None)
+
+
+def _flushes_denormals() -> bool:
+    """Return whether the calling thread rounds denormal numbers to zero: torch.set_flush_denormal.
+
+    torch cannot tell, but half of the smallest normal number is denormal.
+    """
+    return sys.float_info.min / 2 == 0.0

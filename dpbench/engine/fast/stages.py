@@ -53,14 +53,18 @@ def in_stages(
     neither `between` nor `second` is called; after an error in `between`, `second` is not called.
     """
     stopped = False
+    failed: BaseException | None = None
 
     def pause() -> None:
-        nonlocal stopped
+        nonlocal stopped, failed
         if between is not None and not team.errors:
-            with team.between():
-                between()
+            try:
+                with team.settings(), team.guards[0]:
+                    between()
+            except BaseException as error:
+                failed = error
         # decided once, so that the second stage runs on all devices or on none
-        stopped = bool(team.errors)
+        stopped = bool(team.errors or failed)
 
     meeting = threading.Barrier(len(devices), action=pause)
 
@@ -73,6 +77,11 @@ def in_stages(
 
     with Team(devices) as team:
         workers.run(job, len(devices))
+    try:
+        if failed is not None:
+            raise failed
+    finally:  # the error and its frames reference each other: break the cycle
+        failed = None
 
 
 def _meet(meeting: threading.Barrier) -> bool:

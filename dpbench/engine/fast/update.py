@@ -8,7 +8,7 @@ optimizers of the other devices copy its options.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class Update:
         devices: Sequence[Device],
         mark: Mark,
     ) -> None:
-        self.optimizer = optimizer
+        self.optimizer: Any = optimizer  # torch declares `state` as a defaultdict
         self._replicas = replicas
         self._devices = devices
         self._mark = mark
@@ -105,7 +105,7 @@ class Update:
         access. If it is one that the training loop has accessed, it stays in place, because the
         loop may have references to its entries.
         """
-        state: Any = self.optimizer.state
+        state = self.optimizer.state
         stepped = {self._replicas.originals[n] for group in self._groups for n in group.parameters}
         self._rest = {key: entry for key, entry in state.items() if key not in stepped}
         self._import(state)
@@ -335,7 +335,7 @@ class Update:
         found = gathered(states, self._replicas.originals, self._replicas.parameters[0])
         return State(dict, {**self._rest, **found})
 
-    def _import(self, state: State) -> None:
+    def _import(self, state: Mapping[Any, Any]) -> None:
         for stepper, shards in zip(self._steppers, self._shards, strict=True):
             stepper.state = cut(state, shards, self._replicas.originals)
 

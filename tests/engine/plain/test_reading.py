@@ -117,7 +117,7 @@ def test_few_functions_stand_between_a_step_and_what_it_does() -> None:
     assert step.hops["module"] <= 6
     assert wrapper.hops["module"] <= 6
     assert step.hops["copy of a weight"] <= 7
-    assert len(step.files) <= 16
-    assert len(step.functions) <= 66
+    assert len(step.files) <= 15
+    assert len(step.functions) <= 63
     assert len(wrapper.files) <= 12
-    assert len(wrapper.functions) <= 62
+    assert len(wrapper.functions) <= 58
