@@ -18,12 +18,6 @@ every_fault = pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.n
 
 
 @cache
-def in_another_style() -> list[faults.Module]:
-    """Return the modules without comments, with other line breaks, quotes and parentheses."""
-    return [replace(module, text=ast.unparse(module.tree)) for module in MODULES]
-
-
-@cache
 def functions_of(file: str) -> set[str]:
     """Return the names of the functions in a test file."""
     tree = ast.parse((ROOT / file).read_text())
@@ -31,12 +25,10 @@ def functions_of(file: str) -> set[str]:
 
 
 @every_fault
-def test_a_fault_changes_code_that_occurs_once_however_it_is_formatted(fault: Fault) -> None:
-    path, text = faults.planted(fault, MODULES)
-    _, other = faults.planted(fault, in_another_style())
-    changed = ast.dump(ast.parse(text))
-    assert changed == ast.dump(ast.parse(other))
-    assert changed != ast.dump(ast.parse(path.read_text(encoding="utf-8")))
+def test_a_fault_changes_code_that_occurs_once(fault: Fault) -> None:
+    _, text = faults.planted(fault, MODULES)
+    ast.parse(text)
+    assert [*map(ast.dump, faults.code(fault.old))] != [*map(ast.dump, faults.code(fault.new))]
 
 
 @pytest.mark.parametrize(("old", "where"), [("absent", ""), ("a = 1", ""), ("a = 1", "one.Class")])
@@ -55,6 +47,13 @@ def test_a_place_is_told_apart_by_its_function_and_keeps_all_other_text() -> Non
     text = text.replace("é = 'é'; ", "")
     _, changed = faults.planted(fault, [faults.Module(ROOT, "one", text)])
     assert changed == "a = 1  # é\ndef function():\n    if a:\n        a = 2  # kept\n"
+
+
+def test_a_place_is_found_however_it_is_formatted() -> None:
+    fault = Fault("name", "law", "if a(b, 'c'): d = (e)", "d = e", ())
+    text = 'if a(\n    b,  # why\n    "c",\n):\n    d = e\n'
+    _, changed = faults.planted(fault, [faults.Module(ROOT, "one", text)])
+    assert changed == "d = e\n"
 
 
 def test_an_expression_keeps_its_rank_among_others() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from dpbench.records import siblings
+from dpbench.store import Naming
 from tests import exported
 from tests import observed_loops as loops
 from tests.project.test_floors import imports
@@ -59,29 +60,48 @@ def listed(folder: Path) -> set[str]:
     return {line.split()[0] for line in commands.splitlines() if line.startswith("  ")}
 
 
+@pytest.fixture
+def package_alone(tmp_path: Path) -> Path:
+    """A folder with a copy of the package, and a store with a watched run."""
+    shutil.copytree(PACKAGE, tmp_path / "dpbench", ignore=shutil.ignore_patterns("__pycache__"))
+    watched = Naming(name="watched")
+    exported.stored(tmp_path / "dpbench.db", *loops.loop(), provenance=loops.FACTS, naming=watched)
+    return tmp_path
+
+
+def answers(folder: Path, command: str, run: str) -> list[object]:
+    told = do(folder, command, "--run", run, "--json")
+    assert told.returncode == 0, told.stderr
+    found: list[object] = json.loads(told.stdout)["answers"]
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("package", siblings.SIBLINGS)
-def test_without_a_sibling_everything_else_works(package: str, tmp_path: Path) -> None:
-    copied = tmp_path / "dpbench"
-    shutil.copytree(PACKAGE, copied, ignore=shutil.ignore_patterns("__pycache__"))
-    every = listed(tmp_path)
+def test_without_a_sibling_its_commands_alone_are_missing(
+    package: str, package_alone: Path
+) -> None:
+    every = listed(package_alone)
     assert COMMANDS[package] < every
-    shutil.rmtree(copied / package)
-    assert listed(tmp_path) == every - COMMANDS[package]
+    shutil.rmtree(package_alone / "dpbench" / package)
+    assert listed(package_alone) == every - COMMANDS[package]
+    assert bool(answers(package_alone, "report", "@watched")) is (package != "observe")
+    machines = "machines" in do(package_alone, "list", "--help").stdout
+    assert machines is (package != "predict")
 
+
+@pytest.mark.slow
+def test_without_all_siblings_everything_else_works(package_alone: Path) -> None:
+    for package in siblings.SIBLINGS:
+        shutil.rmtree(package_alone / "dpbench" / package)
     axes = ("--models", "mlp", "--devices", "1,2", "--batch-sizes", "8", "--rounds", "1")
-    ran = do(tmp_path, "run", *axes, "--name", "here")
+    ran = do(package_alone, "run", *axes, "--name", "here")
     assert ran.returncode == 0, ran.stderr
-    assert (tmp_path / "reports" / "latest" / "index.html").is_file()
-    watched = exported.stored(tmp_path / "dpbench.db", *loops.loop(), provenance=loops.FACTS)
-    for run in ("@here", watched):
-        for command in ("report", "explain"):
-            told = do(tmp_path, command, "--run", run, "--json")
-            assert told.returncode == 0, told.stderr
-            answers = json.loads(told.stdout)["answers"]
-            assert bool(answers) is (run == "@here" or package != "observe")
-    assert ("machines" in do(tmp_path, "list", "--help").stdout) is (package != "predict")
-    assert do(tmp_path, "list", "strategies").returncode == 0
+    assert (package_alone / "reports" / "latest" / "index.html").is_file()
+    for command in ("report", "explain"):
+        assert answers(package_alone, command, "@here")
+        assert not answers(package_alone, command, "@watched")
+    assert do(package_alone, "list", "strategies").returncode == 0
 
 
 def delete_tests_of(package: str, tests: Path) -> None:
