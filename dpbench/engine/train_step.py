@@ -13,7 +13,7 @@ from dpbench.engine.errors import Refused
 from dpbench.engine.schedules import RUNNERS
 from dpbench.engine.settings import IntraOp, check_uncached, keep_memory
 from dpbench.engine.training import Training, check_closure, weights_of
-from dpbench.hardware.devices import Devices, as_devices, holding, resolve
+from dpbench.hardware.devices import Devices, as_devices, resolve
 from dpbench.records import Mark, no_mark
 from dpbench.records.schedule import COPYING, SELECTED, Schedule, parse
 
@@ -153,7 +153,7 @@ class TrainStep:
         first = self._calls % self._accumulate == 0
         last = (self._calls + 1) % self._accumulate == 0
         try:
-            with self._threads, holding(self.devices):
+            with self._threads:
                 loss = self._runner.run(arguments, target, first=first, last=last)
         except BaseException:
             self._failed = True

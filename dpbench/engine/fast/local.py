@@ -36,6 +36,7 @@ from dpbench.engine.scatter import scatter
 from dpbench.engine.settings import without_cast_cache
 from dpbench.engine.training import Training, place_target, wrong_target
 from dpbench.hardware.device import Device
+from dpbench.hardware.devices import holding
 from dpbench.records import Phase
 from dpbench.records.schedule import Schedule
 
@@ -80,17 +81,18 @@ class Local:
         """Run one training step, and return the loss, detached, on the first device."""
         self.note = self._why
         summed = self._summed(inputs, target)
-        if first:
-            with self._mark(Phase.OPTIMIZER, self._devices[0].index):
-                self._clear()
-        with without_cast_cache():
-            loss = (
-                self._gathered(inputs, target)
-                if summed is None
-                else self._local(inputs, target, summed)
-            )
-        self._weights.undo_forward(self._used)
-        self._finish(last=last)
+        with holding(self._devices):  # a device's thread waits for the work of other devices
+            if first:
+                with self._mark(Phase.OPTIMIZER, self._devices[0].index):
+                    self._clear()
+            with without_cast_cache():
+                loss = (
+                    self._gathered(inputs, target)
+                    if summed is None
+                    else self._local(inputs, target, summed)
+                )
+            self._weights.undo_forward(self._used)
+            self._finish(last=last)
         return loss
 
     def _clear(self) -> None:
