@@ -12,7 +12,7 @@ import argparse
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scipy.optimize import minimize
@@ -82,7 +82,7 @@ def fit(
             group: HOST[0] * math.exp(HOST[1] * x)
             for group, x in zip(groups, point[len(names) :], strict=True)
         }
-        return start.changed(**values), hosts
+        return replace(start, **values), hosts
 
     def loss(point: Sequence[float]) -> float:
         constants, hosts = unpack(point)

@@ -9,6 +9,7 @@ from dpbench.predict import simulation
 from dpbench.predict.constants import DEFAULT, Constants
 from dpbench.predict.machine import Machine
 from dpbench.predict.simulation import Timeline
+from dpbench.predict.tasks import of_step
 from dpbench.predict.work import Profile, Task
 from dpbench.records import Case, Phase
 
@@ -53,7 +54,7 @@ def step(
     the strategy's own step. Raises UnknownMachine as `simulation.step` does.
     """
     simulation.check(case, machine)
-    tasks = only(loop.changed(simulation.tasks_of(case, profile)), phases)
+    tasks = only(loop.changed(of_step(case, profile)), phases)
     return simulation.timeline(tasks, case, profile, machine, constants)
 
 

@@ -162,7 +162,7 @@ def _best(
 
 def _asked(one: Matched, host: float, bus: float) -> tuple[PublishedCase, Constants]:
     """Return a row's case with factors on its host factor and on all bus bandwidths."""
-    constants = held_out(one.row.group).changed(bus_scale=bus)
+    constants = replace(held_out(one.row.group), bus_scale=bus)
     return rows.question(one, constants, host * rows.host_of(one.row)), constants
 
 
@@ -304,7 +304,7 @@ def held_out(group: str) -> Constants:
     """
     if not group.startswith(fit_constants.SOURCE):
         return DEFAULT
-    return DEFAULT.changed(**{name: centre for name, (centre, _) in fit_constants.PRIORS.items()})
+    return replace(DEFAULT, **{name: centre for name, (centre, _) in fit_constants.PRIORS.items()})
 
 
 def predict(matched: Matched) -> Scored:

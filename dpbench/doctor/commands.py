@@ -72,7 +72,7 @@ def doctor(
     if output is not None:
         _write_machine(output, patience, anyway=anyway)
     started_s = time.time()
-    machine = examine(lambda line: click.echo(line, err=True))
+    machine = examine(_say)
     host = stored.host_of(machine)
     machine = replace(machine, steps=stored.steps(store, host))
     found = result(machine, started_s)
@@ -88,13 +88,15 @@ def doctor(
     sys.exit(EXIT_WORSE if found.faults else 0)
 
 
+def _say(line: str) -> None:
+    click.echo(line, err=True)
+
+
 def _write_machine(output: Path, patience: float | None, *, anyway: bool) -> None:
-    from dpbench.doctor.probe import BusyMachine, PassFailed, measure_toml
+    from dpbench.doctor.probe import BusyMachine, PassFailed, probe, to_toml
 
     try:
-        text = measure_toml(
-            lambda line: click.echo(line, err=True), patience_s=patience, anyway=anyway
-        )
+        text = to_toml(probe(_say, patience_s=patience, anyway=anyway))
     except (BusyMachine, PassFailed) as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(EXIT_FAILED)

@@ -67,7 +67,8 @@ def examine(say: Callable[[str], None] = lambda _: None) -> Examined:
     foreign: dict[int, dict[int, int | None]] = {}
     if count:
         with open_nvml() as nvml:
-            foreign = _processes(nvml)
+            # before this process uses any
+            foreign = {gpu.index: gpu.processes() for gpu in nvml.gpus} if nvml else {}
             with _watching(nvml, watched):
                 copied = transfers.measured(transfers.copies(count), say)
     if count > 1:
@@ -135,11 +136,6 @@ def _torch() -> dict[str, Any]:
         return {}
     found: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
     return found
-
-
-def _processes(nvml: Nvml | None) -> dict[int, dict[int, int | None]]:
-    """Return the bytes that each other process holds on each GPU, before this one uses any."""
-    return {gpu.index: gpu.processes() for gpu in nvml.gpus} if nvml else {}
 
 
 @dataclass

@@ -12,6 +12,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 from dpbench.analysis.validity import SLOWDOWNS
@@ -316,10 +317,8 @@ def _why_slow(machine: Examined, gpu: int) -> str:
     if device is not None:
         beside = [
             other
-            for other in machine.system.pci.values()
-            if other is not device
-            and other.kind != "bridge"
-            and machine.system.common(device, other)
+            for other in machine.system.devices
+            if other is not device and machine.system.common(device, other)
         ]
         if beside:
             kinds = Counter(KINDS[other.kind] for other in beside)
@@ -424,12 +423,7 @@ def _no_peers(machine: Examined) -> Iterator[Finding]:
     count = len(machine.gpus)
     if machine.peers is None or count < 2:
         return
-    without = [
-        (one, other)
-        for one in range(count)
-        for other in range(one + 1, count)
-        if (one, other) not in machine.peers
-    ]
+    without = [pair for pair in combinations(range(count), 2) if pair not in machine.peers]
     if not without:
         return
     staged = [one.bytes_per_s for one in machine.of(STAGED)]
@@ -459,9 +453,9 @@ def _slow_all_reduce(machine: Examined) -> Iterator[Finding]:
 
     Through the host's memory and between sockets, the driver's copies are faster than NCCL's.
     """
-    done = machine.all_reduce
-    pairs = [one.bytes_per_s for one in machine.of(DIRECT)]
-    if not all(_direct(machine, one.copy) for one in machine.of(DIRECT)):
+    done, direct = machine.all_reduce, machine.of(DIRECT)
+    pairs = [one.bytes_per_s for one in direct]
+    if not all(_direct(machine, one.copy) for one in direct):
         return
     if done and done.bytes_per_s and pairs and done.bytes_per_s < SLOW * min(pairs):
         yield Finding(

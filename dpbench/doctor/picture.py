@@ -59,7 +59,10 @@ def _gpus(machine: Examined) -> list[_Gpu]:
     known = sorted(machine.system.of("gpu"), key=lambda one: (one.node, *one.path, one.address))
     used = [gpu.get("pci_address") or f"GPU {i}" for i, gpu in enumerate(machine.gpus)]
     nodes = {one.address: one.node for one in known}
-    switches = {one.address: _switch(machine, one) for one in known}
+    # the lowest bridge that it shares with another device
+    switches = {
+        one.address: next(filter(machine.system.shared, reversed(one.path)), "") for one in known
+    }
     shown = [*nodes, *(one for one in used if one not in nodes)]
     return [
         _Gpu(
@@ -71,15 +74,6 @@ def _gpus(machine: Examined) -> list[_Gpu]:
         )
         for column, one in enumerate(shown)
     ]
-
-
-def _switch(machine: Examined, device: PciDevice) -> str:
-    """Return the lowest bridge that a device shares with another one; "" if none."""
-    others = [one for one in machine.system.pci.values() if one.kind != "bridge"]
-    shared = (
-        bridge for bridge in reversed(device.path) if sum(bridge in one.path for one in others) > 1
-    )
-    return next(shared, "")
 
 
 def _over(id_: str, row: int, gpus: Sequence[_Gpu], *texts: str) -> Box:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 from dpbench.analysis import summary
@@ -34,7 +35,7 @@ def steps(store: Path, host: str) -> Steps:
         return STANDARD
     try:
         with Store.read(store, lambda row: log.info("%s", row)) as opened:
-            for run, _ in zip(opened.newest_on(host), range(RUNS), strict=False):
+            for run in islice(opened.newest_on(host), RUNS):
                 if found := _steps(opened, run):
                     return found
     except StoreError as error:

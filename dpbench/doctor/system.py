@@ -69,6 +69,15 @@ class System:
         """Return the devices of a kind, such as "gpu", by address."""
         return [one for _, one in sorted(self.pci.items()) if one.kind == kind]
 
+    @property
+    def devices(self) -> list[PciDevice]:
+        """Return the GPUs and the network cards."""
+        return [one for one in self.pci.values() if one.kind != "bridge"]
+
+    def shared(self, bridge: str) -> bool:
+        """Return whether several devices are below the bridge at an address."""
+        return sum(bridge in one.path for one in self.devices) > 1
+
     def common(self, one: PciDevice, other: PciDevice) -> PciDevice | None:
         """Return the lowest bridge above two devices; None if they meet in the root complex."""
         shared = [address for address in one.path if address in other.path]

@@ -19,12 +19,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import permutations
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from dpbench.hardware import processes
 from dpbench.measure.server import environment
 from dpbench.records import HOST
 from dpbench.records.examination import DIRECT, HANGS, PAGEABLE, PINNED, STAGED
+
+if TYPE_CHECKING:
+    import torch
 
 SIZE = 64 * 2**20
 """The bytes of a copy."""
@@ -203,11 +206,9 @@ def _results(wanted: Sequence[Copy]) -> Iterator[dict[str, object]]:
         yield _result(copy, pattern, pinned)
 
 
-def _result(copy: Copy, pattern: object, pinned: object) -> dict[str, object]:
+def _result(copy: Copy, pattern: torch.Tensor, pinned: torch.Tensor) -> dict[str, object]:
     import torch
 
-    assert isinstance(pattern, torch.Tensor)
-    assert isinstance(pinned, torch.Tensor)
     host = pinned if copy.way != PAGEABLE else pattern
 
     def place(end: int) -> torch.Tensor:

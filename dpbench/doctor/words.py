@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from dpbench.doctor.faults import Examined
 from dpbench.doctor.system import PciDevice
@@ -76,8 +76,7 @@ def _software(machine: Examined) -> Iterator[str]:
 def tree(machine: Examined) -> Iterator[str]:
     """Yield the sockets with their cores, and below them the bridges, GPUs and network cards."""
     system = machine.system
-    every = [one for one in system.pci.values() if one.kind != "bridge"]
-    shown = every if system.of("gpu") else []  # network cards matter beside GPUs alone
+    shown = system.devices if system.of("gpu") else []  # network cards matter beside GPUs alone
     places = [str(gpu.get("pci_address", "")) for gpu in machine.gpus]
     titles = [f"GPU {number}  {gpu.get('name', '')}" for number, gpu in enumerate(machine.gpus)]
     names = dict(zip(places, titles, strict=True))
@@ -90,19 +89,15 @@ def tree(machine: Examined) -> Iterator[str]:
         for one in sorted((one for one in shown if one.node == node), key=lambda one: one.path):
             depth = 1
             for address in one.path:
-                if address not in printed and _shared(address, shown):
+                if address not in printed and system.shared(address):
                     printed.add(address)
                     yield f"{'  ' * depth}bridge {address}"
-                depth += _shared(address, shown)
+                depth += system.shared(address)
             yield f"{'  ' * depth}{names.get(one.address) or _kind(one)}{_lanes(one)}"
     placed = {one.address for one in shown}
     for place, name in zip(places, titles, strict=True):
         if place not in placed:
             yield f"{name}  (its place on PCIe is unknown)"
-
-
-def _shared(address: str, devices: Sequence[PciDevice]) -> bool:
-    return sum(address in one.path for one in devices) > 1
 
 
 def _kind(device: PciDevice) -> str:

@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from dpbench.observe.kineto import DeviceEvent, HostEvent, RuntimeCall, TraceEvents
 from dpbench.observe.steps import NamedStep, TraceSteps, launched_before, step_at, steps_of
@@ -35,6 +35,7 @@ from dpbench.records.activity import (
     union,
 )
 
+_Timed = TypeVar("_Timed", Stretch, HostEvent)
 _COLLECTIVE = "nccl:"
 """The beginning of torch's annotations of collectives, such as `nccl:all_reduce`."""
 
@@ -193,9 +194,9 @@ def _timeline(
     return joined
 
 
-def _at(stretches: Sequence[Stretch] | Sequence[HostEvent], at_us: float) -> int | None:
+def _at(stretches: Sequence[_Timed], at_us: float) -> _Timed | None:
     place = bisect_right(stretches, at_us, key=lambda one: one.start_us) - 1
-    return place if place >= 0 and at_us <= stretches[place].end_us else None
+    return stretches[place] if place >= 0 and at_us <= stretches[place].end_us else None
 
 
 def _device_stretches(
@@ -216,13 +217,12 @@ def _device_stretches(
     for event in events:
         kind = kind_of(event.name)
         launch = profile.launches.get(event.correlation)
-        number = place = launched = None
+        number = stretch = own = None
         if launch is not None:
             number = step_at(steps.host, launch.start_us) if steps.by_device else None
-            place = _at(timeline, launch.start_us)
-            launched = _launched(launch.thread, launch.start_us, by_thread)
-        if launched is None and place is not None:
-            launched = timeline[place].phase
+            stretch = _at(timeline, launch.start_us)
+            own = _at(by_thread.get(launch.thread, ()), launch.start_us) or stretch
+        launched = own.phase if own else None
         phase = phase_of_copy(event.name)
         if kind is Kind.COMMUNICATION:
             phase = phase_of_collective(_collective(event.name, launch, named))
@@ -231,7 +231,7 @@ def _device_stretches(
             kind is not Kind.COPY or phase is None or launched not in (None, Phase.FORWARD)
         ):
             phase = launched
-        group = _Group(number, place, phase, apart)
+        group = _Group(number, stretch, phase, apart)
         active = computed if kind is Kind.COMPUTE else beside
         active[group].append((event.start_us, event.end_us))
     return list(_split(computed, beside))
@@ -244,7 +244,7 @@ class _Group(NamedTuple):
     """
 
     number: int | None
-    place: int | None
+    stretch: Stretch | None
     phase: Phase | None
     apart: bool
 
@@ -285,17 +285,8 @@ def _collective(
 
     The kernels of RCCL, and of NCCL's sends and receives, do not name the collective.
     """
-    events = named.get(launch.thread, ()) if launch else ()
-    place = _at(events, launch.start_us) if launch else None
-    return kernel if place is None else events[place].name
-
-
-def _launched(
-    thread: str, at_us: float, by_thread: Mapping[str, Sequence[Stretch]]
-) -> Phase | None:
-    own = by_thread.get(thread, ())
-    place = _at(own, at_us)
-    return None if place is None else own[place].phase
+    around = _at(named.get(launch.thread, ()), launch.start_us) if launch else None
+    return around.name if around else kernel
 
 
 def _pieces(stretch: Stretch, steps: Sequence[NamedStep]) -> Iterator[tuple[int, float, float]]:

@@ -64,6 +64,7 @@ def _observing(
     return lambda context: judge(context, context.observed) if context.observed else None
 
 
+@_observing
 def _loading(context: CaseContext, loop: Observed) -> Judgement:
     present = loop.loader_workers
     if not context.row.phases.get(Phase.DATA.value) or present == WITHOUT_LOADER:
@@ -98,6 +99,7 @@ def _loading(context: CaseContext, loop: Observed) -> Judgement:
     )
 
 
+@_observing
 def _between(context: CaseContext, loop: Observed) -> Judgement:
     """Return evidence on the phase `data` of a loop without a DataLoader.
 
@@ -133,6 +135,7 @@ def _script(case: Case) -> str:
     return case.model if case.model.endswith(".py") else "train.py"
 
 
+@_observing
 def _reads(context: CaseContext, loop: Observed) -> Judgement:
     seconds = context.phase(Phase.READ.value)
     if _profiled(context):
@@ -159,6 +162,7 @@ def _reads(context: CaseContext, loop: Observed) -> Judgement:
     )
 
 
+@_observing
 def _pageable(context: CaseContext, loop: Observed) -> Judgement:
     if loop.pinned is not False or not context.row.phases.get(Phase.SCATTER.value):
         return None
@@ -220,6 +224,7 @@ def _idle_by_launches(step_s: float, exposed_s: float, kernels_s: float, waits_s
     return step_s - waits_s - kernels_s - exposed_s
 
 
+@_observing
 def _launches(context: CaseContext, loop: Observed) -> Judgement:
     """Return evidence on a host that launches a step for longer than the GPUs work on it.
 
@@ -244,6 +249,7 @@ def _launches(context: CaseContext, loop: Observed) -> Judgement:
     )
 
 
+@_observing
 def _reduction(context: CaseContext, loop: Observed) -> Judgement:
     if context.case.traits.parallelism is not Parallelism.RANKS:
         return None
@@ -266,6 +272,7 @@ def _reduction(context: CaseContext, loop: Observed) -> Judgement:
     )
 
 
+@_observing
 def _accumulated(context: CaseContext, loop: Observed) -> Judgement:
     """Return evidence on gradients that are added in more than one backward of an update."""
     added = (loop.synchronized or 0.0) * loop.updates
@@ -312,6 +319,7 @@ def _exposed(context: CaseContext) -> Judgement:
     )
 
 
+@_observing
 def _foreign(context: CaseContext, loop: Observed) -> Judgement:
     """Return evidence on ranks that hold memory on GPUs on which they do not train.
 
@@ -362,12 +370,13 @@ def _strays(held: Sequence[Held], loop: Observed) -> str:
     return f"{subject} {size(sum(one.held_bytes for one in held))} on {place}"
 
 
-def _aside(name: str, activity: str, code: str) -> Callable[[CaseContext, Observed], Judgement]:
+def _aside(name: str, activity: str, code: str) -> Callable[[CaseContext], Judgement]:
     """Return a function that judges an activity outside the steps.
 
     `name` is the field of `Observed` with its seconds, and `code` the remedy.
     """
 
+    @_observing
     def judge(context: CaseContext, loop: Observed) -> Judgement:
         aside_s: float = getattr(loop, name)
         steps_s = sum(step.seconds for trial in context.trials for step in trial.steps)
@@ -387,6 +396,7 @@ def _aside(name: str, activity: str, code: str) -> Callable[[CaseContext, Observ
     return judge
 
 
+@_observing
 def _skipped(context: CaseContext, loop: Observed) -> Judgement:
     steps = sum(len(trial.steps) for trial in context.trials)
     if not steps or not loop.skipped_updates or context.row.step is None:
@@ -407,7 +417,7 @@ def _skipped(context: CaseContext, loop: Observed) -> Judgement:
 RULES = (
     FindingRule(
         name="loading",
-        when=_observing(_loading),
+        when=_loading,
         remedy=(
             "load batches in more worker processes; the command measures how many are enough: give"
             " it the file and the name of your dataset"
@@ -415,7 +425,7 @@ RULES = (
     ),
     FindingRule(
         name="between",
-        when=_observing(_between),
+        when=_between,
         remedy=(
             "if this time reads or prepares batches, let the worker processes of a DataLoader do it"
             " meanwhile"
@@ -423,7 +433,7 @@ RULES = (
     ),
     FindingRule(
         name="reads",
-        when=_observing(_reads),
+        when=_reads,
         remedy=(
             "read values such as the loss only every 10 steps, and keep tensors on the device in"
             " between"
@@ -431,21 +441,21 @@ RULES = (
     ),
     FindingRule(
         name="pageable",
-        when=_observing(_pageable),
+        when=_pageable,
         remedy=(
             "let the DataLoader pin its batches, and copy them with .to(device, non_blocking=True)"
         ),
     ),
     FindingRule(
         name="launches",
-        when=_observing(_launches),
+        when=_launches,
         remedy=(
             "use a bigger batch, or launch fewer and larger kernels: torch.compile or CUDA graphs"
         ),
     ),
     FindingRule(
         name="reduction",
-        when=_observing(_reduction),
+        when=_reduction,
         remedy=(
             "send fewer bytes (bf16 gradients), or reduce less often (no_sync while gradients"
             " accumulate)"
@@ -453,7 +463,7 @@ RULES = (
     ),
     FindingRule(
         name="accumulation",
-        when=_observing(_accumulated),
+        when=_accumulated,
         remedy=(
             "run all but the last forward and backward of an update inside no_sync() of the"
             " DistributedDataParallel"
@@ -461,7 +471,7 @@ RULES = (
     ),
     FindingRule(
         name="memory of other ranks",
-        when=_observing(_foreign),
+        when=_foreign,
         remedy=(
             "call torch.cuda.set_device(local_rank) before the first CUDA call, and load"
             " checkpoints with map_location"
@@ -469,17 +479,17 @@ RULES = (
     ),
     FindingRule(
         name="evaluation",
-        when=_observing(_aside("evaluation_s", "evaluation", EVALUATE)),
+        when=_aside("evaluation_s", "evaluation", EVALUATE),
         remedy="evaluate less often, on fewer samples, or under torch.inference_mode()",
     ),
     FindingRule(
         name="checkpoints",
-        when=_observing(_aside("checkpoint_s", "saving checkpoints", SAVE)),
+        when=_aside("checkpoint_s", "saving checkpoints", SAVE),
         remedy="save checkpoints less often, or from a copy in another thread",
     ),
     FindingRule(
         name="skipped updates",
-        when=_observing(_skipped),
+        when=_skipped,
         remedy=(
             "begin with a lower scale, use bf16, which needs no scale, or look for the cause of"
             " infinite gradients"

@@ -127,13 +127,10 @@ def load(paths: Sequence[Path], batch_size: int = 0) -> list[ImportedLoop]:
     Raises UnreadableFile if a file is not a trace, and ValueError if one is given twice, or if two
     are of the same rank of one group.
     """
-    double = [
-        path
-        for number, path in enumerate(paths)
-        if path.resolve() in {p.resolve() for p in paths[:number]}
-    ]
-    if double:
-        raise ValueError(f"{double[0]} is given twice: give each trace once")
+    resolved = [path.resolve() for path in paths]
+    for number, path in enumerate(paths):
+        if resolved[number] in resolved[:number]:
+            raise ValueError(f"{path} is given twice: give each trace once")
     collects = gc.isenabled()
     # hundreds of thousands of events without cycles: the collector would take a third of the time
     gc.disable()
@@ -218,8 +215,7 @@ def _part(trace: ImportedTrace, first: ImportedTrace, common: Sequence[str]) -> 
         samples=tuple(_samples(attributed, kept, trace.indices)),
         started_s=time.time(),
     )
-    shift_s = (trace.profile.zero_us - first.profile.zero_us) / 1e6
-    return shifted(only(part, kept), shift_s + (trace.aligned.shift_s if trace.aligned else 0.0))
+    return shifted(only(part, kept), _on_first(trace.profile.zero_us, trace, first.profile))
 
 
 def _samples(

@@ -15,7 +15,7 @@ import io
 import math
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -132,13 +132,17 @@ class TraceEvents:
         return min(starts)
 
 
+_Value = int | str | float | None
+"""A number in a trace, which may also be a text such as `stream 7`."""
+
+
 class _Arguments(msgspec.Struct, gc=False):
-    correlation: int | str | float | None = None
-    device: int | str | float | None = None
-    stream: int | str | float | None = None
-    sequence: int | str | float | None = msgspec.field(name="Sequence number", default=None)
-    forward: int | str | float | None = msgspec.field(name="Fwd thread id", default=None)
-    size: int | str | float | None = msgspec.field(name="bytes", default=None)
+    correlation: _Value = None
+    device: _Value = None
+    stream: _Value = None
+    sequence: _Value = msgspec.field(name="Sequence number", default=None)
+    forward: _Value = msgspec.field(name="Fwd thread id", default=None)
+    size: _Value = msgspec.field(name="bytes", default=None)
     shapes: msgspec.Raw = msgspec.field(name="Input Dims", default=msgspec.Raw())
     types: msgspec.Raw = msgspec.field(name="Input type", default=msgspec.Raw())
 
@@ -147,8 +151,8 @@ class _Event(msgspec.Struct, gc=False):
     ph: str = ""
     name: str = ""
     cat: str = ""
-    pid: int | str | float | None = None
-    tid: int | str | float | None = None
+    pid: _Value = None
+    tid: _Value = None
     ts: float | None = None
     dur: float | None = None
     args: _Arguments | None = None
@@ -244,7 +248,7 @@ def _sizes(extra: _Arguments) -> tuple[int, ...]:
     )
 
 
-def _number(value: int | str | float | None, default: int) -> int:
+def _number(value: _Value, default: int) -> int:
     """Return the whole number in a value such as 7 or `stream 7`; `default` if it has none."""
     if isinstance(value, str):
         digits = value.rpartition(" ")[2]
@@ -317,15 +321,14 @@ def _parsed(content: bytes) -> _File:
     return msgspec.json.decode(content, type=_File)
 
 
-def _notes(path: Path, events: Sequence[_Event], broken: Iterable[int]) -> tuple[str, ...]:
-    places = list(broken)
-    if not places:
+def _notes(path: Path, events: Sequence[_Event], broken: Sequence[int]) -> tuple[str, ...]:
+    if not broken:
         return ()
-    first = events[places[0]]
+    first = events[broken[0]]
     return (
         (
-            f"{path.name}: dpbench left out {len(places)} of {len(events)} events with a ts or dur"
-            f" that is missing, negative or not finite; the first is event {places[0]},"
+            f"{path.name}: dpbench left out {len(broken)} of {len(events)} events with a ts or dur"
+            f" that is missing, negative or not finite; the first is event {broken[0]},"
             f" {first.name!r} (ts {first.ts}, dur {first.dur})"
         ),
     )

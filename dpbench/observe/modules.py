@@ -39,11 +39,13 @@ COUNTED = 64
 OUTSIDE = ("", Phase.OPTIMIZER)
 """The open span around an outermost call: none, or an optimizer's step that runs a closure."""
 _FORWARD = Phase.FORWARD  # an attribute of an enumeration is slow to read
-SCATTERS = (
-    ("scatter", Phase.SCATTER),
-    ("replicate", Phase.REPLICATE),
-    ("parallel_apply", Phase.FORWARD),
-)
+METHODS = {
+    "scatter": Phase.SCATTER,
+    "replicate": Phase.REPLICATE,
+    "parallel_apply": Phase.FORWARD,
+    "gather": Phase.GATHER,
+}
+"""The phases of the methods of a torch.nn.DataParallel."""
 
 
 class Outermost:
@@ -324,7 +326,7 @@ class _marked:  # noqa: N801
 
     def __init__(self, module: Any, recorder: Recorder) -> None:
         self._module = module
-        for name, phase in (*SCATTERS, ("gather", Phase.GATHER)):
+        for name, phase in METHODS.items():
             setattr(module, name, self._around(getattr(module, name), phase, recorder))
 
     def _around(
@@ -341,5 +343,5 @@ class _marked:  # noqa: N801
         return call
 
     def remove(self) -> None:
-        for name in ("scatter", "replicate", "parallel_apply", "gather"):
+        for name in METHODS:
             self._module.__dict__.pop(name, None)

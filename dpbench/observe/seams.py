@@ -106,23 +106,20 @@ def installed(recorder: Recorder) -> Iterator[None]:
         replace(torch.no_grad, "__exit__", lambda was: _leaving(recorder, was))
         _data(recorder, replace, outermost)
         for name in LOSSES:
-            replace(nn.functional, name, lambda was: _around(recorder, was, Phase.LOSS))
+            replace(nn.functional, name, _around(recorder, Phase.LOSS))
         _tensors(recorder, replace)
         _engines(recorder, replace)
         _graphs(recorder, replace)
         for owner in (nn.utils, nn.utils.clip_grad):
             for name in CLIPS:
-                replace(owner, name, lambda was: _around(recorder, was, Phase.CLIP))
+                replace(owner, name, _around(recorder, Phase.CLIP))
         for name in ("backward", "grad"):
-            replace(torch.autograd, name, lambda was: _around(recorder, was, Phase.BACKWARD))
+            replace(torch.autograd, name, _around(recorder, Phase.BACKWARD))
         if torch.distributed.is_available():
-            replace(
-                torch.distributed, "all_reduce", lambda was: _around(recorder, was, Phase.REDUCE)
-            )
+            replace(torch.distributed, "all_reduce", _around(recorder, Phase.REDUCE))
         replace(torch.multiprocessing, "spawn", lambda was: _noting(recorder, was, SPAWNED))
-        replace(
-            torch, "save", lambda was: outermost.without_hooks(_around(recorder, was, CHECKPOINT))
-        )
+        saving = _around(recorder, CHECKPOINT)
+        replace(torch, "save", lambda was: outermost.without_hooks(saving(was)))
         yield
 
 
@@ -134,32 +131,32 @@ def _replace(stack: ExitStack, owner: Any, name: str, make: Callable[[Any], Any]
 
 
 def _around(
-    recorder: Recorder,
-    was: Callable[..., Any],
-    kind: str,
-    source: Callable[[Any], Any] | None = None,
-) -> Callable[..., Any]:
-    """Return a function that calls `was` inside a span of the kind `kind`.
+    recorder: Recorder, kind: str, source: Callable[[Any], Any] | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that lets a function run inside a span of the kind `kind`.
 
     Its note is the number of the object that `source` returns for the first argument.
     """
     number = recorder.safely(lambda args: recorder.owner(source(args[0])) if source else None)
 
-    @functools.wraps(was)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if is_compiling() or not recorder.begin(kind, number(args) if source else None):
-            return was(*args, **kwargs)
-        try:
-            return was(*args, **kwargs)
-        except StopIteration:  # the end of an epoch
-            raise
-        except BaseException:
-            recorder.fail()
-            raise
-        finally:
-            recorder.end()
+    def around(was: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(was)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or not recorder.begin(kind, number(args) if source else None):
+                return was(*args, **kwargs)
+            try:
+                return was(*args, **kwargs)
+            except StopIteration:  # the end of an epoch
+                raise
+            except BaseException:
+                recorder.fail()
+                raise
+            finally:
+                recorder.end()
 
-    return call
+        return call
+
+    return around
 
 
 def _noting(recorder: Recorder, was: Callable[..., Any], problem: str) -> Callable[..., Any]:
@@ -296,9 +293,7 @@ class _Steps:
                 self._classes.add(kind)
                 self._replace(kind, "step", self._calling)
                 if "zero_grad" in vars(kind):
-                    self._replace(
-                        kind, "zero_grad", lambda was: _around(recorder, was, Phase.OPTIMIZER)
-                    )
+                    self._replace(kind, "zero_grad", _around(recorder, Phase.OPTIMIZER))
         assigned = vars(optimizer).get("step")
         if (
             assigned is not None
@@ -338,15 +333,31 @@ def _optimizers(recorder: Recorder, replace: Callable[..., None], stack: ExitSta
     before, after = recorder.safely(steps.before), recorder.safely(steps.after)
     stack.callback(register_optimizer_step_pre_hook(before).remove)
     stack.callback(register_optimizer_step_post_hook(after).remove)
-    zero = lambda was: _around(recorder, was, Phase.OPTIMIZER)  # noqa: E731
-    replace(torch.optim.Optimizer, "zero_grad", zero)
-    replace(nn.Module, "zero_grad", zero)
+    updating = _around(recorder, Phase.OPTIMIZER)
+    replace(torch.optim.Optimizer, "zero_grad", updating)
+    replace(nn.Module, "zero_grad", updating)
     for scheduler in SCHEDULERS:
-        replace(scheduler, "step", zero)
+        replace(scheduler, "step", updating)
     for name in ("unscale_", "update"):
-        replace(torch.amp.GradScaler, name, zero)
+        replace(torch.amp.GradScaler, name, updating)
     replace(torch.amp.GradScaler, "step", lambda was: _scaled_step(recorder, was))
-    replace(swa_utils.AveragedModel, "update_parameters", zero)
+    replace(swa_utils.AveragedModel, "update_parameters", updating)
+
+
+@contextmanager
+def _deferring(recorder: Recorder, kind: str) -> Iterator[None]:
+    """Record the body as a span in which no step of an optimizer ends the interval."""
+    recorder.deferred += 1
+    began = recorder.begin(kind)
+    try:
+        yield
+    except BaseException:
+        recorder.fail()
+        raise
+    finally:
+        if began:
+            recorder.end()
+        recorder.deferred -= 1
 
 
 def _scaled_step(recorder: Recorder, was: Callable[..., Any]) -> Callable[..., Any]:
@@ -356,17 +367,10 @@ def _scaled_step(recorder: Recorder, was: Callable[..., Any]) -> Callable[..., A
             return was(self, optimizer, *args, **kwargs)
         stepped: list[int] = []
         hook = optimizer.register_step_post_hook(lambda *_: stepped.append(1))
-        recorder.deferred += 1
-        began = recorder.begin(Phase.OPTIMIZER)
         try:
-            result = was(self, optimizer, *args, **kwargs)
-        except BaseException:
-            recorder.fail()
-            raise
+            with _deferring(recorder, Phase.OPTIMIZER):
+                result = was(self, optimizer, *args, **kwargs)
         finally:
-            if began:
-                recorder.end()
-            recorder.deferred -= 1
             hook.remove()
         recorder.seen.skipped[recorder.owner(optimizer)] += not stepped
         if not recorder.inside:
@@ -378,7 +382,7 @@ def _scaled_step(recorder: Recorder, was: Callable[..., Any]) -> Callable[..., A
 
 def _data(recorder: Recorder, replace: Callable[..., None], outermost: Outermost) -> None:
     def starting(was: Callable[..., Any]) -> Callable[..., Any]:
-        start = _around(recorder, was, Phase.DATA, operator.attrgetter("dataset"))
+        start = _around(recorder, Phase.DATA, operator.attrgetter("dataset"))(was)
 
         @recorder.safely
         def note(loader: Any) -> None:
@@ -393,7 +397,7 @@ def _data(recorder: Recorder, replace: Callable[..., None], outermost: Outermost
 
         return starting
 
-    following = lambda was: _around(recorder, was, Phase.DATA, operator.attrgetter("_dataset"))  # noqa: E731
+    following = _around(recorder, Phase.DATA, operator.attrgetter("_dataset"))
     replace(dataloader._BaseDataLoaderIter, "__next__", following)
     replace(torch.utils.data.DataLoader, "__iter__", starting)
 
@@ -477,17 +481,8 @@ def _engines(recorder: Recorder, replace: Callable[..., None]) -> None:
             if not recorder.mine:
                 return was(self, *args, **kwargs)
             note(self, args)
-            recorder.deferred += 1
-            began = recorder.begin(WITHIN)
-            try:
+            with _deferring(recorder, WITHIN):
                 result = was(self, *args, **kwargs)
-            except BaseException:
-                recorder.fail()
-                raise
-            finally:
-                if began:
-                    recorder.end()
-                recorder.deferred -= 1
             recorder.update(recorder.owner(self), type(self.optimizer).__name__)
             return result
 

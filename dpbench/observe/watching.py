@@ -94,7 +94,7 @@ class _Beside:
     `series` is None if none run. `visible` has NVML's facts about the sampled GPUs.
     """
 
-    series: samplers.SampleFile | None
+    series: samplers.SampleFile | None = None
     visible: Sequence[Mapping[str, Any]] = ()
     problem: str = ""
 
@@ -119,11 +119,9 @@ class _Beside:
 def _sampling(stack: ExitStack, seat: trials.WatchedRank) -> _Beside:
     """Start the samplers, which `stack` ends; in a launch, only rank 0 does, for all ranks."""
     if seat.rank:
-        return _Beside(None)
+        return _Beside()
     if not seat.alone:  # the clocks of machines differ
-        return _Beside(
-            None, problem="GPUs and host are not sampled in a launch on several machines"
-        )
+        return _Beside(problem="GPUs and host are not sampled in a launch on several machines")
     visible: Sequence[Mapping[str, Any]] = ()
     problem = ""
     try:
@@ -139,11 +137,9 @@ def _sampling(stack: ExitStack, seat: trials.WatchedRank) -> _Beside:
             samplers.sampling([gpu["index"] for gpu in visible], file, SAMPLED_S, root_pid=root)
         )
     except Exception as error:
-        return _Beside(None, problem=f"GPUs and host are not sampled: {error}")
+        return _Beside(problem=f"GPUs and host are not sampled: {error}")
     if series.pid is None:
-        return _Beside(
-            None, problem="GPUs and host are not sampled, because the samplers did not start"
-        )
+        return _Beside(problem="GPUs and host are not sampled, because the samplers did not start")
     return _Beside(series, visible, problem)
 
 
@@ -206,14 +202,15 @@ def _store(
 
 
 def _line(stream: TextIO) -> Callable[[array[float]], None]:
-    shown = [0, 0.0]
+    shown, shown_s = 0, 0.0
 
     def show(ends: array[float]) -> None:
-        if ends[-1] - shown[1] >= LIVE_S:
-            since = len(ends) - 1 - int(shown[0])
-            each_ms = (ends[-1] - ends[int(shown[0])]) / max(1, since) * 1e3
+        nonlocal shown, shown_s
+        if ends[-1] - shown_s >= LIVE_S:
+            since = len(ends) - 1 - shown
+            each_ms = (ends[-1] - ends[shown]) / max(1, since) * 1e3
             _write(stream, f"\r\x1b[Kdpbench: update {len(ends)}, {each_ms:.3g} ms per update")
-            shown[:] = [len(ends) - 1, ends[-1]]
+            shown, shown_s = len(ends) - 1, ends[-1]
 
     return show
 

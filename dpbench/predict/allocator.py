@@ -54,10 +54,10 @@ class MemoryBlock:
     after: MemoryBlock | None = None
     free: bool = False
 
-    @property
-    def key(self) -> tuple[int, int, int]:
-        """Return the sort key for best fit: size, then position."""
-        return self.size, self.segment, self.offset
+
+def _order(block: MemoryBlock) -> tuple[int, int, int]:
+    """Return the sort key for best fit: size, then position."""
+    return block.size, block.segment, block.offset
 
 
 @dataclass
@@ -75,9 +75,7 @@ class Allocator:
     peak_allocated_bytes: int = 0
     peak_reserved_bytes: int = 0
     _made: int = 0
-    _free: dict[bool, list[tuple[tuple[int, int, int], MemoryBlock]]] = field(
-        default_factory=lambda: {True: [], False: []}
-    )
+    _free: dict[bool, list[MemoryBlock]] = field(default_factory=lambda: {True: [], False: []})
 
     def take(self, size_bytes: int) -> MemoryBlock:
         """Allocate a block of at least `size_bytes` and return it.
@@ -105,18 +103,18 @@ class Allocator:
         self.allocated_bytes -= block.size
         block.free = True
         if block.after is not None and block.after.free:
-            self._swallow(block, block.after)
+            self._remove(block.after)
+            self._absorb(block, block.after)
         if block.before is not None and block.before.free:
-            before = block.before
-            self._remove(before)
-            self._absorb(before, block)
-            block = before
-        bisect.insort(self._free[block.small], (block.key, block))
+            self._remove(block.before)
+            self._absorb(block.before, block)
+            block = block.before
+        self._add(block)
 
     def _fitting(self, size: int, small: bool) -> MemoryBlock | None:
         pool = self._free[small]
-        at = bisect.bisect_left(pool, ((size, -1, -1),))
-        return pool.pop(at)[1] if at < len(pool) else None
+        at = bisect.bisect_left(pool, (size, -1, -1), key=_order)
+        return pool.pop(at) if at < len(pool) else None
 
     def _segment(self, size: int, small: bool) -> MemoryBlock:
         """Raises OutOfDeviceMemory if the device is full after all free segments are released."""
@@ -139,8 +137,8 @@ class Allocator:
 
     def _release(self) -> None:
         for small, pool in self._free.items():
-            whole = [block for _, block in pool if block.before is None and block.after is None]
-            self._free[small] = [entry for entry in pool if entry[1] not in whole]
+            whole = [block for block in pool if block.before is None and block.after is None]
+            self._free[small] = [block for block in pool if block not in whole]
             self.reserved_bytes -= sum(block.size for block in whole)
 
     def _split(self, block: MemoryBlock, size: int) -> None:
@@ -157,11 +155,7 @@ class Allocator:
             block.after.before = rest
         block.after = rest
         block.size = size
-        bisect.insort(self._free[rest.small], (rest.key, rest))
-
-    def _swallow(self, block: MemoryBlock, after: MemoryBlock) -> None:
-        self._remove(after)
-        self._absorb(block, after)
+        self._add(rest)
 
     def _absorb(self, block: MemoryBlock, after: MemoryBlock) -> None:
         block.size += after.size
@@ -169,9 +163,11 @@ class Allocator:
         if after.after is not None:
             after.after.before = block
 
+    def _add(self, block: MemoryBlock) -> None:
+        bisect.insort(self._free[block.small], block, key=_order)
+
     def _remove(self, block: MemoryBlock) -> None:
-        pool = self._free[block.small]
-        pool.pop(bisect.bisect_left(pool, (block.key,)))
+        self._free[block.small].remove(block)
 
 
 Names = dict[int, int]
@@ -266,12 +262,7 @@ def replay(
 
 def settle(tape: Tape, device: int, trace: Trace) -> None:
     """Add the allocations of the module's parameters and buffers."""
-    tape.take_all(device, [*trace.parameters.sizes_bytes, *trace.buffers.sizes_bytes])
-
-
-def take_batch(tape: Tape, device: int, trace: Trace) -> list[int]:
-    """Add the allocations of a batch's inputs and target, and return their numbers."""
-    return tape.take_all(device, [*trace.inputs.sizes_bytes, *trace.target.sizes_bytes])
+    tape.take_all(device, [*trace.parameter_bytes, *trace.buffer_bytes])
 
 
 def gradients_of(trace: Trace, names: Names, numbers: Sequence[int] | None = None) -> list[int]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,11 +56,6 @@ class Need:
     largest: int | None = None
     reason: str = ""
 
-    @property
-    def status(self) -> Status:
-        """Return OOM if the case is known not to fit, else OK."""
-        return Status.OOM if self.fits is False else Status.OK
-
     def peaks(self, kind: str) -> list[int]:
         """Return the "allocated" or "reserved" peak of each device in bytes."""
         return [one.peak_bytes for one in self.memory if one.kind == kind]
@@ -72,20 +68,13 @@ def needs(cases: Sequence[Case], machine: Machine, *, largest: bool = False) -> 
     """
     from dpbench.predict.memory import traces_of
 
-    kept: dict[Case, Traces] = {}
+    kept = lru_cache(traces_of)
     for case in cases:
         if counts.named(case.model):
             yield Need(case=case, reason=UNTRACED)
-            continue
-        key = plan.baseline(
-            model=case.model,
-            batch_size=1,
-            size=case.size,
-            optimizer=case.optimizer,
-            precision=case.precision,
-        )
-        traces = kept.setdefault(key, traces_of(replace(key, device_kind=case.device_kind)))
-        yield _need(case, traces, int(machine.gpu.memory_bytes), largest)
+        else:
+            traces = kept(counts.alone(case))
+            yield _need(case, traces, int(machine.gpu.memory_bytes), largest)
 
 
 def _need(case: Case, traces: Traces, capacity_bytes: int, largest: bool) -> Need:
@@ -102,9 +91,7 @@ def _need(case: Case, traces: Traces, capacity_bytes: int, largest: bool) -> Nee
             over = []
     most = None
     if largest and capacity_bytes:
-        most = memory.largest_batch(
-            lambda batch: replace(case, batch_size=batch), capacity_bytes, traces
-        )
+        most = memory.largest_batch(case, traces, capacity_bytes)
     return Need(
         case=case,
         process_bytes=tuple(one.process_bytes for one in devices),
@@ -161,32 +148,29 @@ class Prediction:
             "interval_80_s": [self.low_s, self.high_s],
             DRAWS: [round(draw, 4) for draw in self.draws],
         }
-        memory = self.need.memory if self.need else ()
-        step = Step(self.seconds, False, self.seconds)
         trial = Trial(
             case=self.case,
             source=Source.PREDICTED,
             spans=self.spans,
             started_s=time.time(),
-            steps=(step,),
+            steps=(Step(self.seconds, False, self.seconds),),
             reason=f"predicted for {self.machine}",
             provenance=facts,
-            memory=memory,
+            memory=self.need.memory if self.need else (),
         )
-        if self.need is None or self.need.status is Status.OK:
-            return trial
-        reason = (
-            f"predicted for the machine {self.machine}: out of memory on device"
-            f" {self.need.failed_device}"
-        )
-        return replace(
-            trial,
-            status=Status.OOM,
-            reason=reason,
-            failed_device=self.need.failed_device,
-            steps=(),
-            spans=(),
-        )
+        if self.need and self.need.fits is False:
+            failed = self.need.failed_device
+            return replace(
+                trial,
+                status=Status.OOM,
+                reason=(
+                    f"predicted for the machine {self.machine}: out of memory on device {failed}"
+                ),
+                failed_device=failed,
+                steps=(),
+                spans=(),
+            )
+        return trial
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from statistics import NormalDist
-from typing import Any
 
 from dpbench.predict.machine import Host, Machine
 from dpbench.records import Case
@@ -117,16 +116,6 @@ class Constants:
     def _hash(self) -> int:
         return hash(tuple(getattr(self, f.name) for f in fields(self)))
 
-    def changed(self, **values: Any) -> Constants:
-        """Return a copy with new `values`; raises ValueError for an unknown name."""
-        names = {f.name for f in fields(self)}
-        if unknown := sorted(set(values) - names):
-            raise ValueError(
-                f"these names of constants are unknown: {', '.join(unknown)}; the known names are "
-                f"{', '.join(sorted(names))}"
-            )
-        return replace(self, **values)
-
 
 DEFAULT = Constants()
 
@@ -193,8 +182,6 @@ ASSUMED_BUS = 0.6
 APART = {
     Parallelism.RANKS: ("launch_s",),
     Parallelism.THREADS: ("slowdown", "variation"),
-    Parallelism.NONE: (),
-    Parallelism.OTHER: (),
 }
 """The priors that are ignored for each kind of parallelism, as they hardly affect its steps."""
 COMPUTE = "compute"
@@ -231,14 +218,12 @@ def column(name: str) -> tuple[float, ...]:
     same ones, so the errors of two steps with the same cause are correlated.
     """
     shares = [(number + 0.5) / DRAWS for number in range(DRAWS)]
-    if name == "delivered":
-        deviations = [min(0.0, 10 * (0.9 - share)) for share in shares]
-    else:
-        deviations = [NormalDist().inv_cdf(share) for share in shares]
+    if name == "delivered":  # the last draws are those that deliver less: see `middle_ratio`
+        return tuple(min(0.0, 10 * (0.9 - share)) for share in shares)
+    deviations = [NormalDist().inv_cdf(share) for share in shares]
     if name == "slowdown":
         deviations = [max(-1.0, deviation) for deviation in deviations]
-    if name != "delivered":  # the last draws are those that deliver less: see `middle_ratio`
-        random.Random(name).shuffle(deviations)
+    random.Random(name).shuffle(deviations)
     return tuple(deviations)
 
 
@@ -297,7 +282,7 @@ def priors_of(case: Case, machine: Machine) -> dict[str, float]:
     if machine.collective:
         priors["bus_scale"] = MEASURED["bus_scale"]
         del priors["delivered"]
-    for name in APART[case.traits.parallelism]:
+    for name in APART.get(case.traits.parallelism, ()):
         del priors[name]
     return priors
 
@@ -308,8 +293,10 @@ def scaled(constants: Constants, name: str, factor: float) -> Constants:
     Names that end in "_share" are limited to 0.9. "slowdown" includes `staged_slowdown`.
     """
     if name == "slowdown":
-        return constants.changed(
-            slowdown=constants.slowdown * factor, staged_slowdown=constants.staged_slowdown * factor
+        return replace(
+            constants,
+            slowdown=constants.slowdown * factor,
+            staged_slowdown=constants.staged_slowdown * factor,
         )
     value = getattr(constants, name) * factor
-    return constants.changed(**{name: min(0.9, value) if name.endswith("_share") else value})
+    return replace(constants, **{name: min(0.9, value) if name.endswith("_share") else value})

@@ -53,11 +53,12 @@ _CONVOLUTIONAL = re.compile(
 
 @lru_cache(maxsize=1)
 def _table() -> dict[str, dict[str, Any]]:
-    rows: dict[str, dict[str, Any]] = {}
-    for name in ("models.json", "figures.json"):
-        for key, row in json.loads((DATA / name).read_text(encoding="utf-8")).items():
-            rows[plain(key)] = row
-    return rows
+    """Return the stored counts by the name of their model."""
+    return {
+        model: row
+        for name in ("models.json", "figures.json")
+        for model, row in json.loads((DATA / name).read_text(encoding="utf-8")).items()
+    }
 
 
 def plain(name: str) -> str:
@@ -67,16 +68,14 @@ def plain(name: str) -> str:
 
 def names() -> list[str]:
     """Return the names of all models whose counts are stored."""
-    return [
-        key
-        for name in ("models.json", "figures.json")
-        for key in json.loads((DATA / name).read_text(encoding="utf-8"))
-    ]
+    return [*_table()]
 
 
+@lru_cache(maxsize=256)
 def row_of(name: str) -> dict[str, Any] | None:
     """Return the stored counts under this name, regardless of case and punctuation, or None."""
-    return _table().get(plain(name))
+    known = {plain(model): row for model, row in _table().items()}
+    return known.get(plain(name))
 
 
 def of_row(name: str, row: Mapping[str, Any], size: int) -> Profile:
@@ -87,7 +86,8 @@ def of_row(name: str, row: Mapping[str, Any], size: int) -> Profile:
     """
     count = int(row["parameters"])
     tensors = int(row.get("parameter_tensors") or TENSORS)
-    forward = int(row.get("forward_launches") or LAUNCHES * tensors)
+    launches = int(row.get("forward_launches") or LAUNCHES * tensors)
+    flop = float(row.get("forward_flop", 1e9))
     return Profile(
         model=name,
         parameter_tensors=tensors,
@@ -97,12 +97,12 @@ def of_row(name: str, row: Mapping[str, Any], size: int) -> Profile:
         modules=int(row.get("modules") or MODULES * tensors),
         input_bytes=float(row.get("inputs", 0)) * (size if row.get("inputs", 0) > 4096 else 8),
         output_bytes=float(row.get("outputs", 0)) * size,
-        forward_flop=float(row.get("forward_flop", 1e9)),
-        backward_flop=2 * float(row.get("forward_flop", 1e9)),
+        forward_flop=flop,
+        backward_flop=2 * flop,
         forward_bytes=float(row.get("forward_bytes", 0)) * size / 4,
         backward_bytes=float(row.get("backward_bytes", 0)) * size / 4,
-        forward_launches=forward,
-        backward_launches=int(row.get("backward_launches") or BACKWARD * forward),
+        forward_launches=launches,
+        backward_launches=int(row.get("backward_launches") or BACKWARD * launches),
         gradient_bytes=tuple(b * size // 4 for b in row.get("bucket_bytes", ())),
         source="given",
     )
@@ -135,7 +135,7 @@ def of(case: Case) -> Profile:
                 " --model package.module:name"
             )
         return of_row(case.model, row, 2 if case.precision in ("bf16", "fp16") else 4)
-    traces = _traces(case.model, case.size, case.precision, case.optimizer)
+    traces = _traces(alone(case))
     return profiles.of_trace(traces[1]) if traces else _counted(case.model, case.size)
 
 
@@ -145,11 +145,7 @@ def priced(case: Case, machine: Machine, constants: Constants = DEFAULT) -> Prof
     The timings are calculated op by op, or phase by phase if the model cannot be traced. Raises
     UnknownMachine if the machine file lacks the peak FLOP/s or the memory bandwidth.
     """
-    traces = (
-        None
-        if named(case.model)
-        else _traces(case.model, case.size, case.precision, case.optimizer)
-    )
+    traces = None if named(case.model) else _traces(alone(case))
     if traces is None:
         # cuDNN runs convolutions in TF32 by default, and a convolutional net computes little else
         possible = case.precision == "fp32" and "tf32" in machine.gpu.flop_per_s
@@ -163,19 +159,23 @@ def priced(case: Case, machine: Machine, constants: Constants = DEFAULT) -> Prof
     return profiles.launched(profiles.profile(*traces, speed), machine, constants)
 
 
+def alone(case: Case) -> Case:
+    """Return the case on one GPU whose traces are those of `case`, at any batch size."""
+    return plan.baseline(
+        model=case.model,
+        size=case.size,
+        batch_size=1,
+        precision=case.precision,
+        optimizer=case.optimizer,
+        device_kind="cuda",
+    )
+
+
 @lru_cache(maxsize=64)
-def _traces(model: str, size: str, precision: str, optimizer: str) -> tuple[Trace, Trace] | None:
+def _traces(case: Case) -> tuple[Trace, Trace] | None:
     """Return None if the tracing fails, for example because shapes depend on values."""
     from dpbench.predict.memory import traces_of
 
-    case = plan.baseline(
-        model=model,
-        size=size,
-        batch_size=1,
-        precision=precision,
-        optimizer=optimizer,
-        device_kind="cuda",
-    )
     traces = traces_of(case, fake_only=True)
     try:
         few, many = (traces.of(rows) for rows in ROWS)
@@ -183,7 +183,7 @@ def _traces(model: str, size: str, precision: str, optimizer: str) -> tuple[Trac
         log.info(
             "model %s cannot be traced op by op, so its FLOP and bytes are counted for each phase"
             " as a whole; the trace failed with: %s",
-            model,
+            case.model,
             error,
         )
         return None

@@ -112,6 +112,10 @@ def _names(name: str, text: str) -> bool:
     )
 
 
+_Link = tuple[str, str, str, float, str]
+"""A link or a group of equal links: both ends, kind, GB/s and source."""
+
+
 class _Text:
     """The properties of a machine in a text; `assumed` lists what it does not state."""
 
@@ -165,8 +169,8 @@ class _Text:
             return 1
         return 2 if self.node > 4 else 1
 
-    def nvlinks(self) -> Iterator[tuple[str, str, float, str]]:
-        """Yield each NVLink or group of equal NVLinks as (ends, ends, GB/s, source)."""
+    def nvlinks(self) -> Iterator[_Link]:
+        """Yield each NVLink or group of equal NVLinks."""
         gpu, node, source = self.gpu, self.node, table()["links"]
         absent = r"no nvlink|without nvlink|nvlink (?:bridge )?unknown|bridge unknown|p2p disable"
         if self.has("unknown") and not self.has("nvlink assumed|nvswitch"):
@@ -181,19 +185,19 @@ class _Text:
             lanes = self.number(r"\bnv(\d+)\b")
             rate = 20.0 * lanes if 0 < lanes <= 6 else gpu.get("bridge", 40.0)
             for first in range(0, node - 1, 2):
-                yield f"gpu{first}", f"gpu{first + 1}", rate, source
+                yield f"gpu{first}", f"gpu{first + 1}", "nvlink", rate, source
         elif "mesh" in gpu and not self.has("nvswitch"):
             for pair in (STATION if self.has("station|dgxs") else MESH).split():
                 ends, _, lanes_text = pair.partition(":")
                 a, b = ends.split("-")
                 if max(int(a), int(b)) < node:
-                    yield f"gpu{a}", f"gpu{b}", int(lanes_text) * gpu["mesh"], source
+                    yield f"gpu{a}", f"gpu{b}", "nvlink", int(lanes_text) * gpu["mesh"], source
         else:
             rate = gpu.get("switch", gpu.get("bridge", 40.0))
-            yield _range(0, node), "nvswitch", rate, source
+            yield _range(0, node), "nvswitch", "nvlink", rate, source
 
-    def pcie(self) -> Iterator[tuple[str, str, str, float, str]]:
-        """Yield PCIe links and the link between processors as (ends, ends, kind, GB/s, source).
+    def pcie(self) -> Iterator[_Link]:
+        """Yield PCIe links and the link between processors.
 
         A PCIe switch joins two GPUs of more than four, or four if the text states one PCIe root.
         """
@@ -285,7 +289,7 @@ def toml(
             f" 8x {gpu['name']}"
         )
     words = _Text(text, gpu, count or int(stated[1] if stated else 1), one_node=one_node)
-    nvlinks = [(*link[:2], "nvlink", *link[2:]) for link in words.nvlinks()]
+    nvlinks = list(words.nvlinks())
     links = [*nvlinks, *words.pcie()]
     if words.nodes > 1:
         rate = words.network()

@@ -184,9 +184,6 @@ def rates(
             fixed[flow] = share
             for resource in flows[flow]:
                 left[resource] = max(0.0, left[resource] - share)
-                users = crossing.get(resource)
-                if users is not None:
-                    users.discard(flow)
-                    if not users:
-                        del crossing[resource]
+                crossing[resource].discard(flow)
+        crossing = {resource: users for resource, users in crossing.items() if users}
     return fixed

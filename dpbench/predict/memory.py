@@ -9,7 +9,7 @@ on every device before they are summed, with or without NCCL.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -26,7 +26,6 @@ from dpbench.predict.allocator import (
     Peak,
     Tape,
     clear,
-    gradients_of,
     replay,
 )
 from dpbench.predict.recorder import AsOnGpus
@@ -50,11 +49,11 @@ class WrapperMemory(EngineMemory):
         parts = self._shards.parts
         whole_trace = self._shards.whole
         self._gradients = clear(tape, self._gradients, keeps=self._keeps)
-        target = tape.take_all(0, whole_trace.target.sizes_bytes)
-        inputs = [tape.take_all(i, part.inputs.sizes_bytes) for i, part in enumerate(parts)]
+        target = tape.take_all(0, whole_trace.target_bytes)
+        inputs = [tape.take_all(i, part.input_bytes) for i, part in enumerate(parts)]
         copies = (
             self._copied(self._sizes, 0),
-            self._copied(whole_trace.buffers.sizes_bytes, len(self._sizes)),
+            self._copied(whole_trace.buffer_bytes, len(self._sizes)),
         )
         names: list[Names] = [{} for _ in parts]
         for i, part in enumerate(parts):
@@ -76,11 +75,7 @@ class WrapperMemory(EngineMemory):
                 done = max(done, at)
                 tape.give(holdings)
             tape.play(i, part.backward[done:], names[i])
-        replica_gradients = [
-            holding
-            for part, held in zip(parts, names, strict=True)
-            for holding in gradients_of(part, held)
-        ]
+        replica_gradients = self._of_replicas(names)
         new = self._sums()
         tape.give(replica_gradients)
         tape.give(new if self._gradients else [])  # added to the gradients of the step before
@@ -132,9 +127,9 @@ class WrapperMemory(EngineMemory):
         """
         released_at = part.released_at
         releases = [(max(released_at[n] for n in joined), copy) for joined, copy in copies]
-        begin = len(part.parameters.sizes_bytes) + len(part.buffers.sizes_bytes)
+        begin = len(part.parameter_bytes) + len(part.buffer_bytes)
         releases += [(released_at[begin + k], [holding]) for k, holding in enumerate(inputs)]
-        begin += len(part.inputs.sizes_bytes)
+        begin += len(part.input_bytes)
         return releases + [
             (released_at[begin + k], [names.pop(storage)])
             for k, storage in enumerate(part.outputs)
@@ -153,7 +148,7 @@ class WrapperMemory(EngineMemory):
         others = self._devices[1:]
         sums: list[int] = []
         former: list[int] = []
-        for run in chunks([self._sizes[n] for n in self._trainable], COALESCED_BYTES):
+        for run in chunks(self._gradient_bytes, COALESCED_BYTES):
             joined = self._devices if len(run) > 1 else range(0)
             flats = [holding for i in joined for holding in tape.take(i, sum(run))]
             tape.give(former)
@@ -169,13 +164,6 @@ class WrapperMemory(EngineMemory):
         tape.give(former)
         return sums
 
-
-STEPS = 3
-"""The training steps of a replay.
-
-The first creates the optimizer's state, the second starts with it, and the third repeats the
-second.
-"""
 
 CONTEXT_BYTES = 500 * 2**20
 """The assumed bytes of a CUDA context outside the allocator; a prior, not a measurement.
@@ -196,17 +184,16 @@ H100.
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """The allocator's peaks on one device, and the assumed bytes of the CUDA context and NCCL."""
+    """The allocator's peaks on one device, and the assumed bytes outside: CUDA context and NCCL."""
 
     device: int
     peak: Peak
-    context_bytes: int
-    nccl_bytes: int
+    outside_bytes: int
 
     @property
     def process_bytes(self) -> int:
         """Return the bytes that the driver would show."""
-        return self.peak.reserved_bytes + self.context_bytes + self.nccl_bytes
+        return self.peak.reserved_bytes + self.outside_bytes
 
 
 class Traces:
@@ -247,8 +234,7 @@ def traces_of(case: Case, *, fake_only: bool = False) -> Traces:
                 group["foreach"] = True
         return optimizer
 
-    device = fake_device(case)
-
+    device = "lazy:0" if case.device_kind == "emulated" else "cpu"  # lazy: unfused attention
     return Traces(
         build,
         optimizer_fn,  # type: ignore[arg-type]
@@ -259,13 +245,8 @@ def traces_of(case: Case, *, fake_only: bool = False) -> Traces:
     )
 
 
-def fake_device(case: Case) -> str:
-    """Return "lazy:0" (unfused attention) for emulated devices, else "cpu"."""
-    return "lazy:0" if case.device_kind == "emulated" else "cpu"
-
-
-def tape_of(case: Case, traces: Traces, steps: int = STEPS) -> Tape:
-    """Return the allocations and releases of all devices of a case.
+def tape_of(case: Case, traces: Traces) -> Tape:
+    """Return the allocations and releases of all devices of a case in its first training steps.
 
     Raises ValueError for a strategy whose memory is not known.
     """
@@ -274,17 +255,17 @@ def tape_of(case: Case, traces: Traces, steps: int = STEPS) -> Tape:
     keeps = case.zero_grad == "zero"
     # on one device, torch.nn.DataParallel calls the module itself
     if case.traits.one_device or (role is Role.WRAPPER and len(case.rows) == 1):
-        strategy_memory.single(tape, traces.of(case.batch_size), steps, keeps=keeps)
+        strategy_memory.single(tape, traces.of(case.batch_size), keeps=keeps)
     elif role in (Role.ENGINE, Role.WRAPPER):
         schedule = schedule_of(case)
         replicas = tuple(traces.of(rows) for rows in case.rows)
         shards = strategy_memory.Shards(traces.of(case.batch_size), replicas, traces.optimizer)
         collective = case.device_kind == "cuda" and case.placement == "spread" and len(replicas) > 1
         kind = WrapperMemory if role is Role.WRAPPER else strategy_memory.EngineMemory
-        kind(tape, shards, schedule, collective=collective, keeps=keeps).run(steps)
+        kind(tape, shards, schedule, collective=collective, keeps=keeps).run()
     elif role is Role.CONTROL:
         for device, rows in enumerate(case.rows):
-            strategy_memory.ddp(tape, traces.of(rows), steps, device, keeps=keeps)
+            strategy_memory.ddp(tape, traces.of(rows), device, keeps=keeps)
     else:
         supported = ", ".join(
             registry.of_role(role)
@@ -306,47 +287,42 @@ def needed(
     context and NCCL take an assumed part. Raises OutOfDeviceMemory if a device needs more.
     """
     tape = tape_of(case, traces or traces_of(case))
-    on_gpu = case.device_kind == "cuda"
-    context = CONTEXT_BYTES if on_gpu else 0
-    nccl = NCCL_BYTES if on_gpu and len(case.rows) > 1 and case.placement == "spread" else 0
-    rounding = ROUNDING_BYTES if on_gpu else 1
-    left = None if capacity_bytes is None else capacity_bytes - context - nccl
+    rounding, outside = 1, 0
+    if case.device_kind == "cuda":
+        rounding, outside = ROUNDING_BYTES, CONTEXT_BYTES
+        if len(case.rows) > 1 and case.placement == "spread":
+            outside += NCCL_BYTES
+    left = None if capacity_bytes is None else capacity_bytes - outside
     if left is not None and left < 0:
         raise OutOfDeviceMemory(
             f"the device has {capacity_bytes} bytes, but the CUDA context and NCCL alone take"
-            f" {context + nccl} bytes; choose a device with more memory"
+            f" {outside} bytes; choose a device with more memory"
         )
     return [
-        DeviceMemory(
-            i, replay(tape, i, capacity_bytes=left, rounding_bytes=rounding), context, nccl
-        )
+        DeviceMemory(i, replay(tape, i, capacity_bytes=left, rounding_bytes=rounding), outside)
         for i in range(len(case.rows))
     ]
 
 
-def largest_batch(
-    case_of: Callable[[int], Case],
-    capacity_bytes: int,
-    traces: Traces | None = None,
-    *,
-    limit: int = 2**20,
-) -> int:
-    """Return the largest batch size that fits on every device; 0 if a batch of 1 does not.
+MOST_ROWS = 2**20
+"""The batch size up to which `largest_batch` searches."""
 
-    `case_of(batch_size)` returns the case to replay, `capacity_bytes` is the memory of each device,
-    and `traces` are made if None. The batch size is doubled up to `limit`, and then bisected.
+
+def largest_batch(case: Case, traces: Traces, capacity_bytes: int) -> int:
+    """Return the largest batch size of a case that fits on every device; 0 if 1 does not.
+
+    `capacity_bytes` is the memory of each device. The batch size is doubled, and then bisected.
     """
-    traces = traces or traces_of(case_of(1))
 
     def fits(batch_size: int) -> bool:
         try:
-            needed(case_of(batch_size), traces, capacity_bytes=capacity_bytes)
+            needed(replace(case, batch_size=batch_size), traces, capacity_bytes=capacity_bytes)
         except OutOfDeviceMemory:
             return False
         return True
 
     fine, bad = 0, 1
-    while bad <= limit and fits(bad):
+    while bad <= MOST_ROWS and fits(bad):
         fine, bad = bad, 2 * bad
     while bad - fine > 1:
         middle = (fine + bad) // 2

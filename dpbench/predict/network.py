@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -86,19 +86,33 @@ def _shortest(
     for link in links:
         beside.setdefault(link.a, []).append(link.b)
         beside.setdefault(link.b, []).append(link.a)
-    starts = [n for n in beside if n.startswith(HOST_NODE)] if source == "host" else [source]
-    came: dict[str, str] = dict.fromkeys(starts, "")
+
+    def named(name: str) -> list[str]:
+        return [n for n in beside if n.startswith(HOST_NODE)] if name == "host" else [name]
+
+    # a route never passes through a GPU
+    return _search(
+        named(source),
+        named(target),
+        lambda here: beside.get(here, ()) if here == source or not here.startswith("gpu") else (),
+    )
+
+
+def _search(
+    starts: Sequence[str], ends: Sequence[str], beside: Callable[[str], Iterable[str]]
+) -> tuple[Direction, ...]:
+    """Return the way with the fewest hops from one of the starts to one of the ends, () if none."""
+    came = dict.fromkeys(starts, "")
     todo = deque(starts)
     while todo:
         here = todo.popleft()
-        if here == target or (target == "host" and here.startswith(HOST_NODE)):
+        if here in ends:
             way = []
             while came[here]:
                 way.append((came[here], here))
                 here = came[here]
             return tuple(way[::-1])
-        # a route never passes through a GPU
-        for other in beside.get(here, ()) if here == source or not here.startswith("gpu") else ():
+        for other in beside(here):
             if other not in came:
                 came[other] = here
                 todo.append(other)
@@ -119,13 +133,17 @@ def capacities(machine: Machine) -> dict[Direction, float]:
 def nvlink_cut(machine: Machine, count: int) -> float:
     """Return the minimum NVLink cut between the first `count` GPUs; 0 if some are not connected.
 
-    The unit is bytes per second in each direction. A collective's rings cross every cut, so the
-    minimum cut limits their bandwidth.
+    `count` is 2 or more, and the unit is bytes per second in each direction. A collective's rings
+    cross every cut, so the minimum cut limits their bandwidth.
     """
     gpus = [f"gpu{i}" for i in range(count)]
-    return _tightest(
-        [link for link in machine.links if link.kind == "nvlink" and _inside(link, gpus)], gpus
-    )
+    links = [
+        link
+        for link in machine.links
+        if link.kind == "nvlink"
+        and all(end in gpus or not end.startswith("gpu") for end in (link.a, link.b))
+    ]
+    return min(_flow(links, gpus[0], other) for other in gpus[1:])
 
 
 @lru_cache(maxsize=1024)
@@ -149,48 +167,24 @@ def _processors(way: tuple[Direction, ...]) -> set[str]:
     return {end for direction in way for end in direction if end.startswith(HOST_NODE)}
 
 
-def _inside(link: Link, gpus: list[str]) -> bool:
-    """Whether each end is one of these GPUs, or a switch or processor of the same node."""
-    return link.kind != "network" and all(
-        not end.startswith("gpu") or end in gpus for end in (link.a, link.b)
-    )
-
-
-def _tightest(links: list[Link], gpus: list[str]) -> float:
-    """Return the minimum cut between any two GPUs, or the total of a single GPU's links."""
-    if len(gpus) < 2:
-        return sum(link.bytes_per_s for link in links if gpus[0] in (link.a, link.b))
-    return min(_flow(links, gpus[0], other) for other in gpus[1:])
-
-
 def _flow(links: list[Link], source: str, target: str) -> float:
     """Return the maximum flow in bytes per second (Edmonds-Karp algorithm)."""
     room: dict[str, dict[str, float]] = {}
     for link in links:
         for a, b in ((link.a, link.b), (link.b, link.a)):
             room.setdefault(a, {})[b] = room.get(a, {}).get(b, 0.0) + link.bytes_per_s
+
+    def open_from(here: str) -> list[str]:
+        return [other for other, left in room.get(here, {}).items() if left > 0]
+
     total = 0.0
-    while True:
-        came: dict[str, str] = {source: ""}
-        todo = deque([source])
-        while todo and target not in came:
-            here = todo.popleft()
-            for other, left in room.get(here, {}).items():
-                if left > 0 and other not in came:
-                    came[other] = here
-                    todo.append(other)
-        if target not in came:
-            return total
-        way = []
-        here = target
-        while came[here]:
-            way.append((came[here], here))
-            here = came[here]
+    while way := _search([source], [target], open_from):
         least = min(room[a][b] for a, b in way)
         for a, b in way:
             room[a][b] -= least
             room[b][a] = room[b].get(a, 0.0) + least
         total += least
+    return total
 
 
 @dataclass(frozen=True)

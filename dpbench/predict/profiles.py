@@ -128,33 +128,30 @@ def optimizer_s(name: str, sizes_bytes: Sequence[int], speed: Speed) -> tuple[fl
 def phase_s(trace: Trace, phase: Phase, speed: Speed) -> float:
     """Return the total duration in seconds of a phase's kernels, which run one after the other."""
     if phase is Phase.OPTIMIZER:
-        return optimizer_s(trace.optimizer_name, trace.parameters.sizes_bytes, speed)[0]
-    return sum(speed.op_s(op) for op in trace.ops if op.phase is phase)
+        return optimizer_s(trace.optimizer_name, trace.parameter_bytes, speed)[0]
+    return sum(map(speed.op_s, trace.during(phase)))
 
 
 def of_trace(trace: Trace) -> Profile:
     """Return the counts of a traced model as a profile without timings."""
     rows = trace.rows
-
-    def moved(phase: Phase) -> float:
-        return sum(op.bytes for op in trace.ops if op.phase is phase) / rows
-
+    forward, backward = trace.during(Phase.FORWARD), trace.during(Phase.BACKWARD)
     return Profile(
         model=trace.model,
-        parameter_tensors=len(trace.parameters.sizes_bytes),
-        parameter_bytes=trace.parameters.bytes,
-        buffer_bytes=trace.buffers.bytes,
-        buffer_tensors=len(trace.buffers.sizes_bytes),
+        parameter_tensors=len(trace.parameter_bytes),
+        parameter_bytes=sum(trace.parameter_bytes),
+        buffer_bytes=sum(trace.buffer_bytes),
+        buffer_tensors=len(trace.buffer_bytes),
         modules=trace.modules,
-        input_bytes=trace.inputs.bytes / rows,
-        output_bytes=trace.output.bytes / rows,
-        forward_flop=trace.flop(Phase.FORWARD) / rows,
-        backward_flop=trace.flop(Phase.BACKWARD) / rows,
-        forward_launches=trace.launches(Phase.FORWARD),
-        backward_launches=trace.launches(Phase.BACKWARD),
-        forward_bytes=moved(Phase.FORWARD),
-        backward_bytes=moved(Phase.BACKWARD),
-        gradient_bytes=tuple(trace.parameters.sizes_bytes[n] for n in trace.ready),
+        input_bytes=sum(trace.input_bytes) / rows,
+        output_bytes=sum(trace.output_bytes) / rows,
+        forward_flop=sum(op.flop for op in forward) / rows,
+        backward_flop=sum(op.flop for op in backward) / rows,
+        forward_launches=sum(op.bytes > 0 for op in forward),
+        backward_launches=sum(op.bytes > 0 for op in backward),
+        forward_bytes=sum(op.bytes for op in forward) / rows,
+        backward_bytes=sum(op.bytes for op in backward) / rows,
+        gradient_bytes=tuple(trace.parameter_bytes[n] for n in trace.ready),
         source="traced",
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,12 +82,16 @@ class OpRecorder(TorchDispatchMode):
         self._forgotten: set[int] = set()
         self._count = 0
 
-    def part(self, name: str, phase: Phase) -> OpPart:
-        """Return a context manager under which ops are recorded in the part `name` of the step."""
-        return OpPart(self, name, phase)
+    @contextmanager
+    def part(self, name: str, phase: Phase) -> Iterator[None]:
+        """Record the ops of the body in the part `name` of the step; ignore those outside parts."""
+        self._enter(name, phase)
+        try:
+            yield
+        finally:
+            self._enter("", None)
 
-    def enter(self, name: str, phase: Phase | None) -> None:
-        """Record all following ops in the part `name`, or ignore them if `phase` is None."""
+    def _enter(self, name: str, phase: Phase | None) -> None:
         self._phase = phase
         self._ops = self._parts.setdefault(name, [])
         self._events = []
@@ -245,21 +250,6 @@ def _causal(args: Sequence[Any]) -> dict[str, Any]:
 
 def _in_full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
-
-
-class OpPart:
-    """The context manager of one part of the step; the recorder ignores ops outside all parts."""
-
-    def __init__(self, recorder: OpRecorder, name: str, phase: Phase) -> None:
-        self._recorder = recorder
-        self._name = name
-        self._phase = phase
-
-    def __enter__(self) -> None:
-        self._recorder.enter(self._name, self._phase)
-
-    def __exit__(self, *error: object) -> None:
-        self._recorder.enter("", None)
 
 
 def _traffic(func: Any, args: Any, kwargs: Any, result: Any) -> int:

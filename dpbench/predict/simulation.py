@@ -7,9 +7,8 @@ a single job, regardless of the number of its devices.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from dpbench.predict import events, network
 from dpbench.predict.constants import DEFAULT, Constants, HostCosts
@@ -97,14 +96,12 @@ class _Prices:
             "wakes": host.wake_s,
         }
         self._update = self._update_scale()
-        self._units: dict[str, Callable[[Task], SimulatedJob]] = {
-            "share": self._share,
-            "bytes": self._bytes,
-        }
 
     def job(self, task: Task) -> SimulatedJob:
         """Return the job of one task, without its dependencies."""
-        return self._units.get(task.unit, self._host)(task)
+        if task.unit == "share":
+            return self._share(task)
+        return self._bytes(task) if task.unit == "bytes" else self._host(task)
 
     def _host(self, task: Task) -> SimulatedJob:
         """The amount is a number of host operations, such as launches."""
@@ -220,13 +217,10 @@ class Timeline:
         """Return the duration of the step in seconds."""
         return max((end for _, end in self.times), default=0.0)
 
-    def spans(self, step: int = 0, start_s: float = 0.0) -> list[Span]:
-        """Return a span for each task with a duration above 0.
-
-        `step` is the index of the step in its trial, which starts at `start_s` seconds.
-        """
+    def spans(self) -> list[Span]:
+        """Return a span for each task with a duration above 0, in a trial of this step alone."""
         return [
-            Span(step, task.phase, task.device, "predicted", start_s + begin, start_s + end)
+            Span(0, task.phase, task.device, "predicted", begin, end)
             for task, (begin, end) in zip(self.tasks, self.times, strict=True)
             if end > begin
         ]
@@ -261,7 +255,7 @@ def step(
     Raises UnknownMachine if the machine has too few devices, or no route between two of them.
     """
     check(case, machine)
-    return timeline(tasks_of(case, profile), case, profile, machine, constants)
+    return timeline(of_step(case, profile), case, profile, machine, constants)
 
 
 def timeline(
@@ -272,12 +266,6 @@ def timeline(
     times = events.simulate(jobs, capacity)
     late = _straggling(case, constants)
     return Timeline(tuple(tasks), tuple((times[n][0] * late, times[n][1] * late) for n in number))
-
-
-@lru_cache(maxsize=64)
-def tasks_of(case: Case, profile: Profile) -> list[Task]:
-    """Return the tasks of a step, as `of_step` describes them."""
-    return of_step(case, profile)
 
 
 def _straggling(case: Case, constants: Constants) -> float:

@@ -10,14 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dpbench.predict.allocator import (
-    Names,
-    Tape,
-    clear,
-    gradients_of,
-    settle,
-    take_batch,
-)
+from dpbench.predict.allocator import Names, Tape, clear, gradients_of, settle
 from dpbench.predict.recorder import Op
 from dpbench.predict.trace import Trace
 from dpbench.predict.work import COALESCED_BYTES, DDP_SYNC_BYTES, bucket_sizes, chunks, flat_bytes
@@ -34,17 +27,38 @@ class Shards:
     """Returns the ops of the first and of a later step for tensors of these sizes in bytes."""
 
 
-def single(tape: Tape, trace: Trace, steps: int, device: int = 0, *, keeps: bool = False) -> None:
-    """Add the setup and `steps` training steps of the strategy `single` to the tape.
+STEPS = 3
+"""The training steps of a replay.
+
+The first creates the optimizer's state, the second starts with it, and the third repeats the
+second.
+"""
+
+
+def single(tape: Tape, trace: Trace, *, keeps: bool) -> None:
+    """Add the setup and the training steps of the strategy `single` to the tape.
 
     With `keeps`, the loop fills gradients with zeros instead of dropping them.
     """
-    settle(tape, device, trace)
+    settle(tape, 0, trace)
+    _train(tape, trace, 0, lambda step: None, keeps=keeps)
+
+
+def _train(
+    tape: Tape,
+    trace: Trace,
+    device: int,
+    begin: Callable[[int], None],
+    *,
+    keeps: bool,
+) -> None:
+    """Add the steps of one device; `begin` adds what a wrapper does before the forward of each."""
     state: Names = {}
     gradients: list[int] = []
-    for step in range(steps):
+    for step in range(STEPS):
         gradients = clear(tape, gradients, keeps=keeps)
-        batch = take_batch(tape, device, trace)
+        batch = tape.take_all(device, [*trace.input_bytes, *trace.target_bytes])
+        begin(step)
         names, gradients = _play_passes(tape, device, trace, gradients)
         tape.play(device, trace.optimizer if step else trace.optimizer_first, state)
         tape.give([*names.values(), *batch])
@@ -68,37 +82,29 @@ def _play_passes(tape: Tape, device: int, trace: Trace, kept: list[int]) -> tupl
     return names, kept or gradients_of(trace, names)
 
 
-def ddp(tape: Tape, trace: Trace, steps: int, device: int, *, keeps: bool = False) -> None:
-    """Add the setup and `steps` training steps of one rank of DistributedDataParallel to the tape.
+def ddp(tape: Tape, trace: Trace, device: int, *, keeps: bool) -> None:
+    """Add the setup and the training steps of one rank of DistributedDataParallel to the tape.
 
     `trace` has the rank's rows. With `keeps`, the loop fills gradients with zeros instead of
     dropping them.
     """
     settle(tape, device, trace)
     trainable = [
-        size
-        for size, wants in zip(trace.parameters.sizes_bytes, trace.trainable, strict=True)
-        if wants
+        size for size, wants in zip(trace.parameter_bytes, trace.trainable, strict=True) if wants
     ]
-    for chunk in chunks(
-        [*trace.parameters.sizes_bytes, *trace.buffers.sizes_bytes], DDP_SYNC_BYTES
-    ):
+    for chunk in chunks([*trace.parameter_bytes, *trace.buffer_bytes], DDP_SYNC_BYTES):
         tape.give(tape.take(device, sum(chunk)))
     buckets = [sum(bucket) for bucket in bucket_sizes(trainable[::-1])]
     allocated_buckets = tape.take_all(device, buckets)
-    state: Names = {}
-    gradients: list[int] = []
-    for step in range(steps):
-        gradients = clear(tape, gradients, keeps=keeps)
-        batch = take_batch(tape, device, trace)
+
+    def begin(step: int) -> None:
         if step == 1:  # DDP rebuilds its buckets in the order in which gradients became ready
             tape.give(allocated_buckets)
-            allocated_buckets = tape.take_all(device, buckets)
-        for chunk in chunks(trace.buffers.sizes_bytes, DDP_SYNC_BYTES):
+            tape.take_all(device, buckets)
+        for chunk in chunks(trace.buffer_bytes, DDP_SYNC_BYTES):
             tape.give(tape.take(device, sum(chunk)))
-        names, gradients = _play_passes(tape, device, trace, gradients)
-        tape.play(device, trace.optimizer if step else trace.optimizer_first, state)
-        tape.give([*names.values(), *batch])
+
+    _train(tape, trace, device, begin, keeps=keeps)
 
 
 class EngineMemory:
@@ -117,7 +123,7 @@ class EngineMemory:
         schedule: Schedule,
         *,
         collective: bool,
-        keeps: bool = False,
+        keeps: bool,
     ) -> None:
         self._tape = tape
         self._shards = shards
@@ -125,17 +131,18 @@ class EngineMemory:
         self._collective = collective
         self._keeps = keeps
         self._devices = range(len(shards.parts))
-        self._sizes = shards.whole.parameters.sizes_bytes
+        self._sizes = shards.whole.parameter_bytes
         self._trainable = [n for n, wants in enumerate(shards.whole.trainable) if wants]
+        self._gradient_bytes = [self._sizes[n] for n in self._trainable]
         self._copies: list[int] = []
         self._gradients: list[int] = []
         self._state: list[Names] = [{} for _ in self._devices]
         self._kept = schedule.keeps_replicas
 
-    def run(self, steps: int) -> None:
-        """Add the setup and `steps` training steps to the tape."""
+    def run(self) -> None:
+        """Add the setup and the training steps to the tape."""
         self._setup()
-        for step in range(steps):
+        for step in range(STEPS):
             self._step(step)
 
     def _setup(self) -> None:
@@ -162,29 +169,21 @@ class EngineMemory:
         """
         if self._schedule is not Schedule.SHARDED or not self._collective:
             return self._stepped()
-        return [self._flat_bytes]
+        return [flat_bytes(self._gradient_bytes)]
 
     def _stepped(self) -> list[int]:
         """Return the sizes of the tensors that the optimizer of one device steps."""
         if self._schedule is not Schedule.SHARDED:
-            return [self._sizes[n] for n in self._trainable]
-        return [-(-self._flat_bytes // len(self._devices))]
-
-    @property
-    def _flat_bytes(self) -> int:
-        return flat_bytes([self._sizes[n] for n in self._trainable])
+            return self._gradient_bytes
+        return [-(-flat_bytes(self._gradient_bytes) // len(self._devices))]
 
     def _step(self, step: int) -> None:
         tape = self._tape
         parts = self._shards.parts
         tape.give(self._gradients)
-        batch = [
-            h for i, trace in enumerate(parts) for h in tape.take_all(i, trace.inputs.sizes_bytes)
-        ]
+        batch = [h for i, trace in enumerate(parts) for h in tape.take_all(i, trace.input_bytes)]
         if self._kept:
-            batch += [
-                h for i, t in enumerate(parts) for h in tape.take_all(i, t.target.sizes_bytes)
-            ]
+            batch += [h for i, t in enumerate(parts) for h in tape.take_all(i, t.target_bytes)]
         self._replicate()
         names: list[Names] = [{} for _ in parts]
         self._gradients = []
@@ -196,25 +195,17 @@ class EngineMemory:
             self._local_loss(names, first=step == 0)
         else:
             gathered = self._gather()
-            batch += tape.take_all(0, self._shards.whole.target.sizes_bytes)
+            batch += tape.take_all(0, self._shards.whole.target_bytes)
             tape.play(0, self._shards.whole.loss, whole)
             self._hand_out(whole, names)
         for i, trace in enumerate(parts):
             tape.play(i, trace.backward, names[i])
         if not self._kept:
-            self._sum(
-                [
-                    h
-                    for trace, held in zip(parts, names, strict=True)
-                    for h in gradients_of(trace, held, self._trainable)
-                ]
-            )
+            self._sum(self._of_replicas(names, self._trainable))
             if self._schedule is not Schedule.CACHED:
                 tape.give(self._copies)
         losses = [whole.pop(number) for number in self._shards.whole.losses if number in whole]
-        replica_gradients = [
-            h for trace, held in zip(parts, names, strict=True) for h in gradients_of(trace, held)
-        ]
+        replica_gradients = self._of_replicas(names)
         tape.give(
             [*batch, *gathered, *whole.values(), *(h for each in names for h in each.values())]
         )
@@ -226,6 +217,14 @@ class EngineMemory:
         self._optimize(step)
         tape.give([*replica_gradients, *losses])
 
+    def _of_replicas(self, names: Sequence[Names], numbers: list[int] | None = None) -> list[int]:
+        """Remove the replicas' gradients from `names`, and return their allocations."""
+        return [
+            holding
+            for trace, held in zip(self._shards.parts, names, strict=True)
+            for holding in gradients_of(trace, held, numbers)
+        ]
+
     def _replicate(self) -> None:
         tape = self._tape
         whole = self._shards.whole
@@ -233,7 +232,7 @@ class EngineMemory:
         self._copies = []
         if not self._kept:
             self._broadcast(self._sizes)
-        self._broadcast(whole.buffers.sizes_bytes)
+        self._broadcast(whole.buffer_bytes)
         tape.give(former)
 
     def _broadcast(self, sizes: Sequence[int]) -> None:
@@ -262,8 +261,8 @@ class EngineMemory:
         if len(parts) == 1:
             return []
         gathered: list[int] = []
-        for j, size in enumerate(whole.output.sizes_bytes):
-            moved = [h for trace in parts[1:] for h in tape.take(0, trace.output.sizes_bytes[j])]
+        for j, size in enumerate(whole.output_bytes):
+            moved = [h for trace in parts[1:] for h in tape.take(0, trace.output_bytes[j])]
             gathered += tape.take(0, size)
             tape.give(moved)
         return gathered
@@ -280,7 +279,7 @@ class EngineMemory:
                 replica_number = trace.output_gradients[j]
                 if len(parts) == 1:
                     names[i][replica_number or 0] = whole.pop(number)
-                elif taken := tape.take(i, trace.output.sizes_bytes[j]):
+                elif taken := tape.take(i, trace.output_bytes[j]):
                     names[i][replica_number or 0] = taken[0]
             tape.give([whole.pop(number, -1)])
 
@@ -296,7 +295,7 @@ class EngineMemory:
         if first:
             check = self._gather()
             rest: Names = {}
-            check += tape.take_all(0, self._shards.whole.target.sizes_bytes)
+            check += tape.take_all(0, self._shards.whole.target_bytes)
             tape.play(0, self._shards.whole.loss, rest)
             tape.give([*rest.values(), *check])
         for i, trace in enumerate(parts):
@@ -310,20 +309,19 @@ class EngineMemory:
         if count == 1:
             self._gradients += replica_gradients
             return
-        sizes = [self._sizes[n] for n in self._trainable]
         unused = [
             self._sizes[n] for n in self._trainable if self._shards.whole.gradients[n] is None
         ]
         for i in self._devices:
             replica_gradients += tape.take_all(i, unused)
         if self._collective:
-            for chunk in chunks(sizes, COALESCED_BYTES):
+            for chunk in chunks(self._gradient_bytes, COALESCED_BYTES):
                 joined = self._devices if len(chunk) > 1 else ()
                 flats = [h for i in joined for h in tape.take(i, sum(chunk))]
                 self._gradients += tape.take(0, sum(chunk))
                 tape.give(flats)
         else:
-            for size in sizes:
+            for size in self._gradient_bytes:
                 here = tape.take(0, size)
                 self._gradients += tape.take(0, size)
                 for _ in range(count - 2):

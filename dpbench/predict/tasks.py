@@ -7,6 +7,7 @@ list of tasks, and `Chain` the tasks of a process that drives several devices un
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from itertools import count
 
 from dpbench.predict.work import Profile, Task, bucket_sizes
@@ -22,6 +23,7 @@ class Unpredictable(ValueError):
     """The steps of a strategy are not described as tasks, so their time cannot be predicted."""
 
 
+@lru_cache(maxsize=64)
 def of_step(case: Case, profile: Profile) -> list[Task]:
     """Return the tasks of one step; with `EXCHANGEABLE` or more ranks, of one rank only.
 
@@ -30,19 +32,11 @@ def of_step(case: Case, profile: Profile) -> list[Task]:
     """
     traits = case.traits
     ranks = [0] if traits.ranks and case.devices >= EXCHANGEABLE else range(len(case.rows))
-    alone = traits.role in (Role.BASELINE, Role.ALL_CORES)
-    if alone or (traits.role in (Role.WRAPPER, Role.ENGINE) and case.devices == 1):
+    together = traits.role in (Role.WRAPPER, Role.ENGINE)
+    if traits.role in (Role.BASELINE, Role.ALL_CORES) or (together and case.devices == 1):
         return _alone(case, profile)
-    if traits.role is Role.WRAPPER:
-        return Chain(
-            case,
-            profile,
-            Schedule.REFERENCE,
-            threads_marked=False,
-            reduction=Phase.BACKWARD,
-        ).tasks()
-    if traits.role is Role.ENGINE:
-        return Chain(case, profile, schedule_of(case)).tasks()
+    if together:
+        return Chain(case, profile).tasks()
     if traits.role is Role.CONTROL:
         return _ddp(case, profile, ranks)
     if traits.ranks and traits.shards_weights:
@@ -151,25 +145,17 @@ def buckets(profile: Profile) -> list[float]:
 class Chain:
     """A builder of the tasks of one step, for one process that drives several devices.
 
-    Starting the replicas' threads is a task of the host if `threads_marked` is True, otherwise of
-    device 0. `reduction` is the phase in which the gradients are added.
+    torch.nn.DataParallel does not mark the start of the replicas' threads, which is then a task of
+    device 0 and not of the host. It adds the gradients as a part of backward.
     """
 
-    def __init__(
-        self,
-        case: Case,
-        profile: Profile,
-        schedule: Schedule,
-        *,
-        threads_marked: bool = True,
-        reduction: Phase = Phase.REDUCE,
-    ) -> None:
-        self._case, self._profile, self._schedule = case, profile, schedule
-        self._threads_marked, self._reduction = threads_marked, reduction
+    def __init__(self, case: Case, profile: Profile) -> None:
+        self._case, self._profile, self._schedule = case, profile, schedule_of(case)
+        self._wrapper = case.traits.role is Role.WRAPPER
         self._rows = case.rows
         self._devices = range(len(self._rows))
         # a device without rows still takes part in updates by every device
-        self._owners = range(case.devices if schedule.updates_everywhere else 1)
+        self._owners = range(case.devices if self._schedule.updates_everywhere else 1)
         self._graph = Graph()
         self._collectives = 0
 
@@ -229,7 +215,7 @@ class Chain:
         started: list[int] = []
         if len(self._rows) > 1 and not schedule.keeps_replicas:
             unit = "threads" if schedule is Schedule.REFERENCE else "wakes"
-            where = HOST if self._threads_marked else 0
+            where = 0 if self._wrapper else HOST
             started = [graph.add(Phase.FORWARD, where, "host", len(self._rows), unit, copied)]
         return [
             graph.launch(
@@ -296,18 +282,21 @@ class Chain:
         in torch, backward's span in a trace contains its span.
         """
         schedule, graph, profile = self._schedule, self._graph, self._profile
-        inside = self._reduction is Phase.BACKWARD
-        overlap = [task for end in ready for task in graph.tasks[end].overlap] if inside else []
+        phase = Phase.REDUCE
+        overlap: list[int] = []
+        if self._wrapper:
+            phase = Phase.BACKWARD
+            overlap = [task for end in ready for task in graph.tasks[end].overlap]
         sharded = schedule is Schedule.SHARDED
         tensors = 1 if sharded else profile.parameter_tensors * len(self._rows)
         owners = self._owners
         joined = [
-            graph.add(self._reduction, i, "host", tensors / len(owners), "tensors", ready, overlap)
+            graph.add(phase, i, "host", tensors / len(owners), "tensors", ready, overlap)
             for i in owners
         ]
         kind = {Schedule.ALLREDUCE: "all_reduce", Schedule.SHARDED: "reduce_scatter"}
         return graph.each(
-            self._reduction,
+            phase,
             owners,
             self._collective(kind.get(schedule, "reduce")),
             profile.parameter_bytes,
@@ -342,12 +331,7 @@ class Chain:
 def _alone(case: Case, profile: Profile) -> list[Task]:
     """Return the tasks on one device: scatter, forward, loss, backward and optimizer."""
     graph = Graph()
-    rows = case.batch_size
-    last = graph.add(Phase.SCATTER, 0, "copy:host:0", rows * profile.input_bytes, "bytes")
-    last = graph.launch(Phase.FORWARD, 0, "host", profile.forward_launches, WHOLE, [last])
-    last = graph.add(Phase.LOSS, 0, "device:0", rows * profile.output_bytes, "bytes", [last])
-    last = graph.launch(Phase.BACKWARD, 0, "host:0", profile.backward_launches, WHOLE, [last])
-    graph.update(case, profile, 0, "host", [last])
+    graph.update(case, profile, 0, "host", _to_backward(graph, case, profile, 0, 1))
     return graph.tasks
 
 

@@ -38,24 +38,13 @@ A tensor with this number of rows is assumed to have one row per sample.
 """
 
 
-@dataclass(frozen=True)
-class Tensors:
-    """The sizes in bytes of a list of tensors."""
-
-    sizes_bytes: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        """Return the sum of the sizes in bytes."""
-        return sum(self.sizes_bytes)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Trace:
     """One step of one model on `rows` samples on one device.
 
     `forward` to `optimizer` are the ops of the parts of the step; the optimizer's first step
-    creates its state. `parameters` and `trainable` are in the order of `module.parameters()`.
+    creates its state. The fields `*_bytes` have the size of each of these tensors;
+    `parameter_bytes` and `trainable` are in the order of `module.parameters()`.
     `ready` lists the indices of the parameters in the order in which backward completes their
     gradients, and `ready_at` the number of backward ops after which each is complete. `outputs`,
     `output_gradients`, `gradients` and `losses` are the numbers of these tensors' storages; a
@@ -71,14 +60,14 @@ class Trace:
     optimizer_first: tuple[Op, ...]
     optimizer: tuple[Op, ...]
     modules: int
-    parameters: Tensors
+    parameter_bytes: tuple[int, ...]
     trainable: tuple[bool, ...]
     ready: tuple[int, ...]
     ready_at: tuple[int, ...]
-    buffers: Tensors
-    inputs: Tensors
-    target: Tensors
-    output: Tensors
+    buffer_bytes: tuple[int, ...]
+    input_bytes: tuple[int, ...]
+    target_bytes: tuple[int, ...]
+    output_bytes: tuple[int, ...]
     outputs: tuple[int, ...]
     output_gradients: tuple[int | None, ...]
     gradients: tuple[int | None, ...]
@@ -93,13 +82,9 @@ class Trace:
         """Return the ops of one complete later step, in the order of execution."""
         return (*self.forward, *self.loss, *self.loss_backward, *self.backward, *self.optimizer)
 
-    def flop(self, *phases: Phase) -> float:
-        """Return the total FLOP in the given phases, by default in all."""
-        return sum(op.flop for op in self.ops if not phases or op.phase in phases)
-
-    def launches(self, *phases: Phase) -> int:
-        """Return the number of ops that start a kernel in the given phases, by default in all."""
-        return sum(op.bytes > 0 for op in self.ops if not phases or op.phase in phases)
+    def during(self, *phases: Phase) -> list[Op]:
+        """Return the ops of one complete later step in the given phases."""
+        return [op for op in self.ops if op.phase in phases]
 
 
 def trace(
@@ -215,26 +200,21 @@ class _TracedStep:
             roles = {**self._step(""), "released_at": released}
         for hook in hooks:
             hook.remove()
-        ops = self._recorder.ops(*PARTS)
+        parts: dict[str, Any] = {**self._recorder.ops(*PARTS)}
         return Trace(
             model=self._model.name,
             rows=self._rows,
-            forward=ops["forward"],
-            loss=ops["loss"],
-            loss_backward=ops["loss_backward"],
-            backward=ops["backward"],
-            optimizer_first=ops["optimizer_first"],
-            optimizer=ops["optimizer"],
             modules=sum(1 for _ in self._module.modules()),
-            parameters=_sizes(self._parameters),
+            parameter_bytes=_sizes(self._parameters),
             trainable=tuple(p.requires_grad for p in self._parameters),
             ready=tuple(n for n, _ in self._ready),
             ready_at=tuple(at for _, at in self._ready),
-            buffers=_sizes(self._module.buffers()),
-            inputs=_sizes(self._inputs),
-            target=_sizes(tree_flatten(self._target)[0]),
+            buffer_bytes=_sizes(self._module.buffers()),
+            input_bytes=_sizes(self._inputs),
+            target_bytes=_sizes(tree_flatten(self._target)[0]),
             optimizer_name=type(self._optimizer).__name__,
             fake=self._fake,
+            **parts,
             **roles,
         )
 
@@ -280,7 +260,7 @@ class _TracedStep:
         tracked = [*self._parameters, *self._module.buffers(), *inputs, *leaves]
         roles = {
             "released_at": tuple(saved.at(x) for x in tracked if isinstance(x, torch.Tensor)),
-            "output": _sizes(leaves),
+            "output_bytes": _sizes(leaves),
             "outputs": tuple(record.storage(x) for x in leaves if isinstance(x, torch.Tensor)),
             "output_gradients": names,
             "gradients": tuple(
@@ -295,6 +275,7 @@ class _TracedStep:
 
 
 PARTS = ("forward", "loss", "loss_backward", "backward", "optimizer_first", "optimizer")
+"""The parts of the two traced steps of which `Trace` has the ops, in fields of these names."""
 
 
 def _run_backward(end: torch.Tensor) -> None:
@@ -363,8 +344,8 @@ class _Held:
         self.tensor = tensor
 
 
-def _sizes(values: Iterable[Any]) -> Tensors:
-    return Tensors(tuple(value.nbytes for value in values if isinstance(value, torch.Tensor)))
+def _sizes(values: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(value.nbytes for value in values if isinstance(value, torch.Tensor))
 
 
 def _rows_of(value: Any, rows: int, device: torch.device) -> Any:

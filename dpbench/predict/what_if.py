@@ -97,8 +97,8 @@ def _of(predictor: Predictor, case: Case) -> Iterator[WhatIf]:
     )
     for name in EFFECTS:
         yield what_if(f"dpbench's schedule {name}", replace(now, schedule=name), name)
-    faster = replace(predictor, constants=predictor.constants.changed(bus_scale=FASTER))
+    faster = replace(predictor, constants=replace(predictor.constants, bus_scale=FASTER))
     yield what_if(f"links {FASTER:g} times as fast", now, changed=faster)
     yield what_if("twice the batch", replace(now, batch_size=2 * now.batch_size))
-    quick = replace(predictor, constants=predictor.constants.changed(host_scale=0.5))
+    quick = replace(predictor, constants=replace(predictor.constants, host_scale=0.5))
     yield what_if("a host twice as fast", now, changed=quick)

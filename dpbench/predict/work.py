@@ -22,28 +22,6 @@ SLOT_BYTES = 64
 """The alignment of each tensor in a flat buffer."""
 
 
-def buckets(
-    sizes: Sequence[float], limit: float = BUCKET_BYTES, first: float | None = None
-) -> list[range]:
-    """Split tensors into consecutive buckets, and return the indices of each bucket's tensors.
-
-    `sizes` are in bytes. A bucket is full when its size is at least `limit`; `first` is the limit
-    of the first bucket, by default `limit`.
-    """
-    runs = []
-    start = 0
-    total = 0.0
-    full = limit if first is None else first
-    for i, size in enumerate(sizes):
-        total += size
-        if total >= full:
-            runs.append(range(start, i + 1))
-            start = i + 1
-            total = 0.0
-            full = limit
-    return runs + ([range(start, len(sizes))] if start < len(sizes) else [])
-
-
 def chunks(sizes_bytes: Sequence[int], limit_bytes: int) -> list[list[int]]:
     """Split tensor sizes into consecutive groups of at most `limit_bytes`, like `take_tensors`.
 
@@ -62,7 +40,15 @@ def bucket_sizes(sizes: Sequence[Size]) -> list[list[Size]]:
 
     `sizes` are in bytes, in the order in which backward finishes the gradients.
     """
-    return [[sizes[i] for i in run] for run in buckets(sizes, first=FIRST_BUCKET_BYTES)]
+    runs: list[list[Size]] = [[]]
+    total, full = 0.0, FIRST_BUCKET_BYTES
+    for size in sizes:
+        runs[-1].append(size)
+        total += size
+        if total >= full:
+            runs.append([])
+            total, full = 0.0, BUCKET_BYTES
+    return [run for run in runs if run]
 
 
 def flat_bytes(sizes_bytes: Sequence[int]) -> int:

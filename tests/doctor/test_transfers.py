@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
 import pytest
@@ -88,8 +87,3 @@ def test_copies_of_this_machine_arrive_unchanged() -> None:
     found = transfers.measured(copies(torch.cuda.device_count()))
     assert not [one for one in found if one.failure or one.wrong]
     assert all(one.bytes_per_s > 1e8 for one in found)
-
-
-def test_the_child_reads_copies_as_the_parent_writes_them() -> None:
-    text = json.dumps([{"source": 0, "target": 1, "way": DIRECT}])
-    assert [Copy(**one) for one in json.loads(text)] == [Copy(0, 1, DIRECT)]

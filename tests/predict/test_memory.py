@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -68,11 +69,7 @@ def test_the_smallest_free_block_that_fits_is_taken() -> None:
         allocator.give(block)
     allocator.take(13 * MIB)
     assert allocator.reserved_bytes == 48 * MIB
-    assert sorted(length for (length, _, _), _ in allocator._free[False]) == [
-        3 * MIB,
-        12 * MIB,
-        20 * MIB,
-    ]
+    assert [block.size for block in allocator._free[False]] == [3 * MIB, 12 * MIB, 20 * MIB]
 
 
 def test_freed_neighbours_are_joined() -> None:
@@ -80,7 +77,7 @@ def test_freed_neighbours_are_joined() -> None:
     blocks = [allocator.take(4 * MIB) for _ in range(5)]
     for i in (1, 3, 2, 0, 4):
         allocator.give(blocks[i])
-    assert [length for (length, _, _), _ in allocator._free[False]] == [20 * MIB]
+    assert [block.size for block in allocator._free[False]] == [20 * MIB]
     allocator.take(19 * MIB)
     assert allocator.reserved_bytes == 20 * MIB
 
@@ -266,7 +263,7 @@ def excess_bytes(devices: list[DeviceMemory]) -> int:
 def test_gpu_0_has_three_more_sizes_of_a_bert(bert: Traces) -> None:
     """Where weights are the peak, the excess is Adam's averages and the sum of the gradients."""
     devices = needed(cuda(2, 4), bert)
-    sizes = bert.of(4).parameters.bytes
+    sizes = sum(bert.of(4).parameter_bytes)
     assert 109e6 < sizes / 4 < 111e6
     assert excess_bytes(devices) == pytest.approx(3 * sizes, rel=0.01)
     assert devices[0].peak.allocated_bytes == pytest.approx(5 * sizes, rel=0.02)
@@ -279,7 +276,7 @@ def test_gpu_0_has_three_more_sizes_of_a_bert(bert: Traces) -> None:
 def test_torchs_other_gpus_let_weights_go_while_they_go_backward(bert: Traces) -> None:
     """Replicas die when forward returns: no other GPU has all weights and gradients at once."""
     ours, theirs = needed(cuda(2, 4), bert), needed(cuda(2, 4, "torch_dp"), bert)
-    sizes = bert.of(4).parameters.bytes
+    sizes = sum(bert.of(4).parameter_bytes)
     assert theirs[0].peak.allocated_bytes == pytest.approx(ours[0].peak.allocated_bytes, rel=0.01)
     assert ours[1].peak.allocated_bytes > 2 * sizes
     assert theirs[1].peak.allocated_bytes < 1.5 * sizes
@@ -289,13 +286,13 @@ def test_torchs_other_gpus_let_weights_go_while_they_go_backward(bert: Traces) -
 def test_large_batches_move_the_peak_to_backward(bert: Traces) -> None:
     """Then both have activations, and device 0's excess is Adam's averages alone."""
     devices = needed(cuda(4, 64), bert)
-    assert excess_bytes(devices) == pytest.approx(2 * bert.of(4).parameters.bytes, rel=0.01)
+    assert excess_bytes(devices) == pytest.approx(2 * sum(bert.of(4).parameter_bytes), rel=0.01)
 
 
 @pytest.mark.slow
 def test_ddp_has_no_excess_and_one_bucket_copy(bert: Traces) -> None:
     devices = needed(cuda(2, 8, "ddp"), bert)
-    sizes = bert.of(4).parameters.bytes
+    sizes = sum(bert.of(4).parameter_bytes)
     assert excess_bytes(devices) == 0
     assert devices[0].peak.allocated_bytes == pytest.approx(6 * sizes, rel=0.02), (
         "Adam's root makes the peak"
@@ -320,22 +317,17 @@ def test_out_of_memory_says_what_takes_it(bert: Traces) -> None:
 
 @pytest.mark.slow
 def test_the_largest_batch_fits_and_the_next_does_not() -> None:
-    def case(batch_size: int) -> Case:
-        return Case(
-            model="mlp", strategy="dp", devices=2, batch_size=batch_size, device_kind="cuda"
-        )
-
+    case = Case(model="mlp", strategy="dp", devices=2, batch_size=1, device_kind="cuda")
+    traces = traces_of(case)
     capacity = memory.CONTEXT_BYTES + memory.NCCL_BYTES + 64 * MIB
-    found = largest_batch(case, capacity)
-    traces = traces_of(case(1))
-    assert (
-        max(one.process_bytes for one in needed(case(found), traces, capacity_bytes=capacity))
-        <= capacity
-    )
+    found = largest_batch(case, traces, capacity)
+    fits, above = (replace(case, batch_size=batch) for batch in (found, found + 1))
+    held = needed(fits, traces, capacity_bytes=capacity)
+    assert max(one.process_bytes for one in held) <= capacity
     with pytest.raises(OutOfDeviceMemory):
-        needed(case(found + 1), traces, capacity_bytes=capacity)
+        needed(above, traces, capacity_bytes=capacity)
     assert found > 1000
-    assert largest_batch(case, memory.CONTEXT_BYTES) == 0
+    assert largest_batch(case, traces, memory.CONTEXT_BYTES) == 0
 
 
 def test_a_strategy_that_nobody_knows_is_refused() -> None:

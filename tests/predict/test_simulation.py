@@ -54,7 +54,7 @@ def case_of(strategy: str, devices: int, batch: int = 32, **changed: Any) -> Cas
 
 
 def seconds(case: Case, profile: Profile, on: machine.Machine, **changed: Any) -> float:
-    return simulation.step(case, profile, on, DEFAULT.changed(**changed)).seconds
+    return simulation.step(case, profile, on, replace(DEFAULT, **changed)).seconds
 
 
 @pytest.mark.parametrize("strategy", ["single", "torch_dp", "dp", "ddp"])

@@ -80,10 +80,6 @@ class LeftOut:
     left_out: str
 
 
-class NoGpu(ValueError):
-    """Torch finds no GPU on the machine."""
-
-
 def probe(
     say: Say = lambda _: None, *, patience_s: float | None = None, anyway: bool = False
 ) -> Probe:
@@ -91,12 +87,12 @@ def probe(
 
     `say` is called with each line of progress and each warning. If other processes keep the cores
     busy, wait up to `patience_s` seconds; None means DPBENCH_PATIENCE or the default. Raises
-    BusyMachine if the cores are still busy then, unless `anyway`; NoGpu without a GPU; PassFailed
-    if the first pass fails. A later pass that fails ends the probe, and is left out.
+    BusyMachine if the cores are still busy then, unless `anyway`; ValueError without a GPU;
+    PassFailed if the first pass fails. A later pass that fails ends the probe, and is left out.
     """
     count = torch.cuda.device_count()
     if not count:
-        raise NoGpu(
+        raise ValueError(
             "torch finds no GPU on this machine, and predictions are for GPUs only; `dpbench run`"
             " measures steps on this processor within minutes"
         )
@@ -174,14 +170,10 @@ def _gpu_names(count: int, described: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _endings(result: Probe) -> Iterator[str]:
     yield from (f"left out: {one}" for one in result.left_out)
-    yield from _noise(result.load)
-
-
-def _noise(load: foreign_load.Measured) -> Iterator[str]:
-    if foreign_load.busy(load):
-        yield f"{foreign_load.NOISY}: {foreign_load.told(load)}"
-    elif isinstance(load, foreign_load.UnknownLoad):
-        yield str(load)
+    if foreign_load.busy(result.load):
+        yield f"{foreign_load.NOISY}: {foreign_load.told(result.load)}"
+    elif isinstance(result.load, foreign_load.UnknownLoad):
+        yield str(result.load)
 
 
 def _pass(name: str, say: Say) -> list[Figure | LeftOut]:
@@ -234,13 +226,6 @@ def measure() -> Iterator[str | Figure | LeftOut]:
             yield LeftOut(f"all-reduces between GPUs, because {failed}")
 
 
-def measure_toml(
-    say: Say = lambda _: None, *, patience_s: float | None = None, anyway: bool = False
-) -> str:
-    """Measure this machine and return the text of its machine file; see `probe`."""
-    return to_toml(probe(say, patience_s=patience_s, anyway=anyway))
-
-
 def _copies(count: int) -> Iterator[Figure]:
     """Yield the rates of copies from the host to each GPU, and directly between all pairs of GPUs.
 
@@ -258,8 +243,7 @@ def to_toml(result: Probe) -> str:
     """Return the text of a machine file; links from the host to GPUs have the rate of GPU 0."""
     passes = f"{result.passes} of {PASSES} passes in {result.seconds:.0f} s"
     how = f"measured by dpbench doctor in {passes} with torch {torch.__version__}"
-    without = (f"left out: {one}" for one in result.left_out)
-    how = "; ".join([how, *without, *_noise(result.load)])
+    how = "; ".join([how, *_endings(result)])
     noisy = f" ({foreign_load.NOISY})" if foreign_load.busy(result.load) else ""
     count = len(result.gpus)
     what = f"{result.name}, {result.cores} cores: {count} x {result.gpus[0]}{noisy}"
