@@ -1798,7 +1798,7 @@ FAULTS = (
     Fault(
         "loader-best",
         "the rate that was measured as the best need not be the best",
-        "_least([stats.mean_ratio(other.series, row.series) for other in measured])",
+        "_least(ratios)",
         "stats.mean_ratio(min(measured, key=lambda one: one.mean.value).series, row.series)",
         ("tests/measure/test_loaders.py::test_a_curve_without_a_knee_has_none",),
     ),
@@ -1847,8 +1847,8 @@ FAULTS = (
     Fault(
         "loader-bound",
         "the step and the batch are not exchanged",
-        "stats.mean_ratio(steps or _given(step, row), row.series)",
-        "stats.mean_ratio(row.series, steps or _given(step, row))",
+        "stats.mean_ratio(steps or given, row.series)",
+        "stats.mean_ratio(row.series, steps or given)",
         ("tests/measure/test_loaders.py::test_a_measured_step_is_compared_within_rounds",),
     ),
     Fault(
@@ -2001,22 +2001,33 @@ FAULTS = (
     Fault(
         "footprint-smallest",
         "a footprint has the highest peak of all rounds",
-        "held[peak.device] = max(held.get(peak.device, 0), peak.peak_bytes)",
-        "held[peak.device] = min(held.get(peak.device, peak.peak_bytes), peak.peak_bytes)",
+        "max(found)",
+        "min(found)",
         ("tests/report/test_devices.py::test_a_peak_of_any_round_counts_wherever_it_is",),
+        where="analysis.summary.highest",
     ),
     Fault(
         "footprint-last",
         "a footprint is not that of the last round",
-        "held[peak.device] = max(held.get(peak.device, 0), peak.peak_bytes)",
-        "held[peak.device] = peak.peak_bytes",
+        "max(found)",
+        "found[-1]",
         ("tests/report/test_devices.py::test_a_peak_of_any_round_counts_wherever_it_is",),
+        where="analysis.summary.highest",
     ),
     Fault(
         "footprint-used",
         "the memory in use is the highest reading of all rounds",
-        "most[device] = max(most.get(device, 0), int(max(values)))",
-        "most[device] = int(max(values))",
+        """summary.highest(
+            (device, int(max(values)))
+            for trial in group
+            for device, values in sampled.momentary(trial, "memory_used_bytes").items()
+            if 0 <= device < case.working
+        )""",
+        """{
+            device: int(max(values))
+            for trial in group
+            for device, values in sampled.momentary(trial, "memory_used_bytes").items()
+        }""",
         ("tests/report/test_devices.py::test_a_peak_of_any_round_counts_wherever_it_is",),
     ),
     Fault(
@@ -2126,8 +2137,8 @@ FAULTS = (
     Fault(
         "nvml-too-few",
         "checks of GPUs with too few readings are told",
-        'trial.case.device_kind != "cuda" or not measured or not trial.timed',
-        "True",
+        "_lacks(trial, cores)",
+        '""',
         ("tests/analysis/test_sampled.py::test_a_short_window_is_not_checked_and_a_long_one_is",),
     ),
     Fault(

@@ -224,6 +224,7 @@ def _answer(
         one.home.batch_size for one in all_questions if one.home.model == question.home.model
     }
     shown = decision.row or (question.candidates or question.rows)[0]
+    noisy = any(foreign_load.NOISY in row.labels for row in question.rows)
     return Answer(
         subject=_subject(question, all_questions),
         home=question.home,
@@ -244,19 +245,7 @@ def _answer(
             if again and pending
             else commands.following(question, decision, machine, measured)
         ),
-        labels=tuple(
-            dict.fromkeys(
-                [
-                    *shown.labels,
-                    *(
-                        label
-                        for row in question.rows
-                        for label in row.labels
-                        if label == foreign_load.NOISY
-                    ),
-                ]
-            )
-        ),
+        labels=tuple(dict.fromkeys([*shown.labels, *[foreign_load.NOISY] * noisy])),
     )
 
 
@@ -472,10 +461,8 @@ def _loses(row: Row, base: Row) -> str:
     lost_s = row.step.value - base.step.value / divisor
     if lost_s <= 0:
         return "loses no time against perfect scaling"
-    phases = {
-        name: row.phases.get(name, 0.0) - base.phases.get(name, 0.0) / divisor
-        for name in {**row.phases, **base.phases}
-    }
+    ideal = {name: seconds / divisor for name, seconds in base.phases.items()}
+    phases = summary.changes(ideal, row.phases)
     clause = (
         f"loses {words.time(lost_s)} of {words.time(row.step.value)} per step against perfect"
         " scaling"

@@ -11,6 +11,7 @@ from dpbench.analysis import hosts, sampled, uneven, validity
 from dpbench.analysis.summary import FAKE_GPU, Row, baseline_in
 from dpbench.hardware import foreign_load
 from dpbench.records import Case, Source, Status, Trial, fake, words
+from dpbench.records.grouping import grouped
 from dpbench.records.observed import observed
 from dpbench.store import UnreadableRow
 
@@ -131,25 +132,7 @@ def _of_rows(unreadable: Sequence[UnreadableRow]) -> Iterator[Caveat]:
 
 def _of_cases(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> Iterator[Caveat]:
     """Yield the caveats on cases and their trials; `cores` is 0 if unknown."""
-    by_problem: dict[tuple[str, str], list[tuple[Case, str]]] = {}
-    for row in rows:
-        first = row.reason.partition("\n")[0] or "no reason given"
-        if row.outcome != Status.OK:
-            by_problem.setdefault((row.outcome, f"{row.outcome}: {first}"), []).append(
-                (row.case, "")
-            )
-        elif row.reason:
-            by_problem.setdefault(("rounds", f"some rounds gave no result: {first}"), []).append(
-                (row.case, "")
-            )
-        for name, estimate in (("step time", row.step), ("speed-up", row.speedup)):
-            if estimate and estimate.doubt:
-                remedy = "more steps" if row.case.traits.observed else words.REMEDY
-                few = (
-                    f"{words.withheld(estimate)} for the {name} ({estimate.doubt}); {remedy} would"
-                    " help"
-                )
-                by_problem.setdefault(("doubt", few), []).append((row.case, ""))
+    by_problem = grouped((problem, (row.case, "")) for row in rows for problem in _of_row(row))
     for rule, details in validity.troubles(trials, cores).items():
         by_problem[rule.name, rule.headline] = list(details.items())
     if lacking := validity.unchecked(trials, cores):
@@ -160,6 +143,20 @@ def _of_cases(rows: Sequence[Row], trials: Sequence[Trial], cores: int) -> Itera
         by_problem[sampled.NOT_CHECKED, few] = list(lacking.items())
     for (kind, text), cases in by_problem.items():
         yield Caveat(kind=kind, text=text, cases=tuple(cases), every=len(cases) == len(rows) > 1)
+
+
+def _of_row(row: Row) -> Iterator[tuple[str, str]]:
+    """Yield the kind and the text of each problem of a row."""
+    first = row.reason.partition("\n")[0] or "no reason given"
+    if row.outcome != Status.OK:
+        yield row.outcome, f"{row.outcome}: {first}"
+    elif row.reason:
+        yield "rounds", f"some rounds gave no result: {first}"
+    remedy = "more steps" if row.case.traits.observed else words.REMEDY
+    for name, estimate in (("step time", row.step), ("speed-up", row.speedup)):
+        if estimate and estimate.doubt:
+            few = f"{words.withheld(estimate)} for the {name} ({estimate.doubt})"
+            yield "doubt", f"{few}; {remedy} would help"
 
 
 def _of_steps(rows: Sequence[Row]) -> Iterator[Caveat]:

@@ -58,7 +58,7 @@ def measure(cases: Sequence[Case], *, machine: Resources, **how: Any) -> str:
         "placement": "" if first.placement == Case.placement else first.placement,
         "batch_per_device" if weak else "batch_sizes": _sorted(shares if weak else batches),
         "device_memory": first.device_memory_bytes,
-        **{name: _unique(cases, name) for name in LOOP},
+        **{name: tuple(dict.fromkeys(getattr(case, name) for case in cases)) for name in LOOP},
         **how,
     }
     try:
@@ -252,10 +252,6 @@ def _rounds_needed(speedup: Estimate) -> int:
 
 LOOP = tuple(name for name in HABITS if hasattr(Options, name))
 """The habits of a training loop that are options of a run."""
-
-
-def _unique(cases: Iterable[Case], name: str) -> tuple[Any, ...]:
-    return tuple(dict.fromkeys(getattr(case, name) for case in cases))
 
 
 def _sorted(values: Iterable[int]) -> tuple[int, ...]:

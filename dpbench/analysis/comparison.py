@@ -9,16 +9,14 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from dpbench.analysis import stats
+from dpbench.analysis import stats, summary
 from dpbench.analysis.summary import FAKE_GPU, all_labels, measured, order, shown
 from dpbench.records import Case, Source, Trial, words
+from dpbench.records.grouping import grouped
 from dpbench.records.trial import Estimate
-
-if TYPE_CHECKING:
-    from dpbench.store import PastRun
+from dpbench.store import PastRun
 
 UNKNOWN = "unknown"
 FAKES = "fake GPUs"
@@ -202,7 +200,7 @@ def compare(
         ratio = stats.ratio(measured(earlier), measured(later), paired=False, level=level)
         verdict = stats.verdict(ratio, margin=margin)
         changes = moved(earlier, later)
-        phase, phase_s = _largest(changes)
+        phase, phase_s = summary.largest(changes)
         total_s = sum(map(abs, changes.values()))
         lines.append(
             Comparison(
@@ -233,7 +231,7 @@ def earlier(case: Case, run: Measured, past: Iterable[PastRun]) -> str:
         if unlikes(before, run) or not (found := compare(_timed(case, before), here)):
             continue
         line = found[0]
-        when = datetime.fromtimestamp(before.run.started, UTC).strftime("%Y-%m-%d")
+
         phase = (
             f", most of the change in {line.phase} ({words.signed_time(line.phase_s)})"
             if line.decided
@@ -241,8 +239,8 @@ def earlier(case: Case, run: Measured, past: Iterable[PastRun]) -> str:
         )
         speed = "" if line.ratio.doubt else " the speed"
         return (
-            f"against run {before.run.id[:8]} of {when}: {VERDICTS[line.verdict]}"
-            f" ({words.times(line.ratio)}{speed}){phase}"
+            f"against run {before.run.id[:8]} of {words.day(before.run.started)}:"
+            f" {VERDICTS[line.verdict]} ({words.times(line.ratio)}{speed}){phase}"
         )
     return ""
 
@@ -275,11 +273,8 @@ def _by_case(trials: Iterable[Trial], *, unlike: bool) -> dict[Case, list[Trial]
     If `unlike`, all keys have the same kind of device, except emulated ones, so that GPUs match
     CPUs.
     """
-    groups: dict[Case, list[Trial]] = {}
-    for trial in trials:
-        groups.setdefault(trial.case, []).append(trial)
     chosen: dict[Case, list[Trial]] = {}
-    for case, group in groups.items():
+    for case, group in grouped((trial.case, trial) for trial in trials).items():
         real = unlike and case.device_kind != "emulated"
         key = replace(case, device_kind="cpu", device_ids=()) if real else case
         timed = [trial for trial in group if trial.source.timed]
@@ -338,15 +333,9 @@ def _in_two_modes(before: Sequence[Trial], after: Sequence[Trial]) -> str:
     )
 
 
-def _largest(changes: Mapping[str, float]) -> tuple[str, float]:
-    name = max(sorted(changes), key=lambda phase: abs(changes[phase]))
-    return name, changes[name]
-
-
 def moved(before: Sequence[Trial], after: Sequence[Trial]) -> dict[str, float]:
     """Return the change of each phase in seconds per step, negative if it became shorter."""
-    first, second = (_phase_medians(trials) for trials in (before, after))
-    return {name: second.get(name, 0.0) - first.get(name, 0.0) for name in {**first, **second}}
+    return summary.changes(_phase_medians(before), _phase_medians(after))
 
 
 def _phase_medians(trials: Sequence[Trial]) -> dict[str, float]:

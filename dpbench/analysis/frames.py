@@ -8,9 +8,7 @@ round. The status is "ok" if the numbers can be used, else the trial's fault or 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
-from types import MappingProxyType
 
 import pandas as pd
 
@@ -23,14 +21,19 @@ Columns = dict[str, Sequence[object]]
 
 
 def cases(
-    run_id: str, rows: Sequence[summary.Row], trials: Sequence[Trial], *, raw: bool = False
+    runs: Sequence[tuple[str, Sequence[summary.Row], Sequence[Trial]]], *, raw: bool = False
 ) -> pd.DataFrame:
-    """Return a table with one row per case: the columns of `frame`, then the imbalance indexes.
+    """Return a table with one row per case of the runs, given with their ids.
 
-    For `raw`, see `frame`.
+    It has the run's id, the columns of `frame`, and the imbalance indexes. For `raw`, see `frame`.
     """
-    beside = imbalance.columns([(run_id, trials)], [(run_id, *row.key) for row in rows])
-    return frame(rows, [run_id] * len(rows), beside, raw=raw)
+    ids = ["", *(run_id for run_id, rows, _ in runs for _ in rows)]
+    numbers = summary.records([summary.BLANK, *(row for _, rows, _ in runs for row in rows)])
+    beside = imbalance.records([summary.BLANK], [])
+    for _, rows, trials in runs:
+        beside += imbalance.records(rows, trials)
+    lines = zip(ids, numbers, beside, strict=True)
+    return _frame([{"run_id": run_id, **one, **more} for run_id, one, more in lines], raw=raw)
 
 
 def steps(run_id: str, trials: Sequence[Trial]) -> pd.DataFrame:
@@ -84,18 +87,14 @@ def phases(run_id: str, trials: Sequence[Trial]) -> pd.DataFrame:
     """Return a table with one row per phase of every step; its seconds sum to the step."""
 
     def columns(trial: Trial) -> Columns:
-        split = trial.ledger.phases
-        counts = [len(parts) for parts in split]
-        return {
-            "step": [index for index, count in enumerate(counts) for _ in range(count)],
-            "warmup": [
-                warm
-                for warm, count in zip(trial.by_column.warmup, counts, strict=True)
-                for _ in range(count)
-            ],
-            "phase": list(chain.from_iterable(split)),
-            "seconds": [seconds for parts in split for seconds in parts.values()],
-        }
+        steps = zip(trial.by_column.warmup, trial.ledger.phases, strict=True)
+        rows = [
+            (index, warmup, phase, seconds)
+            for index, (warmup, parts) in enumerate(steps)
+            for phase, seconds in parts.items()
+        ]
+        names = ("step", "warmup", "phase", "seconds")
+        return {name: [row[place] for row in rows] for place, name in enumerate(names)}
 
     return _table(run_id, trials, columns)
 
@@ -117,16 +116,15 @@ def samples(run_id: str, trials: Sequence[Trial]) -> pd.DataFrame:
 def _table(
     run_id: str, trials: Sequence[Trial], columns: Callable[[Trial], Columns]
 ) -> pd.DataFrame:
-    empty = columns(Trial(case=summary.BLANK.case))
+    blank = Trial(case=summary.BLANK.case)
     gathered: dict[str, list[object]] = {
-        name: [] for name in (*_facts(run_id, Trial(case=summary.BLANK.case)), *empty)
+        name: [] for name in (*_facts(run_id, blank), *columns(blank))
     }
     for trial in trials:
         found = columns(trial)
         count = len(next(iter(found.values())))
-        for name, fact in _facts(run_id, trial).items():
-            gathered[name] += [fact] * count
-        for name, values in found.items():
+        facts = {name: [fact] * count for name, fact in _facts(run_id, trial).items()}
+        for name, values in {**facts, **found}.items():
             gathered[name] += values
     return pd.DataFrame(gathered)
 
@@ -142,28 +140,22 @@ def _facts(run_id: str, trial: Trial) -> dict[str, object]:
     }
 
 
-def frame(
-    table: Sequence[summary.Row],
-    run_ids: Sequence[str] = (),
-    extra: Mapping[str, Sequence[object]] = MappingProxyType({}),
-    *,
-    raw: bool = False,
-) -> pd.DataFrame:
+def frame(rows: Sequence[summary.Row], *, raw: bool = False) -> pd.DataFrame:
     """Return the rows as a flat table with the columns of `summary.records`.
 
-    `run_ids`, if given, become the first column, and those of `extra` the last ones, with one value
-    per row. A number that reports withhold is NaN, and its column `*_withheld` has the reason;
-    `raw` keeps the number. The phases of a step are withheld together with its time.
+    A number that reports withhold is NaN, and its column `*_withheld` has the reason; `raw` keeps
+    the number. The phases of a step are withheld together with its time.
     """
-    blank, *flat = summary.records([summary.BLANK, *table])
-    frame_of_rows = pd.DataFrame(flat, columns=list(blank))
-    if extra:
-        frame_of_rows = pd.concat([frame_of_rows, pd.DataFrame(dict(extra))], axis=1)
-    if run_ids:
-        frame_of_rows.insert(0, "run_id", list(run_ids))
+    return _frame(summary.records([summary.BLANK, *rows]), raw=raw)
+
+
+def _frame(records: Sequence[Mapping[str, object]], *, raw: bool) -> pd.DataFrame:
+    """Return a table of all records but the first, whose keys are its columns."""
+    blank, *lines = records
+    table = pd.DataFrame(lines, columns=list(blank))
     if not raw:
-        _withhold(frame_of_rows)
-    return frame_of_rows
+        _withhold(table)
+    return table
 
 
 def _withhold(table: pd.DataFrame) -> None:

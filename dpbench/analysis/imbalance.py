@@ -15,8 +15,9 @@ from functools import cached_property
 
 from dpbench.analysis import sampled, stats, summary, transfers
 from dpbench.records import UNATTRIBUTED, Case, Phase, Source, Trial, fake, plan, registry, words
+from dpbench.records.grouping import grouped
 from dpbench.records.registry import Role
-from dpbench.records.trial import Estimate, Key
+from dpbench.records.trial import Estimate, Key, by_key
 from dpbench.records.work import Shapes, received, sent
 
 PHASES = (*(phase.value for phase in Phase), UNATTRIBUTED)
@@ -32,7 +33,6 @@ class Footprint:
     """
 
     case: Case
-    source: Source
     basis: str
     peaks: Mapping[str, Mapping[int, int]]
     used: Mapping[int, int]
@@ -61,29 +61,31 @@ class Footprint:
 
 def footprints(trials: Iterable[Trial]) -> list[Footprint]:
     """Return a footprint for each case and source with peaks by phase, in order of the trials."""
-    peaks_of: dict[Key, dict[str, dict[int, int]]] = {}
-    basis: dict[Key, str] = {}
-    used: dict[Key, dict[int, int]] = {}
-    for trial in (trial for trial in trials if trial.trusted):
-        most = used.setdefault(trial.key, {})
-        for device, values in sampled.momentary(trial, "memory_used_bytes").items():
-            if 0 <= device < trial.case.working:
-                most[device] = max(most.get(device, 0), int(max(values)))
-        for peak in trial.memory:
-            if peak.phase and peak.kind == "allocated" and peak.device >= 0:
-                basis[trial.key] = peak.source
-                held = peaks_of.setdefault(trial.key, {}).setdefault(peak.phase, {})
-                held[peak.device] = max(held.get(peak.device, 0), peak.peak_bytes)
-    return [
-        Footprint(
-            case=case,
-            source=source,
-            basis=basis[case, source],
-            used=dict(sorted(used[case, source].items())),
-            peaks={phase: dict(sorted(peaks[phase].items())) for phase in PHASES if phase in peaks},
+    found = []
+    for (case, _), group in by_key(trial for trial in trials if trial.trusted).items():
+        peaks = [
+            peak
+            for trial in group
+            for peak in trial.memory
+            if peak.phase and peak.kind == "allocated" and peak.device >= 0
+        ]
+        by_phase = grouped((peak.phase, (peak.device, peak.peak_bytes)) for peak in peaks)
+        used = summary.highest(
+            (device, int(max(values)))
+            for trial in group
+            for device, values in sampled.momentary(trial, "memory_used_bytes").items()
+            if 0 <= device < case.working
         )
-        for (case, source), peaks in peaks_of.items()
-    ]
+        if peaks:
+            found.append(
+                Footprint(
+                    case=case,
+                    basis=peaks[-1].source,
+                    peaks={p: summary.highest(by_phase[p]) for p in PHASES if p in by_phase},
+                    used=used,
+                )
+            )
+    return found
 
 
 Figures = Mapping[int, Sequence[float]]
@@ -261,34 +263,29 @@ def _verdict(first: Estimate, control: Estimate | None) -> str:
     )
 
 
-def columns(
-    runs: Iterable[tuple[str, Sequence[Trial]]], rows: Sequence[tuple[str, Case, Source]]
-) -> dict[str, list[object]]:
-    """Return the imbalance columns of a flat table, None for unknown values.
+def records(rows: Iterable[summary.Row], trials: Iterable[Trial]) -> list[dict[str, object]]:
+    """Return the imbalance of each row of a run by name, None for unknown values.
 
-    `runs` has pairs of a run's id and its trials; `rows` the run's id, case and source of each line
-    of the table. The column names are the same for all runs.
+    The names are the same for all rows of all runs.
     """
-    index_of = {
-        (run, i.case, i.source, i.quantity): i for run, trials in runs for i in indexes(trials)
+    index_of = {(index.case, index.source, index.quantity): index for index in indexes(trials)}
+    return [
+        {
+            entry: value
+            for quantity in QUANTITIES
+            for entry, value in _entries(quantity, index_of.get((*row.key, quantity.name))).items()
+        }
+        for row in rows
+    ]
+
+
+def _entries(quantity: Quantity, index: Index | None) -> dict[str, object]:
+    name = f"imbalance_{quantity.name.replace(', ', '_').replace(' ', '_')}"
+    return {
+        **summary.entries(f"{name}_first", index.first if index else None),
+        **summary.entries(f"{name}_most", index.most if index else None),
+        f"{name}_verdict": index.verdict if index else None,
     }
-    values_of: dict[str, list[object]] = {}
-    for quantity in QUANTITIES:
-        name = f"imbalance_{quantity.name.replace(', ', '_').replace(' ', '_')}"
-        of_rows = [index_of.get((*row, quantity.name)) for row in rows]
-        for kind in ("first", "most"):
-            estimates: list[Estimate | None] = [getattr(index, kind, None) for index in of_rows]
-            for part, column in (
-                ("value", "value"),
-                ("low", "low"),
-                ("high", "high"),
-                ("doubt", "withheld"),
-            ):
-                values_of[f"{name}_{kind}_{column}"] = [
-                    getattr(estimate, part, None) for estimate in estimates
-                ]
-        values_of[f"{name}_verdict"] = [index.verdict if index else None for index in of_rows]
-    return values_of
 
 
 # ---------------------------------------------------------------- sources of the amounts

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from itertools import pairwise
 
-from dpbench.analysis import stats
+from dpbench.analysis import stats, summary
+from dpbench.analysis.summary import Row
 from dpbench.records import Case, plan, registry
+from dpbench.records.grouping import grouped
 from dpbench.records.registry import Role
 from dpbench.records.schedule import Schedule, known
-from dpbench.records.trial import Estimate, Key
-
-if TYPE_CHECKING:
-    from dpbench.analysis.summary import Row
+from dpbench.records.trial import Estimate
 
 ENOUGH = 3
 """The least number of measured rungs for which a ladder is computed."""
@@ -24,34 +23,37 @@ ENOUGH = 3
 
 @dataclass(frozen=True, kw_only=True)
 class RungGain:
-    """The gain of a rung over a lower one.
+    """The gain of a rung over a lower one, whose schedule is `over`.
 
-    `name` is the schedule, and `over` that of the lower rung. `ratio` is the speed ratio, above 1
-    if steps become faster; `gain_s` is the time saved in seconds per step. `phase` changed most, by
-    `phase_s` seconds per step, negative if it became shorter.
+    `ratio` is the speed ratio, above 1 if steps become faster; `gain_s` is the time saved in
+    seconds per step. `phase` changed most, by `phase_s` seconds per step, negative if it became
+    shorter.
     """
 
-    name: str
     over: str
     ratio: Estimate
     gain_s: Estimate
     verdict: str
-    phase: str = ""
-    phase_s: float = 0.0
+    phase: str
+    phase_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rung:
-    """One measured rung: the schedule `name` and its row.
+    """One measured rung, with its row.
 
     `change` is its gain over the nearest lower measured rung, None for the lowest. `over_ddp` is
     DDP's step time over the rung's, None if DDP was not measured or the devices are emulated.
     """
 
-    name: str
     row: Row
-    change: RungGain | None = None
-    over_ddp: Estimate | None = None
+    change: RungGain | None
+    over_ddp: Estimate | None
+
+    @property
+    def name(self) -> str:
+        """Return the schedule."""
+        return self.row.case.schedule
 
     @property
     def step(self) -> Estimate:
@@ -64,18 +66,17 @@ class Rung:
 class Ladder:
     """The rungs of one model at one batch size and device count, in ladder order.
 
-    `fastest` has the shortest median step. `single` and `ddp` are the rows of these strategies on
-    the same work, and `limit` is that of `single` on one device's share of the batch; None if not
-    measured. `lost` are the rows of schedules without a result.
+    `fastest` has the shortest median step. `ddp` is the row of this strategy on the same work, and
+    `limit` that of `single` on one device's share of the batch; None if not measured. `lost` are
+    the rows of schedules without a result.
     """
 
     case: Case
     rungs: tuple[Rung, ...]
     fastest: Rung
-    single: Row | None = None
-    ddp: Row | None = None
-    limit: Row | None = None
-    lost: tuple[Row, ...] = ()
+    ddp: Row | None
+    limit: Row | None
+    lost: tuple[Row, ...]
 
 
 def ladders(rows: Iterable[Row], looks: int = 1) -> list[Ladder]:
@@ -84,32 +85,33 @@ def ladders(rows: Iterable[Row], looks: int = 1) -> list[Ladder]:
     The intervals hold together at each of `looks` looks at the run; see `Trial.looks`.
     """
     table = {row.key: row for row in rows}
-    groups: dict[Key, dict[str, Row]] = {}
-    for (case, source), row in table.items():
-        if case.traits.scheduled and case.devices > 1:
-            groups.setdefault((replace(case, schedule=""), source), {})[case.schedule] = row
+    groups = grouped(
+        ((replace(case, schedule=""), source), row)
+        for (case, source), row in table.items()
+        if case.traits.scheduled and case.devices > 1
+    )
     result = []
-    for (case, source), schedules in groups.items():
-        steps = {name: row for name, row in schedules.items() if row.step and row.series}
-        if len(steps.keys() & {*Schedule}) >= ENOUGH:
+    for (case, source), group in groups.items():
+        measured = [row for row in group if row.step and row.series and known(row.case.schedule)]
+        if len(measured) >= ENOUGH:
             rivals = {
                 other: row
                 for (other, whose), row in table.items()
                 if whose is source and row.series
             }
-            lost = tuple(row for row in schedules.values() if not row.step)
-            result.append(_ladder(case, steps, rivals, lost, looks))
+            lost = tuple(row for row in group if not row.step)
+            result.append(_ladder(case, measured, rivals, lost, looks))
     return result
 
 
 def _ladder(
     case: Case,
-    steps: Mapping[str, Row],
+    measured: Iterable[Row],
     rivals: Mapping[Case, Row],
     lost: tuple[Row, ...],
     looks: int,
 ) -> Ladder:
-    """Return the ladder of `steps`, which maps schedules measured on equal work to their rows.
+    """Return the ladder of `measured`, the rows of schedules on equal work.
 
     `case` is theirs without a schedule. `rivals` has the rows of all measured cases, `lost` those
     of schedules without a result.
@@ -121,9 +123,9 @@ def _ladder(
         if case.device_kind != "emulated"
         else None
     )
-    names = [one.value for one in Schedule if one in steps]
-    level = stats.together((len(names) - 1) * looks)  # the gains of all rungs are read together
-    rungs = tuple(_climb({name: steps[name] for name in names}, ddp, level))
+    climbed = sorted(measured, key=lambda row: plan.place(row.case.schedule))
+    level = stats.together((len(climbed) - 1) * looks)  # the gains of all rungs are read together
+    rungs = tuple(_climb(climbed, ddp, level))
     fastest = min(rungs, key=lambda rung: (rung.step.doubt is not None, rung.step.value))
     return Ladder(
         case=case,
@@ -131,37 +133,32 @@ def _ladder(
         fastest=fastest,
         ddp=ddp,
         lost=lost,
-        single=rivals.get(plan.alone(case, case.batch_size)),
         limit=(rivals.get(limit) or rivals.get(replace(limit, options=()))) if limit else None,
     )
 
 
-def _climb(steps: Mapping[str, Row], ddp: Row | None, level: float) -> Iterator[Rung]:
-    """Yield the rungs in ladder order, each with its gain over the nearest lower one."""
-    below = ""
-    for name, row in steps.items():
-        change = _change(name, steps[below], row, over=below, level=level) if below else None
-        over_ddp = stats.ratio(ddp.series, row.series, level=level) if ddp else None
-        yield Rung(name=name, row=row, change=change, over_ddp=over_ddp)
-        below = name
+def _climb(rows: Sequence[Row], ddp: Row | None, level: float) -> Iterator[Rung]:
+    """Yield the rungs in ladder order, each with its gain over the one below."""
+    for below, row in pairwise([None, *rows]):
+        assert row
+        yield Rung(
+            row=row,
+            change=_change(below, row, level) if below else None,
+            over_ddp=stats.ratio(ddp.series, row.series, level=level) if ddp else None,
+        )
 
 
-def _change(name: str, before: Row, after: Row, *, over: str, level: float) -> RungGain:
+def _change(before: Row, after: Row, level: float) -> RungGain:
     """Return the gain of `after` over `before`, from the rounds in which both were measured."""
     ratio = stats.ratio(before.series, after.series, level=level)
-    phases = {
-        p: after.phases.get(p, 0.0) - before.phases.get(p, 0.0)
-        for p in {**before.phases, **after.phases}
-    }
-    phase = max(sorted(phases), key=lambda p: abs(phases[p]), default="")
+    phase, phase_s = summary.largest(summary.changes(before.phases, after.phases))
     return RungGain(
-        name=name,
-        over=over,
+        over=before.case.schedule,
         ratio=ratio,
         gain_s=stats.difference(before.series, after.series, level=level),
         verdict=stats.verdict(ratio),
         phase=phase,
-        phase_s=phases.get(phase, 0.0),
+        phase_s=phase_s,
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from dpbench.records import Case, Phase, Source, Span, Step, Trial, ledger
+from dpbench.records.grouping import grouped
 from dpbench.records.trial import Key
 
 if TYPE_CHECKING:
@@ -104,10 +105,9 @@ def of_rows(rows: Iterable[Row], trials: Iterable[Trial]) -> Mapping[Key, Lanes]
 
     Of the rounds' typical steps, it is the one whose duration is closest to the row's step time.
     """
-    rounds: dict[Key, list[Lanes]] = {}
-    for trial in trials:
-        if trial.trusted and (found := of_trial(trial)):
-            rounds.setdefault(trial.key, []).append(found)
+    rounds = grouped(
+        (trial.key, found) for trial in trials if trial.trusted and (found := of_trial(trial))
+    )
     return {
         row.key: replace(_closest(rounds[row.key], row.step.value), floors=row.floors)
         for row in rows

@@ -118,17 +118,15 @@ def curve(rows: Sequence[Row]) -> LoaderCurve | None:
         return None
     measured = [row for row in loaders if row.step]
     step, steps = _step(loaders[0], rows)
-    points = tuple(
-        LoaderPoint(
-            row=row,
-            of_best=_least([stats.mean_ratio(other.series, row.series) for other in measured]),
-            demand=stats.mean_ratio(steps or _given(step, row), row.series) if step else None,
-        )
-        for row in measured
-    )
+    points = []
+    for row in measured:
+        ratios = [stats.mean_ratio(other.series, row.series) for other in measured]
+        given = {number: [step.value] for number in row.series} if step else {}
+        demand = stats.mean_ratio(steps or given, row.series) if step else None
+        points.append(LoaderPoint(row=row, of_best=_least(ratios), demand=demand))
     knee, possible = _knee({point.workers: point.of_best for point in points})
     shape = _shape(knee, possible, [point.workers for point in points])
-    return LoaderCurve(points=points, shape=shape, knee=knee, possible=possible, step=step)
+    return LoaderCurve(points=tuple(points), shape=shape, knee=knee, possible=possible, step=step)
 
 
 def _step(loader: Row, rows: Sequence[Row]) -> tuple[Estimate | None, stats.Rounds]:
@@ -138,10 +136,6 @@ def _step(loader: Row, rows: Sequence[Row]) -> tuple[Estimate | None, stats.Roun
         return Estimate(given_s, given_s, given_s, 0), {}
     trained = next((row for row in rows if not row.case.traits.loads and row.step), None)
     return (trained.mean, trained.series) if trained else (None, {})
-
-
-def _given(step: Estimate, row: Row) -> stats.Rounds:
-    return {number: [step.value] for number in row.series}
 
 
 def _least(ratios: Sequence[Estimate]) -> Estimate:

@@ -9,7 +9,11 @@ from dpbench.analysis import stats
 from dpbench.analysis.summary import Row
 from dpbench.hardware import foreign_load
 from dpbench.records import HABITS, Case, Trial, words
+from dpbench.records.grouping import grouped
 from dpbench.records.trial import Estimate
+
+_SETTINGS = "Loop settings, as the step time with the setting divided by the step time without it"
+_BESIDE = "Interference, as the step time beside another model divided by the step time alone"
 
 
 def habits(rows: Sequence[Row], trials: Sequence[Trial]) -> list[str]:
@@ -19,32 +23,29 @@ def habits(rows: Sequence[Row], trials: Sequence[Trial]) -> list[str]:
     than three pairs, the sentence gives only the smallest and the largest effect.
     """
     table = {row.key: row for row in rows if row.series and not row.on_fake_gpus}
-    effects: dict[str, list[tuple[Case, Estimate]]] = {}
-    neighbours: dict[str, list[tuple[Case, Estimate]]] = {}
-    for (case, source), row in table.items():
-        for name in HABITS:
-            habit = case.habit(name)
-            usual = table.get((case.without(name), source)) if habit else None
-            if usual and usual is not row:
-                group = neighbours if name == "neighbour" else effects
-                group.setdefault(habit, []).append(
-                    (usual.case, stats.ratio(row.series, usual.series))
-                )
-    clauses = [_of_habit(habit, pairs) for habit, pairs in effects.items()]
-    concurrent = [_of_habit(habit, pairs) for habit, pairs in neighbours.items()]
+    effects = grouped(
+        (
+            (_BESIDE if name == "neighbour" else _SETTINGS, habit),
+            (usual.case, stats.ratio(row.series, usual.series)),
+        )
+        for (case, source), row in table.items()
+        for name in HABITS
+        if (habit := case.habit(name))
+        and (usual := table.get((case.without(name), source)))
+        and usual is not row
+    )
+    clauses = grouped((title, _of_habit(habit, pairs)) for (title, habit), pairs in effects.items())
+    sentences = [
+        f"{title}: {'; '.join(clauses[title])}."
+        for title in (_SETTINGS, _BESIDE)
+        if title in clauses
+    ]
     longest_s = max((trial.setup.get("compile_s", 0.0) for trial in trials), default=0.0)
-    compiled = (
-        f"Compilation, which no step includes, took at most {words.time(longest_s)}."
-        if longest_s
-        else ""
-    )
-    settings = (
-        "Loop settings, as the step time with the setting divided by the step time without it"
-    )
-    compared = f"{settings}: {'; '.join(clauses)}." if clauses else ""
-    beside = "Interference, as the step time beside another model divided by the step time alone"
-    disturbed = f"{beside}: {'; '.join(concurrent)}." if concurrent else ""
-    return [sentence for sentence in (compared, disturbed, compiled) if sentence]
+    if longest_s:
+        sentences.append(
+            f"Compilation, which no step includes, took at most {words.time(longest_s)}."
+        )
+    return sentences
 
 
 def _of_habit(habit: str, pairs: Sequence[tuple[Case, Estimate]]) -> str:
@@ -56,7 +57,7 @@ def _of_habit(habit: str, pairs: Sequence[tuple[Case, Estimate]]) -> str:
     )
 
 
-def noisy(provenance: Mapping[str, Any]) -> str:
-    """Return NOISY and its reasons if others used too much of the cores, else ""."""
+def noisy(provenance: Mapping[str, Any]) -> list[str]:
+    """Return a sentence with the reasons for NOISY rounds; none without any."""
     reasons = provenance.get("noisy")
-    return f"{foreign_load.NOISY}: {'; '.join(reasons.values())}." if reasons else ""
+    return [f"{foreign_load.NOISY}: {'; '.join(reasons.values())}."] if reasons else []

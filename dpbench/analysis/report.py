@@ -96,16 +96,11 @@ class Report:
             trials=trials,
             rows=rows,
             ladders=ladders,
-            notes=tuple(
-                filter(
-                    None,
-                    (
-                        *hosts.sentences(trials),
-                        *notes.habits(rows, trials),
-                        *(loaders.said(loading) if loading else ()),
-                        notes.noisy(provenance),
-                    ),
-                )
+            notes=(
+                *hosts.sentences(trials),
+                *notes.habits(rows, trials),
+                *(loaders.said(loading) if loading else ()),
+                *notes.noisy(provenance),
             ),
             warnings=caveats.caveats(rows, trials, provenance, status, unreadable),
             diagnoses=diagnoses,

@@ -256,16 +256,14 @@ def inverse(estimate: Estimate) -> Estimate:
     return replace(estimate, value=1 / estimate.value, low=1 / estimate.high, high=1 / estimate.low)
 
 
-def difference(
-    first: Rounds, second: Rounds, *, level: float = CONFIDENCE, seed: int = 0
-) -> Estimate:
+def difference(first: Rounds, second: Rounds, *, level: float = CONFIDENCE) -> Estimate:
     """Return the median of `first` minus the median of `second` in seconds.
 
     Common rounds are used, or all if there are none, without NOISY ones if enough others remain
     (see `Timed`).
     """
     common, sides, disturbed = _compared(first, second, paired=True)
-    (one, ones), (other, others) = _medians(sides, seed, together=common)
+    (one, ones), (other, others) = _medians(sides, together=common)
     value = float(np.median(one) - np.median(other))
     n = min(len(one), len(other))
     count = min(len(ones), len(others))
@@ -286,14 +284,14 @@ class Balance:
     most: Estimate
 
 
-def balance(vectors: Vectors, *, seed: int = 0) -> Balance:
+def balance(vectors: Vectors) -> Balance:
     """Return the imbalance of the devices, with intervals.
 
     A device's median is the median over rounds of each round's median. A step is resampled with all
     its devices, so that common disturbances cancel.
     """
     pools = [vectors[key] for key in sorted(vectors)]
-    rounds, resamples = _drawn_steps(tuple(map(len, pools)), seed, RESAMPLES)
+    rounds, resamples = _drawn_steps(tuple(map(len, pools)), RESAMPLES)
     draws = np.empty((*rounds.shape, pools[0].shape[1]))
     for number, (pool, (counts, picks)) in enumerate(zip(pools, resamples, strict=True)):
         draws[rounds == number] = _of_devices(pool, counts)[picks]
@@ -324,7 +322,7 @@ def device_medians(vectors: Vectors) -> Array:
 
 
 def _medians(
-    sides: Sequence[Rounds], seed: int, *, together: bool = False
+    sides: Sequence[Rounds], seed: int = 0, *, together: bool = False
 ) -> list[tuple[Array, Array]]:
     """Return for each series its rounds' medians, and those resampled, (resamples, rounds).
 
@@ -374,14 +372,14 @@ def _drawn(
 
 @lru_cache(maxsize=4)
 def _drawn_steps(
-    sizes: tuple[int, ...], seed: int, resamples: int
+    sizes: tuple[int, ...], resamples: int
 ) -> tuple[NDArray[np.int64], tuple[tuple[Places, NDArray[np.int64]], ...]]:
     """Draw resamples of the steps of several devices, given the number of steps of each round.
 
     Return the rounds of each resample, shape (resamples, rounds); and for each round, resamples of
     its steps (see `_counts`) and the index of one of them for each time that the round was drawn.
     """
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     rounds = _choose(len(sizes), resamples, generator)
     draws = []
     for number, n in enumerate(sizes):
@@ -525,15 +523,18 @@ def verdict(estimate: Estimate, *, margin: float = MARGIN) -> str:
     return "faster" if estimate.low > 1 else "slower" if estimate.high < 1 else "undecided"
 
 
-def chance_above(estimate: Estimate, against: float = 1.0) -> float:
+def _error(ratio: Estimate) -> float:
+    """Return the standard error of the logarithm of a ratio of at least two rounds."""
+    return math.log(ratio.high / ratio.low) / 2 / float(_quantile(ratio.n, ratio.level))
+
+
+def chance_above(estimate: Estimate) -> float:
     """Return the probability that the true value of a ratio of at least two rounds is above one.
 
-    It is one minus the p-value of Student's one-sided test; `against` is the value to be above.
+    It is one minus the p-value of Student's one-sided test.
     """
-    error = (
-        math.log(estimate.high / estimate.low) / 2 / float(_quantile(estimate.n, estimate.level))
-    )
-    apart = math.log(estimate.value / against)
+    error = _error(estimate)
+    apart = math.log(estimate.value)
     if not error:
         return 0.5 + 0.5 * float(np.sign(apart))
     return float(scipy.special.stdtr(estimate.n - 1, apart / error))
@@ -550,11 +551,8 @@ def rounds_to_decide(
     """
     if estimate.n < 2:
         return most
-    error = (
-        math.log(estimate.high / estimate.low) / 2 / float(_quantile(estimate.n, estimate.level))
-    )
     n = np.unique(np.geomspace(estimate.n, most, 400).astype(int))
-    half = _quantile(n, estimate.level) * error * np.sqrt(estimate.n / n)
+    half = _quantile(n, estimate.level) * _error(estimate) * np.sqrt(estimate.n / n)
     apart = half < abs(math.log(estimate.value / against))
     within = half <= math.log(1 + margin) - abs(math.log(estimate.value))
     decided = n[apart | within]

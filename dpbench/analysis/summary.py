@@ -25,6 +25,7 @@ from dpbench.records import (
     Verified,
     plan,
 )
+from dpbench.records.grouping import grouped, summed
 from dpbench.records.registry import Role
 from dpbench.records.trial import Doubt, Estimate, Key, by_key
 from dpbench.records.work import DRAWS
@@ -145,14 +146,18 @@ def rows(trials: Iterable[Trial]) -> list[Row]:
     Among equal settings, one-device strategies come first, in the order of `Role`.
     """
     groups = by_key(sorted(trials, key=lambda trial: order(trial.case)))
-    series: dict[Source, dict[Case, stats.Rounds]] = {}
-    for (case, source), group in groups.items():
-        series.setdefault(source, {})[case] = measured(group)
-    of_case = {source: _of_source(groups, source) for source in series}
+    by_source = {
+        source: {case: group for (case, origin), group in groups.items() if origin is source}
+        for source in Source
+    }
+    series = {
+        source: {case: measured(group) for case, group in alike.items()}
+        for source, alike in by_source.items()
+    }
     table = [
         replace(
             _row(case, group, series[source][case]),
-            floors=transfers.floors(case, of_case[source]),
+            floors=transfers.floors(case, by_source[source]),
         )
         for (case, source), group in groups.items()
     ]
@@ -161,12 +166,6 @@ def rows(trials: Iterable[Trial]) -> list[Row]:
     steps = {row.key: row.step for row in table if row.step}
     draws = {key: group[-1].provenance.get(DRAWS, ()) for key, group in groups.items()}
     return [_compared(row, series[row.source], levels[row.source], steps, draws) for row in table]
-
-
-def _of_source(
-    groups: Mapping[Key, Sequence[Trial]], source: Source
-) -> dict[Case, Sequence[Trial]]:
-    return {case: group for (case, origin), group in groups.items() if origin is source}
 
 
 def order(case: Case) -> tuple[object, ...]:
@@ -290,12 +289,17 @@ def _stated(trial: Trial) -> Estimate | None:
 
 def _memory(trials: Sequence[Trial]) -> dict[int, int]:
     """Return, by device (or HOST), the highest peak of allocated memory in bytes."""
-    peaks: dict[int, int] = {}
-    for memory in (
-        m for trial in trials for m in trial.memory if m.kind == "allocated" and not m.phase
-    ):
-        peaks[memory.device] = max(peaks.get(memory.device, 0), memory.peak_bytes)
-    return dict(sorted(peaks.items()))
+    return highest(
+        (memory.device, memory.peak_bytes)
+        for trial in trials
+        for memory in trial.memory
+        if memory.kind == "allocated" and not memory.phase
+    )
+
+
+def highest(sizes: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """Return the highest of the sizes of each device, given in pairs of a device and a size."""
+    return {device: max(found) for device, found in sorted(grouped(sizes).items())}
 
 
 def _memory_imbalance(case: Case, memory: Mapping[int, int]) -> float | None:
@@ -426,15 +430,22 @@ def scaled(estimate: Estimate, factor: float) -> Estimate:
     )
 
 
+def changes(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """Return by how much each phase became longer, or shorter if negative."""
+    return {name: after.get(name, 0.0) - before.get(name, 0.0) for name in {**before, **after}}
+
+
+def largest(changed: Mapping[str, float]) -> tuple[str, float]:
+    """Return the phase that changed most, and by how much; ("", 0.0) without phases."""
+    return max(sorted(changed.items()), key=lambda one: abs(one[1]), default=("", 0.0))
+
+
 def _phases(trials: Sequence[Trial], step_s: float) -> dict[str, float]:
     """Return the seconds of each phase per step, scaled so that they sum to `step_s`.
 
     Only the middle half of each trial's timed steps, sorted by duration, is used.
     """
-    total: dict[str, float] = {}
-    for trial in trials:
-        for name, seconds in trial.ledger.middle.items():
-            total[name] = total.get(name, 0.0) + seconds
+    total = summed(pair for trial in trials for pair in trial.ledger.middle.items())
     whole = sum(total.values())
     order = [*(phase.value for phase in Phase), UNATTRIBUTED]
     return {name: total[name] / whole * step_s for name in order if name in total}
@@ -443,11 +454,12 @@ def _phases(trials: Sequence[Trial], step_s: float) -> dict[str, float]:
 def _busy(trials: Sequence[Trial]) -> tuple[dict[int, list[float]], str]:
     """Return each device's busy seconds in the timed steps, and their source; ({}, "") if none."""
     for metric, source in BUSY_METRICS.items():
-        seconds: dict[int, list[float]] = {}
-        for device, values in (
-            pair for trial in trials for pair in trial.readings(metric, timed=True).items()
-        ):
-            seconds.setdefault(device, []).extend(values)
+        seconds = grouped(
+            (device, value)
+            for trial in trials
+            for device, values in trial.readings(metric, timed=True).items()
+            for value in values
+        )
         if seconds:
             return dict(sorted(seconds.items())), source
     return {}, ""
@@ -497,12 +509,20 @@ def by_profiled_step(vectors: stats.Vectors, source: str) -> stats.Vectors:
 def records(rows: Sequence[Row]) -> list[dict[str, object]]:
     """Return the numbers of each row by name; every row has the same names.
 
-    Each estimate and percentile has four entries: value, low, high and withheld, the reason why
-    reports do not show it, or None. The names are the same for every run, except for devices beyond
-    the first eight.
+    Each estimate and percentile has the entries of `entries`. The names are the same for every run,
+    except for devices beyond the first eight.
     """
     count = max([DEVICES, *(device + 1 for row in rows for device in (*row.busy, *row.memory))])
     return [_record(row, count) for row in rows]
+
+
+def entries(name: str, number: Estimate | stats.Percentile | None) -> dict[str, object]:
+    """Return the entries of a number in a record; all are None for None.
+
+    They are value, low, high and withheld, the reason why reports do not show it, or None.
+    """
+    parts = {f"{name}_{part}": getattr(number, part, None) for part in ("value", "low", "high")}
+    return parts | {f"{name}_withheld": (number.doubt or None) if number else None}
 
 
 def _record(row: Row, devices: int) -> dict[str, object]:
@@ -514,15 +534,9 @@ def _record(row: Row, devices: int) -> dict[str, object]:
         "steps": row.steps,
     }
     for name in ("step", "mean", "throughput", "speedup", "efficiency", "imbalance"):
-        estimate: Estimate | None = getattr(row, name)
-        for part in ("value", "low", "high"):
-            record[f"{name}_{part}"] = getattr(estimate, part) if estimate else None
-        record[f"{name}_withheld"] = estimate.doubt if estimate else None
+        record |= entries(name, getattr(row, name))
     for number in PERCENTILES:
-        found = row.percentiles.get(number)
-        for part in ("value", "low", "high"):
-            record[f"p{number}_{part}"] = getattr(found, part) if found else None
-        record[f"p{number}_withheld"] = found.doubt or None if found else None
+        record |= entries(f"p{number}", row.percentiles.get(number))
     record |= {f"phase_{name}_s": row.phases.get(name) for name in (*Phase, UNATTRIBUTED)}
     record |= {f"busy_{device}_s": row.busy.get(device) for device in range(devices)}
     record |= {f"memory_{device}_bytes": row.memory.get(device) for device in range(devices)}

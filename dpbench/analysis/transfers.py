@@ -133,14 +133,13 @@ def _seconds(trials: Sequence[Trial], phase: Phase) -> dict[int, float]:
     """
     rounds: dict[int, list[float]] = {}
     for trial in trials:
-        steps: dict[int, list[float]] = {}
         charged = trial.by_column.timed(trial.ledger.charged)
         for device in sorted(
             {d for charge in charged for name, d in charge if name == phase.value}
         ):
-            steps[device] = [charge.get((phase.value, device), 0.0) for charge in charged]
-        for device, values in steps.items():
-            rounds.setdefault(device, []).append(statistics.median(values))
+            rounds.setdefault(device, []).append(
+                statistics.median(charge.get((phase.value, device), 0.0) for charge in charged)
+            )
     return {device: statistics.median(values) for device, values in sorted(rounds.items())}
 
 

@@ -27,6 +27,7 @@ from dpbench.records import (
     Verified,
     words,
 )
+from dpbench.records.grouping import grouped
 from dpbench.records.trial import AVERAGING, FLOAT32, MARK, NO_PROFILE, Products, TrialHost
 
 SIGNIFICANT = 0.01
@@ -132,10 +133,9 @@ def of(trial: Trial, cores: int) -> list[Check]:
 
 def troubles(trials: Iterable[Trial], cores: int) -> dict[ValidityRule, dict[Case, str]]:
     """Return, by rule and case, the worst failed value and the number of failed rounds as text."""
-    seen: dict[tuple[str, Case], list[Check]] = {}
-    for trial in trials:
-        for result in of(trial, cores):
-            seen.setdefault((result.name, trial.case), []).append(result)
+    seen = grouped(
+        ((result.name, trial.case), result) for trial in trials for result in of(trial, cores)
+    )
     by_rule: dict[ValidityRule, dict[Case, str]] = {}
     for rule in RULES:
         for (name, case), checks in seen.items():
@@ -153,20 +153,24 @@ def troubles(trials: Iterable[Trial], cores: int) -> dict[ValidityRule, dict[Cas
 
 def unchecked(trials: Iterable[Trial], cores: int) -> dict[Case, str]:
     """Return which checks by NVML a case on GPUs lacks, and in how many rounds, as text."""
-    missing: dict[Case, list[str]] = {}
-    rounds: Counter[Case] = Counter()
-    for trial in trials:
-        measured = trial.status is Status.OK and trial.source is Source.MEASURED
-        if trial.case.device_kind != "cuda" or not measured or not trial.timed:
-            continue
-        rounds[trial.case] += 1
-        done = {result.name for result in of(trial, cores)}
-        if lacks := [name for name in BY_NVML if name not in done]:
-            missing.setdefault(trial.case, []).append(" and ".join(lacks))
+    lacking = grouped(
+        (trial.case, _lacks(trial, cores))
+        for trial in trials
+        if trial.case.device_kind == "cuda"
+        and trial.status is Status.OK
+        and trial.source is Source.MEASURED
+        and trial.timed
+    )
     return {
-        case: f"{max(lacks, key=len)}, {len(lacks)} of {words.count(rounds[case], 'round')}"
-        for case, lacks in missing.items()
+        case: f"{max(lacks, key=len)}, {number} of {words.count(len(lacks), 'round')}"
+        for case, lacks in lacking.items()
+        if (number := sum(map(bool, lacks)))
     }
+
+
+def _lacks(trial: Trial, cores: int) -> str:
+    done = {result.name for result in of(trial, cores)}
+    return " and ".join(name for name in BY_NVML if name not in done)
 
 
 def mean_clock_hz(trial: Trial, cores: int) -> float | None:

@@ -16,7 +16,7 @@ from dpbench.analysis.answer import Answer, highest_peak
 from dpbench.analysis.decision import Choice
 from dpbench.analysis.findings import Diagnosis
 from dpbench.analysis.findings.rule import Evidence
-from dpbench.analysis.summary import Row
+from dpbench.analysis.summary import Row, scaled
 from dpbench.hardware import foreign_load
 from dpbench.hardware.provenance import Resources
 from dpbench.records import UNATTRIBUTED, Source, Trial, fake, siblings, words
@@ -138,12 +138,7 @@ def _cost(problem: Evidence, row: Row) -> Estimate | None:
         return Estimate(outside, outside, outside, Estimate.ROUNDS)
     if problem.size_s is None or row.step is None:
         return None
-    if problem.share:
-        return problem.share
-    value, low, high = (
-        s / row.step.value for s in (problem.size_s.value, problem.size_s.low, problem.size_s.high)
-    )
-    return Estimate(value, low, high, problem.size_s.n, signed=True)
+    return problem.share or scaled(problem.size_s, 1 / row.step.value)
 
 
 def _subject(row: Row, mine: Sequence[Row], wrapper: str) -> str:

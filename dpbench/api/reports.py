@@ -57,12 +57,10 @@ def write_report(path: Path | None, report: Report) -> Path:
     without matplotlib.
     """
     check_drawings()
-    from dpbench.report import page
+    from dpbench.report import page, templates
 
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page.render(report), encoding="utf-8")
-        return path
+        return templates.write(path, page.render(report))
     kept = page.keep(report, REPORTS)
     if kept.latest_run == report.run_id:
         return LATEST

@@ -16,6 +16,8 @@ from dpbench.api import STORE
 from dpbench.api.reports import report_of, write_report
 from dpbench.api.stored import list_unreadable, side
 from dpbench.records import Trial, words
+from dpbench.report import comparing, naming
+from dpbench.report.templates import write
 from dpbench.store import Store, StoredRun, UnreadableRow
 
 if TYPE_CHECKING:
@@ -116,12 +118,12 @@ class Run:
 
         The columns `*_withheld` say why. The phases of a step are withheld with `step`.
         """
-        return frames.cases(self.id, self.analysis.rows, self._trials)
+        return frames.cases([(self.id, self.analysis.rows, self._trials)])
 
     @property
     def raw_frame(self) -> DataFrame:
         """Return the table `frame` with all numbers, also those that reports withhold."""
-        return frames.cases(self.id, self.analysis.rows, self._trials, raw=True)
+        return frames.cases([(self.id, self.analysis.rows, self._trials)], raw=True)
 
     @property
     def steps(self) -> DataFrame:
@@ -146,8 +148,7 @@ class Run:
         the same text.
         """
         report = self.analysis
-        brief = text.explain(report.answers, report.diagnoses, () if all else report.rows, samples)
-        return f"{brief}\n\n{text.render(report.diagnoses, report.rows)}" if all else brief
+        return text.explain(report.answers, report.diagnoses, report.rows, samples, full=all)
 
     def plot(self) -> Plot:
         """Return the swim lanes of a median step and the speed-ups, which a notebook shows.
@@ -163,8 +164,7 @@ class Run:
 
         Raises LookupError without matplotlib.
         """
-        write_report(Path(path), self.analysis)
-        return Path(path)
+        return write_report(Path(path), self.analysis)
 
     def compare(
         self, after: Run | str | Path, *, margin: float = stats.MARGIN, unlike: bool = False
@@ -186,10 +186,9 @@ class Run:
 
     def __repr__(self) -> str:
         rows = self.analysis.rows
-        labels = " ".join(dict.fromkeys(label for row in rows for label in row.labels))
         return (
             f"<dpbench.Run {self.id[:8]}: {words.count(len(rows), 'case')}, {self.status};"
-            f" {labels}>"
+            f" {' '.join(naming.labels(rows))}>"
         )
 
     def _repr_html_(self) -> str:
@@ -228,23 +227,13 @@ class Compared:
 
     def page(self, path: str | Path) -> Path:
         """Write the page of the comparison, with both runs in each section; return the path."""
-        from dpbench.report import comparing as drawing
-
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(
-            drawing.page(self._before, self._after, self._comparisons), encoding="utf-8"
-        )
-        return Path(path)
+        return write(Path(path), comparing.page(self._before, self._after, self._comparisons))
 
     def __repr__(self) -> str:
-        from dpbench.report import comparing as drawing
-
-        return f"<dpbench.Compared: {drawing.summary(self._comparisons.verdicts)}>"
+        return f"<dpbench.Compared: {comparing.summary(self._comparisons.verdicts)}>"
 
     def __str__(self) -> str:
-        from dpbench.report import comparing as drawing
-
-        return drawing.text(self._before, self._after, self._comparisons)
+        return comparing.text(self._before, self._after, self._comparisons)
 
     def _repr_html_(self) -> str:
         from dpbench.report import notebook

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from dpbench.records import words
 
 if TYPE_CHECKING:
     from dpbench.records import Trial
@@ -66,7 +67,7 @@ def choose(opened: Store, name: str | None) -> StoredRun:
         more = ", and older ones, which `dpbench list runs` lists" if len(named) > NAMED else ""
         raise ValueError(f"the store has no {sought}; its runs are: {shown}{more}")
     if len(runs) > 1:
-        matches = ", ".join(f"{run.id[:12]} ({_date(run)})" for run in runs[:NAMED])
+        matches = ", ".join(f"{run.id[:12]} ({words.minute(run.started)})" for run in runs[:NAMED])
         more = f", and {len(runs) - NAMED} older ones" if len(runs) > NAMED else ""
         raise ValueError(
             f"{name} matches {len(runs)} runs: {matches}{more}; give more characters of the id of"
@@ -77,10 +78,6 @@ def choose(opened: Store, name: str | None) -> StoredRun:
 
 def _called(run: StoredRun) -> str:
     return f"{run.id[:8]} @{run.naming.name}" if run.naming.name else run.id[:8]
-
-
-def _date(run: StoredRun) -> str:
-    return datetime.fromtimestamp(run.started, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def side(store: Path, name: str) -> tuple[StoredRun, list[Trial]]:

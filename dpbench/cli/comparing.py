@@ -149,6 +149,7 @@ def compare(
         raise click.UsageError("--md and --json are two formats of stdout: leave out one of them")
     from dpbench.analysis import comparison
     from dpbench.report import comparing
+    from dpbench.report.templates import write
 
     sides = [
         (run, report_of(run, trials))
@@ -174,8 +175,7 @@ def compare(
     else:
         click.echo((comparing.as_markdown if md else comparing.text)(first, second, comparisons))
     if report:  # a page that cannot be written must not hide the result
-        report.parent.mkdir(parents=True, exist_ok=True)
-        report.write_text(comparing.page(first, second, comparisons), encoding="utf-8")
+        write(report, comparing.page(first, second, comparisons))
         click.echo(f"page: {report}", err=True)
     verdicts = comparisons.verdicts
     sys.exit(EXIT_WORSE if verdicts["slower"] else EXIT_UNDECIDED if verdicts["undecided"] else 0)

@@ -14,9 +14,9 @@ from dpbench.cli import shapes
 from dpbench.cli.options import EXIT_FAILED, EXITS, Documented, json_option, store_option
 from dpbench.cli.shapes import RunFacts, ShownRun, StartedCase
 from dpbench.records import words
+from dpbench.records.grouping import grouped
 
 if TYPE_CHECKING:
-    from dpbench.records import Case, Trial
     from dpbench.store import Store, StoredRun
 
 
@@ -63,9 +63,7 @@ def shown_run(opened: Store, run: StoredRun) -> ShownRun:
     from dpbench.analysis import summary
 
     outcomes = opened.outcomes(run.id)
-    trials: dict[Case, list[Trial]] = {}
-    for trial in opened.summaries(run.id):
-        trials.setdefault(trial.case, []).append(trial)
+    trials = grouped((trial.case, trial) for trial in opened.summaries(run.id))
     labels = {
         case: summary.all_labels(summary.shown(group) or group) for case, group in trials.items()
     }

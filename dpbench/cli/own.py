@@ -233,16 +233,10 @@ def _loader_cases(
 def _step_of(model: str, batch_size: int) -> Case:
     """Return the case of a step on one device, without importing the user's model."""
     from dpbench.measure.selection import default_kind
-    from dpbench.records import Case, registry
-    from dpbench.records.registry import Role
+    from dpbench.records import plan, registry
 
     if ":" in model or model.endswith(".py"):
         registry.check_module(model)
     else:
         registry.check("models", model)
-    return Case(
-        model=model,
-        strategy=registry.of_role(Role.BASELINE),
-        batch_size=batch_size,
-        device_kind=default_kind(),
-    )
+    return plan.baseline(model=model, batch_size=batch_size, device_kind=default_kind())

@@ -180,12 +180,9 @@ def explain(
     if as_json:
         shapes.show(shapes.Explanation.of(chosen, result, samples or 0))
         return
-    click.echo(
-        text.explain(result.answers, result.diagnoses, () if full else result.rows, samples or 0)
-    )
-    if full:
-        click.echo(f"\n{text.render(result.diagnoses, result.rows)}")
-    elif number := sum(len(one.findings) for one in result.diagnoses):
+    click.echo(text.explain(result.answers, result.diagnoses, result.rows, samples or 0, full=full))
+    number = sum(len(one.findings) for one in result.diagnoses)
+    if number and not full:
         click.echo(f"\n{words.count(number, 'finding')}; for the evidence: dpbench explain --all")
 
 
@@ -262,7 +259,7 @@ def export(
     Perfetto or speedscope; with --split, a folder of timelines of one case, for Holistic Trace
     Analysis. pyperf: a suite of one benchmark per case, for `pyperf stats` and `compare_to`.
     """
-    from dpbench.analysis import frames, imbalance, summary
+    from dpbench.analysis import frames, summary
     from dpbench.store import Store, export
 
     export.check(format, every=every, output=output, **only)
@@ -277,12 +274,9 @@ def export(
         frames.parquet([(run.id, trials) for run, trials in runs], output)
         return
     if format == "csv":
-        tables = [(run.id, row) for run, trials in runs for row in summary.rows(trials)]
-        ids = [run for run, _ in tables]
-        beside = imbalance.columns(
-            [(run.id, trials) for run, trials in runs], [(i, *r.key) for i, r in tables]
+        table = frames.cases(
+            [(run.id, summary.rows(trials), trials) for run, trials in runs], raw=True
         )
-        table = frames.frame([row for _, row in tables], ids, beside, raw=True)
         pieces = iter([frames.csv(table)])
     else:
         pieces = export.pieces(format, runs, summary.labels, every=every, **only)

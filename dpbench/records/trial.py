@@ -21,6 +21,7 @@ import msgspec
 from dpbench.records import visible
 from dpbench.records.case import Case, Phase
 from dpbench.records.fake import fake_gpus
+from dpbench.records.grouping import grouped
 from dpbench.records.ledger import Ledger
 from dpbench.records.series import Sample, Samples, Series, Span, Step, Steps
 
@@ -427,10 +428,7 @@ class Trial:
 
 def by_key(trials: Iterable[Trial]) -> dict[Key, list[Trial]]:
     """Return the trials of each case and source, in their order."""
-    groups: dict[Key, list[Trial]] = {}
-    for trial in trials:
-        groups.setdefault(trial.key, []).append(trial)
-    return groups
+    return grouped((trial.key, trial) for trial in trials)
 
 
 def in_schema(case: Case, schema: int) -> Case:

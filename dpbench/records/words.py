@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
+from datetime import UTC, datetime
 from decimal import Decimal
 
 from dpbench.records.trial import Doubt, Estimate
@@ -114,6 +115,16 @@ def time_unit(value: float) -> tuple[float, str]:
     """
     rounded = float(f"{abs(value):.3g}") if value else 1e-3
     return next((pair for pair in _TIMES if rounded >= pair[0]), _TIMES[-1])
+
+
+def day(seconds: float) -> str:
+    """Return the day of a time in seconds since the epoch as text, in UTC."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d")
+
+
+def minute(seconds: float) -> str:
+    """Return a time in seconds since the epoch as text, in UTC."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def size(number_of_bytes: float) -> str:

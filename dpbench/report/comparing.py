@@ -11,7 +11,7 @@ from dpbench.analysis import caveats
 from dpbench.analysis.comparison import ORDER, SURE, Comparison, Comparisons
 from dpbench.analysis.lanes import Lanes
 from dpbench.analysis.report import Report
-from dpbench.analysis.summary import Row
+from dpbench.analysis.summary import Row, entries
 from dpbench.records import Case, Trial, words
 from dpbench.records.trial import Estimate
 from dpbench.report import check_drawings, markdown, naming, table
@@ -266,7 +266,7 @@ def _card(model: str, before: Report, after: Report, comparisons: Comparisons) -
             if line.decided
         ],
         sentences=[f"{run}: {headline or 'no answer'}." for run, headline in said.items()],
-        labels=list(dict.fromkeys(label for line in lines for label in line.labels)),
+        labels=naming.union(line.labels for line in lines),
         cases=naming.case_ids(case for case in _cases(comparisons) if case.model == model),
     )
 
@@ -274,8 +274,7 @@ def _card(model: str, before: Report, after: Report, comparisons: Comparisons) -
 def numbers(comparisons: Comparisons) -> list[dict[str, object]]:
     """Return the settings, verdict and numbers of each case, in the order of the table.
 
-    Times are in seconds. As in `frames.frame`, a key that ends in `_withheld` has the reason why
-    reports do not show a number, or None.
+    Times are in seconds.
     """
     return [
         *map(_record, comparisons.lines),
@@ -286,8 +285,7 @@ def numbers(comparisons: Comparisons) -> list[dict[str, object]]:
 def _record(line: Comparison) -> dict[str, object]:
     record = _work(line.other, line.verdict, line.reason) | {"labels": " ".join(line.labels)}
     for name, estimate in (("ratio", line.ratio), ("before", line.before), ("after", line.after)):
-        record |= {f"{name}_{part}": getattr(estimate, part) for part in ("value", "low", "high")}
-        record[f"{name}_withheld"] = estimate.doubt or None
+        record |= entries(name, estimate)
     return record | {"phase": line.phase, "phase_s": line.phase_s, "phase_share": line.share}
 
 

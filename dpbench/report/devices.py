@@ -49,8 +49,8 @@ def parts(report: Report) -> list[Section]:
             title,
             lead,
             tables=content,
-            table_labels=_union(
-                one.labels or _union(labels.get(case, ()) for case in one.cases or labels)
+            table_labels=naming.union(
+                one.labels or naming.union(labels.get(case, ()) for case in one.cases or labels)
                 for one in content
             ),
         )
@@ -92,10 +92,6 @@ FORECASTS = (
     " one. Of 10 measured step times, about 8 should be inside the interval of the prediction."
 )
 HOSTS = "The machines of the launch. A slow machine delays every rank at each collective."
-
-
-def _union(labels: object) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(label for some in labels for label in some))  # type: ignore[attr-defined]
 
 
 def _case(case: Case) -> Cell:
@@ -228,7 +224,7 @@ def _forecasts(forecasts: Sequence[Forecast]) -> Table:
         lines,
         text=2,
         cases=[forecast.case for forecast in forecasts],
-        labels=_union(forecast.labels for forecast in forecasts),
+        labels=naming.union(forecast.labels for forecast in forecasts),
     )
 
 

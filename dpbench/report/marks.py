@@ -6,9 +6,9 @@ Matplotlib writes the `gid` of an artist as the id of its SVG group. The functio
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from xml.etree import ElementTree
 
 from matplotlib.artist import Artist
@@ -19,19 +19,36 @@ from dpbench.records import Case
 from dpbench.report import naming
 
 
+@dataclass
+class Mark:
+    """What an artist shows: a text that explains it, its cases, and the number of its lane."""
+
+    text: str = ""
+    cases: Sequence[Case] = ()
+    lane: int | None = None
+
+
 class Drawing(Figure):
     """A figure that knows what its artists show.
 
-    `hooks` maps the `gid` of an artist to the text that explains it, `owners` to the cases that it
-    shows. `lanes` has the case and the height of each lane, from the top of the axes; it is empty
-    without lanes. Heights and `size` are in SVG units (1/72 inch).
+    `marks` maps the `gid` of an artist to its mark. `lanes` has the case and the height of each
+    lane, from the top of the axes; it is empty without lanes. Heights and `size` are in SVG units
+    (1/72 inch).
     """
 
     def __init__(self, size: tuple[float, float]) -> None:
         super().__init__(figsize=(size[0] / 72, size[1] / 72), facecolor="none")
-        self.hooks: dict[str, str] = {}
-        self.owners: dict[str, Sequence[Case]] = {}
+        self.marks: dict[str, Mark] = {}
         self.lanes: Sequence[tuple[Case, float]] = ()
+
+
+def _mark(artist: Artist) -> Mark:
+    """Return the mark of an artist, which gets one if it has none."""
+    figure = artist.figure
+    assert isinstance(figure, Drawing)
+    gid = artist.get_gid() or f"mark-{len(figure.marks)}"
+    artist.set_gid(gid)
+    return figure.marks.setdefault(gid, Mark())
 
 
 def explain(artist: Artist, text: str, cases: Sequence[Case] = ()) -> None:
@@ -39,12 +56,8 @@ def explain(artist: Artist, text: str, cases: Sequence[Case] = ()) -> None:
 
     `cases` are the cases that the artist shows; if empty, it shows the case of its lane.
     """
-    figure = artist.figure
-    assert isinstance(figure, Drawing)
-    gid = f"mark-{len(figure.hooks)}"
-    artist.set_gid(gid)
-    figure.hooks[gid] = text
-    figure.owners[gid] = cases
+    _mark(artist).text = text
+    own(artist, cases)
 
 
 @contextmanager
@@ -62,41 +75,34 @@ def owned(axes: Axes, cases: Sequence[Case]) -> Iterator[None]:
 
 def own(artist: Artist, cases: Sequence[Case]) -> None:
     """Give an artist the cases that it shows; the page hides it if it hides all of them."""
-    figure = artist.figure
-    assert isinstance(figure, Drawing)
-    gid = f"of-{len(figure.owners)}"
-    artist.set_gid(gid)
-    figure.owners[gid] = cases
+    _mark(artist).cases = cases
 
 
 @contextmanager
 def in_lane(axes: Axes, number: int) -> Iterator[None]:
     """Return a context that puts each artist that is added to `axes` inside it into a lane.
 
-    The page hides the artists of a lane if it hides the lane's case. A figure without lanes is
-    drawn as it is.
+    The page hides the artists of a lane if it hides the lane's case.
     """
-    figure = axes.figure
-    assert isinstance(figure, Drawing)
     before = set(axes.get_children())
     yield
     for artist in axes.get_children():
-        if figure.lanes and artist not in before:
-            artist.set_gid(f"lane-{number}:{artist.get_gid() or ''}")
+        if artist not in before:
+            _mark(artist).lane = number
 
 
 def hook(target: ElementTree.Element, gid: str, figure: Drawing) -> None:
-    """Give an SVG element the attributes that follow from the `gid` of its artist.
+    """Give an SVG element the attributes that follow from the mark of its artist.
 
     An artist with a text gives `data-bar` and a title, which browsers show while the pointer is on
     the group; one with cases gives their ids as `data-cases`; one in a lane gives the lane's number
-    as `data-lane`.
+    as `data-lane`, unless the figure has no lanes.
     """
-    if lane := re.match(r"lane-(\d+):", gid):
-        target.set("data-lane", lane[1])
-        gid = gid.removeprefix(lane[0])
-    if cases := figure.owners.get(gid):
-        target.set("data-cases", naming.case_ids(cases))
-    if gid in figure.hooks:
+    mark = figure.marks.get(gid, Mark())
+    if mark.lane is not None and figure.lanes:
+        target.set("data-lane", str(mark.lane))
+    if mark.cases:
+        target.set("data-cases", naming.case_ids(mark.cases))
+    if mark.text:
         target.set("data-bar", "")
-        ElementTree.SubElement(target, "title").text = naming.plain(figure.hooks[gid])
+        ElementTree.SubElement(target, "title").text = naming.plain(mark.text)

@@ -7,7 +7,6 @@ import math
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 from dpbench.analysis.answer import Answer
@@ -55,7 +54,7 @@ def alike(answer: Answer, rows: Sequence[Row]) -> str:
 
 def labels(rows: Iterable[Row]) -> tuple[str, ...]:
     """Return the labels of all rows without duplicates, in the order in which they first occur."""
-    return tuple(dict.fromkeys(label for row in rows for label in row.labels))
+    return union(row.labels for row in rows)
 
 
 def axes(cases: Sequence[Case]) -> list[tuple[str, str, list[str]]]:
@@ -77,6 +76,11 @@ def axes(cases: Sequence[Case]) -> list[tuple[str, str, list[str]]]:
         for name, title, values in candidates
         if len(values) > 1
     ]
+
+
+def union(groups: Iterable[Sequence[str]]) -> tuple[str, ...]:
+    """Return the labels of all groups without duplicates, in the order of their first place."""
+    return tuple(dict.fromkeys(label for group in groups for label in group))
 
 
 def common(groups: Iterable[Sequence[str]]) -> tuple[str, ...]:
@@ -153,7 +157,7 @@ def facts(report: Report) -> list[tuple[str, str]]:
     cores = f", {words.count(host['cores'], 'core')}" if "cores" in host else ""
     return [
         ("run", f"{report.run_id[:12]} @{name}" if name else report.run_id[:12]),
-        ("date", date(report.started_s)),
+        ("date", words.minute(report.started_s) if report.started_s else "unknown"),
         ("host", f"{host.get('name', 'unknown')}, {host.get('cpu', 'unknown CPU')}{cores}"),
         ("GPUs", gpus(provenance.get("gpus") or {})),
         *([("other load", load)] if (load := _other_load(provenance)) else []),
@@ -162,15 +166,6 @@ def facts(report: Report) -> list[tuple[str, str]]:
         *([("project", _code(provenance["project"]))] if provenance.get("project") else []),
         *([("tags", " ".join(f"{key}={value}" for key, value in tags.items()))] if tags else []),
     ]
-
-
-def date(seconds: float) -> str:
-    """Return a time in seconds since the epoch as text, in UTC."""
-    return (
-        datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
-        if seconds
-        else "unknown"
-    )
 
 
 def _other_load(provenance: Mapping[str, Any]) -> str:

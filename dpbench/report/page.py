@@ -31,7 +31,7 @@ from dpbench.analysis.summary import Row
 from dpbench.records import Source, words
 from dpbench.report import devices, figures, machine, markdown, naming, swim_lanes, table
 from dpbench.report.section import Section
-from dpbench.report.templates import allowed, template, text_of
+from dpbench.report.templates import allowed, template, text_of, write
 
 SHOWN = ("loaders", "lanes", "speedup", "ladder")
 """The ids of the sections that the page shows at once; the others are folded as its details."""
@@ -191,7 +191,7 @@ def rendered(report: Report, content: Content) -> str:
         case_id=naming.case_id,
         case_ids=naming.case_ids,
         machine=machine,
-        date=naming.date,
+        date=words.minute,
         signs=table.FOOTNOTES,
         footnotes=table.footnotes,
         environment=naming.environment(report.provenance, report.trials),
@@ -296,19 +296,14 @@ def keep(report: Report, folder: Path) -> Kept:
     name = report.run_id[:12]
     run_folder = folder / "runs" / name
     text = render(report)
-    _write(run_folder / "index.html", text)
-    _write(run_folder / FACTS, msgspec.json.encode(_entry(report)).decode())
+    page = write(run_folder / "index.html", text)
+    write(run_folder / FACTS, msgspec.json.encode(_entry(report)).decode())
     entries, unreadable = _entries(folder / "runs")
-    _write(folder / "runs" / "index.html", _list(entries, unreadable))
+    write(folder / "runs" / "index.html", _list(entries, unreadable))
     newest = next((one.run_id for one in entries if one.results), "")
     if newest == report.run_id:
-        _write(folder / "latest" / "index.html", text)
-    return Kept(run_folder / "index.html", newest)
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+        write(folder / "latest" / "index.html", text)
+    return Kept(page, newest)
 
 
 def _entry(report: Report) -> Entry:

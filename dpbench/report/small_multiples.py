@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from dpbench.analysis.summary import Row
 from dpbench.records import HABITS, Case, Trial, names, plan, words
+from dpbench.records.grouping import grouped
 from dpbench.records.registry import Role
 from dpbench.report import naming
 
@@ -68,9 +69,7 @@ def split(
     The cases of a panel have equal settings and equal results of `key`. A panel has at most `per`
     units: rows for which `unit` returns the same value are one unit and stay together.
     """
-    groups: dict[Hashable, list[Row]] = {}
-    for row in order(rows):
-        groups.setdefault((setting(row.case), key(row)), []).append(row)
+    groups = grouped(((setting(row.case), key(row)), row) for row in order(rows))
     return panels(groups.values(), per=per, unit=unit)
 
 

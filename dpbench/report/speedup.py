@@ -12,6 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from dpbench.analysis.summary import Row
 from dpbench.records import Case, names, words
+from dpbench.records.grouping import grouped
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate
 from dpbench.report import marks, naming, small_multiples, svg
@@ -91,10 +92,7 @@ def _beside(facet: small_multiples.Facet, levels: Iterable[Row]) -> list[Row]:
 def _panel(facet: small_multiples.Facet, levels: Sequence[Row], key: str) -> Panel:
     """Return a panel of speed-ups; its values are in the legend, where they cannot overlap."""
     rows = [*levels, *facet.rows]
-    lines: dict[tuple[object, ...], list[tuple[Row, Estimate]]] = {}
-    for row in rows:
-        if row.speedup:
-            lines.setdefault(_identity(row), []).append((row, row.speedup))
+    lines = grouped((_identity(row), (row, row.speedup)) for row in rows if row.speedup)
     most = max(row.case.devices for row in rows)
     end = max(most, svg.extent(e for line in lines.values() for _, e in line))
     figure, axes, keys = _frame(most, end * 1.06, len(lines))

@@ -139,15 +139,13 @@ def theme() -> Iterator[None]:
         yield
 
 
-def canvas(
-    height: float, *, left: float = MARGIN, right: float = RIGHT, top: float = 4, bottom: float = 42
-) -> tuple[Drawing, Axes]:
+def canvas(height: float, *, left: float, bottom: float, top: float = 4) -> tuple[Drawing, Axes]:
     """Return a figure that is `WIDTH` wide, and its axes; lengths are in SVG units (1/72 inch)."""
     figure = Drawing((WIDTH, height))
     box = (
         left / WIDTH,
         bottom / height,
-        (WIDTH - left - right) / WIDTH,
+        (WIDTH - left - RIGHT) / WIDTH,
         (height - bottom - top) / height,
     )
     axes = figure.add_axes(box, facecolor="none")
@@ -265,7 +263,7 @@ def bar(
     return rectangle
 
 
-def room(width: float, whole: float, left: float = MARGIN) -> float:
+def room(width: float, whole: float, left: float) -> float:
     """Return the number of letters of size `SMALL` that fit on a bar.
 
     `width` is the width of the bar and `whole` that of the axis, in the unit of the axis; `left` is

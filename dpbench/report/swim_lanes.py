@@ -14,6 +14,7 @@ from dpbench.analysis.lanes import Bar, Lane, Lanes, PathSegment
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
 from dpbench.records import HOST, UNATTRIBUTED, Phase, Source, words
+from dpbench.records.grouping import grouped, summed
 from dpbench.report import marks, naming, small_multiples, svg
 from dpbench.report.section import Panel, Section
 
@@ -57,10 +58,8 @@ def _groups(rows: Sequence[Row]) -> Iterator[list[Row]]:
     A group has the cases on the largest number of devices, and the one-device cases with the same
     batch size or, if there are none, with one device's share of it.
     """
-    settings: dict[tuple[str, ...], list[Row]] = {}
-    for row in small_multiples.order(rows):
-        settings.setdefault(small_multiples.setting(row.case), []).append(row)
-    for group in settings.values():
+    ordered = small_multiples.order(rows)
+    for group in grouped((small_multiples.setting(row.case), row) for row in ordered).values():
         alone = [row for row in group if row.case.traits.one_device]
         spread = [row for row in group if not row.case.traits.one_device]
         spread = [row for row in spread if row.case.devices > 1] or spread
@@ -95,7 +94,10 @@ def _drawing(facet: small_multiples.Facet, timelines: Sequence[Lanes], key: str)
         UNATTRIBUTED for timeline in timelines for stretch in timeline.path if stretch.bar is None
     }
     idle = any(lane.idle for timeline in timelines for lane in timeline.lanes)
-    keys = [*svg.phase_keys(phases), *[Patch(**IDLE, label="idle")] * idle, _path_key()]
+    critical = Patch(
+        facecolor="none", edgecolor=svg.FOREGROUND, linewidth=1.3, label="critical path"
+    )
+    keys = [*svg.phase_keys(phases), *[Patch(**IDLE, label="idle")] * idle, critical]
     figure, axes, tops = svg.lanes(
         facet.names, captions, heights, keys=-(-len(keys) // 3), left=LEFT, cases=facet.cases
     )
@@ -131,10 +133,6 @@ def _bars_of_step(timeline: Lanes) -> Iterator[Bar]:
     return (bar for lane in timeline.lanes for bar in lane.bars if not bar.step)
 
 
-def _path_key() -> Patch:
-    return Patch(facecolor="none", edgecolor=svg.FOREGROUND, linewidth=1.3, label="critical path")
-
-
 def _said(timeline: Lanes) -> str:
     took = f"{words.number(timeline.seconds * 1e3)} ms"
     shares = [lane.idle_share for lane in timeline.lanes if lane.device >= 0]
@@ -146,10 +144,7 @@ def _range(shares: Sequence[float]) -> str:
 
 
 def _timeline(axes: Axes, lanes: Lanes, top: float, width: float) -> None:
-    critical: dict[tuple[int | None, Bar | None], float] = {}
-    for part in lanes.path:
-        key = (part.device, part.bar)
-        critical[key] = critical.get(key, 0.0) + part.end_s - part.start_s
+    critical = summed(((part.device, part.bar), part.end_s - part.start_s) for part in lanes.path)
     edges: dict[int | None, float] = {}
     start = top
     for lane in _shown(lanes):
@@ -197,12 +192,11 @@ def _waits(path: Sequence[PathSegment], begin_s: float, end_s: float) -> str:
 
     "" if the interval is not within the step.
     """
-    within: dict[str, float] = {}
-    for part in path:
-        overlap_s = min(part.end_s, end_s) - max(part.start_s, begin_s)
-        if overlap_s > 0:
-            cause = _cause(part)
-            within[cause] = within.get(cause, 0.0) + overlap_s
+    within = summed(
+        (_cause(part), overlap_s)
+        for part in path
+        if (overlap_s := min(part.end_s, end_s) - max(part.start_s, begin_s)) > 0
+    )
     return f", {max(within, key=lambda cause: within[cause])}" if within else ""
 
 
@@ -375,24 +369,21 @@ def _idle(timeline: Lanes) -> str:
     return f"idle: device 0 {words.percent(first[0])}, {others} {_range(rest)}"
 
 
+def _stretch(part: PathSegment) -> str:
+    if part.bar is None or part.device is None:
+        return UNATTRIBUTED
+    return f"{_named(part.bar)} on {_place(part.device)}"
+
+
 def _description(timeline: Lanes) -> str:
     lanes = []
     for lane in _shown(timeline):
-        total: dict[str, float] = {}
-        for bar in lane.bars:
-            total[_named(bar)] = total.get(_named(bar), 0.0) + bar.end_s - bar.start_s
+        total = summed((_named(bar), bar.end_s - bar.start_s) for bar in lane.bars)
         parts = [f"{phase} {words.time(seconds)}" for phase, seconds in total.items()]
         lanes.append(
             f"{_place(lane.device)}: {', '.join([*parts, f'idle {words.time(lane.idle_s)}'])}"
         )
-    path: dict[str, float] = {}
-    for part in timeline.path:
-        name = (
-            f"{_named(part.bar)} on {_place(part.device)}"
-            if part.bar and part.device is not None
-            else UNATTRIBUTED
-        )
-        path[name] = path.get(name, 0.0) + part.end_s - part.start_s
+    path = summed((_stretch(part), part.end_s - part.start_s) for part in timeline.path)
     critical = ", ".join(f"{name} {words.time(seconds)}" for name, seconds in path.items())
     place = f"step {timeline.step} of {naming.unit(timeline.case)} {timeline.round + 1}"
     count = words.count(timeline.timed, "timed step")

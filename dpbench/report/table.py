@@ -11,6 +11,7 @@ from dpbench.analysis.ladder import Ladder, Rung, RungGain
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
 from dpbench.records import Case, Fault, Phase, Source, Status, Trial, Verified, names, plan, words
+from dpbench.records.grouping import grouped
 from dpbench.records.registry import Role
 from dpbench.records.schedule import EFFECTS, Schedule
 from dpbench.records.trial import HOSTS, Doubt, Estimate, by_key
@@ -235,12 +236,11 @@ def _memory(row: Row) -> Cell:
 
 
 def _notes(row: Row, trials: Sequence[Trial]) -> tuple[tuple[str, str], ...]:
-    rounds_of: dict[tuple[str, str], list[int]] = {}
-    for trial in trials:
-        if trial.refusal:
-            rounds_of.setdefault(((trial.fault or trial.status).value, trial.refusal), []).append(
-                trial.round
-            )
+    rounds_of = grouped(
+        (((trial.fault or trial.status).value, trial.refusal), trial.round)
+        for trial in trials
+        if trial.refusal
+    )
     if not rounds_of and row.outcome != Status.OK:
         return ((row.outcome, row.reason or "no reason given"),)
     notes = []
@@ -306,11 +306,10 @@ def safe(json: str) -> str:
 def machines(report: Report) -> Table:
     """Return the table of a launch's machines and their steps of `single`; no line for one."""
     listed = report.provenance.get(HOSTS, {}).get("machines", ())
-    paces: dict[str, list[str]] = {}
-    for pace in hosts.paces(report.trials):
-        paces.setdefault(pace.host, []).append(
-            f"{pace.case.model}: {words.times(pace.ratio)} the time of {pace.fastest}"
-        )
+    paces = grouped(
+        (pace.host, f"{pace.case.model}: {words.times(pace.ratio)} the time of {pace.fastest}")
+        for pace in hosts.paces(report.trials)
+    )
     lines = tuple(
         (
             Cell(naming.plain(machine["name"]), machine["machine"][:8]),

@@ -270,11 +270,13 @@ def test_every_quantity_comes_from_what_a_trial_holds() -> None:
 def test_columns_are_the_same_for_every_table_and_frames_carry_them() -> None:
     trials = rounds(DP, [[1.5, 0.8, 1.2]] * 10)
     table = summary.rows([*trials, trial(SINGLE, [[1.0]] * 3)])
-    columns = imbalance.columns([("a", trials)], [("a", row.case, row.source) for row in table])
-    assert list(columns) == list(imbalance.columns([], []))
-    assert len(columns) == 9 * len(imbalance.QUANTITIES)
-    framed = frames.frame(table, extra=columns).set_index("strategy")
+    columns = list(frames.cases([]).columns)
+    assert columns[0] == "run_id"
+    assert sum("imbalance_" in name for name in columns) == 9 * len(imbalance.QUANTITIES) + 4
+    framed = frames.cases([("a", table, trials)])
+    assert list(framed.columns) == columns
+    assert set(framed["run_id"]) == {"a"}
+    framed = framed.set_index("strategy")
     assert framed.loc["dp", "imbalance_busy_time_first_value"] == pytest.approx(1.5)
     assert framed.loc["dp", "imbalance_busy_time_verdict"] == "no control"
     assert framed.isna().loc["single", "imbalance_busy_time_first_value"]
-    assert list(frames.frame([], extra=imbalance.columns([], [])).columns)[-1] == list(columns)[-1]

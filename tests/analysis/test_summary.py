@@ -426,15 +426,11 @@ def test_a_frame_has_a_line_a_case_and_no_number_that_is_none() -> None:
     assert found.loc["ddp", [c for c in found.columns if c.endswith(("_value", "_s"))]].isna().all()
     assert frames.frame([]).empty
     assert list(frames.frame([]).columns) == list(frames.frame(table).columns)
-    wide = frames.frame(
-        [row_of(case(), trial(case(), 2.0, busy=dict.fromkeys(range(10), 1.0)))], ["abc"]
-    )
+    wide = frames.frame([row_of(case(), trial(case(), 2.0, busy=dict.fromkeys(range(10), 1.0)))])
     assert {"busy_8_s", "busy_9_s"} == set(wide.columns) - set(frames.frame([]).columns) - {
-        "run_id",
         "memory_8_bytes",
         "memory_9_bytes",
     }
-    assert wide.columns[0] == "run_id"
 
 
 def test_a_frame_has_no_number_that_reports_withhold_unless_it_is_raw() -> None:

@@ -10,7 +10,7 @@ are sorted by their cost in seconds per step, the largest first.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from dpbench.analysis import commands, stats
 from dpbench.analysis.findings import phases, scale
@@ -21,7 +21,6 @@ from dpbench.analysis.findings.rule import (
     Evidence,
     Finding,
     FindingRule,
-    Judgement,
     Missing,
     contexts,
 )
@@ -82,33 +81,21 @@ def _diagnosis(context: CaseContext) -> Diagnosis:
     if context.row.on_fake_gpus:
         rules = ()  # times that mean nothing are no evidence
     judged = [(rule, rule.when(context)) for rule in rules]
-    findings = [
-        _finding(context, rule, seen)
-        for rule, seen in judged
-        if isinstance(seen, Evidence) and _worth(context, seen)
-    ]
-    findings.sort(key=lambda finding: -finding.stake)
-    missing = [seen.what for _, seen in judged if isinstance(seen, Missing)]
-    missing += unclear(context.observed) if context.observed else ()
+    evidence = [(rule, seen) for rule, seen in judged if isinstance(seen, Evidence)]
+    findings = [_finding(context, rule, seen) for rule, seen in evidence if _worth(context, seen)]
+    unjudged = [seen.what for _, seen in judged if isinstance(seen, Missing)]
+    unjudged += unclear(context.observed) if context.observed else _doubtful(evidence)
     return Diagnosis(
         row=context.row,
         labels=context.labels,
-        findings=tuple(findings),
-        unjudged=(*missing, *(() if context.observed else _doubtful(judged))),
-        open=tuple(
-            seen
-            for _, seen in judged
-            if isinstance(seen, Evidence) and seen.size_s and not _worth(context, seen)
-        ),
+        findings=tuple(sorted(findings, key=lambda finding: -finding.stake)),
+        unjudged=tuple(unjudged),
+        open=tuple(seen for _, seen in evidence if seen.size_s and not _worth(context, seen)),
     )
 
 
-def _doubtful(judged: Sequence[tuple[FindingRule, Judgement]]) -> Iterator[str]:
-    names = [
-        rule.name
-        for rule, seen in judged
-        if isinstance(seen, Evidence) and seen.size_s and seen.size_s.doubt
-    ]
+def _doubtful(evidence: Sequence[tuple[FindingRule, Evidence]]) -> Iterator[str]:
+    names = [rule.name for rule, seen in evidence if seen.size_s and seen.size_s.doubt]
     if names:
         yield f"the cost of {', '.join(names)} ({words.NOT_ENOUGH}: {words.REMEDY} would help)"
 
@@ -129,29 +116,29 @@ def _worth(context: CaseContext, seen: Evidence) -> bool:
 
 
 def _finding(context: CaseContext, rule: FindingRule, seen: Evidence) -> Finding:
-    share = seen.size_s.value / context.step_s if seen.size_s else 0.0
     tried = rule.remedies(context.case)
-    finding = Finding(
+    measured = cures(context, rule)
+    return Finding(
         rule=rule,
         row=context.row,
         evidence=seen,
-        share=share,
-        cures=cures(context, rule),
+        share=seen.size_s.value / context.step_s if seen.size_s else 0.0,
+        cures=measured,
         labels=(*context.labels, *[Source.PREDICTED.upper()] * seen.predicted),
+        code=seen.code or _code(measured, tried),
         command=seen.command
         or (commands.measure([context.case, *tried], machine=context.machine) if tried else ""),
     )
-    return replace(finding, code=seen.code or _code(finding, tried))
 
 
-def _code(finding: Finding, tried: Sequence[Case]) -> str:
-    """Return the line of code that applies the remedy of `finding`; "" if there is none.
+def _code(measured: Sequence[Cure], tried: Sequence[Case]) -> str:
+    """Return the line of code that applies a remedy; "" if there is none.
 
     It is that of the fastest measured case with the remedy, if decidedly faster; else of the first
     case in `tried` that is not decidedly slower.
     """
-    better = [cure.row.case for cure in finding.cures if cure.verdict == "faster"]
-    slower = {cure.row.case for cure in finding.cures if cure.verdict == "slower"}
+    better = [cure.row.case for cure in measured if cure.verdict == "faster"]
+    slower = {cure.row.case for cure in measured if cure.verdict == "slower"}
     best = better[0] if better else next((case for case in tried if case not in slower), None)
     if best and best.schedule:
         return TRAIN_STEP.format(best.schedule)

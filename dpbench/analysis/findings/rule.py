@@ -16,6 +16,7 @@ from dpbench.hardware import foreign_load
 from dpbench.hardware.provenance import Resources
 from dpbench.records import Case, Phase, Trial, plan, registry
 from dpbench.records.examination import Examination
+from dpbench.records.grouping import grouped
 from dpbench.records.observed import Observed, observed
 from dpbench.records.registry import Role
 from dpbench.records.schedule import Schedule, known
@@ -97,8 +98,7 @@ class CaseContext:
 
     def other(self, **changes: object) -> Row | None:
         """Return the row of the diagnosed case with `changes`, None if not measured."""
-        found = self.rows.get(replace(self.case, **changes))  # type: ignore[arg-type]
-        return found if found and found.step and found.series else None
+        return self.rows.get(replace(self.case, **changes))  # type: ignore[arg-type]
 
     def single(self, batch: int = 0) -> Row | None:
         """Return the row of `single` (one device without a wrapper) at `batch`, None if absent.
@@ -107,8 +107,7 @@ class CaseContext:
         which is `single` on one device's share of the ladder's batch.
         """
         alone = plan.alone(self.case, batch or self.case.batch_size)
-        found = self.rows.get(alone) or self.rows.get(replace(alone, options=plan.LIMIT))
-        return found if found and found.step and found.series else None
+        return self.rows.get(alone) or self.rows.get(replace(alone, options=plan.LIMIT))
 
     def ideal(self) -> tuple[Row, float] | None:
         """Return a one-device row and a divisor of its step time that gives perfect scaling.
@@ -134,11 +133,8 @@ class CaseContext:
             for case, row in self.rows.items()
             # a copy of every case takes long
             if (case.batch_size, case.devices) == (setting.batch_size, setting.devices)
-            and (
-                row.series
-                and case != self.case
-                and replace(case, strategy="", schedule="") == setting
-            )
+            and case != self.case
+            and replace(case, strategy="", schedule="") == setting
         ]
 
     @cached_property
@@ -287,30 +283,15 @@ def contexts(
     # if other devices were measured too, the emulated ones only compare the engine with torch's
     # DataParallel
     measured = [row for row in measured if row.case.device_kind != "emulated"] or measured
-    by_case = {row.case: row for row in measured}
-    of_case: dict[Case, list[Trial]] = {}
-    for trial in trials:
-        of_case.setdefault(trial.case, []).append(trial)
-    groups: dict[Case, list[Row]] = {}
-    for row in measured:
-        if row.case.devices > 1 and not row.case.traits.observed:
-            groups.setdefault(_setting(row.case), []).append(row)
-    diagnosed = [
-        CaseContext(row, by_case, of_case, machine, examination)
-        for row in measured
-        if row.case.traits.observed
-    ]
-    for group in groups.values():
+    diagnosed = [row for row in measured if row.case.traits.observed]
+    several = [row for row in measured if row.case.devices > 1 and not row.case.traits.observed]
+    for group in grouped((_setting(row.case), row) for row in several).values():
         most = max(row.case.devices for row in group)
-        batches: dict[int, list[Row]] = {}
-        for row in group:
-            if row.case.devices == most:
-                batches.setdefault(row.case.batch_size, []).append(row)
-        for alike in batches.values():
-            diagnosed.append(
-                CaseContext(min(alike, key=_rank), by_case, of_case, machine, examination)
-            )
-    return diagnosed
+        batches = grouped((row.case.batch_size, row) for row in group if row.case.devices == most)
+        diagnosed += [min(alike, key=_rank) for alike in batches.values()]
+    by_case = {row.case: row for row in measured}
+    of_case = grouped((trial.case, trial) for trial in trials)
+    return [CaseContext(row, by_case, of_case, machine, examination) for row in diagnosed]
 
 
 def _setting(case: Case) -> Case:

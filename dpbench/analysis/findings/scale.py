@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 
 from dpbench.analysis import arrivals, commands, stats, summary, transfers
 from dpbench.analysis.findings.rule import (
@@ -29,6 +28,7 @@ from dpbench.records.words import (
     NOT_ENOUGH,
     REMEDY,
     count,
+    day,
     exact,
     number,
     percent,
@@ -61,15 +61,20 @@ def _busy(context: CaseContext) -> Judgement:
     e = row.imbalance
     if e.doubt:
         return _doubted("whether device 0 is busier than the others")
-    value, low, high = ((ratio - 1) * others_s * factor for ratio in (e.value, e.low, e.high))
     return Evidence(
         says=f"device 0 is busy {times(row.imbalance)} as long as the others on average",
         numbers=(
             f"device 0 is busy for {time(row.busy.get(0, 0.0))} per step, the others for"
             f" {time(others_s)} on average ({row.busy_source})"
         ),
-        size_s=Estimate(value, low, high, e.n, signed=True),
+        size_s=summary.scaled(_beyond(e, others_s), factor),
     )
+
+
+def _beyond(ratio: Estimate, others_s: float) -> Estimate:
+    """Return the seconds by which a device is busy longer than others, by the ratio of both."""
+    value, low, high = ((one - 1) * others_s for one in (ratio.value, ratio.low, ratio.high))
+    return Estimate(value, low, high, ratio.n, signed=True)
 
 
 def _slow_device(context: CaseContext) -> Judgement:
@@ -106,7 +111,6 @@ def _slow_device(context: CaseContext) -> Judgement:
     if e.low <= LEVEL:
         return None
     peers_s = sum(row.busy[device] for device in peers) / len(peers)
-    value, low, high = ((ratio - 1) * peers_s for ratio in (e.value, e.low, e.high))
     return Evidence(
         says=(
             f"device {slow} is slow: it is busy {times(e)} as long as"
@@ -118,7 +122,7 @@ def _slow_device(context: CaseContext) -> Judgement:
             f" {'the others' if len(peers) > 1 else f'device {peers[0]}'} for {time(peers_s)}"
             f" ({row.busy_source})"
         ),
-        size_s=Estimate(value, low, high, e.n, signed=True),
+        size_s=_beyond(e, peers_s),
     )
 
 
@@ -187,9 +191,9 @@ def _examined(context: CaseContext, links: Sequence[SlowLink]) -> str:
     for link in links:
         gpus = frozenset(context.case.gpu(end) for end in link.ends if end != HOST)
         found += context.examination.about(gpus)
-    day = datetime.fromtimestamp(context.examination.started_s, UTC).strftime("%Y-%m-%d")
     said = "; ".join(f"{one.says} ({one.change})" for one in found)
-    return f"; dpbench doctor found on {day}: {said}" if found else ""
+    when = day(context.examination.started_s)
+    return f"; dpbench doctor found on {when}: {said}" if found else ""
 
 
 def _memory(context: CaseContext) -> Judgement:

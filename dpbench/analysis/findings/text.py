@@ -40,16 +40,17 @@ def explain(
     diagnoses: Sequence[Diagnosis],
     rows: Sequence[Row] = (),
     samples: int = 0,
+    *,
+    full: bool = False,
 ) -> str:
     """Return the answers as text, followed by the cases in `rows` without a result.
 
     If `samples`, the number of samples in an epoch, is not 0, each answer states the time of an
-    epoch.
+    epoch. If `full`, the diagnoses follow the answers.
     """
-    said = ["\n".join(_bullets(one, diagnosis_of(one, diagnoses), samples)) for one in answers] or [
-        NOTHING
-    ]
-    return "\n\n".join([*said, *_without_result(rows)])
+    said = ["\n".join(_bullets(one, diagnosis_of(one, diagnoses), samples)) for one in answers]
+    after = [render(diagnoses, rows)] if full else _without_result(rows)
+    return "\n\n".join([*(said or [NOTHING]), *after])
 
 
 def render(diagnoses: Sequence[Diagnosis], rows: Sequence[Row] = ()) -> str:
