@@ -149,7 +149,7 @@ class Watched:
         """Add what NVML says now."""
         reasons = int(gpu.read("throttle_reasons") or 0)
         self.reasons[gpu.index] = self.reasons.get(gpu.index, 0) | reasons
-        generation = int(gpu.read("pcie_generation") or 0)
+        generation = int(gpu.read("pcie_generation_now") or 0)
         self.generations[gpu.index] = max(self.generations.get(gpu.index, 0), generation)
 
 

@@ -117,7 +117,10 @@ def since(before: Snapshot | UnknownLoad, roots: Collection[int] = ()) -> Measur
 
     For `roots`, see `snapshot`.
     """
-    return before if isinstance(before, UnknownLoad) else _to(before, snapshot(roots))
+    if isinstance(before, UnknownLoad):
+        return before
+    now = snapshot(roots)
+    return now if isinstance(now, UnknownLoad) else between(before, now)
 
 
 def busy(load: Measured, cases: Collection[Case] = ()) -> bool:
@@ -285,10 +288,6 @@ def snapshot(roots: Collection[int] = ()) -> Snapshot | UnknownLoad:
         return UnknownLoad(f"/proc/stat cannot be read: {error}")
     usable = {core: ticks[core] for core in CORES if core in ticks}
     return Snapshot(time_s=time.monotonic(), ticks=usable, own_s=_own_s({os.getpid(), *roots}))
-
-
-def _to(before: Snapshot, now: Snapshot | UnknownLoad) -> Measured:
-    return now if isinstance(now, UnknownLoad) else between(before, now)
 
 
 def between(before: Snapshot, now: Snapshot) -> Measured:

@@ -69,10 +69,6 @@ _NVLINK_RATES = {1: 20e9, 2: 25e9, 3: 25e9, 4: 25e9, 6: 25e9, 7: 50e9}
 4.0 and 5.0. Some cards run their links slower, so that the driver's field comes first. The rate of
 version 3.1 is unknown: cards such as RTX 3090 and A6000, whose version it may be, have 14 GB/s."""
 _UNCORRECTED, _SINCE_START = 1, 0
-# What only the doctor reads
-_TOTALS: dict[str, tuple[Reader, ...]] = {
-    "pcie_generation": (lambda nvml, gpu: nvml.nvmlDeviceGetCurrPcieLinkGeneration(gpu),),
-}
 # Facts about the state of a GPU when a run starts. An idle GPU lowers its clocks and its PCIe link:
 # `pcie_generation` and `pcie_width` are the highest that GPU and slot support, `*_now` the present.
 _FACTS: dict[str, Callable[[Library, Handle], Any]] = {
@@ -107,7 +103,6 @@ _FACTS: dict[str, Callable[[Library, Handle], Any]] = {
 }
 _MOST_NVLINKS = 36
 """The largest number of NVLink links of a GPU, NVML's NVML_NVLINK_MAX_LINKS."""
-_READERS = {**_SAMPLED, **_TOTALS}
 METRICS = tuple(_SAMPLED)
 """The counters that a run samples; all their calls return at once."""
 
@@ -129,8 +124,8 @@ class NvmlGpu:
     answers: dict[Any, bool] = field(default_factory=dict, repr=False)
 
     def read(self, metric: str) -> float | None:
-        """Return the present value of the counter `metric`; None if NVML cannot read it."""
-        for reader in _READERS[metric]:
+        """Return the present value of a counter or of a fact in numbers; None if it is unknown."""
+        for reader in _SAMPLED.get(metric) or (_FACTS[metric],):
             value = self._ask(reader)
             if value is not None:
                 return float(value)
@@ -231,7 +226,7 @@ class NvmlGpu:
     def _link_rate(self, link: int) -> float | None:
         """Return the bytes per second that an active link carries each way, None if unknown."""
         # the field has 32 bits; the others of its union have no meaning
-        if megabytes := (self._ask(_field, _NVLINK_SPEED, 0) or 0) & 0xFFFFFFFF:
+        if megabytes := (self._ask(_nvlink_speed) or 0) & 0xFFFFFFFF:
             return megabytes * 1e6
         return _NVLINK_RATES.get(self._of_link("nvmlDeviceGetNvLinkVersion", link))
 
@@ -456,12 +451,9 @@ def _gpu(library: Library, handle: Handle, index: int) -> NvmlGpu:
     )
 
 
-def _field(library: Library, handle: Handle, field: int, scope: int) -> int:
-    """Return the value of a field that is a 64-bit counter.
-
-    Raises NVMLError if the GPU does not have the field.
-    """
-    (result,) = library.nvmlDeviceGetFieldValues(handle, [(field, scope)])
+def _nvlink_speed(library: Library, handle: Handle) -> int:
+    """Return the value of the field; raises NVMLError if the GPU does not have it."""
+    (result,) = library.nvmlDeviceGetFieldValues(handle, [(_NVLINK_SPEED, 0)])
     if result.nvmlReturn:
         raise library.NVMLError(result.nvmlReturn)
     return int(result.value.ullVal)

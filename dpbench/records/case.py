@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
@@ -154,7 +154,7 @@ class Case:
             for f in fields(self)
             if getattr(self, f.name) != f.default
         }
-        return changed | ({"declared": self.declared.to_dict()} if self.declared else {})
+        return changed | ({"declared": asdict(self.declared)} if self.declared else {})
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Case:

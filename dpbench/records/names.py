@@ -9,8 +9,6 @@ from dpbench.records import words
 from dpbench.records.case import Case
 from dpbench.records.schedule import Schedule
 
-_USUAL = Case(model="", strategy="", batch_size=0)
-
 
 def strategy(case: Case) -> str:
     """Return the name of a case's strategy, with any schedule but `reference` in brackets."""
@@ -37,12 +35,15 @@ def devices(case: Case) -> str:
 
 def settings(case: Case) -> list[str]:
     """Return the model's size, if it has one, and the case's settings that are not the default."""
-    chosen = [getattr(case, name) for name in ("precision", "optimizer")]
-    usual = [_USUAL.precision, _USUAL.optimizer]
+    changed = [
+        getattr(case, name)
+        for name in ("precision", "optimizer")
+        if getattr(case, name) != getattr(Case, name)
+    ]
     bound = [f"within {words.size(case.device_memory_bytes)}"] if case.device_memory_bytes else []
     return [
         *([] if case.traits.observed or case.traits.loads else [case.size]),
-        *(value for value, default in zip(chosen, usual, strict=True) if value != default),
+        *changed,
         *bound,
         *case.habits,
     ]
@@ -50,7 +51,7 @@ def settings(case: Case) -> list[str]:
 
 def unusual(case: Case) -> list[str]:
     """Return `settings` without the default size."""
-    return [one for one in settings(case) if one != _USUAL.size]
+    return [one for one in settings(case) if one != Case.size]
 
 
 def model(case: Case) -> str:

@@ -19,7 +19,7 @@ import importlib.util
 import pkgutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 from itertools import chain
@@ -150,10 +150,6 @@ class Traits:
         """Return whether a case needs a worker that measures no other case."""
         return self.ranks or self.all_cores
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the traits as plain data for JSON."""
-        return asdict(self)
-
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"models": "models", "strategies": "strategies", "samplers": "hardware.samplers"}
@@ -212,32 +208,23 @@ def strategy(name: str) -> Any:
 
     Raises LookupError if no strategy has this name, or if the object lacks a part of the interface.
     """
-    if ":" not in name:
+    if ":" in name:
+        instance = outside("strategy", name)
+    else:
         check("strategies", name)
-    instance = outside("strategy", name) if ":" in name else _named(name)
-    missing = [part for part, there in _parts(instance) if not there]
-    if missing:
+        mine = name in own("strategies")
+        instance = load("strategies", name).strategy if mine else _installed()[name].load()
+    parts = {
+        "attribute `traits` of type Traits": isinstance(getattr(instance, "traits", None), Traits),
+        "method start(case, model, devices, mark)": callable(getattr(instance, "start", None)),
+    }
+    if missing := [part for part, there in parts.items() if not there]:
         raise LookupError(
             f"strategy {name}: this {type(instance).__name__} has no {' and no '.join(missing)};"
             " write a subclass of dpbench.strategies.Strategy and give the name of an instance of"
             " that class"
         )
     return instance
-
-
-def _parts(found: Any) -> list[tuple[str, bool]]:
-    return [
-        ("attribute `traits` of type Traits", isinstance(getattr(found, "traits", None), Traits)),
-        ("method start(case, model, devices, mark)", callable(getattr(found, "start", None))),
-    ]
-
-
-def _named(name: str) -> Any:
-    return (
-        load("strategies", name).strategy
-        if name in own("strategies")
-        else _installed()[name].load()
-    )
 
 
 @lru_cache(maxsize=1)

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
+import msgspec
+
 from dpbench.records.case import Case, Phase
 
 FACT = "model"
@@ -82,16 +84,14 @@ class CopyTimes:
     bytes: int
     seconds: tuple[float, ...]
 
-    @classmethod
-    def all_of(cls, provenance: Mapping[str, Any]) -> tuple[Self, ...]:
+    @staticmethod
+    def all_of(provenance: Mapping[str, Any]) -> tuple[CopyTimes, ...]:
         """Return the copy times in a trial's provenance, without the keys of a newer version.
 
         Left out are copies without bytes or durations above 0, which have no rate.
         """
-        names = [f.name for f in fields(cls)]
-        known = [{name: one[name] for name in names} for one in provenance.get(LINKS, ())]
-        timed = [one for one in known if one["bytes"] > 0 and min(one["seconds"], default=0.0) > 0]
-        return tuple(cls(**{**one, "seconds": tuple(one["seconds"])}) for one in timed)
+        found = msgspec.convert(provenance.get(LINKS, ()), list[CopyTimes])
+        return tuple(one for one in found if one.bytes > 0 and min(one.seconds, default=0.0) > 0)
 
 
 OPERATIONS = "operations"
@@ -116,7 +116,7 @@ class Operations:
         Keys of a newer version are ignored.
         """
         stored = provenance.get(OPERATIONS)
-        return cls(**{f.name: stored[f.name] for f in fields(cls)}) if stored else None
+        return msgspec.convert(stored, cls) if stored else None
 
 
 DRAWS = "error_draws"

@@ -355,8 +355,7 @@ class Store:
             ids = self._db.execute(
                 f"SELECT rowid FROM run WHERE {condition} ORDER BY started DESC, rowid DESC", values
             )
-            for _, run in rows.readable(self._db, rows.run, ids, self._unreadable):
-                yield run
+            yield from self._read(rows.run, ids)
 
     def remove(self, run_ids: Sequence[str]) -> None:
         """Delete runs with their trials and profiles, and shrink the file.
@@ -436,10 +435,7 @@ class Store:
         final = sorted({*FINAL} - {*retry})
         marks = ",".join("?" * len(final))
         query = f"SELECT fingerprint, round FROM trial WHERE run_id=? AND status IN ({marks})"
-        return {
-            (fingerprint, number)
-            for fingerprint, number in self._db.execute(query, (run_id, *final))
-        }
+        return set(self._db.execute(query, (run_id, *final)).fetchall())
 
     def counts(self, run_id: str) -> dict[str, int]:
         """Return the number of a run's trials by status; repeated trials count once."""
@@ -454,7 +450,7 @@ class Store:
         query = f"SELECT id FROM ({_RANKED}) WHERE run_id=? AND place=1 ORDER BY id"
         with file.snapshot(self._db):
             ids = self._db.execute(query, (run_id,)).fetchall()
-            for _, (case, status) in rows.readable(self._db, rows.outcome, ids, self._unreadable):
+            for case, status in self._read(rows.outcome, ids):
                 counters.setdefault(case, Counter())[status] += 1
         return {case: dict(counts) for case, counts in counters.items()}
 
@@ -468,9 +464,7 @@ class Store:
         with file.snapshot(self._db):
             for wanted in fingerprints:
                 ids = self._db.execute(query, (wanted, Status.OK, host)).fetchall()
-                for _, (fingerprint, seconds) in rows.readable(
-                    self._db, rows.seconds_of, ids, self._unreadable
-                ):
+                for fingerprint, seconds in self._read(rows.seconds_of, ids):
                     seconds_by_case.setdefault(fingerprint, []).append(seconds)
         return seconds_by_case
 
@@ -553,16 +547,15 @@ class Store:
         gradients or outputs were not found wrong, or else the last. With `superseded`, all are
         returned. Killed trials are always left out.
         """
-        return [trial for _, trial in self._each(run_id, superseded=superseded)]
+        return self._trials(run_id, superseded=superseded)
 
     def summaries(self, run_id: str) -> list[Trial]:
         """Return `Trial.summary` of each trial in `trials(run_id)`, rarely reading spans."""
-        return [trial for _, trial in self._each(run_id, superseded=False, read=rows.summary)]
+        return self._trials(run_id, superseded=False, read=rows.summary)
 
-    def _each(
+    def _trials(
         self, run_id: str | None, *, superseded: bool, read: rows.Reader[Trial] = rows.trial
-    ) -> Iterator[tuple[int, Trial]]:
-        """Yield (id, result of `read`) of each trial that `trials` returns."""
+    ) -> list[Trial]:
         where, values = ("run_id=? AND ", (run_id,)) if run_id else ("", ())
         where += "" if superseded else "place=1 AND "
         with file.snapshot(self._db):
@@ -570,7 +563,17 @@ class Store:
                 f"SELECT id FROM ({_RANKED}) WHERE {where}status NOT IN (?,?) ORDER BY id",
                 (*values, RUNNING, Status.KILLED),
             ).fetchall()
-            yield from rows.readable(self._db, read, ids, self._unreadable)
+            return list(self._read(read, ids))
+
+    def _read(self, read: rows.Reader[rows.Read], ids: Iterable[tuple[int]]) -> Iterator[rows.Read]:
+        """Yield the object that `read` makes of each row; see `Store.read` for unreadable ones."""
+        for (row,) in ids:
+            try:
+                yield read(self._db, row)
+            except UnreadableRow as fault:
+                if self._unreadable is None:
+                    raise
+                self._unreadable(fault)
 
     def past(self, run_id: str, trials: Sequence[Trial]) -> tuple[PastRun, ...]:
         """Return the runs that share cases with a run, with summaries of their `ok` trials.
@@ -593,13 +596,8 @@ class Store:
                     "(SELECT fingerprint FROM trial WHERE run_id=?) ORDER BY id",
                     (name, Status.OK, run_id),
                 ).fetchall()
-                ended = [
-                    trial
-                    for _, trial in rows.readable(self._db, rows.summary, ids, self._unreadable)
-                ]
-            for _, run in rows.readable(
-                self._db, rows.run, [(row,)] if ended else [], self._unreadable
-            ):
+                ended = list(self._read(rows.summary, ids))
+            for run in self._read(rows.run, [(row,)] if ended else []):
                 yield PastRun(run, tuple(ended))
 
     def _sharing(self, run_id: str) -> set[str]:

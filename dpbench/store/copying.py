@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dpbench.records import Case, Status
@@ -62,31 +62,30 @@ def _shared(source: file.Connection, target: file.Connection, table: str) -> lis
     return [name for name in rows.columns_of(source, table) if name in target_columns]
 
 
+def _insertion(table: str, names: Sequence[str]) -> str:
+    marks = ",".join("?" * len(names))
+    return f"INSERT INTO {table} ({', '.join(names)}) VALUES ({marks})"
+
+
 def _copy_run(source: file.Connection, run_id: str, target: file.Connection) -> None:
-    names = ", ".join(_shared(source, target, "run"))
-    values = source.execute(f"SELECT {names} FROM run WHERE id=?", (run_id,)).fetchone()
-    target.execute(f"INSERT INTO run ({names}) VALUES ({','.join('?' * len(values))})", values)
+    names = _shared(source, target, "run")
+    (values,) = source.execute(f"SELECT {', '.join(names)} FROM run WHERE id=?", (run_id,))
+    target.execute(_insertion("run", names), values)
 
 
 def copy_trial(source: file.Connection, trial_id: int, target: file.Connection, run_id: str) -> int:
     """Copy one trial into the run `run_id` of `target`, and return its id there."""
     names = [name for name in _shared(source, target, "trial") if name not in ("id", "run_id")]
     (values,) = source.execute(f"SELECT {', '.join(names)} FROM trial WHERE id=?", (trial_id,))
-    marks = ",".join("?" * (1 + len(names)))
-    new = target.execute(
-        f"INSERT INTO trial (run_id, {', '.join(names)}) VALUES ({marks})", (run_id, *values)
-    ).lastrowid
+    new = target.execute(_insertion("trial", ["run_id", *names]), (run_id, *values)).lastrowid
     assert new is not None
     for table in PARTS:
         columns = [name for name in rows.columns_of(source, table) if name != "trial_id"]
         parts = source.execute(
             f"SELECT {', '.join(columns)} FROM {table} WHERE trial_id=?", (trial_id,)
         )
-        marks = ",".join("?" * (1 + len(columns)))
-        target.executemany(
-            f"INSERT INTO {table} (trial_id, {', '.join(columns)}) VALUES ({marks})",
-            ((new, *row) for row in parts),
-        )
+        insertion = _insertion(table, ["trial_id", *columns])
+        target.executemany(insertion, ((new, *row) for row in parts))
     return new
 
 
@@ -99,26 +98,26 @@ def merge(source: file.Connection, target: file.Connection) -> Merged:
     `IDENTITY` or a trial's results, or because each has a trial of the same case and round that the
     other lacks.
     """
-    copied = Merged(0, 0, 0)
+    runs = trials = known = 0
     conflicts: list[str] = []
     _copy_examinations(source, target)
     for (run_id,) in source.execute("SELECT id FROM run ORDER BY started, rowid").fetchall():
         if not target.execute("SELECT 1 FROM run WHERE id=?", (run_id,)).fetchone():
             _copy_run(source, run_id, target)
             missing = _ids(source, run_id)
-            copied = Merged(copied.runs + 1, copied.trials + len(missing), copied.known)
+            runs += 1
         else:
             contradictions = [*_contradictions(source, target, run_id)]
             conflicts += contradictions
             missing = [] if contradictions else _missing(source, target, run_id)
-            copied = Merged(copied.runs, copied.trials + len(missing), copied.known + 1)
+            known += 1
             if not contradictions:
                 _adopt(source, target, run_id)
+        trials += len(missing)
         for trial_id in missing:
-            if (
-                source.execute("SELECT source FROM trial WHERE id=?", (trial_id,)).fetchone()[0]
-                is not None
-            ):
+            query = "SELECT source FROM trial WHERE id=?"
+            (origin,) = source.execute(query, (trial_id,)).fetchone()
+            if origin is not None:
                 rows.trial(source, trial_id)  # raises for an ended trial that cannot be read
             copy_trial(source, trial_id, target, run_id)
     if conflicts:
@@ -128,7 +127,7 @@ def merge(source: file.Connection, target: file.Connection) -> Merged:
             f" {'; '.join(conflicts[:SHOWN])}{more}. Remove each of these runs from one of the"
             " stores with `dpbench rm RUN --store FILE`"
         )
-    return copied
+    return Merged(runs, trials, known)
 
 
 def _copy_examinations(source: file.Connection, target: file.Connection) -> None:

@@ -11,7 +11,7 @@ import math
 import sqlite3
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -28,11 +28,9 @@ from dpbench.store.file import StoreError
 from dpbench.store.runs import StoredRun
 
 log = logging.getLogger(__name__)
-TRIAL = (
-    "fingerprint, round, case_json, status, reason, verified, source, started, schema, setup,"
-    " provenance, failed_device, run_id"
-)
 CASE = "case_json, fingerprint, schema"
+PLAIN = "round, status, reason, verified, source, failed_device"
+TRIAL = f"{CASE}, started, setup, provenance, run_id, {PLAIN}"
 STEP = "seconds, warmup, end_s"
 SPAN = "step, phase, device, clock, start_s, end_s"
 MEMORY = "device, peak_bytes, source, phase, kind"
@@ -89,9 +87,13 @@ def run(db: file.Connection, row: int) -> StoredRun:
             db, "run", "id, status, started, rounds, provenance", row
         )
         facts.check_run(_object(provenance), float(started))
-        examined = _examination(_examined(db, row))
-        stored = StoredRun.read(
-            str(name), str(status), float(started), int(rounds), provenance, examined
+        stored = StoredRun(
+            visible.visible(str(name)),
+            visible.visible(str(status)),
+            float(started),
+            int(rounds),
+            visible.loads(provenance),
+            _examination(_examined(db, row)),
         )
         _ = stored.naming  # raises for a name that no run can have
         return stored
@@ -166,33 +168,14 @@ def _samples(db: file.Connection, row: int) -> Samples:
 
 def _plain(db: file.Connection, head: Sequence[Any]) -> dict[str, Any]:
     """Return the columns `TRIAL` as data for `Trial.from_dict`."""
-    (
-        fingerprint,
-        number,
-        text,
-        status,
-        reason,
-        verified,
-        source,
-        started,
-        schema,
-        setup,
-        provenance,
-        failed,
-        run_id,
-    ) = head
+    case_json, fingerprint, schema, started, setup, provenance, run_id, *plain = head
     return {
-        "status": status,
-        "reason": reason,
-        "verified": verified,
-        "source": source,
-        "started_s": started,
+        "case": case(case_json, fingerprint, schema).to_dict(),
         "schema": schema,
+        "started_s": started,
         "setup": _object(setup),
         "provenance": {**_object(provenance), **_of_run(db, run_id)},
-        "round": number,
-        "failed_device": failed,
-        "case": case(text, fingerprint, schema).to_dict(),
+        **dict(zip(PLAIN.split(", "), plain, strict=True)),
     }
 
 
@@ -242,26 +225,6 @@ def case(text: str, fingerprint: str, schema: int | None) -> Case:
             " fingerprint"
         )
     return in_schema(stored, schema or 0)
-
-
-def readable(
-    db: file.Connection,
-    read: Reader[Read],
-    ids: Iterable[tuple[int]],
-    unreadable: Callable[[UnreadableRow], None] | None,
-) -> Iterator[tuple[int, Read]]:
-    """Yield each row's id, and the object that `read` makes of the row.
-
-    `unreadable` is called for each row that cannot be read; if it is None, the first such row
-    raises UnreadableRow.
-    """
-    for (row,) in ids:
-        try:
-            yield row, read(db, row)
-        except UnreadableRow as fault:
-            if unreadable is None:
-                raise
-            unreadable(fault)
 
 
 def short(reason: str) -> str:

@@ -7,9 +7,9 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
-from dpbench.records import Trial, visible
+from dpbench.records import Trial
 from dpbench.records.examination import Examination
 
 PREDICTED = "predicted:"
@@ -91,23 +91,6 @@ class StoredRun:
     rounds: int
     provenance: Mapping[str, Any]
     examination: Examination | None = None
-
-    @classmethod
-    def read(
-        cls,
-        run_id: str,
-        status: str,
-        started: float,
-        rounds: int,
-        facts: str,
-        examination: Examination | None,
-    ) -> Self:
-        """Return a run from the columns of its row, with invisible characters escaped.
-
-        `facts` is the run's provenance as JSON.
-        """
-        names = visible.visible(run_id), visible.visible(status)
-        return cls(*names, started, rounds, visible.loads(facts), examination)
 
     @property
     def naming(self) -> Naming:

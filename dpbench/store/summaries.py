@@ -24,7 +24,6 @@ VERSION = 3
 
 Summaries of other versions are computed again.
 """
-_PHASES = {phase.value: phase for phase in Phase}
 
 
 class _Packed(msgspec.Struct, array_like=True):
@@ -106,7 +105,7 @@ class StoredLedger(Ledger):
     @cached_property
     def concurrency(self) -> dict[Phase, tuple[float, float]]:
         """Return, by phase, the stored sum and union of its spans, in seconds."""
-        return {_PHASES[phase]: pair for phase, pair in self._packed.concurrency.items()}
+        return {Phase(phase): pair for phase, pair in self._packed.concurrency.items()}
 
     @cached_property
     def median_step(self) -> tuple[int, tuple[Span, ...]] | None:
@@ -115,7 +114,7 @@ class StoredLedger(Ledger):
         if number is None:
             return None
         return number, tuple(
-            Span(number + place, _PHASES[phase], device, visible(clock), start_s, end_s)
+            Span(number + place, Phase(phase), device, visible(clock), start_s, end_s)
             for (phase, device, clock, start_s, end_s), place in zip(
                 self._packed.spans, self._packed.places, strict=True
             )
@@ -163,9 +162,9 @@ def _consistent(summary: _Packed) -> bool:
     """Return whether phases are known and sum to the steps, and the parts fit together."""
     charged = {phase for phase, _ in summary.keys}
     spanned = {span[0] for span in summary.spans}
-    if not charged | {*summary.middle} <= {*_PHASES, UNATTRIBUTED}:
+    if not charged | {*summary.middle} <= {*Phase, UNATTRIBUTED}:
         return False
-    if not spanned | {*summary.concurrency} <= {*_PHASES}:
+    if not spanned | {*summary.concurrency} <= {*Phase}:
         return False
     steps = len(summary.warmup)
     timed = summary.warmup.count(0)

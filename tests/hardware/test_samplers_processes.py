@@ -225,18 +225,9 @@ def test_series_of_hours_keeps_whole_seconds_that_are_spread_evenly(tmp_path, mo
     assert len(SampleFile(output, 0, None).cut(0.0, 2_000.0)) == 8_000
 
 
-def command(output):
-    options = [
-        "--root-pid",
-        str(os.getpid()),
-        "--interval",
-        "0.1",
-        "--devices",
-        "",
-        "--output",
-        str(output),
-    ]
-    return [sys.executable, "-m", "dpbench.hardware.samplers._process", *options]
+def command(output, parent=None):
+    arguments = [str(parent or os.getpid()), str(os.getpid()), "0.1", str(output)]
+    return [sys.executable, "-m", "dpbench.hardware.samplers._process", *arguments]
 
 
 @linux
@@ -353,7 +344,7 @@ def test_process_whose_parent_is_gone_already_ends_at_once(tmp_path, child):
     former = child("")
     former.wait()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    arguments = [*command(tmp_path / "out"), "--parent-pid", str(former.pid)]
+    arguments = command(tmp_path / "out", former.pid)
     with subprocess.Popen(
         arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
     ) as process:

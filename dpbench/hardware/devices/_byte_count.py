@@ -67,13 +67,8 @@ class ByteCount:
         with self._lock:
             return self._now[device]
 
-    def peak(self, device: torch.device) -> int:
-        """Return the peak of the bytes allocated on `device` since the last `reset` or `take`."""
-        with self._lock:
-            return self._peak[device]
-
     def take(self, device: torch.device) -> int:
-        """Return the peak of the bytes allocated on `device`, and reset it, atomically."""
+        """Return the peak of the bytes allocated on `device` since the last reset, and reset it."""
         with self._lock:
             peak = self._peak[device]
             self._peak[device] = self._now[device]

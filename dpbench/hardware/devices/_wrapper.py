@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -183,14 +184,18 @@ def _rebuild(
     return tensor
 
 
-_home = torch.device("cpu")
+_homes = [torch.device("cpu")]
+"""The last one is the device of the tensors that are wrapped."""
 
 
-def set_home(device: torch.device) -> torch.device:
-    """Set the device (cpu or meta) of the tensors that are wrapped; return the previous one."""
-    global _home
-    before, _home = _home, device
-    return before
+@contextmanager
+def bytes_only() -> Iterator[None]:
+    """In the context, in any thread, create emulated tensors that store no values."""
+    _homes.append(torch.device("meta"))
+    try:
+        yield
+    finally:
+        _homes.pop()
 
 
 @functools.cache
@@ -226,13 +231,14 @@ def _empty(
     size: Any, *, device: Any, dtype: Any = None, memory_format: Any = None, **_: Any
 ) -> torch.Tensor:
     kept = {} if memory_format is None else {"memory_format": memory_format}
-    return wrap(torch.empty(size, dtype=dtype, device=_home, **kept), _numbered(device))
+    return wrap(torch.empty(size, dtype=dtype, device=_homes[-1], **kept), _numbered(device))
 
 
 def _empty_strided(
     size: Any, stride: Any, *, device: Any, dtype: Any = None, **_: Any
 ) -> torch.Tensor:
-    return wrap(torch.empty_strided(size, stride, dtype=dtype, device=_home), _numbered(device))
+    inner = torch.empty_strided(size, stride, dtype=dtype, device=_homes[-1])
+    return wrap(inner, _numbered(device))
 
 
 def _copy_from(

@@ -23,7 +23,7 @@ import torch
 
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices._byte_count import byte_count
-from dpbench.hardware.devices._wrapper import LAZY, install, load_operators, set_home
+from dpbench.hardware.devices._wrapper import LAZY, bytes_only, install, load_operators
 
 
 class CpuDevice(Device):
@@ -72,16 +72,6 @@ class EmulatedDevice(Device):
     def reset_memory(self) -> None:
         """Reset the peak of allocated bytes to the bytes that are allocated now."""
         byte_count.reset(self.torch_device)
-
-
-@contextmanager
-def bytes_only() -> Iterator[None]:
-    """In the context, in any thread, create emulated tensors that store no values."""
-    before = set_home(torch.device("meta"))
-    try:
-        yield
-    finally:
-        set_home(before)
 
 
 @contextmanager

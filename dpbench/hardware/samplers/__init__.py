@@ -81,6 +81,8 @@ log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 2.0
+SETTLE_S = 1.0
+"""The longest wait until the sampler process has written its buffered samples."""
 MOST_BYTES = 1 << 24
 """If more bytes were added to the file since the last reading, only some samples are kept."""
 GOLDEN = 0.6180339887498949
@@ -105,25 +107,27 @@ class SampleFile:
         """Return the process id of the sampler; None if it is not known to run."""
         return self._process.pid if self._process else None
 
-    def cut(self, start_s: float, end_s: float, settle_s: float = 1.0) -> tuple[Sample, ...]:
+    def cut(self, start_s: float, end_s: float) -> tuple[Sample, ...]:
         """Return the samples from `start_s` to `end_s` in order, and discard those before.
 
         The sampler process is first asked to write its buffered samples, which takes about a
-        millisecond. `settle_s` is the maximum wait for the answer, in seconds; 0 skips the request.
+        millisecond.
         """
-        if settle_s > 0:
-            self._settle(settle_s)
+        self._settle()
         self._kept = [sample for sample in (*self._kept, *self._read()) if sample.time_s >= start_s]
         within = [sample for sample in self._kept if sample.time_s <= end_s]
         return tuple(sorted(within, key=lambda sample: sample.time_s))
 
-    def _settle(self, timeout_s: float) -> None:
+    def _settle(self) -> None:
         """If the sampler process has ended, warn once and do not ask again."""
         if self._process is None or _closed(self._process):
             return
         self._requests += 1
+        request = b"%d" % self._requests
+        assert self._process.stdin is not None
         try:
-            _ask(self._process, b"%d" % self._requests, timeout_s)
+            self._process.stdin.write(request + b"\n")
+            _hears(self._process, request, SETTLE_S)  # sent back when the samples are written
         except (EOFError, OSError) as error:
             log.warning(
                 "the sampler process has ended, so this run gets no more samples: %s", error
@@ -179,16 +183,8 @@ def _start(
     devices: Sequence[int], output: Path, interval_s: float, root_pid: int
 ) -> subprocess.Popen[bytes] | None:
     """Wait until the sampler takes samples; return None, after a warning, if it fails."""
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "dpbench.hardware.samplers._process",
-        "--parent-pid",
-        str(os.getpid()),
-    ]
-    command += ["--root-pid", str(root_pid), "--interval", str(interval_s), "--output", str(output)]
-    command += ["--devices", ",".join(map(str, devices))]
+    arguments = map(str, (os.getpid(), root_pid, interval_s, output, *devices))
+    command = [sys.executable, "-P", "-m", "dpbench.hardware.samplers._process", *arguments]
     # the child must import the same modules as this process
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     process = None
@@ -212,17 +208,6 @@ def _start(
     if process is not None:
         _end(process)
     return None
-
-
-def _ask(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> bool:
-    """Send `line` to the sampler, and return whether it answers within `timeout_s` seconds.
-
-    The sampler sends the line back after it has written its samples. Raises EOFError or OSError if
-    the sampler process has ended.
-    """
-    assert process.stdin is not None
-    process.stdin.write(line + b"\n")
-    return _hears(process, line, timeout_s)
 
 
 def _hears(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) -> bool:

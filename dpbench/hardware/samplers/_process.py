@@ -1,6 +1,7 @@
 """Sampler process: starts all samplers, writes their samples to a file, and ends with its parent.
 
-Never loads torch.
+Never loads torch. Its arguments are the ids of its parent and of the root of the watched process
+tree, the seconds between readings, the output file, and the CUDA ordinals of the GPUs to watch.
 
 Protocol: the process prints `ready` on stdout when all samplers run. It answers each line on stdin
 with the same line, after writing all samples so far to the file. It ends at the end of stdin, on
@@ -9,7 +10,6 @@ SIGTERM, or when its parent dies.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
@@ -34,66 +34,37 @@ It limits the memory use, and the samples that are lost if the process is killed
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(parent_pid: str, root_pid: str, interval_s: str, output: str, *devices: str) -> int:
     """Write samples to the file until stdin or the parent process ends, or SIGTERM arrives.
 
     Return the exit status: 1, after an error message, if the file cannot be written.
     """
-    options = _parse(argv)
     logging.basicConfig(level=logging.WARNING, format="dpbench samplers: %(message)s")
     # the parent handles them, and then ends this process
     signals.ignore((signal.SIGINT, signal.SIGHUP))
     stopped = _stop_signal()
     signals.release()
-    die_with_parent(options.parent_pid, signal.SIGTERM)
-    os.environ[ROOT_PID] = str(options.root_pid)
+    die_with_parent(int(parent_pid), signal.SIGTERM)
+    os.environ[ROOT_PID] = root_pid
     try:
-        _sample(options, stopped)
+        _sample(Path(output), [*map(int, devices)], float(interval_s), stopped)
     except OSError as error:
-        log.error("samples cannot be written to %s: %s", options.output, error)
+        log.error("samples cannot be written to %s: %s", output, error)
         return 1
     return 0
 
 
-def _sample(options: argparse.Namespace, stopped: int) -> None:
+def _sample(output: Path, devices: Sequence[int], interval_s: float, stopped: int) -> None:
     series: list[list[Sample]] = []
-    with Path(options.output).open("ab") as file:
+    with output.open("ab") as file:
         with suppress(BrokenPipeError), ExitStack() as samplers:
-            series += _start_all(samplers, options.devices, options.interval)
+            series += _start_all(samplers, devices, interval_s)
             _answer(b"ready\n")
             for request in _requests(stopped):
                 file.write(_lines(series))
                 file.flush()
                 _answer(request)
         file.write(_lines(series))  # the samples taken while the samplers stopped
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m dpbench.hardware.samplers._process", description=__doc__
-    )
-    parser.add_argument(
-        "--root-pid",
-        type=int,
-        default=os.getppid(),
-        help="watch the process with this id and its descendants",
-    )
-    parser.add_argument(
-        "--parent-pid",
-        type=int,
-        default=os.getppid(),
-        help="end when the process with this id ends",
-    )
-    parser.add_argument("--interval", type=float, default=0.1, help="seconds between readings")
-    parser.add_argument("--devices", type=_numbers, default=(), help="CUDA ordinals to watch: 0,1")
-    parser.add_argument(
-        "--output", required=True, help="append samples to this file, one JSON list per line"
-    )
-    return parser.parse_args(argv)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(",") if part)
 
 
 def _stop_signal() -> int:
@@ -153,4 +124,4 @@ def _answer(line: bytes) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))
