@@ -1748,7 +1748,7 @@ FAULTS = (
         "dpbench works without the folders predict and observe",
         '(Path(__file__).parents[1] / package / "__init__.py").is_file()',
         "True",
-        ("tests/project/test_siblings.py::test_without_a_sibling_everything_else_works",),
+        ("tests/project/test_siblings.py::test_without_a_sibling_its_commands_alone_are_missing",),
     ),
     Fault(
         "flat parts",
