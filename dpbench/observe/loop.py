@@ -177,11 +177,11 @@ def of(recorder: Recorder, first: int = 0) -> WatchedLoop:
         numbers=tuple(numbers),
         updates=calls,
         rows=_rows(_kept(seen.rows, keys)) * together,
-        model=next(iter(_kept(seen.models, keys)), {}),
+        model=_first(seen.models, keys, {}),
         optimizers=tuple(name for owner, name in seen.optimizers.items() if owner in keys),
         skipped=sum(number for owner, number in seen.skipped.items() if owner in keys),
-        precision=next(iter(_kept(seen.precisions, keys)), "fp32"),
-        products=next(iter(_kept(seen.products, keys)), None),
+        precision=_first(seen.precisions, keys, "fp32"),
+        products=_first(seen.products, keys, None),
         compiled=not seen.compiled.isdisjoint(keys),
         evaluation_s=sum(raw.end - raw.start for raw in aside if raw.kind == EVALUATION),
         checkpoint_s=sum(raw.end - raw.start for raw in aside if raw.kind == CHECKPOINT),
@@ -288,6 +288,10 @@ def _kept(facts: Mapping[int, Fact], keys: frozenset[int]) -> list[Fact]:
     The keys come from recorded calls. A wrapper over several devices has none: it records phases.
     """
     return [fact for key, fact in facts.items() if key in keys] or [*facts.values()]
+
+
+def _first(facts: Mapping[int, Fact], keys: frozenset[int], unknown: Fact) -> Fact:
+    return next(iter(_kept(facts, keys)), unknown)
 
 
 def _rows(counted: Sequence[Counter[int]]) -> int:
