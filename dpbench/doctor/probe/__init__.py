@@ -80,9 +80,7 @@ class LeftOut:
     left_out: str
 
 
-def probe(
-    say: Say = lambda _: None, *, patience_s: float | None = None, anyway: bool = False
-) -> Probe:
+def probe(say: Say, *, patience_s: float | None = None, anyway: bool = False) -> Probe:
     """Measure this machine with its GPUs, and return the figures.
 
     `say` is called with each line of progress and each warning. If other processes keep the cores
