@@ -130,7 +130,7 @@ def trace(
 
 
 def trace_optimizer(
-    optimizer_fn: OptimizerFactory, sizes_bytes: Sequence[int], *, device: str = "cpu"
+    optimizer_fn: OptimizerFactory, sizes_bytes: Sequence[int], *, device: str
 ) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
     """Return the ops of the first and of a later step for fp32 vectors of these sizes in bytes.
 
