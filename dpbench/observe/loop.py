@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 from typing import TypeVar
 
 from dpbench.observe import trainings
@@ -60,6 +61,7 @@ COMPUTED = frozenset({Phase.FORWARD, Phase.LOSS, Phase.BACKWARD})
 """The phases that compute the gradients of a batch."""
 UPDATES = frozenset({Phase.CLIP, Phase.OPTIMIZER})
 """The phases that use the gradients."""
+_TIMES = attrgetter("start", "end")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,12 +310,10 @@ def _spans(
     `data`. The flags tell if the script updates weights itself (`by_hand`), and calls no module
     (`functional`).
     """
-    ordered = _without_closures(sorted(interval.spans, key=lambda raw: (raw.start, raw.end)))
+    ordered = _without_closures(sorted(interval.spans, key=_TIMES))
     if functional and interval.start is not None:
         starting = Raw(Phase.DATA, interval.start, interval.start, HOST)
-        ordered = sorted(
-            [*ordered, *_forwards([starting, *ordered])], key=lambda raw: (raw.start, raw.end)
-        )
+        ordered = sorted([*ordered, *_forwards([starting, *ordered])], key=_TIMES)
     defined: list[Raw] = []
     for place, raw in enumerate(ordered):
         if raw.kind == Phase.BACKWARD:
@@ -332,7 +332,7 @@ def _spans(
         closing = Raw(Phase.OPTIMIZER, interval.end, interval.end)
         since = _last([*ordered, closing], len(ordered), Phase.BACKWARD, Phase.CLIP)
         defined += _between([*ordered, closing], since, len(ordered), Phase.OPTIMIZER)
-    return sorted([*ordered, *defined], key=lambda raw: (raw.start, raw.end))
+    return sorted([*ordered, *defined], key=_TIMES)
 
 
 def _forwards(ordered: Sequence[Raw]) -> Iterator[Raw]:
