@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,7 +53,7 @@ print(json.dumps({
 """
 
 
-def examine(say: Callable[[str], None] = lambda _: None) -> Examined:
+def examine(say: transfers.Say = lambda _: None) -> Examined:
     """Return what this machine shows; `say` is called with each line of progress."""
     before = foreign_load.snapshot()
     described = gpus.describe()

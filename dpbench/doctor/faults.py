@@ -781,8 +781,6 @@ RULES: Sequence[Rule] = (
 
 def checked(machine: Examined) -> tuple[list[str], list[str]]:
     """Return what was checked, and what was not with the reason."""
-    yes = ["environment variables", "the build of torch"]
-    no = []
     system = machine.system
     several = len(machine.gpus) > 1
     untried = len(copies(len(machine.gpus))) - len(machine.transfers)
@@ -806,11 +804,8 @@ def checked(machine: Examined) -> tuple[list[str], list[str]]:
         ),
         ("peer access", several and machine.peers is not None, "torch uses fewer than two GPUs"),
     )
-    for name, done, why in kept:
-        if done:
-            yes.append(name)
-        else:
-            no.append(f"{name}, because {why}")
+    yes = [name for name, done, _ in kept if done]
+    no = [f"{name}, because {why}" for name, done, why in kept if not done]
     if untried:
         no.append(f"{words.count(untried, 'copy', 'copies')}, because others hang or fail")
-    return yes, no
+    return ["environment variables", "the build of torch", *yes], no

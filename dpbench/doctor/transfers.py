@@ -29,6 +29,8 @@ from dpbench.records.examination import DIRECT, HANGS, PAGEABLE, PINNED, STAGED
 if TYPE_CHECKING:
     import torch
 
+Say = Callable[[str], None]
+"""Takes a line of progress or a warning."""
 SIZE = 64 * 2**20
 """The bytes of a copy."""
 REPEATS = 5
@@ -105,7 +107,7 @@ def copies(gpus: int) -> list[Copy]:
 
 
 def measured(
-    wanted: Sequence[Copy], say: Callable[[str], None] = lambda _: None, limit_s: float = LIMIT_S
+    wanted: Sequence[Copy], say: Say = lambda _: None, limit_s: float = LIMIT_S
 ) -> list[Transfer]:
     """Return the result of each copy, in order; those that hang or fail say so.
 
@@ -125,7 +127,7 @@ class NotStarted(RuntimeError):
     """The child could not load torch, or not start CUDA."""
 
 
-def _child(rest: Sequence[Copy], say: Callable[[str], None], limit_s: float) -> list[Transfer]:
+def _child(rest: Sequence[Copy], say: Say, limit_s: float) -> list[Transfer]:
     """Return the results of the first of the copies, up to one at which the child ends.
 
     Raises NotStarted if it makes none.

@@ -206,6 +206,7 @@ def _print(file: TraceFile) -> None:
 
     from dpbench.records import words
 
+    name = Path(file.path).name
     for device in file.devices:
         shares = ", ".join(
             f"{what} {words.time(seconds)}"
@@ -218,30 +219,25 @@ def _print(file: TraceFile) -> None:
             )
         )
         click.echo(
-            f"  {Path(file.path).name} device {device.device} {device.name}:"
-            f" {words.time(device.span_s)}: {shares}"
+            f"  {name} device {device.device} {device.name}: {words.time(device.span_s)}: {shares}"
         )
     whole = [step for step in file.steps if not step.partial] or list(file.steps)
     if whole:
         middle = {
-            name: statistics.median(step.phases[name] for step in whole) for name in whole[0].phases
+            phase: statistics.median(step.phases[phase] for step in whole)
+            for phase in whole[0].phases
         }
         parts = ", ".join(
-            f"{name} {words.time(seconds)}"
-            for name, seconds in middle.items()
+            f"{phase} {words.time(seconds)}"
+            for phase, seconds in middle.items()
             if words.measurable(seconds)
         )
-        click.echo(
-            f"  {Path(file.path).name} median step"
-            f" {words.time(statistics.median(s.seconds for s in whole))}: {parts}"
-        )
+        step_s = statistics.median(step.seconds for step in whole)
+        click.echo(f"  {name} median step {words.time(step_s)}: {parts}")
     if leads := [step.host_ahead_s for step in file.steps if step.host_ahead_s is not None]:
         lead_s = statistics.median(leads)
         order = "before" if lead_s >= 0 else "after"
-        click.echo(
-            f"  {Path(file.path).name} host: ends a step {words.time(abs(lead_s))} {order} the"
-            " devices"
-        )
+        click.echo(f"  {name} host: ends a step {words.time(abs(lead_s))} {order} the devices")
 
 
 @cli.command(

@@ -84,17 +84,9 @@ def _loading(context: CaseContext, loop: Observed) -> Judgement:
         size_s=seconds,
         share=context.share(Phase.DATA.value),
         code=WORKERS.format(batch or "batch_size", more) if (present or 0) < more else "",
-        command=shlex.join(
-            [
-                "dpbench",
-                "loaders",
-                "--dataset",
-                f"{_script(context.case)}:dataset",
-                "--batch-size",
-                str(batch or 32),
-                "--step-ms",
-                f"{rest_s * 1e3:.3g}",
-            ]
+        command=(
+            f"dpbench loaders --dataset {shlex.quote(f'{_script(context.case)}:dataset')}"
+            f" --batch-size {batch or 32} --step-ms {rest_s * 1e3:.3g}"
         ),
     )
 

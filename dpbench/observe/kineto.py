@@ -147,6 +147,9 @@ class _Arguments(msgspec.Struct, gc=False):
     types: msgspec.Raw = msgspec.field(name="Input type", default=msgspec.Raw())
 
 
+_NO_ARGUMENTS = _Arguments()
+
+
 class _Event(msgspec.Struct, gc=False):
     ph: str = ""
     name: str = ""
@@ -190,7 +193,7 @@ def read(path: Path) -> TraceEvents:
             continue
         start_us = event.ts
         dur_us = event.dur
-        extra = event.args
+        extra = event.args or _NO_ARGUMENTS
         if start_us is None or dur_us is None or not math.isfinite(start_us + dur_us) or dur_us < 0:
             broken.append(place)
             continue
@@ -198,20 +201,19 @@ def read(path: Path) -> TraceEvents:
         thread = str(event.tid)
         name = visible(event.name)
         if on_host:
-            sequence = _number(extra.sequence, -1) if extra else -1
-            in_backward = extra is not None and _number(extra.forward, 0) > 0
-            backward = in_backward or name.startswith(_ENGINE)
-            sizes = _sizes(extra) if extra and _SHAPED.match(name) else ()
+            sequence = _number(extra.sequence, -1)
+            backward = _number(extra.forward, 0) > 0 or name.startswith(_ENGINE)
+            sizes = _sizes(extra) if _SHAPED.match(name) else ()
             host.append(HostEvent(name, thread, start_us, end_us, sequence, backward, sizes))
         elif category in _LAUNCH:
-            correlation = _number(extra.correlation, -1) if extra else -1
+            correlation = _number(extra.correlation, -1)
             if correlation >= 0:
                 launches[correlation] = RuntimeCall(name, thread, start_us, end_us)
         else:
-            number = _number(extra.device if extra else None, _number(event.pid, 0))
-            stream = _number(extra.stream, 0) if extra else 0
-            correlation = _number(extra.correlation, -1) if extra else -1
-            size = _number(extra.size, 0) if extra else 0
+            number = _number(extra.device, _number(event.pid, 0))
+            stream = _number(extra.stream, 0)
+            correlation = _number(extra.correlation, -1)
+            size = _number(extra.size, 0)
             device.append(DeviceEvent(name, number, stream, start_us, end_us, correlation, size))
     notes = _notes(path, file.events, broken)
     if not (host or device):

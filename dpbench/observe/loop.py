@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 from typing import TypeVar
 
 from dpbench.observe import trainings
@@ -60,6 +61,7 @@ COMPUTED = frozenset({Phase.FORWARD, Phase.LOSS, Phase.BACKWARD})
 """The phases that compute the gradients of a batch."""
 UPDATES = frozenset({Phase.CLIP, Phase.OPTIMIZER})
 """The phases that use the gradients."""
+_TIMES = attrgetter("start", "end")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,11 +179,11 @@ def of(recorder: Recorder, first: int = 0) -> WatchedLoop:
         numbers=tuple(numbers),
         updates=calls,
         rows=_rows(_kept(seen.rows, keys)) * together,
-        model=next(iter(_kept(seen.models, keys)), {}),
+        model=_first(seen.models, keys, {}),
         optimizers=tuple(name for owner, name in seen.optimizers.items() if owner in keys),
         skipped=sum(number for owner, number in seen.skipped.items() if owner in keys),
-        precision=next(iter(_kept(seen.precisions, keys)), "fp32"),
-        products=next(iter(_kept(seen.products, keys)), None),
+        precision=_first(seen.precisions, keys, "fp32"),
+        products=_first(seen.products, keys, None),
         compiled=not seen.compiled.isdisjoint(keys),
         evaluation_s=sum(raw.end - raw.start for raw in aside if raw.kind == EVALUATION),
         checkpoint_s=sum(raw.end - raw.start for raw in aside if raw.kind == CHECKPOINT),
@@ -290,6 +292,10 @@ def _kept(facts: Mapping[int, Fact], keys: frozenset[int]) -> list[Fact]:
     return [fact for key, fact in facts.items() if key in keys] or [*facts.values()]
 
 
+def _first(facts: Mapping[int, Fact], keys: frozenset[int], unknown: Fact) -> Fact:
+    return next(iter(_kept(facts, keys)), unknown)
+
+
 def _rows(counted: Sequence[Counter[int]]) -> int:
     """Return the most common number of rows in a call; 0 if unknown."""
     return max(sum(counted, Counter[int]()).items(), key=lambda pair: pair[1], default=(0, 0))[0]
@@ -304,12 +310,10 @@ def _spans(
     `data`. The flags tell if the script updates weights itself (`by_hand`), and calls no module
     (`functional`).
     """
-    ordered = _without_closures(sorted(interval.spans, key=lambda raw: (raw.start, raw.end)))
+    ordered = _without_closures(sorted(interval.spans, key=_TIMES))
     if functional and interval.start is not None:
         starting = Raw(Phase.DATA, interval.start, interval.start, HOST)
-        ordered = sorted(
-            [*ordered, *_forwards([starting, *ordered])], key=lambda raw: (raw.start, raw.end)
-        )
+        ordered = sorted([*ordered, *_forwards([starting, *ordered])], key=_TIMES)
     defined: list[Raw] = []
     for place, raw in enumerate(ordered):
         if raw.kind == Phase.BACKWARD:
@@ -328,7 +332,7 @@ def _spans(
         closing = Raw(Phase.OPTIMIZER, interval.end, interval.end)
         since = _last([*ordered, closing], len(ordered), Phase.BACKWARD, Phase.CLIP)
         defined += _between([*ordered, closing], since, len(ordered), Phase.OPTIMIZER)
-    return sorted([*ordered, *defined], key=lambda raw: (raw.start, raw.end))
+    return sorted([*ordered, *defined], key=_TIMES)
 
 
 def _forwards(ordered: Sequence[Raw]) -> Iterator[Raw]:

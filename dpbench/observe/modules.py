@@ -26,7 +26,7 @@ from dpbench.engine import DataParallel
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import float32, kind_of, open_devices
 from dpbench.measure.worker.facts import sizes
-from dpbench.observe.recorder import EVALUATION, OWN, WITHIN, Recorder, Seen
+from dpbench.observe.recorder import EVALUATION, OWN, WITHIN, Function, Recorder, Seen
 from dpbench.records import Phase
 from dpbench.strategies.ddp import ExposedReduction
 
@@ -89,14 +89,14 @@ class Outermost:
             self._call(self._original)
             self._wait()
 
-    def _call(self, function: Callable[..., Any]) -> None:
+    def _call(self, function: Function) -> None:
         looking = function is not self._original
         if looking != self._looking:
             nn.Module.__call__ = function if looking else self._original  # type: ignore[method-assign]
             self._looking = looking
 
     @functools.cached_property  # torch.compile would compile again for a new function
-    def _finding(self) -> Callable[..., Any]:
+    def _finding(self) -> Function:
         original = self._original
         hooked = self._known
         recorder = self._recorder
@@ -118,7 +118,7 @@ class Outermost:
     def _hook(self, module: nn.Module) -> None:
         recorder = self._recorder
         opened = self._opened
-        seen = self._recorder.seen
+        seen = recorder.seen
         note_facts = recorder.safely(_note_facts)
 
         # closures and no methods: a copy of the module would copy the object of a method, with the
@@ -166,7 +166,7 @@ class Outermost:
             seen.wrapper = type(module).__name__
             seen.threads = True
             seen.devices = max(1, len(module.device_ids))
-            hooks.append(_marked(module, self._recorder))
+            hooks.append(_marked(module, recorder))
         elif isinstance(module, DataParallel):
             engine(seen, module, module.devices)
         elif isinstance(module, nn.parallel.DistributedDataParallel):
@@ -174,9 +174,7 @@ class Outermost:
             seen.ranks = True
             hooks.append(module.register_forward_pre_hook(_counting_syncs(seen)))
             if next(module.parameters()).device.type == "cpu":
-                self._recorder.reduction = ExposedReduction(
-                    module, open_devices("cpu", 1)[0]
-                ).observe
+                recorder.reduction = ExposedReduction(module, open_devices("cpu", 1)[0]).observe
         # by its name, because the import of FSDP2 is slow
         elif any(one.__name__ == "FSDPModule" for one in type(module).__mro__):
             seen.wrapper = "FullyShardedDataParallel"
@@ -188,7 +186,7 @@ class Outermost:
                 hook.remove()
         self._known.clear()
 
-    def without_hooks(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def without_hooks(self, function: Function) -> Function:
         """Return a function that first removes dpbench's hooks, which `function` would pickle."""
 
         @self._recorder.safely
@@ -252,13 +250,16 @@ def _kind(recorder: Recorder, module: Any, args: Any, kwargs: Any) -> str:
     if sum(rows.values()) < COUNTED:
         first = args[0] if args else None
         if not isinstance(first, torch.Tensor) or not first.dim():
-            leaves = tree_leaves((args, kwargs))
-            first = next(
-                (one for one in leaves if isinstance(one, torch.Tensor) and one.dim()), None
-            )
+            first = next(iter(batched(args, kwargs)), None)
         if first is not None:
             rows[first.shape[0]] += 1
     return _FORWARD if seen.devices == 1 else _within(recorder, module)
+
+
+def batched(*arguments: Any) -> list[torch.Tensor]:
+    """Return the tensors in a call's arguments that have rows."""
+    leaves = tree_leaves(arguments)
+    return [one for one in leaves if isinstance(one, torch.Tensor) and one.dim()]
 
 
 def _within(recorder: Recorder, module: Any) -> str:
@@ -307,9 +308,7 @@ def _note_facts(seen: Seen, module: nn.Module, args: Any, kwargs: Any, output: A
 
     The sizes include the bytes of the call's inputs and outputs per row.
     """
-    inputs = [
-        one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor) and one.dim()
-    ]
+    inputs = batched(args, kwargs)
     outputs = [one for one in tree_leaves(output) if isinstance(one, torch.Tensor)]
     rows = len(inputs[0]) if inputs else 1
     seen.models[id(module)] = {
@@ -329,9 +328,7 @@ class _marked:  # noqa: N801
         for name, phase in METHODS.items():
             setattr(module, name, self._around(getattr(module, name), phase, recorder))
 
-    def _around(
-        self, was: Callable[..., Any], phase: Phase, recorder: Recorder
-    ) -> Callable[..., Any]:
+    def _around(self, was: Function, phase: Phase, recorder: Recorder) -> Function:
         @functools.wraps(was)
         def call(*args: Any, **kwargs: Any) -> Any:
             start = recorder.moment()

@@ -33,6 +33,7 @@ from dpbench.observe.moments import GpuTimes, Moment, capturing
 from dpbench.records import HOST, Phase
 from dpbench.records.trial import Products
 
+Function = Callable[..., Any]
 _RECORDERS: weakref.WeakSet[Recorder] = weakref.WeakSet()
 """This process's recorders, which a forked process, such as a DataLoader worker, must not fill."""
 
@@ -304,7 +305,7 @@ class Recorder:
             self.give_up(error)
             return time.perf_counter()
 
-    def safely(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def safely(self, function: Function) -> Function:
         """Return `function` so that it gives up the recording and returns None, if it raises."""
 
         def call(*args: Any, **kwargs: Any) -> Any:

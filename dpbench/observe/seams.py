@@ -30,12 +30,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import dataloader
 
 from dpbench.engine import DataParallel, TrainStep
-from dpbench.observe.modules import Outermost, engine, on_devices, precision
-from dpbench.observe.recorder import CHECKPOINT, WITHIN, Recorder, new
+from dpbench.observe.modules import Outermost, batched, engine, on_devices, precision
+from dpbench.observe.recorder import CHECKPOINT, WITHIN, Function, Recorder, new
 from dpbench.observe.script import of_script, place
 from dpbench.records import Phase
 
@@ -132,14 +131,14 @@ def _replace(stack: ExitStack, owner: Any, name: str, make: Callable[[Any], Any]
 
 def _around(
     recorder: Recorder, kind: str, source: Callable[[Any], Any] | None = None
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+) -> Callable[[Function], Function]:
     """Return a decorator that lets a function run inside a span of the kind `kind`.
 
     Its note is the number of the object that `source` returns for the first argument.
     """
     number = recorder.safely(lambda args: recorder.owner(source(args[0])) if source else None)
 
-    def around(was: Callable[..., Any]) -> Callable[..., Any]:
+    def around(was: Function) -> Function:
         @functools.wraps(was)
         def call(*args: Any, **kwargs: Any) -> Any:
             if is_compiling() or not recorder.begin(kind, number(args) if source else None):
@@ -159,7 +158,7 @@ def _around(
     return around
 
 
-def _noting(recorder: Recorder, was: Callable[..., Any], problem: str) -> Callable[..., Any]:
+def _noting(recorder: Recorder, was: Function, problem: str) -> Function:
     @functools.wraps(was)
     def call(*args: Any, **kwargs: Any) -> Any:
         recorder.seen.unknown[problem] = 0
@@ -168,7 +167,7 @@ def _noting(recorder: Recorder, was: Callable[..., Any], problem: str) -> Callab
     return call
 
 
-def _leaving(recorder: Recorder, was: Callable[..., Any]) -> Callable[..., Any]:
+def _leaving(recorder: Recorder, was: Function) -> Function:
     """Return a replacement of torch.no_grad.__exit__, which notes a possible update by hand."""
 
     @functools.wraps(was)
@@ -210,7 +209,7 @@ class _Steps:
     def __init__(
         self,
         recorder: Recorder,
-        replace: Callable[..., None],
+        replace: Function,
         stack: ExitStack,
     ) -> None:
         self._recorder = recorder
@@ -228,7 +227,7 @@ class _Steps:
                 self._recorder.fail()
                 self._recorder.end()
 
-    def _calling(self, was: Callable[..., Any]) -> Callable[..., Any]:
+    def _calling(self, was: Function) -> Function:
         """Return a replacement of a class's `step` that notes its calls and if they raise."""
         recorder = self._recorder
         running = self._running
@@ -328,7 +327,7 @@ class _Steps:
             recorder.update(owner, type(optimizer).__name__)
 
 
-def _optimizers(recorder: Recorder, replace: Callable[..., None], stack: ExitStack) -> None:
+def _optimizers(recorder: Recorder, replace: Function, stack: ExitStack) -> None:
     steps = _Steps(recorder, replace, stack)
     before, after = recorder.safely(steps.before), recorder.safely(steps.after)
     stack.callback(register_optimizer_step_pre_hook(before).remove)
@@ -360,7 +359,7 @@ def _deferring(recorder: Recorder, kind: str) -> Iterator[None]:
         recorder.deferred -= 1
 
 
-def _scaled_step(recorder: Recorder, was: Callable[..., Any]) -> Callable[..., Any]:
+def _scaled_step(recorder: Recorder, was: Function) -> Function:
     @functools.wraps(was)
     def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if not recorder.mine or recorder.deferred:
@@ -380,8 +379,8 @@ def _scaled_step(recorder: Recorder, was: Callable[..., Any]) -> Callable[..., A
     return step
 
 
-def _data(recorder: Recorder, replace: Callable[..., None], outermost: Outermost) -> None:
-    def starting(was: Callable[..., Any]) -> Callable[..., Any]:
+def _data(recorder: Recorder, replace: Function, outermost: Outermost) -> None:
+    def starting(was: Function) -> Function:
         start = _around(recorder, Phase.DATA, operator.attrgetter("dataset"))(was)
 
         @recorder.safely
@@ -402,12 +401,12 @@ def _data(recorder: Recorder, replace: Callable[..., None], outermost: Outermost
     replace(torch.utils.data.DataLoader, "__iter__", starting)
 
 
-def _tensors(recorder: Recorder, replace: Callable[..., None]) -> None:
+def _tensors(recorder: Recorder, replace: Function) -> None:
     open_spans = recorder.open
     seen = recorder.seen
     placed = recorder.safely(place)
 
-    def moving(was: Callable[..., Any]) -> Callable[..., Any]:
+    def moving(was: Function) -> Function:
         @functools.wraps(was)
         def move(self: Any, *args: Any, **kwargs: Any) -> Any:
             # the first test is the cheapest: clipping moves the norm of every parameter
@@ -425,8 +424,8 @@ def _tensors(recorder: Recorder, replace: Callable[..., None]) -> None:
 
         return move
 
-    def reading(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        def make(was: Callable[..., Any]) -> Callable[..., Any]:
+    def reading(name: str) -> Callable[[Function], Function]:
+        def make(was: Function) -> Function:
             @functools.wraps(was)
             def read(self: Any, *args: Any, **kwargs: Any) -> Any:
                 # in a loop on GPUs, the host waits only for tensors on a GPU
@@ -453,8 +452,8 @@ def _tensors(recorder: Recorder, replace: Callable[..., None]) -> None:
         replace(torch.Tensor, name, reading(name))
 
 
-def _engines(recorder: Recorder, replace: Callable[..., None]) -> None:
-    def marked(was: Callable[..., Any]) -> Callable[..., Any]:
+def _engines(recorder: Recorder, replace: Function) -> None:
+    def marked(was: Function) -> Function:
         @functools.wraps(was)
         def build(self: Any, *args: Any, **kwargs: Any) -> None:
             if recorder.active:
@@ -470,12 +469,10 @@ def _engines(recorder: Recorder, replace: Callable[..., None]) -> None:
         if owner not in seen.precisions:
             engine(seen, step, step.devices)
             precision(seen, owner)
-        leaves = tree_leaves(args)
-        leaf = next((one for one in leaves if isinstance(one, torch.Tensor) and one.dim()), None)
-        if leaf is not None:
-            seen.rows.setdefault(owner, Counter())[len(leaf)] += 1
+        for first in batched(args)[:1]:
+            seen.rows.setdefault(owner, Counter())[len(first)] += 1
 
-    def stepping(was: Callable[..., Any]) -> Callable[..., Any]:
+    def stepping(was: Function) -> Function:
         @functools.wraps(was)
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not recorder.mine:
@@ -493,11 +490,11 @@ def _engines(recorder: Recorder, replace: Callable[..., None]) -> None:
     replace(TrainStep, "__call__", stepping)
 
 
-def _graphs(recorder: Recorder, replace: Callable[..., None]) -> None:
+def _graphs(recorder: Recorder, replace: Function) -> None:
     """Let a replay of a CUDA graph end an interval if the graph has an update of the weights."""
     updates: weakref.WeakKeyDictionary[Any, list[tuple[int, str]]] = weakref.WeakKeyDictionary()
 
-    def ending(was: Callable[..., Any]) -> Callable[..., Any]:
+    def ending(was: Function) -> Function:
         @functools.wraps(was)
         def capture_end(self: Any) -> None:
             was(self)
@@ -506,7 +503,7 @@ def _graphs(recorder: Recorder, replace: Callable[..., None]) -> None:
 
         return capture_end
 
-    def replaying(was: Callable[..., Any]) -> Callable[..., Any]:
+    def replaying(was: Function) -> Function:
         @functools.wraps(was)
         def replay(self: Any) -> None:
             was(self)

@@ -173,11 +173,12 @@ def _end_before(first: NamedStep, profile: TraceEvents) -> float | None:
     """
     if not first.whole:
         return None
-    before = launched_before(profile)
-    for event in profile.device:
-        launch = profile.launches.get(event.correlation)
-        if launch is not None and launch.start_us < first.start_us:
-            before.append(event)
+    launched = [
+        event
+        for event in profile.device
+        if (launch := profile.launches.get(event.correlation)) and launch.start_us < first.start_us
+    ]
+    before = [*launched_before(profile), *launched]
     end_us = max((event.end_us for event in before), default=float("-inf"))
     return end_us if end_us > first.start_us else None
 

@@ -99,12 +99,11 @@ class WatchedRank:
         """Write the record of this rank to its file, which rank 0 reads."""
         self.folder.mkdir(parents=True, exist_ok=True)
         unfinished = self.file(self.rank).with_suffix(".part")
-        held = [*map(asdict, part.held)]
         data = {
             "numbers": part.loop.numbers,
             "trial": _trial(part).to_dict(),
             "gpus": part.gpus,
-            "held": held,
+            "held": [*map(asdict, part.held)],
         }
         unfinished.write_text(json.dumps(data), encoding="utf-8")
         unfinished.rename(self.file(self.rank))
@@ -139,19 +138,18 @@ class WatchedRank:
         )
         unknown = [*loop.unknown]
         if missing := [str(rank) for rank in others if rank not in there]:
-            ranks = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(missing)}"
+            ranks = f"{verb(len(missing), 'rank', 'ranks')} {', '.join(missing)}"
             problem = (
                 f"no steps arrived from {ranks} within {deadline_s:g} s: look for errors of the"
-                " script there; "
+                " script there; all ranks must write to one folder"
             )
-            problem += "all ranks must write to one folder"
             unknown.append(Unknown(problem=problem, steps=len(whole.steps)))
         if lost := len(loop.steps) - len(whole.steps):
             problem = (
                 f"{count(lost, 'step')} of rank 0 {verb(lost, 'is', 'are')} left out, because not"
-                " all ranks took "
+                f" all ranks took {verb(lost, 'it', 'them')}"
             )
-            unknown.append(Unknown(problem=f"{problem}{verb(lost, 'it', 'them')}", steps=lost))
+            unknown.append(Unknown(problem=problem, steps=lost))
         kept = [place for place, number in enumerate(loop.numbers) if number in common]
         together = replace(
             loop,
@@ -201,7 +199,6 @@ def case_of(watched: Watched) -> Case:
     )
     reduction = Reduction.IN_BACKWARD if seen.threads else Reduction.OVERLAPPED
     loop = watched.part.loop
-    names = sorted(set(watched.part.loop.optimizers))
     return Case(
         model=watched.script,
         strategy=SCRIPT,
@@ -210,7 +207,7 @@ def case_of(watched: Watched) -> Case:
         device_kind=seen.device_kind,
         placement="colocated" if len({*seen.device_ids}) < len(seen.device_ids) else "spread",
         precision=loop.precision,
-        optimizer="+".join(names).lower() or "none",
+        optimizer="+".join(sorted({*loop.optimizers})).lower() or "none",
         loader=loop.loader_workers,
         compile=loop.compiled,
         inputs="pageable" if seen.pinned is False else "pinned",

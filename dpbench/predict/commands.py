@@ -210,7 +210,7 @@ def _given() -> list[str]:
     return [name for name in context.params if source(name) is ParameterSource.COMMANDLINE]
 
 
-def _refuse_without_effect(selected: Sequence[Case], options: Mapping[str, Any]) -> None:
+def _refuse_without_effect(selected: Sequence[Case]) -> None:
     """Raise UsageError for an option without effect, and for --step-s with several models."""
     from dpbench.predict import counts
 
@@ -334,4 +334,4 @@ def _check(
         raise click.UsageError(
             "--step-s and --from both give the step time on one device: leave out one of them"
         )
-    _refuse_without_effect(selected, options)
+    _refuse_without_effect(selected)

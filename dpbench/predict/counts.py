@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpbench.predict import profiles
-from dpbench.predict.constants import DEFAULT, Constants
+from dpbench.predict.constants import Constants
 from dpbench.predict.machine import Machine
 from dpbench.predict.work import Profile
 from dpbench.records import Case, plan, registry
@@ -41,6 +41,8 @@ forward kernel.
 """
 ROWS = (8, 64)
 """The two batch sizes to trace; durations at other sizes are linear in the batch size."""
+SAMPLES = 2
+"""The samples of a step in which totals are counted."""
 Key = tuple[str, str, str]
 """The key of a profile: model, size and precision."""
 
@@ -139,7 +141,7 @@ def of(case: Case) -> Profile:
     return profiles.of_trace(traces[1]) if traces else _counted(case.model, case.size)
 
 
-def priced(case: Case, machine: Machine, constants: Constants = DEFAULT) -> Profile:
+def priced(case: Case, machine: Machine, constants: Constants) -> Profile:
     """Return the profile of a case's model with timings on a machine's GPU.
 
     The timings are calculated op by op, or phase by phase if the model cannot be traced. Raises
@@ -208,17 +210,17 @@ def _counted(model: str, size: str) -> Profile:
     )
 
 
-def in_step(model: Model, samples: int = 2) -> Profile:
+def in_step(model: Model) -> Profile:
     """Return a model's profile: the sizes of its tensors, and the FLOP of forward and backward.
 
-    torch counts the FLOP on a batch of `samples` rows. FLOP, input bytes and output bytes are per
+    torch counts the FLOP on a batch of `SAMPLES` rows. FLOP, input bytes and output bytes are per
     sample.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
     from dpbench.models import bytes_in, positional
 
-    inputs, target = model.batch(samples, 0)
+    inputs, target = model.batch(SAMPLES, 0)
     module = copy.deepcopy(model.module)  # a forward changes the statistics of BatchNorm
     parameters, buffers = list(module.parameters()), list(module.buffers())
     with FlopCounterMode(display=False) as forward:
@@ -230,8 +232,8 @@ def in_step(model: Model, samples: int = 2) -> Profile:
         parameter_tensors=len(parameters),
         parameter_bytes=sum(p.nbytes for p in parameters),
         buffer_bytes=sum(b.nbytes for b in buffers),
-        input_bytes=bytes_in(inputs) / samples,
-        output_bytes=bytes_in(output) / samples,
-        forward_flop=forward.get_total_flops() / samples,
-        backward_flop=backward.get_total_flops() / samples,
+        input_bytes=bytes_in(inputs) / SAMPLES,
+        output_bytes=bytes_in(output) / SAMPLES,
+        forward_flop=forward.get_total_flops() / SAMPLES,
+        backward_flop=backward.get_total_flops() / SAMPLES,
     )

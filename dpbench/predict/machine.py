@@ -327,14 +327,13 @@ def _known(data: Mapping[str, Any], where: str, keys: list[str]) -> None:
 
 def _check(machine: Machine) -> None:
     ends = {end for link in machine.links for end in (link.a, link.b)}
-    lost = [f"gpu{i}" for i in range(machine.gpu.count) if f"gpu{i}" not in ends]
-    if lost:
+    gpus = [f"gpu{i}" for i in range(machine.gpu.count)]
+    if lost := [gpu for gpu in gpus if gpu not in ends]:
         raise UnknownMachine(
             f"machine {machine.name}: no link leads to {', '.join(lost)}; add a table [[link]] with"
             f" between = ['{lost[0]}', ...]"
         )
-    gpus = {f"gpu{i}" for i in range(machine.gpu.count)}
-    if extra := sorted(end for end in ends - gpus if re.fullmatch(r"gpu\d+", end)):
+    if extra := sorted(end for end in ends.difference(gpus) if re.fullmatch(r"gpu\d+", end)):
         raise UnknownMachine(
             f"machine {machine.name}: a [[link]] leads to {extra[0]}, but [gpu] has `count`"
             f" {machine.gpu.count}, so the last GPU is gpu{machine.gpu.count - 1}; correct"

@@ -61,7 +61,7 @@ class WrapperMemory(EngineMemory):
         gathered = self._gather()
         copied = [[*weights, *buffers] for weights, buffers in zip(*copies, strict=True)]
         releases = [
-            self._releases(i, part, copied[i], inputs[i], names[i]) for i, part in enumerate(parts)
+            self._releases(part, copied[i], inputs[i], names[i]) for i, part in enumerate(parts)
         ]
         for held in releases:
             tape.give([holding for at, holdings in held for holding in holdings if at == 0])
@@ -115,13 +115,12 @@ class WrapperMemory(EngineMemory):
 
     def _releases(
         self,
-        i: int,
         part: Trace,
         copies: Sequence[tuple[list[int], list[int]]],
         inputs: Sequence[int],
         names: Names,
     ) -> list[Release]:
-        """Return the releases of copies, inputs and outputs of device i during backward.
+        """Return the releases of a device's copies, inputs and outputs during backward.
 
         The outputs are removed from `names`.
         """

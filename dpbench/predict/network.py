@@ -82,10 +82,7 @@ def _listed(machine: Machine) -> str:
 def _shortest(
     links: tuple[Link, ...] | list[Link], source: str, target: str
 ) -> tuple[Direction, ...]:
-    beside: dict[str, list[str]] = {}
-    for link in links:
-        beside.setdefault(link.a, []).append(link.b)
-        beside.setdefault(link.b, []).append(link.a)
+    beside = _directed(links)
 
     def named(name: str) -> list[str]:
         return [n for n in beside if n.startswith(HOST_NODE)] if name == "host" else [name]
@@ -122,11 +119,21 @@ def _search(
 @lru_cache(maxsize=1024)
 def capacities(machine: Machine) -> dict[Direction, float]:
     """Return the bytes per second of each directed link; the rates of parallel links are added."""
-    bytes_per_s: dict[Direction, float] = {}
-    for link in machine.links:
-        for direction in ((link.a, link.b), (link.b, link.a)):
-            bytes_per_s[direction] = bytes_per_s.get(direction, 0.0) + link.bytes_per_s
-    return bytes_per_s
+    return {
+        (a, b): bytes_per_s
+        for a, ends in _directed(machine.links).items()
+        for b, bytes_per_s in ends.items()
+    }
+
+
+def _directed(links: Iterable[Link]) -> dict[str, dict[str, float]]:
+    """Return the bytes per second from each end of links to each other end."""
+    found: dict[str, dict[str, float]] = {}
+    for link in links:
+        for a, b in ((link.a, link.b), (link.b, link.a)):
+            ends = found.setdefault(a, {})
+            ends[b] = ends.get(b, 0.0) + link.bytes_per_s
+    return found
 
 
 @lru_cache(maxsize=1024)
@@ -169,10 +176,7 @@ def _processors(way: tuple[Direction, ...]) -> set[str]:
 
 def _flow(links: list[Link], source: str, target: str) -> float:
     """Return the maximum flow in bytes per second (Edmonds-Karp algorithm)."""
-    room: dict[str, dict[str, float]] = {}
-    for link in links:
-        for a, b in ((link.a, link.b), (link.b, link.a)):
-            room.setdefault(a, {})[b] = room.get(a, {}).get(b, 0.0) + link.bytes_per_s
+    room = _directed(links)
 
     def open_from(here: str) -> list[str]:
         return [other for other, left in room.get(here, {}).items() if left > 0]

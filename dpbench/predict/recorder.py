@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class Op:
     name: str
     flop: float
     bytes: float
-    events: tuple[Event, ...]
+    events: Sequence[Event]
 
 
 class OpRecorder(TorchDispatchMode):
@@ -72,15 +73,14 @@ class OpRecorder(TorchDispatchMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
-        self._parts: dict[str, list[tuple[Any, ...]]] = {}
+        self._parts: dict[str, list[Op]] = {}
         self._phase: Phase | None = None
-        self._ops: list[tuple[Any, ...]] = []
+        self._ops: list[Op] = []
         # events of the latest op; finalizers append at any time
-        self._events: list[tuple[int, int]] = []
+        self._events: list[Event] = []
         self._known: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._sizes: dict[int, int] = {}
         self._forgotten: set[int] = set()
-        self._count = 0
+        self._numbers = itertools.count(1)
 
     @contextmanager
     def part(self, name: str, phase: Phase) -> Iterator[None]:
@@ -113,7 +113,7 @@ class OpRecorder(TorchDispatchMode):
             )
             moved = _traffic(func, args, kwargs, result)
             self._events = []
-            self._ops.append((self._phase, str(packet), float(flop), float(moved), self._events))
+            self._ops.append(Op(self._phase, str(packet), float(flop), float(moved), self._events))
         inputs = {id(tensor.untyped_storage()) for tensor in _strided((args, kwargs))}
         for tensor in _strided(result):
             if tensor.device == self._device and id(tensor.untyped_storage()) not in inputs:
@@ -124,18 +124,14 @@ class OpRecorder(TorchDispatchMode):
         """Return the number of a tensor's storage; if it is new, record the allocation."""
         storage = dense(tensor)[0].untyped_storage()
         if storage not in self._known:
-            self._count += 1
-            number = self._count
-            size = storage.nbytes()
-            self._known[storage] = number
-            self._sizes[number] = size
-            if size:
-                self._events.append((number, size))
+            number = self._known[storage] = next(self._numbers)
+            if size := storage.nbytes():
+                self._events.append(Event(number, size))
                 weakref.finalize(storage, self._freed, number, size).atexit = False
         return self._known[storage]
 
     def _freed(self, number: int, size: int) -> None:
-        self._events.append((number, -size))
+        self._events.append(Event(number, -size))
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """Remove the storages of these tensors from the record, because they are in host memory."""
@@ -146,27 +142,21 @@ class OpRecorder(TorchDispatchMode):
 
         Releases of storages that were allocated outside these parts are left out.
         """
-        rows = {part: self._parts.get(part, []) for part in parts}
+        recorded = {part: self._parts.get(part, []) for part in parts}
         taken = {
-            number
-            for ops in rows.values()
-            for *_, events in ops
-            for number, size in events
-            if size > 0
+            event.storage
+            for ops in recorded.values()
+            for op in ops
+            for event in op.events
+            if event.size_bytes > 0
         }
         taken -= self._forgotten
         return {
             part: tuple(
-                Op(
-                    phase,
-                    name,
-                    flop,
-                    moved,
-                    tuple(Event(*event) for event in events if event[0] in taken),
-                )
-                for phase, name, flop, moved, events in ops
+                replace(op, events=[event for event in op.events if event.storage in taken])
+                for op in ops
             )
-            for part, ops in rows.items()
+            for part, ops in recorded.items()
         }
 
 
@@ -257,12 +247,8 @@ def _traffic(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     packet = func._overloadpacket
     if func.is_view or packet in FREE:
         return 0
-    read = {id(t.untyped_storage()): _touched(t) for t in _strided((args, kwargs))}
-    new = {
-        id(t.untyped_storage()): _touched(t)
-        for t in _strided(result)
-        if id(t.untyped_storage()) not in read
-    }
+    read, returned = _touched((args, kwargs)), _touched(result)
+    new = returned.keys() - read.keys()
     schema = func._schema.arguments
     arguments = [
         *zip(schema, args, strict=False),
@@ -273,14 +259,17 @@ def _traffic(func: Any, args: Any, kwargs: Any, result: Any) -> int:
         for argument, v in arguments
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    written = {id(t.untyped_storage()): _touched(t) for t in _strided(changed)}
-    again = PASSES.get(packet, 0) * _touched(args[0]) if packet in PASSES else 0
-    return sum(read.values()) + sum(new.values()) + sum(written.values()) + again
+    written = sum(_touched(changed).values())
+    again = PASSES[packet] * sum(_touched(args[0]).values()) if packet in PASSES else 0
+    return sum(read.values()) + sum(returned[storage] for storage in new) + written + again
 
 
-def _touched(tensor: torch.Tensor) -> int:
-    """The repeated elements of an expanded tensor count once."""
-    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+def _touched(value: Any) -> dict[int, int]:
+    """Return the bytes in each storage; the repeated elements of an expanded tensor count once."""
+    return {
+        id(tensor.untyped_storage()): min(tensor.nbytes, tensor.untyped_storage().nbytes())
+        for tensor in _strided(value)
+    }
 
 
 def _strided(value: Any) -> Iterator[torch.Tensor]:

@@ -29,20 +29,17 @@ def of_trials(counted: Profile, trials: Sequence[Trial]) -> Profile:
     outside all phases is time in which the GPU waits for launches; it is distributed over the
     phases in proportion to their durations.
     """
-    steps: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    typical: dict[int, list[Mapping[str, float]]] = defaultdict(list)
     for trial in trials:
-        typical = trial.ledger.typical()
-        for part in (*(phase.value for phase in Phase), UNATTRIBUTED):
-            steps[trial.case.batch_size][part].append(typical.get(part, 0.0))
-    parts = {
-        n: {part: statistics.median(values) for part, values in found.items()}
-        for n, found in steps.items()
-    }
+        typical[trial.case.batch_size].append(trial.ledger.typical())
     phases: dict[int, dict[Phase, float]] = {}
-    for rows, seconds in parts.items():
-        covered_s = sum(seconds[phase.value] for phase in Phase)
-        scale = 1 + seconds[UNATTRIBUTED] / max(covered_s, 1e-12)
-        phases[rows] = {phase: scale * seconds[phase.value] for phase in Phase}
+    for rows, steps in typical.items():
+        waits_s, *parts_s = (
+            statistics.median(step.get(part, 0.0) for step in steps)
+            for part in (UNATTRIBUTED, *Phase)
+        )
+        scale = 1 + waits_s / max(sum(parts_s), 1e-12)
+        phases[rows] = {phase: scale * s for phase, s in zip(Phase, parts_s, strict=True)}
     return fit_profile(counted, phases)
 
 

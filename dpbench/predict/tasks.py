@@ -389,11 +389,9 @@ def _fsdp(case: Case, profile: Profile, ranks: Sequence[int]) -> list[Task]:
         for i in ranks
     }
 
-    def collective(
-        phase: Phase, kind: str, size: float, after: dict[int, list[int]]
-    ) -> dict[int, int]:
+    def collective(phase: Phase, kind: str, size: float, after: dict[int, int]) -> dict[int, int]:
         name = f"{kind}:{next(numbers)}"
-        return {i: graph.add(phase, i, name, size, "bytes", after[i]) for i in ranks}
+        return {i: graph.add(phase, i, name, size, "bytes", [after[i]]) for i in ranks}
 
     work = (1 / parts, "share")
     for phase, launches, units in (
@@ -401,19 +399,16 @@ def _fsdp(case: Case, profile: Profile, ranks: Sequence[int]) -> list[Task]:
         (Phase.BACKWARD, profile.backward_launches, sizes),
     ):
         # the units' weights are gathered one after the other, ahead of the compute that needs them
-        waits = {i: [done[i]] for i in ranks}
         gathered: list[dict[int, int]] = []
         for size in units:
-            gathered.append(collective(phase, "all_gather", size, waits))
-            waits = {i: [gathered[-1][i]] for i in ranks}
+            before = gathered[-1] if gathered else done
+            gathered.append(collective(phase, "all_gather", size, before))
         for part in range(parts):
             for i in ranks:
                 needs = [done[i], *([gathered[part][i]] if gathered else [])]
                 done[i] = graph.launch(phase, i, f"host:{i}", launches / parts, work, needs)
             if phase is Phase.BACKWARD and sizes:
-                last = collective(
-                    phase, "reduce_scatter", units[part], {i: [done[i]] for i in ranks}
-                )
+                last = collective(phase, "reduce_scatter", units[part], done)
         if phase is Phase.FORWARD:
             for i in ranks:
                 output = rows[i] * profile.output_bytes

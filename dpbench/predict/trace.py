@@ -106,17 +106,15 @@ def trace(
     values or hides tensors from torch, is traced on real tensors on the CPU, unless `fake_only`. An
     error on real tensors always propagates.
     """
+    place = torch.device(device)
     try:
         model = shapes_of(build)
         inputs, target = model.batch(FEW, 0)
         with FakeTensorMode():
-            _place(model.module, torch.device(device))
-            batch = [
-                _rows_of(value, rows, torch.device(device))
-                for value in (positional(inputs), target)
-            ]
+            _place(model.module, place)
+            batch = [_rows_of(value, rows, place) for value in (positional(inputs), target)]
             return _TracedStep(
-                model, rows, batch, torch.device(device), optimizer_fn, precision, mode, fake=True
+                model, rows, batch, place, optimizer_fn, precision, mode, fake=True
             ).trace()
     except Exception:  # a limit of fake tensors; an error of the model itself occurs again below
         if fake_only:
@@ -130,7 +128,7 @@ def trace(
 
 
 def trace_optimizer(
-    optimizer_fn: OptimizerFactory, sizes_bytes: Sequence[int], *, device: str = "cpu"
+    optimizer_fn: OptimizerFactory, sizes_bytes: Sequence[int], *, device: str
 ) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
     """Return the ops of the first and of a later step for fp32 vectors of these sizes in bytes.
 

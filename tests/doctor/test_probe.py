@@ -401,7 +401,7 @@ def test_a_later_pass_that_fails_leaves_the_figures_of_the_others(
 ) -> None:
     said, passes = passing(monkeypatch, QUIET, QUIET), [[*FAKE.figures.items()]]
 
-    def failing(name: str, say: probe.Say) -> list[Figure]:
+    def failing(name: str, say: transfers.Say) -> list[Figure]:
         if passes:
             return passes.pop()
         raise probe.PassFailed("a pass of the probe ended with exit status 1")
@@ -420,7 +420,7 @@ def test_no_pass_begins_after_the_budget(
     """A pass on four GPUs takes 36 s."""
     said, now = passing(monkeypatch, QUIET, QUIET), [0.0]
 
-    def lasting(name: str, say: probe.Say) -> list[Figure]:
+    def lasting(name: str, say: transfers.Say) -> list[Figure]:
         now[0] += pass_s
         return [*FAKE.figures.items()]
 

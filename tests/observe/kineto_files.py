@@ -22,10 +22,15 @@ needs_whole_traces = pytest.mark.skipif(
 )
 
 
+def loop_of(*paths: Path) -> imported.ImportedLoop:
+    """Return the only loop that some traces describe."""
+    (found,) = imported.load(paths)
+    return found
+
+
 def costs_of(path: Path) -> dict[str, float]:
     """Return the seconds of each finding on the loop of a trace, by its rule, the largest first."""
-    (loop,) = imported.load([path])
-    trials = observe.parts(loop.trial)
+    trials = observe.parts(loop_of(path).trial)
     (diagnosis,) = findings.diagnose(summary.rows(trials), trials, Resources())
     sizes = {one.rule.name: one.evidence.size_s for one in diagnosis.findings}
     return {name: size.value for name, size in sizes.items() if size}

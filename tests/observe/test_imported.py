@@ -19,12 +19,14 @@ from dpbench.records.activity import Activity, Busy, busy, difference, length, u
 from dpbench.records.observed import observed
 from dpbench.records.registry import Parallelism, Role
 from dpbench.store import Naming, Store
-from tests.observe.kineto_files import EXCERPTS, WHOLE, Writer, costs_of, needs_whole_traces
-
-
-def loop_of(*paths):
-    (found,) = imported.load(paths)
-    return found
+from tests.observe.kineto_files import (
+    EXCERPTS,
+    WHOLE,
+    Writer,
+    costs_of,
+    loop_of,
+    needs_whole_traces,
+)
 
 
 def phases_ms(path, step=0):

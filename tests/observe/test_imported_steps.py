@@ -20,14 +20,9 @@ from dpbench.observe.imported import ImportedLoop
 from dpbench.records import HOST, Phase
 from dpbench.records.observed import observed
 from dpbench.store import Naming, Store
-from tests.observe.kineto_files import EXCERPTS, WHOLE, Writer, needs_whole_traces
+from tests.observe.kineto_files import EXCERPTS, WHOLE, Writer, loop_of, needs_whole_traces
 
 EVERY_WHOLE = sorted(WHOLE.glob("*.json.gz")) if WHOLE.is_dir() else []
-
-
-def loop_of(path: Path) -> ImportedLoop:
-    (found,) = imported.load([path])
-    return found
 
 
 def notes_of(loop: ImportedLoop) -> list[str]:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.records import ledger
-from tests.observe.watched_scripts import problems, watched
+from tests.observe.watched_scripts import phases_of, problems, watched
 
 FAILS = """
 class Fault(RuntimeError):
@@ -82,7 +81,7 @@ def test_an_iteration_that_fails_and_is_caught_belongs_to_no_step(
     assert not recorder.open
     assert len(found.steps) == 24 - 4 - 1
     assert max(one.seconds for one in found.steps) < 1e-3
-    rows = ledger.Ledger(found.steps, found.spans).phases
+    rows = phases_of(found)
     assert {*map(frozenset, rows)} == {frozenset(rows[0])}, "each step has each phase"
     assert "4 steps follow an iteration that an exception ended" in problems(found)
     assert "skipped" not in problems(found)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dpbench.observe import script
-from dpbench.records import UNATTRIBUTED, Phase, ledger
-from tests.observe.watched_scripts import really_watched
+from dpbench.records import UNATTRIBUTED, Phase
+from tests.observe.watched_scripts import phases_of, really_watched
 
 ACCELERATE = """
 from accelerate import Accelerator
@@ -112,7 +112,7 @@ def test_the_loops_of_libraries_are_understood(
     own = "in no phase" if "lightning" in libraries else "\n"
     assert not [one for one in found.unknown if own not in one.problem]
     assert (found.evaluation_s > 0, found.checkpoint_s > 0) == ("lightning" in libraries,) * 2
-    table = ledger.Ledger(found.steps, found.spans).phases
+    table = phases_of(found)
     assert {Phase.DATA, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.CLIP, Phase.OPTIMIZER} <= {
         *table[-1]
     }

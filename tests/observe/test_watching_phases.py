@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.records import UNATTRIBUTED, Phase, ledger
-from tests.observe.watched_scripts import problems, watched
+from dpbench.records import UNATTRIBUTED, Phase
+from tests.observe.watched_scripts import phases_of, problems, watched
 
 
 def test_torchs_average_of_the_weights_belongs_to_the_optimizer(tmp_path: Path) -> None:
@@ -32,7 +32,7 @@ for x, y in batches(12):
     average.update_parameters(net)
 """,
     )
-    rows = ledger.Ledger(found.steps, found.spans).phases
+    rows = phases_of(found)
     assert len(rows) == 11
     assert all(0.002 < row[Phase.OPTIMIZER] < 0.0021 for row in rows)
     assert max(row[UNATTRIBUTED] for row in rows) < 0.1e-3
@@ -53,7 +53,7 @@ for x, y in batches(12):
             e.mul_(0.9).add_(p, alpha=0.1)
 """,
     )
-    rows = ledger.Ledger(found.steps, found.spans).phases
+    rows = phases_of(found)
     assert len(rows) == 11
     assert all(row[UNATTRIBUTED] > 0.002 and row[Phase.OPTIMIZER] < 0.1e-3 for row in rows)
     assert "in no phase, most of it after the last step and before data" in problems(found)
@@ -140,7 +140,7 @@ def batch():
 
 {source}""",
     )
-    rows = ledger.Ledger(found.steps, found.spans).phases
+    rows = phases_of(found)
     assert len(rows) == 11
     assert [row[Phase.DATA] for row in rows] == pytest.approx([0.002 * batches] * 11, abs=0.1e-3)
     assert max(row[UNATTRIBUTED] for row in rows) < 0.1e-3
@@ -214,7 +214,7 @@ def test_clipping_by_the_scripts_own_code_is_in_no_phase_and_named_with_its_plac
     kind: str, tmp_path: Path
 ) -> None:
     found, _ = watched(tmp_path, OWN_CLIPPING[kind])
-    rows = ledger.Ledger(found.steps, found.spans).phases
+    rows = phases_of(found)
     assert len(rows) == 11
     assert all(0.002 < row[UNATTRIBUTED] < 0.0021 for row in rows)
     assert "in no phase, most of it after backward and before optimizer" in problems(found)

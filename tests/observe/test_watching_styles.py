@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from dpbench.observe import loop, seams, trials
-from dpbench.records import UNATTRIBUTED, Phase, ledger
-from tests.observe.watched_scripts import Clock, problems, really_watched, watched
+from dpbench.records import UNATTRIBUTED, Phase
+from tests.observe.watched_scripts import Clock, phases_of, problems, really_watched, watched
 
 
 @pytest.mark.parametrize("first", [6, 12])
@@ -188,7 +188,7 @@ for x, y in batches(12):
     step(x, y)
 """,
     )
-    rows = ledger.Ledger(found.steps, found.spans).phases
+    rows = phases_of(found)
     assert min(row[Phase.FORWARD] for row in rows) > 0.004
     assert found.evaluation_s == 0
     assert found.rows == 4
@@ -244,7 +244,7 @@ for x, y in {data}:
     optimizer.step()
 """,
     )
-    rows = ledger.Ledger(found.steps, found.spans).phases
+    rows = phases_of(found)
     assert all(0.003 < row[Phase.FORWARD] < 0.0031 for row in rows)
     assert max(row[UNATTRIBUTED] for row in rows) < 0.1e-3
     assert "calls no module" in problems(found)
@@ -319,7 +319,7 @@ with open(__file__ + ".json", "w") as file:
     )
     assert len(found.steps) == 15
     assert found.loader_workers == 2
-    rows = ledger.Ledger(found.steps, found.spans).phases
+    rows = phases_of(found)
     waits = json.loads((tmp_path / "train.py.json").read_text())[1:]
     assert sum(waits) > 0.1, "two workers make 16 batches of 30 ms in 240 ms"
     differences = [abs(row[Phase.DATA] - wait) for row, wait in zip(rows, waits, strict=True)]
@@ -352,7 +352,7 @@ for x, y in batches(20):
 """,
         clock,
     )
-    rows = ledger.Ledger(found.steps, found.spans).phases
+    rows = phases_of(found)
     # a read after an update belongs to the next step
     remains = [row[Phase.READ] - slept[at] for at, row in enumerate(rows)]
     assert min(remains) >= 0
@@ -387,7 +387,7 @@ for x, y in batches(12):
 assert optimizer.step.watched
 """,
     )
-    rows = ledger.Ledger(found.steps, found.spans).phases[1:]
+    rows = phases_of(found)[1:]
     assert all(0.005 < row[Phase.OPTIMIZER] < 0.0051 for row in rows)
     assert max(row[UNATTRIBUTED] for row in rows) < 0.1e-3
 
@@ -416,7 +416,7 @@ for x, y in batches(12):
     step(x, y)
 """,
     )
-    rows = ledger.Ledger(found.steps, found.spans).phases[1:]
+    rows = phases_of(found)[1:]
     assert len(rows) == 10
     assert all(0.003 < row[Phase.OPTIMIZER] < 0.0031 for row in rows)
     assert max(row[UNATTRIBUTED] for row in rows) < 0.1e-3
@@ -445,7 +445,7 @@ for x, y in batches(12):
     wrapper.step(lambda: nn.functional.cross_entropy(net(x), y).backward())
 """,
     )
-    rows = ledger.Ledger(found.steps, found.spans).phases[1:]
+    rows = phases_of(found)[1:]
     assert all(0.004 < row[Phase.FORWARD] < 0.0041 for row in rows)
     assert all(row[Phase.OPTIMIZER] < 0.1e-3 for row in rows)
 
@@ -492,7 +492,7 @@ for x, y in batches(12):
     optimizer.step()
 """,
     )
-    rows = ledger.Ledger(found.steps, found.spans).phases
+    rows = phases_of(found)
     assert len(rows) == 11
     assert all(
         0.002 < row[Phase.REDUCE] < 0.0021 and 0.003 < row[UNATTRIBUTED] < 0.0031 for row in rows

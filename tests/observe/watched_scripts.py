@@ -9,6 +9,7 @@ from unittest import mock
 
 from dpbench.observe import loop, script, seams
 from dpbench.observe.recorder import Recorder
+from dpbench.records import ledger
 
 HEAD = """
 import functools, threading, time
@@ -96,6 +97,11 @@ def really_watched(
         assert script.run(str(file), []) == 0
     recorder.stop()
     return loop.of(recorder), recorder
+
+
+def phases_of(found: loop.WatchedLoop) -> tuple[dict[str, float], ...]:
+    """Return the seconds of each step's phases."""
+    return ledger.Ledger(found.steps, found.spans).phases
 
 
 def problems(found: loop.WatchedLoop) -> str:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
@@ -24,6 +24,7 @@ import torch
 from dpbench.doctor import transfers
 from dpbench.doctor.probe import all_reduce, gpu, host
 from dpbench.doctor.probe.figures import Figure
+from dpbench.doctor.transfers import Say
 from dpbench.hardware import foreign_load, nvml, processes, provenance
 from dpbench.measure.server import environment
 from dpbench.records import HOST, fake
@@ -35,7 +36,6 @@ BUDGET_S = 120.0
 """The seconds after which no further pass begins; one on four GPUs takes about 36 s."""
 MODULE_S = 16e-6
 """The seconds to copy one module for a replica on a host whose factor is 1."""
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,7 @@ class LeftOut:
     left_out: str
 
 
-def probe(
-    say: Say = lambda _: None, *, patience_s: float | None = None, anyway: bool = False
-) -> Probe:
+def probe(say: Say, *, patience_s: float | None = None, anyway: bool = False) -> Probe:
     """Measure this machine with its GPUs, and return the figures.
 
     `say` is called with each line of progress and each warning. If other processes keep the cores
