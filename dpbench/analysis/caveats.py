@@ -170,7 +170,6 @@ def _of_steps(rows: Sequence[Row]) -> Iterator[Caveat]:
         yield Caveat(
             kind="uneven",
             cases=tuple(cases),
-            every=False,
             text=(
                 "the mean step differs from the median step: samples/s and times of epochs are"
                 " those of all steps, but step times and their ratios are medians"

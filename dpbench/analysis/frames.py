@@ -13,7 +13,7 @@ from pathlib import Path
 import pandas as pd
 
 from dpbench.analysis import imbalance, summary
-from dpbench.records import CASE_FIELDS, UNATTRIBUTED, Phase, Trial
+from dpbench.records import CASE_FIELDS, Trial
 
 DataFrame = pd.DataFrame
 Columns = dict[str, Sequence[object]]
@@ -72,7 +72,7 @@ def parquet(runs: Sequence[tuple[str, Sequence[Trial]]], path: Path) -> None:
             "verified": [trial.verified.value] * len(trial.steps),
             **{
                 f"phase_{phase}_s": [parts.get(phase, 0.0) for parts in split]
-                for phase in (*Phase, UNATTRIBUTED)
+                for phase in summary.PHASES
             },
         }
 

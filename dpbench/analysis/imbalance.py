@@ -14,13 +14,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from dpbench.analysis import sampled, stats, summary, transfers
-from dpbench.records import UNATTRIBUTED, Case, Phase, Source, Trial, fake, plan, registry, words
+from dpbench.records import Case, Source, Trial, fake, plan, registry, words
 from dpbench.records.grouping import grouped
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate, Key, by_key
 from dpbench.records.work import Shapes, received, sent
-
-PHASES = (*(phase.value for phase in Phase), UNATTRIBUTED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +47,8 @@ class Footprint:
     def top(self) -> str:
         """Return the phase in which device 0 has its highest peak."""
         return max(
-            self.peaks, key=lambda phase: (self.peaks[phase].get(0, 0), -PHASES.index(phase))
+            self.peaks,
+            key=lambda phase: (self.peaks[phase].get(0, 0), -summary.PHASES.index(phase)),
         )
 
     @property
@@ -81,7 +80,9 @@ def footprints(trials: Iterable[Trial]) -> list[Footprint]:
                 Footprint(
                     case=case,
                     basis=peaks[-1].source,
-                    peaks={p: summary.highest(by_phase[p]) for p in PHASES if p in by_phase},
+                    peaks={
+                        p: summary.highest(by_phase[p]) for p in summary.PHASES if p in by_phase
+                    },
                     used=used,
                 )
             )

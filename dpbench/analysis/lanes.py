@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
+from dpbench.analysis.summary import Row
+from dpbench.analysis.transfers import Floors
 from dpbench.records import Case, Phase, Source, Span, Step, Trial, ledger
+from dpbench.records.activity import Interval, difference, union
 from dpbench.records.grouping import grouped
 from dpbench.records.trial import Key
-
-if TYPE_CHECKING:
-    from dpbench.analysis.summary import Row
-
-Interval = tuple[float, float]
-"""The start and the end in seconds after the start of the step, negative before it."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +35,8 @@ class Bar:
 @dataclass(frozen=True)
 class Lane:
     """The bars of one device, or of the host, and its idle intervals, without any open phase.
+
+    Intervals are in seconds after the start of the step.
 
     The lane begins at `begin_s`: at the step's start (0), or earlier, with the device's first phase
     of the step. It ends with the step, `seconds` later.
@@ -97,7 +95,7 @@ class Lanes:
     timed: int
     lanes: tuple[Lane, ...]
     path: tuple[PathSegment, ...]
-    floors: Mapping[tuple[Phase, int], float] = field(default_factory=dict)
+    floors: Floors = field(default_factory=dict)
 
 
 def of_rows(rows: Iterable[Row], trials: Iterable[Trial]) -> Mapping[Key, Lanes]:
@@ -154,21 +152,18 @@ def _bars(step: Step, number: int, spans: Iterable[Span]) -> tuple[Bar, ...]:
 
     Phases of other steps are cut at the ends of the lane.
     """
-    opened: dict[tuple[Phase, int, bool], list[Interval]] = {}
     begin_s = min([step.start_s, *(span.start_s for span in spans if span.step == number)])
-    for span in sorted(spans, key=lambda s: s.start_s):
+
+    def extent(span: Span) -> Interval:
         start, end = span.start_s, span.end_s
         if span.step != number:
             start, end = max(start, begin_s), min(end, step.end_s)
-        start, end = start - step.start_s, end - step.start_s
-        merged = opened.setdefault((span.phase, span.step - number, span.joint), [])
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(end, merged[-1][1])
-        elif start < end:
-            merged.append((start, end))
+        return start - step.start_s, end - step.start_s
+
+    opened = grouped(((span.phase, span.step - number, span.joint), extent(span)) for span in spans)
     bars: list[Bar] = []
     ends: list[float] = []
-    intervals = sorted((*interval, *key) for key, merged in opened.items() for interval in merged)
+    intervals = sorted((*one, *key) for key, found in opened.items() for one in union(found))
     for start, end, phase, place, joint in intervals:
         row = next((row for row, reach in enumerate(ends) if reach <= start), len(ends))
         ends[row : row + 1] = [end]
@@ -178,14 +173,7 @@ def _bars(step: Step, number: int, spans: Iterable[Span]) -> tuple[Bar, ...]:
 
 def _lane(device: int, bars: tuple[Bar, ...], step_s: float) -> Lane:
     begin_s = min([0.0, *(bar.start_s for bar in bars if not bar.step)])
-    idle = []
-    reach = begin_s
-    for bar in bars:
-        if reach < min(bar.start_s, step_s):
-            idle.append((reach, min(bar.start_s, step_s)))
-        reach = max(reach, bar.end_s)
-    if reach < step_s:
-        idle.append((reach, step_s))
+    idle = difference([(begin_s, step_s)], union((bar.start_s, bar.end_s) for bar in bars))
     return Lane(device, bars, tuple(idle), begin_s, step_s - begin_s)
 
 

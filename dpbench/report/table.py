@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from dpbench.analysis import hosts, summary
 from dpbench.analysis.ladder import Ladder, Rung, RungGain
 from dpbench.analysis.report import Report
+from dpbench.analysis.stats import Percentile
 from dpbench.analysis.summary import Row
-from dpbench.records import Case, Fault, Phase, Source, Status, Trial, Verified, names, plan, words
+from dpbench.records import Case, Fault, Source, Status, Trial, Verified, names, plan, words
 from dpbench.records.grouping import grouped
 from dpbench.records.registry import Role
 from dpbench.records.schedule import EFFECTS, Schedule
@@ -43,7 +44,6 @@ FOOTNOTES = {
 }
 """The signs with which the cell of an estimate in doubt begins, and what they mean."""
 SPEED_UP = "Speed-up is over single at equal batch or, if weak, at equal batch per device."
-PHASE_COLUMNS = (*(phase.value for phase in Phase), "unattributed")
 
 
 @dataclass(frozen=True)
@@ -180,6 +180,14 @@ def estimate(estimated: Estimate | None, scale: float = 1.0, unit: str = "") -> 
     return Cell(value, words.interval(estimated, scale), repr(estimated.value))
 
 
+def percentile(found: Percentile) -> Cell:
+    """Return the cell of a percentile in milliseconds, with its interval or its steps."""
+    if found.low is None or found.high is None:
+        return Cell(words.NOT_ENOUGH_STEPS, words.count(found.steps, "step"))
+    low, high = words.number(found.low * 1e3), words.number(found.high * 1e3)
+    return Cell(words.number(found.value * 1e3), f"{low}–{high}")
+
+
 def efficiency(estimated: Estimate | None) -> Cell:
     """Return the cell of an efficiency in percent; empty for None or one in doubt."""
     if estimated is None or estimated.doubt:
@@ -257,7 +265,7 @@ def phases(rows: Iterable[Row]) -> Table:
     measured = [
         row for row in small_multiples.order(rows) if row.step and row.phases and not row.doubt
     ]
-    present = [phase for phase in PHASE_COLUMNS if any(row.phases.get(phase) for row in measured)]
+    present = [phase for phase in summary.PHASES if any(row.phases.get(phase) for row in measured)]
     lines = tuple(
         (
             Cell(f"{naming.plain(row.case.model)}, {name}"),
