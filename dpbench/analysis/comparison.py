@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from dpbench.analysis import stats, summary
 from dpbench.analysis.summary import FAKE_GPU, all_labels, measured, order, shown
 from dpbench.records import Case, Source, Trial, words
+from dpbench.records.grouping import grouped
 from dpbench.records.trial import Estimate, by_case
 from dpbench.store import PastRun
 
@@ -337,11 +338,10 @@ def moved(before: Sequence[Trial], after: Sequence[Trial]) -> dict[str, float]:
 
 
 def _phase_medians(trials: Sequence[Trial]) -> dict[str, float]:
-    medians: dict[str, list[float]] = {}
-    for trial in (trial for trial in trials if trial.trusted):
-        ledgers = trial.by_column.timed(trial.ledger.phases)
-        for name in dict.fromkeys(name for phases in ledgers for name in phases):
-            medians.setdefault(name, []).append(
-                statistics.median(phases.get(name, 0.0) for phases in ledgers)
-            )
+    steps = [trial.by_column.timed(trial.ledger.phases) for trial in trials if trial.trusted]
+    medians = grouped(
+        (name, statistics.median(phases.get(name, 0.0) for phases in of_trial))
+        for of_trial in steps
+        for name in dict.fromkeys(name for phases in of_trial for name in phases)
+    )
     return {name: statistics.median(values) for name, values in medians.items()}

@@ -251,13 +251,14 @@ def _notes(row: Row, trials: Sequence[Trial]) -> tuple[tuple[str, str], ...]:
     )
     if not rounds_of and row.outcome != Status.OK:
         return ((row.outcome, row.reason or "no reason given"),)
-    notes = []
-    for (outcome, reason), rounds in rounds_of.items():
-        numbers = ", ".join(str(number + 1) for number in rounds)
-        notes.append(
-            (f"{outcome} in {words.verb(len(rounds), 'round', 'rounds')} {numbers}", reason)
+    return tuple(
+        (
+            f"{outcome} in {words.verb(len(rounds), 'round', 'rounds')}"
+            f" {', '.join(str(number + 1) for number in rounds)}",
+            reason,
         )
-    return tuple(notes)
+        for (outcome, reason), rounds in rounds_of.items()
+    )
 
 
 def phases(rows: Iterable[Row]) -> Table:

@@ -182,13 +182,12 @@ class CaseContext:
         """
         if self.case.placement == "colocated" or self.case.device_kind == "emulated":
             return None
-        rows = []
-        for count in range(2, self.case.devices):
+        for count in reversed(range(2, self.case.devices)):
             share, rest = divmod(self.case.batch_size * count, self.case.devices)
-            same = self.other(devices=count)
             weak = None if rest else self.other(devices=count, batch_size=share)
-            rows += [row for row in (same or weak,) if row]
-        return rows[-1] if rows else None
+            if found := self.other(devices=count) or weak:
+                return found
+        return None
 
     # -- seconds
 
