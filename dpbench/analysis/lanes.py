@@ -15,7 +15,7 @@ from dpbench.records.trial import Key
 
 @dataclass(frozen=True)
 class Bar:
-    """A phase on one device, from `start_s` to `end_s` in seconds after the start of the step.
+    """A phase on `device`, from `start_s` to `end_s` in seconds after the start of the step.
 
     Spans of one phase that overlap or touch are one bar. `row` is a row of the lane; bars of one
     row do not overlap. `step` is 0 for the drawn step, -1 for the one before, and so on; a bar of
@@ -24,6 +24,7 @@ class Bar:
     computed.
     """
 
+    device: int
     phase: Phase
     start_s: float
     end_s: float
@@ -36,10 +37,9 @@ class Bar:
 class Lane:
     """The bars of one device, or of the host, and its idle intervals, without any open phase.
 
-    Intervals are in seconds after the start of the step.
-
-    The lane begins at `begin_s`: at the step's start (0), or earlier, with the device's first phase
-    of the step. It ends with the step, `seconds` later.
+    Intervals are in seconds after the start of the step. The lane begins at `begin_s`: at the
+    step's start (0), or earlier, with the device's first phase of the step. It ends with the step,
+    `seconds` later.
     """
 
     device: int
@@ -68,10 +68,9 @@ class Lane:
 class PathSegment:
     """A stretch of the critical path, in seconds after the start of the step.
 
-    It is a part of `bar` in the lane of `device`, both None while no phase is open anywhere.
+    It is a part of `bar`, None while no phase is open anywhere.
     """
 
-    device: int | None
     bar: Bar | None
     start_s: float
     end_s: float
@@ -125,7 +124,7 @@ def of_trial(trial: Trial) -> Lanes | None:
         return None
     step = trial.steps[number]
     bars = {
-        device: _bars(step, number, [span for span in spans if span.device == device])
+        device: _bars(device, step, number, [span for span in spans if span.device == device])
         for device in sorted({span.device for span in of_step})
     }
     return Lanes(
@@ -147,7 +146,7 @@ def _place(device: int) -> tuple[bool, int]:
     return device >= 0, abs(device)
 
 
-def _bars(step: Step, number: int, spans: Iterable[Span]) -> tuple[Bar, ...]:
+def _bars(device: int, step: Step, number: int, spans: Iterable[Span]) -> tuple[Bar, ...]:
     """Return the bars of one device in step `number`; each is on the first row with room.
 
     Phases of other steps are cut at the ends of the lane.
@@ -167,7 +166,7 @@ def _bars(step: Step, number: int, spans: Iterable[Span]) -> tuple[Bar, ...]:
     for start, end, phase, place, joint in intervals:
         row = next((row for row, reach in enumerate(ends) if reach <= start), len(ends))
         ends[row : row + 1] = [end]
-        bars.append(Bar(phase, start, end, row, place, joint))
+        bars.append(Bar(device, phase, start, end, row, place, joint))
     return tuple(bars)
 
 
@@ -183,12 +182,11 @@ def _path(
     path: list[PathSegment] = []
     for span, start_s, end_s in reversed(list(ledger.walk(step, spans))):
         start, end = start_s - step.start_s, end_s - step.start_s
-        device = span.device if span else None
         bar = _bar_at(bars[span.device], span, start) if span else None
-        if path and (path[-1].device, path[-1].bar) == (device, bar):
+        if path and path[-1].bar == bar:
             path[-1] = replace(path[-1], end_s=end)
         else:
-            path.append(PathSegment(device, bar, start, end))
+            path.append(PathSegment(bar, start, end))
     return tuple(path)
 
 

@@ -139,17 +139,12 @@ def all_cases(report: Report) -> CaseTable:
 def _line(row: Row, trials: Sequence[Trial]) -> TableLine:
     case = row.case
     measured = row.step is not None
-    details = [
-        *names.strategy(case).partition("[")[1:],
-        *(f" {name}={value}" for name, value in case.options),
-    ]
+    strategy, *schedule = names.strategy(case).partition("[")
+    options = [f" {name}={value}" for name, value in case.options]
     placed = "" if case.placement == "spread" else f" {case.placement}"
     cells = (
         Cell(naming.plain(case.model), ", ".join(names.settings(case))),
-        Cell(
-            naming.plain(names.strategy(case).partition("[")[0]),
-            naming.plain("".join(details) + placed),
-        ),
+        Cell(naming.plain(strategy), naming.plain("".join([*schedule, *options, placed]))),
         Cell(case.extent, case.device_kind, str(case.devices)),
         Cell(case.batch, sort=str(case.batch_size)),
         Cell(f"{row.rounds}, {row.steps}" if measured else "", sort=str(row.steps)),
