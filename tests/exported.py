@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -130,6 +131,11 @@ def is_error(code: int, out: str, err: str, expected: int = 64) -> str:
     assert err.startswith(("Usage: ", "error: ")), err
     assert err.startswith("Usage: ") or err.count("\n") == 1, err
     return err[err.lower().index("error: ") :]
+
+
+def strict(text: str) -> Any:
+    """Return the data of a JSON text, which must have no NaN."""
+    return json.loads(text, parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON"))
 
 
 def compared(out: str) -> list[str]:

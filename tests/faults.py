@@ -1578,8 +1578,8 @@ FAULTS = (
     Fault(
         "idle-lane",
         "a device is idle where no phase is open on it",
-        "        reach = max(reach, bar.end_s)\n",
-        "        reach = bar.end_s\n",
+        "union((bar.start_s, bar.end_s) for bar in bars)",
+        "union((bar.start_s, bar.end_s) for bar in bars if not bar.row)",
         (
             "tests/analysis/test_lanes.py::test_the_critical_path_is_the_step_and_idle_time_is_the_rest_of_each_lane",
         ),

@@ -238,8 +238,8 @@ def _answer(
         ranking=ranked,
         ranked=_ranked(ranked),
         reason=_reason(question, decision, machine),
-        certainty=_certainty(question, decision, again if pending else ""),
-        memory=_memory(question, decision, machine),
+        certainty="; ".join(_certainty(question, decision, again if pending else "")),
+        memory="; ".join(_memory(question, decision, machine)),
         command=(
             again
             if again and pending
@@ -480,14 +480,13 @@ def _part(phase: str) -> str:
     return "Python code between the phases" if phase == UNATTRIBUTED else phase
 
 
-def _certainty(question: Question, decision: Decision, again: str) -> str:
-    clauses = []
+def _certainty(question: Question, decision: Decision, again: str) -> Iterator[str]:
     if question.source is Source.PREDICTED:
-        clauses.append("predicted, with an 80% interval")
+        yield "predicted, with an 80% interval"
     elif any(map(commands.noisy, decision.open)) and decision.basis is Basis.OPEN:
-        clauses.append("no verdict is given on such rounds")
+        yield "no verdict is given on such rounds"
     elif again:
-        clauses.append("the time was used up before this was decided; the same command goes on")
+        yield "the time was used up before this was decided; the same command goes on"
     elif decision.basis is Basis.OPEN:
         rounds = commands.rounds_needed(decision.open)
         more = (
@@ -495,20 +494,20 @@ def _certainty(question: Question, decision: Decision, again: str) -> str:
             if rounds <= commands.ROUNDS_MOST
             else f"more than {commands.ROUNDS_MOST} rounds"
         )
-        clauses.append(f"{more} should decide this")
+        yield f"{more} should decide this"
     elif decision.basis in (Basis.GAIN, Basis.NO_GAIN):
         judged = [decision.row] if decision.basis is Basis.GAIN else question.candidates
         rounds = min(row.speedup.n for row in judged if row and row.speedup)
-        clauses.append(
+        yield (
             "compared with one device, decided at the 95% level from"
             f" {words.count(rounds, 'round')}"
         )
     if decision.row:
-        clauses += _of_all_steps(question, decision.row)
-        clauses += _gaps(question, decision.row)
+        yield from _of_all_steps(question, decision.row)
+        yield from _gaps(question, decision.row)
     if decision.row and decision.open:
         names = ", ".join(map(_name, decision.open[:3]))
-        clauses.append(
+        yield (
             f"it is undecided whether {names} {words.verb(len(decision.open), 'is', 'are')} faster"
             f" than this choice by {WORTH - 1:.0%} or more"
         )
@@ -518,13 +517,12 @@ def _certainty(question: Question, decision: Decision, again: str) -> str:
             then = ": end them, or let dpbench wait (--patience)"
         elif decision.basis is Basis.ONLY_FITS:  # it compares nothing
             then = ""
-        clauses.append(
+        yield (
             f"other processes used {foreign_load.shared(question.home)} in some rounds"
             f" ({foreign_load.NOISY}){then}"
         )
     if question.home.device_kind == "cpu":
-        clauses.append("this says nothing about GPUs")
-    return "; ".join(clauses)
+        yield "this says nothing about GPUs"
 
 
 def _of_all_steps(question: Question, row: Row) -> Iterator[str]:
@@ -558,11 +556,10 @@ def _gaps(question: Question, row: Row) -> Iterator[str]:
         yield f"{registry.of_role(Role.CONTROL)} was not measured"
 
 
-def _memory(question: Question, decision: Decision, machine: Resources) -> str:
+def _memory(question: Question, decision: Decision, machine: Resources) -> Iterator[str]:
     row = decision.row
-    clauses = []
     if row and row.memory:
-        clauses.append(highest_peak(row, machine, fits=", so it fits"))
+        yield highest_peak(row, machine, fits=", so it fits")
     told = _data_parallel(question, decision.row)  # the reason names it already
     out = [
         _name(one)
@@ -570,8 +567,7 @@ def _memory(question: Question, decision: Decision, machine: Resources) -> str:
         if one.status is Status.OOM and not one.step and one is not told
     ]
     if out and decision.basis is not Basis.NO_RESULT:
-        clauses.append(f"out of memory: {', '.join(out[:3])}")
-    return "; ".join(clauses)
+        yield f"out of memory: {', '.join(out[:3])}"
 
 
 def highest_peak(row: Row, machine: Resources, fits: str = "") -> str:

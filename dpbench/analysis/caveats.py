@@ -112,14 +112,12 @@ def _of_run(status: str, provenance: Mapping[str, Any]) -> Iterator[Caveat]:
 
 
 def _of_rows(unreadable: Sequence[UnreadableRow]) -> Iterator[Caveat]:
-    numbers: dict[str, set[int]] = {}
-    for one in unreadable:
-        numbers.setdefault(one.table, set()).add(one.row)
-    if numbers:
-        amount = sum(map(len, numbers.values()))
+    places = sorted({(one.table, one.row) for one in unreadable})
+    if places:
+        amount = len(places)
         where = " and ".join(
-            f"{', '.join(map(str, sorted(rows)))} of the table {name}"
-            for name, rows in sorted(numbers.items())
+            f"{', '.join(map(str, rows))} of the table {name}"
+            for name, rows in grouped(places).items()
         )
         yield Caveat(
             kind="unreadable",
@@ -170,7 +168,6 @@ def _of_steps(rows: Sequence[Row]) -> Iterator[Caveat]:
         yield Caveat(
             kind="uneven",
             cases=tuple(cases),
-            every=False,
             text=(
                 "the mean step differs from the median step: samples/s and times of epochs are"
                 " those of all steps, but step times and their ratios are medians"

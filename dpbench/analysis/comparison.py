@@ -15,7 +15,7 @@ from dpbench.analysis import stats, summary
 from dpbench.analysis.summary import FAKE_GPU, all_labels, measured, order, shown
 from dpbench.records import Case, Source, Trial, words
 from dpbench.records.grouping import grouped
-from dpbench.records.trial import Estimate
+from dpbench.records.trial import Estimate, by_case
 from dpbench.store import PastRun
 
 UNKNOWN = "unknown"
@@ -274,7 +274,7 @@ def _by_case(trials: Iterable[Trial], *, unlike: bool) -> dict[Case, list[Trial]
     CPUs.
     """
     chosen: dict[Case, list[Trial]] = {}
-    for case, group in grouped((trial.case, trial) for trial in trials).items():
+    for case, group in by_case(trials).items():
         real = unlike and case.device_kind != "emulated"
         key = replace(case, device_kind="cpu", device_ids=()) if real else case
         timed = [trial for trial in group if trial.source.timed]
@@ -315,13 +315,12 @@ def uncompared(
         for earlier, later in _pairs(before, after, unlike=unlike)
         if len(_modes((earlier, later))) > 1
     }
-    for case in dict.fromkeys(trial.case for trial in before):
-        for name, side in (("before", before), ("after", after)):
-            of_case = [trial for trial in side if trial.case == case]
-            if not measured(of_case) and any(trial.case == case for trial in after):
-                reasons[case] = (
-                    f'no result in the run "{name}": {of_case[-1].refusal.partition(chr(10))[0]}'
-                )
+    of_case = {"before": by_case(before), "after": by_case(after)}
+    for case in of_case["before"]:
+        for name, side in of_case.items():
+            if case in of_case["after"] and not measured(side[case]):
+                refusal = side[case][-1].refusal.partition("\n")[0]
+                reasons[case] = f'no result in the run "{name}": {refusal}'
     return reasons
 
 
@@ -339,11 +338,10 @@ def moved(before: Sequence[Trial], after: Sequence[Trial]) -> dict[str, float]:
 
 
 def _phase_medians(trials: Sequence[Trial]) -> dict[str, float]:
-    medians: dict[str, list[float]] = {}
-    for trial in (trial for trial in trials if trial.trusted):
-        ledgers = trial.by_column.timed(trial.ledger.phases)
-        for name in dict.fromkeys(name for phases in ledgers for name in phases):
-            medians.setdefault(name, []).append(
-                statistics.median(phases.get(name, 0.0) for phases in ledgers)
-            )
+    steps = [trial.by_column.timed(trial.ledger.phases) for trial in trials if trial.trusted]
+    medians = grouped(
+        (name, statistics.median(phases.get(name, 0.0) for phases in of_trial))
+        for of_trial in steps
+        for name in dict.fromkeys(name for phases in of_trial for name in phases)
+    )
     return {name: statistics.median(values) for name, values in medians.items()}

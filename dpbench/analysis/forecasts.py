@@ -55,7 +55,11 @@ def forecasts(
     }
     by_case: dict[tuple[Case, str], Forecast] = {}
     described = [one.trials for one in past if _same_hardware(one.run.provenance, provenance)]
-    predicted = [(one, _machine(trials)) for trials in described for one in summary.rows(trials)]
+    predicted = [
+        (one, str(trials[0].provenance.get("machine", "")))
+        for trials in described
+        for one in summary.rows(trials)
+    ]
     for row, machine in [*((row, "") for row in rows), *predicted]:
         there = measured.get(row.case)
         if row.source is Source.PREDICTED and row.step and there and there.step:
@@ -68,10 +72,6 @@ def forecasts(
             )
     order = list(measured)
     return tuple(sorted(by_case.values(), key=lambda one: order.index(one.case)))
-
-
-def _machine(trials: Sequence[Any]) -> str:
-    return str(trials[0].provenance.get("machine", ""))
 
 
 def _same_hardware(described: Mapping[str, Any], machine: Mapping[str, Any]) -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pandas as pd
 
 from dpbench.analysis import imbalance, summary
-from dpbench.records import CASE_FIELDS, UNATTRIBUTED, Phase, Trial
+from dpbench.records import CASE_FIELDS, Trial
 
 DataFrame = pd.DataFrame
 Columns = dict[str, Sequence[object]]
@@ -38,15 +38,15 @@ def cases(
 
 def steps(run_id: str, trials: Sequence[Trial]) -> pd.DataFrame:
     """Return a table with one row per step: its index, whether it is `warmup`, its `seconds`."""
+    return _table(run_id, trials, _of_steps)
 
-    def columns(trial: Trial) -> Columns:
-        return {
-            "step": range(len(trial.steps)),
-            "warmup": trial.by_column.warmup,
-            "seconds": trial.by_column.seconds,
-        }
 
-    return _table(run_id, trials, columns)
+def _of_steps(trial: Trial) -> Columns:
+    return {
+        "step": range(len(trial.steps)),
+        "warmup": trial.by_column.warmup,
+        "seconds": trial.by_column.seconds,
+    }
 
 
 MISSING = (
@@ -66,13 +66,11 @@ def parquet(runs: Sequence[tuple[str, Sequence[Trial]]], path: Path) -> None:
     def columns(trial: Trial) -> Columns:
         split = trial.ledger.phases
         return {
-            "step": range(len(trial.steps)),
-            "warmup": trial.by_column.warmup,
-            "seconds": trial.by_column.seconds,
+            **_of_steps(trial),
             "verified": [trial.verified.value] * len(trial.steps),
             **{
                 f"phase_{phase}_s": [parts.get(phase, 0.0) for parts in split]
-                for phase in (*Phase, UNATTRIBUTED)
+                for phase in summary.PHASES
             },
         }
 

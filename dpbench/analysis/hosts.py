@@ -6,7 +6,6 @@ communication. A slow machine delays every rank at each collective.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,8 @@ from typing import Any
 from dpbench.analysis import stats
 from dpbench.hardware import foreign_load
 from dpbench.records import Case, Trial, host_device, words
-from dpbench.records.trial import ALONE, FAILED_HOSTS, HOSTS, Estimate
+from dpbench.records.grouping import grouped
+from dpbench.records.trial import ALONE, FAILED_HOSTS, HOSTS, Estimate, by_case
 
 SLOW = 1.05
 """A machine is slow if the interval of its step time over the fastest machine's is above this."""
@@ -46,23 +46,18 @@ class Pace:
 
 def paces(trials: Sequence[Trial]) -> list[Pace]:
     """Return the pace of each machine but the fastest, per baseline that several machines ran."""
-    steps_of: dict[Case, dict[str, dict[int, list[float]]]] = {}
-    noisy: dict[Case, set[int]] = {}
-    for trial in trials:
-        for name, seconds in _alone(trial).items():
-            steps_of.setdefault(trial.case, {}).setdefault(name, {})[trial.round] = seconds
-        if foreign_load.noisy(trial):
-            noisy.setdefault(trial.case, set()).add(trial.round)
-    timed = {
-        case: {name: stats.Timed(rounds, noisy.get(case, ())) for name, rounds in machines.items()}
-        for case, machines in steps_of.items()
-    }
-    return [
-        pace
-        for case, machines in timed.items()
-        if len(machines) > 1
-        for pace in _compared(case, machines)
-    ]
+    found: list[Pace] = []
+    for case, group in by_case(trials).items():
+        steps = grouped(
+            (name, (trial.round, seconds))
+            for trial in group
+            for name, seconds in _alone(trial).items()
+        )
+        if len(steps) > 1:
+            noisy = [trial.round for trial in group if foreign_load.noisy(trial)]
+            machines = {name: stats.Timed(rounds, noisy) for name, rounds in steps.items()}
+            found += _compared(case, machines)
+    return found
 
 
 def _alone(trial: Trial) -> dict[str, list[float]]:
@@ -92,10 +87,7 @@ def sentences(trials: Sequence[Trial]) -> list[str]:
 def warnings(provenance: Mapping[str, Any]) -> Iterator[str]:
     """Yield a warning for each machine unlike the first, and for hosts that share a machine."""
     machines: Sequence[Mapping[str, Any]] = provenance.get(HOSTS, {}).get("machines", ())
-    for machine, group in itertools.groupby(
-        sorted(machines, key=lambda m: m["machine"]), key=lambda m: m["machine"]
-    ):
-        names = [one["name"] for one in group]
+    for machine, names in sorted(grouped((m["machine"], m["name"]) for m in machines).items()):
         if len(names) > 1:
             yield (
                 f"COLOCATED: {' and '.join(names)} are the same machine ({machine[:8]}), whose"
@@ -123,22 +115,24 @@ def failures(trials: Sequence[Trial]) -> Iterator[str]:
 
 def unlike(trials: Sequence[Trial]) -> Iterator[str]:
     """Yield a warning if cases were measured on unlike machines, as in a scheduler's jobs."""
-    kinds: dict[str, set[Case]] = {}
-    for trial in trials:
-        if host := trial.provenance.get("host"):
-            gpus = _gpus(trial.provenance)
-            kind = f"{host.get('cpu', 'unknown CPU')}, {host.get('cores', 0)} cores" + (
-                f", {gpus}" if gpus else ""
-            )
-            kinds.setdefault(kind, set()).add(trial.case)
+    kinds = grouped(
+        (_machine(host, _gpus(trial.provenance)), trial.case)
+        for trial in trials
+        if (host := trial.provenance.get("host"))
+    )
     if len(kinds) > 1:
         where = "; ".join(
-            f"{words.count(len(cases), 'case')} on {kind}" for kind, cases in kinds.items()
+            f"{words.count(len({*cases}), 'case')} on {kind}" for kind, cases in kinds.items()
         )
         yield (
             "cases were measured on unlike machines, so their ratios also compare the machines:"
             f" {where}"
         )
+
+
+def _machine(host: Mapping[str, Any], gpus: str) -> str:
+    processor = f"{host.get('cpu', 'unknown CPU')}, {host.get('cores', 0)} cores"
+    return f"{processor}, {gpus}" if gpus else processor
 
 
 def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:

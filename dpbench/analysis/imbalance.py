@@ -14,13 +14,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from dpbench.analysis import sampled, stats, summary, transfers
-from dpbench.records import UNATTRIBUTED, Case, Phase, Source, Trial, fake, plan, registry, words
+from dpbench.records import Case, Source, Trial, fake, plan, registry, words
 from dpbench.records.grouping import grouped
 from dpbench.records.registry import Role
 from dpbench.records.trial import Estimate, Key, by_key
 from dpbench.records.work import Shapes, received, sent
-
-PHASES = (*(phase.value for phase in Phase), UNATTRIBUTED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +47,8 @@ class Footprint:
     def top(self) -> str:
         """Return the phase in which device 0 has its highest peak."""
         return max(
-            self.peaks, key=lambda phase: (self.peaks[phase].get(0, 0), -PHASES.index(phase))
+            self.peaks,
+            key=lambda phase: (self.peaks[phase].get(0, 0), -summary.PHASES.index(phase)),
         )
 
     @property
@@ -81,7 +80,9 @@ def footprints(trials: Iterable[Trial]) -> list[Footprint]:
                 Footprint(
                     case=case,
                     basis=peaks[-1].source,
-                    peaks={p: summary.highest(by_phase[p]) for p in PHASES if p in by_phase},
+                    peaks={
+                        p: summary.highest(by_phase[p]) for p in summary.PHASES if p in by_phase
+                    },
                     used=used,
                 )
             )
@@ -161,28 +162,19 @@ class _Found:
 
 def indexes(trials: Iterable[Trial]) -> list[Index]:
     """Return the indexes of all cases on several devices, in the order of the trials."""
-    groups: dict[Key, dict[int, Trial]] = {}
-    fakes: set[Key] = set()
-    for trial in trials:
-        if trial.trusted and trial.timed:
-            # if a round was measured again, its last trial counts
-            groups.setdefault(trial.key, {})[trial.round] = trial
-            if trial.on_fake_gpus:
-                fakes.add(trial.key)
+    timed = by_key(trial for trial in trials if trial.trusted and trial.timed)
+    # if a round was measured again, its last trial counts
+    groups = {key: {trial.round: trial for trial in group} for key, group in timed.items()}
+    fakes = {key for key, group in timed.items() if any(trial.on_fake_gpus for trial in group)}
     every = []
     for quantity in QUANTITIES:
         amounts = {key: _figures(quantity, group.values()) for key, group in groups.items()}
-        found = [
-            _index(quantity, key, mine, amounts)
-            for key, mine in amounts.items()
-            if mine and mine.several
-        ]
-        every += [
-            replace(index, verdict=f"undecided: {fake.WHY}")
-            if quantity.of_time and (index.case, index.source) in fakes
-            else index
-            for index in found
-        ]
+        for key, mine in amounts.items():
+            if mine and mine.several:
+                index = _index(quantity, key, mine, amounts)
+                if quantity.of_time and key in fakes:
+                    index = replace(index, verdict=f"undecided: {fake.WHY}")
+                every.append(index)
     place = {key: number for number, key in enumerate(groups)}
     return sorted(every, key=lambda index: place[index.case, index.source])
 
@@ -199,16 +191,12 @@ def _figures(quantity: Quantity, trials: Iterable[Trial]) -> _Found | None:
             if figures:
                 rounds[trial.round] = figures
         columns = max((tuple(sorted(figures)) for figures in rounds.values()), key=len, default=())
-        whole = {
-            number: figures
+        vectors = {
+            number: stats.beside([figures[device] for device in columns])
             for number, figures in rounds.items()
             if tuple(sorted(figures)) == columns
         }
-        if whole:
-            vectors = {
-                n: stats.beside([figures[device] for device in columns])
-                for n, figures in whole.items()
-            }
+        if vectors:
             return _Found(summary.by_profiled_step(vectors, basis), columns, basis)
     return None
 

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
+from dpbench.analysis.summary import Row
+from dpbench.analysis.transfers import Floors
 from dpbench.records import Case, Phase, Source, Span, Step, Trial, ledger
+from dpbench.records.activity import Interval, difference, union
 from dpbench.records.grouping import grouped
 from dpbench.records.trial import Key
-
-if TYPE_CHECKING:
-    from dpbench.analysis.summary import Row
-
-Interval = tuple[float, float]
-"""The start and the end in seconds after the start of the step, negative before it."""
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A phase on one device, from `start_s` to `end_s` in seconds after the start of the step.
+    """A phase on `device`, from `start_s` to `end_s` in seconds after the start of the step.
 
     Spans of one phase that overlap or touch are one bar. `row` is a row of the lane; bars of one
     row do not overlap. `step` is 0 for the drawn step, -1 for the one before, and so on; a bar of
@@ -28,6 +24,7 @@ class Bar:
     computed.
     """
 
+    device: int
     phase: Phase
     start_s: float
     end_s: float
@@ -40,8 +37,9 @@ class Bar:
 class Lane:
     """The bars of one device, or of the host, and its idle intervals, without any open phase.
 
-    The lane begins at `begin_s`: at the step's start (0), or earlier, with the device's first phase
-    of the step. It ends with the step, `seconds` later.
+    Intervals are in seconds after the start of the step. The lane begins at `begin_s`: at the
+    step's start (0), or earlier, with the device's first phase of the step. It ends with the step,
+    `seconds` later.
     """
 
     device: int
@@ -70,10 +68,9 @@ class Lane:
 class PathSegment:
     """A stretch of the critical path, in seconds after the start of the step.
 
-    It is a part of `bar` in the lane of `device`, both None while no phase is open anywhere.
+    It is a part of `bar`, None while no phase is open anywhere.
     """
 
-    device: int | None
     bar: Bar | None
     start_s: float
     end_s: float
@@ -97,7 +94,7 @@ class Lanes:
     timed: int
     lanes: tuple[Lane, ...]
     path: tuple[PathSegment, ...]
-    floors: Mapping[tuple[Phase, int], float] = field(default_factory=dict)
+    floors: Floors = field(default_factory=dict)
 
 
 def of_rows(rows: Iterable[Row], trials: Iterable[Trial]) -> Mapping[Key, Lanes]:
@@ -127,7 +124,7 @@ def of_trial(trial: Trial) -> Lanes | None:
         return None
     step = trial.steps[number]
     bars = {
-        device: _bars(step, number, [span for span in spans if span.device == device])
+        device: _bars(device, step, number, [span for span in spans if span.device == device])
         for device in sorted({span.device for span in of_step})
     }
     return Lanes(
@@ -149,43 +146,33 @@ def _place(device: int) -> tuple[bool, int]:
     return device >= 0, abs(device)
 
 
-def _bars(step: Step, number: int, spans: Iterable[Span]) -> tuple[Bar, ...]:
+def _bars(device: int, step: Step, number: int, spans: Iterable[Span]) -> tuple[Bar, ...]:
     """Return the bars of one device in step `number`; each is on the first row with room.
 
     Phases of other steps are cut at the ends of the lane.
     """
-    opened: dict[tuple[Phase, int, bool], list[Interval]] = {}
     begin_s = min([step.start_s, *(span.start_s for span in spans if span.step == number)])
-    for span in sorted(spans, key=lambda s: s.start_s):
+
+    def extent(span: Span) -> Interval:
         start, end = span.start_s, span.end_s
         if span.step != number:
             start, end = max(start, begin_s), min(end, step.end_s)
-        start, end = start - step.start_s, end - step.start_s
-        merged = opened.setdefault((span.phase, span.step - number, span.joint), [])
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(end, merged[-1][1])
-        elif start < end:
-            merged.append((start, end))
+        return start - step.start_s, end - step.start_s
+
+    opened = grouped(((span.phase, span.step - number, span.joint), extent(span)) for span in spans)
     bars: list[Bar] = []
     ends: list[float] = []
-    intervals = sorted((*interval, *key) for key, merged in opened.items() for interval in merged)
+    intervals = sorted((*one, *key) for key, found in opened.items() for one in union(found))
     for start, end, phase, place, joint in intervals:
         row = next((row for row, reach in enumerate(ends) if reach <= start), len(ends))
         ends[row : row + 1] = [end]
-        bars.append(Bar(phase, start, end, row, place, joint))
+        bars.append(Bar(device, phase, start, end, row, place, joint))
     return tuple(bars)
 
 
 def _lane(device: int, bars: tuple[Bar, ...], step_s: float) -> Lane:
     begin_s = min([0.0, *(bar.start_s for bar in bars if not bar.step)])
-    idle = []
-    reach = begin_s
-    for bar in bars:
-        if reach < min(bar.start_s, step_s):
-            idle.append((reach, min(bar.start_s, step_s)))
-        reach = max(reach, bar.end_s)
-    if reach < step_s:
-        idle.append((reach, step_s))
+    idle = difference([(begin_s, step_s)], union((bar.start_s, bar.end_s) for bar in bars))
     return Lane(device, bars, tuple(idle), begin_s, step_s - begin_s)
 
 
@@ -195,12 +182,11 @@ def _path(
     path: list[PathSegment] = []
     for span, start_s, end_s in reversed(list(ledger.walk(step, spans))):
         start, end = start_s - step.start_s, end_s - step.start_s
-        device = span.device if span else None
         bar = _bar_at(bars[span.device], span, start) if span else None
-        if path and (path[-1].device, path[-1].bar) == (device, bar):
+        if path and path[-1].bar == bar:
             path[-1] = replace(path[-1], end_s=end)
         else:
-            path.append(PathSegment(device, bar, start, end))
+            path.append(PathSegment(bar, start, end))
     return tuple(path)
 
 

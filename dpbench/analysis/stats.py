@@ -118,10 +118,16 @@ def median(rounds: Rounds, *, seed: int = 0) -> Estimate:
     # not the exponential of the median logarithm, which differs if the number of rounds is even
     value = float(np.median(each))
     middles = _row_medians(draws)
+    n = len(rounds)
     if min(value, middles.min()) <= 0:
-        return Estimate(value, *_interval(value, middles, len(rounds)), len(rounds))
-    found = _exponential(math.log(value), np.log(middles), len(rounds))
-    return replace(found, value=value, low=min(found.low, value), high=max(found.high, value))
+        return Estimate(value, *_interval(value, _widen(middles, n), n), n)
+    found = _exponential(math.log(value), _widen(np.log(middles), n), n)
+    return around(value, found)
+
+
+def around(value: float, rough: Estimate) -> Estimate:
+    """Return an estimate of `value` with the interval of `rough`, extended to contain `value`."""
+    return replace(rough, value=value, low=min(rough.low, value), high=max(rough.high, value))
 
 
 def mean(rounds: Rounds) -> Estimate:
@@ -157,22 +163,21 @@ def ratio(
     `Timed`).
     """
     common, sides, disturbed = _compared(numerator, denominator, paired=paired)
+    (top, tops), (bottom, bottoms) = (
+        map(np.log, one) for one in _medians(sides, seed, together=common)
+    )
+    n = min(len(top), len(bottom))
     if common:
-        (top, tops), (bottom, bottoms) = (
-            map(np.log, one) for one in _medians(sides, seed, together=True)
-        )
-        estimate = _exponential(
-            float(_centre(top - bottom)), _centre(tops - bottoms), len(top), level=level
-        )
-        return replace(estimate, noisy=disturbed)
-    (top, tops), (bottom, bottoms) = (map(np.log, one) for one in _medians(sides, seed))
-    count = min(len(tops), len(bottoms))
-    # resample each side's centre: computing all pairs of rounds in every resample would cost too
-    # much
-    draws = _widen(_centre(tops[:count]), len(top)) - _widen(_centre(bottoms[:count]), len(bottom))
-    value = float(np.median(top[:, None] - bottom[None, :]))
-    estimate = _exponential(value, draws, min(len(top), len(bottom)), widened=True, level=level)
-    return replace(estimate, noisy=disturbed)
+        value = _centre(top - bottom)
+        draws = _widen(_centre(tops - bottoms), n)
+    else:
+        count = min(len(tops), len(bottoms))
+        value = np.median(top[:, None] - bottom[None, :])
+        # resample each side's centre: computing all pairs of rounds in every resample would cost
+        # too much
+        above, below = _centre(tops[:count]), _centre(bottoms[:count])
+        draws = _widen(above, len(top)) - _widen(below, len(bottom))
+    return replace(_exponential(float(value), draws, n, level=level), noisy=disturbed)
 
 
 def _compared(first: Rounds, second: Rounds, *, paired: bool) -> tuple[bool, list[Rounds], bool]:
@@ -268,7 +273,7 @@ def difference(first: Rounds, second: Rounds, *, level: float = CONFIDENCE) -> E
     n = min(len(one), len(other))
     count = min(len(ones), len(others))
     draws = _row_medians(ones[:count]) - _row_medians(others[:count])
-    low, high = _interval(value, draws, n, level=level)
+    low, high = _interval(value, _widen(draws, n), n, level=level)
     return Estimate(value, low, high, n, signed=True, level=level, noisy=disturbed)
 
 
@@ -300,9 +305,8 @@ def balance(vectors: Vectors) -> Balance:
 
     def estimate(function: Callable[[Array], Array]) -> Estimate:
         value = float(function(values))
-        return replace(
-            _exponential(math.log(value), np.log(function(resampled)), len(vectors)), value=value
-        )
+        wide = _widen(np.log(function(resampled)), len(vectors))
+        return replace(_exponential(math.log(value), wide, len(vectors)), value=value)
 
     return Balance(
         first=estimate(lambda one: one[..., 0] / one[..., 1:].mean(axis=-1)),
@@ -464,14 +468,12 @@ def _widen(draws: Array, n: int) -> Array:
     return draws * math.sqrt(n / (n - 1)) if n > 1 else draws
 
 
-def _exponential(
-    value: float, draws: Array, n: int, *, widened: bool = False, level: float = CONFIDENCE
-) -> Estimate:
+def _exponential(value: float, draws: Array, n: int, *, level: float = CONFIDENCE) -> Estimate:
     """Return the estimate of exp(value); the arguments are those of `_interval`.
 
     The interval of two rounds at a high level may be too wide for a floating-point number.
     """
-    low, high = _interval(value, draws, n, widened=widened, level=level)
+    low, high = _interval(value, draws, n, level=level)
     widest = 700.0
     return Estimate(
         math.exp(value),
@@ -483,17 +485,17 @@ def _exponential(
 
 
 def _interval(
-    value: float, draws: Array, n: int, *, widened: bool = False, level: float = CONFIDENCE
+    value: float, draws: Array, n: int, *, level: float = CONFIDENCE
 ) -> tuple[float, float]:
     """Return the ends of the interval: Student's t, or percentiles for a single round.
 
-    `draws` are resamples of `value`, `widened` if `_widen` was applied. `level` is the probability
-    with which the interval contains the true value.
+    `draws` are resamples of `value` after `_widen`. `level` is the probability with which the
+    interval contains the true value.
     """
     if n < 2:
         low, high = np.percentile(draws, [50 * (1 - level), 50 * (1 + level)])
         return float(min(low, value)), float(max(high, value))
-    half = float(_quantile(n, level)) * float((draws if widened else _widen(draws, n)).std())
+    half = float(_quantile(n, level)) * float(draws.std())
     return value - half, value + half
 
 

@@ -35,6 +35,8 @@ PERCENTILES = (95, 99)
 KERNELS = "kernels of profiled steps"
 BUSY_METRICS = {"kernel_busy_s": KERNELS, "busy_s": "thread CPU time"}
 """The metrics from which busy time is taken, the best first, each with its source."""
+PHASES = (*(phase.value for phase in Phase), UNATTRIBUTED)
+"""The names of the parts of a step, in their order."""
 COLOCATED, FAKE_GPU = "COLOCATED", "FAKE-GPU"
 Value = TypeVar("Value")
 
@@ -79,7 +81,7 @@ class Row:
     scaling: str = ""
     efficiency: Estimate | None = None
     phases: Mapping[str, float] = field(default_factory=dict)
-    floors: Mapping[tuple[Phase, int], float] = field(default_factory=dict)
+    floors: transfers.Floors = field(default_factory=dict)
     busy: Mapping[int, float] = field(default_factory=dict)
     busy_source: str = ""
     memory: Mapping[int, int] = field(default_factory=dict)
@@ -447,8 +449,7 @@ def _phases(trials: Sequence[Trial], step_s: float) -> dict[str, float]:
     """
     total = summed(pair for trial in trials for pair in trial.ledger.middle.items())
     whole = sum(total.values())
-    order = [*(phase.value for phase in Phase), UNATTRIBUTED]
-    return {name: total[name] / whole * step_s for name in order if name in total}
+    return {name: total[name] / whole * step_s for name in PHASES if name in total}
 
 
 def _busy(trials: Sequence[Trial]) -> tuple[dict[int, list[float]], str]:
@@ -537,7 +538,7 @@ def _record(row: Row, devices: int) -> dict[str, object]:
         record |= entries(name, getattr(row, name))
     for number in PERCENTILES:
         record |= entries(f"p{number}", row.percentiles.get(number))
-    record |= {f"phase_{name}_s": row.phases.get(name) for name in (*Phase, UNATTRIBUTED)}
+    record |= {f"phase_{name}_s": row.phases.get(name) for name in PHASES}
     record |= {f"busy_{device}_s": row.busy.get(device) for device in range(devices)}
     record |= {f"memory_{device}_bytes": row.memory.get(device) for device in range(devices)}
     return record | {"scaling": row.scaling, "labels": " ".join(row.labels), "reason": row.reason}

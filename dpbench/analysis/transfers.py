@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 
 from dpbench.analysis import stats
 from dpbench.analysis.moves import of_step
-from dpbench.records import HOST, Case, Phase, Source, Trial
+from dpbench.records import HOST, Case, Phase, Trial
 from dpbench.records.case import MOVING
 from dpbench.records.registry import Parallelism, Reduction
 from dpbench.records.schedule import known
@@ -50,6 +50,8 @@ def moves(case: Case, shapes: Shapes) -> list[Move]:
     ]
 
 
+Floors = dict[tuple[Phase, int], float]
+"""The least seconds of a phase on a device, by both."""
 MOST_ROUNDS = 10_000
 """A number above that of every round, by which the passes over links in one round are apart."""
 
@@ -64,7 +66,6 @@ class PhaseTraffic:
     """
 
     case: Case
-    source: Source
     phase: Phase
     moves: tuple[Move, ...]
     seconds: Mapping[int, float]
@@ -88,7 +89,7 @@ class PhaseTraffic:
 def flows(trials: Iterable[Trial]) -> list[PhaseTraffic]:
     """Return the traffic of each case in each phase that moves bytes, in order of the trials."""
     traffic = []
-    for (case, source), group in _grouped(trials).items():
+    for (case, _), group in _grouped(trials).items():
         moves = _moves(case, group)
         for phase in dict.fromkeys(move.phase for move in moves):
             of_phase = tuple(move for move in moves if move.phase is phase)
@@ -98,7 +99,6 @@ def flows(trials: Iterable[Trial]) -> list[PhaseTraffic]:
             traffic.append(
                 PhaseTraffic(
                     case=case,
-                    source=source,
                     phase=phase,
                     moves=of_phase,
                     seconds=seconds,
@@ -258,7 +258,7 @@ def _copies(trials: Iterable[Trial]) -> dict[tuple[int, int], stats.Rounds]:
     return dict(by_ends)
 
 
-def floors(case: Case, trials_of: Mapping[Case, Sequence[Trial]]) -> dict[tuple[Phase, int], float]:
+def floors(case: Case, trials_of: Mapping[Case, Sequence[Trial]]) -> Floors:
     """Return the least seconds of each phase on each device, by its bytes or its operations.
 
     The bytes go over the measured links: a device receives one copy after the other, and sends one
@@ -268,9 +268,7 @@ def floors(case: Case, trials_of: Mapping[Case, Sequence[Trial]]) -> dict[tuple[
     return {**_by_bytes(case, trials_of), **_by_operations(case, trials_of)}
 
 
-def _by_operations(
-    case: Case, trials_of: Mapping[Case, Sequence[Trial]]
-) -> dict[tuple[Phase, int], float]:
+def _by_operations(case: Case, trials_of: Mapping[Case, Sequence[Trial]]) -> Floors:
     """Return the least seconds by operations; the peak is the best of all cases on like devices.
 
     Without a peak above 0, none is known.
@@ -300,9 +298,7 @@ def _by_operations(
     }
 
 
-def _by_bytes(
-    case: Case, trials_of: Mapping[Case, Sequence[Trial]]
-) -> dict[tuple[Phase, int], float]:
+def _by_bytes(case: Case, trials_of: Mapping[Case, Sequence[Trial]]) -> Floors:
     seconds_per_byte = {
         ends: stats.median(copies).value
         for ends, copies in _copies(with_links(case, trials_of)).items()
@@ -319,7 +315,7 @@ def _by_bytes(
             seconds = move.bytes * seconds_per_byte[move.source, move.target]
             totals[move.phase, move.target, "received"] += seconds
             totals[move.phase, move.source, "sent"] += seconds
-    found: dict[tuple[Phase, int], float] = {}
+    found: Floors = {}
     for (phase, device, _), seconds in totals.items():
         found[phase, device] = max(seconds, found.get((phase, device), 0.0))
     return found

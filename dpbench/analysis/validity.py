@@ -218,6 +218,11 @@ def trend(series: Sequence[float]) -> Trend:
     return Trend(rho, p, float(np.median((values[second] - values[first]) / (second - first))))
 
 
+def _worst(found: Iterable[Deviation]) -> Deviation | None:
+    """Return the largest value that a check measured, with its facts; None without any."""
+    return max(found, key=lambda one: one[0], default=None)
+
+
 def _drift(trial: Trial, cores: int) -> Deviation | None:
     """Return the change from the first to the last timed step, as a fraction of the median step.
 
@@ -235,15 +240,14 @@ def _drift(trial: Trial, cores: int) -> Deviation | None:
 
 def _throttled(trial: Trial, cores: int) -> Deviation | None:
     """Return the fraction of the most throttled GPU's readings with throttling, and the causes."""
-    worst: Deviation | None = None
+    found = []
     for device, readings in sampled.momentary(trial, "throttle_reasons").items():
         bits = [int(value) for value in readings]
         slowed = [one for one in bits if any(one & bit for bit in SLOWDOWNS)]
         causes = [cause for bit, cause in SLOWDOWNS.items() if any(one & bit for one in slowed)]
-        share = len(slowed) / len(bits)
-        if worst is None or share > worst[0]:
-            worst = share, {"device": device, "readings": len(bits), "causes": causes}
-    return worst
+        about = {"device": device, "readings": len(bits), "causes": causes}
+        found.append((len(slowed) / len(bits), about))
+    return _worst(found)
 
 
 def _clock(metric: str) -> Callable[[Trial, int], Deviation | None]:
@@ -253,16 +257,17 @@ def _clock(metric: str) -> Callable[[Trial, int], Deviation | None]:
     """
 
     def measure(trial: Trial, cores: int) -> Deviation | None:
-        worst: tuple[float, dict[str, Any]] | None = None
+        found = []
         for device, readings in sampled.momentary(trial, metric).items():
             ordered = sorted(readings)
             cut = len(readings) // 20
             low, high = ordered[cut], ordered[len(ordered) - 1 - cut]
-            if high > 0 and (worst is None or 1 - low / high > worst[0]):
-                worst = 1 - low / high, {"device": device, "low_hz": low, "high_hz": high}
-        if worst and metric == "sm_clock_hz":
-            worst[1][MEANS] = sorted(sampled.mean_clock_hz(trial).items())
-        return worst
+            if high > 0:
+                found.append((1 - low / high, {"device": device, "low_hz": low, "high_hz": high}))
+        worst = _worst(found)
+        if worst is None or metric != "sm_clock_hz":
+            return worst
+        return worst[0], {**worst[1], MEANS: sorted(sampled.mean_clock_hz(trial).items())}
 
     return measure
 
@@ -272,14 +277,12 @@ def _foreign_gpu(trial: Trial, cores: int) -> Deviation | None:
 
     None without readings, or if the timed steps took less than `LONG_S` seconds.
     """
-    held = {
-        device: statistics.median(values)
-        for device, values in sampled.momentary(trial, "foreign_memory_bytes").items()
-    }
-    if not held or sum(trial.timed) < LONG_S:
+    if sum(trial.timed) < LONG_S:
         return None
-    device = max(held, key=lambda d: held[d])
-    return held[device], {"device": device}
+    held = sampled.momentary(trial, "foreign_memory_bytes")
+    return _worst(
+        (statistics.median(values), {"device": device}) for device, values in held.items()
+    )
 
 
 def _foreign_cpu(trial: Trial, cores: int) -> Deviation | None:
@@ -311,11 +314,11 @@ def _gpu_in_use(trial: Trial, cores: int) -> Deviation | None:
 
     None without an answer of NVML.
     """
-    known = [(gpu.share, gpu) for gpu in foreign_load.gpus_during(trial) if gpu.share is not None]
-    if not known:
-        return None
-    share, gpu = max(known, key=lambda pair: pair[0])
-    return share, {"use": str(gpu)}
+    return _worst(
+        (gpu.share, {"use": str(gpu)})
+        for gpu in foreign_load.gpus_during(trial)
+        if gpu.share is not None
+    )
 
 
 def _oversubscribed(trial: Trial, cores: int) -> Deviation | None:

@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dpbench.analysis import comparison, frames, stats
-from dpbench.analysis.comparison import Comparison, Unlike
+from dpbench.analysis.answer import Answer
+from dpbench.analysis.comparison import Comparison, Comparisons, Unlike
 from dpbench.analysis.findings import text
 from dpbench.analysis.frames import DataFrame
+from dpbench.analysis.report import Report
 from dpbench.api import STORE
 from dpbench.api.reports import report_of, write_report
 from dpbench.api.stored import list_unreadable, side
@@ -19,11 +21,6 @@ from dpbench.records import Trial, words
 from dpbench.report import comparing, naming
 from dpbench.report.templates import write
 from dpbench.store import Store, StoredRun, UnreadableRow
-
-if TYPE_CHECKING:
-    from dpbench.analysis.answer import Answer
-    from dpbench.analysis.comparison import Comparisons
-    from dpbench.analysis.report import Report
 
 
 class Run:

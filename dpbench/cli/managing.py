@@ -14,7 +14,7 @@ from dpbench.cli import shapes
 from dpbench.cli.options import EXIT_FAILED, EXITS, Documented, json_option, store_option
 from dpbench.cli.shapes import RunFacts, ShownRun, StartedCase
 from dpbench.records import words
-from dpbench.records.grouping import grouped
+from dpbench.records.trial import by_case
 
 if TYPE_CHECKING:
     from dpbench.store import Store, StoredRun
@@ -46,8 +46,7 @@ def lines(listed: Sequence[RunFacts]) -> list[str]:
         )
         for run in listed
     ]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
+    return words.in_columns(cells)
 
 
 def _minute(run: RunFacts) -> str:
@@ -63,7 +62,7 @@ def shown_run(opened: Store, run: StoredRun) -> ShownRun:
     from dpbench.analysis import summary
 
     outcomes = opened.outcomes(run.id)
-    trials = grouped((trial.case, trial) for trial in opened.summaries(run.id))
+    trials = by_case(opened.summaries(run.id))
     labels = {
         case: summary.all_labels(summary.shown(group) or group) for case, group in trials.items()
     }
@@ -100,15 +99,11 @@ def _text(shown: ShownRun) -> str:
         )
         for one in shown.cases
     ]
-    width, wide = (max((len(case[i]) for case in cases), default=0) for i in (0, 1))
     return "\n".join(
         [
             *(f"{title:<8} {fact}" for title, fact in facts.items() if fact),
             f"{words.count(len(cases), 'case')}, with the number of trials by status:",
-            *(
-                f"  {label:<{width}}  {trials:<{wide}}  {labels}".rstrip()
-                for label, trials, labels in cases
-            ),
+            *(f"  {line}" for line in words.in_columns(cases)),
         ]
     )
 

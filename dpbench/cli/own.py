@@ -195,9 +195,7 @@ def loaders(
     registry.check_module(dataset, "--dataset")
     check_page(report)
     cases = _loader_cases(dataset, **options)
-    output = Output(
-        store=store, report=report, as_json=as_json, dry_run=False, detail=Detail.USUAL, command=""
-    )
+    output = Output(store=store, report=report, as_json=as_json, detail=Detail.USUAL)
     measure_and_show(
         output,
         Naming(),

@@ -203,27 +203,21 @@ def list_(kind: str, last: int | None, as_json: bool, store: Path) -> None:
     """
     if last and kind != "runs":
         raise click.UsageError(f"--last can be used with runs only, not with {kind}: leave it out")
-    if as_json:
-        _list_json(kind, store, last)
-        return
+    record: object
     if kind == "runs":
-        shown = managing.lines(managing.runs(store, last))
+        listed = managing.runs(store, last)
+        record, shown = shapes.RunList(runs=listed), managing.lines(listed)
     else:
         named = rows(kind)
-        width = max(len(name) for name, _ in named)
-        shown = [f"{name:<{width}}  {text}".rstrip() for name, text in named]
+        names = [shapes.Name(name=name, description=text) for name, text in named]
+        record, shown = shapes.NameList(kind=kind, names=names), words.in_columns(named)
+    if as_json:
+        shapes.show(record)
+        return
     if sys.stdout.isatty():
         click.echo(f"{kind}:")
     for line in shown:
         click.echo(line)
-
-
-def _list_json(kind: str, store: Path, last: int | None) -> None:
-    if kind == "runs":
-        shapes.show(shapes.RunList(runs=managing.runs(store, last)))
-    else:
-        names = [shapes.Name(name=name, description=text) for name, text in rows(kind)]
-        shapes.show(shapes.NameList(kind=kind, names=names))
 
 
 @click.command(cls=Documented, short_help="Export trials for other tools.")

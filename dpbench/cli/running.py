@@ -54,9 +54,9 @@ class Output:
     store: Path
     report: Path | None
     as_json: bool
-    dry_run: bool
     detail: Detail
-    command: str
+    dry_run: bool = False
+    command: str = ""
     """The command that repeats the run if a file has defaults of options; else empty."""
 
 

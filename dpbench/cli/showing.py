@@ -99,33 +99,26 @@ def print_answers(answers: Sequence[Answer], rest: str = "") -> None:
 
 
 def print_results(report: Report, rest: str) -> None:
-    """Print a run's table, notes and warnings, and its answers last; `rest` prints all answers."""
-    print_table(report)
-    print_notes(report)
-    sys.stdout.flush()
-    print_warnings(report)
-    print_answers(report.answers, rest)
+    """Print a run's tables, notes and warnings, and its answers last; `rest` prints all answers.
 
-
-def print_table(report: Report) -> None:
-    """Print a report's results, then the latencies of cases that run the forward alone."""
+    A second table has the latencies of cases that run the forward alone.
+    """
     from dpbench.cli.tables import latencies, table
 
     click.echo(table(report.rows, report.ladders))
     if latency := latencies(report.rows):
         click.echo(f"\n{latency}")
+    for note in report.notes:
+        click.echo(f"\n{note}")
+    sys.stdout.flush()
+    print_warnings(report)
+    print_answers(report.answers, rest)
 
 
 def print_warnings(report: Report) -> None:
     """Print a report's warnings to stderr, one line each."""
     for warning in report.warnings:
         click.echo(f"warning: {warning.line(NAMED)}", err=True)
-
-
-def print_notes(report: Report) -> None:
-    """Print a report's notes to stdout."""
-    for note in report.notes:
-        click.echo(f"\n{note}")
 
 
 def print_plan(planned: RunForecast, *, as_json: bool) -> None:
@@ -135,14 +128,15 @@ def print_plan(planned: RunForecast, *, as_json: bool) -> None:
     if as_json:
         shapes.show(shapes.RunPlan.of(planned))
         return
-    width = max(len(planned_case.case.label) for planned_case in planned.cases)
-    for planned_case in planned.cases:
-        expected = (
-            f"{words.time(planned_case.trial_s)} per trial"
-            if planned_case.trial_s is not None
-            else "no earlier trial"
+    expected = [
+        (
+            one.case.label,
+            "no earlier trial" if one.trial_s is None else f"{words.time(one.trial_s)} per trial",
         )
-        click.echo(f"{planned_case.case.label:<{width}}  {expected}")
+        for one in planned.cases
+    ]
+    for line in words.in_columns(expected):
+        click.echo(line)
     if planned.resumes:
         done = len(planned.cases) * planned.rounds - planned.trials
         click.echo(

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 from dpbench.analysis import ladder
 from dpbench.records import Case, Source, names, plan, words
 from dpbench.records.words import aligned
-from dpbench.report.table import FOOTNOTES, Cell, efficiency, estimate, footnotes, verified
+from dpbench.report.table import (
+    FOOTNOTES,
+    Cell,
+    efficiency,
+    estimate,
+    footnotes,
+    percentile,
+    verified,
+)
 
 if TYPE_CHECKING:
     from dpbench.measure.batch_search import Found
@@ -106,11 +114,8 @@ def _latency(row: Any) -> tuple[str, ...]:
         f"{row.rounds}, {row.steps}",
         _flat(estimate(row.step, 1e3)),
         *(
-            words.NOT_ENOUGH_STEPS
-            if percentile.doubt
-            else f"{words.number(percentile.value * 1e3)} ({words.number(percentile.low * 1e3)}–"
-            f"{words.number(percentile.high * 1e3)})"
-            for percentile in row.percentiles.values()
+            words.NOT_ENOUGH_STEPS if one.doubt else _flat(percentile(one))
+            for one in row.percentiles.values()
         ),
         " ".join(row.labels),
     )

@@ -431,6 +431,11 @@ def by_key(trials: Iterable[Trial]) -> dict[Key, list[Trial]]:
     return grouped((trial.key, trial) for trial in trials)
 
 
+def by_case(trials: Iterable[Trial]) -> dict[Case, list[Trial]]:
+    """Return the trials of each case, in their order."""
+    return grouped((trial.case, trial) for trial in trials)
+
+
 def in_schema(case: Case, schema: int) -> Case:
     """Return the case of a trial of `schema`, with a schedule that means the same in this version.
 

@@ -215,6 +215,12 @@ def doubt(estimate: Estimate) -> str:
     return ""
 
 
+def in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of cells as lines with left-aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
 def aligned(lines: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
     """Return rows of cells as the lines of a text table, with a rule below the first line.
 

@@ -261,7 +261,7 @@ def _card(model: str, before: Report, after: Report, comparisons: Comparisons) -
         tone=next((verdict for verdict in ("slower", "faster") if counts[verdict]), ""),
         columns=("changed", "ratio", f"{SURE:.0%}"),
         places=[
-            Place(line.name, words.times(line.ratio).partition(" ")[0], words.interval(line.ratio))
+            Place(line.name, f"{words.number(line.ratio.value)}×", words.interval(line.ratio))
             for line in lines
             if line.decided
         ],

@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from dpbench.analysis import forecasts, imbalance, transfers
 from dpbench.analysis.forecasts import Forecast
-from dpbench.analysis.imbalance import PHASES, Footprint, Index
+from dpbench.analysis.imbalance import Footprint, Index
 from dpbench.analysis.report import Report
-from dpbench.analysis.stats import Percentile
-from dpbench.analysis.summary import PERCENTILES, Row
+from dpbench.analysis.summary import PERCENTILES, PHASES, Row
 from dpbench.analysis.transfers import PhaseTraffic
 from dpbench.records import Case, names, words
 from dpbench.report import naming, small_multiples, table
@@ -119,21 +118,12 @@ def _latency(rows: Sequence[Row]) -> Table:
             _case(row.case),
             Cell(f"{row.rounds}, {row.steps}"),
             estimate(row.step, 1e3),
-            *(_percentile(one) for one in row.percentiles.values()),
+            *map(table.percentile, row.percentiles.values()),
             estimate(row.throughput),
         )
         for row in measured
     )
     return Table("Latency", columns, lines, cases=[row.case for row in measured])
-
-
-def _percentile(percentile: Percentile) -> Cell:
-    if percentile.low is None or percentile.high is None:
-        return Cell(words.NOT_ENOUGH_STEPS, words.count(percentile.steps, "step"))
-    return Cell(
-        words.number(percentile.value * 1e3),
-        f"{words.number(percentile.low * 1e3)}–{words.number(percentile.high * 1e3)}",
-    )
 
 
 def _imbalance(indexes: Sequence[Index]) -> Table:

@@ -14,6 +14,7 @@ from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
 from dpbench.hardware import foreign_load
 from dpbench.records import Case, Source, Trial, words
+from dpbench.records.grouping import grouped
 from dpbench.records.trial import MARK, Estimate
 
 OF_A_TRIAL = ("validity", "foreign_load", "foreign_gpus", "gpu_busy_s", "neighbour_steps", MARK)
@@ -214,12 +215,12 @@ def environment(provenance: Mapping[str, Any], trials: Sequence[Trial]) -> list[
     entries = list(
         _flat({name: value for name, value in provenance.items() if name != "self_check"}, "")
     )
-    workers: dict[str, dict[str, None]] = {}
-    for trial in trials:
-        same = {name: value for name, value in trial.provenance.items() if name not in OF_A_TRIAL}
-        for name, value in _flat(same, "worker."):
-            workers.setdefault(name, {})[value] = None
-    return entries + [(name, ", ".join(values)) for name, values in workers.items()]
+    same = (
+        {name: value for name, value in trial.provenance.items() if name not in OF_A_TRIAL}
+        for trial in trials
+    )
+    workers = grouped(pair for facts in same for pair in _flat(facts, "worker."))
+    return entries + [(name, ", ".join(dict.fromkeys(found))) for name, found in workers.items()]
 
 
 def _flat(value: Any, prefix: str) -> Iterator[tuple[str, str]]:

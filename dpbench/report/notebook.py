@@ -6,7 +6,6 @@ The HTML needs neither a network nor scripts, and all text in it is escaped.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
@@ -14,9 +13,7 @@ from dpbench.analysis import caveats
 from dpbench.analysis.comparison import Comparisons
 from dpbench.analysis.report import Report
 from dpbench.report import NoDrawings, check_drawings, comparing, naming, table, templates
-
-if TYPE_CHECKING:
-    from dpbench.report.section import Section
+from dpbench.report.section import Section
 
 LIGHT, DARK = re.findall(r":root (\{.*?\})", templates.text_of("page.css"), re.DOTALL)[:2]
 """The CSS variables of the page in its light and its dark theme, to which drawings refer."""

@@ -13,7 +13,7 @@ reports/latest/index.html     the page of the newest run in which at least one c
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -210,7 +210,7 @@ def _card(answer: Answer, rows: Sequence[Row]) -> Card:
         headline=answer.headline,
         tone=answer.choice.name.lower() if answer.settled else "",
         columns=("fastest first", "speed-up", level),
-        places=_standing(answer),
+        places=[*_standing(answer)],
         sentences=answer.sentences,
         labels=answer.labels,
         command=answer.command,
@@ -233,15 +233,13 @@ def _sections(report: Report, styles: Styles) -> list[Section]:
     )
 
 
-def _standing(answer: Answer) -> list[Place]:
-    """Return the lines of an answer's ranking, the fastest first; none for a single case."""
-    places = []
+def _standing(answer: Answer) -> Iterator[Place]:
+    """Yield the lines of an answer's ranking, the fastest first; none for a single case."""
     for row in answer.ranking if len(answer.ranking) > 1 else ():
         found = row.speedup
         uncertain = bool(found and found.doubt)
         interval = words.interval(found) if found and not uncertain else ""
-        places.append(Place(answering.place(row), answering.about(row), interval, uncertain))
-    return places
+        yield Place(answering.place(row), answering.about(row), interval, uncertain)
 
 
 def _contents(

@@ -144,8 +144,8 @@ def _range(shares: Sequence[float]) -> str:
 
 
 def _timeline(axes: Axes, lanes: Lanes, top: float, width: float) -> None:
-    critical = summed(((part.device, part.bar), part.end_s - part.start_s) for part in lanes.path)
-    edges: dict[int | None, float] = {}
+    critical = summed((part.bar, part.end_s - part.start_s) for part in lanes.path)
+    edges: dict[int, float] = {}
     start = top
     for lane in _shown(lanes):
         edges[lane.device] = top
@@ -163,12 +163,12 @@ def _timeline(axes: Axes, lanes: Lanes, top: float, width: float) -> None:
             ink = svg.FOREGROUND if bar.step else look.ink
             names = (f"joint {bar.phase}",) * bar.joint + (bar.phase.value, look.short)
             _write(axes, names, (bar.start_s, bar.end_s), y, width, ink)
-            waited = critical.get((lane.device, bar), 0.0)
+            waited = critical.get(bar, 0.0)
             on_path = f"; critical for {words.time(waited)}" if waited else ""
             extent = _extent(bar.start_s, bar.end_s, lanes.seconds)
             floor_s = _floor(lanes, lane, bar)
             least = f"; it needs {words.time(floor_s)} at least" if floor_s else ""
-            marks.explain(box, f"{_named(bar)} on {_place(lane.device)}: {extent}{on_path}{least}")
+            marks.explain(box, f"{_named(bar)} on {_place(bar.device)}: {extent}{on_path}{least}")
             if floor_s:
                 at_ms = (bar.start_s + floor_s) * 1e3
                 axes.plot([at_ms, at_ms], [y - 1, y + ROW], color=svg.FOREGROUND, linewidth=1.6)
@@ -193,19 +193,19 @@ def _waits(path: Sequence[PathSegment], begin_s: float, end_s: float) -> str:
     "" if the interval is not within the step.
     """
     within = summed(
-        (_cause(part), overlap_s)
+        (_cause(part.bar), overlap_s)
         for part in path
         if (overlap_s := min(part.end_s, end_s) - max(part.start_s, begin_s)) > 0
     )
     return f", {max(within, key=lambda cause: within[cause])}" if within else ""
 
 
-def _cause(part: PathSegment) -> str:
-    if part.bar is None or part.device is None:
+def _cause(bar: Bar | None) -> str:
+    if bar is None:
         return "while no phase is open anywhere"
-    if part.bar.phase is Phase.DATA:
+    if bar.phase is Phase.DATA:
         return "waiting for data"
-    return f"waiting for {part.bar.phase} on {_place(part.device)}"
+    return f"waiting for {bar.phase} on {_place(bar.device)}"
 
 
 def trace(report: Report) -> list[dict[str, object]]:
@@ -287,7 +287,7 @@ def _write(
 def _outline(
     axes: Axes,
     path: Sequence[PathSegment],
-    edges: Mapping[int | None, float],
+    edges: Mapping[int, float],
     whole: tuple[float, float],
 ) -> None:
     """Draw the critical path: an outline around each stretch, and lines where it changes lanes.
@@ -295,7 +295,9 @@ def _outline(
     `edges` has the top edge of each lane that is drawn, by device; `whole` are the top and the
     bottom of all lanes. A stretch without an open phase is a dashed box across all lanes.
     """
-    boxes = [(part, *_edges(part, edges)) for part in path if part.device in edges and part.bar]
+    boxes = [
+        (part, *_edges(part.bar, edges)) for part in path if part.bar and part.bar.device in edges
+    ]
     outline = [corner for part, top, bottom in boxes for corner in _corners(part, top, bottom)]
     for (before, top, bottom), (after, next_top, next_bottom) in pairwise(boxes):
         if before.end_s == after.start_s and (bottom < next_top or next_bottom < top):
@@ -319,9 +321,8 @@ def _outline(
             )
 
 
-def _edges(part: PathSegment, edges: Mapping[int | None, float]) -> tuple[float, float]:
-    assert part.bar
-    top = edges[part.device] + part.bar.row * ROW
+def _edges(bar: Bar, edges: Mapping[int, float]) -> tuple[float, float]:
+    top = edges[bar.device] + bar.row * ROW
     return top, top + ROW - 1
 
 
@@ -369,10 +370,8 @@ def _idle(timeline: Lanes) -> str:
     return f"idle: device 0 {words.percent(first[0])}, {others} {_range(rest)}"
 
 
-def _stretch(part: PathSegment) -> str:
-    if part.bar is None or part.device is None:
-        return UNATTRIBUTED
-    return f"{_named(part.bar)} on {_place(part.device)}"
+def _stretch(bar: Bar | None) -> str:
+    return f"{_named(bar)} on {_place(bar.device)}" if bar else UNATTRIBUTED
 
 
 def _description(timeline: Lanes) -> str:
@@ -383,7 +382,7 @@ def _description(timeline: Lanes) -> str:
         lanes.append(
             f"{_place(lane.device)}: {', '.join([*parts, f'idle {words.time(lane.idle_s)}'])}"
         )
-    path = summed((_stretch(part), part.end_s - part.start_s) for part in timeline.path)
+    path = summed((_stretch(part.bar), part.end_s - part.start_s) for part in timeline.path)
     critical = ", ".join(f"{name} {words.time(seconds)}" for name, seconds in path.items())
     place = f"step {timeline.step} of {naming.unit(timeline.case)} {timeline.round + 1}"
     count = words.count(timeline.timed, "timed step")

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from dpbench.analysis import hosts, summary
 from dpbench.analysis.ladder import Ladder, Rung, RungGain
 from dpbench.analysis.report import Report
+from dpbench.analysis.stats import Percentile
 from dpbench.analysis.summary import Row
-from dpbench.records import Case, Fault, Phase, Source, Status, Trial, Verified, names, plan, words
+from dpbench.records import Case, Fault, Source, Status, Trial, Verified, names, plan, words
 from dpbench.records.grouping import grouped
 from dpbench.records.registry import Role
 from dpbench.records.schedule import EFFECTS, Schedule
@@ -43,7 +44,6 @@ FOOTNOTES = {
 }
 """The signs with which the cell of an estimate in doubt begins, and what they mean."""
 SPEED_UP = "Speed-up is over single at equal batch or, if weak, at equal batch per device."
-PHASE_COLUMNS = (*(phase.value for phase in Phase), "unattributed")
 
 
 @dataclass(frozen=True)
@@ -139,17 +139,12 @@ def all_cases(report: Report) -> CaseTable:
 def _line(row: Row, trials: Sequence[Trial]) -> TableLine:
     case = row.case
     measured = row.step is not None
-    details = [
-        *names.strategy(case).partition("[")[1:],
-        *(f" {name}={value}" for name, value in case.options),
-    ]
+    strategy, *schedule = names.strategy(case).partition("[")
+    options = [f" {name}={value}" for name, value in case.options]
     placed = "" if case.placement == "spread" else f" {case.placement}"
     cells = (
         Cell(naming.plain(case.model), ", ".join(names.settings(case))),
-        Cell(
-            naming.plain(names.strategy(case).partition("[")[0]),
-            naming.plain("".join(details) + placed),
-        ),
+        Cell(naming.plain(strategy), naming.plain("".join([*schedule, *options, placed]))),
         Cell(case.extent, case.device_kind, str(case.devices)),
         Cell(case.batch, sort=str(case.batch_size)),
         Cell(f"{row.rounds}, {row.steps}" if measured else "", sort=str(row.steps)),
@@ -178,6 +173,14 @@ def estimate(estimated: Estimate | None, scale: float = 1.0, unit: str = "") -> 
     if estimated.doubt:
         return Cell(WITHHELD, words.count(estimated.n, "round"))
     return Cell(value, words.interval(estimated, scale), repr(estimated.value))
+
+
+def percentile(found: Percentile) -> Cell:
+    """Return the cell of a percentile in milliseconds, with its interval or its steps."""
+    if found.low is None or found.high is None:
+        return Cell(words.NOT_ENOUGH_STEPS, words.count(found.steps, "step"))
+    low, high = words.number(found.low * 1e3), words.number(found.high * 1e3)
+    return Cell(words.number(found.value * 1e3), f"{low}–{high}")
 
 
 def efficiency(estimated: Estimate | None) -> Cell:
@@ -243,13 +246,14 @@ def _notes(row: Row, trials: Sequence[Trial]) -> tuple[tuple[str, str], ...]:
     )
     if not rounds_of and row.outcome != Status.OK:
         return ((row.outcome, row.reason or "no reason given"),)
-    notes = []
-    for (outcome, reason), rounds in rounds_of.items():
-        numbers = ", ".join(str(number + 1) for number in rounds)
-        notes.append(
-            (f"{outcome} in {words.verb(len(rounds), 'round', 'rounds')} {numbers}", reason)
+    return tuple(
+        (
+            f"{outcome} in {words.verb(len(rounds), 'round', 'rounds')}"
+            f" {', '.join(str(number + 1) for number in rounds)}",
+            reason,
         )
-    return tuple(notes)
+        for (outcome, reason), rounds in rounds_of.items()
+    )
 
 
 def phases(rows: Iterable[Row]) -> Table:
@@ -257,7 +261,7 @@ def phases(rows: Iterable[Row]) -> Table:
     measured = [
         row for row in small_multiples.order(rows) if row.step and row.phases and not row.doubt
     ]
-    present = [phase for phase in PHASE_COLUMNS if any(row.phases.get(phase) for row in measured)]
+    present = [phase for phase in summary.PHASES if any(row.phases.get(phase) for row in measured)]
     lines = tuple(
         (
             Cell(f"{naming.plain(row.case.model)}, {name}"),

@@ -12,7 +12,6 @@ from dpbench.cli.showing import check_page
 from dpbench.measure import selection
 from dpbench.records import registry
 from dpbench.records.options import Options
-from tests import exported
 
 MODEL = """
 from types import SimpleNamespace
@@ -22,11 +21,6 @@ class Net:
 
 net = SimpleNamespace(build=None)
 """
-
-
-@pytest.fixture
-def dpbench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
-    return exported.command(tmp_path, monkeypatch, capfd)
 
 
 @pytest.mark.parametrize("command", ["run", "check"])

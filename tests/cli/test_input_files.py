@@ -15,7 +15,6 @@ from benchmarks.prediction import published
 from dpbench.cli import cli
 from dpbench.predict import machine, network
 from dpbench.store import export
-from tests import exported
 from tests.exported import is_error, made
 from tests.predict.test_measured_bus import printed
 
@@ -47,11 +46,6 @@ EVERY_READER = (
 READERS = tuple(one for one in EVERY_READER if one.split()[0] in cli.commands)
 """Those of this copy, which may lack a sibling."""
 READ_NOTHING = {"init", "doctor"}
-
-
-@pytest.fixture
-def dpbench(tmp_path, monkeypatch, capfd):
-    return exported.command(tmp_path, monkeypatch, capfd)
 
 
 def test_every_command_that_reads_a_file_is_among_them() -> None:

@@ -17,7 +17,7 @@ import pytest
 from dpbench.records import Case, Phase, Span, Status, Step, Trial, Verified, registry, schedule
 from dpbench.store import Store
 from tests import commands
-from tests.exported import compared, is_error
+from tests.exported import compared, is_error, strict
 
 PHASES = {*(phase.value for phase in Phase), "unattributed"}
 WEAK = (
@@ -217,13 +217,6 @@ def test_a_run_that_is_not_there_or_not_alone_is_named_with_those_that_are(dpben
 
 
 # -- export and list
-
-
-def strict(text: str) -> object:
-    def refuse(constant):
-        raise AssertionError(f"{constant} is no JSON")
-
-    return json.loads(text, parse_constant=refuse)
 
 
 def test_jsonl_has_the_documented_schema_and_phases_that_sum_to_each_step(dpbench, weak):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 import sqlite3
 import typing
@@ -29,7 +28,7 @@ from dpbench.records import Case, Effort, Status, Trial
 from dpbench.records.options import Options
 from dpbench.store import Store
 from tests.analysis.test_lanes import ranks_of_which_one_ran_ahead
-from tests.exported import DP, PROVENANCE, is_error, made, stored
+from tests.exported import DP, PROVENANCE, is_error, made, stored, strict
 
 SINGLE = Case(model="mlp", strategy="single", batch_size=64)
 CASES = (
@@ -74,15 +73,6 @@ def measured(monkeypatch):
         return Outcome(run_id, resumed, store.counts(run_id))
 
     monkeypatch.setattr(runner, "run", run)
-
-
-def strict(text: str) -> typing.Any:
-    """Return the data of a JSON text, which must have no NaN."""
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is no JSON")
-
-    return json.loads(text, parse_constant=refuse)
 
 
 # -- JSON

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -113,7 +112,7 @@ def readers(trials: list[Trial]) -> dict[str, str]:
         "jsonl": "".join(export.jsonl(run.id, trials)),
     }
     for line in shown["jsonl"].splitlines():
-        json.loads(line, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
+        exported.strict(line)
     if trials:
         shown["trace"] = "".join(
             export.trace(run.id, {}, export.pick(trials, every=True), summary.labels)
@@ -228,13 +227,6 @@ def test_a_round_without_result_is_told_beside_the_others() -> None:
         for warning in content.warnings
     )
     assert "bad clock in round 4" in page.render(content)
-
-
-@pytest.fixture
-def dpbench(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> exported.Command:
-    return exported.command(tmp_path, monkeypatch, capfd)
 
 
 def test_compare_shows_a_case_that_lost_its_result_and_does_not_call_it_well(

@@ -72,10 +72,9 @@ def _per_tensor(context: CaseContext, seconds: Estimate) -> str:
         return time(seconds.value)
     tensors = model["parameter_tensors"] + model["buffer_tensors"]
     copies = len(context.case.rows) - 1
-    each = f"{_tensors(model)} × {time(seconds.value / model['parameter_tensors'])}"
     modules = count(int(model["modules"]), "module")
     return (
-        f"{time(seconds.value)} = {each}, or {time(seconds.value / model['modules'])} for each of"
+        f"{_by_tensors(model, seconds)}, or {time(seconds.value / model['modules'])} for each of"
         f" {modules}; replication copies {copies} ×"
         f" {size(model['parameter_bytes'] + model['buffer_bytes'])}, each copy in"
         f" {count(int(tensors), 'tensor')}"
@@ -87,13 +86,15 @@ def _per_gradient(context: CaseContext, seconds: Estimate) -> str:
     copies = len(context.case.rows) - 1
     if not model.get("parameter_tensors"):
         return time(seconds.value)
-    each = f"{_tensors(model)} × {time(seconds.value / model['parameter_tensors'])}"
     added = f"{copies} × {size(model['parameter_bytes'])}"
-    return f"{time(seconds.value)} = {each}; the reduction adds {added} of gradients on device 0"
+    by_tensors = _by_tensors(model, seconds)
+    return f"{by_tensors}; the reduction adds {added} of gradients on device 0"
 
 
-def _tensors(model: Mapping[str, float]) -> str:
-    return count(int(model["parameter_tensors"]), "parameter tensor")
+def _by_tensors(model: Mapping[str, float], seconds: Estimate) -> str:
+    tensors = int(model["parameter_tensors"])
+    each = time(seconds.value / tensors)
+    return f"{time(seconds.value)} = {count(tensors, 'parameter tensor')} × {each}"
 
 
 def _of_batch(name: str) -> Callable[[CaseContext, Estimate], str]:

@@ -20,7 +20,7 @@ from dpbench.records.grouping import grouped
 from dpbench.records.observed import Observed, observed
 from dpbench.records.registry import Role
 from dpbench.records.schedule import Schedule, known
-from dpbench.records.trial import Estimate
+from dpbench.records.trial import Estimate, by_case
 
 COMPUTE = (Phase.FORWARD.value, Phase.BACKWARD.value)
 """The phases that should become shorter with more devices."""
@@ -182,20 +182,23 @@ class CaseContext:
         """
         if self.case.placement == "colocated" or self.case.device_kind == "emulated":
             return None
-        rows = []
-        for count in range(2, self.case.devices):
+        for count in reversed(range(2, self.case.devices)):
             share, rest = divmod(self.case.batch_size * count, self.case.devices)
-            same = self.other(devices=count)
             weak = None if rest else self.other(devices=count, batch_size=share)
-            rows += [row for row in (same or weak,) if row]
-        return rows[-1] if rows else None
+            if found := self.other(devices=count) or weak:
+                return found
+        return None
 
     # -- seconds
 
     def phase(self, *names: str) -> Estimate:
-        """Return the seconds per step that the phases take together, with an interval."""
+        """Return the seconds per step that the phases take together, with an interval.
+
+        They come from the row; the interval is that of the medians over rounds, which may differ
+        slightly.
+        """
         value = sum(self.row.phases.get(name, 0.0) for name in names)
-        return around(value, self.median(lambda trial: _timed(trial, names)))
+        return stats.around(value, self.median(lambda trial: _timed(trial, names)))
 
     def median(self, of_trial: Callable[[Trial], Sequence[float]]) -> Estimate:
         """Return the median of what `of_trial` gives for each timed step of a trial, in seconds."""
@@ -213,7 +216,7 @@ class CaseContext:
             n: [one / total for one, total in zip(mine[n], whole[n], strict=True) if total]
             for n in whole
         }
-        return around(value, stats.median(each))
+        return stats.around(value, stats.median(each))
 
     def excess(self, name: str) -> Estimate | None:
         """Return the seconds per step of a phase in excess of perfect scaling, None if unknown."""
@@ -224,7 +227,9 @@ class CaseContext:
         diagnosed = self._series(self.case, lambda trial: _timed(trial, [name]))
         alone = scaled(self._series(row.case, lambda trial: _timed(trial, [name])), 1 / divisor)
         value = self.row.phases.get(name, 0.0) - row.phases.get(name, 0.0) / divisor
-        return around(value, stats.difference(diagnosed, alone)) if diagnosed and alone else None
+        if not diagnosed or not alone:
+            return None
+        return stats.around(value, stats.difference(diagnosed, alone))
 
     def _series(self, case: Case, of_trial: Callable[[Trial], Sequence[float]]) -> stats.Rounds:
         trials = [trial for trial in self.trials_of.get(case, ()) if trial.trusted and trial.timed]
@@ -238,15 +243,6 @@ def _timed(trial: Trial, names: Sequence[str]) -> list[float]:
     columns = [trial.ledger.seconds[name] for name in names if name in trial.ledger.seconds]
     whole = columns[0] if len(columns) == 1 else [*map(sum, zip(*columns, strict=True))]
     return trial.by_column.timed(whole or [0.0] * len(trial.steps))
-
-
-def around(value: float, rough: Estimate) -> Estimate:
-    """Return an estimate of `value` with the interval of `rough`, extended to contain `value`.
-
-    `value` comes from a row's phases, and `rough` from medians over rounds, which may differ
-    slightly.
-    """
-    return replace(rough, value=value, low=min(rough.low, value), high=max(rough.high, value))
 
 
 def overlap(trials: Iterable[Trial], phase: Phase) -> float | None:
@@ -289,9 +285,10 @@ def contexts(
         most = max(row.case.devices for row in group)
         batches = grouped((row.case.batch_size, row) for row in group if row.case.devices == most)
         diagnosed += [min(alike, key=_rank) for alike in batches.values()]
-    by_case = {row.case: row for row in measured}
-    of_case = grouped((trial.case, trial) for trial in trials)
-    return [CaseContext(row, by_case, of_case, machine, examination) for row in diagnosed]
+
+    rows_of = {row.case: row for row in measured}
+    trials_of = by_case(trials)
+    return [CaseContext(row, rows_of, trials_of, machine, examination) for row in diagnosed]
 
 
 def _setting(case: Case) -> Case:

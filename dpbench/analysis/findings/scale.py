@@ -111,16 +111,15 @@ def _slow_device(context: CaseContext) -> Judgement:
     if e.low <= LEVEL:
         return None
     peers_s = sum(row.busy[device] for device in peers) / len(peers)
+    named = "the others" if len(peers) > 1 else f"device {peers[0]}"
     return Evidence(
         says=(
-            f"device {slow} is slow: it is busy {times(e)} as long as"
-            f" {'the others' if len(peers) > 1 else f'device {peers[0]}'} with the same number of"
-            " rows"
+            f"device {slow} is slow: it is busy {times(e)} as long as {named} with the same number"
+            " of rows"
         ),
         numbers=(
-            f"device {slow} is busy for {time(row.busy[slow])} per step,"
-            f" {'the others' if len(peers) > 1 else f'device {peers[0]}'} for {time(peers_s)}"
-            f" ({row.busy_source})"
+            f"device {slow} is busy for {time(row.busy[slow])} per step, {named} for"
+            f" {time(peers_s)} ({row.busy_source})"
         ),
         size_s=_beyond(e, peers_s),
     )
