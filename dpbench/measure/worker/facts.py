@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from itertools import pairwise, permutations
+from itertools import combinations, pairwise, permutations
 from typing import Any
 
 import torch
@@ -94,7 +94,7 @@ def torch_facts(case: Case, device: Device) -> dict[str, Any]:
             "gpu": torch.cuda.get_device_name(device.torch_device),
             "no_peer_access": blocked_pairs(case),
         }
-        facts |= {"gpu_uuids": gpu_uuids(_ordinals(case))}
+        facts |= {"gpu_uuids": gpu_uuids(case.gpus)}
     return facts
 
 
@@ -109,11 +109,6 @@ def gpu_uuids(ordinals: Sequence[int]) -> list[str]:
     return uuids if all(uuids) else []
 
 
-def _ordinals(case: Case) -> tuple[int, ...]:
-    count = case.devices if case.placement == "spread" else 1
-    return case.device_ids[:count] or tuple(range(count))
-
-
 def blocked_pairs(case: Case) -> list[list[int]] | None:
     """Return the pairs of the case's GPUs without peer access, as CUDA ordinals.
 
@@ -121,17 +116,11 @@ def blocked_pairs(case: Case) -> list[list[int]] | None:
     """
     if case.device_kind != "cuda" or case.placement != "spread" or case.devices == 1:
         return None
-    ids = _ordinals(case)
     # the ranks of a launch may each see only their own GPUs
-    if max(ids) >= torch.cuda.device_count():
+    if max(case.gpus) >= torch.cuda.device_count():
         return None
     reaches = torch.cuda.can_device_access_peer
-    return [
-        [a, b]
-        for i, a in enumerate(ids)
-        for b in ids[i + 1 :]
-        if not (reaches(a, b) and reaches(b, a))
-    ]
+    return [[a, b] for a, b in combinations(case.gpus, 2) if not (reaches(a, b) and reaches(b, a))]
 
 
 def with_links(trial: Trial, devices: Sequence[Device]) -> Trial:
