@@ -39,7 +39,7 @@ from dpbench.measure.worker.facts import of_model, torch_facts, with_links, with
 from dpbench.models import Model
 from dpbench.records import HOST, Case, Effort, Memory, Status, Trial, Verified
 from dpbench.records.trial import AVERAGING, Failure, cause_of
-from dpbench.strategies import Strategy, precision_of
+from dpbench.strategies import Strategy, rows_of
 
 BATCHES = 4
 """The number of distinct batches in turn, so that results do not depend on a single one."""
@@ -137,7 +137,7 @@ def prepare(case: Case, strategy: Strategy, rank: RankPlace | None = None) -> Pr
     model = models.load(case.model, case.size, case.seed)
     batches = _placed_batches(case, model, devices[0])
     drawn = _batches(case, model) if case.loader >= 0 else []
-    examples = [_rows_of(batch, case, rank.rank) if rank else batch for batch in drawn]
+    examples = [rows_of(batch, case, rank.rank) if rank else batch for batch in drawn]
     times_s.append(time.perf_counter())
     facts = torch_facts(case, devices[0]) | (
         {"model": of_model(model, batches[0])} if leads else {}
@@ -223,13 +223,7 @@ def _verify(
     if case.trains:
         buffers = strategy.compares_buffers(case) and (rank is None or rank.rank == 0)
         verdict = verification.check(
-            strategy.start,
-            case,
-            model,
-            devices,
-            precision_of,
-            split=strategy.split,
-            buffers=buffers,
+            strategy.start, case, model, devices, split=strategy.split, buffers=buffers
         )
     else:
         verdict = verification.check_outputs(
@@ -237,7 +231,6 @@ def _verify(
             case,
             model,
             devices,
-            precision_of,
             split=strategy.split,
             rank=rank.rank if rank else None,
         )
@@ -300,13 +293,6 @@ def _placed(batch: tuple[Any, Any], case: Case, device: Device) -> tuple[Any, An
 
     placed: tuple[Any, Any] = tree_map_only(torch.Tensor, place, batch)
     return placed
-
-
-def _rows_of(batch: tuple[Any, Any], case: Case, rank: int) -> tuple[Any, Any]:
-    rows: tuple[Any, Any] = tree_map_only(
-        torch.Tensor, lambda value: value.split(case.rows)[rank], batch
-    )
-    return rows
 
 
 def work(request: Request) -> list[Trial] | Failure:
