@@ -573,7 +573,7 @@ class _Session:
 
 def _checked(trial: Trial) -> Trial:
     found = validity.facts(trial, provenance.usable_cores())
-    return replace(trial, provenance={**trial.provenance, "validity": found}) if found else trial
+    return trial.adding({"validity": found}) if found else trial
 
 
 def _watched(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import combinations, pairwise, permutations
 from typing import Any
 
@@ -137,11 +137,7 @@ def with_links(trial: Trial, devices: Sequence[Device]) -> Trial:
         measured = [asdict(link) for link in links(devices, LINK_PASSES)]
     except torch.OutOfMemoryError:
         return trial
-    return replace(
-        trial,
-        setup={**trial.setup, "links_s": time.perf_counter() - began_s},
-        provenance={**trial.provenance, LINKS: measured},
-    )
+    return trial.adding({LINKS: measured}, links_s=time.perf_counter() - began_s)
 
 
 def with_operations(
@@ -168,11 +164,7 @@ def with_operations(
     except RuntimeError:  # such as too little memory, of the device or of the host
         return trial
     found = Operations(forward=forward, backward=backward, peak_per_s=peak_per_s)
-    return replace(
-        trial,
-        setup={**trial.setup, "peak_s": time.perf_counter() - began_s},
-        provenance={**trial.provenance, OPERATIONS: asdict(found)},
-    )
+    return trial.adding({OPERATIONS: asdict(found)}, peak_s=time.perf_counter() - began_s)
 
 
 def operations(model: Model, batch: tuple[Any, Any]) -> tuple[float, float] | None:

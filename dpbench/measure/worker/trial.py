@@ -108,12 +108,9 @@ def _with_memory(timed: Trial, prepared: PreparedCase) -> Trial:
     by_phase, absent = memory.by_phase(
         prepared.case, prepared.strategy, prepared.model, prepared.devices, prepared.batches[0]
     )
-    return replace(
-        timed,
-        memory=(*timed.memory, *by_phase),
-        setup={**timed.setup, "memory_s": time.perf_counter() - began_s},
-        provenance={**timed.provenance, **({"no_memory_by_phase": absent} if absent else {})},
-    )
+    facts = {"no_memory_by_phase": absent} if absent else {}
+    timed = timed.adding(facts, memory_s=time.perf_counter() - began_s)
+    return replace(timed, memory=(*timed.memory, *by_phase))
 
 
 def prepare(case: Case, strategy: Strategy, rank: RankPlace | None = None) -> PreparedCase:
@@ -336,7 +333,7 @@ def _run(case: Case, effort: Effort, folder: Path) -> Trial:
     if not strategy.traits.ranks:
         with neighbour.running(case, _neighbour_batches) as facts:
             timed = measure(case, effort, strategy)
-        return replace(timed, provenance={**timed.provenance, **facts}) if facts else timed
+        return timed.adding(facts)
 
     def entry(rank: int) -> dict[str, Any]:
         # one file per rank: ranks that write their stacks to the same file overwrite each other
