@@ -21,7 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from dpbench.hardware import foreign_load, provenance, samplers
+from dpbench.hardware import foreign_load, processes, provenance, samplers
 from dpbench.hardware.nvml import describe
 from dpbench.measure.launch import Launch
 from dpbench.measure.request import Request
@@ -88,7 +88,7 @@ class Member:
     @classmethod
     def of(cls, launch: Launch) -> Self:
         """Return the facts about this process, which is one rank of `launch`."""
-        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        cores = sorted(processes.CORES)
         software = {"dpbench": provenance.own_version(), "torch": provenance.version("torch")}
         return cls(
             rank=launch.rank,
