@@ -838,8 +838,8 @@ FAULTS = (
     Fault(
         "orphan",
         "processes that a worker leaves behind in sessions of their own are ended",
-        "ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)",
-        "ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)",
+        "_prctl(_PR_SET_CHILD_SUBREAPER, 1)",
+        "_prctl(_PR_SET_CHILD_SUBREAPER, 0)",
         (
             "tests/hardware/test_signals.py::test_processes_of_a_worker_in_sessions_of_their_own_are_ended",
         ),

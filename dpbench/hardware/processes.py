@@ -155,8 +155,7 @@ def die_with_parent(parent: int, by: int = signal.SIGKILL) -> None:
     child is needed. Only Linux sends this signal; on other systems, children end when their stdin
     is closed or their work is done.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by, 0, 0, 0)
+    _prctl(_PR_SET_PDEATHSIG, by)
     if os.getppid() != parent:
         os._exit(1)
 
@@ -166,8 +165,12 @@ def adopt() -> None:
 
     See `end_children`.
     """
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def end_children() -> None:

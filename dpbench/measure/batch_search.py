@@ -16,7 +16,7 @@ from dpbench.measure.scratch import folder
 from dpbench.measure.server import Server
 from dpbench.measure.stopping import Fixed
 from dpbench.records import Case, Effort, Status, Trial
-from dpbench.records.options import OPTIONS, Options
+from dpbench.records.options import Options
 from dpbench.records.trial import FINAL
 from dpbench.store import FINISHED, INTERRUPTED, Store
 
@@ -128,10 +128,10 @@ def axes(options: Options) -> Options:
 
     Raises ValueError for an option that a search does not support, and for several batch sizes.
     """
-    for name in ("ladder", "batch_per_device", "rounds", "budget", "retry", "paired", "profile"):
-        if getattr(options, name) != getattr(Options, name):
-            option = OPTIONS[name].spelled
-            raise ValueError(f"--find-max-batch does not support {option}: leave out {option}")
+    options.refuse(
+        ("ladder", "batch_per_device", "rounds", "budget", "retry", "paired", "profile"),
+        "--find-max-batch does not support {}",
+    )
     if len(options.batch_sizes) > 1:
         raise ValueError(
             "--find-max-batch starts at a single batch size: give only one number with"

@@ -185,11 +185,7 @@ class Cluster:
             for host in hosts[1:]
             if (failure := answers[host.ranks[0]].failure)
         }
-        trial = replace(
-            trial,
-            samples=(*trial.samples, *steps),
-            provenance={**trial.provenance, FAILED_HOSTS: failed},
-        )
+        trial = replace(trial.adding({FAILED_HOSTS: failed}), samples=(*trial.samples, *steps))
         return _described(trial, hosts, answers, Offset())
 
     def _over_ranks(self, request: Request, limit_s: float) -> Trial:
@@ -319,7 +315,7 @@ def _described(
         "clock_error_s": worst.error_s,
     }
     facts |= {foreign_load.FACT: foreign_load.plain(load)} if load else {}
-    return replace(trial, provenance={**trial.provenance, **facts})
+    return trial.adding(facts)
 
 
 def _outcome(answer: Answer) -> list[Trial] | Failure:

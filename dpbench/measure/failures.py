@@ -45,7 +45,8 @@ def of_error(error: BaseException, *, device_ids: Sequence[int] = ()) -> Failure
     text = "; ".join([f"{type(raised).__name__}: {said(raised)}", *map(str, notes)])
     no_memory = out_of_memory(raised)
     ordinal = _ordinal(raised) if no_memory else None
-    index = ordinal if ordinal is None or not device_ids else _place(ordinal, device_ids)
+    listed = ordinal is not None and ordinal in device_ids
+    index = device_ids.index(ordinal) if listed else ordinal
     if no_memory:
         where = (
             notes[-1].removeprefix("in ")
@@ -149,10 +150,6 @@ def _memory_of(error: BaseException, ordinal: int | None) -> str:
     if ordinal is not None:
         return f"device {'emulated' if hasattr(error, 'ordinal') else 'cuda'}:{ordinal}"
     return "device cuda" if "CU" in said(error) else "device cpu"
-
-
-def _place(ordinal: int, device_ids: Sequence[int]) -> int:
-    return list(device_ids).index(ordinal) if ordinal in device_ids else ordinal
 
 
 def _frames(error: BaseException) -> str:

@@ -21,7 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from dpbench.hardware import foreign_load, provenance, samplers
+from dpbench.hardware import foreign_load, processes, provenance, samplers
 from dpbench.hardware.nvml import describe
 from dpbench.measure.launch import Launch
 from dpbench.measure.request import Request
@@ -73,7 +73,7 @@ class Member:
 
     `node` is the index of the rank's machine. `machine` identifies the running system: equal values
     mean one machine. `sees` lists the cores and GPUs that the process may use, as JSON text.
-    `version` is that of dpbench. `facts` describe the machine and its software.
+    `facts` describe the machine and its software.
     """
 
     rank: int
@@ -83,13 +83,12 @@ class Member:
     pid: int
     sees: str
     cores: tuple[int, ...]
-    version: str
     facts: Mapping[str, Any]
 
     @classmethod
     def of(cls, launch: Launch) -> Self:
         """Return the facts about this process, which is one rank of `launch`."""
-        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        cores = sorted(processes.CORES)
         software = {"dpbench": provenance.own_version(), "torch": provenance.version("torch")}
         return cls(
             rank=launch.rank,
@@ -99,7 +98,6 @@ class Member:
             pid=os.getpid(),
             sees=json.dumps([cores, os.environ.get("CUDA_VISIBLE_DEVICES", "")]),
             cores=tuple(cores),
-            version=provenance.own_version(),
             facts={"host": provenance.host_facts(), "gpus": describe(), "software": software},
         )
 
@@ -196,14 +194,11 @@ class Group:
             self._server = opened.enter_context(Server(self._scratch))
             self._join()
             self.members = self._gathered(Member.of(self.launch))
-            if others := [
-                f"{one} has {one.version}"
-                for one in self.members
-                if one.version != provenance.own_version()
-            ]:
+            own = provenance.own_version()
+            found = [(one, one.facts["software"]["dpbench"]) for one in self.members]
+            if others := [f"{one} has {version}" for one, version in found if version != own]:
                 raise ValueError(
-                    f"rank 0 has dpbench {provenance.own_version()}, but {', '.join(others)}:"
-                    " install the same version"
+                    f"rank 0 has dpbench {own}, but {', '.join(others)}: install the same version"
                 )
             self._stack = opened.pop_all()
         return self

@@ -40,7 +40,7 @@ def merge(parts: Sequence[Trial], hosts: Sequence[TrialHost] = ()) -> Trial:
     withheld = {NO_PROFILE: reasons[0]} if reasons else {}
     order = list(Verified)
     return replace(
-        parts[0],
+        parts[0].adding(withheld),
         verified=max((part.verified for part in parts), key=order.index),
         steps=steps,
         spans=spans,
@@ -55,7 +55,6 @@ def merge(parts: Sequence[Trial], hosts: Sequence[TrialHost] = ()) -> Trial:
         setup={
             stage: max(part.setup.get(stage, 0.0) for part in parts) for stage in parts[0].setup
         },
-        provenance={**parts[0].provenance, **withheld},
     )
 
 

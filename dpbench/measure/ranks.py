@@ -92,13 +92,6 @@ def _stay_on(interface: str, size: int) -> None:
     }
 
 
-def _store_in(path: Path, size: int) -> Any:
-    """Return torch's key-value store in a file, through which ranks of one parent meet."""
-    from torch.distributed import FileStore  # type: ignore[attr-defined]  # torch's stubs leave it out
-
-    return FileStore(str(path), size)
-
-
 def store_of_launch(key: str) -> Any:
     """Return the part of a launch's key-value store through which one trial's ranks meet.
 
@@ -139,8 +132,11 @@ def run(entry: Callable[[int], Any], count: int, folder: Path, backend: str) -> 
         interface = loopback()
 
         def join_as(rank: int) -> None:
+            from torch.distributed import FileStore  # type: ignore[attr-defined]  # not in its stubs
+
             _stay_on(interface, count)
-            join(_store_in(Path(private) / "store", count), backend, rank, count, local_rank=rank)
+            store = FileStore(f"{private}/store", count)
+            join(store, backend, rank, count, local_rank=rank)
 
         ranks: list[_RankProcess] = []
         try:

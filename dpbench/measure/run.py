@@ -280,12 +280,7 @@ def _before(earlier: str, load: foreign_load.Measured, cases: Sequence[Case]) ->
 
 def ordinals(cases: Sequence[Case]) -> list[int]:
     """Return the sorted ordinals of all GPUs that the cases use."""
-    used: set[int] = set()
-    for case in cases:
-        if case.device_kind == "cuda":
-            count = case.devices if case.placement == "spread" else 1
-            used.update(case.device_ids[:count] or range(count))
-    return sorted(used)
+    return sorted({gpu for case in cases if case.device_kind == "cuda" for gpu in case.gpus})
 
 
 @dataclass(kw_only=True)
@@ -578,7 +573,7 @@ class _Session:
 
 def _checked(trial: Trial) -> Trial:
     found = validity.facts(trial, provenance.usable_cores())
-    return replace(trial, provenance={**trial.provenance, "validity": found}) if found else trial
+    return trial.adding({"validity": found}) if found else trial
 
 
 def _watched(

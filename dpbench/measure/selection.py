@@ -6,7 +6,6 @@ import logging
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -218,45 +217,27 @@ def _check_together(options: Options, cluster: Cluster | None) -> None:
     """Raise ValueError for options that exclude each other, or that a launch does not support."""
     if options.profile and options.paired:
         raise ValueError("--profile needs one case per process: leave out --paired")
-    for name in ("ladder", "paired", "profile", "find_max_batch", "together") if cluster else ():
-        if getattr(options, name):
-            option = name.replace("_", "-")
-            raise ValueError(
-                f"--{option} does not work in a launch by torchrun or srun: leave out --{option}"
-            )
-    for name in ("strategies", "strategy", "schedules"):
-        if options.ladder and getattr(options, name):
-            raise ValueError(
-                f"--ladder selects the strategies and the schedules: leave out --{name}"
-            )
-    selecting = (
-        "together",
-        "strategies",
-        "schedules",
-        "ladder",
-        "devices",
-        "device_ids",
-        "batch_per_device",
-    )
-    for name in (
-        (*selecting, "precision", *filter(partial(hasattr, Options), HABITS))
-        if options.scenario
-        else ()
-    ):
-        if getattr(options, name) != getattr(Options, name):
-            raise ValueError(f"--scenario selects the cases: leave out --{name.replace('_', '-')}")
-    apart = ("models", "model", "strategy", "ladder", "find_max_batch", "paired")
-    for name in apart if options.together else ():
-        if getattr(options, name):
-            raise ValueError(
-                "--together measures its two models in separate processes: leave out"
-                f" --{name.replace('_', '-')}"
-            )
-    for name in ("loader", "compile", "read_loss") if options.together else ():
-        if getattr(options, name) != getattr(Options, name):
-            raise ValueError(
-                f"--together measures plain loops: leave out --{name.replace('_', '-')}"
-            )
+    if cluster:
+        options.refuse(
+            ("ladder", "paired", "profile", "find_max_batch", "together"),
+            "{} does not work in a launch by torchrun or srun",
+        )
+    if options.ladder:
+        options.refuse(
+            ("strategies", "strategy", "schedules"),
+            "--ladder selects the strategies and the schedules",
+        )
+    if options.scenario:
+        selecting = ("together", "strategies", "schedules", "ladder", "devices", "device_ids")
+        options.refuse(
+            (*selecting, "batch_per_device", "precision", *HABITS), "--scenario selects the cases"
+        )
+    if options.together:
+        options.refuse(
+            ("models", "model", "strategy", "ladder", "find_max_batch", "paired"),
+            "--together measures its two models in separate processes",
+        )
+        options.refuse(("loader", "compile", "read_loss"), "--together measures plain loops")
 
 
 def _two_models(options: Options, swept: dict[str, Any]) -> list[Case]:

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 
@@ -176,34 +176,6 @@ class UntilDecided:
         return frozenset().union(*needed)
 
 
-class RoundsRule(Protocol):
-    """The rule that decides which cases get another round.
-
-    The run adds every ended trial to the rule, first the trials of earlier sessions.
-    """
-
-    @property
-    def name(self) -> int | str:
-        """Return the fixed number of rounds, or the rule's name; the plan's hash contains it."""
-
-    @property
-    def least(self) -> int:
-        """Return the number of rounds in which every case is measured."""
-
-    @property
-    def looks(self) -> int:
-        """Return how often the rule looks at the results; see `Trial.looks`."""
-
-    def add(self, trial: Trial) -> None:
-        """Add an ended trial, on which later decisions can depend."""
-
-    def wanted(self, cases: Sequence[Case], number: int) -> list[Case]:
-        """Return the cases to measure in round `number`, which counts from 0; none ends the run."""
-
-    def unsettled(self) -> frozenset[Case]:
-        """Return the cases on which an answer depends that the trials so far do not settle."""
-
-
 @dataclass(frozen=True)
 class Fixed:
     """The rule that measures every case in `name` rounds."""
@@ -226,3 +198,12 @@ class Fixed:
     def unsettled(self) -> frozenset[Case]:
         """Return no case: a fixed number of rounds does not depend on the answers."""
         return frozenset()
+
+
+RoundsRule: TypeAlias = Fixed | UntilDecided
+"""The rule that decides which cases get another round.
+
+The run adds every ended trial to the rule, first those of earlier sessions. `name` is the fixed
+number of rounds or the rule's name, for the plan's hash; `least` is the number of rounds in which
+every case is measured, and `looks` is how often the rule looks at the results (see `Trial.looks`).
+"""

@@ -47,7 +47,7 @@ from dpbench.measure.reference import (
 )
 from dpbench.models import Model, compile_forward, load, positional, with_forward
 from dpbench.records import Case, Verified, no_mark
-from dpbench.strategies import Split
+from dpbench.strategies import Split, precision_of
 
 Start = Callable[..., AbstractContextManager[Callable[[Any, Any], torch.Tensor]]]
 Splits = Callable[[Case, nn.Module], Split]
@@ -125,16 +125,14 @@ def check(
     case: Case,
     model: Model,
     devices: Sequence[Device],
-    precision: Callable[[Case], AbstractContextManager[Any]],
     *,
     split: Splits = lambda case, module: Split(case.rows),
     buffers: bool = True,
 ) -> Verification:
     """Take one step with a small batch, and compare its gradients with those of the reference.
 
-    `start` and `split` are the strategy's methods, and `precision` returns the context manager for
-    the forward of a case. With `buffers`, the module's buffers are compared too. The step updates
-    the weights of `model`.
+    `start` and `split` are the strategy's methods. With `buffers`, the module's buffers are
+    compared too. The step updates the weights of `model`.
 
     Several steps are taken in fp16 if the gradients overflow, because a GradScaler then skips the
     update and halves its scale; the gradients of the last step are compared. Raises ValueError if
@@ -156,9 +154,7 @@ def check(
 
     def reference(compute: Compute = chunked) -> nn.Module:
         untrained = replace(model, module=pristine)
-        return _reference(
-            untrained, small, inputs, target, parts, devices[0], precision, steps, compute
-        )
+        return _reference(untrained, small, inputs, target, parts, devices[0], steps, compute)
 
     first = reference()
     tolerance = TOLERANCE["bf16" if case.traits.rounds_gradients else case.precision]
@@ -255,9 +251,7 @@ def _not_finite(tensor: torch.Tensor) -> str:
     return "NaN" if bool(tensor.isnan().any()) else "infinity"
 
 
-def dependence(
-    case: Case, device: Device, precision: Callable[[Case], AbstractContextManager[Any]]
-) -> float:
+def dependence(case: Case, device: Device) -> float:
     """Return the relative difference between the gradients in chunks and on the whole batch.
 
     The norm of the difference is divided by the norm of the gradients on the whole batch. The
@@ -269,7 +263,7 @@ def dependence(
         model = load(case.model, case.size, case.seed)
         _without_dropout(model.module)
         inputs, target = model.batch(case.batch_size, case.seed + 1)
-        module = _reference(model, case, inputs, target, Split(rows), device, precision, 1)
+        module = _reference(model, case, inputs, target, Split(rows), device, 1)
         gradients.append(
             torch.cat([_gradient(one).double().flatten() for one in module.parameters()])
         )
@@ -281,7 +275,6 @@ def check_outputs(
     case: Case,
     model: Model,
     devices: Sequence[Device],
-    precision: Callable[[Case], AbstractContextManager[Any]],
     *,
     split: Splits,
     rank: int | None = None,
@@ -308,7 +301,7 @@ def check_outputs(
     def reference() -> Any:
         module = copy.deepcopy(pristine).to(device)
         columns = in_chunks(positional(inputs), rows, device)
-        with torch.no_grad(), precision(case):
+        with torch.no_grad(), precision_of(case):
             outputs = [module(*arguments) for arguments in columns]
         return joined(outputs) if rank is None else outputs[rank]
 
@@ -372,7 +365,6 @@ def _reference(
     target: Any,
     parts: Split,
     device: Device,
-    precision: Callable[[Case], AbstractContextManager[Any]],
     steps: int,
     compute: Compute = chunked,
 ) -> nn.Module:
@@ -385,7 +377,7 @@ def _reference(
     # begin with the scale that the strategy had in its last step
     for scale in SCALES[steps - 1 :] if case.precision == "fp16" else SCALES[-1:]:
         module = copy.deepcopy(model.module)
-        with precision(case):
+        with precision_of(case):
             for _ in range(steps):
                 module = compute(
                     module, model.loss, inputs, target, parts, device.torch_device, scale=scale

@@ -147,6 +147,12 @@ class Case:
         """Return CUDA's number of the GPU that the case uses as `device`."""
         return self.device_ids[device] if device < len(self.device_ids) else device
 
+    @property
+    def gpus(self) -> tuple[int, ...]:
+        """Return CUDA's numbers of the case's GPUs; colocated replicas have one."""
+        count = self.devices if self.placement == "spread" else 1
+        return self.device_ids[:count] or tuple(range(count))
+
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults: new ones do not change old records."""
         changed = {

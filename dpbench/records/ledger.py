@@ -13,13 +13,11 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple, Self, TypeVar
+from typing import NamedTuple, Self
 
 from dpbench.records.activity import length, union
 from dpbench.records.case import HOST, UNATTRIBUTED, Phase
-from dpbench.records.series import Span, Step
-
-Value = TypeVar("Value")
+from dpbench.records.series import Span, Step, Value
 
 
 class Ledger:

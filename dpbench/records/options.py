@@ -392,6 +392,12 @@ class Options:
         """Return whether no option of the group `CASES` is given."""
         return not any(option.group == CASES for option in self._given())
 
+    def refuse(self, names: Iterable[str], why: str) -> None:
+        """Raise ValueError if one of the options `names` is given; {} in `why` means the option."""
+        given = {option.name: option.spelled for option in self._given()}
+        for option in (given[name] for name in names if name in given):
+            raise ValueError(f"{why.format(option)}: leave out {option}")
+
     def command(self, *more: str, config: bool = True) -> str:
         """Return these options, and the arguments `more`, as the text of a `dpbench run` command.
 

@@ -31,7 +31,17 @@ class Step:
         return self.end_s - self.seconds
 
 
-class Steps(Sequence[Step]):
+class _ByColumn(Sequence[Value]):
+    """A sequence whose objects are built on demand; it equals every sequence of equal objects."""
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, Sequence) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
+class Steps(_ByColumn[Step]):
     """The steps of a trial, by column; the object of a step is built on demand."""
 
     def __init__(
@@ -80,12 +90,6 @@ class Steps(Sequence[Step]):
         if isinstance(place, slice):
             return Steps(seconds, warmup, ends)  # type: ignore[arg-type]
         return Step(seconds, warmup, ends)  # type: ignore[arg-type]
-
-    def __eq__(self, other: object) -> bool:
-        return tuple(self) == tuple(other) if isinstance(other, Sequence) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
 
 
 JOINT = "_joint"
@@ -139,7 +143,7 @@ class Series(NamedTuple):
     values: Sequence[float]
 
 
-class Samples(Sequence[Sample]):
+class Samples(_ByColumn[Sample]):
     """The samples of a trial, one series after the other; a metric is read on demand."""
 
     def __init__(self, readers: Mapping[tuple[int, str], Callable[[], Series]]) -> None:
@@ -188,9 +192,3 @@ class Samples(Sequence[Sample]):
     def __getitem__(self, place: slice) -> Sequence[Sample]: ...
     def __getitem__(self, place: int | slice) -> Sample | Sequence[Sample]:
         return tuple(self)[place]
-
-    def __eq__(self, other: object) -> bool:
-        return tuple(self) == tuple(other) if isinstance(other, Sequence) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))

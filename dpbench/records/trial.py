@@ -266,6 +266,11 @@ class Trial:
         self.__dict__["ledger"] = ledger
         return self
 
+    def adding(self, facts: Mapping[str, Any], **seconds: float) -> Trial:
+        """Return the trial with further facts in its provenance, and stages in its setup."""
+        setup = {**self.setup, **seconds}
+        return replace(self, provenance={**self.provenance, **facts}, setup=setup)
+
     def readings(self, metric: str, *, timed: bool = False) -> dict[int, list[float]]:
         """Return the values of a metric by device, in the order of the readings.
 

@@ -111,8 +111,11 @@ class Strategy(Protocol):
         return ""
 
     def backend(self, case: Case) -> str:
-        """Return torch's name of the backend with which the ranks of a case communicate."""
-        return rank_backend(case)
+        """Return torch's name of the backend for a case's ranks: NCCL between GPUs, else gloo."""
+        # NCCL refuses two ranks on one GPU; gloo reduces through the host, which works for
+        # colocated ranks
+        spread = case.device_kind == "cuda" and case.placement == "spread"
+        return "cpu:gloo,cuda:nccl" if spread else "gloo"
 
     def compares_buffers(self, case: Case) -> bool:
         """Return whether verification compares the module's buffers as well as the gradients."""
@@ -210,14 +213,6 @@ def begin(
         yield step
 
 
-def rank_backend(case: Case) -> str:
-    """Return torch's name of the backend for a case's ranks: NCCL between GPUs, else gloo."""
-    # NCCL refuses two ranks on one GPU; gloo reduces through the host, which works for colocated
-    # ranks
-    spread = case.device_kind == "cuda" and case.placement == "spread"
-    return "cpu:gloo,cuda:nccl" if spread else "gloo"
-
-
 def put_all(arguments: Sequence[Any], device: Device) -> list[Any]:
     """Return the arguments with all tensors copied to `device`.
 
@@ -249,38 +244,29 @@ def rows_of(value: Any, case: Case, rank: int) -> Any:
     )
 
 
-def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    from torch.optim import SGD
-
-    return SGD(parameters, lr=0.01, momentum=0.9)
+MakeOptimizer = Callable[[Iterable["nn.Parameter"]], "torch.optim.Optimizer"]
 
 
-def _adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    from torch.optim import Adam
+def _of_torch(name: str, **settings: float) -> MakeOptimizer:
+    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        from torch import optim
 
-    return Adam(parameters, lr=1e-3)
+        optimizer: optim.Optimizer = getattr(optim, name)(parameters, **settings)
+        return optimizer
 
-
-def _adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    from torch.optim import AdamW
-
-    return AdamW(parameters, lr=1e-3)
+    return make
 
 
-OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
-    "sgd": _sgd,
-    "adam": _adam,
-    "adamw": _adamw,
+OPTIMIZERS = {
+    "sgd": _of_torch("SGD", lr=0.01, momentum=0.9),
+    "adam": _of_torch("Adam", lr=1e-3),
+    "adamw": _of_torch("AdamW", lr=1e-3),
 }
-
-
 OWN = "own"
 """The name of the optimizer of the model's object, whose scheduler and clip norm then apply too."""
 
 
-def optimizer_of(
-    case: Case, model: Model | None = None
-) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+def optimizer_of(case: Case, model: Model | None = None) -> MakeOptimizer:
     """Return the function that creates the case's optimizer from parameters.
 
     Raises LookupError if the optimizer is unknown, or is "own" and the model provides none.

@@ -31,14 +31,11 @@ class RankStep:
         mark: Mark,
         wrap: Callable[[nn.Module, Device], nn.Module],
     ) -> None:
-        import torch
         import torch.distributed as dist
 
         self.case, self.model, self.device, self.mark = case, model, device, mark
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        if device.torch_device.type != "cpu":
-            # otherwise all ranks open contexts on GPU 0
-            torch.accelerator.set_device_index(device.torch_device)
+        _make_current(device)
         self.wrapped: Any = wrap(model.module, device)
         self.updates = Updates(case, model, self.wrapped.parameters())
         self.returned_s = 0.0
@@ -87,6 +84,14 @@ class RankStep:
         return loss.detach()
 
 
+def _make_current(device: Device) -> None:
+    """Without this call, all ranks open contexts on GPU 0."""
+    import torch
+
+    if device.torch_device.type != "cpu":
+        torch.accelerator.set_device_index(device.torch_device)
+
+
 def forward_of_rank(
     case: Case,
     model: Model,
@@ -95,11 +100,9 @@ def forward_of_rank(
     wrap: Callable[[nn.Module, Device], nn.Module],
 ) -> Forward:
     """Return a function that runs the forward of the module from `wrap` on this rank's rows."""
-    import torch
     import torch.distributed as dist
 
-    if device.torch_device.type != "cpu":
-        torch.accelerator.set_device_index(device.torch_device)
+    _make_current(device)
     wrapped = wrap(model.module, device)
     rank = dist.get_rank()
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-import dpbench
 from dpbench.analysis import hosts, validity
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import labels, rows
@@ -130,7 +129,6 @@ def member(rank: int, node: int, host: str) -> Member:
         pid=1,
         sees="",
         cores=(0, 1),
-        version=dpbench.__version__,
         facts={},
     )
 

@@ -21,7 +21,7 @@ from dpbench.hardware.devices import open_devices
 from dpbench.measure.worker import feed, trial
 from dpbench.records import HOST, Case, Effort, Phase, Status, Step, Trial, Verified, no_mark, plan
 from dpbench.records.options import Options
-from dpbench.strategies import _ranks
+from dpbench.strategies import _ranks, rows_of
 
 CASE = Case(model="mlp", strategy="single", batch_size=4, loader=0)
 TEN = Effort(
@@ -113,7 +113,7 @@ def test_a_rank_trains_on_rows_that_it_has_loaded_itself(
     for alone in (False, True):
         model = models.load("mlp", "small", 0)
         batch = model.batch(7, 1)
-        given = trial._rows_of(batch, case, rank) if alone else batch
+        given = rows_of(batch, case, rank) if alone else batch
         assert len(given[1]) == (case.rows[rank] if alone else 7)
         step = _ranks.RankStep(
             case, model, open_devices("cpu", 1)[0], no_mark, lambda module, device: module

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from itertools import permutations
 from typing import Any
@@ -28,12 +27,6 @@ from tests.standing_in import Server as StandIn
 ALONE = Case(model="mlp", strategy="single", batch_size=8, device_kind="cuda")
 QUICK = Effort(budget_s=0.5, block_steps=1, memory_by_phase=False, profile=False, links=False)
 """Also on a busy machine, no first step is so long that the case counts as slow."""
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(tmp_path_factory.mktemp("scratch")) as running:
-        yield running
 
 
 @pytest.mark.gpu

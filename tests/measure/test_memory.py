@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,13 +30,6 @@ TINY = Effort(budget_s=0.0, warmup_steps=2, min_steps=2, max_steps=2, block_step
 DP = Case(model="mlp", strategy="dp", schedule="reference", batch_size=16, devices=2)
 MLP = 4 * (128 * 256 + 256 + 256 * 128 + 128 + 128 * 10 + 10)
 """Bytes of the small mlp's parameters."""
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 class Fake:

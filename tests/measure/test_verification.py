@@ -19,7 +19,7 @@ from dpbench.engine import resolve
 from dpbench.measure import verification
 from dpbench.measure.reference import chunked
 from dpbench.records import Case, Verified, chunk_sizes, no_mark
-from dpbench.strategies import Split, begin, dp, precision_of
+from dpbench.strategies import Split, begin, dp
 
 
 def own(module: nn.Module, shape: tuple[int, ...], loss: Any = None) -> models.Model:
@@ -39,9 +39,7 @@ def checked(
     model: models.Model, devices: int = 2, rows: int = 9, **changed: Any
 ) -> verification.Verification:
     case = Case(model="own", strategy="dp", devices=devices, batch_size=rows, **changed)
-    return verification.check(
-        dp.strategy.start, case, model, resolve(["cpu"] * devices), precision_of
-    )
+    return verification.check(dp.strategy.start, case, model, resolve(["cpu"] * devices))
 
 
 # ---------------------------------------------------------------- the reference
@@ -145,9 +143,7 @@ def faulty(tamper: Any, *, buffers: bool = True, **changed: Any) -> verification
     torch.manual_seed(0)
     model = own(nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)), (6,))
     case = Case(model="own", strategy="dp", devices=2, batch_size=8, **changed)
-    return verification.check(
-        tampered(tamper), case, model, resolve(["cpu"] * 2), precision_of, buffers=buffers
-    )
+    return verification.check(tampered(tamper), case, model, resolve(["cpu"] * 2), buffers=buffers)
 
 
 def scale(name: str, factor: float) -> Any:
@@ -183,9 +179,7 @@ def test_a_large_buffer_hides_no_wrong_gradient() -> None:
     model = own(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)), (6,))
     model.module.register_buffer("mask", torch.full((4,), -1e9))
     case = Case(model="own", strategy="dp", devices=2, batch_size=8)
-    found = verification.check(
-        tampered(scale("0.weight", 0.0)), case, model, resolve(["cpu"] * 2), precision_of
-    )
+    found = verification.check(tampered(scale("0.weight", 0.0)), case, model, resolve(["cpu"] * 2))
     assert (found.verified, found.worst) == (Verified.NO, "0.weight")
 
 
@@ -218,7 +212,7 @@ def of_ranks(
     torch.manual_seed(0)
     model = own(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)), (6,), loss)
     case = Case(model="own", strategy=strategy, devices=2, batch_size=8)
-    return verification.check(averaging_ranks(factor), case, model, resolve(["cpu"]), precision_of)
+    return verification.check(averaging_ranks(factor), case, model, resolve(["cpu"]))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -307,10 +301,7 @@ def test_a_gradient_where_none_belongs_is_refused() -> None:
     model = own(nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)), (4,))
     case = Case(model="own", strategy="dp", devices=2, batch_size=8)
     start = tampered(lambda m: setattr(m[0].weight, "grad", torch.ones(4, 4)))
-    assert (
-        verification.check(start, case, model, resolve(["cpu"] * 2), precision_of).verified
-        is Verified.NO
-    )
+    assert verification.check(start, case, model, resolve(["cpu"] * 2)).verified is Verified.NO
 
 
 def test_a_strategy_that_does_nothing_is_refused() -> None:
@@ -320,10 +311,7 @@ def test_a_strategy_that_does_nothing_is_refused() -> None:
 
     model = own(nn.Linear(4, 3), (4,))
     case = Case(model="own", strategy="dp", devices=2, batch_size=8)
-    assert (
-        verification.check(start, case, model, resolve(["cpu"] * 2), precision_of).verified
-        is Verified.NO
-    )
+    assert verification.check(start, case, model, resolve(["cpu"] * 2)).verified is Verified.NO
 
 
 def test_an_output_that_is_no_tensor_is_refused_in_words() -> None:
@@ -374,7 +362,7 @@ def test_outputs_that_are_nan_are_named() -> None:
     devices = resolve(["cpu"] * 2)
     with pytest.raises(ValueError, match="output contains NaN, also without data parallelism"):
         verification.check_outputs(
-            partial(begin, dp.strategy), case, model, devices, precision_of, split=dp.strategy.split
+            partial(begin, dp.strategy), case, model, devices, split=dp.strategy.split
         )
 
 

@@ -32,14 +32,6 @@ every_model = pytest.mark.parametrize("name", NAMES)
 every_size = pytest.mark.parametrize("size", models.SIZES)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def on_meta(name: str, size: str) -> nn.Module:
     """Build a model of shapes only: the full ones would fill gigabytes."""
     with torch.device("meta"):

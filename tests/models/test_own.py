@@ -31,7 +31,7 @@ from dpbench.measure.worker import model_check
 from dpbench.models import _own
 from dpbench.records import Case, Trial, Verified, plan, registry
 from dpbench.records.options import Options
-from dpbench.strategies import Updates, precision_of
+from dpbench.strategies import Updates
 
 EXAMPLES = Path(__file__).parents[2] / "benchmarks" / "models"
 
@@ -132,7 +132,6 @@ def verified(name: str, strategy: str, devices: int, **more: Any) -> Verificatio
         case,
         models.load(name, "small", 0),
         open_devices("cpu", devices),
-        precision_of,
         split=plug.split,
     )
 

@@ -59,7 +59,6 @@ def verdict(case: Case, strategy: Any, model: models.Model) -> verification.Veri
         case,
         model,
         open_devices("cpu", case.devices),
-        strategies.precision_of,
         split=strategy.split,
     )
 

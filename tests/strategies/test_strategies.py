@@ -20,7 +20,7 @@ from dpbench.predict.work import Profile, Task
 from dpbench.records import Case, Effort, Phase, Status, Trial, Verified, no_mark, registry
 from dpbench.records.plan import normalise
 from dpbench.records.schedule import Schedule
-from dpbench.strategies import OPTIMIZERS, Strategy, load, optimizer_of, precision_of
+from dpbench.strategies import OPTIMIZERS, Strategy, load, optimizer_of
 
 NAMES = registry.names("strategies")
 MODELS = registry.names("models")
@@ -196,7 +196,6 @@ def verdict(
         case,
         models.load(name, "small", 0),
         opened,
-        precision_of,
         split=plug.split,
         buffers=plug.compares_buffers(case),
     )

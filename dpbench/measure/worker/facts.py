@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
-from itertools import pairwise, permutations
+from dataclasses import asdict
+from itertools import combinations, pairwise, permutations
 from typing import Any
 
 import torch
@@ -94,7 +94,7 @@ def torch_facts(case: Case, device: Device) -> dict[str, Any]:
             "gpu": torch.cuda.get_device_name(device.torch_device),
             "no_peer_access": blocked_pairs(case),
         }
-        facts |= {"gpu_uuids": gpu_uuids(_ordinals(case))}
+        facts |= {"gpu_uuids": gpu_uuids(case.gpus)}
     return facts
 
 
@@ -109,11 +109,6 @@ def gpu_uuids(ordinals: Sequence[int]) -> list[str]:
     return uuids if all(uuids) else []
 
 
-def _ordinals(case: Case) -> tuple[int, ...]:
-    count = case.devices if case.placement == "spread" else 1
-    return case.device_ids[:count] or tuple(range(count))
-
-
 def blocked_pairs(case: Case) -> list[list[int]] | None:
     """Return the pairs of the case's GPUs without peer access, as CUDA ordinals.
 
@@ -121,17 +116,11 @@ def blocked_pairs(case: Case) -> list[list[int]] | None:
     """
     if case.device_kind != "cuda" or case.placement != "spread" or case.devices == 1:
         return None
-    ids = _ordinals(case)
     # the ranks of a launch may each see only their own GPUs
-    if max(ids) >= torch.cuda.device_count():
+    if max(case.gpus) >= torch.cuda.device_count():
         return None
     reaches = torch.cuda.can_device_access_peer
-    return [
-        [a, b]
-        for i, a in enumerate(ids)
-        for b in ids[i + 1 :]
-        if not (reaches(a, b) and reaches(b, a))
-    ]
+    return [[a, b] for a, b in combinations(case.gpus, 2) if not (reaches(a, b) and reaches(b, a))]
 
 
 def with_links(trial: Trial, devices: Sequence[Device]) -> Trial:
@@ -148,11 +137,7 @@ def with_links(trial: Trial, devices: Sequence[Device]) -> Trial:
         measured = [asdict(link) for link in links(devices, LINK_PASSES)]
     except torch.OutOfMemoryError:
         return trial
-    return replace(
-        trial,
-        setup={**trial.setup, "links_s": time.perf_counter() - began_s},
-        provenance={**trial.provenance, LINKS: measured},
-    )
+    return trial.adding({LINKS: measured}, links_s=time.perf_counter() - began_s)
 
 
 def with_operations(
@@ -179,11 +164,7 @@ def with_operations(
     except RuntimeError:  # such as too little memory, of the device or of the host
         return trial
     found = Operations(forward=forward, backward=backward, peak_per_s=peak_per_s)
-    return replace(
-        trial,
-        setup={**trial.setup, "peak_s": time.perf_counter() - began_s},
-        provenance={**trial.provenance, OPERATIONS: asdict(found)},
-    )
+    return trial.adding({OPERATIONS: asdict(found)}, peak_s=time.perf_counter() - began_s)
 
 
 def operations(model: Model, batch: tuple[Any, Any]) -> tuple[float, float] | None:

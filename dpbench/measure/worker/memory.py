@@ -29,31 +29,8 @@ def by_phase(
     """
     on_host = case.device_kind == "cpu"
     if on_host:
-        if case.precision != "fp32":
-            return (
-                (),
-                (
-                    "CPU memory by phase is measured on emulated devices, which do not support"
-                    f" {case.precision}"
-                ),
-            )
-        if case.compile:
-            return (
-                (),
-                (
-                    "CPU memory by phase is measured on emulated devices, which cannot run compiled"
-                    " modules"
-                ),
-            )
-        emulated = replace(case, device_kind="emulated")
-        if reason := refusal(strategy, emulated):
-            return (
-                (),
-                (
-                    "CPU memory by phase is measured on emulated devices, which cannot run the"
-                    f" case: {reason}"
-                ),
-            )
+        if fault := _unfit(case, strategy):
+            return (), f"CPU memory by phase is measured on emulated devices, which {fault}"
         devices = open_devices("emulated", case.devices)
     source = "allocator" if case.device_kind == "cuda" else "ledger"
     attempts: list[AbstractContextManager[Any]] = (
@@ -78,6 +55,16 @@ def by_phase(
             # peaks of whole steps are known from the timed steps, except for CPU devices
             return (found if on_host else tuple(m for m in found if m.phase)), ""
     return (), reason
+
+
+def _unfit(case: Case, strategy: Strategy) -> str:
+    """Return the reason why emulated devices cannot run the steps of a CPU case, as a verb."""
+    if case.precision != "fp32":
+        return f"do not support {case.precision}"
+    if case.compile:
+        return "cannot run compiled modules"
+    reason = refusal(strategy, replace(case, device_kind="emulated"))
+    return f"cannot run the case: {reason}" if reason else ""
 
 
 def _watch(

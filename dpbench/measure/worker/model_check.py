@@ -414,9 +414,7 @@ class _Facts:
         devices = open_devices(two.device_kind, 2, ids=two.device_ids, placement=two.placement)
         try:
             model = models.load(two.model, two.size, two.seed)
-            verdict = verification.check(
-                plug.start, two, model, devices, precision_of, split=plug.split
-            )
+            verdict = verification.check(plug.start, two, model, devices, split=plug.split)
         except Exception as error:  # the user's module may raise any error
             first = str(error).strip().partition("\n")[0]
             self.notes.append(f"a step on two devices failed: {type(error).__name__}: {first}")
@@ -429,7 +427,7 @@ class _Facts:
         if self._draws:  # each chunk draws other numbers than the whole batch
             return
         even = replace(two, batch_size=2 * ROWS)
-        apart = verification.dependence(even, devices[0], precision_of)
+        apart = verification.dependence(even, devices[0])
         if apart > verification.TOLERANCE["fp32"]:
             self.notes.append(
                 "the gradient of a step on two devices differs from that on one device (by"

@@ -39,7 +39,7 @@ from dpbench.measure.worker.facts import of_model, torch_facts, with_links, with
 from dpbench.models import Model
 from dpbench.records import HOST, Case, Effort, Memory, Status, Trial, Verified
 from dpbench.records.trial import AVERAGING, Failure, cause_of
-from dpbench.strategies import Strategy, precision_of
+from dpbench.strategies import Strategy, rows_of
 
 BATCHES = 4
 """The number of distinct batches in turn, so that results do not depend on a single one."""
@@ -108,12 +108,9 @@ def _with_memory(timed: Trial, prepared: PreparedCase) -> Trial:
     by_phase, absent = memory.by_phase(
         prepared.case, prepared.strategy, prepared.model, prepared.devices, prepared.batches[0]
     )
-    return replace(
-        timed,
-        memory=(*timed.memory, *by_phase),
-        setup={**timed.setup, "memory_s": time.perf_counter() - began_s},
-        provenance={**timed.provenance, **({"no_memory_by_phase": absent} if absent else {})},
-    )
+    facts = {"no_memory_by_phase": absent} if absent else {}
+    timed = timed.adding(facts, memory_s=time.perf_counter() - began_s)
+    return replace(timed, memory=(*timed.memory, *by_phase))
 
 
 def prepare(case: Case, strategy: Strategy, rank: RankPlace | None = None) -> PreparedCase:
@@ -137,7 +134,7 @@ def prepare(case: Case, strategy: Strategy, rank: RankPlace | None = None) -> Pr
     model = models.load(case.model, case.size, case.seed)
     batches = _placed_batches(case, model, devices[0])
     drawn = _batches(case, model) if case.loader >= 0 else []
-    examples = [_rows_of(batch, case, rank.rank) if rank else batch for batch in drawn]
+    examples = [rows_of(batch, case, rank.rank) if rank else batch for batch in drawn]
     times_s.append(time.perf_counter())
     facts = torch_facts(case, devices[0]) | (
         {"model": of_model(model, batches[0])} if leads else {}
@@ -223,13 +220,7 @@ def _verify(
     if case.trains:
         buffers = strategy.compares_buffers(case) and (rank is None or rank.rank == 0)
         verdict = verification.check(
-            strategy.start,
-            case,
-            model,
-            devices,
-            precision_of,
-            split=strategy.split,
-            buffers=buffers,
+            strategy.start, case, model, devices, split=strategy.split, buffers=buffers
         )
     else:
         verdict = verification.check_outputs(
@@ -237,7 +228,6 @@ def _verify(
             case,
             model,
             devices,
-            precision_of,
             split=strategy.split,
             rank=rank.rank if rank else None,
         )
@@ -302,13 +292,6 @@ def _placed(batch: tuple[Any, Any], case: Case, device: Device) -> tuple[Any, An
     return placed
 
 
-def _rows_of(batch: tuple[Any, Any], case: Case, rank: int) -> tuple[Any, Any]:
-    rows: tuple[Any, Any] = tree_map_only(
-        torch.Tensor, lambda value: value.split(case.rows)[rank], batch
-    )
-    return rows
-
-
 def work(request: Request) -> list[Trial] | Failure:
     """Carry out a request and return one trial per case, also for cases that fail.
 
@@ -350,7 +333,7 @@ def _run(case: Case, effort: Effort, folder: Path) -> Trial:
     if not strategy.traits.ranks:
         with neighbour.running(case, _neighbour_batches) as facts:
             timed = measure(case, effort, strategy)
-        return replace(timed, provenance={**timed.provenance, **facts}) if facts else timed
+        return timed.adding(facts)
 
     def entry(rank: int) -> dict[str, Any]:
         # one file per rank: ranks that write their stacks to the same file overwrite each other

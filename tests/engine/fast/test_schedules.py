@@ -82,14 +82,6 @@ def differing(left: nn.Module, right: nn.Module) -> list[str]:
     ]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterable[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 SMALL = ("odd", "mlp")
 """The models that are quick enough for every optimizer with every batch on every number of devices.
 
