@@ -30,8 +30,8 @@ def drawable(estimate: Estimate | None) -> bool:
 def withheld(estimates: Iterable[Estimate | None]) -> str:
     """Return a sentence with the number of estimates that are in doubt and not drawn; "" for 0."""
     number = sum(1 for estimate in estimates if estimate and estimate.doubt)
-    verb = "is" if number == 1 else "are"
-    return f"{words.count(number, 'case')} {verb} not drawn: {words.NOT_ENOUGH}." if number else ""
+    cases = f"{words.count(number, 'case')} {words.verb(number, 'is', 'are')}"
+    return f"{cases} not drawn: {words.NOT_ENOUGH}." if number else ""
 
 
 def case_id(case: Case) -> str:

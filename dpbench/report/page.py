@@ -291,8 +291,7 @@ def keep(report: Report, folder: Path) -> Kept:
 
     The page also becomes the latest page if the run is the newest one that has a result.
     """
-    name = report.run_id[:12]
-    run_folder = folder / "runs" / name
+    run_folder = folder / "runs" / report.run_id[:12]
     text = render(report)
     page = write(run_folder / "index.html", text)
     write(run_folder / FACTS, msgspec.json.encode(_entry(report)).decode())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import TypeVar
 
 from dpbench.analysis.summary import Row
@@ -84,9 +84,7 @@ def panels(
     `per` and `unit` are those of `split`.
     """
     all_groups = list(groups)
-    facets = list(
-        islice((facet for group in all_groups for facet in _parts(group, per, unit)), PANELS)
-    )
+    facets = [facet for group in all_groups for facet in _parts(group, per, unit)][:PANELS]
     left_out = sum(map(len, all_groups)) - sum(len(facet.rows) for facet in facets)
     cases = f"{words.count(left_out, 'more case')} {words.verb(left_out, 'is', 'are')}"
     return facets, f"{cases} not drawn; the table shows all cases." if left_out else ""
