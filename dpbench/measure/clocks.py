@@ -144,7 +144,6 @@ class HostClock:
 
 
 def _without(spans: tuple[int, ...], device: int) -> tuple[int, ...]:
-    """Return the devices of the open spans without one occurrence of `device`."""
     at = spans.index(device)
     return spans[:at] + spans[at + 1 :]
 

@@ -157,7 +157,7 @@ def averaged(
     return module
 
 
-def _collect(module: nn.Module, copies: Sequence[nn.Module], scale: float = 1.0) -> None:
+def _collect(module: nn.Module, copies: Sequence[nn.Module], scale: float) -> None:
     """Give `module` the copies' summed gradients over `scale`, and the first copy's buffers."""
     for name, parameter in module.named_parameters():
         parts = [one.get_parameter(name).grad for one in copies]

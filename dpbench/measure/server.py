@@ -109,11 +109,7 @@ class Server:
         *,
         job: WorkKind = WorkKind.MEASURE,
     ) -> list[Trial]:
-        """Run a job in a fresh worker and return one trial per case, even if the worker fails.
-
-        If a signal from outside ends the worker or the server, the job is tried once more.
-        `limit_s` is the time limit of the whole job.
-        """
+        """Run a job, whose time limit is `limit_s`, and return one trial per case in any event."""
         request = Request(cases=tuple(cases), effort=effort, round=number, job=job)
         return again_if_killed(lambda: as_trials(self.answer(request, limit_s), request))
 

@@ -146,7 +146,8 @@ def check(
     parts = split(small, model.module)
     # clipped gradients are not those of the reference
     model = replace(model, loop=replace(model.loop, clip_norm=None))
-    if not (_replays(case, parts) and replay(model.module)):
+    # compiled code draws its own random numbers
+    if case.compile or not (parts.replays and replay(model.module)):
         _without_dropout(model.module)
     inputs, target = model.batch(small.batch_size, case.seed + 1)
     pristine = copy.deepcopy(model.module)
@@ -407,14 +408,6 @@ def _small(case: Case, split: Callable[[Case], Split]) -> Case:
         for rows in (*range(min(case.batch_size, most), 0, -1), case.batch_size)
     )
     return next(small for small in smaller if counts(small) == expected)
-
-
-def _replays(case: Case, parts: Split) -> bool:
-    """Return whether each forward pass can draw random numbers from a seed of its inputs.
-
-    Compiled code cannot, because it draws its own numbers.
-    """
-    return parts.replays and not case.compile
 
 
 def replay(module: nn.Module) -> bool:

@@ -47,9 +47,9 @@ def exact(value: float) -> str:
     return f"{Decimal(f'{value:.6g}'):f}" if math.isfinite(value) else MISSING
 
 
-def signed(value: float, digits: int = 3) -> str:
-    """Return a number with its sign and `digits` significant digits."""
-    return f"{'−' if value < 0 else '+'}{number(abs(value), digits)}"
+def signed(value: float) -> str:
+    """Return a number with its sign."""
+    return f"{'−' if value < 0 else '+'}{number(abs(value))}"
 
 
 def count(number: int, noun: str, plural: str = "") -> str:

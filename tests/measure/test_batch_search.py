@@ -135,7 +135,7 @@ class FakeServer:
     answer: Callable[[int], tuple[Status, str]]
 
     def __init__(self, scratch: Path) -> None:
-        pass
+        assert scratch.is_dir()
 
     def __enter__(self) -> FakeServer:
         return self
@@ -327,23 +327,14 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return the batch sizes of the tries, of which the third is killed, and 20 is the limit."""
     batch_sizes: list[int] = []
 
-    class Killing:
-        def __init__(self, scratch: Path) -> None:
-            assert scratch.is_dir()
+    def answer(batch: int) -> tuple[Status, str]:
+        batch_sizes.append(batch)
+        if len(batch_sizes) == 3:
+            return Status.KILLED, "planted"
+        return Status.OK if batch <= 20 else Status.OOM, ""
 
-        def __enter__(self) -> Killing:
-            return self
-
-        def __exit__(self, *error: object) -> None:
-            pass
-
-        def run(self, case: Case, effort: object, number: int, limit_s: float) -> Trial:
-            batch_sizes.append(case.batch_size)
-            if len(batch_sizes) == 3:
-                return Trial(case=case, status=Status.KILLED, reason="planted")
-            return Trial(case=case, status=Status.OK if case.batch_size <= 20 else Status.OOM)
-
-    monkeypatch.setattr(batch_search, "Server", Killing)
+    monkeypatch.setattr(FakeServer, "answer", staticmethod(answer), raising=False)
+    monkeypatch.setattr(batch_search, "Server", FakeServer)
     return batch_sizes
 
 

@@ -5,6 +5,7 @@ Nothing that happens loses or repeats what was measured.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -24,6 +25,18 @@ CASES = [Case(model=f"m{i}", strategy="single", batch_size=8) for i in range(9)]
 
 def slots(trials):
     return Counter((trial.case, trial.round) for trial in trials)
+
+
+def end_in(number, monkeypatch, error=KeyboardInterrupt):
+    """Let an error end the run in this trial, counted from 1, and in no later one."""
+    begun = itertools.count(1)
+
+    def act(case, effort):
+        if next(begun) == number:
+            raise error
+        return {}
+
+    monkeypatch.setattr(Server, "act", staticmethod(act))
 
 
 # -- with stand-ins
@@ -66,21 +79,12 @@ def test_two_runs_have_different_orders(store):
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, SystemExit])
 def test_an_interrupted_run_goes_on_where_it_was_in_the_same_order(store, monkeypatch, error):
-    asked = []
-
-    def act(case, effort):
-        asked.append(case)
-        if len(asked) == 12:
-            raise error
-        return {}
-
-    monkeypatch.setattr(Server, "act", staticmethod(act))
+    end_in(12, monkeypatch, error)
     with pytest.raises(error):
         run(CASES, store, rounds=2)
     assert store.runs()[0].status != "finished"
     before = store.trials()
     assert len(before) == 11
-    monkeypatch.setattr(Server, "act", staticmethod(lambda case, effort: {}))
     # the order of the cases names no other plan
     outcome = run(list(reversed(CASES)), store, rounds=2)
     assert outcome.resumed
@@ -146,18 +150,9 @@ def test_a_case_that_joins_its_model_is_measured_beside_the_baseline_of_the_same
 @pytest.mark.usefixtures("quick")
 def test_a_run_that_grew_goes_on_after_an_interruption_and_grows_again(store, monkeypatch):
     run([ONE, TWO], store, rounds=2)
-    asked = []
-
-    def act(case, effort):
-        asked.append(case)
-        if len(asked) == 3:
-            raise KeyboardInterrupt
-        return {}
-
-    monkeypatch.setattr(Server, "act", staticmethod(act))
+    end_in(3, monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         run([ONE, TWO, FOUR], store, rounds=2)
-    monkeypatch.setattr(Server, "act", staticmethod(lambda case, effort: {}))
     assert run([ONE, TWO, FOUR], store, rounds=2).resumed
     grown = slots(store.trials())
     assert grown == Counter(
@@ -202,15 +197,7 @@ def test_a_case_that_becomes_a_rival_later_joins_no_round_of_an_earlier_session(
     """Its ratio there would be one of steps from different times."""
     answers = iter([{ONE, TWO}, {ONE, TWO}, {ONE, FOUR}, {ONE, FOUR}, set()])
     monkeypatch.setattr(UntilDecided, "unsettled", lambda self: frozenset(next(answers)))
-    asked = []
-
-    def act(case, effort):
-        asked.append(case)
-        if len(asked) == 3 * LOOKS[0] + 2 * 3 + 2:
-            raise KeyboardInterrupt  # in the second trial of round 7, counted from 0
-        return {}
-
-    monkeypatch.setattr(Server, "act", staticmethod(act))
+    end_in(3 * LOOKS[0] + 2 * 3 + 2, monkeypatch)  # the second trial of round 7, counted from 0
     with pytest.raises(KeyboardInterrupt):
         run([ONE, TWO, FOUR], store, rounds=UntilDecided())
     assert run([ONE, TWO, FOUR], store, rounds=UntilDecided()).resumed

@@ -111,11 +111,7 @@ def _ordinal(device: torch.device) -> int:
 def _cuda(
     ordinals: Sequence[int], *, own_streams: bool, own_processes: bool = False
 ) -> list[Device]:
-    """Return one CUDA device per replica; replica i uses the GPU `ordinals[i]`.
-
-    With `own_streams`, a replica that is not the first on its GPU has its own stream.
-    `own_processes` means that each device is used in a separate process, with a separate allocator.
-    """
+    """Return a device per replica i on the GPU `ordinals[i]`; see `resolve` and `open_devices`."""
     devices: list[Device] = []
     for index, ordinal in enumerate(ordinals):
         again = ordinal in ordinals[:index]

@@ -255,7 +255,7 @@ def _numbered(device: Any) -> torch.device:
 
 
 def _dispatch(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    tensors = _tensors((*args, *kwargs.values()))
+    tensors = list(_tensors((*args, *kwargs.values())))
     emulated = [t for t in tensors if isinstance(t, EmulatedTensor)]
     by_position = func.name().startswith("aten::_foreach_")
     if not by_position:
@@ -336,13 +336,9 @@ def _map(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     return value
 
 
-def _tensors(
-    values: Sequence[Any], tensors: list[torch.Tensor] | None = None
-) -> list[torch.Tensor]:
-    tensors = [] if tensors is None else tensors
+def _tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
     for value in values:
         if isinstance(value, torch.Tensor):
-            tensors.append(value)
+            yield value
         elif isinstance(value, list | tuple):
-            _tensors(value, tensors)
-    return tensors
+            yield from _tensors(value)

@@ -307,19 +307,11 @@ class Nccl:
         nccl.all_reduce(tensors, streams=self._streams)
 
     def reduce_scatter(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Write the sum of part i of all tensors into part i of `tensors[i]`, for each device i.
-
-        Each tensor consists of one equal part per device. NCCL accepts a part of the input as the
-        output, so no other memory is needed.
-        """
+        """See `Collectives`; NCCL writes to a part of the input, and needs no other memory."""
         nccl.reduce_scatter(tensors, self._parts(tensors), streams=self._streams)
 
     def all_gather(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy part i of `tensors[i]` into part i of every other tensor, for each device i.
-
-        Each tensor consists of one equal part per device. NCCL accepts a part of the output as the
-        input, so no other memory is needed.
-        """
+        """See `Collectives`; NCCL reads a part of the output, and needs no other memory."""
         nccl.all_gather(self._parts(tensors), tensors, streams=self._streams)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int) -> None:

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import count
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -48,22 +48,6 @@ class Examples(Dataset[list[torch.Tensor]]):
         return [column[index] for column in self._columns]
 
 
-class _InOrder:
-    """An endless batch sampler that yields the indices of each batch's examples over and over.
-
-    `batches` is the number of batches, each of `rows` examples.
-    """
-
-    def __init__(self, batches: int, rows: int) -> None:
-        self._batches = batches
-        self._rows = rows
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for number in count():
-            first = number % self._batches * self._rows
-            yield list(range(first, first + self._rows))
-
-
 @contextmanager
 def fed(
     case: Case, step: StepOfBatch, batches: Sequence[Batch], mark: Mark
@@ -90,13 +74,15 @@ class _Feed:
         self._taken = 0
         self._flat = [tree_flatten(batch) for batch in batches]
         self.observe = getattr(step, "observe", list)
+        rows = rows_in(batches[0])
+        indices = [[*range(i * rows, (i + 1) * rows)] for i in range(len(batches))]
         with warnings.catch_warnings():
             # torch warns if workers outnumber this thread's cores; the thread may be bound to one,
             # the workers are not
             warnings.simplefilter("ignore", UserWarning)
             loader = DataLoader(
                 Examples(batches),
-                batch_sampler=_InOrder(len(batches), rows_in(batches[0])),
+                batch_sampler=cycle(indices),
                 num_workers=case.loader,
                 pin_memory=case.device_kind == "cuda" and case.inputs == "pinned",
                 worker_init_fn=partial(_unbind, processes.CORES),

@@ -270,7 +270,6 @@ def _placed_batches(case: Case, model: Model, device: Device) -> list[tuple[Any,
 
 
 def _neighbour_batches(case: Case, model: Model, device: Device) -> list[tuple[Any, Any]]:
-    """Return the placed batches, after allowing TF32 in this process if it is the precision."""
     _allow_tf32(case, device)
     return _placed_batches(case, model, device)
 

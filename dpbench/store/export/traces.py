@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dpbench.records import HOST, Phase, Sample, Span, Step, Trial, words
+from dpbench.records.case import MOVING
 from dpbench.store.export.formats import Labels, nameless, title
 
 _T = TypeVar("_T")
@@ -166,7 +167,6 @@ def _counters(pid: int, samples: Iterable[Sample], zero_s: float) -> Iterator[st
             yield f'{{"ph":"C","pid":{pid},"ts":{microseconds!r},"name":{counter},"args":{value}}}'
 
 
-COMMUNICATION = frozenset({Phase.SCATTER, Phase.REPLICATE, Phase.GATHER, Phase.REDUCE})
 COMPUTE_STREAM, COMMUNICATION_STREAM = 10, 20
 """The first streams of compute and of communication; overlapping spans use the next ones."""
 FIRST_CORRELATION = 1 << 20
@@ -256,9 +256,7 @@ def _rank_events(
     correlation = FIRST_CORRELATION
     for first, communicates in ((COMPUTE_STREAM, False), (COMMUNICATION_STREAM, True)):
         chosen = [
-            (one.start_s, one.end_s, one)
-            for one in spans
-            if (one.phase in COMMUNICATION) is communicates
+            (one.start_s, one.end_s, one) for one in spans if (one.phase in MOVING) is communicates
         ]
         for lane, start, end, span in lanes(chosen, zero_s, nested=False):
             correlation += 1
