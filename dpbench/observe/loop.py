@@ -107,38 +107,33 @@ def of(recorder: Recorder, first: int = 0) -> WatchedLoop:
     keys = frozenset[int]().union(*map(trainings.keys, intervals))
     ended = [one for one in intervals if one.owner != BY_HAND]
     groups = list(trainings.groups(intervals, trainings.slowest(ended, unknown)))
-    functional = not any(
-        raw.kind in (Phase.FORWARD, EVALUATION) for one in intervals for raw in one.spans
-    )
-    loaded = any(raw.kind == Phase.DATA for one in intervals for raw in one.spans)
+    kinds = {raw.kind for one in intervals for raw in one.spans}
+    functional = kinds.isdisjoint((Phase.FORWARD, EVALUATION))
+    loaded = Phase.DATA in kinds
     own_loss = frozenset[int]() if loaded else frozenset(seen.own_loss)
-    spans_of = [
-        [_spans(one, own_loss, by_hand=not ended, functional=functional) for one in group]
+    rows = [
+        [
+            raw
+            for one in group
+            for raw in _spans(one, own_loss, by_hand=not ended, functional=functional)
+        ]
         for group in groups
     ]
-    rows = trainings.with_teachers(
-        [[raw for part in parts for raw in part] for parts in spans_of], seen.trained
-    )
+    rows = trainings.with_teachers(rows, seen.trained)
     rows = _without_usual_failures(groups, rows, unknown)
     source, evaluated = _sources(rows)
+    aside = [*recorder.asides, *_asides(groups, rows)]
+    cut = list(_cut(groups, rows, evaluated, unknown))
+    whole = [raws for _, _, raws in cut]
     steps: list[Step] = []
     spans: list[Span] = []
-    reads: list[frozenset[str]] = []
-    numbers: list[int] = []
-    aside = [*recorder.asides, *_asides(groups, rows)]
-    updates: Counter[int] = Counter()
-    batches: Counter[int] = Counter()
     gaps: list[dict[tuple[str, str], float]] = []
-    whole: list[list[Raw]] = []
-    for group, start, raws in _cut(groups, rows, evaluated, unknown):
-        whole.append(raws)
+    for number, (group, start, raws) in enumerate(cut):
         if not loaded and not functional:
             raws[:0] = _unloaded(raws, start)
         local = range(seen.devices)
         end_s = max(place(group[-1].end, device) for device in local)
         start_s = max(place(start, device) for device in local)
-        number = len(steps)
-        numbers.append(group[-1].number)
         steps.append(Step(end_s - start_s, False, end_s))
         first_span = len(spans)
         for raw in raws:
@@ -155,9 +150,7 @@ def of(recorder: Recorder, first: int = 0) -> WatchedLoop:
                     )
                 )
         gaps.append(ledger.gaps(steps[-1], spans[first_span:]))
-        reads.append(frozenset(raw.note for raw in raws if raw.kind == Phase.READ and raw.note))
-        updates[_calls(raws)] += 1
-        batches[sum(raw.kind == Phase.DATA and raw.note not in evaluated for raw in raws)] += 1
+    updates = Counter(map(_calls, whole))
     if steps:
         _define(
             unknown, loaded=loaded, functional=functional, optimized=bool(ended), updates=updates
@@ -171,12 +164,18 @@ def of(recorder: Recorder, first: int = 0) -> WatchedLoop:
             " computed"
         ] = missing
     calls = updates.most_common(1)[0][0] if updates else 1
+    batches = Counter(
+        sum(raw.kind == Phase.DATA and raw.note not in evaluated for raw in raws) for raws in whole
+    )
     together = _together(calls, batches) if loaded else int(calls <= 1)
     return WatchedLoop(
         steps=tuple(steps),
         spans=tuple(spans),
-        reads=tuple(reads),
-        numbers=tuple(numbers),
+        reads=tuple(
+            frozenset(raw.note for raw in raws if raw.kind == Phase.READ and raw.note)
+            for raws in whole
+        ),
+        numbers=tuple(group[-1].number for group, _, _ in cut),
         updates=calls,
         rows=_rows(_kept(seen.rows, keys)) * together,
         model=_first(seen.models, keys, {}),

@@ -96,26 +96,16 @@ def what_ifs_table(what_ifs: Sequence[WhatIf]) -> str:
             "80 % interval",
         )
     ]
+    rungs = ["", *EFFECTS]
     for _, tied in itertools.groupby(
-        what_ifs,
-        key=lambda what_if: (
-            what_if.model,
-            (bool(what_if.schedule) and _gain(what_if)) or what_if.change,
-        ),
+        what_ifs, key=lambda one: (one.model, _gain(one) if one.schedule else one.change)
     ):
-        group = sorted(
-            tied,
-            key=lambda what_if: (
-                list(EFFECTS).index(Schedule(what_if.schedule)) if what_if.schedule else 0
-            ),
-        )
+        group = sorted(tied, key=lambda one: rungs.index(one.schedule))
         lowest = group[0]
-        names = ", ".join(other.schedule for other in group)
-        change = (
-            f"schedule {names}: {EFFECTS[Schedule(lowest.schedule)]}"
-            if lowest.schedule
-            else lowest.change
-        )
+        change = lowest.change
+        if lowest.schedule:
+            names = ", ".join(one.schedule for one in group)
+            change = f"schedule {names}: {EFFECTS[Schedule(lowest.schedule)]}"
         lines.append(
             (
                 lowest.model,

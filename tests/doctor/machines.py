@@ -192,8 +192,9 @@ def read(folder: Path, name: str) -> system.System:
     return system.read(made(folder, tree), cores)
 
 
-def examined(found: system.System, **more: Any) -> Examined:
-    """Return a healthy machine of this system: PCIe 4 with 16 lanes, and nothing slow or wrong."""
+def examined(folder: Path, name: str) -> Examined:
+    """Return a healthy machine of a tree: PCIe 4 with 16 lanes, and nothing slow or wrong."""
+    found = read(folder, name)
     devices = found.of("gpu")
     rates = {PINNED: 25e9, PAGEABLE: 9e9, DIRECT: 22e9, STAGED: 11e9}
     count = len(devices)
@@ -211,14 +212,14 @@ def examined(found: system.System, **more: Any) -> Examined:
         }
         for one in devices
     ]
-    given = {
-        "gpus": gpus,
-        "peers": frozenset(permutations(range(count), 2)),
-        "transfers": [Transfer(copy, rates[copy.way]) for copy in copies(count)],
-        "all_reduce": AllReduce(bytes_per_s=18e9) if count > 1 else None,
-        "software": {"torch": "2.13.0", "cuda": "12.8", "nccl": "2.27.3", "driver_cuda": "12.8"},
-    }
-    return Examined(system=found, **(given | more))
+    return Examined(
+        system=found,
+        gpus=gpus,
+        peers=frozenset(permutations(range(count), 2)),
+        transfers=[Transfer(copy, rates[copy.way]) for copy in copies(count)],
+        all_reduce=AllReduce(bytes_per_s=18e9) if count > 1 else None,
+        software={"torch": "2.13.0", "cuda": "12.8", "nccl": "2.27.3", "driver_cuda": "12.8"},
+    )
 
 
 def with_nvswitch(machine: Examined, links: int = 18, rate: float = 25e9) -> Examined:

@@ -23,7 +23,7 @@ from tests.doctor import machines
 
 @pytest.fixture
 def ill(tmp_path: Path) -> Examined:
-    machine = machines.examined(machines.read(tmp_path, "4x behind a switch"))
+    machine = machines.examined(tmp_path, "4x behind a switch")
     return machines.with_transfer(machine, Copy(0, 2, DIRECT), wrong=7)
 
 
@@ -98,7 +98,7 @@ def test_a_healthy_machine_ends_with_what_was_checked(monkeypatch: pytest.Monkey
 def test_the_page_has_a_box_for_each_gpu_and_the_findings(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    machine = machines.examined(machines.read(tmp_path / "tree", name))
+    machine = machines.examined(tmp_path / "tree", name)
     path = tmp_path / "page.html"
     code, _ = told(monkeypatch, machine, "--report", str(path))
     text = path.read_text()
@@ -113,7 +113,7 @@ def test_the_page_has_a_box_for_each_gpu_and_the_findings(
 
 
 def test_load_alone_is_no_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    machine = machines.examined(machines.read(tmp_path, "2x3090"))
+    machine = machines.examined(tmp_path, "2x3090")
     code, out = told(monkeypatch, replace(machine, busy="90% of the cores"))
     assert code == 0
     assert "1. other processes took the cores during the examination (a fact, not a fault)" in out
@@ -133,21 +133,21 @@ def drawn(machine: Examined) -> str:
 
 
 def test_a_slow_link_is_red_in_the_picture(tmp_path: Path) -> None:
-    machine = machines.examined(machines.read(tmp_path, "2x3090"))
+    machine = machines.examined(tmp_path, "2x3090")
     assert "link slow" not in drawn(machine)
     slow = machines.with_transfer(machine, machines.UP, bytes_per_s=3e9)
     assert drawn(slow).count("link slow") == 1
 
 
 def test_nvlinks_are_drawn_between_gpus_or_to_their_switch(tmp_path: Path) -> None:
-    machine = machines.examined(machines.read(tmp_path / "pairs", "4x behind a switch"))
+    machine = machines.examined(tmp_path / "pairs", "4x behind a switch")
     plain = drawn(machine).count("<path")
     bridged = machines.with_bridges(machine)
     assert drawn(bridged).count("<path") == plain + 2
     assert ">85%<" in drawn(bridged)
     slow = machines.with_transfer(bridged, Copy(2, 3, DIRECT), bytes_per_s=5e9)
     assert drawn(slow).count("link slow") == 1
-    dgx = machines.examined(machines.read(tmp_path / "dgx", "DGX"))
+    dgx = machines.examined(tmp_path / "dgx", "DGX")
     switched = drawn(machines.with_nvswitch(dgx))
     assert switched.count("<path") == drawn(dgx).count("<path") + 8
     assert ">NVSwitch<" in switched

@@ -181,7 +181,7 @@ PLANTED: Mapping[str, tuple[str, Fault, set[str]]] = {
 
 @pytest.mark.parametrize("name", [name for name in machines.TREES if name != "container"])
 def test_a_healthy_machine_has_no_finding(tmp_path: Path, name: str) -> None:
-    assert faults.found(machines.examined(machines.read(tmp_path, name))) == []
+    assert faults.found(machines.examined(tmp_path, name)) == []
 
 
 @pytest.mark.parametrize(
@@ -189,14 +189,14 @@ def test_a_healthy_machine_has_no_finding(tmp_path: Path, name: str) -> None:
     [("DGX", machines.with_nvswitch), ("4x behind a switch", machines.with_bridges)],
 )
 def test_healthy_nvlinks_have_no_finding(tmp_path: Path, name: str, linked: Fault) -> None:
-    machine = linked(machines.examined(machines.read(tmp_path, name)))
+    machine = linked(machines.examined(tmp_path, name))
     assert faults.found(machine) == []
     assert machine.nvlinks(0, 1) > 0
     assert machine.carried(Copy(0, 1, DIRECT)) > machine.promised(0)
 
 
 def test_what_a_copy_is_promised_is_that_of_its_links(tmp_path: Path) -> None:
-    machine = machines.with_bridges(machines.examined(machines.read(tmp_path, SWITCH)))
+    machine = machines.with_bridges(machines.examined(tmp_path, SWITCH))
     pcie = machine.promised(0)
     assert machine.carried(Copy(HOST, 2, PINNED)) == pcie
     assert machine.carried(Copy(0, 1, DIRECT)) == 4 * 14e9
@@ -207,7 +207,7 @@ def test_what_a_copy_is_promised_is_that_of_its_links(tmp_path: Path) -> None:
 
 
 def test_a_bridge_that_was_not_fitted_is_a_fact_of_the_hardware(tmp_path: Path) -> None:
-    machine = machines.examined(machines.read(tmp_path, "2x3090"))
+    machine = machines.examined(tmp_path, "2x3090")
     for active, wrong in ((4, False), (8, False), (11, True)):
         nvlinks = {"active": active, "inactive": 12 - active}
         found = faults.found(
@@ -219,7 +219,7 @@ def test_a_bridge_that_was_not_fitted_is_a_fact_of_the_hardware(tmp_path: Path) 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_named_and_nothing_else(tmp_path: Path, name: str) -> None:
     tree, plant, expected = PLANTED[name]
-    found = faults.found(plant(machines.examined(machines.read(tmp_path, tree))))
+    found = faults.found(plant(machines.examined(tmp_path, tree)))
     assert {one.name for one in found} == expected
     for one in found:
         assert one.says
@@ -228,21 +228,21 @@ def test_a_planted_fault_is_named_and_nothing_else(tmp_path: Path, name: str) ->
 
 
 def test_a_container_is_told_how_its_limits_change(tmp_path: Path) -> None:
-    found = faults.found(machines.examined(machines.read(tmp_path, "container")))
+    found = faults.found(machines.examined(tmp_path, "container"))
     assert {one.name for one in found} == {"small /dev/shm", "core quota"}
     (shared,) = [one for one in found if one.name == "small /dev/shm"]
     assert "--shm-size" in shared.change
 
 
 def test_acs_is_named_once_for_a_switch_with_its_ports(tmp_path: Path) -> None:
-    machine = machines.examined(machines.read(tmp_path, SWITCH))
+    machine = machines.examined(tmp_path, SWITCH)
     (found,) = faults.found(with_acs(*PORTS)(machine))
     assert "0000:01:00.0" in found.says
     assert [port for port in PORTS if f"setpci -s {port} " in found.change] == PORTS
 
 
 def test_acs_above_a_switch_does_not_matter(tmp_path: Path) -> None:
-    machine = machines.examined(machines.read(tmp_path, SWITCH))
+    machine = machines.examined(tmp_path, SWITCH)
     above = with_acs("0000:00:01.1", "0000:01:00.0")
     assert faults.found(above(machine)) == []
     hanging = with_copy(0, 2, DIRECT, bytes_per_s=0.0, failure=SILENCE)
@@ -253,7 +253,7 @@ def test_acs_above_a_switch_does_not_matter(tmp_path: Path) -> None:
 
 
 def test_a_pair_that_hangs_is_named_with_the_iommu_as_the_cause(tmp_path: Path) -> None:
-    machine = machines.examined(machines.read(tmp_path, SWITCH))
+    machine = machines.examined(tmp_path, SWITCH)
     machine = with_copy(0, 2, DIRECT, bytes_per_s=0.0, failure=SILENCE)(machine)
     (found,) = faults.found(with_system(iommu="translating")(machine))
     assert found.says == "GPU 0 -> GPU 2 direct does not answer"
@@ -265,14 +265,14 @@ def test_a_pair_that_hangs_is_named_with_the_iommu_as_the_cause(tmp_path: Path) 
 def test_copies_that_are_not_direct_are_not_cured_without_peer_access(
     way: str, result: dict[str, Any], tmp_path: Path
 ) -> None:
-    machine = machines.examined(machines.read(tmp_path, SWITCH))
+    machine = machines.examined(tmp_path, SWITCH)
     source = HOST if way == PINNED else 1
     (found,) = faults.found(with_copy(source, 0, way, **result)(machine))
     assert "P2P" not in found.change + found.undo
 
 
 def test_peer_access_that_is_off_for_a_reason_is_no_fault(tmp_path: Path) -> None:
-    machine = machines.examined(machines.read(tmp_path, SWITCH))
+    machine = machines.examined(tmp_path, SWITCH)
     machine = replace(machine, variables={"NCCL_P2P_DISABLE": "1"})
     (found,) = faults.found(with_copy(0, 2, DIRECT, wrong=9)(machine))
     assert found.name == "corrupt transfer", "the doctor itself advises to turn it off"
@@ -281,7 +281,7 @@ def test_peer_access_that_is_off_for_a_reason_is_no_fault(tmp_path: Path) -> Non
 
 
 def test_on_busy_cores_a_copy_that_hangs_may_only_be_slow(tmp_path: Path) -> None:
-    machine = machines.examined(machines.read(tmp_path, SWITCH))
+    machine = machines.examined(tmp_path, SWITCH)
     machine = with_copy(0, 2, DIRECT, bytes_per_s=0.0, failure=SILENCE)(machine)
     (alone,) = faults.found(machine)
     assert "only be slow" not in alone.evidence
@@ -293,15 +293,15 @@ def test_on_busy_cores_a_copy_that_hangs_may_only_be_slow(tmp_path: Path) -> Non
 def test_an_all_reduce_that_cannot_be_direct_may_be_slower_than_copies(tmp_path: Path) -> None:
     """The driver's copies through the host's memory and between sockets are faster than NCCL's."""
     slow = AllReduce(bytes_per_s=6e9)
-    alone = machines.examined(machines.read(tmp_path / "alone", SWITCH))
+    alone = machines.examined(tmp_path / "alone", SWITCH)
     found = faults.found(replace(alone, all_reduce=slow, peers=frozenset()))
     assert [one.name for one in found] == ["no peer access"]
-    sockets = machines.examined(machines.read(tmp_path / "sockets", "two sockets"))
+    sockets = machines.examined(tmp_path / "sockets", "two sockets")
     assert faults.found(replace(sockets, all_reduce=slow)) == []
 
 
 def test_a_slow_pair_between_sockets_is_a_fact_of_the_hardware(tmp_path: Path) -> None:
-    machine = machines.examined(machines.read(tmp_path, "two sockets"))
+    machine = machines.examined(tmp_path, "two sockets")
     (found,) = faults.found(with_copy(0, 7, DIRECT, bytes_per_s=5e9)(machine))
     assert not found.wrong
     assert "nodes 0 and 1" in found.evidence
@@ -311,7 +311,7 @@ def test_a_slow_pair_between_sockets_is_a_fact_of_the_hardware(tmp_path: Path) -
 
 def test_the_cost_is_a_share_of_a_step(tmp_path: Path) -> None:
     """102.2 MB of weights and of gradients at 10 instead of 20 GB/s take 10.2 ms longer."""
-    machine = machines.examined(machines.read(tmp_path, SWITCH))
+    machine = machines.examined(tmp_path, SWITCH)
     said = faults._cost(machine, 10e9, 20e9)
     assert "10.2 ms (10%) in DataParallel" in said
     assert "7.67 ms (7.7%) in DDP" in said
@@ -326,7 +326,7 @@ def test_what_was_not_checked_is_listed_with_the_reason(tmp_path: Path) -> None:
     done, undone = faults.checked(machines.healthy())
     assert "copies between GPUs, because torch uses fewer than two GPUs" in undone
     assert "size of /dev/shm" in done
-    done, undone = faults.checked(machines.examined(machines.read(tmp_path, "2x3090")))
+    done, undone = faults.checked(machines.examined(tmp_path, "2x3090"))
     assert "copies between GPUs" in done
     assert undone == [
         "locked memory, because its limit cannot be read",
@@ -335,7 +335,7 @@ def test_what_was_not_checked_is_listed_with_the_reason(tmp_path: Path) -> None:
 
 
 def test_faults_stand_before_facts(tmp_path: Path) -> None:
-    machine = machines.examined(machines.read(tmp_path, "2x3090"))
+    machine = machines.examined(tmp_path, "2x3090")
     machine = with_gpu(1, name="Tesla T4", pcie_width_now=4)(machine)
     assert [one.wrong for one in faults.found(machine)] == [True, False]
 
@@ -348,7 +348,7 @@ def test_what_is_wrong_with_many_links_is_one_problem_with_the_slowest_first(
         with_copy(*pair, DIRECT, bytes_per_s=90e9 - 1e9 * number)
         for number, pair in enumerate(pairs)
     ]
-    machine = machines.examined(machines.read(tmp_path, "DGX"))
+    machine = machines.examined(tmp_path, "DGX")
     machine = chain(machines.with_nvswitch, *slow)(machine)
     found = result(machine, 0.0)
     assert len(found.findings) == len(pairs)
@@ -360,7 +360,7 @@ def test_what_is_wrong_with_many_links_is_one_problem_with_the_slowest_first(
 
 
 def test_different_problems_stay_apart(tmp_path: Path) -> None:
-    machine = machines.examined(machines.read(tmp_path, "2x3090"))
+    machine = machines.examined(tmp_path, "2x3090")
     machine = chain(
         with_gpu(1, name="Tesla T4", pcie_width_now=4), with_gpu(0, power_limit_w=150.0)
     )(machine)

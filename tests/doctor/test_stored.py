@@ -81,7 +81,7 @@ def test_without_a_run_on_gpus_the_standard_is_used(what: str, tmp_path: Path) -
 
 
 def test_a_store_that_exists_keeps_the_result(tmp_path: Path) -> None:
-    machine = machines.with_bridges(machines.examined(machines.read(tmp_path, "2x3090")))
+    machine = machines.with_bridges(machines.examined(tmp_path, "2x3090"))
     examination = result(replace(machine, steps=STANDARD), 1.7e9)
     path = tmp_path / "dpbench.db"
     stored.keep(path, HERE, examination)

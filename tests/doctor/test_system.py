@@ -80,7 +80,7 @@ def test_lists_of_the_kernel_are_sets(text: str, cores: set[int]) -> None:
 
 
 def test_the_tree_shows_each_gpu_once_below_its_switch(tmp_path: Path) -> None:
-    machine = machines.examined(machines.read(tmp_path, "DGX"))
+    machine = machines.examined(tmp_path, "DGX")
     lines = list(tree(machine))
     assert [line.split()[:2] for line in lines if "GPU" in line] == [
         ["GPU", str(number)] for number in range(8)
