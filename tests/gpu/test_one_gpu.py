@@ -47,12 +47,6 @@ def _case(strategy: str, devices: int, model: str = "mlp") -> Case:
     )
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Server:
-    with Server(tmp_path_factory.mktemp("scratch")) as running:
-        yield running
-
-
 def _profiled(server: Server, case: Case) -> Trial:
     """Run a case, again if the profiler lost a record: its figures are then withheld."""
     trial = server.run(case, Effort(budget_s=0.3), 0, 120.0)
