@@ -64,12 +64,8 @@ NOISY says that other processes used the cores or a GPU.</p>
 <section id="studies">
 <h2>Earlier studies</h2>
 <ul>
-{% for name, title, paged in studies %}
-<li><a href="{{ name }}/README.md">{{ title }}</a>
-{% if paged %}
-(<a href="{{ name }}/index.html">page of {{ name }}</a>)
-{% endif %}
-</li>
+{% for name, title in studies %}
+<li><a href="{{ name }}/README.md">{{ title }}</a></li>
 {% endfor %}
 </ul>
 </section>
@@ -140,7 +136,7 @@ def listed(reports: Path) -> str:
     }
     entries = sorted(found.items(), key=lambda pair: (-pair[1].started_s, pair[0]))
     studies = [
-        (path.parent.name, heading[1].replace("`", ""), (path.parent / "index.html").is_file())
+        (path.parent.name, heading[1].replace("`", ""))
         for path in sorted(reports.glob("*/README.md"))
         if path.parent.name not in found
         and (heading := re.match(r"# (.+)", path.read_text(encoding="utf-8")))
