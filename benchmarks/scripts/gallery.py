@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gzip
 import re
-from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
@@ -23,7 +22,7 @@ from markupsafe import Markup
 
 from dpbench.analysis.summary import FAKE_GPU
 from dpbench.api import reports, stored
-from dpbench.records import fake
+from dpbench.records import fake, words
 from dpbench.report import naming, page, templates
 from dpbench.store import Store
 from dpbench.store.export import formats
@@ -50,7 +49,7 @@ NOISY says that other processes used the cores or a GPU.</p>
 <h2>{{ one.title }}</h2>
 <p>{{ one.about }}</p>
 <p>{% for label in one.labels %}<span class="badge {{ label }}">{{ label }}</span> {% endfor %}</p>
-<p class="note">{{ one.date }} UTC on {{ one.machine }}; {#-
+<p class="note">{{ one.date }} on {{ one.machine }}; {#-
 #} {{ one.results }} of {{ one.cases }} cases have a result.</p>
 {% for answer in one.answers %}
 <p>{{ answer }}</p>
@@ -95,7 +94,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def date(self) -> str:
         """Return the start of the run as text, in UTC."""
-        return datetime.fromtimestamp(self.started_s, UTC).strftime("%Y-%m-%d %H:%M")
+        return words.minute(self.started_s)
 
 
 def add(folder: Path, title: str, about: str, store: Path, run_id: str | None) -> None:

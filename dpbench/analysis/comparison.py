@@ -231,7 +231,6 @@ def earlier(case: Case, run: Measured, past: Iterable[PastRun]) -> str:
         if unlikes(before, run) or not (found := compare(_timed(case, before), here)):
             continue
         line = found[0]
-
         phase = (
             f", most of the change in {line.phase} ({words.signed_time(line.phase_s)})"
             if line.decided

@@ -1,4 +1,4 @@
-"""Training: what a step needs besides the batch: rows of each device, target, loss, optimizer."""
+"""Training: what a step needs besides the batch, and where its rows and its target go."""
 
 from __future__ import annotations
 
