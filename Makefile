@@ -8,14 +8,20 @@
 # make faults     plants a fault for each law in a copy of the checkout, and reports which of them the tests catch;
 #                 ARGS="NAME..." takes some of them, ARGS=--list prints all
 # make hardening  damages 20 stores, kills 60 runs at random moments, lets processes share a store in 200 rounds in
-#                 which they are killed, and makes 300 inputs of each kind, or N= of each, and lists what went wrong
+#                 which they are killed, crafts 20 stores, removes 12 runs from other containers and after clock steps,
+#                 overwrites 24 stores, fills 5 disks, and makes 300 inputs of each kind, or N= of each, and lists what
+#                 went wrong
+# make ci-versions  the fast tests with the lowest versions that pyproject.toml declares, torch 2.11 among them, and with
+#                 torch 2.14.1; CUDA builds are downloaded (3 GB each); VERSIONS="2.11.0 2.15.0" takes others
 # make check      ruff and mypy
 # make history    asv over the last COMMITS=3 commits, published in .asv/html/index.html, which opens from a file; a
-#                 second run measures only the missing results, or all with AGAIN=1; BENCH=REGEX selects benchmarks
+#                 second run measures only the missing results, or all with AGAIN=1; BENCH=REGEX selects benchmarks.
+#                 The commits take turns in ROUNDS=5 rounds, and it prints which differences these decide
 # make docs       the documents as a site, build/site/index.html; a broken link is an error
 # make gate       decide whether this checkout's engine is slower than BASE=main: slower, not slower, or cannot tell
 # make test-gpu   on any Linux machine: torch's CUDA build on fake GPUs, in the virtual environment .venv-gpu (1.8 GB).
-#                 tests/fakegpu/README.md says what this shows and what it does not
+#                 tests/fakegpu/README.md says what this shows and what it does not; the stages of an earlier torch,
+#                 which end in -2.11, install it in .venv-gpu-211 (1.2 GB)
 # make gpu-check  on a machine with GPUs: the tests that need them and a short run, as one page gpu-check.txt to send back
 #
 # Each target makes the .venv it needs; a second run reuses it. TORCH=system takes torch and all other packages from the
@@ -33,6 +39,8 @@ COMMITS ?= 3
 BASE   ?= main
 JOBS   ?= 3
 VENV_GPU ?= .venv-gpu
+VENV_GPU_211 := .venv-gpu-211
+VERSIONS ?= lowest 2.14.1
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
@@ -43,7 +51,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 SPREAD = $(shell $(BIN)/python -c 'import xdist' 2>/dev/null && echo "--numprocesses=$(JOBS) --dist=worksteal")
 
 .DEFAULT_GOAL := bench
-.PHONY: bench test test-all test-fast test-gpu faults hardening check docs history gate gpu-check clean
+.PHONY: bench test test-all test-fast test-gpu faults hardening ci-versions check docs history gate gpu-check clean
 
 ifeq ($(TORCH),system)
 # No registry is asked: the Python that runs make lends its packages, after a check that all are there.
@@ -87,7 +95,24 @@ hardening: $(VENV)/dev.stamp
 	$(BIN)/python -m tests.hardening stores $(or $(N),20)
 	$(BIN)/python -m tests.hardening kills $(or $(N),60)
 	$(BIN)/python -m tests.hardening writers $(or $(N),200)
+	$(BIN)/python -m tests.hardening foreign $(or $(N),20)
+	$(BIN)/python -m tests.hardening guards $(or $(N),12)
+	$(BIN)/python -m tests.hardening overwritten $(or $(N),24)
+	$(BIN)/python -m tests.hardening disks $(or $(N),5)
 	FUZZ=$(or $(N),300) $(BIN)/python -m pytest -q tests/cli/test_fuzz.py
+
+# What is declared is installed, without constraints: a version of torch stands for itself.
+.venv-versions/%/dev.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	$(PYTHON) tests/versions.py $* > $(@D)/requirements.txt
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $(@D)/requirements.txt
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $(@D)/base.stamp $@
+
+ci-versions: $(VERSIONS:%=.venv-versions/%/dev.stamp)
+	for version in $(VERSIONS); do \
+	  $(MAKE) test-fast TORCH=pinned VENV=.venv-versions/$$version ARGS="$(ARGS)" || exit 1; \
+	done
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
@@ -104,7 +129,7 @@ docs: $(VENV)/docs.stamp
 	@echo "build/site/index.html"
 
 history: $(VENV)/dev.stamp
-	PATH="$(abspath $(BIN)):$$PATH" COMMITS=$(COMMITS) BENCH='$(BENCH)' AGAIN=$(AGAIN) sh benchmarks/history.sh
+	PATH="$(abspath $(BIN)):$$PATH" COMMITS=$(COMMITS) BENCH='$(BENCH)' AGAIN=$(AGAIN) ROUNDS=$(ROUNDS) sh benchmarks/history.sh
 
 gate: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/scripts/gate.py $(BASE) $(ARGS)
@@ -115,6 +140,8 @@ gpu-check: $(VENV)/dev.stamp
 # torch comes without the packages of NVIDIA that it asks for; its other dependencies are among GPU_PACKAGES. Installed
 # last, it lets pip find no conflict.
 PIP_GPU := $(VENV_GPU)/bin/python -m pip install --quiet --disable-pip-version-check
+PIP_GPU_211 := $(VENV_GPU)/bin/python -m pip --python $(VENV_GPU_211)/bin/python install --quiet \
+  --disable-pip-version-check
 GPU_PACKAGES := filelock fsspec jinja2 networkx sympy typing-extensions \
   click matplotlib msgspec numpy nvidia-ml-py pandas psutil rich scipy \
   hypothesis pytest pytest-timeout pytest-xdist
@@ -126,9 +153,22 @@ $(VENV_GPU)/base.stamp: constraints.txt constraints-gpu.txt pyproject.toml
 	$(PIP_GPU) --no-deps -r constraints-gpu.txt -e .
 	@touch $@
 
-test-gpu: $(VENV_GPU)/base.stamp
+# an earlier torch, beside the packages of $(VENV_GPU) and this checkout
+SITE = $$($(1)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
+$(VENV_GPU_211)/base.stamp: constraints-gpu-211.txt $(VENV_GPU)/base.stamp
+	$(PYTHON) -m venv --without-pip $(VENV_GPU_211)
+	$(PIP_GPU_211) --no-deps -r constraints-gpu-211.txt
+	printf '%s\n' "$(call SITE,$(VENV_GPU))" "$(CURDIR)" > "$(call SITE,$(VENV_GPU_211))/shared.pth"
+	@touch $@
+
+# stages that ARGS names need only their own torch; without names, all run
+STAGES  := $(or $(filter-out --% 0% 1% 2% 3% 4% 5% 6% 7% 8% 9%,$(ARGS)),all -2.11)
+EARLIER := $(if $(findstring -2.11,$(STAGES)),$(VENV_GPU_211)/base.stamp)
+
+test-gpu: $(VENV_GPU)/base.stamp $(EARLIER)
 	$(VENV_GPU)/bin/python -m tests.fakegpu.build
+	$(if $(EARLIER),$(VENV_GPU_211)/bin/python -m tests.fakegpu.build --clock-alone)
 	$(VENV_GPU)/bin/python -m tests.fakegpu.check $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(VENV_GPU) .asv build *.egg-info
+	rm -rf $(VENV) $(VENV_GPU) $(VENV_GPU_211) .venv-versions .asv build *.egg-info

@@ -31,7 +31,7 @@ def timing(**attributes: Any) -> Callable[[Callable[..., Any]], Callable[..., An
     """Return a decorator that sets the attributes which asv reads from a `track_` function."""
 
     def mark(function: Callable[..., Any]) -> Callable[..., Any]:
-        common = {"unit": "seconds", "version": "1", "timeout": 300, "rounds": 1 if QUICK else 2}
+        common = {"unit": "seconds", "version": "1", "timeout": 300}
         vars(function).update(common | attributes)
         return function
 
@@ -131,7 +131,7 @@ def keep(benchmark: Callable[..., Any] | str, params: Sequence[Any], trials: Seq
             run_id, _ = store.begin_run(
                 plan=json.dumps([name, *map(repr, params)]),
                 host=provenance.host_key(facts),
-                code=commit,
+                code=provenance.code_key(facts),
                 rounds=len({trial.round for trial in trials}),
                 provenance=facts,
             )

@@ -100,7 +100,6 @@ def _on_cells(name: str, **attributes: Any) -> Any:
         param_names=("strategy", "model", "devices"),
         setup=_setup(name),
         setup_cache=cells,
-        rounds=1,
         timeout=TIMEOUT_S,
         **attributes,
     )

@@ -75,7 +75,6 @@ def setup_step(cache: dict[tuple[str, str], list[float]], strategy: str, model: 
     param_names=("strategy", "model"),
     setup=setup_step,
     setup_cache=pairs,
-    rounds=1,  # another round would read the same cache
 )
 def track_emulated_step_seconds(
     cache: dict[tuple[str, str], list[float]], strategy: str, model: str

@@ -2,12 +2,14 @@
 # Measure the last $COMMITS commits of HEAD with asv, oldest first, and publish them in .asv/html.
 #
 #   COMMITS=3           the number of commits
+#   ROUNDS=5            the number of rounds, in each of which every commit measures a benchmark in fresh processes
 #   BENCH=regex         only the benchmarks whose names match; without it, all
 #   AGAIN=1             measures also the benchmarks that have a result
 #   DPBENCH_QUICK=1     1 takes few samples; 0 takes the full number
 #
-# Each benchmark's result is saved as it ends. After a kill, the next run measures only the missing ones. A full result
-# stands for a quick one, but not the reverse.
+# Each round of a benchmark is saved as it ends. After a kill, the next run measures only the missing ones. A full result
+# stands for a quick one, but not the reverse. At the end, the script says which differences between commits the rounds
+# decide.
 #
 # The script measures with the python on PATH and installs no package into it. dpbench is pure Python, so each commit's
 # package is unpacked to a temporary folder that is first on the import path, and the environment stays unchanged even
@@ -17,13 +19,16 @@ set -eu
 cd "$(dirname "$0")/.."
 COMMITS=${COMMITS:-3}
 DPBENCH_QUICK=${DPBENCH_QUICK:-1}
+ROUNDS=${ROUNDS:-5}
 BENCH=${BENCH:-} AGAIN=${AGAIN:-}
-export BENCH AGAIN DPBENCH_QUICK OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+export BENCH AGAIN ROUNDS DPBENCH_QUICK OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 unset PYTHONPATH
 
 say() { printf 'history: %s\n' "$*" >&2; }
 
-case $COMMITS in '' | *[!0-9]* | 0) say "COMMITS must be an integer of at least 1, got '$COMMITS'"; exit 64 ;; esac
+whole() { case $2 in '' | *[!0-9]* | 0) say "$1 must be an integer of at least 1, got '$2'"; exit 64 ;; esac; }
+whole COMMITS "$COMMITS"
+whole ROUNDS "$ROUNDS"
 # asv identifies results by the interpreter's path, so do not resolve a symbolic link
 python=$(command -v python) || { say "no python on PATH; run: make history"; exit 1; }
 "$python" -c 'import asv, importlib.util as u; u.find_spec("torch") or exit(1)' ||
@@ -120,14 +125,20 @@ for commit in $commits; do
     fi
 done
 
-# commits take turns, so that a change of the machine does not look like a change of the code
+# Commits take turns in each round, so that a change of the machine does not look like a change of the code; asv itself
+# interleaves rounds only in environments that it builds. Every second round goes backwards, against a steady drift
+reversed=
+for commit in $todo; do reversed="$commit $reversed"; done
 status=0
 groups=$("$python" reports/asv_history.py groups)
 for group in ${groups:-""}; do
-    for commit in $todo; do
-        benches=$("$python" reports/asv_history.py select "$commit" "$group")
-        [ -n "$benches" ] || continue
-        measure "$commit" "$benches" || { status=$?; say "$commit: failed (exit status $status); continuing"; }
+    for round in $(seq "$ROUNDS"); do
+        [ $((round % 2)) -eq 1 ] && turns=$todo || turns=$reversed
+        for commit in $turns; do
+            benches=$("$python" reports/asv_history.py select "$commit" "$round" "$group")
+            [ -n "$benches" ] || continue
+            measure "$commit" "$benches" || { status=$?; say "$commit: failed (exit status $status); continuing"; }
+        done
     done
 done
 
@@ -146,6 +157,8 @@ fi
 
 "$python" -m asv publish --no-pull || status=$?
 [ ! -f .asv/html/index.html ] || say "$("$python" reports/asv_offline.py .asv/html)"
+# shellcheck disable=SC2086  # one word per commit
+"$python" reports/asv_history.py differences $commits | while IFS= read -r line; do say "$line"; done
 [ "$status" -eq 0 ] || say "failed with exit status $status; see the lines marked 'failed' above"
 say "open file://$top/.asv/html/index.html in a browser"
 exit "$status"

@@ -69,7 +69,6 @@ def setup_devices(devices: int) -> None:
     params=((1, 4),),
     param_names=("devices",),
     setup=setup_devices,
-    rounds=1,
 )
 def track_fast_tick_seconds(devices: int) -> dict[str, Any]:
     """Return the mean seconds between two readings of the fast counters in each of `LOOKS` periods.

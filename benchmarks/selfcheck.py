@@ -65,7 +65,6 @@ def setup_arm(cache: dict[str, list[float]], arm: str) -> None:
     param_names=("marks",),
     setup=setup_arm,
     setup_cache=in_turns,
-    rounds=1,  # another round would read the same cache
 )
 def track_marked_step_seconds(cache: dict[str, list[float]], arm: str) -> dict[str, Any]:
     return result(cache[arm])

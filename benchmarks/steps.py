@@ -125,7 +125,6 @@ def setup_phase(cache: dict[str, list[float]], phase: str) -> None:
     param_names=("phase",),
     setup=setup_phase,
     setup_cache=phases_of_dp,
-    rounds=1,  # another round would read the same cache
 )
 def track_phase_seconds(cache: dict[str, list[float]], phase: str) -> dict[str, Any]:
     return result(cache[phase])

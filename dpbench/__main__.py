@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 
-from dpbench.hardware import signals
+from dpbench.records import signals
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command `dpbench` with `arguments`; None means the arguments of the process.
 
     If a signal ends the command, the exit code is 128 plus the number of the signal, as in a shell.
+    Raises KeyboardInterrupt if one ended a script: the process then ends as that of the script.
     """
     signals.install()
     try:
         from dpbench import cli
+        from dpbench.cli import streams
 
-        cli.main(arguments)
+        streams.install()
+        try:
+            cli.main(arguments)
+        finally:
+            streams.finish()
+    except signals.ScriptInterrupted:
+        sys.excepthook = lambda *_: None
+        raise KeyboardInterrupt from None
     except BaseException as error:
         if not (number := signals.received()):
             raise
         # with SystemExit, the command has printed how it ended
         if not isinstance(error, SystemExit):
-            print("interrupted", file=sys.stderr)
+            with suppress(OSError):  # the terminal may be the one that has been closed
+                print("interrupted", file=sys.stderr)
         sys.exit(128 + number)
 
 

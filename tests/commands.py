@@ -35,7 +35,7 @@ class Folder:
         own = {
             "PYTHONPATH": os.pathsep.join(paths),
             "TMPDIR": str(self.temporary),
-            "GIT_DIR": str(self.path / "none"),
+            "GIT_CEILING_DIRECTORIES": os.pathsep.join(map(str, (ROOT, self.path.parent))),
         }
         return os.environ | self.mark.env | own
 

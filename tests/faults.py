@@ -350,9 +350,9 @@ FAULTS = (
     Fault(
         "hooks-muted",
         "hooks on parameters are back after a step that failed",
-        "            self._muted.restore()\n"
-        "            set_gradients(self._weights.originals, self._before)",
-        "            set_gradients(self._weights.originals, self._before)",
+        "            self._removed.restore()\n"
+        "            set_gradients(self._parameters, self._before)",
+        "            set_gradients(self._parameters, self._before)",
         ("tests/engine/law/test_named_changes.py::test_hooks_are_back_after_a_step_that_failed",),
     ),
     Fault(
@@ -375,8 +375,8 @@ FAULTS = (
     Fault(
         "writes-in-forward",
         "weights that forward writes are those of replica 0",
-        "self._written_in_forward = self._weights.versions() != self._seen",
-        "self._written_in_forward = False",
+        "self._weights.versions() != self._same_at or self._uncounted()",
+        "self._uncounted()",
         (
             "tests/engine/law/test_noticed_changes.py::test_weights_that_forward_writes_are_those_of_replica_0",
         ),
@@ -443,8 +443,8 @@ FAULTS = (
             is_watched(self._optimizer) != self.watched
             or len(groups) != len(self._groups)
             or not all(
-                _same(group["params"], seen)
-                for group, seen in zip(groups, self._groups, strict=True)
+                same(group["params"], before)
+                for group, before in zip(groups, self._groups, strict=True)
             )
         )""",
         "is_watched(self._optimizer) != self.watched",
@@ -453,8 +453,8 @@ FAULTS = (
     Fault(
         "early-error",
         "a device that fails early stops no other device in the same stage",
-        "_meet(meeting) and not stopped",
-        "_meet(meeting) and not team.errors",
+        "meeting.goes_on(i)",
+        "meeting.goes_on(i) and not team.errors",
         (
             "tests/engine/plain/test_autograd.py::test_a_device_that_fails_early_stops_no_other_device_in_the_same_stage",
         ),
@@ -471,11 +471,46 @@ FAULTS = (
     Fault(
         "turn-patience",
         "replicas that wait for each other in forward do not also wait for their turns",
-        "self._lock.acquire(timeout=PATIENCE_S)",
-        "self._lock.acquire()",
+        "self._ended[i - 1].wait(PATIENCE_S)",
+        "self._ended[i - 1].wait()",
         (
             "tests/engine/fast/test_turns.py::test_replicas_that_wait_for_each_other_in_forward_are_not_kept_waiting",
         ),
+    ),
+    Fault(
+        "hooks-owned",
+        "hooks that forward adds are those of its replica",
+        "attributes[name] = attributes[name].copy()",
+        "pass",
+        (
+            "tests/engine/law/test_forward_writes.py::test_hooks_that_forward_adds_are_those_of_its_replica",
+        ),
+    ),
+    Fault(
+        "shared-turns",
+        "forwards that share what they write run one after another",
+        "InOrder(len(replicas)) if turns else None",
+        "None",
+        (
+            "tests/engine/law/test_forward_writes.py::test_forwards_that_share_what_they_write_read_their_own",
+        ),
+    ),
+    Fault(
+        "shared-later",
+        "forwards that begin to share later are refused once",
+        "change.tensor",
+        "False",
+        (
+            "tests/engine/law/test_forward_writes.py::test_forwards_that_begin_to_share_later_are_refused_once",
+        ),
+        where="engine.writes._refuse",
+    ),
+    Fault(
+        "lost-writes",
+        "the first write that is lost is named",
+        "seen.lost = seen.lost or owned.written()",
+        "pass",
+        ("tests/engine/law/test_forward_writes.py::test_the_first_write_that_is_lost_is_named",),
     ),
     Fault(
         "turn-choice",
@@ -617,7 +652,7 @@ FAULTS = (
     Fault(
         "budget",
         "the budget counts everything from the start of the run",
-        "began_s + (math.inf if budget_s is None else budget_s)",
+        "began_s + (math.inf if how.budget_s is None else how.budget_s)",
         "began_s + (math.inf if budget_s is None else budget_s + 20)",
         ("tests/measure/test_run.py::test_the_check_of_a_model_is_part_of_the_budget",),
     ),
@@ -750,9 +785,18 @@ FAULTS = (
         ("tests/store/test_damaged.py::test_a_series_is_decompressed_as_far_as_its_row_states",),
     ),
     Fault(
+        "odd-answer",
+        "a reading that raises an unforeseen error is unknown, and ends nothing",
+        'note(name, f"{type(error).__name__}: {error}")',
+        "raise",
+        (
+            "tests/hardware/test_readings.py::test_a_name_that_is_no_text_leaves_everything_else_known_and_is_noted_once",
+        ),
+    ),
+    Fault(
         "fact-types",
         "a trial whose facts are of wrong types is left out and counted",
-        "msgspec.convert(provenance, _Trial)",
+        "_ = trial.facts",
         "pass",
         ("tests/store/test_damaged.py::test_a_trial_of_wrong_types_is_left_out_and_counted",),
     ),
@@ -813,10 +857,71 @@ FAULTS = (
     Fault(
         "replaced-store",
         "a store that is deleted or replaced during a run is noticed",
-        "file.same_file(db)",
-        "file",
+        "now is None or now.is_other(left)",
+        "False",
         (
-            "tests/store/test_damaged.py::test_a_store_that_is_deleted_or_replaced_during_a_run_is_noticed",
+            "tests/store/test_damaged.py::test_a_store_that_is_lost_while_a_worker_runs_is_noticed_and_its_trials_are_kept",
+        ),
+    ),
+    Fault(
+        "overwritten-store",
+        "a store that is overwritten during a run is noticed",
+        "left is not None and now != left",
+        "left is not None and (now is None or now.is_other(left))",
+        (
+            "tests/store/test_damaged.py::test_a_store_that_is_lost_while_a_worker_runs_is_noticed_and_its_trials_are_kept",
+        ),
+    ),
+    Fault(
+        "read-back",
+        "a trial counts when it has been read back from the file",
+        "not self._has_trials()",
+        "False",
+        (
+            "tests/store/test_damaged.py::test_a_store_that_is_overwritten_while_a_trial_is_stored_is_noticed_by_reading_it_back",
+        ),
+    ),
+    Fault(
+        "folded-lost",
+        "what another program has written over a store stays as it is",
+        "self._writes and not self._db.lost",
+        "self._writes",
+        (
+            "tests/store/test_damaged.py::test_a_store_that_is_lost_while_a_worker_runs_is_noticed_and_its_trials_are_kept",
+        ),
+    ),
+    Fault(
+        "id-as-path",
+        "an id that is not of our form is no path",
+        "_ID.fullmatch(stored)",
+        "True",
+        (
+            "tests/store/test_foreign.py::test_a_run_whose_id_is_not_of_our_form_is_unreadable_and_nothing_outside_is_touched",
+        ),
+    ),
+    Fault(
+        "id-outside",
+        "no id leads out of the folder of the runs",
+        'name in ("", ".", "..") or "/" in name or "\\0" in name',
+        "False",
+        ("tests/store/test_foreign.py::test_no_id_becomes_a_path_outside_the_folder_of_the_runs",),
+    ),
+    Fault(
+        "foreign-view",
+        "a store with a view or a trigger is refused",
+        "    _refuse_computed(path, db)\n",
+        "    pass\n",
+        (
+            "tests/store/test_foreign.py::test_a_store_with_more_than_plain_tables_is_refused_by_name",
+        ),
+    ),
+    Fault(
+        "forked-lock",
+        "a forked child that lives on holds no lock",
+        "os.register_at_fork(after_in_child=_close_all)\n",
+        "pass\n",
+        (
+            "tests/records/test_locks.py::test_a_forked_child_that_lives_on_neither_holds_nor_deletes_the_lock",
         ),
     ),
     Fault(
@@ -824,15 +929,15 @@ FAULTS = (
         "a signal ends a command also if Python drops its exception",
         "_State.number and threading.current_thread() is threading.main_thread()",
         "_State.number < 0",
-        ("tests/hardware/test_signals.py::test_a_signal_that_python_drops_ends_the_next_wait",),
+        ("tests/records/test_signals.py::test_a_signal_that_python_drops_ends_the_next_wait",),
     ),
     Fault(
         "swept-by-name",
         "the folder of a living process is never removed",
-        "fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)",
-        "os.fstat(lock)",
+        "fcntl.flock(descriptor, kind | fcntl.LOCK_NB)",
+        "os.fstat(descriptor)",
         (
-            "tests/hardware/test_signals.py::test_folders_of_killed_processes_are_removed_by_their_lock",
+            "tests/records/test_signals.py::test_folders_of_killed_processes_are_removed_by_their_lock",
         ),
     ),
     Fault(
@@ -841,7 +946,7 @@ FAULTS = (
         "_prctl(_PR_SET_CHILD_SUBREAPER, 1)",
         "_prctl(_PR_SET_CHILD_SUBREAPER, 0)",
         (
-            "tests/hardware/test_signals.py::test_processes_of_a_worker_in_sessions_of_their_own_are_ended",
+            "tests/records/test_signals.py::test_processes_of_a_worker_in_sessions_of_their_own_are_ended",
         ),
     ),
     # -- launches
@@ -923,14 +1028,14 @@ FAULTS = (
     Fault(
         "one-machine",
         "hosts on one machine are labelled COLOCATED",
-        "len({host.machine for host in trial.hosts}) < len(trial.hosts)",
+        "len({*machines}) < len(machines)",
         "False",
         ("tests/measure/test_cluster.py::test_hosts_on_one_machine_are_labelled_colocated",),
     ),
     Fault(
         "fake-label",
         "the facts of a stored run on fake GPUs label its trials FAKE-GPU",
-        "{fake.FACT: True} if found and _says_fake(found[0]) else {}",
+        "stated(fake_gpus=True) if found and _says_fake(found[0]) else {}",
         "{}",
         (
             "tests/records/test_fake.py::test_the_facts_of_a_stored_run_label_its_trials",
@@ -947,9 +1052,34 @@ FAULTS = (
     Fault(
         "fake-comparison",
         "fake GPUs are compared with no real devices",
-        "any(one.name == FAKES for one in differing)",
+        "any(one.name == FAKES for one in forbids)",
         "False",
         ("tests/records/test_fake.py::test_a_comparison_of_fake_with_real_gpus_is_refused",),
+    ),
+    Fault(
+        "environment-key",
+        "a run is not resumed in another environment",
+        "dict.fromkeys(Environment.of(one).key for one in machines)",
+        "()",
+        ("tests/measure/test_run.py::test_trials_of_another_environment_are_never_added_to_a_run",),
+    ),
+    Fault(
+        "environment-unknown",
+        "a fact that only one of two runs recorded forbids nothing",
+        'known and one.metadata["forbids"]',
+        'one.metadata["forbids"]',
+        (
+            "tests/records/test_environment.py::test_a_fact_that_is_unknown_in_one_of_them_is_told_and_forbids_nothing",
+        ),
+    ),
+    Fault(
+        "merged-end",
+        "an older copy that ended later leaves a finished run finished",
+        "_is_newer(source, target, run_id)",
+        "True",
+        (
+            "tests/cli/test_managing.py::test_an_older_copy_that_ended_later_leaves_a_finished_run_finished",
+        ),
     ),
     Fault(
         "cores-of-gpus",
@@ -1006,8 +1136,8 @@ FAULTS = (
     Fault(
         "run-measured",
         "a run that is being measured is not removed",
-        "row and alive(*row)",
-        "False",
+        "locks.holder(_file(store, run_id))",
+        "''",
         (
             "tests/cli/test_managing.py::test_a_run_that_is_measured_now_is_neither_removed_nor_merged",
         ),
@@ -1064,8 +1194,8 @@ FAULTS = (
     Fault(
         "peer-copies",
         "copies between GPUs do not count as busy time of the GPU that sends",
-        r'r"(?:void\s+)?\w*(?:nccl|rccl)|Memcpy (?:PtoP|P2P)"',
-        r'r"(?:void\s+)?\w*(?:nccl|rccl)"',
+        "Kind.COMMUNICATION if _COMMUNICATION.match(name) else Kind.COPY",
+        "Kind.COPY",
         (
             "tests/simulated/test_report.py::test_busy_times_and_their_imbalance_are_the_true_ones[four]",
             "tests/observe/test_imported_profiled.py::test_busy_times_of_real_traces_are_the_counted_microseconds",
@@ -1093,7 +1223,7 @@ FAULTS = (
     Fault(
         "fp32-convolutions",
         "a precision says so if convolutions use another format than it names",
-        "sum(one != named for one in products)",
+        "sum(one != named for one in formats)",
         "products.matmul != named",
         ("tests/hardware/test_float32.py::test_a_precision_says_what_the_products_really_use",),
     ),
@@ -1126,10 +1256,37 @@ FAULTS = (
     Fault(
         "by-time",
         "a kernel belongs to the step that launched it, whatever its own time",
-        "_range(one) if call is None else _range(call)",
-        "_range(one)",
+        "launches.get(one.id, _Range(start_s, end_s))",
+        "_Range(start_s, end_s)",
         (
-            "tests/observe/test_imported_profiled.py::test_a_profile_with_lost_or_wrong_records_is_withheld",
+            "tests/observe/test_imported_profiled.py::test_one_kernel_that_begins_before_its_launch_withholds_nothing",
+        ),
+    ),
+    Fault(
+        "gpu-clock",
+        "the clock of a GPU that is off the host's is corrected",
+        "min(max(0.0, least_s), most_s)",
+        "0.0",
+        (
+            "tests/observe/test_imported_profiled.py::test_a_copy_without_a_launch_is_placed_by_the_corrected_clock",
+        ),
+    ),
+    Fault(
+        "nameless-launches",
+        "a call that Kineto links to an operator launches kernels, whatever its name is",
+        "event.linked_correlation_id() > 0",
+        "event.linked_correlation_id() < 0",
+        (
+            "tests/observe/test_imported_profiled.py::test_a_launch_of_any_name_is_found_by_its_link_to_an_operator",
+        ),
+    ),
+    Fault(
+        "sender-lanes",
+        "a phase is also open on a GPU that sends",
+        "destination.at_work(sources)",
+        "[destination.index]",
+        (
+            "tests/engine/plain/test_train_step.py::test_devices_that_send_are_marked_with_the_one_that_receives",
         ),
     ),
     Fault(
@@ -1152,7 +1309,7 @@ FAULTS = (
     Fault(
         "rank-without-profile",
         "no reduction comes from a profile if that of another rank is withheld",
-        "any(NO_PROFILE in part.provenance for part in parts)",
+        "any(part.facts.no_profile for part in parts)",
         "False",
         (
             "tests/observe/test_imported_profiled.py::test_a_rank_without_a_profile_withholds_the_reductions_of_all",
@@ -1222,11 +1379,45 @@ FAULTS = (
     Fault(
         "link-queue",
         "copies over a fast link are queued before the first of them begins",
-        "own[cover].copy_(buffer[cover], non_blocking=True)",
+        "cover()",
         "pass",
         (
             "tests/simulated/test_report.py::test_links_that_are_faster_than_the_host_queues_copies_have_their_true_rate",
         ),
+        where="hardware.rates",
+    ),
+    Fault(
+        "link-spans",
+        "a copy beside another device's longer phase has its own seconds",
+        "interval = _began(span, spans, tie_s), span.end_s",
+        "interval = max([_began(span, spans, tie_s), *(s.end_s for s in spans if s is not span)])"
+        ", span.end_s",
+        (
+            "tests/analysis/test_transfers.py::test_a_rate_counts_a_copy_whole_that_runs_beside_another_device",
+        ),
+    ),
+    Fault(
+        "longest-wait",
+        "a late rank costs at most the longest wait, not the mean one",
+        "seconds[one.step] += max(one.waits_s)",
+        "seconds[one.step] += sum(one.waits_s) / len(one.waits_s)",
+        (
+            "tests/analysis/test_arrivals.py::test_what_a_late_rank_costs_at_most_is_what_its_lateness_costs",
+        ),
+    ),
+    Fault(
+        "hidden-reductions",
+        "a rank that hides its reductions waits for nobody",
+        "[values for part in parts for values in part.readings(EXPOSED_REDUCTION).values()]",
+        "[v for part in parts for v in part.readings(EXPOSED_REDUCTION).values() if any(v)]",
+        ("tests/simulated/test_ranks.py",),
+    ),
+    Fault(
+        "names-of-kernels",
+        "torch's records tell a collective, whatever name its kernel has",
+        "Kind.COMMUNICATION if collective or _COMMUNICATION.match(name) else Kind.COMPUTE",
+        "Kind.COMMUNICATION if _COMMUNICATION.match(name) else Kind.COMPUTE",
+        ("tests/observe/test_imported_collectives.py",),
     ),
     Fault(
         "mig",
@@ -1728,6 +1919,22 @@ FAULTS = (
     ),
     # -- predict
     Fault(
+        "measured-machine",
+        "a machine that was measured keeps its own interval",
+        "machine.collective is not None and machine.host.launch_s is not None",
+        "False",
+        ("tests/predict/test_deviations.py::test_a_measured_machine_keeps_its_own_interval",),
+    ),
+    Fault(
+        "unknown-machine",
+        "steps on a machine that nobody measured include what such machines lost",
+        "seconds, draws = deviation.of_step(seconds, draws)",
+        "pass",
+        (
+            "tests/predict/test_deviations.py::test_steps_on_an_unknown_machine_are_later_and_less_sure",
+        ),
+    ),
+    Fault(
         "prediction-interval",
         "a prediction's interval holds 80 % of the draws",
         "return ordered[int(0.1 * len(ordered))], ordered[int(0.9 * len(ordered)) - 1]",
@@ -1794,12 +2001,21 @@ FAULTS = (
             "tests/store/test_export_traces.py::test_every_span_and_step_is_one_event_in_its_place_and_counters_are_the_samples",
         ),
     ),
+    Fault(
+        "export-pyperf-steps",
+        "the steps of a process are no independent values",
+        "[statistics.median(trial.timed)]",
+        "list(trial.timed)",
+        (
+            "tests/store/test_export.py::test_pyperf_finds_hardly_more_differences_between_equal_cases_than_its_level_says",
+        ),
+    ),
     # -- loaders
     Fault(
         "loader-best",
         "the rate that was measured as the best need not be the best",
-        "_least(ratios)",
-        "stats.mean_ratio(min(measured, key=lambda one: one.mean.value).series, row.series)",
+        "ratios = [stats.mean_ratio(other, times) for other in every]",
+        "ratios = [stats.mean_ratio(min(every, key=lambda one: stats.mean(one).value), times)]",
         ("tests/measure/test_loaders.py::test_a_curve_without_a_knee_has_none",),
     ),
     Fault(
@@ -1847,9 +2063,27 @@ FAULTS = (
     Fault(
         "loader-bound",
         "the step and the batch are not exchanged",
-        "stats.mean_ratio(steps or given, row.series)",
-        "stats.mean_ratio(row.series, steps or given)",
+        "stats.mean_ratio(loop.step, loop.iteration)",
+        "stats.mean_ratio(loop.iteration, loop.step)",
         ("tests/measure/test_loaders.py::test_a_measured_step_is_compared_within_rounds",),
+    ),
+    Fault(
+        "loader-overlap",
+        "without workers, loading and the step do not overlap",
+        "combined = max if row.case.loader else operator.add",
+        "combined = max",
+        (
+            "tests/measure/test_loaders.py::test_without_workers_loading_and_the_step_do_not_overlap",
+        ),
+    ),
+    Fault(
+        "loader-start",
+        "an epoch begins with the wait for its first batch",
+        "waits.get(number, 0.0) + (batches - 1) * iteration_s + step_s",
+        "batches * iteration_s + step_s",
+        (
+            "tests/measure/test_loaders.py::test_the_start_of_workers_counts_in_each_epoch_unless_they_persist",
+        ),
     ),
     Fault(
         "loader-stack",
@@ -1869,6 +2103,20 @@ FAULTS = (
         (
             "tests/measure/test_loaders.py::test_an_example_that_raises_is_named_with_its_worker_and_the_users_line",
         ),
+    ),
+    Fault(
+        "trace-impossible",
+        "no finding judges a trace that no machine can have recorded",
+        "return self.share > TOLERATED",
+        "return False",
+        ("tests/observe/test_possible.py",),
+    ),
+    Fault(
+        "trace-missing-series",
+        "a device without readings of communication is a device all the same",
+        "trial.grouped.series(KERNELS)",
+        "trial.grouped.series(EXPOSED)",
+        ("tests/observe/test_imported_absent.py",),
     ),
     Fault(
         "trace-step-ends",
@@ -1971,9 +2219,7 @@ FAULTS = (
         "the rounds to decide are those of a two-sided interval",
         "_quantile(n, estimate.level)",
         "_quantile(n, 2 * estimate.level - 1)",
-        (
-            "tests/analysis/test_stats.py::test_the_rounds_to_decide_are_those_after_which_the_interval_decides",
-        ),
+        ("tests/analysis/test_stats.py::test_the_rounds_to_decide_decide_in_four_of_five_runs",),
     ),
     Fault(
         "simplest-inverted",
@@ -2051,8 +2297,8 @@ FAULTS = (
     Fault(
         "noisy-one-side",
         "a round counts as quiet only if both sides were quiet",
-        "_quiet(common, noisy(first) | noisy(second))",
-        "_quiet(common, noisy(first) & noisy(second))",
+        "_quiet(numbers, one.noisy | other.noisy)",
+        "_quiet(numbers, one.noisy & other.noisy)",
         ("tests/analysis/test_noisy.py::test_a_round_is_quiet_only_if_it_is_quiet_on_both_sides",),
     ),
     Fault(
@@ -2109,7 +2355,7 @@ FAULTS = (
     Fault(
         "nvml-own-work",
         "what dpbench itself ran on a GPU before is no load of others",
-        "one.timeStamp > since_s * 1e6",
+        "at_s > since_s",
         "True",
         (
             "tests/hardware/test_foreign_load_gpu.py::test_without_process_ids_the_use_of_the_whole_gpu_counts",
@@ -2128,8 +2374,8 @@ FAULTS = (
     Fault(
         "nvml-average",
         "an average of the driver covers the second before it",
-        "yield time_s - AVERAGED_S, time_s, value",
-        "yield time_s - 1e-9, time_s, value",
+        "start_s + AVERAGED_S, end_s",
+        "start_s, end_s",
         (
             "tests/analysis/test_sampled.py::test_an_average_counts_only_if_all_of_its_time_is_in_the_timed_steps",
         ),
@@ -2144,9 +2390,27 @@ FAULTS = (
     Fault(
         "nvml-energy",
         "energy is that of the timed steps, not that between the readings inside them",
-        "np.diff(np.interp(trial.window, *series[device]))[0]",
-        "series[device].values[-1] - series[device].values[0]",
+        "lengths = [one.within(window) for one in inside]",
+        "lengths = [one.end_s - one.start_s for one in inside]",
         ("tests/analysis/test_sampled.py::test_energy_is_that_of_the_timed_steps_alone",),
+    ),
+    Fault(
+        "nvml-both-sides",
+        "readings that begin late or end early say nothing about all timed steps",
+        "inside[0].start_s > start_s or inside[-1].end_s < end_s",
+        "False",
+        (
+            "tests/analysis/test_sampled.py::test_energy_of_which_readings_miss_or_are_impossible_is_not_checked",
+        ),
+    ),
+    Fault(
+        "nvml-power-limit",
+        "a counter cannot rise faster than the power limit allows",
+        "0 <= one.value <= one.most",
+        "0 <= one.value",
+        (
+            "tests/analysis/test_sampled.py::test_energy_of_which_readings_miss_or_are_impossible_is_not_checked",
+        ),
     ),
     Fault(
         "nvml-buffer",
@@ -2302,15 +2566,29 @@ FAULTS = (
         "        raise\n",
         (
             "tests/measure/test_server.py::test_a_full_disk_is_an_error_that_names_the_folder_and_the_variable",
-            "tests/hardware/test_signals.py::test_a_full_disk_leaves_no_folder_and_is_named_with_its_variable",
+            "tests/records/test_signals.py::test_a_full_disk_leaves_no_folder_and_is_named_with_its_variable",
         ),
     ),
     Fault(
         "half-written",
         "no reader finds a part of a file",
-        '    part = path.with_name(f"{path.name}.part")\n',
-        "    part = path\n",
-        ("tests/hardware/test_signals.py::test_no_reader_finds_a_part_of_a_file",),
+        'target.with_name(f".dpbench-{os.urandom(6).hex()}.part")',
+        "target",
+        ("tests/records/test_files.py::test_a_reader_never_finds_a_part_of_the_file",),
+    ),
+    Fault(
+        "git-filters",
+        "git runs no program that the configuration of a checkout names",
+        "[*SETTINGS, *_without_filters(folder)]",
+        "[*SETTINGS]",
+        ("tests/hardware/test_checkout.py::test_no_program_that_the_configuration_names_is_run",),
+    ),
+    Fault(
+        "stored-secrets",
+        "secrets that an earlier version has stored are not shown",
+        "hidden.everywhere(visible.loads(provenance))",
+        "visible.loads(provenance)",
+        ("tests/cli/test_secrets.py::test_secrets_and_the_host_are_not_shown",),
     ),
     # -- faults from outside
     Fault(

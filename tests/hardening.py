@@ -1,10 +1,11 @@
-"""Hardening: damage stores and kill commands at random, and report what goes wrong.
+"""Hardening: damage and craft stores, kill commands at random, and report what goes wrong.
 
 A complaint is about something lost, left behind or shown as a traceback.
 
-`python -m tests.hardening stores|kills|writers [N] [SEED]` prints one line per complaint and a
-summary; the exit status is 1 if there is a complaint. `make hardening N=...` runs all three;
-`tests/writers.py` has the third part.
+`python -m tests.hardening PART [N] [SEED]` prints one line per complaint and a summary; the exit
+status is 1 if there is a complaint. The parts are the keys of `PARTS`; `make hardening N=...` runs
+all. What this machine does not allow is printed as SKIPPED. `tests/writers.py` and
+`tests/attacks.py` have parts of their own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -28,7 +29,7 @@ from dpbench import cli
 from dpbench.cli.options import EXIT_UNDECIDED, EXIT_WORSE
 from dpbench.records import Case
 from dpbench.store import Naming, Store, StoreError, file
-from tests import writers
+from tests import attacks, disks, writers
 from tests.commands import Folder
 from tests.commands import folder as working_folder
 from tests.exported import made, stored
@@ -292,6 +293,69 @@ def kill_commands(count: int, seed: int = 0) -> list[str]:
     return complaints
 
 
+def outputs(folder: Path) -> dict[str, tuple[str, ...]]:
+    """Return the commands that write a file into a folder, by the name of the file."""
+    return {
+        "page.html": ("report", "--report", str(folder / "page.html")),
+        "out.jsonl": ("export", "jsonl", "--output", str(folder / "out.jsonl")),
+        "out.csv": ("export", "csv", "--output", str(folder / "out.csv")),
+        "trace.json": ("export", "trace", "--all", "--output", str(folder / "trace.json")),
+    }
+
+
+def fill_disks(count: int, seed: int = 0) -> list[str]:
+    """Write pages and exports over earlier ones on `count` full disks; return the complaints.
+
+    Without the right to mount a tmpfs, nothing is done, which is said.
+    """
+    complaints: list[str] = []
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        stored(place / "small.db", made())
+        stored(place / "large.db", *[made(number=number, steps=40) for number in range(40)])
+        for number in range(seed, seed + count):
+            disk = place / str(number)
+            try:
+                with disks.mounted(disk, size=2**20):
+                    found = filled(disk, place, left=random.Random(number).randrange(64 * 1024))
+            except subprocess.CalledProcessError:
+                print("disks: skipped, because this process may not mount a tmpfs")
+                return complaints
+            complaints += [f"disk {number}: {one}" for one in found]
+            print(f"disk {number}: {found or 'no complaint'}")
+    return complaints
+
+
+def filled(disk: Path, stores: Path, left: int) -> list[str]:
+    """Write files onto a disk, fill it but for `left` bytes, and write larger ones over them."""
+    complaints = []
+    for words in outputs(disk).values():
+        call([*words, "--store", str(stores / "small.db")])
+    disks.fill(disk, left)
+    for name, words in outputs(disk).items():
+        before = (disk / name).read_bytes()
+        code, _, err = call([*words, "--store", str(stores / "large.db")])
+        after = (disk / name).read_bytes()
+        if code and after != before:
+            complaints.append(f"{name} was {len(before)} bytes, and has {len(after)} now")
+        if code and name not in err:
+            complaints.append(f"the error does not name {name}: {err[-500:]}")
+        if parts := [*disk.glob(".dpbench-*")]:
+            complaints.append(f"these are left: {parts}")
+    return complaints
+
+
+PARTS: dict[str, Callable[[int, int], list[str]]] = {
+    "stores": damage_stores,
+    "kills": kill_commands,
+    "writers": lambda n, seed: writers.share(n, call, seed),
+    "foreign": lambda n, seed: attacks.foreign(n, call, seed),
+    "guards": lambda n, seed: attacks.guarded(n, call, seed),
+    "overwritten": lambda n, seed: attacks.overwritten(n, call, seed),
+    "disks": fill_disks,
+}
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run one part of the suite; return the exit status."""
     part, count, seed = (
@@ -299,12 +363,7 @@ def main(arguments: Sequence[str]) -> int:
         *map(int, [*arguments[1:], *(["20", "0"][len(arguments) - 1 :])]),
     )
     os.environ["DPBENCH_PATIENCE"] = "0"
-    parts = {
-        "stores": damage_stores,
-        "kills": kill_commands,
-        "writers": lambda n, seed: writers.share(n, call, seed),
-    }
-    complaints = parts[part](count, seed)
+    complaints = PARTS[part](count, seed)
     for one in complaints:
         print(one)
     print(f"{part}: {count} tried, {len(complaints)} complaints")

@@ -1,4 +1,4 @@
-"""Models that ask for more memory than there is, or misbehave: `--model tests.hungry:CPU`."""
+"""Models that ask for more memory than there is, or misbehave: `--models tests.hungry:CPU`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpbench.models import mlp
+from dpbench.records import files
 
 
 def _plug(forward: Any) -> SimpleNamespace:
@@ -89,8 +90,14 @@ def when_told(act: Callable[[Tensor], object]) -> Callable[[Tensor], None]:
 def _fill_the_disk(x: Tensor) -> None:
     """Let the file system of temporary files look full to this worker and to its server."""
     for folder in Path(tempfile.gettempdir()).glob("trial-*"):
-        for name in ("trials.json.part", "probe"):
-            (folder / name).symlink_to("/dev/full")
+        (folder / "probe").symlink_to("/dev/full")
+    files._beside = _on_the_full_disk
+
+
+def _on_the_full_disk(target: Path) -> Path:
+    part = target.with_name("full")
+    part.symlink_to("/dev/full")
+    return part
 
 
 def _leave_a_child(x: Tensor) -> None:

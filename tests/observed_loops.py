@@ -8,7 +8,8 @@ from typing import Any
 
 from dpbench.records import HOST, Case, Memory, Phase, Sample, Source, Span, Step, Trial
 from dpbench.records.activity import HOST_READS, HOST_WAITS, KERNELS
-from dpbench.records.observed import OBSERVED, SCRIPT, Observed, traits
+from dpbench.records.facts import stated
+from dpbench.records.observed import SCRIPT, Observed, traits
 from dpbench.records.registry import Parallelism, Reduction
 
 Group = Sequence[tuple[Phase, int, float]]
@@ -142,7 +143,7 @@ def loop(
                 provenance={
                     "torch": "2.13.0",
                     "model": MODEL,
-                    OBSERVED: told.to_dict(),
+                    **stated(observed=told),
                     **(facts or {}),
                 },
             )

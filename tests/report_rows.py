@@ -9,9 +9,9 @@ import re
 from html.parser import HTMLParser
 
 from dpbench.analysis.answer import Answer
-from dpbench.analysis.caveats import Caveat
 from dpbench.analysis.decision import Choice
 from dpbench.analysis.report import Report
+from dpbench.analysis.statements import Statement
 from dpbench.analysis.summary import Row, labels
 from dpbench.records import (
     UNATTRIBUTED,
@@ -27,7 +27,7 @@ from dpbench.records import (
     Verified,
     words,
 )
-from dpbench.records.trial import Estimate
+from dpbench.records.estimate import Estimate
 from dpbench.report import figures, page
 from dpbench.report.section import Section
 
@@ -224,9 +224,9 @@ def gpu_run() -> Report:
         ladders=(),
         diagnoses=(),
         notes=["Compilation, which no step includes, took at most 12.0 s."],
-        warnings=[
-            Caveat(kind="oom", text="oom: no room", cases=((lost, ""),)),
-            Caveat(kind="cpu", text="CPU-ONLY"),
+        statements=[
+            Statement(key="no_result", text="oom: no room", warns=True, cases=((lost, ""),)),
+            Statement(key="cpu_only", text="CPU-ONLY", warns=False),
         ],
         answers=[
             answer(row) for row in rows if row.case.strategy == "ddp" and row.case.devices == 4
@@ -240,7 +240,7 @@ def run_of(*rows: Row, trials: list[Trial] | None = None) -> Report:
         gpu_run(),
         rows=list(rows),
         trials=found,
-        warnings=[],
+        statements=[],
         notes=["Nothing."],
         diagnoses=[],
         ladders=[],

@@ -12,9 +12,9 @@ from typing import ClassVar
 import pytest
 
 from dpbench.hardware import foreign_load, samplers
-from dpbench.hardware.foreign_load import Load
 from dpbench.measure import run as module
 from dpbench.records import Sample, Step, Trial
+from dpbench.records.load import Load
 
 QUIET = Load(foreign=0.0, steal=0.0, cores=2, seconds=1.0)
 

@@ -1,6 +1,6 @@
 """A tiny GPT-2 of transformers with a dict batch, its own loss and dropout.
 
-Use it with --model benchmarks/models/gpt2.py:net.
+Use it with --models benchmarks/models/gpt2.py:net.
 """
 
 from types import SimpleNamespace

@@ -1,6 +1,6 @@
 """The models of reports/public-figures/memory.csv, written from their papers.
 
-Run one with `--model benchmarks.models.published:NAME`. The names of the transformers end in the
+Run one with `--models benchmarks.models.published:NAME`. The names of the transformers end in the
 number of tokens of a sequence. Transformers use dropout of 0.1, as their scripts do.
 """
 

@@ -1,6 +1,6 @@
 """A ResNet-50 in the style of torchvision, but without it.
 
-Use it with --model benchmarks/models/resnet50.py:net.
+Use it with --models benchmarks/models/resnet50.py:net.
 """
 
 from types import SimpleNamespace

@@ -1,8 +1,8 @@
 """Published measurements, each matched with a baseline on one device or excluded with a reason.
 
-The columns of a table are id, model, params_M, framework, strategy, gpu, n_gpu, interconnect,
-precision, batch_per_gpu, batch_global, metric, value, timed, optimizer, repeats_of and notes. The
-group of a row is its id up to the last "-".
+The columns of a table are id, source, model, params_M, framework, strategy, gpu, n_gpu,
+interconnect, precision, batch_per_gpu, batch_global, metric, value, timed, optimizer, repeats_of
+and notes. The group of a row is its id up to the last "-".
 """
 
 from __future__ import annotations
@@ -76,18 +76,50 @@ otherwise.
 """
 
 
+_HOST = re.compile(r"^(?:https?://)?(?:www\.)?(?:(?:github|gitlab|bitbucket)\.(?:com|org)/)?")
+"""Matches the beginning of a source that says where a repository is, not whose it is."""
+_THREAD = re.compile(r"^\S+ (?:issue|pull request|PR|discussion) #\d+", re.I)
+"""Matches a thread in a repository, whose author is seldom the repository's."""
+_TITLE = re.compile(r"^[^@(,;]+")
+"""Matches the title of a source that is neither a repository nor a site."""
+SAME_OWNER = {
+    "CS336 LM training benchmark matrix README": "RoyYu0509",
+    "'The Impact of GPU Networking' parts 1 and 2": "tomaslaz",
+}
+"""The accounts of owners that published under a title."""
+
+
+def owner_of(source: str) -> str:
+    """Return the owner of a published source, "" if there is none.
+
+    The owner of a repository is its account, because rows of one account come from the same
+    machines and harnesses. A thread of an issue has its own owner. Of a site, the owner is its
+    host, and of all else the title.
+    """
+    place = _HOST.sub("", source.strip())
+    if found := _THREAD.match(place):
+        return found[0]
+    first = place.split(" ")[0]
+    if "/" in first or "." in first:
+        return first.split("/")[0]
+    found = _TITLE.match(place.lstrip("("))
+    title = found[0].strip(" )") if found else ""
+    return SAME_OWNER.get(title, title)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PublishedRow:
     """One published measurement.
 
-    `parameters` is the number of parameters of the model, and `batch` the batch size per device;
-    both are 0 if the table does not state them. `value` is in the unit of `metric`. `timed`
-    describes the parts of the step that were measured. `repeats` is the id of the row that this row
-    repeats, "" if there is none.
+    `source` tells where it was published. `parameters` is the number of parameters of the model,
+    and `batch` the batch size per device; both are 0 if the table does not state them. `value` is
+    in the unit of `metric`. `timed` describes the parts of the step that were measured. `repeats`
+    is the id of the row that this row repeats, "" if there is none.
     """
 
     id: str
     group: str
+    source: str
     model: str
     parameters: float
     framework: str
@@ -103,6 +135,11 @@ class PublishedRow:
     optimizer: str
     repeats: str
     notes: str
+
+    @property
+    def owner(self) -> str:
+        """Return who published the row: an account, a thread, a site or a title, else the group."""
+        return owner_of(self.source) or self.group
 
     @property
     def samples(self) -> float:
@@ -201,6 +238,7 @@ class _Line:
     n_gpu: float
     metric: str
     value: float
+    source: str = ""
     params_M: float = 0.0  # noqa: N815  # the column's name
     batch_per_gpu: float = 0.0
     batch_global: float = 0.0
@@ -288,6 +326,7 @@ def _row(line: _Line) -> PublishedRow:
     return PublishedRow(
         id=line.id,
         group=line.id.rpartition("-")[0] or line.id,
+        source=line.source,
         model=line.model,
         parameters=line.params_M * 1e6,
         framework=line.framework.lower(),
@@ -332,6 +371,11 @@ def match(
         if reason:
             excluded.append(Excluded(row.id, reason))
     return matched, excluded
+
+
+def distrusted(row: PublishedRow) -> bool:
+    """Return whether the step time of a row is unknown, or not to be trusted."""
+    return bool(_unfit(row, all_rows=False))
 
 
 def _unfit(row: PublishedRow, all_rows: bool) -> str:

@@ -3,7 +3,8 @@
 Linear scaling is the assumption that a step takes as long as a step on one device with one device's
 share of the batch.
 
-No row is predicted with constants that were fitted to its source. A calibration fits factors to the
+No row is predicted with constants that were fitted to its source, or with deviations that were
+fitted to its owner. A calibration fits factors to the
 published rows of some models on a machine, for each number of devices. The rows of other models on
 that machine are then predicted with these factors. For DataParallel, the host factor and the bus
 bandwidth are fitted, and each model is predicted from all other models. For DDP, the bus bandwidth
@@ -12,10 +13,12 @@ is fitted to a single model, and all other models are predicted from that model.
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from scipy.special import stdtrit
 from benchmarks.prediction import fit_constants, formula, loops, published, rows
 from benchmarks.prediction.published import NAMED, Excluded, Matched
 from benchmarks.prediction.rows import PublishedCase
+from dpbench.predict import deviations, network
 from dpbench.predict.constants import (
     DEFAULT,
     RESIDUAL,
@@ -33,6 +37,7 @@ from dpbench.predict.constants import (
     priors_of,
     scaled,
 )
+from dpbench.predict.deviations import Deviation
 
 ESTIMATED = {"features": 0.6}
 """An additional prior for a model whose counts are estimated from its number of parameters: the
@@ -280,6 +285,42 @@ class Coverage:
     score: float
 
 
+@dataclass(frozen=True)
+class ByOwner:
+    """Means over owners, each with the same weight, of the mean errors of their rows.
+
+    `bias` and `mape` are relative errors, and `coverage` is the share of intervals that contain the
+    measured step, with the ends of its 95 % interval from the variation between owners.
+    """
+
+    owners: int
+    bias: float
+    mape: float
+    coverage: float
+    low: float
+    high: float
+
+
+def by_owner(scored: Sequence[Scored]) -> ByOwner:
+    """Return the means over the owners of rows; there must be two or more owners."""
+    rows_of: dict[str, list[Scored]] = {}
+    for one in scored:
+        rows_of.setdefault(one.matched.row.owner, []).append(one)
+    lines_ = [line((owner, "", ""), mine) for owner, mine in rows_of.items()]
+    shares = [one.coverage or 0.0 for one in lines_]
+    n = len(shares)
+    share = statistics.mean(shares)
+    half = float(stdtrit(n - 1, 0.975)) * statistics.stdev(shares) / math.sqrt(n)
+    return ByOwner(
+        owners=n,
+        bias=statistics.mean(one.bias for one in lines_),
+        mape=statistics.mean(one.mape for one in lines_),
+        coverage=share,
+        low=max(0.0, share - half),
+        high=min(1.0, share + half),
+    )
+
+
 def coverage(scored: Sequence[Scored]) -> Coverage | None:
     """Return the coverage of all rows together; None if they are from fewer than two machines."""
     machines: dict[tuple[str, str], list[bool]] = {}
@@ -307,8 +348,56 @@ def held_out(group: str) -> Constants:
     return replace(DEFAULT, **{name: centre for name, (centre, _) in fit_constants.PRIORS.items()})
 
 
+@dataclass(frozen=True)
+class Modelled:
+    """The step of a row as the model of steps predicts it, without what machines lose beyond it.
+
+    `draws` are those of log(duration / seconds), and `link` the kind of the slowest link.
+    """
+
+    matched: Matched
+    seconds: float
+    draws: tuple[float, ...]
+    linear_s: float
+    link: str
+
+    def scored(self, deviation: Deviation) -> Scored:
+        """Return the prediction of the row, with what machines lose beyond the model."""
+        seconds, draws = deviation.of_step(self.seconds, self.draws)
+        low, high = interval(seconds, draws)
+        measured = self.matched.row.step_s
+        return Scored(self.matched, measured, seconds, low, high, self.linear_s)
+
+
 def predict(matched: Matched) -> Scored:
-    """Return the prediction of one row by simulation, with its interval."""
+    """Return the prediction of one row, with its interval."""
+    return unseen(modelled(matched))
+
+
+def unseen(found: Modelled) -> Scored:
+    """Return the prediction of a row whose owner taught nothing of what machines lose."""
+    row = found.matched.row
+    return found.scored(left_out(row.owner)[NAMED[row.strategy]][found.link])
+
+
+LEFT_OUT = Path(__file__).parent / "left_out.json"
+"""The deviations that `fit_deviations` finds without each owner, and with all owners as ""."""
+
+
+@lru_cache(maxsize=1)
+def _fits() -> dict[str, deviations.Table]:
+    stored = json.loads(LEFT_OUT.read_text(encoding="utf-8"))
+    return {owner: deviations.read(table) for owner, table in stored.items()}
+
+
+def left_out(owner: str) -> deviations.Table:
+    """Return the deviations that were fitted without an owner; to all owners if it is new."""
+    fits = _fits()
+    return fits.get(owner, fits[""])
+
+
+def modelled(matched: Matched) -> Modelled:
+    """Return the prediction of one row by simulation alone."""
     constants = held_out(matched.row.group)
     asked = rows.question(matched, constants)
     seconds = asked.step_s(lambda *on, **kinds: loops.step(*on, **kinds).seconds, constants)
@@ -326,8 +415,9 @@ def predict(matched: Matched) -> Scored:
                 other = rows.question(matched, changed)
         return other.step_s(formula.seconds, changed) / base * seconds
 
-    low, high = interval(seconds, drawn(seconds, evaluate, priors(asked), residual(asked)))
-    return Scored(matched, matched.row.step_s, seconds, low, high, rows.linear_s(asked, constants))
+    draws = drawn(seconds, evaluate, priors(asked), residual(asked))
+    link = network.link_kind(asked.machine, asked.case.devices)
+    return Modelled(matched, seconds, draws, rows.linear_s(asked, constants), link)
 
 
 def _scaled_counts(asked: PublishedCase, factor: float) -> Any:

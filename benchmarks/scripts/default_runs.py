@@ -1,13 +1,14 @@
 """Default runs: how often the default run of this machine settles its answers, and rightly.
 
-    python benchmarks/scripts/default_runs.py FOLDER [--runs 20] [--spinning] [--truth 20]
+    python benchmarks/scripts/default_runs.py FOLDER [--runs 20] [--beside 30] [--truth 20] [RUN...]
 
-Each run is `dpbench run` without options, in a fresh process with a store of its own. With
-`--spinning`, one process that computes in a loop runs beside it. `--truth N` measures the same
-cases in N rounds instead, once. FOLDER gets a line per run in `runs.jsonl`; a second call adds to
-it. `python benchmarks/scripts/default_runs.py FOLDER --table` prints how many answers were settled,
-how long the runs took, and which settled answers are wrong: another candidate, or one device, is
-truly faster than the recommended case by more than 5 %. Twenty runs take about 40 minutes.
+Each run is `dpbench run` without options, in a fresh process with a store of its own; RUN are
+further options of it. With `--beside P`, a process that uses P % of a core runs beside it. `--truth
+N` measures the same cases in N rounds instead, once. FOLDER gets a line per run in `runs.jsonl`; a
+second call adds to it. `python benchmarks/scripts/default_runs.py FOLDER --table` prints how many
+answers were settled, how long the runs took, which settled answers are wrong (another candidate, or
+one device, is truly faster than the recommended case by more than 5 %), and how many rankings are
+rough. Twenty runs take about 40 minutes.
 """
 
 from __future__ import annotations
@@ -27,13 +28,23 @@ from typing import Any
 import dpbench
 from dpbench.analysis.decision import WORTH, Choice
 
-SPIN = "while True: pass"
+SPIN = """
+import os, time
+parent = os.getppid()
+while os.getppid() == parent:
+    until_s = time.monotonic() + {part}
+    while time.monotonic() < until_s:
+        pass
+    time.sleep(0.1 - {part})
+"""
+"""A program that computes for `part` of every 0.1 seconds, and ends with its parent."""
 
 
 @contextmanager
-def spinning(wanted: bool) -> Iterator[None]:
-    """Run a process that computes in a loop beside the body, if `wanted`."""
-    process = subprocess.Popen([sys.executable, "-c", SPIN]) if wanted else None
+def beside(percent: int) -> Iterator[None]:
+    """Run a process that uses `percent` of a core beside the body, if it is not 0."""
+    program = [sys.executable, "-c", SPIN.format(part=percent / 1000)]
+    process = subprocess.Popen(program) if percent else None
     try:
         yield
     finally:
@@ -42,13 +53,13 @@ def spinning(wanted: bool) -> Iterator[None]:
             process.wait()
 
 
-def measured(kind: str, options: list[str]) -> dict[str, Any]:
+def measured(kind: str, percent: int, options: list[str]) -> dict[str, Any]:
     """Return what one run found: for each model its choice, and the speed-up of each case."""
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store.db"
         command = [sys.executable, "-m", "dpbench", "run", "-q", "--store", str(store), *options]
         began = time.perf_counter()
-        with spinning(kind == "spinning"):
+        with beside(percent):
             done = subprocess.run(
                 [*command, "--report", str(Path(folder) / "page.html")],
                 capture_output=True,
@@ -75,6 +86,12 @@ def measured(kind: str, options: list[str]) -> dict[str, Any]:
                     },
                     "rounds": max(row.rounds for row in answer.ranking),
                     "noisy": "NOISY" in answer.labels,
+                    "rough": "rough" in answer.ranked,
+                    "intervals": {
+                        row.case.label: [row.speedup.low, row.speedup.high]
+                        for row in answer.ranking
+                        if row.speedup
+                    },
                 }
                 for answer in run.answers
             ],
@@ -101,10 +118,10 @@ def table(lines: list[dict[str, Any]]) -> str:
         for one in line["answers"]
     }
     rows = [
-        "| runs | model | settled | wrong | rounds, median (most) | seconds, median (most) |",
-        "|---|---|---:|---:|---:|---:|",
+        "| runs | model | settled | wrong | rough | rounds, median (most) | s, median (most) |",
+        "|---|---|---:|---:|---:|---:|---:|",
     ]
-    for kind in ("quiet", "spinning"):
+    for kind in dict.fromkeys(line["kind"] for line in lines if line["kind"] != "truth"):
         runs = [line for line in lines if line["kind"] == kind]
         seconds = [line["seconds"] for line in runs]
         for model, speeds in truth.items() if runs else ():
@@ -114,6 +131,7 @@ def table(lines: list[dict[str, Any]]) -> str:
             rounds = [one["rounds"] for one in found]
             rows.append(
                 f"| {kind} | {model} | {len(settled)} of {len(found)} | {wrong} |"
+                f" {sum(one.get('rough', False) for one in found)} |"
                 f" {statistics.median(rounds):.0f} ({max(rounds)}) |"
                 f" {statistics.median(seconds):.0f} ({max(seconds):.0f}) |"
             )
@@ -130,19 +148,20 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--spinning", action="store_true")
+    parser.add_argument("--beside", type=int, default=0, metavar="P", help="%% of a core")
     parser.add_argument("--truth", type=int)
     parser.add_argument("--table", action="store_true")
-    given = parser.parse_args()
+    given, further = parser.parse_known_args()
     file = given.folder / "runs.jsonl"
     if given.table:
         print(table([json.loads(line) for line in file.read_text().splitlines()]))
         return
     given.folder.mkdir(parents=True, exist_ok=True)
-    kind = "truth" if given.truth else "spinning" if given.spinning else "quiet"
+    kind = f"beside {given.beside} %" if given.beside else "quiet"
+    kind = "truth" if given.truth else kind
     options = ["--rounds", str(given.truth), "--budget", "1200"] if given.truth else []
     for _ in range(1 if given.truth else given.runs):
-        found = measured(kind, options)
+        found = measured(kind, given.beside, [*options, *further])
         with file.open("a") as lines:
             lines.write(json.dumps(found) + "\n")
         settled = sum(one["settled"] for one in found["answers"])

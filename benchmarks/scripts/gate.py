@@ -40,6 +40,9 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
+from dpbench.records.environment import Environment, forbidding
+from dpbench.records.facts import RunFacts
+
 CASES = ("mlp reference", "mlp local", "convolutions reference")
 """The small cases, each a model and a schedule; `gate_side.py` builds them."""
 TIMES = ("wall_s", "cpu_s")
@@ -142,7 +145,9 @@ class Side:
             stdout=subprocess.PIPE,
             bufsize=0,
         )
-        found = Path(self._read()["dpbench"])
+        first = self._read()
+        self.environment = Environment.of(RunFacts.of(first["facts"]))
+        found = Path(first["dpbench"])
         if found.parent.resolve() != tree.resolve():
             raise SystemExit(f"gate: dpbench was imported from {found}, not from {tree}")
 
@@ -223,6 +228,7 @@ def decide(
     found: dict[str, Finding] = {}
     with ExitStack() as stack:
         one, other = stack.enter_context(server(base)), stack.enter_context(server(head))
+        refuse_unlike(one.environment, other.environment)
         for number in range(LOOKS[-1]):
             for case in open_:
                 for name, ratio in pair(case, one, other, bool(number % 2)).items():
@@ -241,6 +247,15 @@ def decide(
             if late or not open_:
                 break
     return list(found.values())
+
+
+def refuse_unlike(base: Environment, head: Environment) -> None:
+    """Raise SystemExit if the two sides run in environments whose times must not be compared."""
+    if unlike := forbidding(base, head):
+        raise SystemExit(
+            "gate: BASE and this checkout run in unlike environments, so that a ratio would not"
+            f" compare their engines: {'; '.join(map(str, unlike))}"
+        )
 
 
 def on_one_core() -> None:

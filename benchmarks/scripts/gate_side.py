@@ -5,8 +5,9 @@
 The server reads lines from stdin. `fork MODEL SCHEDULE` forks a process that trains a small model
 on two logical CPU devices. This process answers `block N` with the wall and CPU seconds of N steps
 as JSON, and ends at `end`. Forked processes differ less than started ones, because they share the
-memory of the imported modules. The script uses only dpbench.TrainStep and the schedules' names, so
-that it runs with every version that has both.
+memory of the imported modules. The first line of the output has the facts on the environment. The
+script uses only dpbench.TrainStep, the schedules' names and `provenance.collect`, so that it runs
+with every version that has them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch._dynamo
 from torch import nn
 
 import dpbench
+from dpbench.hardware import provenance
 from dpbench.records import schedule as schedules
 
 Step = Callable[[], object]
@@ -105,7 +107,8 @@ def main() -> None:
     def read() -> list[str]:
         return source.readline().decode().split(maxsplit=1) or ["end"]
 
-    answer({"dpbench": str(Path(dpbench.__file__).parent)})
+    facts = {**provenance.collect(), "torch": torch.__version__}
+    answer({"dpbench": str(Path(dpbench.__file__).parent), "facts": facts})
     while (request := read())[0] == "fork":
         if not (child := os.fork()):
             code = 1

@@ -26,6 +26,7 @@ from xml.etree import ElementTree
 
 from dpbench.hardware import gpus, provenance
 from dpbench.records import fake
+from dpbench.records.facts import RunFacts
 
 ROOT = Path(__file__).parents[2]
 TESTS_S, RUN_S = 1800, 1200
@@ -114,7 +115,7 @@ def page(
     """
     nvidia = facts["gpus"]
     lines = ["# dpbench on GPUs", "", "## Machine"]
-    lines += [f"FAKE-GPU: {fake.WHY}"] if fake.fake_gpus(facts) else []
+    lines += [f"FAKE-GPU: {fake.WHY}"] if fake.fake_gpus(RunFacts.of(facts)) else []
     lines += [
         f"{gpu['index']}: {gpu['name']}, {gpu.get('memory_bytes') or 0:,} bytes"
         for gpu in nvidia.get("gpus", ())

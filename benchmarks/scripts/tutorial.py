@@ -32,7 +32,7 @@ MEASURED = re.compile(
     r" -->)\n(?P<table>(?:[|>][^\n]*\n)*)"
 )
 COLUMNS = {
-    "<!-- measured run -->": ("strategy", "devices", "ms/step (95 %)", "speed-up (95 %)"),
+    "<!-- measured run -->": ("model", "strategy", "devices", "ms/step (95 %)", "speed-up (95 %)"),
     "<!-- result -->": (
         "strategy",
         "devices",

@@ -19,12 +19,13 @@ from torch import nn
 
 from dpbench import DataParallel
 from dpbench.hardware.device import Device
-from dpbench.models import Model, positional
+from dpbench.models import Model
 from dpbench.records import Case, Mark, Phase
+from dpbench.records.arguments import call
 from dpbench.strategies import (
     Reduction,
     Split,
-    Step,
+    StepFunction,
     Strategy,
     Traits,
     Updates,
@@ -55,7 +56,7 @@ class DataParallelBlock(Strategy):
     @contextmanager
     def start(
         self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
-    ) -> Iterator[Step]:
+    ) -> Iterator[StepFunction]:
         """Wrap the block and yield the training step; on exit, put the unwrapped block back."""
         root, flow = devices[0], Flow(devices, mark)
         module = model.module.to(root.torch_device)
@@ -65,10 +66,10 @@ class DataParallelBlock(Strategy):
             with mark(Phase.OPTIMIZER, root.index):
                 updates.clear()
             with mark(Phase.SCATTER, root.index):
-                *arguments, target = put_all([*positional(inputs), target], root)
+                inputs, target = put_all([inputs, target], root)
             with precision_of(case):
                 with flow.during(Phase.FORWARD, root):
-                    output = module(*arguments)
+                    output = call(module, inputs)
                 with mark(Phase.LOSS, root.index):
                     loss = model.loss(output, target)
             with flow.during(Phase.BACKWARD, *devices[: len(case.rows)]):

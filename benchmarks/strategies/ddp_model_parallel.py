@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dpbench.hardware.device import Device
 from dpbench.models import Model
 from dpbench.records import Case, Mark, Phase
+from dpbench.records.arguments import call
 from dpbench.strategies import (
     Parallelism,
     Reduction,
@@ -67,7 +68,7 @@ class SpreadStep(ddp.DdpStep):
         )
         self.flow = flow
 
-    def forward_backward(self, arguments: Sequence[Any], target: Any, share: float) -> torch.Tensor:
+    def forward_backward(self, inputs: Any, target: Any, share: float) -> torch.Tensor:
         """Run forward and backward through the rank's devices.
 
         Return the loss, which is multiplied by `share`.
@@ -75,7 +76,7 @@ class SpreadStep(ddp.DdpStep):
         root, last = self.flow.devices
         with precision_of(self.case):
             with self.flow.during(Phase.FORWARD, root):
-                output, target = on((self.wrapped(*arguments), target), last)
+                output, target = on((call(self.wrapped, inputs), target), last)
             with self.mark(Phase.LOSS, last.index):
                 loss = self.model.loss(output, target) * share
         with self.flow.during(Phase.BACKWARD, last):

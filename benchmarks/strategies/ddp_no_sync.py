@@ -12,7 +12,7 @@ from torch import nn
 from dpbench.engine.containers import mapped
 from dpbench.hardware.device import Device
 from dpbench.models import Model
-from dpbench.records import Case, Mark, chunk_sizes
+from dpbench.records import Case, Mark, rows_of_chunks
 from dpbench.strategies import Parallelism, Reduction, Split, Step, Strategy, Traits, ddp
 
 PARTS = 2
@@ -30,7 +30,7 @@ class NoSync(Strategy):
 
     def split(self, case: Case, module: nn.Module) -> Split:
         """Return the rows of each micro-batch of each rank."""
-        return Split(tuple(count for rows in case.rows for count in chunk_sizes(rows, PARTS)))
+        return Split(tuple(count for rows in case.rows for count in rows_of_chunks(rows, PARTS)))
 
     def compares_buffers(self, case: Case) -> bool:
         """Return False: each micro-batch updates the buffers, but the reference does so once."""
@@ -47,14 +47,14 @@ class NoSync(Strategy):
 class AccumulatingStep(ddp.DdpStep):
     """The training step of one rank, in which only the last micro-batch reduces the gradients."""
 
-    def backward(self, arguments: Sequence[Any], target: Any) -> torch.Tensor:
+    def backward(self, inputs: Any, target: Any) -> torch.Tensor:
         """Add up the gradients of the micro-batches, and return the sum of their losses."""
-        rows = chunk_sizes(self.case.rows[self.rank], PARTS)
+        rows = rows_of_chunks(self.case.rows[self.rank], PARTS)
         losses = []
         for number, count in enumerate(rows):
-            inputs, wanted = part((arguments, target), rows, number)
+            given, wanted = part((inputs, target), rows, number)
             with nullcontext() if number == len(rows) - 1 else self.wrapped.no_sync():
-                losses.append(self.forward_backward(inputs, wanted, self.share(count, len(rows))))
+                losses.append(self.forward_backward(given, wanted, self.share(count, len(rows))))
         return torch.stack(losses).sum()
 
 

@@ -1,7 +1,7 @@
 """DistributedDataParallel with torch's SyncBatchNorm: statistics of the whole batch in every layer.
 
 Each BatchNorm layer gathers the sums of all ranks in forward, and adds those of its gradients in
-backward. Its cost is the ratio to ddp: `--strategies single,ddp --strategy FILE:strategy`.
+backward. Its cost is the ratio to ddp: `--strategies single,ddp,FILE:strategy`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from dpbench.hardware.device import Device
 from dpbench.hardware.devices.host import CpuDevice
 from dpbench.models import Model
 from dpbench.records import HOST, Case, Mark
-from dpbench.strategies import AUTOCAST, Parallelism, Step, Traits
+from dpbench.strategies import AUTOCAST, Parallelism, StepFunction, Traits
 
 from .model_parallel import ModelParallel
 
@@ -38,7 +38,7 @@ class HalfCpu(ModelParallel):
     @contextmanager
     def start(
         self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
-    ) -> Iterator[Step]:
+    ) -> Iterator[StepFunction]:
         """Place the layers on the host and the accelerator, and yield the training step."""
         with super().start(case, model, [CpuDevice(HOST), devices[0]], mark) as step:
             yield step

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from dpbench.hardware.device import Device
-from dpbench.models import Model, positional
+from dpbench.models import Model
 from dpbench.records import Case, Mark, Phase
+from dpbench.records.arguments import call
 from dpbench.strategies import (
     Parallelism,
-    Step,
+    StepFunction,
     Strategy,
     Traits,
     Updates,
@@ -36,7 +37,7 @@ class ModelParallel(Strategy):
     @contextmanager
     def start(
         self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
-    ) -> Iterator[Step]:
+    ) -> Iterator[StepFunction]:
         """Place the layers on the devices, and yield the training step."""
         root, last = devices[0], devices[-1]
         with spread(model, devices, mark) as flow:
@@ -46,11 +47,11 @@ class ModelParallel(Strategy):
                 with mark(Phase.OPTIMIZER, root.index):
                     updates.clear()
                 with mark(Phase.SCATTER, root.index):
-                    arguments = put_all(positional(inputs), root)
+                    (inputs,) = put_all([inputs], root)
                     (target,) = put_all([target], last)
                 with precision_of(case):
                     with flow.during(Phase.FORWARD, root):
-                        output = on(model.module(*arguments), last)
+                        output = on(call(model.module, inputs), last)
                     with mark(Phase.LOSS, last.index):
                         loss = model.loss(output, target)
                 with flow.during(Phase.BACKWARD, last):

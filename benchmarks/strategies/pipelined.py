@@ -16,12 +16,13 @@ from torch import nn
 
 from dpbench.engine.containers import mapped
 from dpbench.hardware.device import Device
-from dpbench.models import Model, positional
-from dpbench.records import Case, Mark, Phase, chunk_sizes
+from dpbench.models import Model
+from dpbench.records import Case, Mark, Phase, rows_of_chunks
+from dpbench.records.arguments import call
 from dpbench.strategies import (
     Parallelism,
     Split,
-    Step,
+    StepFunction,
     Strategy,
     Traits,
     Updates,
@@ -42,7 +43,7 @@ class Pipelined(Strategy):
     def split(self, case: Case, module: nn.Module) -> Split:
         """Return the rows of each micro-batch."""
         return Split(
-            chunk_sizes(case.batch_size, MICRO_BATCHES), replays=case.device_kind != "cuda"
+            rows_of_chunks(case.batch_size, MICRO_BATCHES), replays=case.device_kind != "cuda"
         )
 
     def compares_buffers(self, case: Case) -> bool:
@@ -52,7 +53,7 @@ class Pipelined(Strategy):
     @contextmanager
     def start(
         self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
-    ) -> Iterator[Step]:
+    ) -> Iterator[StepFunction]:
         """Place the layers on the devices, and yield the training step."""
         root, last = devices[0], devices[-1]
         rows = self.split(case, model.module).rows
@@ -62,10 +63,10 @@ class Pipelined(Strategy):
         with spread(model, devices, mark) as flow:
             updates = Updates(case, model, model.module.parameters())
 
-            def forward(arguments: Any, target: Any, share: float) -> torch.Tensor:
+            def forward(inputs: Any, target: Any, share: float) -> torch.Tensor:
                 with precision_of(case):
                     with flow.during(Phase.FORWARD, root):
-                        output = on(model.module(*arguments), last)
+                        output = on(call(model.module, inputs), last)
                     with mark(Phase.LOSS, last.index):
                         return model.loss(output, target) * share
 
@@ -73,11 +74,9 @@ class Pipelined(Strategy):
                 with mark(Phase.OPTIMIZER, root.index):
                     updates.clear()
                 with mark(Phase.SCATTER, root.index):
-                    arguments = put_all(positional(inputs), root)
+                    (inputs,) = put_all([inputs], root)
                     (target,) = put_all([target], last)
-                    batches = [
-                        part((arguments, target), rows, number) for number in range(len(rows))
-                    ]
+                    batches = [part((inputs, target), rows, number) for number in range(len(rows))]
                 losses = [
                     forward(rows_of_inputs, rows_of_target, share)
                     for (rows_of_inputs, rows_of_target), share in zip(batches, shares, strict=True)

@@ -3,40 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from dpbench.analysis import commands, stats, summary, uneven, validity
+from dpbench.analysis import commands, outlook, stats, summary, uneven, validity
 from dpbench.analysis.decision import (
     WORTH,
     Basis,
     Choice,
     Decision,
+    First,
     Question,
     best_of,
     decide,
+    of_first,
     questions,
     ranking,
-    sure_of_first,
     unsettled,
 )
+from dpbench.analysis.outlook import Outlook
 from dpbench.analysis.summary import KERNELS, Row
-from dpbench.hardware import foreign_load
-from dpbench.hardware.provenance import Resources
 from dpbench.records import (
     UNATTRIBUTED,
     Case,
     Fault,
     Source,
     Status,
+    Trial,
+    disturbance,
     fake,
     plan,
     registry,
     schedule,
     words,
 )
+from dpbench.records.estimate import Estimate
 from dpbench.records.names import devices, in_words, unusual
 from dpbench.records.registry import Role
-from dpbench.records.trial import Estimate
+from dpbench.records.resources import Resources
+from dpbench.records.spelling import dashed
 
 NOTABLE = 0.1
 """The least share of the lost time with which an answer names a phase after the first."""
@@ -58,8 +62,8 @@ class Answer:
     """The answer to one question, in words.
 
     `subject` names the model and, if a run has several, the settings. `ranking` has the compared
-    cases, the fastest first; `ranked` is a clause with their speed-ups and the probability that the
-    first is the fastest. `headline` is the choice with its speed-up, and `settled` whether further
+    cases, the fastest first; `ranked` is a clause with their speed-ups and whether the first is
+    decidedly the fastest. `headline` is the choice with its speed-up, and `settled` whether further
     rounds could not change it. `reason` is a clause on DataParallel's speed-up and most costly
     phase, `certainty` on doubts and missing measurements, `memory` on the memory of the recommended
     case, `earlier` on the same case in an earlier run. `command` is the command to run next. A text
@@ -97,11 +101,21 @@ class Answer:
         return " ".join(self.lines)
 
     @property
+    def standing(self) -> str:
+        """Return what the ranking shows about its first case, as a clause; "" if nothing."""
+        return self.ranked.partition("; ")[2]
+
+    @property
+    def verdict(self) -> list[str]:
+        """Return the ranking and the choice, as one sentence each."""
+        said = [self.ranked, self.headline] if self.ranked else [self.headline]
+        return [f"{self.subject}: {said[0]}.", *map(_sentence, said[1:])]
+
+    @property
     def lines(self) -> list[str]:
         """Return the whole answer as lines: the ranking, the choice, why, and the next command."""
         lines = [
-            f"{self.subject}: {self.ranked or self.headline}.",
-            _sentence(self.headline) if self.ranked else "",
+            *self.verdict,
             " ".join(self.sentences),
             f"Next: {self.command}" if self.command else "",
         ]
@@ -124,19 +138,26 @@ class Answer:
                 else self._no_epoch(amount)
             )
         if then and not now:
-            return f"{amount} takes {words.long_duration(then)} with this choice"
+            return (
+                f"{amount} takes {words.long_duration(then)} with this choice{_by_steps(self.row)}"
+            )
         if not now:
             return self._no_epoch(amount)
         takes = f"{amount} takes {words.long_duration(now)} on one device"
         if not then:
-            return takes
+            takes += _by_steps(self.baseline)
+        if not then:
+            rate = self.row.throughput if self.row and self.row is not self.baseline else None
+            why = f"; with this choice its time is unknown: {words.doubt(rate)}" if rate else ""
+            return takes + why
         saved_s = now.value - then.value
         change = (
             f"saves {words.long_time(saved_s)}"
             if saved_s > 0
             else f"takes {words.long_time(-saved_s)} longer"
         )
-        return f"{takes} and {words.long_duration(then)} with this choice, which {change}"
+        with_choice = f"{words.long_duration(then)} with this choice, which {change}"
+        return f"{takes} and {with_choice}{_by_steps(self.row)}"
 
     def epoch_s(self, samples: int) -> tuple[Estimate | None, Estimate | None]:
         """Return the seconds of an epoch, from mean steps: now, and with the recommended case.
@@ -149,13 +170,8 @@ class Answer:
             return None, None
         start = self.row if self.home.traits.observed else self.baseline
         now = _epoch_s(start, samples)
-        if self.row is None or self.row is start:
-            return now, None
-        if now is None:
-            return None, _epoch_s(self.row, samples)
-        # not from the row's throughput: the gain uses only the rounds that decide the answer
-        gain = uneven.gain_of_means(self.row, start) or self.row.speedup
-        return now, stats.quotient(now, gain) if gain and not gain.doubt else None
+        other = self.row if self.row is not start else None
+        return now, _epoch_s(other, samples)
 
     @property
     def _timeless(self) -> str:
@@ -180,6 +196,16 @@ class Answer:
         return f"the time of {amount} is unknown, because {why}"
 
 
+def _by_steps(row: Row | None) -> str:
+    """Return of how many steps of a process a mean is: a pause that comes later is not in it."""
+    counts = sorted(len(steps) for steps in row.series.values()) if row else []
+    if not counts:
+        return ""
+    least, most = counts[0], counts[-1]
+    amount = words.count(most, "step") if least == most else f"{least} to {most} steps"
+    return f", by the first {amount} of each process"
+
+
 def _sentence(clause: str) -> str:
     return f"{clause[0].upper()}{clause[1:]}."
 
@@ -189,13 +215,16 @@ def _epoch_s(row: Row | None, samples: int) -> Estimate | None:
     return summary.scaled(stats.inverse(rate), samples) if rate and not rate.doubt else None
 
 
-def answers(rows: Sequence[Row], machine: Resources, again: str = "") -> list[Answer]:
+def answers(
+    rows: Sequence[Row], machine: Resources, again: str = "", trials: Sequence[Trial] = ()
+) -> list[Answer]:
     """Return one answer for each question of a run, those without unusual settings first.
 
-    `again` is the command that goes on with the run; "" if it has ended.
+    `again` is the command that goes on with the run; "" if it has ended. From `trials` on one GPU,
+    the answer is predicted.
     """
     asked = questions(rows)
-    return [_answer(one, asked, machine, again) for one in asked]
+    return [_answer(one, asked, machine, again, trials) for one in asked]
 
 
 def _subject(question: Question, all_questions: Sequence[Question]) -> str:
@@ -213,7 +242,11 @@ def _subject(question: Question, all_questions: Sequence[Question]) -> str:
 
 
 def _answer(
-    question: Question, all_questions: Sequence[Question], machine: Resources, again: str
+    question: Question,
+    all_questions: Sequence[Question],
+    machine: Resources,
+    again: str,
+    trials: Sequence[Trial],
 ) -> Answer:
     decision = decide(question)
     ranked = ranking(question)
@@ -224,8 +257,8 @@ def _answer(
         one.home.batch_size for one in all_questions if one.home.model == question.home.model
     }
     shown = decision.row or (question.candidates or question.rows)[0]
-    noisy = any(foreign_load.NOISY in row.labels for row in question.rows)
-    return Answer(
+    noisy = any(disturbance.NOISY in row.labels for row in question.rows)
+    given = Answer(
         subject=_subject(question, all_questions),
         home=question.home,
         source=question.source,
@@ -236,7 +269,7 @@ def _answer(
         settled=settled,
         headline=_too_small(question) + so_far + _headline(question, decision),
         ranking=ranked,
-        ranked=_ranked(ranked),
+        ranked=_ranked(ranked, by_all_steps=decision.basis is not Basis.UNEVEN),
         reason=_reason(question, decision, machine),
         certainty="; ".join(_certainty(question, decision, again if pending else "")),
         memory="; ".join(_memory(question, decision, machine)),
@@ -245,7 +278,53 @@ def _answer(
             if again and pending
             else commands.following(question, decision, machine, measured)
         ),
-        labels=tuple(dict.fromkeys([*shown.labels, *[foreign_load.NOISY] * noisy])),
+        labels=tuple(dict.fromkeys([*shown.labels, *[disturbance.NOISY] * noisy])),
+    )
+    beyond = outlook.of_question(question, decision, trials, machine)
+    return _predicted(question, decision, beyond, given) if beyond else given
+
+
+def _predicted(question: Question, decision: Decision, beyond: Outlook, measured: Answer) -> Answer:
+    """Return the answer of a run on one GPU, with what is predicted for several of them."""
+    by_strategy: dict[str, list[Row]] = {}
+    for row in beyond.rows:
+        name = "DataParallel" if row.case.traits.role is Role.WRAPPER else in_words(row.case)
+        by_strategy.setdefault(name, []).append(row)
+    sizes = ", ".join(str(row.case.devices) for row in next(iter(by_strategy.values())))
+    gains = [
+        f"{name} would give {', '.join(words.times(row.speedup) for row in rows if row.speedup)}"
+        for name, rows in by_strategy.items()
+    ]
+    says = f"on {sizes} of these GPUs {', and '.join(gains)}"
+    home, base = question.home, question.baseline
+    rounds = base.step.n if base and base.step else 0
+    fakes = decision.basis is Basis.FAKE_GPU
+    return replace(
+        measured,
+        choice=measured.choice if fakes else Choice.PREDICTED,
+        settled=not fakes,
+        headline=(
+            f"{measured.headline}; from them, {says}" if fakes else _too_small(question) + says
+        ),
+        reason="" if fakes else _cost_of_schedule(question),
+        certainty=(
+            f"predicted from the step of {words.count(rounds, 'round')}, with 80% intervals, for"
+            f" {words.count(home.batch_size, 'sample')} on each GPU and the links of"
+            f" {beyond.machine}, which are assumed"
+        ),
+        command=commands.predict(home, beyond.machine, step_s=beyond.step_s),
+        labels=tuple(dict.fromkeys([*beyond.rows[0].labels, *measured.labels])),
+    )
+
+
+def _cost_of_schedule(question: Question) -> str:
+    """Return a clause on the replicas that shared one GPU; "" without a certain ratio."""
+    shared = [row for row in question.several if row.colocated and row.speedup]
+    if not shared or not _shown(shared[0]):
+        return ""
+    return (
+        f"{in_words(shared[0].case)} on {devices(shared[0].case)} gives {_gain(shared[0])}, which"
+        " is what its schedule costs"
     )
 
 
@@ -261,10 +340,11 @@ RANKED = 5
 """The number of cases of a ranking that a text names."""
 
 
-def _ranked(rows: Sequence[Row]) -> str:
-    """Return the speed-ups of a ranking as a clause, and how probable it is that it has the first.
+def _ranked(rows: Sequence[Row], *, by_all_steps: bool) -> str:
+    """Return the speed-ups of a ranking as a clause, and whether its first is the fastest.
 
-    A speed-up whose interval must not be shown is marked with "~".
+    A speed-up whose interval must not be shown is marked with "~". Unless `by_all_steps`, the means
+    of all steps contradict the ranking, which says nothing about the first then.
     """
     if len(rows) < 2:
         return ""
@@ -272,9 +352,10 @@ def _ranked(rows: Sequence[Row]) -> str:
     parts = [f"{place(first)} {_gain(first) if first.speedup and _shown(first) else about(first)}"]
     parts += [f"{place(row)} {about(row)}" for row in others[: RANKED - 1]]
     more = f", and {len(rows) - RANKED} more" if len(rows) > RANKED else ""
-    sure = sure_of_first(rows)
+    sure = of_first(rows) if by_all_steps else None
     standing = ", ".join(parts) + more
-    return standing if sure is None else f"{standing}; {_how_sure(sure)}"
+    rough = "; a rough ranking, beside other processes" if any(map(commands.noisy, rows)) else ""
+    return f"{standing}{rough}" if sure is None else f"{standing}; {_OF_FIRST[sure]}"
 
 
 def place(row: Row) -> str:
@@ -293,11 +374,11 @@ def about(row: Row) -> str:
     return f"{'' if _shown(row) else '~'}{words.number(row.speedup.value)}×"
 
 
-def _how_sure(chance: float) -> str:
-    if chance < 0.5:
-        return "it is not clear which is the fastest"
-    least = "more than 99%" if chance > 0.99 else f"at least {chance:.0%}"
-    return f"the first is the fastest with a probability of {least}"
+_OF_FIRST = {
+    First.FASTEST: "the first is the fastest",
+    First.NEARLY: f"the first is the fastest, or within {WORTH - 1:.0%} of it",
+    First.OPEN: "it is not clear which is the fastest",
+}
 
 
 def _one(case: Case) -> str:
@@ -372,8 +453,20 @@ def _unknown(question: Question, decision: Decision) -> str:
         )
         batch = question.home.batch_size
         return f"the strategy {baseline} {why} at batch {batch}, so that speed-ups are unknown"
-    best = best_of(decision.open)
-    if best.speedup and best.speedup.doubt:
+    return _undecided(question, decision)
+
+
+def _undecided(question: Question, decision: Decision) -> str:
+    several = [row for row in decision.open if row.case.devices > 1]
+    best = best_of(several or decision.open)
+    if decision.basis is Basis.UNEVEN:
+        gain = uneven.gain_of_means(best, question.baseline)
+        assert gain
+        return (
+            f"{_name(best)} gives {_gain(best)} by the median step, but only"
+            f" {words.about_times(gain)} by the mean of all steps, because some are much longer"
+        )
+    if best.speedup and not best.speedup.decides:
         return f"{words.doubt(best.speedup)} ({_name(best)})"
     return (
         f"{_name(best)} gives {_gain(best)}, which may or may not be a gain of {WORTH - 1:.0%} or"
@@ -455,36 +548,32 @@ def _data_parallel(question: Question, chosen: Row | None) -> Row | None:
 
 
 def _loses(row: Row, base: Row) -> str:
-    assert row.step
-    assert base.step
+    assert row.mean
+    assert base.mean
     divisor = row.case.devices * base.case.batch_size / row.case.batch_size
-    lost_s = row.step.value - base.step.value / divisor
+    lost_s = row.mean.value - base.mean.value / divisor
     if lost_s <= 0:
         return "loses no time against perfect scaling"
     ideal = {name: seconds / divisor for name, seconds in base.phases.items()}
     phases = summary.changes(ideal, row.phases)
     clause = (
-        f"loses {words.time(lost_s)} of {words.time(row.step.value)} per step against perfect"
-        " scaling"
+        f"loses {words.time(lost_s)} of a mean step of {words.time(row.mean.value)} against"
+        " perfect scaling"
     )
     if not {*phases} - {UNATTRIBUTED}:  # a prediction by formulas has no phases
         return clause
     most, *others = sorted(sorted(phases), key=lambda name: -phases[name])
     then = [name for name in others[:2] if phases[name] >= NOTABLE * lost_s]
-    parts = [f"{_part(most)} adds most, {words.time(phases[most])}"]
-    parts += [f"then {_part(name)}, {words.time(phases[name])}" for name in then]
+    parts = [f"{words.part(most)} adds most, {words.time(phases[most])}"]
+    parts += [f"then {words.part(name)}, {words.time(phases[name])}" for name in then]
     return f"{clause}; {', '.join(parts)}"
-
-
-def _part(phase: str) -> str:
-    return "Python code between the phases" if phase == UNATTRIBUTED else phase
 
 
 def _certainty(question: Question, decision: Decision, again: str) -> Iterator[str]:
     if question.source is Source.PREDICTED:
         yield "predicted, with an 80% interval"
     elif any(map(commands.noisy, decision.open)) and decision.basis is Basis.OPEN:
-        yield "no verdict is given on such rounds"
+        yield f"rounds with the label {disturbance.NOISY} give no verdict"
     elif again:
         yield "the time was used up before this was decided; the same command goes on"
     elif decision.basis is Basis.OPEN:
@@ -494,7 +583,7 @@ def _certainty(question: Question, decision: Decision, again: str) -> Iterator[s
             if rounds <= commands.ROUNDS_MOST
             else f"more than {commands.ROUNDS_MOST} rounds"
         )
-        yield f"{more} should decide this"
+        yield f"{more} would decide this with a probability of {stats.POWER:.0%}"
     elif decision.basis in (Basis.GAIN, Basis.NO_GAIN):
         judged = [decision.row] if decision.basis is Basis.GAIN else question.candidates
         rounds = min(row.speedup.n for row in judged if row and row.speedup)
@@ -502,6 +591,8 @@ def _certainty(question: Question, decision: Decision, again: str) -> Iterator[s
             "compared with one device, decided at the 95% level from"
             f" {words.count(rounds, 'round')}"
         )
+        if decision.basis is Basis.GAIN and _may_be_small(decision.row):
+            yield f"that it is faster by {WORTH - 1:.0%} or more is not decided"
     if decision.row:
         yield from _of_all_steps(question, decision.row)
         yield from _gaps(question, decision.row)
@@ -511,30 +602,45 @@ def _certainty(question: Question, decision: Decision, again: str) -> Iterator[s
             f"it is undecided whether {names} {words.verb(len(decision.open), 'is', 'are')} faster"
             f" than this choice by {WORTH - 1:.0%} or more"
         )
-    if any(foreign_load.NOISY in row.labels for row in question.rows):
-        then = ", and the comparison leaves these rounds out"
-        if decision.row is None:
-            then = ": end them, or let dpbench wait (--patience)"
-        elif decision.basis is Basis.ONLY_FITS:  # it compares nothing
-            then = ""
-        yield (
-            f"other processes used {foreign_load.shared(question.home)} in some rounds"
-            f" ({foreign_load.NOISY}){then}"
-        )
+    yield from _foreign(question, decision)
     if question.home.device_kind == "cpu":
         yield "this says nothing about GPUs"
 
 
+def _may_be_small(row: Row | None) -> bool:
+    return row is not None and row.speedup is not None and row.speedup.low < WORTH
+
+
+def _foreign(question: Question, decision: Decision) -> Iterator[str]:
+    """Yield what other processes used, and what follows."""
+    taken = [part for row in question.rows for part in row.series.quiet.taken.values()]
+    most = max(taken, default=0.0)
+    if NOTABLE <= most < stats.ROUGH:
+        yield (
+            f"other processes can have taken up to {words.number(most)} of a core from a case, and"
+            " the intervals include this"
+        )
+    if any(disturbance.NOISY in row.labels for row in question.rows):
+        then = "" if most else ", and the comparison leaves these rounds out"
+        if decision.row is None:
+            then = f": end them, or let dpbench wait ({dashed('patience')})"
+        elif decision.basis is Basis.ONLY_FITS:  # it compares nothing
+            then = ""
+        yield (
+            f"other processes used {disturbance.shared(question.home)} in some rounds"
+            f" ({disturbance.NOISY}){then}"
+        )
+
+
 def _of_all_steps(question: Question, row: Row) -> Iterator[str]:
-    if row is not question.baseline and any(
-        map(uneven.differs, filter(None, (row, question.baseline)))
-    ):
-        gain = uneven.gain_of_means(row, question.baseline)
-        if gain and not gain.doubt:
-            yield (
-                "some steps are much longer: by the mean of all steps, it gives"
-                f" {words.times(gain)}"
-            )
+    gain = uneven.gain_of_means(row, question.baseline)
+    if gain is None or row is question.baseline:
+        return
+    if gain.doubt or any(map(uneven.differs, filter(None, (row, question.baseline)))):
+        yield (
+            "some steps are much longer: by the mean of all steps, it gives"
+            f" {words.about_times(gain)}"
+        )
 
 
 def _gaps(question: Question, row: Row) -> Iterator[str]:

@@ -53,11 +53,13 @@ def of_trial(trial: Trial) -> tuple[Collective, ...]:
 
 
 def waiting(trial: Trial) -> list[float]:
-    """Return the mean over the ranks of their waits in each timed step, in seconds.
+    """Return the longest wait at each collective, summed over each timed step, in seconds.
 
-    The clocks of traces agree within milliseconds only; no wait is longer than its step.
+    A step cannot become shorter by more if no rank is late, because the rank that waits longest
+    does not arrive earlier. The clocks of traces agree within milliseconds only; no wait is longer
+    than its step.
     """
     seconds = [0.0] * len(trial.timed)
     for one in of_trial(trial):
-        seconds[one.step] += sum(one.waits_s) / len(one.waits_s)
+        seconds[one.step] += max(one.waits_s)
     return [min(wait_s, step_s) for wait_s, step_s in zip(seconds, trial.timed, strict=True)]

@@ -11,14 +11,27 @@ from typing import Any
 from dpbench.analysis import stats
 from dpbench.analysis.decision import WORTH, Basis, Choice, Decision, Question, best_of
 from dpbench.analysis.summary import Row
-from dpbench.hardware.provenance import Resources
-from dpbench.records import HABITS, Case, Fault, Source, Status, registry, schedule, siblings
+from dpbench.records import (
+    HABITS,
+    Case,
+    Fault,
+    Source,
+    Status,
+    disturbance,
+    registry,
+    schedule,
+    siblings,
+)
+from dpbench.records.estimate import Estimate
 from dpbench.records.options import AUTO, PREDICTABLE, Options
 from dpbench.records.registry import Role
-from dpbench.records.trial import CHECK_FAILED, Doubt, Estimate
+from dpbench.records.resources import Resources
+from dpbench.records.trial import CHECK_FAILED
 
 ROUNDS_MOST = 50
 """The largest number of rounds that a command states; for more, it gives --rounds auto."""
+ENOUGH_ROUNDS = 10
+"""The number of rounds for cases whose variation between rounds is unknown."""
 PATIENT_S = 600.0
 """The seconds that a repeated run waits for other processes to leave the cores."""
 GPUS = "rtx-3090-x8"
@@ -45,8 +58,8 @@ def measure(cases: Sequence[Case], *, machine: Resources, **how: Any) -> str:
     batches = {case.batch_size for case in cases}
     weak = len(shares) == 1 < len(batches)
     options: dict[str, Any] = {
-        **_apart("models", "model", [first.model]),
-        **_apart("strategies", "strategy", _strategies(cases)),
+        "models": (first.model,),
+        "strategies": _strategies(cases),
         "schedules": _schedules(cases),
         "devices": _sorted(case.devices for case in cases),
         "device_ids": first.device_ids,
@@ -75,10 +88,11 @@ def _runs_here(case: Case) -> bool:
     return own and schedule.available(case.schedule)
 
 
-def predict(case: Case, described: str = "") -> str:
+def predict(case: Case, described: str = "", *, step_s: float = 0.0) -> str:
     """Return the `dpbench predict` command for the work of `case` on a described machine.
 
-    `described` is the machine's name or file; if empty, predict 1, 2, 4 and 8 GPUs of `GPUS`.
+    `described` is the machine's name or file; if empty, predict 1, 2, 4 and 8 GPUs of `GPUS`. With
+    the measured seconds of its step, each GPU processes the samples of the case.
     Return "" for a precision not in `PREDICTABLE`, a habit that is not the default, a model that
     brings its own optimizer, or an installation without predictions.
     """
@@ -87,7 +101,6 @@ def predict(case: Case, described: str = "") -> str:
     if case.precision not in PREDICTABLE or case.habits or case.optimizer == "own":
         return ""
     precision = ["--precision", case.precision] if case.precision != Case.precision else []
-    model = ["--model" if ":" in case.model else "--models", case.model]
     # a model that is known by name is "full", the default, and refuses the option
     size = ["--size", case.size] if case.size != "full" else []
     return shlex.join(
@@ -96,14 +109,22 @@ def predict(case: Case, described: str = "") -> str:
             "predict",
             "--machine",
             described or GPUS,
-            *model,
+            "--models",
+            case.model,
             *size,
-            "--batch-sizes",
+            "--batch-per-device" if step_s else "--batch-sizes",
             str(case.batch_size),
+            *(["--step-s", f"{step_s:.4g}"] if step_s else []),
             *([] if described else ["--devices", "1,2,4,8"]),
             *precision,
         ]
     )
+
+
+def loaders(dataset: str, *, batch_size: int, step_s: float) -> str:
+    """Return the `dpbench loaders` command for a dataset, and a step of `step_s` seconds."""
+    words = ["--dataset", dataset, "--batch-size", str(batch_size), "--step-ms"]
+    return shlex.join(["dpbench", "loaders", *words, f"{step_s * 1e3:.3g}"])
 
 
 def at_batch(cases: Iterable[Case], factor: float) -> list[Case]:
@@ -169,8 +190,9 @@ def _lacking(question: Question, decision: Decision, machine: Resources) -> str:
             for role in roles
         ]
         return measure([spread, *two], machine=machine)
-    if basis is Basis.OPEN:
-        return measure(cases, machine=machine, **_more(decision.open))
+    if basis in (Basis.OPEN, Basis.UNEVEN):
+        loaded = any(disturbance.NOISY in row.labels for row in question.rows)
+        return measure(cases, machine=machine, **_more(decision.open, loaded=loaded))
     if basis in (Basis.NO_RESULT, Basis.LOST):
         return _again(question, cases, machine)
     return measure(cases, machine=machine)
@@ -182,14 +204,16 @@ remove.
 """
 
 
-def _more(rows: Sequence[Row]) -> dict[str, Any]:
+def _more(rows: Sequence[Row], *, loaded: bool) -> dict[str, Any]:
     """Return the options of a run that should suffice for a verdict on each speed-up in `rows`.
 
-    If NOISY rounds prevented a verdict, the run waits until other processes leave the cores.
+    After `loaded` rounds, which say nothing about the spread of quiet ones, it takes as many again,
+    and waits until other processes leave the cores.
     """
+    if loaded:
+        rounds = max((row.speedup.n for row in rows if row.speedup), default=0)
+        return {"rounds": min(rounds or ENOUGH_ROUNDS, ROUNDS_MOST), "patience": PATIENT_S}
     needed = rounds_needed(rows)
-    if any(noisy(row) for row in rows):
-        return {"rounds": min(needed, ROUNDS_MOST), "patience": PATIENT_S}
     if needed <= ROUNDS_MOST:
         return {"rounds": needed}
     # --paired measures cases in one process, and these cases need separate ones
@@ -207,7 +231,7 @@ def _again(question: Question, cases: Sequence[Case], machine: Resources) -> str
     ):
         return measure(at_batch(cases, 0.5), machine=machine)
     if any(row.reason.startswith(CHECK_FAILED) for row in question.rows):
-        return shlex.join(["dpbench", "check", "--model", question.home.model])
+        return shlex.join(["dpbench", "check", "--models", question.home.model])
     ended = [
         row.status for row in question.several if not row.step and Fault.UNVERIFIED not in row.lost
     ]
@@ -229,23 +253,20 @@ def _only_reference(question: Question) -> bool:
 
 def noisy(row: Row) -> bool:
     """Return whether the row's speed-up decides nothing, because it compares NOISY rounds."""
-    return row.speedup is not None and row.speedup.doubt is Doubt.NOISY
+    return row.speedup is not None and row.speedup.noisy
 
 
 def rounds_needed(rows: Sequence[Row]) -> int:
     """Return how many rounds should suffice for verdicts on each speed-up in `rows`: more than now.
 
     A speed-up of `WORTH` or more needs an interval above 1, a smaller one an interval below
-    `WORTH`. NOISY rounds say nothing about the spread of quiet ones: as many again are assumed to
-    be enough.
+    `WORTH`.
     """
     known = [row.speedup for row in rows if row.speedup and row.speedup.n >= Estimate.ROUNDS]
-    return max(map(_rounds_needed, known), default=10)
+    return max(map(_rounds_needed, known), default=ENOUGH_ROUNDS)
 
 
 def _rounds_needed(speedup: Estimate) -> int:
-    if speedup.noisy:
-        return speedup.n
     against = 1.0 if speedup.value >= WORTH else WORTH
     return max(stats.rounds_to_decide(speedup, against=against), speedup.n + 1)
 
@@ -258,17 +279,9 @@ def _sorted(values: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted(set(values)))
 
 
-def _apart(of_dpbench: str, of_user: str, names: Sequence[str]) -> dict[str, Any]:
-    """Return two options: for the names that dpbench has, and for those of the user's code."""
-    return {
-        of_dpbench: tuple(name for name in names if ":" not in name),
-        of_user: tuple(name for name in names if ":" in name),
-    }
-
-
-def _strategies(cases: Sequence[Case]) -> list[str]:
+def _strategies(cases: Sequence[Case]) -> tuple[str, ...]:
     ordered = sorted(cases, key=lambda case: (not case.traits.one_device, case.devices))
-    return [*dict.fromkeys(case.strategy for case in ordered)]
+    return tuple(dict.fromkeys(case.strategy for case in ordered))
 
 
 def _schedules(cases: Sequence[Case]) -> tuple[str, ...]:

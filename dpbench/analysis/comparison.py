@@ -1,6 +1,6 @@
 """Comparison: the ratio of the speeds of two runs of the same cases, its verdict, and the cause.
 
-Runs on unlike machines are compared only if the caller asks for it.
+Runs in unlike environments are compared only if the caller asks for it.
 """
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from dpbench.analysis import stats, summary
 from dpbench.analysis.summary import FAKE_GPU, all_labels, measured, order, shown
-from dpbench.records import Case, Source, Trial, words
+from dpbench.records import Case, Trial, words
+from dpbench.records.environment import FAKES, Difference, Environment, differences
+from dpbench.records.errors import UsageError
+from dpbench.records.estimate import Estimate
+from dpbench.records.facts import RunFacts
 from dpbench.records.grouping import grouped
-from dpbench.records.trial import Estimate, by_case
+from dpbench.records.trial import by_case
 from dpbench.store import PastRun
 
-UNKNOWN = "unknown"
-FAKES = "fake GPUs"
-"""The name of the fact whether a run is on fake GPUs."""
 SURE = 0.99
 """The probability with which the intervals of all ratios of a comparison hold together.
 
@@ -42,8 +43,8 @@ class Measured(Protocol):
         """Return the id of the run."""
 
     @property
-    def provenance(self) -> Mapping[str, Any]:
-        """Return the facts that are stored with the run."""
+    def facts(self) -> RunFacts:
+        """Return what the run states."""
 
     @property
     def trials(self) -> Sequence[Trial]:
@@ -84,29 +85,23 @@ class Comparison:
         return self.case.label + (kinds if self.case.device_kind != self.other.device_kind else "")
 
 
-@dataclass(frozen=True)
-class Unlike:
-    """A fact in which the machines or the software of two runs differ."""
-
-    name: str
-    before: str
-    after: str
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.before}, then {self.after}"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Comparisons:
-    """Two runs compared: common cases, by verdict, and the facts in which the machines differ.
+    """Two runs compared: common cases, by verdict, and the facts in which the environments differ.
 
     `lost` has the reason for each common case without a ratio, such as a missing result.
+    `differing` also has facts that forbid no comparison, such as one that a run did not record.
     """
 
     lines: Sequence[Comparison]
     lost: Mapping[Case, str]
-    unlike: Sequence[Unlike]
+    differing: Sequence[Difference]
     margin: float
+
+    @property
+    def unlike(self) -> Sequence[Difference]:
+        """Return the facts for which runs are only compared if the caller asks for it."""
+        return [one for one in self.differing if one.forbids]
 
     @property
     def verdicts(self) -> Counter[str]:
@@ -121,62 +116,39 @@ def between(
 
     `margin` is the relative difference up to which two cases count as the same. Raises ValueError
     without a common measured case, if only one run is on fake GPUs and, unless `unlike`, if
-    machines or software differ.
+    the environments differ in a fact that forbids it.
     """
     differing = unlikes(before, after)
-    unlike = unlike and bool(differing)
-    if any(one.name == FAKES for one in differing):
-        raise ValueError(
+    forbids = [one for one in differing if one.forbids]
+    unlike = unlike and bool(forbids)
+    if any(one.name == FAKES for one in forbids):
+        raise UsageError(
             f"one of the two runs is labelled {FAKE_GPU}: the times on fake GPUs mean nothing, and"
             " are not compared with those on real devices; give two runs on real devices"
         )
-    if differing and not unlike:
-        said = "; ".join(map(str, differing))
-        raise ValueError(
-            f"the two runs differ ({said}): give --unlike to compare them nevertheless"
+    if forbids and not unlike:
+        said = "; ".join(map(str, forbids))
+        raise UsageError(
+            "the two runs differ ({said})",
+            option="unlike",
+            value=True,
+            remedy="give {} to compare them nevertheless",
+            said=said,
         )
     lines = compare(before.trials, after.trials, margin=margin, unlike=unlike)
     lost = uncompared(before.trials, after.trials, unlike=unlike)
     if not lines:
         reasons = "".join(f"; {case.label}: {reason}" for case, reason in lost.items())
-        raise ValueError(
+        raise UsageError(
             f"the runs {before.run_id[:8]} and {after.run_id[:8]} have no measured case in"
             f" common{reasons}"
         )
-    return Comparisons(lines=lines, lost=lost, unlike=differing, margin=margin)
+    return Comparisons(lines=lines, lost=lost, differing=differing, margin=margin)
 
 
-def unlikes(before: Measured, after: Measured) -> list[Unlike]:
-    """Return the facts that step times depend on, and in which two runs differ."""
-    first = _facts(before)
-    second = _facts(after)
-    return [
-        Unlike(name, first[name], second[name]) for name in first if first[name] != second[name]
-    ]
-
-
-def _facts(report: Measured) -> dict[str, str]:
-    host, gpus = (report.provenance.get(key) or {} for key in ("host", "gpus"))
-    models = Counter(str(gpu.get("name", UNKNOWN)) for gpu in gpus.get("gpus") or ())
-    versions = dict.fromkeys(
-        str(one.provenance["torch"]) for one in report.trials if "torch" in one.provenance
-    )
-    installed: Any = (report.provenance.get("packages") or {}).get("torch", UNKNOWN)
-    return {
-        "processor": str(host.get("cpu", UNKNOWN)),
-        "cores": str(host.get("cores", UNKNOWN)),
-        "GPUs": ", ".join(f"{count} {name}" for name, count in sorted(models.items())) or "none",
-        FAKES: "yes" if any(trial.on_fake_gpus for trial in report.trials) else "no",
-        "torch": ", ".join(versions) or str(installed),
-        "devices": (
-            ", ".join(sorted({trial.case.device_kind for trial in report.trials})) or UNKNOWN
-        ),
-        "trace": (
-            "imported"
-            if any(trial.source is Source.IMPORTED for trial in report.trials)
-            else "none"
-        ),
-    }
+def unlikes(before: Measured, after: Measured) -> list[Difference]:
+    """Return the facts in which the environments of two runs differ."""
+    return differences(*(Environment.of(one.facts, one.trials) for one in (before, after)))
 
 
 def compare(
@@ -221,16 +193,21 @@ def compare(
 
 
 def earlier(case: Case, run: Measured, past: Iterable[PastRun]) -> str:
-    """Return a clause that compares a case of a run with the newest of `past` on a like machine.
+    """Return a clause that compares a case of a run with the newest of `past` that is like it.
 
     "" if no such run measured the case, or if its times mean nothing. The verdict needs the margin
-    and the interval of `compare`.
+    and the interval of `compare`. The clause names the facts that only one of the runs recorded.
     """
     here = _timed(case, run)
     for before in sorted(past, key=lambda one: one.run.started, reverse=True):
-        if unlikes(before, run) or not (found := compare(_timed(case, before), here)):
+        differing = unlikes(before, run)
+        if any(one.forbids for one in differing):
+            continue
+        if not (found := compare(_timed(case, before), here)):
             continue
         line = found[0]
+        unknown = ", ".join(one.name for one in differing if one.unknown)
+        noted = f"; unknown in one of the two: {unknown}" if unknown else ""
         phase = (
             f", most of the change in {line.phase} ({words.signed_time(line.phase_s)})"
             if line.decided
@@ -239,7 +216,7 @@ def earlier(case: Case, run: Measured, past: Iterable[PastRun]) -> str:
         speed = "" if line.ratio.doubt else " the speed"
         return (
             f"against run {before.run.id[:8]} of {words.day(before.run.started)}:"
-            f" {VERDICTS[line.verdict]} ({words.times(line.ratio)}{speed}){phase}"
+            f" {VERDICTS[line.verdict]} ({words.times(line.ratio)}{speed}){phase}{noted}"
         )
     return ""
 
@@ -263,7 +240,7 @@ def _pairs(
 
 def _modes(pair: tuple[list[Trial], list[Trial]]) -> set[bool]:
     """Return whether the trials behind a ratio took only a few steps; both if they differ."""
-    return {trial.slow for trials in pair for trial in shown(trials)}
+    return {trial.facts.slow for trials in pair for trial in shown(trials)}
 
 
 def _by_case(trials: Iterable[Trial], *, unlike: bool) -> dict[Case, list[Trial]]:
@@ -298,7 +275,10 @@ def _reason(ratio: Estimate, verdict: str, count: int, margin: float) -> str:
         )
     rounds = stats.rounds_to_decide(ratio, margin=margin, most=NEVER)
     hopeless = rounds >= NEVER
-    enough = f"about {words.count(rounds, 'round')} per run should be enough for a verdict"
+    enough = (
+        f"about {words.count(rounds, 'round')} per run would lead to one with a probability of"
+        f" {stats.POWER:.0%}"
+    )
     more = "more rounds will hardly lead to a verdict" if hopeless else enough
     return (
         f"the interval includes 1 and extends beyond the margin of {words.percent(margin)}; {more}"

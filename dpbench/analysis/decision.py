@@ -12,24 +12,28 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum, auto
 
-from dpbench.analysis import stats
+from dpbench.analysis import stats, uneven
 from dpbench.analysis.summary import Row, homes, scaled
 from dpbench.records import Case, Fault, Source, Status, plan, schedule
+from dpbench.records.estimate import Doubt, Estimate
 from dpbench.records.names import unusual
 from dpbench.records.registry import Role
-from dpbench.records.trial import Doubt, Estimate
 
 WORTH = 1.05
 """The least speed-up, over one device or over fewer devices, that is worth more devices."""
 
 
 class Choice(StrEnum):
-    """The answers: several devices or one; for an observed loop, change or keep it; or unknown."""
+    """The answers: several devices or one; for an observed loop, change or keep it; or unknown.
+
+    On a machine with one GPU, the answer is a prediction.
+    """
 
     USE = "use"
     STAY = "stay with one device"
     CHANGE = "change the loop"
     KEEP = "nothing stands out"
+    PREDICTED = "predicted from one GPU"
     UNKNOWN = "cannot tell"
 
 
@@ -44,6 +48,8 @@ class Basis(StrEnum):
     """Every case on several devices is decidedly without a worthwhile gain."""
     OPEN = auto()
     """It is undecided whether a case has a worthwhile gain."""
+    UNEVEN = auto()
+    """A case gains by the median step, and loses by the mean of all steps."""
     LOST = auto()
     """No case with a result has a gain, but other cases on several devices failed."""
     NO_BASELINE = auto()
@@ -137,18 +143,27 @@ def decide(question: Question) -> Decision:
     candidates decidedly faster than the baseline, by at least `WORTH`, the fastest wins, or one
     that is slower by a factor below `WORTH` but has fewer devices or a better-known strategy. Stay
     with one device if no case on several devices failed, and the whole interval of each is below
-    `WORTH`. A speed-up in doubt, such as one from NOISY rounds, decides nothing.
+    `WORTH`. A speed-up from too few or NOISY rounds decides nothing. A case that is
+    slower than the baseline by the mean of all steps is never recommended.
     """
-    candidates = question.candidates
     obstacle = _timeless(question) or _obstacle(question)
     if obstacle is Basis.ONLY_FITS:
         # without a baseline there are no speed-ups of this question
-        return Decision(choice=Choice.USE, basis=obstacle, row=_simplest(candidates, _rate))
+        fitting = _simplest(question.candidates, _rate)
+        return Decision(choice=Choice.USE, basis=obstacle, row=fitting)
     if obstacle:
         return Decision(choice=Choice.UNKNOWN, basis=obstacle)
+    return _by_speed_ups(question)
+
+
+def _by_speed_ups(question: Question) -> Decision:
+    candidates = question.candidates
     gains = [row for row in candidates if _verdict(row) == "faster" and speed(row) >= WORTH]
-    if gains:
-        best = _simplest(gains, speed)
+    lasting = [row for row in gains if not _loses_by_all_steps(row, question.baseline)]
+    if gains and not lasting:
+        return Decision(choice=Choice.UNKNOWN, basis=Basis.UNEVEN, open=tuple(gains))
+    if lasting:
+        best = _simplest(lasting, speed)
         choice = Choice.STAY if best.case.traits.all_cores else Choice.USE
         return Decision(choice=choice, basis=Basis.GAIN, row=best, open=_rivals(best, candidates))
     unsure = tuple(row for row in candidates if not _without_gain(row))
@@ -167,7 +182,7 @@ def unsettled(question: Question, decision: Decision) -> frozenset[Case]:
     device with all cores does not matter. The baseline is always among the cases, because speed-ups
     use the rounds that both cases have.
     """
-    if decision.basis is Basis.OPEN:
+    if decision.basis in (Basis.OPEN, Basis.UNEVEN):
         several = (row.case for row in decision.open if row.case.devices > 1)
         return frozenset({question.home, *several})
     if decision.basis is Basis.GAIN and decision.row and decision.open:
@@ -191,25 +206,40 @@ def _of_baseline(row: Row) -> float:
     return row.speedup.value if row.speedup else 1.0
 
 
-def sure_of_first(ranked: Sequence[Row]) -> float | None:
-    """Return the least probability that the first of several rows is the fastest; None if unknown.
+class First(StrEnum):
+    """What is decided about the first of a ranking, by intervals that hold together with 95 %."""
 
-    The probability that it is not is at most the sum of those that each other row is faster. It is
-    unknown from ratios that decide nothing: those of too few or NOISY rounds.
+    FASTEST = auto()
+    NEARLY = auto()
+    """It is the fastest, or slower than the fastest by a factor of less than `WORTH`."""
+    OPEN = auto()
+
+
+def of_first(ranked: Sequence[Row]) -> First | None:
+    """Return what is decided about the first of several rows; None if nothing can be.
+
+    Ratios of too few or NOISY rounds decide nothing. The intervals hold together, at every look:
+    their level is that of the speed-ups, raised for the number of rows that could have come first.
     """
     if len(ranked) < 2:
         return None
     first, *others = ranked
-    ratios = [_over(first, row) for row in others]
-    if any(one.n < 2 or one.doubt in (Doubt.ROUNDS, Doubt.NOISY) for one in ratios):
+    of_speedups = max((row.speedup.level for row in ranked if row.speedup), default=0.0)
+    level = stats.together(len(ranked), of_speedups)
+    ratios = [_over(first, row, level) for row in others]
+    if not all(one.decides for one in ratios):
         return None
-    return max(0.0, 1 - sum(1 - stats.chance_above(ratio) for ratio in ratios))
+    if all(one.low > 1 for one in ratios):
+        return First.FASTEST
+    return First.NEARLY if all(one.low * WORTH > 1 for one in ratios) else First.OPEN
 
 
-def _over(row: Row, other: Row) -> Estimate:
+def _over(row: Row, other: Row, level: float) -> Estimate:
     """Return the ratio of the speeds of two rows of a ranking, of which one may be the baseline."""
+    if row.series and other.series:
+        return ratio_of(row, other, level=level)
     if row.speedup and other.speedup:
-        return ratio_of(row, other)
+        return stats.quotient(row.speedup, other.speedup)
     if row.speedup:
         return row.speedup
     assert other.speedup
@@ -247,8 +277,13 @@ def _verdict(row: Row) -> str:
     return stats.verdict(row.speedup) if row.speedup else "undecided"
 
 
+def _loses_by_all_steps(row: Row, baseline: Row | None) -> bool:
+    gain = uneven.gain_of_means(row, baseline)
+    return gain is not None and gain.value < 1
+
+
 def _without_gain(row: Row) -> bool:
-    return row.speedup is not None and not row.speedup.doubt and row.speedup.high < WORTH
+    return row.speedup is not None and row.speedup.decides and row.speedup.high < WORTH
 
 
 def speed(row: Row) -> float:

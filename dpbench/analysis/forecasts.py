@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from dpbench.analysis import summary
 from dpbench.analysis.summary import Row
 from dpbench.records import Case, Source
-from dpbench.records.gpu_names import same_gpu
-from dpbench.records.trial import Estimate
+from dpbench.records.environment import Environment, forbidding
+from dpbench.records.estimate import Estimate
+from dpbench.records.facts import RunFacts
 from dpbench.store.runs import PastRun
 
 
@@ -40,11 +40,11 @@ class Forecast:
 
 
 def forecasts(
-    rows: Sequence[Row], past: Iterable[PastRun], provenance: Mapping[str, Any]
+    rows: Sequence[Row], past: Iterable[PastRun], facts: RunFacts
 ) -> tuple[Forecast, ...]:
     """Return the predictions of the measured cases among `rows`, in their order.
 
-    `provenance` has the facts of the run. Predictions are taken from `rows`, and from the runs of
+    `facts` are those of the run. Predictions are taken from `rows`, and from the runs of
     `past` that describe the same hardware: the newest for each case and machine. Cases whose
     measured step time is in doubt (`Estimate.doubt`) are left out.
     """
@@ -54,11 +54,9 @@ def forecasts(
         if row.source is Source.MEASURED and row.step and not row.step.doubt
     }
     by_case: dict[tuple[Case, str], Forecast] = {}
-    described = [one.trials for one in past if _same_hardware(one.run.provenance, provenance)]
+    described = [one.trials for one in past if _same_hardware(one.run.facts, facts)]
     predicted = [
-        (one, str(trials[0].provenance.get("machine", "")))
-        for trials in described
-        for one in summary.rows(trials)
+        (one, trials[0].facts.machine) for trials in described for one in summary.rows(trials)
     ]
     for row, machine in [*((row, "") for row in rows), *predicted]:
         there = measured.get(row.case)
@@ -74,12 +72,12 @@ def forecasts(
     return tuple(sorted(by_case.values(), key=lambda one: order.index(one.case)))
 
 
-def _same_hardware(described: Mapping[str, Any], machine: Mapping[str, Any]) -> bool:
-    """Return whether both have GPUs, all with the same name."""
-    here, there = _gpus(machine), _gpus(described)
-    return len(here) == len(there) == 1 and same_gpu(*here, *there)
+def _same_hardware(described: RunFacts, machine: RunFacts) -> bool:
+    """Return whether both have GPUs, all of the same kind.
 
-
-def _gpus(facts: Mapping[str, Any]) -> set[str]:
-    gpus = (facts.get("gpus") or {}).get("gpus") or ()
-    return {str(gpu.get("name", "")) for gpu in gpus}
+    Of a described machine, nothing else need be as it is here: a case may use a part of its GPUs.
+    """
+    kind = Environment.of(described).gpus
+    here = Environment.of(machine)
+    one_kind = len(kind or ()) == len(here.gpus or ()) == 1
+    return one_kind and not forbidding(Environment(gpus=kind), here)

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from dpbench.analysis import imbalance, summary
-from dpbench.records import CASE_FIELDS, Trial
+from dpbench.analysis import imbalance, quantities, summary
+from dpbench.records import CASE_FIELDS, Trial, files
+from dpbench.records.errors import UnknownName
 
 DataFrame = pd.DataFrame
 Columns = dict[str, Sequence[object]]
@@ -28,7 +29,7 @@ def cases(
     It has the run's id, the columns of `frame`, and the imbalance indexes. For `raw`, see `frame`.
     """
     ids = ["", *(run_id for run_id, rows, _ in runs for _ in rows)]
-    numbers = summary.records([summary.BLANK, *(row for _, rows, _ in runs for row in rows)])
+    numbers = quantities.records([summary.BLANK, *(row for _, rows, _ in runs for row in rows)])
     beside = imbalance.records([summary.BLANK], [])
     for _, rows, trials in runs:
         beside += imbalance.records(rows, trials)
@@ -76,9 +77,10 @@ def parquet(runs: Sequence[tuple[str, Sequence[Trial]]], path: Path) -> None:
 
     table = pd.concat([_table(run_id, trials, columns) for run_id, trials in runs])
     try:
-        table.to_parquet(path, engine="pyarrow", index=False)
+        with files.replacing(path) as part:
+            table.to_parquet(part, engine="pyarrow", index=False)
     except ImportError as error:
-        raise LookupError(MISSING) from error
+        raise UnknownName(MISSING) from error
 
 
 def phases(run_id: str, trials: Sequence[Trial]) -> pd.DataFrame:
@@ -139,12 +141,12 @@ def _facts(run_id: str, trial: Trial) -> dict[str, object]:
 
 
 def frame(rows: Sequence[summary.Row], *, raw: bool = False) -> pd.DataFrame:
-    """Return the rows as a flat table with the columns of `summary.records`.
+    """Return the rows as a flat table with the columns of `quantities.records`.
 
     A number that reports withhold is NaN, and its column `*_withheld` has the reason; `raw` keeps
     the number. The phases of a step are withheld together with its time.
     """
-    return _frame(summary.records([summary.BLANK, *rows]), raw=raw)
+    return _frame(quantities.records([summary.BLANK, *rows]), raw=raw)
 
 
 def _frame(records: Sequence[Mapping[str, object]], *, raw: bool) -> pd.DataFrame:

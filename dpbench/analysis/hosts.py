@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from dpbench.analysis import stats
-from dpbench.hardware import foreign_load
-from dpbench.records import Case, Trial, host_device, words
+from dpbench.records import Case, Trial, disturbance, host_device, words
+from dpbench.records.environment import Difference, Environment, differences, forbidding
+from dpbench.records.estimate import Estimate
+from dpbench.records.facts import Machine
 from dpbench.records.grouping import grouped
-from dpbench.records.trial import ALONE, FAILED_HOSTS, HOSTS, Estimate, by_case
+from dpbench.records.trial import ALONE, by_case
 
 SLOW = 1.05
 """A machine is slow if the interval of its step time over the fastest machine's is above this."""
-ALIKE = 0.05
-"""The largest relative difference of memory at which two machines count as alike."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,8 @@ def paces(trials: Sequence[Trial]) -> list[Pace]:
             for name, seconds in _alone(trial).items()
         )
         if len(steps) > 1:
-            noisy = [trial.round for trial in group if foreign_load.noisy(trial)]
-            machines = {name: stats.Timed(rounds, noisy) for name, rounds in steps.items()}
+            loads = disturbance.by_round(group)
+            machines = {name: stats.Timed(rounds, *loads) for name, rounds in steps.items()}
             found += _compared(case, machines)
     return found
 
@@ -64,7 +63,8 @@ def _alone(trial: Trial) -> dict[str, list[float]]:
     """Return each machine's step times in seconds in a trial of a launch's baseline, else {}."""
     readings = trial.readings(ALONE) if trial.trusted else {}
     steps = {
-        host.name: readings.get(host_device(number), []) for number, host in enumerate(trial.hosts)
+        host.name: readings.get(host_device(number), [])
+        for number, host in enumerate(trial.facts.hosts)
     }
     return {name: seconds for name, seconds in steps.items() if seconds}
 
@@ -84,10 +84,9 @@ def sentences(trials: Sequence[Trial]) -> list[str]:
     ]
 
 
-def warnings(provenance: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a warning for each machine unlike the first, and for hosts that share a machine."""
-    machines: Sequence[Mapping[str, Any]] = provenance.get(HOSTS, {}).get("machines", ())
-    for machine, names in sorted(grouped((m["machine"], m["name"]) for m in machines).items()):
+def warnings(machines: Sequence[Machine]) -> Iterator[str]:
+    """Yield a sentence for each machine unlike the first, and for hosts that share a machine."""
+    for machine, names in sorted(grouped((m.machine, m.name) for m in machines).items()):
         if len(names) > 1:
             yield (
                 f"COLOCATED: {' and '.join(names)} are the same machine ({machine[:8]}), whose"
@@ -95,16 +94,15 @@ def warnings(provenance: Mapping[str, Any]) -> Iterator[str]:
                 " how it scales"
             )
     for other in machines[1:]:
-        if unlike := list(_differences(machines[0]["facts"], other["facts"])):
-            yield f"{other['name']} is unlike {machines[0]['name']}: {'; '.join(unlike)}"
+        if unlike := differences(*(Environment.of(one.facts) for one in (machines[0], other))):
+            facts = "; ".join(map(_instead, unlike))
+            yield f"{other.name} is unlike {machines[0].name}: {facts}"
 
 
 def failures(trials: Sequence[Trial]) -> Iterator[str]:
-    """Yield a warning for each machine that could not run the baseline, with its reason."""
+    """Yield a sentence for each machine that could not run the baseline, with its reason."""
     reasons = {
-        host: reason
-        for trial in trials
-        for host, reason in trial.provenance.get(FAILED_HOSTS, {}).items()
+        host: reason for trial in trials for host, reason in trial.facts.failed_hosts.items()
     }
     for host, reason in reasons.items():
         yield (
@@ -114,41 +112,17 @@ def failures(trials: Sequence[Trial]) -> Iterator[str]:
 
 
 def unlike(trials: Sequence[Trial]) -> Iterator[str]:
-    """Yield a warning if cases were measured on unlike machines, as in a scheduler's jobs."""
-    kinds = grouped(
-        (_machine(host, _gpus(trial.provenance)), trial.case)
-        for trial in trials
-        if (host := trial.provenance.get("host"))
-    )
-    if len(kinds) > 1:
-        where = "; ".join(
-            f"{words.count(len({*cases}), 'case')} on {kind}" for kind, cases in kinds.items()
-        )
-        yield (
-            "cases were measured on unlike machines, so their ratios also compare the machines:"
-            f" {where}"
-        )
+    """Yield a sentence if trials were measured in unlike environments, as in a scheduler's jobs."""
+    cases = grouped((Environment.of(trial.facts), trial.case) for trial in trials)
+    for number, other in enumerate(cases):
+        unlike = (forbidding(one, other) for one in [*cases][:number])
+        if facts := next(filter(None, unlike), None):
+            count = words.count(len({*cases[other]}), "case")
+            yield (
+                "cases were measured in unlike environments, so their ratios also compare these:"
+                f" {count} with {'; '.join(map(_instead, facts))}"
+            )
 
 
-def _machine(host: Mapping[str, Any], gpus: str) -> str:
-    processor = f"{host.get('cpu', 'unknown CPU')}, {host.get('cores', 0)} cores"
-    return f"{processor}, {gpus}" if gpus else processor
-
-
-def _differences(first: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[str]:
-    for name, expected, actual in (
-        ("processor", first["host"]["cpu"], other["host"]["cpu"]),
-        ("cores", first["host"]["cores"], other["host"]["cores"]),
-        ("GPUs", _gpus(first), _gpus(other)),
-        ("torch", first["software"]["torch"], other["software"]["torch"]),
-    ):
-        if expected != actual:
-            yield f"{name} {actual or 'none'} instead of {expected or 'none'}"
-    expected = first["host"]["memory_bytes"]
-    actual = other["host"]["memory_bytes"]
-    if abs(actual - expected) > ALIKE * expected:
-        yield f"memory {words.size(actual)} instead of {words.size(expected)}"
-
-
-def _gpus(facts: Mapping[str, Any]) -> str:
-    return ", ".join(gpu.get("name", "unknown") for gpu in facts.get("gpus", {}).get("gpus", []))
+def _instead(fact: Difference) -> str:
+    return f"{fact.name} {fact.after} instead of {fact.before}"

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from dpbench.analysis import sampled, stats, summary, transfers
+from dpbench.analysis import quantities, sampled, stats, summary, transfers
 from dpbench.records import Case, Source, Trial, fake, plan, registry, words
+from dpbench.records.estimate import Estimate
 from dpbench.records.grouping import grouped
 from dpbench.records.registry import Role
-from dpbench.records.trial import Estimate, Key, by_key
+from dpbench.records.trial import Key, by_key
 from dpbench.records.work import Shapes, received, sent
 
 
@@ -270,8 +271,8 @@ def records(rows: Iterable[summary.Row], trials: Iterable[Trial]) -> list[dict[s
 def _entries(quantity: Quantity, index: Index | None) -> dict[str, object]:
     name = f"imbalance_{quantity.name.replace(', ', '_').replace(' ', '_')}"
     return {
-        **summary.entries(f"{name}_first", index.first if index else None),
-        **summary.entries(f"{name}_most", index.most if index else None),
+        **quantities.entries(f"{name}_first", index.first if index else None),
+        **quantities.entries(f"{name}_most", index.most if index else None),
         f"{name}_verdict": index.verdict if index else None,
     }
 
@@ -305,12 +306,12 @@ def _used(trial: Trial) -> Figures:
 def _energy(trial: Trial) -> Figures:
     """Return each device's energy per timed step in joules, from its counter."""
     steps = len(trial.timed)
-    return {device: [used / steps] for device, used in sampled.energy_j(trial).items() if used > 0}
+    return {device: [used / steps] for device, used in sampled.energy_j(trial).items()}
 
 
 def _moved(trial: Trial) -> Figures:
     """Return the bytes that each device receives and sends in one step, computed from shapes."""
-    shapes = Shapes.of(trial.provenance)
+    shapes = Shapes.of(trial.facts.model)
     found = transfers.moves(trial.case, shapes) if shapes else []
     devices = range(len(trial.case.rows)) if found else ()
     return {device: [received(found, device) + sent(found, device)] for device in devices}

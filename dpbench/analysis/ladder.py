@@ -12,10 +12,10 @@ from itertools import pairwise
 from dpbench.analysis import stats, summary
 from dpbench.analysis.summary import Row
 from dpbench.records import Case, plan, registry
+from dpbench.records.estimate import Estimate
 from dpbench.records.grouping import grouped
 from dpbench.records.registry import Role
 from dpbench.records.schedule import Schedule, known
-from dpbench.records.trial import Estimate
 
 ENOUGH = 3
 """The least number of measured rungs for which a ladder is computed."""

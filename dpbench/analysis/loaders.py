@@ -1,24 +1,42 @@
-"""Loaders: a DataLoader's rate over its number of workers, its knee, and what limits the step.
+"""Loaders: a DataLoader's rate over its number of workers, its knee, and the number to use.
 
 The knee is the least number of workers whose rate is at most 5 % below the best rate; its interval
 lists every number that may be the true one, by the 95 % intervals of the ratios. The rates of a
 round are those of its mean steps. NOISY rounds decide nothing (see `stats.Timed`).
+
+The number to use is the same of the training loop, as computed from what was measured:
+
+    iteration_s = batch_s + step_s         without workers, because nothing overlaps
+                  max(batch_s, step_s)     with workers
+    epoch_s     = wait_s + (batches - 1) * iteration_s + step_s
+
+`wait_s` is the wait for the first batch of an epoch, in which workers start unless they persist,
+and `step_s` is 0 without a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import operator
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
-from dpbench.analysis import stats
+from dpbench.analysis import stats, summary
 from dpbench.analysis.summary import Row
-from dpbench.records import words
-from dpbench.records.loading import Loading
-from dpbench.records.trial import Doubt, Estimate
+from dpbench.records import Trial, words
+from dpbench.records.estimate import Doubt, Estimate
+from dpbench.records.grouping import grouped
+from dpbench.records.loading import NEXT_EPOCH, Loading
+from dpbench.records.spelling import dashed
+from dpbench.records.trial import by_key
 
 CLOSE = 0.95
-"""The least fraction of the best rate at which a rate counts as equal to the best."""
+"""The least fraction of the best rate at which a rate counts as equal to the best.
+
+A wait for batches counts from 1 - `CLOSE` of a loop's time on.
+"""
 UNSURE = (Doubt.ROUNDS, Doubt.NOISY)
 """The doubts because of which a ratio decides nothing."""
 
@@ -33,7 +51,10 @@ class Shape(StrEnum):
 
 
 class Bound(StrEnum):
-    """The slower one of the DataLoader and the step."""
+    """What limits the training loop.
+
+    It is the step if the loop waits for batches for at most 5 % of its time, else the DataLoader.
+    """
 
     LOADER = "loader-bound"
     STEP = "compute-bound"
@@ -44,13 +65,17 @@ class Bound(StrEnum):
 class LoaderPoint:
     """The results with one number of workers.
 
-    `of_best` is the rate over the best rate. `demand` is the step time over the time of a batch,
-    None without a step: the DataLoader is fast enough if it is at least 1.
+    `of_best` is the rate over the best rate. `busy` is the share of the step in an iteration of the
+    training loop, None without a step. `epoch` are the seconds of an epoch of this loop, and
+    `waiting` is the share of the wait for its first batch; None and 0 if the size of the dataset is
+    unknown.
     """
 
     row: Row
     of_best: Estimate
-    demand: Estimate | None = None
+    busy: Estimate | None = None
+    epoch: Estimate | None = None
+    waiting: float = 0.0
 
     @property
     def workers(self) -> int:
@@ -59,30 +84,41 @@ class LoaderPoint:
 
     @property
     def bound(self) -> Bound:
-        """Return the slower one of the DataLoader and the step; UNDECIDED if unknown."""
+        """Return what limits the training loop; UNDECIDED if unknown."""
         if (
-            self.demand is None
-            or self.demand.doubt in UNSURE
-            or self.demand.low < 1 <= self.demand.high
+            self.busy is None
+            or self.busy.doubt in UNSURE
+            or self.busy.low < CLOSE <= self.busy.high
         ):
             return Bound.UNDECIDED
-        return Bound.STEP if self.demand.low >= 1 else Bound.LOADER
+        return Bound.STEP if self.busy.low >= CLOSE else Bound.LOADER
+
+    @property
+    def restarts(self) -> bool:
+        """Return whether the start of workers in each epoch takes a share of it that counts."""
+        starting = self.workers and not Loading.of(self.row.case).persistent_workers
+        return bool(starting and self.waiting > 1 - CLOSE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderCurve:
     """The results by number of workers, in ascending order.
 
-    `knee` is None if unknown; `possible` has every measured number that may be the true one. `step`
-    is the step time to compare with in seconds, None without a step, and with `n` = 0 if the user
-    gave it.
+    `knee` is None if unknown; `possible` has every measured number that may be the true one.
+    `advised` is the knee of the training loop, None if unknown; the end of a flat or a rising curve
+    counts as its knee. `step` is the step time in seconds of this loop, None without a step, and
+    with `n` = 0 if the user gave it. `batches` is the number of batches of an epoch, 0 if unknown.
+    `failed` has the outcome of each number of workers without a result, such as "timeout".
     """
 
     points: tuple[LoaderPoint, ...]
     shape: Shape
     knee: int | None
     possible: tuple[int, ...]
+    advised: int | None = None
     step: Estimate | None = None
+    batches: int = 0
+    failed: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def counts(self) -> list[int]:
@@ -91,25 +127,20 @@ class LoaderCurve:
 
     @property
     def bounds(self) -> dict[int, str]:
-        """Return the slower one of the DataLoader and the step, by number of workers."""
-        return {point.workers: point.bound.value for point in self.points if point.demand}
+        """Return what limits the training loop, by number of workers."""
+        return {point.workers: point.bound.value for point in self.points if point.busy}
 
     @property
-    def advised(self) -> int | None:
-        """Return the least number of workers that surely suffices for the step, else the knee.
-
-        The end of a flat or a rising curve counts as its knee. None if unknown.
-        """
-        sure = [point.workers for point in self.points if point.bound is Bound.STEP]
-        if sure:
-            return sure[0]
-        return None if self.shape is Shape.UNDECIDED else self.knee
+    def epochs(self) -> dict[int, Estimate]:
+        """Return the seconds of an epoch of the training loop, by number of workers."""
+        return {point.workers: point.epoch for point in self.points if point.epoch}
 
 
-def curve(rows: Sequence[Row]) -> LoaderCurve | None:
+def curve(rows: Sequence[Row], trials: Sequence[Trial] = ()) -> LoaderCurve | None:
     """Return the curve of the DataLoader in a run, None without one.
 
-    It is compared with the step of the run's other case, or the one that the user gave.
+    The training loop has the step of the run's other case, or the one that the user gave. Its
+    epochs are unknown without the trials of the rows.
     """
     loaders = sorted(
         (row for row in rows if row.case.traits.loads), key=lambda row: row.case.loader
@@ -118,32 +149,96 @@ def curve(rows: Sequence[Row]) -> LoaderCurve | None:
         return None
     measured = [row for row in loaders if row.step]
     step, steps = _step(loaders[0], rows)
-    points = []
-    for row in measured:
-        ratios = [stats.mean_ratio(other.series, row.series) for other in measured]
-        given = {number: [step.value] for number in row.series} if step else {}
-        demand = stats.mean_ratio(steps or given, row.series) if step else None
-        points.append(LoaderPoint(row=row, of_best=_least(ratios), demand=demand))
+    alike = by_key(trials)
+    shown = [summary.shown(alike.get(row.key, ())) for row in measured]
+    batches = _batches(trial for group in shown for trial in group)
+    loops = [
+        _loop(row, group, step, steps, batches) for row, group in zip(measured, shown, strict=True)
+    ]
+    points = tuple(
+        LoaderPoint(
+            row=row,
+            of_best=_of_best(row.series, [other.series for other in measured]),
+            busy=stats.mean_ratio(loop.step, loop.iteration) if step else None,
+            epoch=stats.mean(loop.epoch) if batches else None,
+            waiting=_waiting(loop, group) if batches else 0.0,
+        )
+        for row, loop, group in zip(measured, loops, shown, strict=True)
+    )
+    counts = [point.workers for point in points]
     knee, possible = _knee({point.workers: point.of_best for point in points})
-    shape = _shape(knee, possible, [point.workers for point in points])
-    return LoaderCurve(points=tuple(points), shape=shape, knee=knee, possible=possible, step=step)
+    times = [loop.epoch if batches else loop.iteration for loop in loops]
+    use, suitable = _knee(
+        {count: _of_best(mine, times) for count, mine in zip(counts, times, strict=True)}
+    )
+    return LoaderCurve(
+        points=points,
+        shape=_shape(knee, possible, counts),
+        knee=knee,
+        possible=possible,
+        advised=None if _shape(use, suitable, counts) is Shape.UNDECIDED else use,
+        step=step,
+        batches=batches,
+        failed={row.case.loader: row.outcome for row in loaders if not row.step},
+    )
 
 
-def _step(loader: Row, rows: Sequence[Row]) -> tuple[Estimate | None, stats.Rounds]:
+def _step(loader: Row, rows: Sequence[Row]) -> tuple[Estimate | None, stats.Timed]:
     """Return the step time to compare with, and its durations by round, if it was not given."""
     given_s = Loading.of(loader.case).step_s
     if given_s:
-        return Estimate(given_s, given_s, given_s, 0), {}
+        return Estimate(given_s, given_s, given_s, 0), stats.Timed()
     trained = next((row for row in rows if not row.case.traits.loads and row.step), None)
-    return (trained.mean, trained.series) if trained else (None, {})
+    return (trained.mean, trained.series) if trained else (None, stats.Timed())
 
 
-def _least(ratios: Sequence[Estimate]) -> Estimate:
-    """Return the least of the ratios of a rate to every rate.
+def _batches(trials: Iterable[Trial]) -> int:
+    """Return the number of batches of an epoch, 0 if a trial of an earlier version lacks it."""
+    return min((trial.facts.batches_per_epoch for trial in trials), default=0)
+
+
+class _Loop(NamedTuple):
+    """The mean seconds of the training loop with one number of workers, by round."""
+
+    step: stats.Timed
+    iteration: stats.Timed
+    epoch: stats.Timed
+
+
+def _loop(
+    row: Row, trials: Sequence[Trial], step: Estimate | None, steps: stats.Timed, batches: int
+) -> _Loop:
+    """Return the training loop with the number of workers of a row; see the top of this file.
+
+    A round in which no step was measured has the mean step.
+    """
+    noisy = row.series.noisy | steps.noisy
+    taken = {**steps.taken, **row.series.taken}
+    loop = _Loop(*(stats.Timed((), noisy, taken) for _ in _Loop._fields))
+    combined = max if row.case.loader else operator.add
+    waits = {trial.round: trial.setup.get(NEXT_EPOCH, 0.0) for trial in trials}
+    for number, batches_s in row.series.items():
+        step_s = statistics.fmean(steps.get(number, [step.value if step else 0.0]))
+        iteration_s = combined(statistics.fmean(batches_s), step_s)
+        epoch_s = waits.get(number, 0.0) + (batches - 1) * iteration_s + step_s
+        for series, seconds in zip(loop, (step_s, iteration_s, epoch_s), strict=True):
+            series[number] = [seconds]
+    return loop
+
+
+def _waiting(loop: _Loop, trials: Sequence[Trial]) -> float:
+    return statistics.fmean(
+        trial.setup[NEXT_EPOCH] / loop.epoch[trial.round][0] for trial in trials
+    )
+
+
+def _of_best(times: stats.Rounds, every: Sequence[stats.Rounds]) -> Estimate:
+    """Return the rate of a series of durations over the best rate.
 
     The best measured rate is not necessarily the true best, so each end of the interval is the
-    smallest such end of all intervals.
+    smallest such end of the intervals of all ratios.
     """
+    ratios = [stats.mean_ratio(other, times) for other in every]
     value, low, high = (
         min(getattr(ratio, part) for ratio in ratios) for part in ("value", "low", "high")
     )
@@ -187,8 +282,7 @@ def _shape(knee: int | None, possible: Sequence[int], counts: Sequence[int]) -> 
 def said(curve: LoaderCurve) -> list[str]:
     """Return the verdicts on a curve as sentences, and the number of workers to use, if known."""
     against = [_bound_said(curve, curve.step)] if curve.step and curve.points else []
-    use = [] if curve.advised is None else [f"Use num_workers={curve.advised}."]
-    return [_knee_said(curve), *against, *use]
+    return [_knee_said(curve), *_failed_said(curve), *against, *_use_said(curve)]
 
 
 def _knee_said(curve: LoaderCurve) -> str:
@@ -196,19 +290,17 @@ def _knee_said(curve: LoaderCurve) -> str:
         return "Cannot tell where the knee is: no measurement of the DataLoader succeeded."
     first, last = curve.counts[0], curve.counts[-1]
     if len(curve.counts) < 2:
-        return (
-            "Cannot tell where the knee is from a single number of workers: give several with"
-            " --workers."
-        )
+        more = "" if curve.failed else f": give several with {dashed('workers')}"
+        return f"Cannot tell where the knee is from a single number of workers{more}."
     if curve.shape is Shape.FLAT:
         return (
             f"Flat: the rate with up to {workers_said([last])} is not clearly higher than with"
             f" {first}."
         )
     if curve.shape is Shape.RISING:
-        return (
-            f"No knee up to {workers_said([last])}: the rate still rises; give more with --workers."
-        )
+        enough = curve.advised != last or max(curve.failed, default=0) > last
+        more = "" if enough else f"; give more with {dashed('workers')}"
+        return f"No knee up to {workers_said([last])}: the rate still rises{more}."
     possible = among(curve.possible)
     if curve.shape is Shape.KNEE and curve.knee is not None:
         return f"Knee: {workers_said([curve.knee])} (95 %: {possible})."
@@ -218,17 +310,45 @@ def _knee_said(curve: LoaderCurve) -> str:
     )
 
 
+def _failed_said(curve: LoaderCurve) -> list[str]:
+    """Return a sentence on the numbers of workers without a result."""
+    counts = grouped((outcome, workers) for workers, outcome in curve.failed.items())
+    parts = [f"{workers_said(alike)} ({outcome})" for outcome, alike in counts.items()]
+    return [f"No result with {', '.join(parts)}."] if parts else []
+
+
 def _bound_said(found: LoaderCurve, step: Estimate) -> str:
-    by_bound = {
-        bound: [point.workers for point in found.points if point.bound is bound] for bound in Bound
-    }
+    counts = grouped((point.bound, point.workers) for point in found.points)
     parts = [
-        f"{bound.value} with {workers_said(counts)}" for bound, counts in by_bound.items() if counts
+        f"{bound.value} with {workers_said(counts[bound])}" for bound in Bound if bound in counts
     ]
     return (
         f"Against the step ({words.ms(step) if step.n else words.time(step.value)}):"
         f" {'; '.join(parts)}."
     )
+
+
+def _use_said(curve: LoaderCurve) -> list[str]:
+    """Return the number of workers to use, and what the start of workers costs without reuse."""
+    every = words.count(curve.batches, "batch", "batches")
+    sentences = []
+    if curve.advised is not None:
+        epoch = curve.epochs.get(curve.advised)
+        lasts = f": an epoch of {every} takes {words.duration(epoch)}" if epoch else ""
+        sentences.append(f"Use num_workers={curve.advised}{lasts}.")
+    slow = max(
+        (point for point in curve.points if point.restarts),
+        key=lambda point: point.waiting,
+        default=None,
+    )
+    if slow:
+        sentences.append(
+            f"With {workers_said([slow.workers])}, {words.percent(slow.waiting)} of an epoch of"
+            f" {every} is the wait for its first batch, in which workers start:"
+            " persistent_workers=True starts them once, which"
+            f" {dashed('persistent_workers')} measures."
+        )
+    return sentences
 
 
 def workers_said(counts: Sequence[int]) -> str:

@@ -1,16 +1,14 @@
-"""Notes: the sentences of a report on habits and on noise."""
+"""Notes: the sentences of a report on habits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from dpbench.analysis import stats
 from dpbench.analysis.summary import Row
-from dpbench.hardware import foreign_load
 from dpbench.records import HABITS, Case, Trial, words
+from dpbench.records.estimate import Estimate
 from dpbench.records.grouping import grouped
-from dpbench.records.trial import Estimate
 
 _SETTINGS = "Loop settings, as the step time with the setting divided by the step time without it"
 _BESIDE = "Interference, as the step time beside another model divided by the step time alone"
@@ -55,9 +53,3 @@ def _of_habit(habit: str, pairs: Sequence[tuple[Case, Estimate]]) -> str:
     return f"{habit}: " + joiner.join(
         f"{words.times(effect)} in {case.label}" for case, effect in kept
     )
-
-
-def noisy(provenance: Mapping[str, Any]) -> list[str]:
-    """Return a sentence with the reasons for NOISY rounds; none without any."""
-    reasons = provenance.get("noisy")
-    return [f"{foreign_load.NOISY}: {'; '.join(reasons.values())}."] if reasons else []

@@ -13,10 +13,8 @@ from typing import Any, Self
 
 from dpbench.analysis import (
     answer,
-    caveats,
     comparison,
     findings,
-    hosts,
     ladder,
     lanes,
     loaders,
@@ -25,9 +23,11 @@ from dpbench.analysis import (
     verdict,
 )
 from dpbench.analysis.lanes import Lanes
-from dpbench.hardware.provenance import Resources
-from dpbench.records import Case, Trial
+from dpbench.analysis.statements import FINISHED, OPEN, Statement, made
+from dpbench.records import Case, Trial, hidden
 from dpbench.records.examination import Examination
+from dpbench.records.facts import RunFacts
+from dpbench.records.resources import Resources
 from dpbench.records.trial import Key, by_key
 from dpbench.store import PastRun, UnreadableRow
 
@@ -36,8 +36,8 @@ from dpbench.store import PastRun, UnreadableRow
 class Report:
     """The analysis of one run.
 
-    `notes` are sentences on hosts, habits, DataLoaders and noise. `past` are the runs of
-    the store that have cases of this run; see `Store.past`.
+    `notes` are sentences on habits and DataLoaders. `past` are the runs of the store that have
+    cases of this run; see `Store.past`.
     """
 
     run_id: str
@@ -48,7 +48,7 @@ class Report:
     rows: Sequence[summary.Row]
     ladders: Sequence[ladder.Ladder]
     notes: Sequence[str]
-    warnings: Sequence[caveats.Caveat]
+    statements: Sequence[Statement]
     diagnoses: Sequence[findings.Diagnosis]
     answers: Sequence[answer.Answer] = ()
     past: Sequence[PastRun] = ()
@@ -65,7 +65,7 @@ class Report:
         run_id: str,
         started_s: float,
         provenance: Mapping[str, Any],
-        status: str = caveats.FINISHED,
+        status: str = FINISHED,
         past: Sequence[PastRun] = (),
         unreadable: Sequence[UnreadableRow] = (),
         examination: Examination | None = None,
@@ -76,17 +76,19 @@ class Report:
         run.
         """
         rows = summary.rows(trials)
-        machine = Resources.of(provenance)
-        ladders = ladder.ladders(rows, max((trial.looks for trial in trials), default=1))
-        loading = loaders.curve(rows)
+        facts = RunFacts.of(provenance)
+        machine = Resources.of(facts)
+        ladders = ladder.ladders(rows, max((trial.facts.looks for trial in trials), default=1))
+        loading = loaders.curve(rows, trials)
         diagnoses = findings.diagnose(rows, trials, machine, examination)
-        again = str(provenance.get("command", "")) if status == caveats.OPEN else ""
+        command = facts.command
+        again = hidden.to_fill_in(command) if status == OPEN else ""
         given = (
             ()
             if loading
             else (
                 *verdict.answers(rows, trials, diagnoses, machine),
-                *answer.answers(rows, machine, again),
+                *answer.answers(rows, machine, again, trials),
             )
         )
         report = cls(
@@ -97,12 +99,10 @@ class Report:
             rows=rows,
             ladders=ladders,
             notes=(
-                *hosts.sentences(trials),
                 *notes.habits(rows, trials),
                 *(loaders.said(loading) if loading else ()),
-                *notes.noisy(provenance),
             ),
-            warnings=caveats.caveats(rows, trials, provenance, status, unreadable),
+            statements=made(rows, trials, facts, status, unreadable),
             diagnoses=diagnoses,
             past=past,
             loading=loading,
@@ -127,6 +127,21 @@ class Report:
     def compared(self) -> bool:
         """Return whether the report is on two runs, the rows of which it compares."""
         return any(row.run for row in self.rows)
+
+    @property
+    def warnings(self) -> list[Statement]:
+        """Return the statements that may change what an answer says."""
+        return [one for one in self.statements if one.warns]
+
+    @property
+    def remarks(self) -> list[Statement]:
+        """Return the statements that explain figures."""
+        return [one for one in self.statements if not one.warns]
+
+    @cached_property
+    def facts(self) -> RunFacts:
+        """Return what the run states."""
+        return RunFacts.of(self.provenance)
 
     @property
     def observed(self) -> bool:

@@ -1,19 +1,24 @@
-"""Statistics: medians and ratios, with intervals by a hierarchical bootstrap, and verdicts.
+"""Statistics: medians and ratios, with intervals by a bootstrap of rounds, and verdicts.
 
 Rounds run in fresh processes and differ more than the steps within one. Resampling therefore draws
-rounds first, then steps within each drawn round. A few rounds understate their variance, so the
-bootstrap's spread is widened by sqrt(n / (n - 1)), and the interval is Student's t with n - 1
-degrees of freedom (Hesterberg, "What Teachers Should Know About the Bootstrap", 2015, section 5.3).
-The interval of a single round covers only the variation between its steps. An estimate from fewer
-than three rounds, or with an interval that spans more than a factor of 4, is computed but not shown
-(`Estimate.doubt`), and its verdict is "undecided".
+whole rounds: they differ by the variation of their steps, too, which drawing steps as well would
+count twice (Davison and Hinkley, "Bootstrap Methods and their Application", 1997, section 3.8). A
+few rounds understate their variance, so the bootstrap's spread is widened by sqrt(n / (n - 1)), and
+the interval is Student's t with n - 1 degrees of freedom (Hesterberg, "What Teachers Should Know
+About the Bootstrap", 2015, section 5.3). The steps of a single round are resampled instead, and its
+interval covers only the variation between them. An estimate from fewer than three rounds, or with
+an interval that spans more than a factor of 4, is in doubt (`Estimate.doubt`); that of fewer rounds
+decides nothing.
 
-The interval that is shown decides the verdict. Estimates that are judged together have wider
-intervals (Bonferroni, see `together`), so that all contain the true values with 95 %.
+The interval decides the verdict. Estimates that are judged together have wider intervals
+(Bonferroni, see `together`), so that all contain the true values with 95 %.
 
-Other processes take cores from cases with several processes first, an error that no interval
-contains. A comparison therefore leaves out the NOISY rounds of both sides if at least three rounds
-remain; otherwise it is in doubt.
+Other processes lengthen steps. A comparison leaves out the NOISY rounds of both sides if at least
+three rounds remain. In all others, the CPU time that others used bounds what they took: with a part
+f of a core, they made the sum of the steps longer by a factor of at most 1 / (1 - f), and the
+median step by at most (1 + f) / (1 - f), because all of this time can fall on half of the steps.
+The interval of a comparison reaches from its low end with the first side as much shorter to its
+high end with the second side as much shorter. From `ROUGH` on, a comparison is in doubt.
 """
 
 from __future__ import annotations
@@ -21,14 +26,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import scipy
 from numpy.typing import NDArray
 
-from dpbench.records.trial import Estimate
+from dpbench.records.estimate import Estimate
 from dpbench.records.work import middle_ratio
 
 Rounds = Mapping[int, Sequence[float]]
@@ -36,18 +40,41 @@ Rounds = Mapping[int, Sequence[float]]
 
 
 class Timed(dict[int, Sequence[float]]):
-    """The durations of one case's timed steps in seconds, by round, and its NOISY rounds.
+    """The durations of one case's timed steps in seconds, by round, and what others used meanwhile.
 
-    In a NOISY round, other processes used too much of the cores.
+    In a round in `noisy`, others used too much of the cores. `taken` has, by round, the part of a
+    core that they can have taken from the case; it is 0 in rounds without an entry.
     """
 
     def __init__(
         self,
         rounds: Mapping[int, Sequence[float]] | Iterable[tuple[int, Sequence[float]]] = (),
         noisy: Iterable[int] = (),
+        taken: Mapping[int, float] | None = None,
     ) -> None:
         super().__init__(rounds)
         self.noisy = frozenset(noisy)
+        self.taken = dict(taken or {})
+
+    def of(self, rounds: Iterable[int]) -> Timed:
+        """Return these rounds alone."""
+        kept = {number: self[number] for number in rounds}
+        taken = {number: part for number, part in self.taken.items() if number in kept}
+        return Timed(kept, self.noisy & kept.keys(), taken)
+
+    @property
+    def quiet(self) -> Timed:
+        """Return the rounds that a comparison uses: those not NOISY or, if these are few, all."""
+        return self.of(_quiet([*self], self.noisy))
+
+    def scaled(self, factors: Mapping[int, float] | float) -> Timed:
+        """Return the series with all durations multiplied by a factor, which may be by round."""
+        by_round = factors if isinstance(factors, Mapping) else dict.fromkeys(self, factors)
+        longer = {
+            number: [one * by_round.get(number, 1.0) for one in steps]
+            for number, steps in self.items()
+        }
+        return Timed(longer, self.noisy, self.taken)
 
 
 Array = NDArray[np.float64]
@@ -56,8 +83,6 @@ Vectors = Mapping[int, Array]
 """Arrays of shape (steps, devices) by round; a quantity read once per round has one step."""
 
 RESAMPLES = 2000
-WITHIN = 400
-"""In `balance`, each round's steps are resampled at most this often; each use of it picks one."""
 NETWORK = 10
 """The most columns that `_row_medians` sorts by comparing them: 4 rounds have 10 pairs."""
 CELLS = 4_000_000
@@ -69,65 +94,73 @@ LOOKS = (4, 6, 9, 14, 21, 31)
 The intervals hold at all looks together (Bonferroni), so that stopping early makes no verdict less
 certain. The growing distances keep the number of looks small.
 """
+ROUGH = 0.9
+"""The part of a core from which on nothing bounds what others took."""
+POWER = 0.8
+"""The probability with which as many rounds as `rounds_to_decide` returns decide."""
 MARGIN = 0.01
 """The relative difference up to which two cases count as the same."""
 
 
-@dataclass(frozen=True)
-class Percentile:
-    """A percentile, in seconds, of the durations of all steps of all rounds.
-
-    `steps` is their number. `low` and `high` are the ends of its 95 % interval, None if there are
-    too few steps for one; the percentile is then not shown.
-    """
-
-    value: float
-    low: float | None
-    high: float | None
-    steps: int
-
-    @property
-    def doubt(self) -> str:
-        """Return the reason why the percentile must not be shown; "" if it may."""
-        return "too few steps" if self.low is None else ""
-
-
-def percentile(rounds: Rounds, share: float) -> Percentile:
-    """Return the duration below which `share` of all steps lies, as numpy.percentile does.
-
-    The interval is that of the order statistics, which assumes independent steps but no
-    distribution. Its ends are the durations of two steps, because the number of steps below the
-    true percentile is binomial. The 95th percentile needs 72 steps, the 99th 368.
-    """
-    pooled = np.sort(np.concatenate([np.asarray(steps, dtype=float) for steps in rounds.values()]))
-    n = len(pooled)
-    tail = (1 - CONFIDENCE) / 2
-    middle = n * share
-    reach = 6 * math.sqrt(n * share * (1 - share)) + 2  # beyond `reach`, bdtr is 0 or 1
-    ranks = np.arange(max(0, int(middle - reach)), min(n, int(middle + reach) + 1))
-    first, last = ranks[0] + np.searchsorted(scipy.special.bdtr(ranks, n, share), [tail, 1 - tail])
-    low, high = (
-        (float(pooled[first - 1]), float(pooled[last])) if first >= 1 and last < n else (None, None)
-    )
-    return Percentile(float(np.percentile(pooled, 100 * share)), low, high, n)
-
-
 def median(rounds: Rounds, *, seed: int = 0) -> Estimate:
     """Return the median over rounds of each round's median, of values with any sign."""
-    ((each, draws),) = _medians([rounds], seed)
+    return quantile(rounds, 0.5, seed=seed)
+
+
+def percentile(rounds: Rounds, number: int) -> Estimate | None:
+    """Return the median over rounds of the duration below which `number` % of a round's steps lie.
+
+    None if a round has so few steps that none is expected above it: fewer than 20 for the 95th
+    percentile, and than 100 for the 99th.
+    """
+    enough = 100 / (100 - number)
+    if min(map(len, rounds.values())) < enough:
+        return None
+    return quantile(rounds, number / 100)
+
+
+def quantile(rounds: Rounds, share: float, *, seed: int = 0) -> Estimate:
+    """Return the median over rounds of each round's quantile; the values may have any sign."""
+    ((each, draws),) = _quantiles([rounds], seed, share=share)
     # not the exponential of the median logarithm, which differs if the number of rounds is even
     value = float(np.median(each))
     middles = _row_medians(draws)
     n = len(rounds)
     if min(value, middles.min()) <= 0:
         return Estimate(value, *_interval(value, _widen(middles, n), n), n)
-    found = _exponential(math.log(value), _widen(np.log(middles), n), n)
-    return around(value, found)
+    return _exponential(value, _widen(np.log(middles), n), n)
 
 
-def around(value: float, rough: Estimate) -> Estimate:
-    """Return an estimate of `value` with the interval of `rough`, extended to contain `value`."""
-    return replace(rough, value=value, low=min(rough.low, value), high=max(rough.high, value))
+def average(rounds: Rounds) -> Estimate:
+    """Return the mean over rounds of each round's mean, of values with any sign.
+
+    The interval is Student's; that of a single round covers only the variation between its steps.
+    """
+    means = np.array([np.mean(steps) for steps in rounds.values()])
+    varying = means if len(means) > 1 else np.asarray(next(iter(rounds.values())), dtype=float)
+    return _student(float(means.mean()), varying, len(means))
+
+
+def portion(parts: Rounds, wholes: Rounds) -> Estimate:
+    """Return the mean of `parts` over the mean of `wholes`, each as in `average`.
+
+    The interval is Student's for a ratio of means, from the residuals of the rounds (Cochran,
+    "Sampling Techniques", 1977, section 6.4) or, of a single round, from those of its steps.
+    """
+    pairs = [(parts[number], wholes[number]) for number in wholes]
+    means = np.array([(np.mean(some), np.mean(every)) for some, every in pairs])
+    value = float(means[:, 0].mean() / means[:, 1].mean())
+    varying = means if len(means) > 1 else np.array(pairs[0], dtype=float).T
+    residuals = (varying[:, 0] - value * varying[:, 1]) / varying[:, 1].mean()
+    return _student(value, residuals, len(means))
+
+
+def _student(value: float, varying: Array, n: int) -> Estimate:
+    """Return the interval of a mean of `varying` values, which come from `n` rounds."""
+    count = len(varying)
+    error = float(varying.std(ddof=1)) / math.sqrt(count) if count > 1 else 0.0
+    half = float(_quantile(count, CONFIDENCE)) * error
+    return Estimate(value, value - half, value + half, n)
 
 
 def mean(rounds: Rounds) -> Estimate:
@@ -159,74 +192,120 @@ def ratio(
     the estimate is the Hodges-Lehmann centre of these ratios on a logarithmic scale. Disturbances
     of a whole round cancel, and an outlying round has little influence. If not `paired`, or without
     common rounds, every round of one series is compared with every round of the other, and the
-    estimate is the median of the ratios. NOISY rounds are left out if enough others remain (see
-    `Timed`).
+    estimate is the median of the ratios. The interval includes what other processes can have taken;
+    NOISY rounds are left out if enough others remain.
     """
-    common, sides, disturbed = _compared(numerator, denominator, paired=paired)
-    (top, tops), (bottom, bottoms) = (
-        map(np.log, one) for one in _medians(sides, seed, together=common)
-    )
-    n = min(len(top), len(bottom))
-    if common:
-        value = _centre(top - bottom)
-        draws = _widen(_centre(tops - bottoms), n)
+
+    def of(common: bool, sides: Sequence[Rounds]) -> Estimate:
+        (top, tops), (bottom, bottoms) = (
+            map(np.log, one) for one in _quantiles(sides, seed, together=common)
+        )
+        n = min(len(top), len(bottom))
+        if common:
+            value = _centre(top - bottom)
+            draws = _widen(_centre(tops - bottoms), n)
+        else:
+            count = min(len(tops), len(bottoms))
+            value = np.median(top[:, None] - bottom[None, :])
+            # resample each side's centre: computing all pairs of rounds in every resample would
+            # cost too much
+            above, below = _centre(tops[:count]), _centre(bottoms[:count])
+            draws = _widen(above, len(top)) - _widen(below, len(bottom))
+        return _exponential(math.exp(value), draws, n, level=level)
+
+    return _compared(numerator, denominator, of, _shortest_median, paired=paired)
+
+
+def _compared(
+    first: Rounds,
+    second: Rounds,
+    of: Callable[[bool, Sequence[Rounds]], Estimate],
+    shortest: Callable[[float], float],
+    *,
+    paired: bool = True,
+) -> Estimate:
+    """Return a comparison `of` two series, whose interval includes what others can have taken.
+
+    `of` takes whether rounds are paired, which are then those that both series have, and the rounds
+    of both sides. NOISY rounds of either series are left out if enough others remain. `shortest`
+    returns the least factor by which steps may have been shorter, from a part of a core.
+    """
+    one, other = (side if isinstance(side, Timed) else Timed(side) for side in (first, second))
+    numbers = sorted(one.keys() & other.keys()) if paired else []
+    if numbers:
+        kept = _quiet(numbers, one.noisy | other.noisy)
+        sides = [one.of(kept), other.of(kept)]
     else:
-        count = min(len(tops), len(bottoms))
-        value = np.median(top[:, None] - bottom[None, :])
-        # resample each side's centre: computing all pairs of rounds in every resample would cost
-        # too much
-        above, below = _centre(tops[:count]), _centre(bottoms[:count])
-        draws = _widen(above, len(top)) - _widen(below, len(bottom))
-    return replace(_exponential(float(value), draws, n, level=level), noisy=disturbed)
+        sides = [one.quiet, other.quiet]
+    found = of(bool(numbers), sides)
+    taken = [part for side in sides for part in side.taken.values()]
+    if not any(taken):
+        return found
+    if max(taken) >= ROUGH:
+        return replace(found, noisy=True)
+    quick = [side.scaled({n: shortest(part) for n, part in side.taken.items()}) for side in sides]
+    low = of(bool(numbers), [quick[0], sides[1]]).low
+    high = of(bool(numbers), [sides[0], quick[1]]).high
+    return replace(found, low=min(low, found.low), high=max(high, found.high))
 
 
-def _compared(first: Rounds, second: Rounds, *, paired: bool) -> tuple[bool, list[Rounds], bool]:
-    """Return whether rounds are paired, the rounds to compare, and whether some are NOISY.
-
-    Pairs are of common rounds. NOISY rounds of either series are left out if enough others remain.
-    """
-    common = sorted(set(first) & set(second)) if paired else []
-    if common:
-        kept, disturbed = _quiet(common, noisy(first) | noisy(second))
-        pairs: list[Rounds] = [
-            {number: side[number] for number in kept} for side in (first, second)
-        ]
-        return True, pairs, disturbed
-    chosen = [_quiet([*side], noisy(side)) for side in (first, second)]
-    sides: list[Rounds] = [
-        {n: side[n] for n in kept} for side, (kept, _) in zip((first, second), chosen, strict=True)
-    ]
-    return False, sides, any(disturbed for _, disturbed in chosen)
+def _shortest_median(part: float) -> float:
+    return (1 - part) / (1 + part)
 
 
-def noisy(rounds: Rounds) -> frozenset[int]:
-    """Return the NOISY rounds of a series; only `Timed` has any."""
-    return rounds.noisy if isinstance(rounds, Timed) else frozenset()
+def _shortest_mean(part: float) -> float:
+    return 1 - part
 
 
-def _quiet(rounds: Sequence[int], noisy: Collection[int]) -> tuple[Sequence[int], bool]:
-    """Return the rounds not in `noisy` and False or, if they are too few, all rounds and True."""
+def _quiet(rounds: Sequence[int], noisy: Collection[int]) -> Sequence[int]:
+    """Return the rounds not in `noisy` or, if they are too few, all rounds."""
     kept = [number for number in rounds if number not in noisy]
-    enough = len(kept) >= Estimate.ROUNDS or len(kept) == len(rounds)
-    return (kept, False) if enough else (rounds, True)
+    return kept if len(kept) >= Estimate.ROUNDS else rounds
 
 
 def mean_ratio(numerator: Rounds, denominator: Rounds) -> Estimate:
-    """Return the ratio of the mean step of `numerator` to that of `denominator`.
+    """Return the ratio of the mean step of `numerator` to that of `denominator`, each as in `mean`.
 
-    The rounds are those of `ratio`. The interval is Student's over the logarithms of the rounds'
-    means, or of their ratios in common rounds.
+    The rounds are those of `ratio`. The interval is Student's over the rounds' means, as fractions
+    of their mean, or over the differences of these fractions in common rounds.
     """
-    common, sides, disturbed = _compared(numerator, denominator, paired=True)
-    top, bottom = (np.log([np.mean(side[number]) for number in sorted(side)]) for side in sides)
-    n = min(len(top), len(bottom))
-    parts = [top - bottom] if common else [top, bottom]
-    error = math.sqrt(sum(part.var(ddof=1) / len(part) for part in parts)) if n > 1 else 0.0
-    value = float(top.mean() - bottom.mean())
-    half = float(_quantile(n, CONFIDENCE)) * error
-    return Estimate(
-        math.exp(value), math.exp(value - half), math.exp(value + half), n, noisy=disturbed
-    )
+
+    def of(common: bool, sides: Sequence[Rounds]) -> Estimate:
+        top, bottom = map(_means, sides)
+        value = float(top.mean() / bottom.mean())
+        shares = [top / top.mean(), bottom / bottom.mean()]
+        n, error = _spread([shares[0] - shares[1]] if common else shares)
+        factor = math.exp(min(700.0, float(_quantile(n, CONFIDENCE)) * error))
+        return Estimate(value, value / factor, value * factor, n)
+
+    return _compared(numerator, denominator, of, _shortest_mean)
+
+
+def mean_difference(first: Rounds, second: Rounds) -> Estimate:
+    """Return the mean of `first` minus that of `second`, each as in `average`.
+
+    The rounds are those of `ratio`. The interval is Student's over the differences of the rounds'
+    means or, without common rounds, over the means.
+    """
+
+    def of(common: bool, sides: Sequence[Rounds]) -> Estimate:
+        one, other = map(_means, sides)
+        value = float(one.mean() - other.mean())
+        n, error = _spread([one - other] if common else [one, other])
+        half = float(_quantile(n, CONFIDENCE)) * error
+        return Estimate(value, value - half, value + half, n, signed=True)
+
+    return _compared(first, second, of, _shortest_mean)
+
+
+def _means(rounds: Rounds) -> Array:
+    return np.array([np.mean(rounds[number]) for number in sorted(rounds)])
+
+
+def _spread(sides: Sequence[Array]) -> tuple[int, float]:
+    """Return the least number of rounds, and the standard error of a sum of the sides' means."""
+    n = min(map(len, sides))
+    return n, math.sqrt(sum(side.var(ddof=1) / len(side) for side in sides)) if n > 1 else 0.0
 
 
 def quotient(
@@ -264,17 +343,19 @@ def inverse(estimate: Estimate) -> Estimate:
 def difference(first: Rounds, second: Rounds, *, level: float = CONFIDENCE) -> Estimate:
     """Return the median of `first` minus the median of `second` in seconds.
 
-    Common rounds are used, or all if there are none, without NOISY ones if enough others remain
-    (see `Timed`).
+    The rounds are those of `ratio`.
     """
-    common, sides, disturbed = _compared(first, second, paired=True)
-    (one, ones), (other, others) = _medians(sides, together=common)
-    value = float(np.median(one) - np.median(other))
-    n = min(len(one), len(other))
-    count = min(len(ones), len(others))
-    draws = _row_medians(ones[:count]) - _row_medians(others[:count])
-    low, high = _interval(value, _widen(draws, n), n, level=level)
-    return Estimate(value, low, high, n, signed=True, level=level, noisy=disturbed)
+
+    def of(common: bool, sides: Sequence[Rounds]) -> Estimate:
+        (one, ones), (other, others) = _quantiles(sides, together=common)
+        value = float(np.median(one) - np.median(other))
+        n = min(len(one), len(other))
+        count = min(len(ones), len(others))
+        draws = _row_medians(ones[:count]) - _row_medians(others[:count])
+        low, high = _interval(value, _widen(draws, n), n, level=level)
+        return Estimate(value, low, high, n, signed=True, level=level)
+
+    return _compared(first, second, of, _shortest_median)
 
 
 @dataclass(frozen=True)
@@ -292,25 +373,38 @@ class Balance:
 def balance(vectors: Vectors) -> Balance:
     """Return the imbalance of the devices, with intervals.
 
-    A device's median is the median over rounds of each round's median. A step is resampled with all
-    its devices, so that common disturbances cancel.
+    A device's median is the median over rounds of each round's median. A round, or the step of a
+    single round, is resampled with all its devices, so that common disturbances cancel.
     """
     pools = [vectors[key] for key in sorted(vectors)]
-    rounds, resamples = _drawn_steps(tuple(map(len, pools)), RESAMPLES)
-    draws = np.empty((*rounds.shape, pools[0].shape[1]))
-    for number, (pool, (counts, picks)) in enumerate(zip(pools, resamples, strict=True)):
-        draws[rounds == number] = _of_devices(pool, counts)[picks]
+    generator = np.random.default_rng(0)
+    if len(pools) > 1:
+        medians = np.array([np.median(pool, axis=0) for pool in pools])
+        draws = medians[_choose(len(medians), generator)]
+    else:
+        draws = _of_devices(pools[0], _counts(len(pools[0]), RESAMPLES, generator))[:, None]
     values = device_medians(vectors)
     resampled = _row_medians(draws.swapaxes(1, 2))
 
-    def estimate(function: Callable[[Array], Array]) -> Estimate:
+    def estimate(function: Callable[[Array], Array], level: float = CONFIDENCE) -> Estimate:
         value = float(function(values))
         wide = _widen(np.log(function(resampled)), len(vectors))
-        return replace(_exponential(math.log(value), wide, len(vectors)), value=value)
+        return _exponential(value, wide, len(vectors), level=level)
 
+    # the largest of equal devices is above their mean by chance: all devices' intervals hold
+    # together, and that of the largest is between the largest low and the largest high end
+    devices = range(pools[0].shape[1])
+    level = together(len(devices))
+
+    def of_device(device: int) -> Estimate:
+        return estimate(lambda one: one[..., device] / one.mean(axis=-1), level)
+
+    each = [*map(of_device, devices)]
+    value = max(one.value for one in each)
+    low = max(1.0, *(one.low for one in each))
     return Balance(
         first=estimate(lambda one: one[..., 0] / one[..., 1:].mean(axis=-1)),
-        most=estimate(lambda one: one.max(axis=-1) / one.mean(axis=-1)),
+        most=Estimate(value, min(low, value), max(one.high for one in each), len(vectors)),
     )
 
 
@@ -325,99 +419,71 @@ def device_medians(vectors: Vectors) -> Array:
     return np.asarray(np.median([np.median(steps, axis=0) for steps in vectors.values()], axis=0))
 
 
-def _medians(
-    sides: Sequence[Rounds], seed: int = 0, *, together: bool = False
+def _quantiles(
+    sides: Sequence[Rounds], seed: int = 0, *, share: float = 0.5, together: bool = False
 ) -> list[tuple[Array, Array]]:
-    """Return for each series its rounds' medians, and those resampled, (resamples, rounds).
+    """Return for each series its rounds' quantiles, and those resampled, (resamples, rounds).
 
-    If `together`, each resample draws the same rounds of all series.
-    """
-    pools = [
-        [np.sort(np.asarray(side[key], dtype=float)) for key in sorted(side)] for side in sides
-    ]
-    drawn = _drawn(tuple(tuple(map(len, pool)) for pool in pools), seed, RESAMPLES, together)
-    steps = [np.concatenate(pool) for pool in pools]
-    draws = [
-        (one.take(low) + one.take(high)) / 2 for one, (low, high) in zip(steps, drawn, strict=True)
-    ]
-    middles = [
-        np.array([(one[(len(one) - 1) // 2] + one[len(one) // 2]) / 2 for one in pool])
-        for pool in pools
-    ]
-    return list(zip(middles, draws, strict=True))
-
-
-@lru_cache(maxsize=64)
-def _drawn(
-    sides: tuple[tuple[int, ...], ...], seed: int, resamples: int, together: bool
-) -> tuple[tuple[NDArray[np.intp], NDArray[np.intp]], ...]:
-    """Draw resamples of several series, given the number of steps of each round by series.
-
-    Return for each series the two middle steps of each resampled round, as two arrays of shape
-    (resamples, rounds). A step is an index into the concatenated rounds, each sorted. The draws are
-    cached: all phases of a case have equal numbers of steps.
+    A quantile is the value below which `share` of a round's steps lie, by default the median. If
+    `together`, each resample draws the same rounds of all series.
     """
     generator = np.random.default_rng(seed)
-    chosen = _choose(len(sides[0]), resamples, generator)
-    middles = []
-    for side, sizes in enumerate(sides):
-        if side and not together:
-            chosen = _choose(len(sizes), resamples, generator)
-        low, high = (np.empty(chosen.shape, dtype=np.intp) for _ in range(2))
-        for number, n in enumerate(sizes):
-            here = chosen == number
-            before = sum(sizes[:number])
-            first, second = _middles(n, int(here.sum()), generator)
-            low[here] = before + first
-            high[here] = before + second
-        middles.append((low, high))
-    return tuple(middles)
+    chosen = _choose(len(sides[0]), generator)
+    found = []
+    for number, side in enumerate(sides):
+        each = np.array([_quantile_of(side[key], share) for key in sorted(side)])
+        if number and not together:
+            chosen = _choose(len(side), generator)
+        if len(side) > 1:
+            resampled = each[chosen]
+        else:
+            resampled = _resampled(next(iter(side.values())), share, generator)[:, None]
+        found.append((each, resampled))
+    return found
 
 
-@lru_cache(maxsize=4)
-def _drawn_steps(
-    sizes: tuple[int, ...], resamples: int
-) -> tuple[NDArray[np.int64], tuple[tuple[Places, NDArray[np.int64]], ...]]:
-    """Draw resamples of the steps of several devices, given the number of steps of each round.
+def _quantile_of(steps: Sequence[float], share: float) -> float:
+    """Return a quantile of the distribution of the steps, hardly biased however few they are.
 
-    Return the rounds of each resample, shape (resamples, rounds); and for each round, resamples of
-    its steps (see `_counts`) and the index of one of them for each time that the round was drawn.
+    It is definition 8 of Hyndman and Fan ("Sample Quantiles in Statistical Packages", 1996); for
+    the median, all definitions agree.
     """
-    generator = np.random.default_rng(0)
-    rounds = _choose(len(sizes), resamples, generator)
-    draws = []
-    for number, n in enumerate(sizes):
-        count = int((rounds == number).sum())
-        # the variation between rounds is larger
-        few = min(count, WITHIN) if len(sizes) > 1 else count
-        counts = _counts(n, few, generator)
-        draws.append(
-            (counts, generator.integers(few, size=count) if few < count else np.arange(count))
-        )
-    return rounds, tuple(draws)
+    return float(np.quantile(steps, share, method="median_unbiased"))
 
 
-def _choose(rounds: int, resamples: int, generator: np.random.Generator) -> NDArray[np.int64]:
+def _resampled(steps: Sequence[float], share: float, generator: np.random.Generator) -> Array:
+    """Return the quantile of resamples of the steps of one round, shape (resamples,)."""
+    ordered = np.sort(np.asarray(steps, dtype=float))
+    low, high, part = _around(len(ordered), share, RESAMPLES, generator)
+    return (1 - part) * ordered[low] + part * ordered[high]
+
+
+def _choose(rounds: int, generator: np.random.Generator) -> NDArray[np.int64]:
     """Return indices drawn with replacement, as an array of shape (resamples, rounds)."""
     most = CELLS // (rounds * (rounds + 1) // 2)
-    return generator.integers(rounds, size=(max(200, min(resamples, most)), rounds))
+    return generator.integers(rounds, size=(max(200, min(RESAMPLES, most)), rounds))
 
 
-def _middles(n: int, count: int, generator: np.random.Generator) -> tuple[Places, Places]:
-    """Return the two middle steps of `count` resamples of `n` steps, as ranks in ascending order.
+def _around(
+    n: int, share: float, count: int, generator: np.random.Generator
+) -> tuple[Places, Places, float]:
+    """Return the two steps around a quantile of `count` resamples of `n` steps, as ascending ranks.
 
+    The third value is the part of the way from the first to the second at which the quantile lies.
     The steps need not be drawn. The k-th smallest of n uniform numbers has the distribution Beta(k,
     n - k + 1), and each of the larger ones is uniform above it. The step at the rank of such a
     number is distributed as the k-th smallest step of a resample (David and Nagaraja, "Order
     Statistics", 2003, sections 2.1 and 2.5).
     """
-    middle = (n + 1) // 2
-    first = generator.beta(middle, n - middle + 1, size=count)
+    place = min(max(0.0, (n + 1 / 3) * share - 2 / 3), n - 1)  # see `_quantile_of`
+    before, part = divmod(round(place, 9), 1)
+    rank = int(before) + 1
+    first = generator.beta(rank, n - rank + 1, size=count)
     low = np.minimum((n * first).astype(np.int32), n - 1)
-    if n % 2:
-        return low, low
-    second = 1 - (1 - first) * generator.random(count) ** (1 / (n - middle))
-    return low, np.minimum((n * second).astype(np.int32), n - 1)
+    if not part:
+        return low, low, 0.0
+    second = 1 - (1 - first) * generator.random(count) ** (1 / (n - rank))
+    return low, np.minimum((n * second).astype(np.int32), n - 1), part
 
 
 def _counts(n: int, count: int, generator: np.random.Generator) -> Places:
@@ -469,19 +535,14 @@ def _widen(draws: Array, n: int) -> Array:
 
 
 def _exponential(value: float, draws: Array, n: int, *, level: float = CONFIDENCE) -> Estimate:
-    """Return the estimate of exp(value); the arguments are those of `_interval`.
+    """Return the estimate of a value above 0, from resamples of its logarithm (see `_interval`).
 
     The interval of two rounds at a high level may be too wide for a floating-point number.
     """
-    low, high = _interval(value, draws, n, level=level)
-    widest = 700.0
-    return Estimate(
-        math.exp(value),
-        math.exp(max(-widest, low)),
-        math.exp(min(widest, high)),
-        n,
-        level=level,
-    )
+    middle = math.log(value)
+    low, high = _interval(middle, draws, n, level=level)
+    down, up = (math.exp(min(700.0, apart)) for apart in (middle - low, high - middle))
+    return Estimate(value, value / down, value * up, n, level=level)
 
 
 def _interval(
@@ -516,46 +577,35 @@ def verdict(estimate: Estimate, *, margin: float = MARGIN) -> str:
     """Return the verdict on a ratio: "same", "faster", "slower" or "undecided".
 
     It is "same" if the whole interval is within `margin` of 1; otherwise "faster" or "slower" if
-    all of it is above or below 1; "undecided" also for an estimate in doubt.
+    all of it is above or below 1; "undecided" also for an estimate that decides nothing.
     """
-    if estimate.doubt:
+    if not estimate.decides:
         return "undecided"
     if 1 - margin <= estimate.low and estimate.high <= 1 + margin:
         return "same"
     return "faster" if estimate.low > 1 else "slower" if estimate.high < 1 else "undecided"
 
 
-def _error(ratio: Estimate) -> float:
-    """Return the standard error of the logarithm of a ratio of at least two rounds."""
-    return math.log(ratio.high / ratio.low) / 2 / float(_quantile(ratio.n, ratio.level))
-
-
-def chance_above(estimate: Estimate) -> float:
-    """Return the probability that the true value of a ratio of at least two rounds is above one.
-
-    It is one minus the p-value of Student's one-sided test.
-    """
-    error = _error(estimate)
-    apart = math.log(estimate.value)
-    if not error:
-        return 0.5 + 0.5 * float(np.sign(apart))
-    return float(scipy.special.stdtr(estimate.n - 1, apart / error))
-
-
 def rounds_to_decide(
     estimate: Estimate, *, against: float = 1.0, margin: float = MARGIN, most: int = 10_000
 ) -> int:
-    """Return the least number of rounds, at most `most`, that would decide a ratio.
+    """Return the least number of rounds, at most `most`, that would decide a ratio in 80 % of runs.
 
-    It decides if its interval excludes `against`, or is within `margin` of 1. The ratio and the
-    variation between rounds are assumed to stay, so that the interval shrinks with the square root
-    of the rounds. Return `most` from fewer than two rounds.
+    It decides if its interval excludes `against`, or is within `margin` of 1. The true ratio is
+    assumed to be the estimate, and the variation between rounds to stay, so that the interval
+    shrinks with the square root of the rounds. Return `most` from fewer than two rounds.
     """
     if estimate.n < 2:
         return most
     n = np.unique(np.geomspace(estimate.n, most, 400).astype(int))
-    half = _quantile(n, estimate.level) * _error(estimate) * np.sqrt(estimate.n / n)
-    apart = half < abs(math.log(estimate.value / against))
-    within = half <= math.log(1 + margin) - abs(math.log(estimate.value))
+    freedom = estimate.n - 1
+    now = math.log(estimate.high / estimate.low) / 2 / float(_quantile(estimate.n, estimate.level))
+    # a few rounds show less than the true variation more often than more
+    error = now * math.sqrt(freedom / scipy.special.chdtri(freedom, 0.5)) * np.sqrt(estimate.n / n)
+    half = _quantile(n, estimate.level) * error
+    one_side = scipy.special.stdtrit(freedom, POWER) * error
+    two_sides = scipy.special.stdtrit(freedom, (1 + POWER) / 2) * error
+    apart = half + one_side < abs(math.log(estimate.value / against))
+    within = half + two_sides <= math.log(1 + margin) - abs(math.log(estimate.value))
     decided = n[apart | within]
     return int(decided[0]) if len(decided) else most

@@ -9,12 +9,9 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 from dpbench.analysis import stats, transfers
-from dpbench.hardware import foreign_load
 from dpbench.records import (
-    CASE_FIELDS,
     UNATTRIBUTED,
     Case,
     Fault,
@@ -23,12 +20,13 @@ from dpbench.records import (
     Status,
     Trial,
     Verified,
+    disturbance,
     plan,
 )
+from dpbench.records.estimate import Doubt, Estimate
 from dpbench.records.grouping import grouped, summed
 from dpbench.records.registry import Role
-from dpbench.records.trial import Doubt, Estimate, Key, by_key
-from dpbench.records.work import DRAWS
+from dpbench.records.trial import Key, by_key
 
 PERCENTILES = (95, 99)
 """The percentiles of step durations that a row has; the median is `Row.step`."""
@@ -37,8 +35,7 @@ BUSY_METRICS = {"kernel_busy_s": KERNELS, "busy_s": "thread CPU time"}
 """The metrics from which busy time is taken, the best first, each with its source."""
 PHASES = (*(phase.value for phase in Phase), UNATTRIBUTED)
 """The names of the parts of a step, in their order."""
-COLOCATED, FAKE_GPU = "COLOCATED", "FAKE-GPU"
-Value = TypeVar("Value")
+COLOCATED, FAKE_GPU, UNCLEAR = "COLOCATED", "FAKE-GPU", "UNCLEAR"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +46,9 @@ class Row:
 
     `rounds` and `steps` are the numbers of rounds with a result and of timed steps. `series` has
     the durations of the timed steps by round, `step` is their median and `mean` their mean.
-    `percentiles` maps `PERCENTILES` to those of all timed steps; it is empty for predictions.
-    `throughput` is in samples per second, from the mean step. `phases` divides `step.value` among
+    `percentiles` maps `PERCENTILES` to the median over rounds of each round's; it lacks those for
+    which a round has too few steps, and is empty for predictions.
+    `throughput` is in samples per second, from the mean step. `phases` divides `mean.value` among
     the phases and unattributed time; `floors` has the least seconds of a phase on a device, where
     they are known (`transfers.floors`). `speedup` compares with `single` at equal global work
     (`scaling` is "strong") or at equal work per device ("weak"); the intervals of all speed-ups
@@ -72,10 +70,10 @@ class Row:
     rounds: int = 0
     steps: int = 0
     verified: Verified | None = None
-    series: stats.Rounds = field(default_factory=dict, repr=False)
+    series: stats.Timed = field(default_factory=stats.Timed, repr=False)
     step: Estimate | None = None
     mean: Estimate | None = None
-    percentiles: Mapping[int, stats.Percentile] = field(default_factory=dict)
+    percentiles: Mapping[int, Estimate] = field(default_factory=dict)
     throughput: Estimate | None = None
     speedup: Estimate | None = None
     scaling: str = ""
@@ -134,8 +132,6 @@ class Row:
         return floor_s if floor_s <= self.phases.get(phase, 0.0) else 0.0
 
 
-DEVICES = 8
-"""Records have at least this many devices, so that those of different runs have equal names."""
 BLANK = Row(
     case=Case(model="", strategy="", batch_size=1), source=Source.MEASURED, status=Status.SKIPPED
 )
@@ -145,7 +141,9 @@ BLANK = Row(
 def rows(trials: Iterable[Trial]) -> list[Row]:
     """Return one row for each case and source (measured or predicted), by model and settings.
 
-    Among equal settings, one-device strategies come first, in the order of `Role`.
+    Among equal settings, one-device strategies come first, in the order of `Role`. A case that
+    lacks rounds of its baseline has the times that all of these rounds would have had: the
+    baseline's, divided by the speed-up in the rounds that both have.
     """
     groups = by_key(sorted(trials, key=lambda trial: order(trial.case)))
     by_source = {
@@ -163,11 +161,11 @@ def rows(trials: Iterable[Trial]) -> list[Row]:
         )
         for (case, source), group in groups.items()
     ]
-    looks = max((trial.looks for group in groups.values() for trial in group), default=1)
+    looks = max((trial.facts.looks for group in groups.values() for trial in group), default=1)
     levels = {source: speedup_levels(alike, looks) for source, alike in series.items()}
-    steps = {row.key: row.step for row in table if row.step}
-    draws = {key: group[-1].provenance.get(DRAWS, ()) for key, group in groups.items()}
-    return [_compared(row, series[row.source], levels[row.source], steps, draws) for row in table]
+    known = {row.key: row for row in table}
+    draws = {key: group[-1].facts.error_draws for key, group in groups.items()}
+    return [_compared(row, series[row.source], levels[row.source], known, draws) for row in table]
 
 
 def order(case: Case) -> tuple[object, ...]:
@@ -191,8 +189,8 @@ def order(case: Case) -> tuple[object, ...]:
 def measured(trials: Iterable[Trial]) -> stats.Timed:
     """Return, by round, the seconds of the timed steps of the last trial that may be shown."""
     last = {trial.round: trial for trial in trials if trial.trusted and trial.timed}
-    noisy = (number for number, trial in last.items() if foreign_load.noisy(trial))
-    return stats.Timed({number: list(trial.timed) for number, trial in last.items()}, noisy)
+    steps = {number: list(trial.timed) for number, trial in last.items()}
+    return stats.Timed(steps, *disturbance.by_round(last.values()))
 
 
 def shown(trials: Iterable[Trial]) -> list[Trial]:
@@ -209,17 +207,22 @@ def add(series: dict[Case, stats.Timed], trial: Trial) -> None:
     """
     known = series.get(trial.case, stats.Timed())
     new = measured([trial])
-    series[trial.case] = stats.Timed({**known, **new}, (known.noisy - new.keys()) | new.noisy)
+    kept = known.of(known.keys() - new.keys())
+    series[trial.case] = stats.Timed(
+        {**kept, **new}, kept.noisy | new.noisy, {**kept.taken, **new.taken}
+    )
 
 
-def parts(case: Case, series: Mapping[int, Sequence[Value]]) -> Mapping[int, Sequence[Value]]:
+def parts(case: Case, series: stats.Timed) -> stats.Timed:
     """Return the rounds for estimates; each step is one in an observed loop with few rounds."""
     if not case.traits.observed or len(series) >= Estimate.ROUNDS:
         return series
-    return dict(enumerate([one] for number in sorted(series) for one in series[number]))
+    steps = [(number, one) for number in sorted(series) for one in series[number]]
+    taken = {place: series.taken.get(number, 0.0) for place, (number, _) in enumerate(steps)}
+    return stats.Timed({place: [one] for place, (_, one) in enumerate(steps)}, (), taken)
 
 
-def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
+def _row(case: Case, trials: Sequence[Trial], series: stats.Timed) -> Row:
     good = shown(trials)
     last = (good or trials)[-1]
     row = Row(
@@ -255,7 +258,7 @@ def _row(case: Case, trials: Sequence[Trial], series: stats.Rounds) -> Row:
         mean=mean,
         percentiles=_percentiles(series) if row.source.timed else {},
         throughput=scaled(stats.inverse(mean), case.batch_size) if case.batch_size else None,
-        phases=_phases(good, step.value),
+        phases=_phases(good, mean.value),
         busy={device: statistics.median(values) for device, values in busy.items()},
         busy_source=source,
         memory={device: size for device, size in memory.items() if device >= 0},
@@ -276,13 +279,14 @@ def _lost(trials: Sequence[Trial], series: stats.Rounds) -> tuple[Fault | Status
     )
 
 
-def _percentiles(series: stats.Rounds) -> dict[int, stats.Percentile]:
-    return {number: stats.percentile(series, number / 100) for number in PERCENTILES}
+def _percentiles(series: stats.Rounds) -> dict[int, Estimate]:
+    found = {number: stats.percentile(series, number) for number in PERCENTILES}
+    return {number: one for number, one in found.items() if one}
 
 
 def _stated(trial: Trial) -> Estimate | None:
     """Return the predicted step time with its stored 80 % interval, None without one."""
-    interval = trial.provenance.get("interval_80_s")
+    interval = trial.facts.interval_80_s
     if trial.source is not Source.PREDICTED or not interval:
         return None
     low_s, high_s = interval
@@ -309,8 +313,11 @@ def _memory_imbalance(case: Case, memory: Mapping[int, int]) -> float | None:
 
     None if a peak of either is unknown.
     """
-    others = [memory.get(device, 0) for device in range(1, case.working)]
-    return memory[0] / statistics.mean(others) if 0 in memory and any(others) else None
+    working = range(case.working)
+    if not all(device in memory for device in working):
+        return None
+    others = [memory[device] for device in working[1:]]
+    return memory[0] / statistics.mean(others) if any(others) else None
 
 
 def labels(trial: Trial) -> tuple[str, ...]:
@@ -326,49 +333,72 @@ def labels(trial: Trial) -> tuple[str, ...]:
         names.append({"cpu": "CPU-ONLY"}.get(case.device_kind, case.device_kind.upper()))
     if trial.on_fake_gpus:
         names.append(FAKE_GPU)
+    if (loop := trial.facts.observed) and loop.hidden:
+        names.append(UNCLEAR)
     if case.unverified:
         names.append("UNVERIFIED")
-    if case.placement == "colocated" or len({host.machine for host in trial.hosts}) < len(
-        trial.hosts
-    ):
+    machines = [host.machine for host in trial.facts.hosts]
+    if case.placement == "colocated" or len({*machines}) < len(machines):
         names.append(COLOCATED)
-    if foreign_load.noisy(trial):
-        names.append(foreign_load.NOISY)
+    if disturbance.noisy(trial):
+        names.append(disturbance.NOISY)
     return tuple(names)
 
 
 def all_labels(trials: Iterable[Trial]) -> tuple[str, ...]:
     """Return the labels of all trials without duplicates; NOISY is the last one."""
     found = dict.fromkeys(label for trial in trials for label in labels(trial))
-    return tuple(sorted(found, key=lambda label: label == foreign_load.NOISY))
+    return tuple(sorted(found, key=lambda label: label == disturbance.NOISY))
 
 
 def _compared(
     row: Row,
     series: Mapping[Case, stats.Rounds],
     levels: Mapping[Case, float],
-    steps: Mapping[Key, Estimate],
+    rows: Mapping[Key, Row],
     draws: Mapping[Key, Sequence[float]],
 ) -> Row:
     """Return the row with its speed-up and efficiency; unchanged without a baseline.
 
     `series` has the durations of the timed steps, by round, of all cases of the same source; for
-    `levels`, see `speedup_levels`. `steps` has the median step times. `draws` has random draws of
-    the error of each predicted step time, none from an older version of dpbench.
+    `levels`, see `speedup_levels`. `rows` are those of all cases. `draws` has random draws of the
+    error of each predicted step time, none from an older version of dpbench.
     """
     base = baseline_in(row.case, series) if series[row.case] else None
     if base is None:
         return row
     work = row.case.batch_size / base.batch_size
-    if row.source is Source.PREDICTED and row.step:
-        home = base, row.source
-        ratio = stats.quotient(steps[home], row.step, draws[home], draws[row.key])
+    home = rows[base, row.source]
+    if row.source is Source.PREDICTED and row.step and home.step:
+        ratio = stats.quotient(home.step, row.step, draws[home.key], draws[row.key])
         speedup = scaled(ratio, work)
     else:
         speedup = _speedup(row.case, base, series, levels)
+        row = _beside(row, home)
     efficiency = None if row.case.traits.one_device else scaled(speedup, 1 / row.case.devices)
     return replace(
         row, speedup=speedup, scaling="strong" if work == 1 else "weak", efficiency=efficiency
+    )
+
+
+def _beside(row: Row, home: Row) -> Row:
+    """Return a row with times that can stand beside its baseline's; see `rows`."""
+    common = row.series.keys() & home.series.keys()
+    if len(common) == len(home.series) or len(common) < Estimate.ROUNDS:
+        return row
+    assert row.mean
+    assert home.step
+    assert home.mean
+    step = stats.quotient(home.step, stats.ratio(home.series, row.series))
+    mean = stats.quotient(home.mean, stats.mean_ratio(home.series, row.series))
+    change = mean.value / row.mean.value
+    return replace(
+        row,
+        step=step,
+        mean=mean,
+        percentiles={number: scaled(one, change) for number, one in row.percentiles.items()},
+        throughput=scaled(stats.inverse(mean), row.case.batch_size) if row.throughput else None,
+        phases={name: seconds * change for name, seconds in row.phases.items()},
     )
 
 
@@ -442,14 +472,18 @@ def largest(changed: Mapping[str, float]) -> tuple[str, float]:
     return max(sorted(changed.items()), key=lambda one: abs(one[1]), default=("", 0.0))
 
 
-def _phases(trials: Sequence[Trial], step_s: float) -> dict[str, float]:
-    """Return the seconds of each phase per step, scaled so that they sum to `step_s`.
+def _phases(trials: Sequence[Trial], mean_s: float) -> dict[str, float]:
+    """Return the mean seconds of each phase per timed step, which sum to `mean_s`.
 
-    Only the middle half of each trial's timed steps, sorted by duration, is used.
+    Each trial has the same weight.
     """
-    total = summed(pair for trial in trials for pair in trial.ledger.middle.items())
+    total = summed(
+        (name, seconds / len(trial.timed))
+        for trial in trials
+        for name, seconds in trial.ledger.timed.items()
+    )
     whole = sum(total.values())
-    return {name: total[name] / whole * step_s for name in PHASES if name in total}
+    return {name: total[name] / whole * mean_s for name in PHASES if name in total}
 
 
 def _busy(trials: Sequence[Trial]) -> tuple[dict[int, list[float]], str]:
@@ -505,40 +539,3 @@ def by_profiled_step(vectors: stats.Vectors, source: str) -> stats.Vectors:
     if source != BUSY_METRICS["kernel_busy_s"] or len(vectors) >= Estimate.ROUNDS:
         return vectors
     return dict(enumerate(step[None] for number in sorted(vectors) for step in vectors[number]))
-
-
-def records(rows: Sequence[Row]) -> list[dict[str, object]]:
-    """Return the numbers of each row by name; every row has the same names.
-
-    Each estimate and percentile has the entries of `entries`. The names are the same for every run,
-    except for devices beyond the first eight.
-    """
-    count = max([DEVICES, *(device + 1 for row in rows for device in (*row.busy, *row.memory))])
-    return [_record(row, count) for row in rows]
-
-
-def entries(name: str, number: Estimate | stats.Percentile | None) -> dict[str, object]:
-    """Return the entries of a number in a record; all are None for None.
-
-    They are value, low, high and withheld, the reason why reports do not show it, or None.
-    """
-    parts = {f"{name}_{part}": getattr(number, part, None) for part in ("value", "low", "high")}
-    return parts | {f"{name}_withheld": (number.doubt or None) if number else None}
-
-
-def _record(row: Row, devices: int) -> dict[str, object]:
-    record: dict[str, object] = {f.name: getattr(row.case, f.name) for f in CASE_FIELDS}
-    record |= {
-        "status": row.outcome,
-        "verified": row.verified,
-        "rounds": row.rounds,
-        "steps": row.steps,
-    }
-    for name in ("step", "mean", "throughput", "speedup", "efficiency", "imbalance"):
-        record |= entries(name, getattr(row, name))
-    for number in PERCENTILES:
-        record |= entries(f"p{number}", row.percentiles.get(number))
-    record |= {f"phase_{name}_s": row.phases.get(name) for name in PHASES}
-    record |= {f"busy_{device}_s": row.busy.get(device) for device in range(devices)}
-    record |= {f"memory_{device}_bytes": row.memory.get(device) for device in range(devices)}
-    return record | {"scaling": row.scaling, "labels": " ".join(row.labels), "reason": row.reason}

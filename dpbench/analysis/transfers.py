@@ -8,24 +8,27 @@ docs/measuring.md lists the limits.
 from __future__ import annotations
 
 import statistics
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
 from dpbench.analysis import stats
 from dpbench.analysis.moves import of_step
 from dpbench.records import HOST, Case, Phase, Trial
 from dpbench.records.case import MOVING
+from dpbench.records.estimate import Estimate
+from dpbench.records.facts import stated
+from dpbench.records.grouping import summed
 from dpbench.records.registry import Parallelism, Reduction
 from dpbench.records.schedule import known
-from dpbench.records.trial import Estimate, Key, by_key
+from dpbench.records.trial import Key, by_key
 from dpbench.records.words import number
 from dpbench.records.work import (
-    LINKS,
-    CopyTimes,
     Move,
     Operations,
     Shapes,
+    fastest,
     received,
     times_links,
 )
@@ -60,9 +63,12 @@ MOST_ROUNDS = 10_000
 class PhaseTraffic:
     """The moves of bytes between devices in one phase of one step of a case.
 
-    `seconds` has, by device, the step's seconds in the phase (see `dpbench.records.ledger`): the
-    median over rounds of the median over each round's timed steps. `rate` is all bytes over the sum
-    of `seconds`, per second. If compute overlaps, `seconds` is empty and `rate` None.
+    `seconds` has, by device that receives bytes, its seconds per step in the phase, without waits
+    for other devices (`Ledger.moved`): the median over rounds of the median over each round's timed
+    steps. `rate` is all bytes over the sum of `seconds`, per second: the mean rate of a device,
+    because devices that receive at the same time each have their own seconds. `seconds` is empty
+    and `rate` None if compute overlaps the moves (`hidden`), or if a device that receives bytes has
+    no span.
     """
 
     case: Case
@@ -70,6 +76,7 @@ class PhaseTraffic:
     moves: tuple[Move, ...]
     seconds: Mapping[int, float]
     rate: float | None
+    hidden: bool
 
     @property
     def bytes(self) -> float:
@@ -93,7 +100,8 @@ def flows(trials: Iterable[Trial]) -> list[PhaseTraffic]:
         moves = _moves(case, group)
         for phase in dict.fromkeys(move.phase for move in moves):
             of_phase = tuple(move for move in moves if move.phase is phase)
-            seconds = _seconds(group, phase) if _separable(case, phase) else {}
+            hidden = not _separable(case, phase)
+            seconds = {} if hidden else _seconds(group, phase, {move.target for move in of_phase})
             total = sum(seconds.values())
             rate = sum(move.bytes for move in of_phase) / total if total > 0 else None
             traffic.append(
@@ -103,6 +111,7 @@ def flows(trials: Iterable[Trial]) -> list[PhaseTraffic]:
                     moves=of_phase,
                     seconds=seconds,
                     rate=rate,
+                    hidden=hidden,
                 )
             )
     return traffic
@@ -113,7 +122,7 @@ def _grouped(trials: Iterable[Trial]) -> dict[Key, list[Trial]]:
 
 
 def _moves(case: Case, trials: Sequence[Trial]) -> list[Move]:
-    shapes = next((found for trial in trials if (found := Shapes.of(trial.provenance))), None)
+    shapes = next((found for trial in trials if (found := Shapes.of(trial.facts.model))), None)
     return moves(case, shapes) if shapes else []
 
 
@@ -126,21 +135,16 @@ def _separable(case: Case, phase: Phase) -> bool:
     return phase in MOVING
 
 
-def _seconds(trials: Sequence[Trial], phase: Phase) -> dict[int, float]:
-    """Return the seconds per step in `phase` by device, as `dpbench.records.ledger` splits them.
-
-    They are the median over rounds of the median over each round's timed steps.
-    """
-    rounds: dict[int, list[float]] = {}
-    for trial in trials:
-        charged = trial.by_column.timed(trial.ledger.charged)
-        for device in sorted(
-            {d for charge in charged for name, d in charge if name == phase.value}
-        ):
-            rounds.setdefault(device, []).append(
-                statistics.median(charge.get((phase.value, device), 0.0) for charge in charged)
-            )
-    return {device: statistics.median(values) for device, values in sorted(rounds.items())}
+def _seconds(trials: Sequence[Trial], phase: Phase, devices: Collection[int]) -> dict[int, float]:
+    """Return the seconds per step in `phase` of each of `devices`; empty if one has none."""
+    found = {}
+    for device in sorted(devices):
+        rounds = [trial.ledger.moved.get((phase, device)) for trial in trials]
+        medians = [statistics.median(seconds) for seconds in rounds if seconds]
+        if not any(medians):
+            return {}
+        found[device] = statistics.median(medians)
+    return found
 
 
 SLOW_LINK = 1.5
@@ -185,7 +189,7 @@ def with_links(case: Case, trials_of: Mapping[Case, Sequence[Trial]]) -> list[Tr
     """
 
     def timed(other: Case) -> list[Trial]:
-        return [trial for trial in trials_of.get(other, ()) if LINKS in trial.provenance]
+        return [trial for trial in trials_of.get(other, ()) if trial.facts.links is not None]
 
     def alike(other: Case) -> bool:
         known = times_links(other) and other.device_ids[:count] == case.device_ids[:count]
@@ -201,12 +205,9 @@ def with_links(case: Case, trials_of: Mapping[Case, Sequence[Trial]]) -> list[Tr
 
 def _only(trial: Trial, devices: int) -> Trial:
     """Return the trial with the links between the host and its first `devices` devices."""
-    kept = [
-        asdict(one)
-        for one in CopyTimes.all_of(trial.provenance)
-        if max(one.source, one.target) < devices
-    ]
-    return replace(trial, provenance={**trial.provenance, LINKS: kept})
+    copies = trial.facts.copies
+    kept = tuple(one for one in copies if max(one.source, one.target) < devices)
+    return trial.adding(stated(links=kept))
 
 
 def slow_links(trials: Iterable[Trial], *, to_host: bool) -> list[SlowLink]:
@@ -218,7 +219,7 @@ def slow_links(trials: Iterable[Trial], *, to_host: bool) -> list[SlowLink]:
     every = {
         ends: copies for ends, copies in _copies(trials).items() if (ends[0] == HOST) is to_host
     }
-    rates = {ends: 1 / stats.median(copies).value for ends, copies in every.items()}
+    typical_s = {ends: stats.median(copies).value for ends, copies in every.items()}
     links = []
     for pair in dict.fromkeys((min(ends), max(ends)) for ends in every):
         ways = [ends for ends in (pair, pair[::-1]) if ends in every]
@@ -226,17 +227,18 @@ def slow_links(trials: Iterable[Trial], *, to_host: bool) -> list[SlowLink]:
         if not rest:
             continue
         others = _median_of(rest)
-        usual = 1 / stats.median(others).value
+        usual_s = stats.median(others).value
         slow = sorted(
-            (ends for ends in ways if usual > SLOW_LINK * rates[ends]), key=lambda ends: rates[ends]
+            (ends for ends in ways if typical_s[ends] > SLOW_LINK * usual_s),
+            key=lambda ends: -typical_s[ends],
         )
         for ends in slow[:1]:
             links.append(
                 SlowLink(
                     ends=ends,
                     one_way=len(slow) < len(ways),
-                    rate=rates[ends],
-                    others=usual,
+                    rate=_rate(every[ends]),
+                    others=statistics.median(map(_rate, rest)),
                     slower=stats.ratio(every[ends], others),
                 )
             )
@@ -248,7 +250,7 @@ def _copies(trials: Iterable[Trial]) -> dict[tuple[int, int], stats.Rounds]:
     by_ends: dict[tuple[int, int], dict[int, list[float]]] = {}
     for trial in trials:
         passes: Counter[tuple[int, int]] = Counter()
-        for copies in CopyTimes.all_of(trial.provenance) if trial.trusted else ():
+        for copies in trial.facts.copies if trial.trusted else ():
             ends = copies.source, copies.target
             seconds = [duration / copies.bytes for duration in copies.seconds]
             # the passes of one trial are rounds; older versions made one pass in each round
@@ -258,12 +260,17 @@ def _copies(trials: Iterable[Trial]) -> dict[tuple[int, int], stats.Rounds]:
     return dict(by_ends)
 
 
+def _rate(copies: stats.Rounds) -> float:
+    """Return the rate of a link in bytes per second."""
+    return fastest(1.0, chain.from_iterable(copies.values()))
+
+
 def floors(case: Case, trials_of: Mapping[Case, Sequence[Trial]]) -> Floors:
     """Return the least seconds of each phase on each device, by its bytes or its operations.
 
-    The bytes go over the measured links: a device receives one copy after the other, and sends one
-    after the other; the longer of both counts. A phase is left out if one of its links was not
-    measured. Forward and backward need at least their operations over the measured peak.
+    The bytes go over the measured links, which may all copy at the same time: of a device's links,
+    the one that takes longest counts. A phase is left out if one of its links was not measured.
+    Forward and backward need at least their operations over the measured peak.
     """
     return {**_by_bytes(case, trials_of), **_by_operations(case, trials_of)}
 
@@ -276,7 +283,7 @@ def _by_operations(case: Case, trials_of: Mapping[Case, Sequence[Trial]]) -> Flo
 
     def counted(other: Case) -> Iterator[Operations]:
         for trial in trials_of.get(other, ()):
-            if found := Operations.of(trial.provenance):
+            if found := trial.facts.operations:
                 yield found
 
     def device(of: Case) -> tuple[object, ...]:
@@ -300,8 +307,7 @@ def _by_operations(case: Case, trials_of: Mapping[Case, Sequence[Trial]]) -> Flo
 
 def _by_bytes(case: Case, trials_of: Mapping[Case, Sequence[Trial]]) -> Floors:
     seconds_per_byte = {
-        ends: stats.median(copies).value
-        for ends, copies in _copies(with_links(case, trials_of)).items()
+        ends: 1 / _rate(copies) for ends, copies in _copies(with_links(case, trials_of)).items()
     }
     every = _moves(case, trials_of.get(case, ())) if seconds_per_byte else []
     unknown = {
@@ -309,15 +315,16 @@ def _by_bytes(case: Case, trials_of: Mapping[Case, Sequence[Trial]]) -> Floors:
         for move in every
         if (move.source, move.target) not in seconds_per_byte or not _separable(case, move.phase)
     }
-    totals: defaultdict[tuple[Phase, int, str], float] = defaultdict(float)
-    for move in every:
-        if move.phase not in unknown:
-            seconds = move.bytes * seconds_per_byte[move.source, move.target]
-            totals[move.phase, move.target, "received"] += seconds
-            totals[move.phase, move.source, "sent"] += seconds
+    by_link = summed(
+        ((move.phase, move.source, move.target), move.bytes)
+        for move in every
+        if move.phase not in unknown
+    )
     found: Floors = {}
-    for (phase, device, _), seconds in totals.items():
-        found[phase, device] = max(seconds, found.get((phase, device), 0.0))
+    for (phase, source, target), size in by_link.items():
+        seconds = size * seconds_per_byte[source, target]
+        for device in (source, target):
+            found[phase, device] = max(seconds, found.get((phase, device), 0.0))
     return found
 
 

@@ -1,7 +1,7 @@
 """Validity: check a trial for conditions that distort its numbers.
 
 Each check compares a value with a limit. The values are stored with the trial; the text of a
-warning is written only when a report is shown. A check without data (no GPU, no sampler, too few
+statement is written only when a report is shown. A check without data (no GPU, no sampler, too few
 readings) is left out and does not count as passed. docs/measuring.md lists the checks.
 """
 
@@ -11,11 +11,10 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dpbench.analysis import sampled
-from dpbench.hardware import foreign_load
 from dpbench.records import (
     HOST,
     UNATTRIBUTED,
@@ -25,10 +24,12 @@ from dpbench.records import (
     Status,
     Trial,
     Verified,
+    disturbance,
     words,
 )
+from dpbench.records.facts import TrialHost
 from dpbench.records.grouping import grouped
-from dpbench.records.trial import AVERAGING, FLOAT32, MARK, NO_PROFILE, Products, TrialHost
+from dpbench.records.load import LIMIT
 
 SIGNIFICANT = 0.01
 """The p-value of Spearman's test below which a trend counts as real."""
@@ -80,15 +81,18 @@ class ValidityRule:
     `measure` takes a trial and the number of cores, and returns a value with further facts, or None
     without data; a fact `limit` replaces the limit. `headline` describes the problem, and `item`
     returns the value as text. The check fails if the absolute value exceeds `limit`, unless
-    `doubted` returns True for the facts, because the value is insignificant.
+    `doubted` returns True for the facts, because the value is insignificant. `when` says this in
+    words. `warns` is whether a failed check may change what an answer says.
     """
 
     name: str
+    when: str
     limit: float
     measure: Callable[[Trial, int], Deviation | None]
     headline: str
     item: Callable[[Check], str]
     doubted: Callable[[Mapping[str, Any]], bool] = lambda about: False
+    warns: bool = False
 
 
 def check(trial: Trial, cores: int) -> list[Check]:
@@ -120,7 +124,7 @@ def facts(trial: Trial, cores: int) -> dict[str, dict[str, Any]]:
 
 def of(trial: Trial, cores: int) -> list[Check]:
     """Return the stored check results of a trial; if none are stored, those of `check`."""
-    stored = trial.provenance.get("validity")
+    stored = trial.facts.validity
     if stored is None:
         return check(trial, cores)
     known = {rule.name for rule in RULES}
@@ -170,7 +174,9 @@ def unchecked(trials: Iterable[Trial], cores: int) -> dict[Case, str]:
 
 def _lacks(trial: Trial, cores: int) -> str:
     done = {result.name for result in of(trial, cores)}
-    return " and ".join(name for name in BY_NVML if name not in done)
+    metered = trial.grouped.series(sampled.ENERGY).keys()
+    energy = [sampled.ENERGY] if metered - sampled.energy_j(trial).keys() else []
+    return " and ".join([*(name for name in BY_NVML if name not in done), *energy])
 
 
 def mean_clock_hz(trial: Trial, cores: int) -> float | None:
@@ -287,13 +293,13 @@ def _foreign_gpu(trial: Trial, cores: int) -> Deviation | None:
 
 def _foreign_cpu(trial: Trial, cores: int) -> Deviation | None:
     """Return the mean number of cores that other processes and the hypervisor used."""
-    load = foreign_load.during(trial)
-    if isinstance(load, foreign_load.UnknownLoad):
+    load = trial.facts.foreign_load
+    if load is None:
         return None
     about: dict[str, Any] = {
         "cores": load.cores,
         "steal": load.steal * load.cores,
-        "limit": foreign_load.tolerated_in(trial, load.cores),
+        "limit": disturbance.tolerated_in(trial, load.cores),
     }
     if trial.case.device_kind == "cuda":
         about["by"] = _depends_on(trial, load.cores)
@@ -302,10 +308,10 @@ def _foreign_cpu(trial: Trial, cores: int) -> Deviation | None:
 
 def _depends_on(trial: Trial, cores: int) -> str:
     """Return, as text, what decides whether the cores matter to a trial on GPUs."""
-    share = foreign_load.gpu_share(trial)
+    share = disturbance.gpu_share(trial)
     if share is not None:
         return f"the GPU computes for {words.percent(share)} of the step"
-    needed = math.ceil(foreign_load.needed_cores(trial.case, cores))
+    needed = math.ceil(disturbance.needed_cores(trial.case, cores))
     return f"the case needs {words.count(needed, 'core')}"
 
 
@@ -315,15 +321,13 @@ def _gpu_in_use(trial: Trial, cores: int) -> Deviation | None:
     None without an answer of NVML.
     """
     return _worst(
-        (gpu.share, {"use": str(gpu)})
-        for gpu in foreign_load.gpus_during(trial)
-        if gpu.share is not None
+        (gpu.share, {"use": str(gpu)}) for gpu in trial.facts.foreign_gpus if gpu.share is not None
     )
 
 
 def _oversubscribed(trial: Trial, cores: int) -> Deviation | None:
     """Return the excess of devices over cores, at least 0, on the machine where it is largest."""
-    found = sharing(trial.case, cores, trial.hosts)
+    found = sharing(trial.case, cores, trial.facts.hosts)
     if found is None:
         return None
     devices, cores = found
@@ -354,13 +358,13 @@ def sharing(case: Case, cores: int, hosts: Sequence[TrialHost] = ()) -> tuple[in
 
 def _clocks(trial: Trial, cores: int) -> Deviation | None:
     """Return the largest error of two machines' clock offset, as a fraction of the median step."""
-    error_s = trial.provenance.get("clock_error_s")
+    error_s = trial.facts.clock_error_s
     return (error_s / statistics.median(trial.timed), {}) if error_s and trial.timed else None
 
 
 def _peers(trial: Trial, cores: int) -> Deviation | None:
     """Return the number of pairs of GPUs without peer access, whose copies go through the host."""
-    pairs = trial.provenance.get("no_peer_access")
+    pairs = trial.facts.no_peer_access
     return None if pairs is None else (float(len(pairs)), {"pairs": pairs})
 
 
@@ -379,7 +383,7 @@ def _marks(trial: Trial, cores: int) -> Deviation | None:
 
     Marks of several threads are summed. None without spans, or if an older version measured it.
     """
-    each_s = trial.provenance.get(MARK)
+    each_s = trial.facts.mark_s
     timed = {index for index, step in enumerate(trial.steps) if not step.warmup}
     marks = sum(span.step in timed for span in trial.spans)
     if not each_s or not marks:
@@ -414,8 +418,8 @@ def _verification(trial: Trial, cores: int) -> Deviation | None:
 
 def _averaging(trial: Trial, cores: int) -> Deviation | None:
     """Return by how much the ranks' mean gradients differed from the whole batch's, if they did."""
-    found = trial.provenance.get(AVERAGING)
-    return (float(found["high"]), found) if found else None
+    found = trial.facts.averaging
+    return (found.high, asdict(found)) if found else None
 
 
 def _float32(trial: Trial, cores: int) -> Deviation | None:
@@ -424,20 +428,20 @@ def _float32(trial: Trial, cores: int) -> Deviation | None:
     None for other precisions, and for trials without the fact.
     """
     named = NAMED.get(trial.case.precision)
-    found = trial.provenance.get(FLOAT32)
-    if named is None or not found:
+    products = trial.facts.float32
+    if named is None or products is None:
         return None
-    products = Products(**found)
-    matmul, convolution = (FORMATS.get(one or "", "an unknown format") for one in products)
+    formats = (products.matmul, products.convolution)
+    matmul, convolution = (FORMATS.get(one or "", "an unknown format") for one in formats)
     said = f"{trial.case.precision}: matrix products in {matmul}, convolutions in {convolution}"
-    return float(sum(one != named for one in products)), {"said": said}
+    return float(sum(one != named for one in formats)), {"said": said}
 
 
 def _unprofiled(trial: Trial, cores: int) -> Deviation | None:
     """Return 1 if the figures of profiled steps are withheld; None without profiled steps."""
     if "profile_s" not in trial.setup:
         return None
-    reason = trial.provenance.get(NO_PROFILE, "")
+    reason = trial.facts.no_profile
     return float(bool(reason)), {"reason": reason}
 
 
@@ -477,13 +481,17 @@ def _fell(check: Check) -> str:
 RULES: Sequence[ValidityRule] = (
     ValidityRule(
         name="verification",
+        when="the gradients differ from the chunked reference by more than the tolerance",
+        warns=True,
         limit=float(list(Verified).index(Verified.WITHIN_TOLERANCE)),
         measure=_verification,
         headline="gradients not verified",
         item=lambda check: str(check.about["verified"]).replace("_", " "),
     ),
     ValidityRule(
-        name=AVERAGING,
+        name="averaging",
+        when="a gradient of ranks' own losses differs from that of the whole batch",
+        warns=True,
         limit=0.0,
         measure=_averaging,
         headline=(
@@ -497,7 +505,8 @@ RULES: Sequence[ValidityRule] = (
         ),
     ),
     ValidityRule(
-        name=FLOAT32,
+        name="float32",
+        when="products have another format than the precision names",
         limit=0.0,
         measure=_float32,
         headline=(
@@ -507,7 +516,8 @@ RULES: Sequence[ValidityRule] = (
         item=lambda check: str(check.about["said"]),
     ),
     ValidityRule(
-        name=NO_PROFILE,
+        name="no_profile",
+        when="the figures of profiled steps are withheld",
         limit=0.0,
         measure=_unprofiled,
         headline=(
@@ -518,6 +528,7 @@ RULES: Sequence[ValidityRule] = (
     ),
     ValidityRule(
         name="closure",
+        when="the median share of a step without a phase is above 5 %",
         limit=0.05,
         measure=_closure,
         headline="more than 5% of the step is not covered by any phase",
@@ -525,6 +536,7 @@ RULES: Sequence[ValidityRule] = (
     ),
     ValidityRule(
         name="marks",
+        when="the host time of a step's marks is above 1 % of the median step",
         limit=0.01,
         measure=_marks,
         headline="timing the phases takes more than 1% of the step, which is so much too long",
@@ -532,6 +544,8 @@ RULES: Sequence[ValidityRule] = (
     ),
     ValidityRule(
         name="outlasting",
+        when="GPU work beyond a block's steps is above 5 % of them",
+        warns=True,
         limit=0.05,
         measure=_outlasting,
         headline=(
@@ -542,6 +556,8 @@ RULES: Sequence[ValidityRule] = (
     ),
     ValidityRule(
         name="drift",
+        when="first to last timed step differ by more than 5 % (Theil-Sen slope; Spearman's p"
+        " < 0.01)",
         limit=0.05,
         measure=_drift,
         doubted=lambda about: bool(about["p"] >= SIGNIFICANT),
@@ -553,6 +569,8 @@ RULES: Sequence[ValidityRule] = (
     ),
     ValidityRule(
         name="throttling",
+        when="a GPU was slowed down in more than 5 % of the readings",
+        warns=True,
         limit=0.05,
         measure=_throttled,
         headline="a GPU was throttled in more than 5% of the readings",
@@ -560,6 +578,8 @@ RULES: Sequence[ValidityRule] = (
     ),
     ValidityRule(
         name="gpu_clock",
+        when="a GPU's clock fell by more than 10 % below its highest, without extreme twentieths",
+        warns=True,
         limit=0.10,
         measure=_clock("sm_clock_hz"),
         headline="the clock of a GPU changed by more than 10% while steps were timed",
@@ -567,6 +587,7 @@ RULES: Sequence[ValidityRule] = (
     ),
     ValidityRule(
         name="cpu_clock",
+        when="the CPU's clock fell by more than 10 % below its highest, without extreme twentieths",
         limit=0.10,
         measure=_clock("cpu_clock_hz"),
         headline="the clock of the CPU changed by more than 10% while steps were timed",
@@ -574,6 +595,7 @@ RULES: Sequence[ValidityRule] = (
     ),
     ValidityRule(
         name="foreign_gpu",
+        when="other processes held memory of a GPU",
         limit=0.0,
         measure=_foreign_gpu,
         headline="other processes were using a GPU",
@@ -581,26 +603,30 @@ RULES: Sequence[ValidityRule] = (
     ),
     ValidityRule(
         name="foreign_cpu",
-        limit=foreign_load.LIMIT,
+        when="others took more than a tenth of the cores, or than the free cores + 0.25",
+        limit=LIMIT,
         measure=_foreign_cpu,
         headline=(
-            f"{foreign_load.NOISY}: other processes took more than {foreign_load.LIMIT:.0%} of the"
+            f"{disturbance.NOISY}: other processes took more than {LIMIT:.0%} of the"
             " cores, or cores that the case needs, while a trial ran"
         ),
         item=_foreign_cores,
     ),
     ValidityRule(
         name="gpu_in_use",
-        limit=foreign_load.LIMIT,
+        when="others used a GPU for more than 10 % of a second before the round",
+        limit=LIMIT,
         measure=_gpu_in_use,
         headline=(
-            f"{foreign_load.NOISY}: other processes used a GPU for more than"
-            f" {foreign_load.LIMIT:.0%} of the time before a round"
+            f"{disturbance.NOISY}: other processes used a GPU for more than"
+            f" {LIMIT:.0%} of the time before a round"
         ),
         item=lambda check: str(check.about["use"]),
     ),
     ValidityRule(
         name="oversubscribed",
+        when="there are more logical CPU devices than usable cores",
+        warns=True,
         limit=0.0,
         measure=_oversubscribed,
         headline=(
@@ -611,6 +637,7 @@ RULES: Sequence[ValidityRule] = (
     ),
     ValidityRule(
         name="clock_error",
+        when="another machine's clock error is above 5 % of the median step",
         limit=0.05,
         measure=_clocks,
         headline=(
@@ -621,6 +648,8 @@ RULES: Sequence[ValidityRule] = (
     ),
     ValidityRule(
         name="peer_access",
+        when="pairs of GPUs have no peer access",
+        warns=True,
         limit=0.0,
         measure=_peers,
         headline="GPUs without peer access: copies between them go through the host's memory",

@@ -11,17 +11,18 @@ from dataclasses import dataclass
 from enum import StrEnum, auto
 from pathlib import PurePath
 
-from dpbench.analysis import decision
+from dpbench.analysis import decision, uneven
 from dpbench.analysis.answer import Answer, highest_peak
 from dpbench.analysis.decision import Choice
 from dpbench.analysis.findings import Diagnosis
 from dpbench.analysis.findings.rule import Evidence
 from dpbench.analysis.summary import Row, scaled
-from dpbench.hardware import foreign_load
-from dpbench.hardware.provenance import Resources
-from dpbench.records import UNATTRIBUTED, Source, Trial, fake, siblings, words
-from dpbench.records.observed import Observed, observed, unclear
-from dpbench.records.trial import Doubt, Estimate, by_key
+from dpbench.records import Source, Trial, fake, hidden, siblings, words
+from dpbench.records.disturbance import NOISY
+from dpbench.records.estimate import Doubt, Estimate
+from dpbench.records.observed import Observed, unclear
+from dpbench.records.resources import Resources
+from dpbench.records.trial import by_key
 
 WORTH = decision.WORTH - 1
 """The least cost that stands out, as a fraction of the step."""
@@ -38,8 +39,12 @@ class Ground(StrEnum):
     """A problem decidedly costs at least `WORTH` of the step."""
     CLEAR = auto()
     """No problem can cost `WORTH` of the step."""
+    UNEVEN = auto()
+    """Some steps are much longer than most, for none of the known reasons."""
     OPEN = auto()
     """It is undecided whether a problem costs `WORTH` of the step."""
+    NOISY = auto()
+    """Other processes used so much of the cores that steps are longer; no problem stands out."""
     UNCLEAR = auto()
     """Parts of too many steps were not understood, and no problem stands out."""
     FEW = auto()
@@ -57,12 +62,21 @@ class Verdict:
     cost: int | None = None
 
 
-def decide(step: Estimate | None, costs: Sequence[Estimate], unclear: float = 0.0) -> Verdict:
+def decide(
+    step: Estimate | None,
+    costs: Sequence[Estimate],
+    unclear: float = 0.0,
+    *,
+    uneven: bool = False,
+    noisy: bool = False,
+) -> Verdict:
     """Return the verdict on a loop; `step` is its step time in seconds, None without a result.
 
     `costs` are those of its problems as fractions of the step, the largest first. `unclear` is the
     fraction of steps with parts that dpbench did not understand. The first cost that is decidedly
     at least `WORTH` stands out; in too few steps for an interval, the first of that size is named.
+    `uneven` is whether the mean step differs from the median step, and `noisy` whether other
+    processes used the cores.
     """
     if step is None:
         return Verdict(Choice.UNKNOWN, Ground.NO_RESULT)
@@ -70,15 +84,21 @@ def decide(step: Estimate | None, costs: Sequence[Estimate], unclear: float = 0.
         few = step.doubt is Doubt.ROUNDS
         large = [number for number, cost in enumerate(costs) if few and cost.value >= WORTH]
         return Verdict(Choice.UNKNOWN, Ground.FEW, large[0] if large else None)
-    for number, cost in enumerate(costs):
-        if cost.low >= WORTH:
-            return Verdict(Choice.CHANGE, Ground.COST, number)
-    if unclear >= UNCLEAR:
-        return Verdict(Choice.UNKNOWN, Ground.UNCLEAR)
-    for number, cost in enumerate(costs):
-        if cost.high >= WORTH:
-            return Verdict(Choice.UNKNOWN, Ground.OPEN, number)
-    return Verdict(Choice.KEEP, Ground.CLEAR)
+    decided = [number for number, cost in enumerate(costs) if cost.low >= WORTH]
+    possible = [number for number, cost in enumerate(costs) if cost.high >= WORTH]
+    if decided:
+        verdict = Verdict(Choice.CHANGE, Ground.COST, decided[0])
+    elif unclear >= UNCLEAR:
+        verdict = Verdict(Choice.UNKNOWN, Ground.UNCLEAR)
+    elif noisy:
+        verdict = Verdict(Choice.UNKNOWN, Ground.NOISY, possible[0] if possible else None)
+    elif uneven:
+        verdict = Verdict(Choice.CHANGE, Ground.UNEVEN)
+    elif possible:
+        verdict = Verdict(Choice.UNKNOWN, Ground.OPEN, possible[0])
+    else:
+        verdict = Verdict(Choice.KEEP, Ground.CLEAR)
+    return verdict
 
 
 def answers(
@@ -100,7 +120,7 @@ def _answer(
     alike: Sequence[Row],
     machine: Resources,
 ) -> Answer:
-    loop = observed(trials[-1]) or Observed(command="", reads={})
+    loop = trials[-1].facts.observed or Observed(command="", reads={})
     findings = diagnosis.findings if diagnosis else ()
     problems = [one.evidence for one in findings] + list(diagnosis.open if diagnosis else ())
     timed = [(one, cost) for one in problems if (cost := _cost(one, row))]
@@ -109,7 +129,13 @@ def _answer(
     verdict = (
         Verdict(Choice.UNKNOWN, Ground.FAKE_GPU)
         if row.on_fake_gpus
-        else decide(row.step, [cost for _, cost in timed], affected / total if total else 0.0)
+        else decide(
+            row.step,
+            [cost for _, cost in timed],
+            affected / total if total else 0.0,
+            uneven=uneven.differs(row),
+            noisy=NOISY in row.labels,
+        )
     )
     problem = timed[verdict.cost] if verdict.cost is not None else None
     finding = next((one for one in findings if problem and one.evidence is problem[0]), None)
@@ -120,9 +146,9 @@ def _answer(
         choice=verdict.choice,
         home=row.case,
         source=row.source,
-        headline=_headline(row, verdict, problem, loop),
-        reason=_reason(row, verdict, problem),
-        certainty="; ".join(_certainty(row, trials, loop)),
+        headline=_headline(row, trials, verdict, problem, loop),
+        reason=_reason(row, trials, verdict, problem),
+        certainty="; ".join(_certainty(row, trials, loop, verdict.ground)),
         memory=_memory(row, problems, machine),
         command=command,
         labels=finding.labels if finding else row.labels,
@@ -136,9 +162,9 @@ def _cost(problem: Evidence, row: Row) -> Estimate | None:
     if problem.aside:
         outside = problem.aside / (1 - problem.aside) if problem.aside < 1 else float("inf")
         return Estimate(outside, outside, outside, Estimate.ROUNDS)
-    if problem.size_s is None or row.step is None:
+    if problem.size_s is None or row.mean is None:
         return None
-    return problem.share or scaled(problem.size_s, 1 / row.step.value)
+    return problem.share or scaled(problem.size_s, 1 / row.mean.value)
 
 
 def _subject(row: Row, mine: Sequence[Row], wrapper: str) -> str:
@@ -153,7 +179,11 @@ def _subject(row: Row, mine: Sequence[Row], wrapper: str) -> str:
 
 
 def _headline(
-    row: Row, verdict: Verdict, problem: tuple[Evidence, Estimate] | None, loop: Observed
+    row: Row,
+    trials: Sequence[Trial],
+    verdict: Verdict,
+    problem: tuple[Evidence, Estimate] | None,
+    loop: Observed,
 ) -> str:
     if verdict.ground is Ground.COST and problem:
         evidence, cost = problem
@@ -162,7 +192,16 @@ def _headline(
         return (
             f"{Choice.KEEP}: no problem that dpbench detects costs {WORTH:.0%} of the step or more"
         )
-    if verdict.ground is Ground.OPEN and problem:
+    if verdict.ground is Ground.UNEVEN and row.mean and row.step:
+        return (
+            "some steps are much longer than most: the mean step takes"
+            f" {words.duration(row.mean)}, the median step {words.duration(row.step)}"
+        )
+    if verdict.ground is Ground.NOISY:
+        why = _beside_others(trials)
+        if problem:
+            why += f"; {problem[0].says}, which costs {between(problem[1])} of the step"
+    elif verdict.ground is Ground.OPEN and problem:
         evidence, cost = problem
         why = f"{evidence.says}, which costs {between(cost)} of the step"
     elif verdict.ground is Ground.UNCLEAR:
@@ -186,6 +225,15 @@ def _headline(
     return f"{Choice.UNKNOWN}: {why}"
 
 
+def _beside_others(trials: Sequence[Trial]) -> str:
+    """Return what other processes used while the loop ran."""
+    loads = [load for trial in trials if (load := trial.facts.foreign_load)]
+    used = max((load.taken * load.cores for load in loads), default=0.0)
+    cores = loads[0].cores if loads else 0
+    amount = f"{words.number(used)} of {words.count(cores, 'core')}" if loads else "a GPU"
+    return f"other processes used {amount} ({NOISY})"
+
+
 def share(cost: Estimate) -> str:
     """Return a fraction of a step as a percentage with its interval, such as "41% (38–44%)".
 
@@ -202,20 +250,26 @@ def between(cost: Estimate) -> str:
     return f"between {words.percent(max(0.0, cost.low))} and {words.percent(cost.high)}"
 
 
-def _reason(row: Row, verdict: Verdict, problem: tuple[Evidence, Estimate] | None) -> str:
+def _reason(
+    row: Row,
+    trials: Sequence[Trial],
+    verdict: Verdict,
+    problem: tuple[Evidence, Estimate] | None,
+) -> str:
     if problem:
         return problem[0].numbers
-    if verdict.ground is not Ground.CLEAR or not row.phases or row.step is None:
+    if verdict.ground is Ground.UNEVEN:
+        return uneven.where(trials)
+    if verdict.ground is not Ground.CLEAR or not row.phases or row.mean is None:
         return ""
     most = max(sorted(row.phases), key=lambda name: row.phases[name])
-    where = "code between the phases" if most == UNATTRIBUTED else most
     return (
-        f"a step takes {words.duration(row.step)}; the longest part is {where}:"
+        f"the mean step takes {words.duration(row.mean)}; the longest part is {words.part(most)}:"
         f" {words.time(row.phases[most])}"
     )
 
 
-def _certainty(row: Row, trials: Sequence[Trial], loop: Observed) -> Iterator[str]:
+def _certainty(row: Row, trials: Sequence[Trial], loop: Observed, ground: Ground) -> Iterator[str]:
     if row.step:
         apart = f"{words.count(row.rounds, 'part')} of " if row.rounds >= Estimate.ROUNDS else ""
         yield (
@@ -223,14 +277,12 @@ def _certainty(row: Row, trials: Sequence[Trial], loop: Observed) -> Iterator[st
             " the variation between executions"
         )
     if row.source is Source.IMPORTED:
-        gpus = dict.fromkeys(
-            str(trial.provenance["gpu"]) for trial in trials if trial.provenance.get("gpu")
-        )
+        gpus = dict.fromkeys(str(trial.facts.gpu) for trial in trials if trial.facts.gpu)
         where = f" on {', '.join(gpus)}" if gpus else ""
         yield f"from a profiler's trace{where}; the profiler itself slows the host"
     yield from unclear(loop)
-    if foreign_load.NOISY in row.labels:
-        yield f"other processes used {foreign_load.shared(row.case)} ({foreign_load.NOISY})"
+    if NOISY in row.labels and ground is not Ground.NOISY:
+        yield f"uncertain: {_beside_others(trials)}"
     if row.case.device_kind == "cpu":
         yield "this says nothing about GPUs"
 
@@ -248,7 +300,8 @@ def _again(row: Row, loop: Observed) -> str:
         return PROFILE_MORE
     words_of = shlex.split(loop.command)
     if "dpbench" in words_of:
-        return loop.command
+        return hidden.to_fill_in(loop.command)
     if words_of and PurePath(words_of[0]).name.startswith("python"):
         words_of = words_of[1:]
-    return shlex.join(["dpbench", "watch", *(words_of or [row.case.model])])
+    again = shlex.join(["dpbench", "watch", *(words_of or [row.case.model])])
+    return hidden.to_fill_in(again)

@@ -1,15 +1,12 @@
 """Functions: measure cases, and read stored or exported runs.
 
-The functions raise ValueError for a wrong argument, LookupError for an unknown name, and StoreError
+The functions raise UsageError for a wrong argument, LookupError for an unknown name, and StoreError
 for a results file that cannot be used.
 """
 
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -17,6 +14,7 @@ from dpbench.api import STORE, stored
 from dpbench.api.progress import Detail, Progress
 from dpbench.api.runs import Run
 from dpbench.measure import launch, selection
+from dpbench.records.errors import UsageError
 from dpbench.records.options import OPTIONS, Options
 from dpbench.store import Store, export
 
@@ -28,10 +26,10 @@ def run(
 
     `options` are those of `dpbench run`, such as batch_sizes for --batch-sizes, with the same
     defaults; `dpbench run --help` explains them. A list may be one value. Times are in seconds and
-    sizes in bytes. `model` and `strategy` take names such as "package.module:name", because the
-    measuring processes import your objects by name. Progress is printed to stderr unless `quiet` is
-    True. After a KeyboardInterrupt, the finished trials are stored, and the same call resumes the
-    run.
+    sizes in bytes. `models` and `strategies`, or `model` and `strategy`, take names such as
+    "package.module:name", because the measuring processes import your objects by name. Progress is
+    printed to stderr unless `quiet` is True. After a KeyboardInterrupt, the finished trials are
+    stored, and the same call resumes the run.
 
     Raises TypeError for an unknown argument, ValueError for a wrong one, LookupError for an unknown
     name, and RuntimeError under torchrun or srun, where only the command `dpbench run` can measure.
@@ -41,17 +39,14 @@ def run(
             "dpbench.run measures on one machine: under torchrun or srun, use the command `dpbench"
             " run` instead"
         )
-    with _naming_arguments():
-        detail = Detail.of(quiet=quiet, verbose=verbose)
-        selected = Options.of(**options)
-        if selected.find_max_batch:
-            raise ValueError(
-                "a search returns no run: use the command `dpbench run --find-max-batch`"
-            )
-        cases, budget_s = selection.cases_of(selected)
-        path = Path(store)
-        store_option = [] if path == STORE else ["--store", str(path)]
-        naming = selection.naming(selected, selected.command(*store_option, config=False))
+    detail = Detail.of(quiet=quiet, verbose=verbose)
+    selected = Options.of(**options)
+    if selected.find_max_batch:
+        raise UsageError("a search returns no run: use the command `dpbench run --find-max-batch`")
+    cases, budget_s = selection.cases_of(selected)
+    path = Path(store)
+    store_option = [] if path == STORE else ["--store", str(path)]
+    naming = selection.naming(selected, selected.command(*store_option, config=False))
     with Store.create(path, naming) as opened, Progress(detail) as progress:
         try:
             outcome = selection.measure(
@@ -76,33 +71,6 @@ _LISTED = [
 run.__signature__ = _WRITTEN.replace(  # type: ignore[attr-defined]
     parameters=[*_LISTED, *[*_WRITTEN.parameters.values()][:-1]]
 )
-
-
-@contextmanager
-def _naming_arguments() -> Iterator[None]:
-    """Name arguments in place of options in an error: device_kind='cpu' for --device-kind cpu."""
-    try:
-        yield
-    except (LookupError, ValueError) as error:
-        option = r"`[^`]*`|--([a-z]+(?:-[a-z]+)*)(?: ([\w.,:]*\w))?"
-        error.args = tuple(re.sub(option, _argument, str(one)) for one in error.args)
-        raise
-
-
-def _argument(found: re.Match[str]) -> str:
-    name, word = str(found[1]).replace("-", "_"), found[2] or ""
-    rest = f" {word}" if word else ""
-    option = OPTIONS.get(name)
-    if name in ("quiet", "verbose") or (option and option.flag):
-        return f"{name}=True{rest}"
-    if option is None:
-        return found[0]
-    named = ":" in word or found.string[found.end() :].startswith(":")
-    if named or option.choices or word[:1].isdigit():
-        with suppress(ValueError):
-            value = option.read(word)
-            return f"{name}={value[0] if option.listed and len(value) == 1 else value!r}"
-    return f"{name}={rest}"
 
 
 def load(store: str | Path = STORE, run: str | None = None) -> Run:

@@ -15,9 +15,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from dpbench.analysis import lanes, stats, summary
-from dpbench.hardware import foreign_load
-from dpbench.records import Case, Status, Trial, words
-from dpbench.records.trial import Estimate
+from dpbench.records import Case, Status, Trial, disturbance, words
+from dpbench.records.errors import UsageError
+from dpbench.records.estimate import Estimate
 
 if TYPE_CHECKING:
     from dpbench.measure.run import Ended, Note, Started
@@ -35,9 +35,14 @@ class Detail(Enum):
 
     @classmethod
     def of(cls, *, quiet: bool, verbose: bool) -> Self:
-        """Return the amount of these options; raise ValueError if they contradict each other."""
+        """Return the amount of these options; raise UsageError if they contradict each other."""
         if quiet and verbose:
-            raise ValueError("--quiet and --verbose contradict each other: leave out one of them")
+            raise UsageError(
+                "{} and {verbose:True} contradict each other",
+                option="quiet",
+                value=True,
+                remedy="leave out one of them",
+            )
         return cls.QUIET if quiet else cls.VERBOSE if verbose else cls.USUAL
 
 
@@ -79,8 +84,8 @@ class RunningSpeedups:
         """Add an ended trial, and compute the speed-ups of the cases with its model."""
         summary.add(self._series, trial)
         self._model = trial.case.model
-        self._looks = max(self._looks, trial.looks)
-        noisy = [foreign_load.NOISY] * bool(self._series[trial.case].noisy)
+        self._looks = max(self._looks, trial.facts.looks)
+        noisy = [disturbance.NOISY] * bool(self._series[trial.case].noisy)
         self._labels[trial.case] = tuple(dict.fromkeys([*summary.labels(trial), *noisy]))
         alike = {case: series for case, series in self._series.items() if case.model == self._model}
         self._speedups = summary.speedups(alike, self._looks)

@@ -57,10 +57,11 @@ def write_report(path: Path | None, report: Report) -> Path:
     without matplotlib.
     """
     check_drawings()
-    from dpbench.report import page, templates
+    from dpbench.records import files
+    from dpbench.report import page
 
     if path is not None:
-        return templates.write(path, page.render(report))
+        return files.write(path, page.render(report))
     kept = page.keep(report, REPORTS)
     if kept.latest_run == report.run_id:
         return LATEST

@@ -10,16 +10,16 @@ from typing import Any
 
 from dpbench.analysis import comparison, frames, stats
 from dpbench.analysis.answer import Answer
-from dpbench.analysis.comparison import Comparison, Comparisons, Unlike
+from dpbench.analysis.comparison import Comparison, Comparisons
 from dpbench.analysis.findings import text
 from dpbench.analysis.frames import DataFrame
 from dpbench.analysis.report import Report
 from dpbench.api import STORE
 from dpbench.api.reports import report_of, write_report
 from dpbench.api.stored import list_unreadable, side
-from dpbench.records import Trial, words
+from dpbench.records import Trial, files, words
+from dpbench.records.environment import Difference
 from dpbench.report import comparing, naming
-from dpbench.report.templates import write
 from dpbench.store import Store, StoredRun, UnreadableRow
 
 
@@ -29,8 +29,8 @@ class Run:
     A notebook shows its answers, its swim lanes and the table of its cases. The tables are tidy:
     `frame` has one row per case, `steps` per step, `phases` per phase of a step, and `samples` per
     sample. Times are seconds and sizes bytes. Each estimate has the columns value, low and high for
-    its 95 % interval (80 % for predictions), and `withheld`, the reason why reports do not show the
-    estimate. Such an estimate is NaN in `frame`; `raw_frame` has all numbers. Whoever shows a
+    its 95 % interval (80 % for predictions), and `withheld`, the reason why the estimate is in
+    doubt. Such an estimate is NaN in `frame`; `raw_frame` has all numbers. Whoever shows a
     number must also show its `labels`.
     """
 
@@ -106,12 +106,17 @@ class Run:
 
     @property
     def warnings(self) -> Sequence[str]:
-        """Return the warnings on the run and its results, which `dpbench run` prints to stderr."""
+        """Return what may change the answers; `dpbench run` prints it to stderr."""
         return [str(one) for one in self.analysis.warnings]
 
     @property
+    def remarks(self) -> Sequence[str]:
+        """Return what explains the figures; `dpbench explain` prints it."""
+        return [str(one) for one in self.analysis.remarks]
+
+    @property
     def frame(self) -> DataFrame:
-        """Return a new table with one row per case; a number that reports withhold is NaN.
+        """Return a new table with one row per case; a number in doubt is NaN.
 
         The columns `*_withheld` say why. The phases of a step are withheld with `step`.
         """
@@ -119,7 +124,7 @@ class Run:
 
     @property
     def raw_frame(self) -> DataFrame:
-        """Return the table `frame` with all numbers, also those that reports withhold."""
+        """Return the table `frame` with all numbers, also those in doubt."""
         return frames.cases([(self.id, self.analysis.rows, self._trials)], raw=True)
 
     @property
@@ -145,7 +150,14 @@ class Run:
         the same text.
         """
         report = self.analysis
-        return text.explain(report.answers, report.diagnoses, report.rows, samples, full=all)
+        return text.explain(
+            report.answers,
+            report.diagnoses,
+            report.rows,
+            samples,
+            statements=report.statements,
+            full=all,
+        )
 
     def plot(self) -> Plot:
         """Return the swim lanes of a median step and the speed-ups, which a notebook shows.
@@ -218,13 +230,13 @@ class Compared:
         return self._comparisons.lines
 
     @property
-    def unlike(self) -> Sequence[Unlike]:
-        """Return the facts in which the machines or the software of the runs differ."""
+    def unlike(self) -> Sequence[Difference]:
+        """Return the facts in which the runs differ so that they are only compared if asked for."""
         return self._comparisons.unlike
 
     def page(self, path: str | Path) -> Path:
         """Write the page of the comparison, with both runs in each section; return the path."""
-        return write(Path(path), comparing.page(self._before, self._after, self._comparisons))
+        return files.write(Path(path), comparing.page(self._before, self._after, self._comparisons))
 
     def __repr__(self) -> str:
         return f"<dpbench.Compared: {comparing.summary(self._comparisons.verdicts)}>"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dpbench.records import words
+from dpbench.records.errors import UsageError
 
 if TYPE_CHECKING:
     from dpbench.records import Trial
@@ -65,11 +66,11 @@ def choose(opened: Store, name: str | None) -> StoredRun:
         named = [*map(_called, islice(opened.newest(), NAMED + 1))]
         shown = ", ".join(named[:NAMED]) or "none"
         more = ", and older ones, which `dpbench list runs` lists" if len(named) > NAMED else ""
-        raise ValueError(f"the store has no {sought}; its runs are: {shown}{more}")
+        raise UsageError(f"the store has no {sought}; its runs are: {shown}{more}")
     if len(runs) > 1:
         matches = ", ".join(f"{run.id[:12]} ({words.minute(run.started)})" for run in runs[:NAMED])
         more = f", and {len(runs) - NAMED} older ones" if len(runs) > NAMED else ""
-        raise ValueError(
+        raise UsageError(
             f"{name} matches {len(runs)} runs: {matches}{more}; give more characters of the id of"
             " one run"
         )
@@ -115,8 +116,7 @@ def _of_commit(opened: Store, prefix: str) -> StoredRun | None:
         return None
     commits: dict[str, StoredRun] = {}
     for run in opened.of_commit(prefix):
-        for code in ("dpbench", "project"):
-            commit = str((run.provenance.get(code) or {}).get("commit") or "")
+        for commit in (run.facts.dpbench.commit or "", run.facts.project.commit or ""):
             if commit.startswith(prefix):
                 commits.setdefault(commit, run)
     ids = [run.id for run in opened.matching(prefix)] if commits else []
@@ -124,7 +124,7 @@ def _of_commit(opened: Store, prefix: str) -> StoredRun | None:
         matches = ", ".join(
             [*(f"commit {commit[:12]}" for commit in commits), *(f"run {run[:12]}" for run in ids)]
         )
-        raise ValueError(
+        raise UsageError(
             f"{prefix} is the beginning of several commits or ids: {matches}; give more characters"
         )
     return next(iter(commits.values()), None)

@@ -14,8 +14,10 @@ from typing import Any
 import click
 
 from dpbench.cli import comparing, managing, options, own, reading, running
-from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE, last_words, open_streams
+from dpbench.cli.options import EXIT_FAILED, EXIT_USAGE
+from dpbench.cli.streams import last_words, open_streams
 from dpbench.records import siblings
+from dpbench.records.errors import UsageError, told
 from dpbench.records.files import UnreadableFile
 from dpbench.records.visible import visible
 
@@ -32,6 +34,11 @@ class _Commands(click.Group):
             return super().invoke(ctx)
         except BrokenPipeError:
             last_words("the output was closed")
+        except RuntimeError as error:
+            # Python raises this in place of an interrupt in the body of a class
+            if isinstance(error.__cause__, KeyboardInterrupt):
+                raise KeyboardInterrupt from error
+            raise
 
 
 @click.group(
@@ -55,8 +62,20 @@ def cli(context: click.Context, no_config: bool) -> None:
     `eval "$(_DPBENCH_COMPLETE=bash_source dpbench)"` turns on completion in bash; for zsh and fish,
     replace bash_source by zsh_source or fish_source. The variable NO_COLOR turns off colours.
     """
+    folder = _working_folder()
     if not no_config:
-        context.obj, context.default_map = options.read(Path.cwd(), cli.commands)
+        context.obj, context.default_map = options.read(folder, cli.commands)
+
+
+def _working_folder() -> Path:
+    """Return the working folder; raise FileNotFoundError if it has been removed."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            "the working folder has been removed, so that no file can be read or written there;"
+            " change to another folder with cd, and give the command again"
+        ) from None
 
 
 for command in (
@@ -91,15 +110,14 @@ def main(arguments: list[str] | None = None) -> None:
     except click.ClickException as error:
         shown = io.StringIO()
         error.show(shown)
-        text = shown.getvalue().removesuffix("\n") + options.origin(error)
+        text = shown.getvalue().expandtabs(2).removesuffix("\n") + options.origin(error)
         click.echo(visible(text, lines=True), err=True)
         sys.exit(EXIT_USAGE)
     except (OSError, UnreadableFile) as error:
-        click.echo(f"error: {visible(str(error), lines=True)}", err=True)
+        click.echo(f"error: {visible(told(error), lines=True)}", err=True)
         sys.exit(EXIT_FAILED)
-    except (ValueError, LookupError) as error:
-        message = error.args[0] if isinstance(error, KeyError) and error.args else error
-        click.echo(f"error: {visible(str(message), lines=True)}", err=True)
+    except UsageError as error:
+        click.echo(f"error: {visible(told(error), lines=True)}", err=True)
         sys.exit(EXIT_USAGE)
     except Exception as error:
         import traceback
@@ -107,7 +125,7 @@ def main(arguments: list[str] | None = None) -> None:
         from dpbench.store import StoreError
 
         if isinstance(error, StoreError):
-            click.echo(f"error: {error}", err=True)
+            click.echo(f"error: {told(error)}", err=True)
         else:
             # Python's own exit code for an exception is 1
             traceback.print_exc()

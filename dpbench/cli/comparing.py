@@ -23,6 +23,7 @@ from dpbench.cli.options import (
     store_option,
 )
 from dpbench.cli.shapes import AnswerFacts, EstimateFacts, RunFacts
+from dpbench.records import files
 
 if TYPE_CHECKING:
     from dpbench.analysis.report import Report
@@ -44,11 +45,12 @@ class ComparedRun(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, run: StoredRun, report: Report) -> ComparedRun:
         """Return the record of `run`, with the cases and the answers of its report."""
-        project = run.provenance.get("project") or {}
         cases = [*dict.fromkeys(row.case for row in report.rows)]
         answers = [AnswerFacts.of(one) for one in report.answers]
         return cls(
-            run=RunFacts.of(run, cases), project_commit=project.get("commit") or "", answers=answers
+            run=RunFacts.of(run, cases),
+            project_commit=run.facts.project.commit or "",
+            answers=answers,
         )
 
 
@@ -75,8 +77,9 @@ class ComparedCase(msgspec.Struct, frozen=True, kw_only=True):
 class ComparedRuns(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `dpbench compare`.
 
-    Relative differences below `margin` count as equal. `unlike` has the facts in which the machines
-    or the software of the runs differ. `lost` maps the label of each case that is in both runs but
+    Relative differences below `margin` count as equal. `unlike` has the facts in which the runs
+    differ so that they are only compared with --unlike, and `notes` the others, such as a fact that
+    one of them did not record. `lost` maps the label of each case that is in both runs but
     has no ratio, such as one without a result in one of them, to the reason.
     """
 
@@ -84,6 +87,7 @@ class ComparedRuns(msgspec.Struct, frozen=True, kw_only=True):
     after: ComparedRun
     margin: float
     unlike: Sequence[str]
+    notes: Sequence[str]
     cases: Sequence[ComparedCase]
     lost: Mapping[str, str]
     schema: int = shapes.SCHEMA
@@ -114,7 +118,7 @@ class ComparedRuns(msgspec.Struct, frozen=True, kw_only=True):
 @click.option(
     "--unlike",
     is_flag=True,
-    help="Compare even if machines, kinds of devices or versions of torch differ.",
+    help="Compare even if machines, kinds of devices or software differ.",
 )
 @click.option("--md", is_flag=True, help="Print Markdown for a pull request.")
 @json_option
@@ -142,14 +146,16 @@ def compare(
     that `dpbench export jsonl` wrote. FILE alone names the newest run of a store, or the only run
     of an exported file.
 
-    Without --unlike, the command refuses two runs that differ in processor, cores, GPUs, version of
-    torch or kind of devices, and two runs of which only one is an imported trace.
+    Without --unlike, the command refuses two runs that differ in a fact on which step times depend:
+    processor, cores, GPUs and their power limits, versions of the driver, CUDA, cuDNN, NCCL, torch,
+    numpy and Python, its build, its GIL (on or off), variables such as NCCL_P2P_DISABLE, and kinds
+    of devices. It also refuses if only one of the runs is an imported trace. A fact that one of the
+    runs did not record is named in a note.
     """
     if md and as_json:
         raise click.UsageError("--md and --json are two formats of stdout: leave out one of them")
     from dpbench.analysis import comparison
     from dpbench.report import comparing
-    from dpbench.report.templates import write
 
     sides = [
         (run, report_of(run, trials))
@@ -168,6 +174,7 @@ def compare(
                 after=both[1],
                 margin=margin,
                 unlike=[str(one) for one in comparisons.unlike],
+                notes=[str(one) for one in comparisons.differing if not one.forbids],
                 cases=[shapes.made(ComparedCase, line) for line in comparisons.lines],
                 lost=lost,
             )
@@ -175,7 +182,7 @@ def compare(
     else:
         click.echo((comparing.as_markdown if md else comparing.text)(first, second, comparisons))
     if report:  # a page that cannot be written must not hide the result
-        write(report, comparing.page(first, second, comparisons))
+        files.write(report, comparing.page(first, second, comparisons))
         click.echo(f"page: {report}", err=True)
     verdicts = comparisons.verdicts
     sys.exit(EXIT_WORSE if verdicts["slower"] else EXIT_UNDECIDED if verdicts["undecided"] else 0)

@@ -9,22 +9,22 @@ a file, and with the command's exit codes.
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from reprlib import repr as abridged
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from dpbench.api import LATEST, REPORTS, STORE
+from dpbench.records.errors import UsageError, told
 from dpbench.records.files import UnreadableFile, text_of
-from dpbench.records.options import OPTIONS, OUTPUT, Option
+from dpbench.records.options import ALSO, OPTIONS, OUTPUT, Option
+from dpbench.records.spelling import dashed
 from dpbench.records.visible import everywhere
 
 if TYPE_CHECKING:
@@ -57,36 +57,13 @@ EXITS = {0: "done", 2: "a file cannot be read or written", 64: "wrong usage"}
 """The meaning of the exit codes of most commands."""
 
 
-def last_words(text: str) -> NoReturn:
-    """Print `text` to stderr, discard further output, and exit with the code for SIGPIPE.
-
-    Nothing is printed if stderr is closed.
-    """
-    with suppress(OSError):
-        click.echo(text, err=True)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):  # flushing their buffers at exit must not fail
-        with suppress(OSError, ValueError):
-            os.dup2(nowhere, stream.fileno())
-    sys.exit(EXIT_CLOSED)
+if TYPE_CHECKING:
+    _ParamType = click.ParamType[Any]
+else:
+    _ParamType = click.ParamType  # before click 8.4, it takes no type argument
 
 
-def open_streams() -> None:
-    """Open the null device for closed standard streams: no other file may get their descriptors."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(number)
-        except OSError:
-            opened = os.open(os.devnull, os.O_RDWR)
-            if opened != number:
-                os.dup2(opened, number)
-                os.close(opened)
-        if getattr(sys, name) is None:
-            # for good
-            setattr(sys, name, Path(os.devnull).open("w" if number else "r", encoding="utf-8"))  # noqa: SIM115
-
-
-class Value(click.ParamType[Any]):
+class Value(_ParamType):
     """The type of an option of a run; `Option.read` converts and checks its texts."""
 
     def __init__(self, option: Option) -> None:
@@ -107,7 +84,7 @@ class Value(click.ParamType[Any]):
         try:
             return self._option.read(value) if isinstance(value, str) else value
         except ValueError as error:
-            self.fail(str(error), param, ctx)
+            self.fail(told(error), param, ctx)
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
@@ -118,21 +95,45 @@ class Value(click.ParamType[Any]):
         return [CompletionItem(one) for one in self._option.choices if one.startswith(incomplete)]
 
 
-def option_of(name: str, **changed: Any) -> Callable[[Any], Any]:
+def option_of(name: str, *, required: bool = False, **changed: Any) -> Callable[[Any], Any]:
     """Return the decorator for an option of a run; `changed` are facts that a command changes."""
     option = replace(OPTIONS[name], **changed)
     if option.flag:
         return click.option(option.spelled, is_flag=True, help=option.help)
-    switch: dict[str, Any] = {"is_flag": False, "flag_value": "on"} if "on" in option.words else {}
+    more: dict[str, Any] = {"is_flag": False, "flag_value": "on"} if "on" in option.words else {}
+    if option.also:
+        more |= {"callback": _joined, "multiple": True}
     return click.option(
+        option.name,
         option.spelled,
+        *([dashed(option.also)] if option.also else []),
         type=Value(option),
         default=option.text(option.default) if option.default else () if option.listed else None,
         show_default=True,
-        multiple=option.repeated,
+        required=required,
         help=option.help,
-        **switch,
+        **{"multiple": option.repeated, **more},
     )
+
+
+def _joined(
+    context: click.Context, param: click.Parameter, lists: tuple[tuple[str, ...], ...]
+) -> tuple[str, ...]:
+    """Return the values of an option that was given several times, each time with a list."""
+    return tuple(chain.from_iterable(lists))
+
+
+def one_model(models: Sequence[str], command: str) -> str:
+    """Return the only one of the models; raise UsageError if there are several."""
+    if len(models) > 1:
+        raise UsageError(
+            "{} names {number} models, but dpbench {command} takes one",
+            option="models",
+            remedy="leave out the others",
+            number=len(models),
+            command=command,
+        )
+    return models[0]
 
 
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -172,7 +173,7 @@ class Documented(click.Command):
         """Add to the help the defaults that a file gives, and the exit codes."""
         given = ctx.default_map or {}
         if shown := [
-            (max(option.opts, key=len), _shown(given[option.name]))
+            (max(option.opts, key=len), _shown(option, given[option.name]))
             for option in self.params
             if option.name in given
         ]:
@@ -182,8 +183,11 @@ class Documented(click.Command):
             formatter.write_dl([(str(code), meaning) for code, meaning in self.exits.items()])
 
 
-def _shown(value: str | list[str]) -> str:
-    return value if isinstance(value, str) else " ".join(value)
+def _shown(option: click.Parameter, value: str | list[str]) -> str:
+    if isinstance(value, str):
+        return value
+    # an option with two names takes lists, and is not repeated for each value
+    return ("," if option.name in ALSO.values() else " ").join(value)
 
 
 def read(folder: Path, commands: Mapping[str, click.Command]) -> tuple[str, dict[str, Any]]:
@@ -240,10 +244,19 @@ def _default_map(
         of_command = _table(table, name, file)
         _refuse_unknown(of_command, f"{file}: [{name}]", [*options])
         given = {key: value for key, value in shared.items() if key in options} | of_command
-        defaults[name] = {
-            options[key].name: _given(options[key], value) for key, value in given.items()
-        }
+        defaults[name] = _texts((options[key], value) for key, value in given.items())
     return defaults
+
+
+def _texts(given: Iterable[tuple[click.Option, Any]]) -> dict[str | None, str | list[str]]:
+    """Return the texts of values by the option's name; those under both its names are joined."""
+    texts: dict[str | None, str | list[str]] = {}
+    for option, value in given:
+        text, earlier = _given(option, value), texts.get(option.name)
+        if isinstance(text, list) and isinstance(earlier, list):
+            text = [*earlier, *text]
+        texts[option.name] = text
+    return texts
 
 
 def _refuse_unknown(table: Mapping[str, Any], where: str, known: Sequence[str]) -> None:

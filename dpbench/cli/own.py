@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from dpbench.cli.options import (
     EXIT_FAILED,
@@ -20,11 +21,13 @@ from dpbench.cli.options import (
     Documented,
     Value,
     json_option,
+    one_model,
     option_of,
     report_option,
     store_option,
 )
 from dpbench.cli.showing import check_page
+from dpbench.records import files
 from dpbench.records.options import OPTIONS
 
 if TYPE_CHECKING:
@@ -40,7 +43,12 @@ if TYPE_CHECKING:
         EXIT_USAGE: "wrong usage",
     },
 )
-@click.option("--model", required=True, help="file.py:name, package.module:name or library:name.")
+@option_of(
+    "models",
+    required=True,
+    help="A model: file.py:name, package.module:name, library:name, or a reference model.",
+    form="NAME",
+)
 @option_of("size")
 @click.option(
     "--batch-size", type=click.IntRange(1), default=64, show_default=True, help="Rows of the batch."
@@ -49,7 +57,12 @@ if TYPE_CHECKING:
 @option_of("limit", help="Seconds after which the check fails.")
 @json_option
 def check(
-    model: str, size: str, batch_size: int, optimizer: str, limit: float, as_json: bool
+    models: tuple[str, ...],
+    size: str,
+    batch_size: int,
+    optimizer: str,
+    limit: float,
+    as_json: bool,
 ) -> None:
     """Take one step of a model on one device and one verified step on two; print the results.
 
@@ -58,14 +71,12 @@ def check(
     """
     from dpbench.measure import checks, scratch
     from dpbench.measure.server import Server
-    from dpbench.records import Case, Status, plan, registry
+    from dpbench.records import Case, Status, plan
     from dpbench.records.options import check_model
     from dpbench.records.words import dumps
 
-    if ":" in model or model.endswith(".py"):
-        registry.check_module(model)
-    else:
-        check_model(model)
+    model = one_model(models, "check")
+    check_model(model)
     case = plan.model_check(
         Case(model=model, strategy="", batch_size=batch_size, size=size, optimizer=optimizer)
     )
@@ -78,7 +89,7 @@ def check(
                     "model": model,
                     "status": checked.status.value,
                     "reason": checked.reason,
-                    **checked.provenance.get("model_check", {}),
+                    **msgspec.to_builtins(checked.facts.model_check or {}),
                 }
             )
         )
@@ -104,10 +115,8 @@ def init(file: Path) -> None:
     if file.exists():
         raise click.UsageError(f"{file} exists already: give another name")
     template = registry.folder_of("models") / "_template.py"
-    file.write_text(
-        template.read_text(encoding="utf-8").replace("{file}", str(file)), encoding="utf-8"
-    )
-    click.echo(f"wrote {file}; next: dpbench check --model {file}:model")
+    files.write(file, template.read_text(encoding="utf-8").replace("{file}", str(file)))
+    click.echo(f"wrote {file}; next: dpbench check --models {file}:model")
 
 
 @click.command(
@@ -155,13 +164,13 @@ def init(file: Path) -> None:
     help="Fresh processes per setting.",
 )
 @option_of("limit", help="Seconds per measurement.")
-@click.option(
-    "--model",
-    default="",
+@option_of(
+    "models",
     help=(
         "Compare the loading rate with a step of this model on data in memory: a reference model,"
-        " or your own, package.module:name."
+        " or your own, file.py:name or package.module:name."
     ),
+    form="NAME",
 )
 @click.option(
     "--step-ms",
@@ -184,24 +193,24 @@ def loaders(
 ) -> None:
     """Measure a DataLoader's rate by number of workers, and compare it with that of a step.
 
-    The recommended number of workers, the knee, is the least whose rate is within 5 % of the best.
+    The recommended number of workers is the least with which an epoch, computed from the batches,
+    the start of the workers and the step, takes at most 5 % longer than the shortest.
     """
     from dpbench.api.progress import Detail
     from dpbench.cli.running import Output, measure_and_show
     from dpbench.measure import run as runner
-    from dpbench.records import registry
+    from dpbench.records import objects
     from dpbench.store import Naming
 
-    registry.check_module(dataset, "--dataset")
+    objects.check(dataset, "dataset")
     check_page(report)
     cases = _loader_cases(dataset, **options)
     output = Output(store=store, report=report, as_json=as_json, detail=Detail.USUAL)
+    how = runner.How(rounds=rounds, limit_s=limit, patience_s=patience)
     measure_and_show(
         output,
         Naming(),
-        lambda opened, listen: runner.run(
-            cases, opened, rounds=rounds, limit_s=limit, patience_s=patience, listen=listen
-        ),
+        lambda opened, listen: runner.run(cases, opened, how, listen=listen),
     )
 
 
@@ -210,7 +219,7 @@ def _loader_cases(
     *,
     workers: tuple[int, ...] | None,
     batch_size: int,
-    model: str,
+    models: tuple[str, ...],
     step_ms: float | None,
     **loading: Any,
 ) -> list[Case]:
@@ -218,23 +227,21 @@ def _loader_cases(
     from dpbench.hardware.provenance import usable_cores
     from dpbench.records.loading import Loading, workers_default
 
-    if model and step_ms:
+    if models and step_ms:
         raise click.UsageError(
-            "--model and --step-ms both give the step to compare with: leave out one of them"
+            "--models and --step-ms both give the step to compare with: leave out one of them"
         )
     counts = workers or workers_default(usable_cores())
     settings = Loading(**loading, step_s=(step_ms or 0.0) / 1e3)
     cases = [settings.case(dataset, count, batch_size) for count in dict.fromkeys(counts)]
-    return [*cases, *([_step_of(model, batch_size)] if model else [])]
+    return [*cases, *([_step_of(one_model(models, "loaders"), batch_size)] if models else [])]
 
 
 def _step_of(model: str, batch_size: int) -> Case:
     """Return the case of a step on one device, without importing the user's model."""
     from dpbench.measure.selection import default_kind
-    from dpbench.records import plan, registry
+    from dpbench.records import plan
+    from dpbench.records.options import check_model
 
-    if ":" in model or model.endswith(".py"):
-        registry.check_module(model)
-    else:
-        registry.check("models", model)
+    check_model(model)
     return plan.baseline(model=model, batch_size=batch_size, device_kind=default_kind())

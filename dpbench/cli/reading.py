@@ -63,6 +63,7 @@ METRICS = {
     "foreign_memory_bytes": "memory of other processes on a GPU, from NVML",
     "power_w": "power of a GPU; on some models the mean of the last second",
     "energy_j": "cumulative energy counter of a GPU",
+    "power_limit_w": "power limit that the driver enforces on a GPU",
     "sm_clock_hz": "clock of a GPU's multiprocessors",
     "memory_clock_hz": "clock of a GPU's memory",
     "temperature_c": "temperature of a GPU",
@@ -180,7 +181,16 @@ def explain(
     if as_json:
         shapes.show(shapes.Explanation.of(chosen, result, samples or 0))
         return
-    click.echo(text.explain(result.answers, result.diagnoses, result.rows, samples or 0, full=full))
+    click.echo(
+        text.explain(
+            result.answers,
+            result.diagnoses,
+            result.rows,
+            samples or 0,
+            statements=result.statements,
+            full=full,
+        )
+    )
     number = sum(len(one.findings) for one in result.diagnoses)
     if number and not full:
         click.echo(f"\n{words.count(number, 'finding')}; for the evidence: dpbench explain --all")
@@ -251,7 +261,8 @@ def export(
     jsonl: one trial per line, with the phases of each step. csv: one row per case and run. parquet:
     one row per step. trace: a timeline of each case's first trial with usable step times, for
     Perfetto or speedscope; with --split, a folder of timelines of one case, for Holistic Trace
-    Analysis. pyperf: a suite of one benchmark per case, for `pyperf stats` and `compare_to`.
+    Analysis. pyperf: a suite of one benchmark per case, for `pyperf stats` and `compare_to`; its
+    values are the rounds' median steps.
     """
     from dpbench.analysis import frames, summary
     from dpbench.store import Store, export

@@ -14,14 +14,13 @@ import click
 from dpbench.api import STORE
 from dpbench.api.reports import report_of
 from dpbench.api.stored import choose
-from dpbench.cli import shapes
+from dpbench.cli import shapes, streams
 from dpbench.cli.options import (
     EXIT_FAILED,
     EXIT_USAGE,
     Documented,
     has_defaults,
     json_option,
-    last_words,
     option_of,
     report_option,
     store_option,
@@ -34,6 +33,7 @@ from dpbench.cli.showing import (
     print_warnings,
     try_report,
 )
+from dpbench.cli.streams import last_words
 from dpbench.records.options import OPTIONS, Options
 
 if TYPE_CHECKING:
@@ -185,6 +185,8 @@ def measure_and_show(
             last_words(f"the output was closed; {RESUMES}")
         chosen = choose(opened, outcome.run_id)
         shown = report_of(chosen, opened.summaries(outcome.run_id), output.store)
+    shows = f"the run is complete: `dpbench report --run {outcome.run_id[:8]}` shows it"
+    streams.remedy(shows)
     closed = False
     try:
         if output.as_json:
@@ -198,10 +200,7 @@ def measure_and_show(
         closed = True
     written = try_report(output.report, shown, output.store)
     if closed:
-        last_words(
-            "the output was closed; the run is complete: `dpbench report --run"
-            f" {outcome.run_id[:8]}` shows it"
-        )
+        last_words(f"the output was closed; {shows}")
     lost = any(
         outcome.counts.get(bad) for bad in ("failed", "oom", "timeout")
     ) or chosen.status not in (FINISHED, OPEN)

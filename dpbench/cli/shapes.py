@@ -74,9 +74,8 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, run: StoredRun, cases: Sequence[Case]) -> RunFacts:
         """Return the facts of a stored run that has started these cases."""
-        facts = run.provenance
+        facts = run.facts
         naming = run.naming
-        host, code, gpus = (facts.get(key) or {} for key in ("host", "dpbench", "gpus"))
         return cls(
             id=run.id,
             name=naming.name,
@@ -87,12 +86,12 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
             rounds=run.rounds,
             cases=len(cases),
             models=list(dict.fromkeys(case.model for case in cases)),
-            host=host.get("name", ""),
-            cpu=host.get("cpu", ""),
-            gpus=[gpu.get("name", "") for gpu in gpus.get("gpus", ())],
-            commit=code.get("commit") or "",
-            dirty=bool(code.get("dirty")),
-            torch=(facts.get("packages") or {}).get("torch", ""),
+            host=facts.host.name,
+            cpu=facts.host.cpu or "",
+            gpus=[gpu.name or "" for gpu in facts.gpus.gpus or ()],
+            commit=facts.dpbench.commit or "",
+            dirty=bool(facts.dpbench.dirty),
+            torch=facts.packages.get("torch", ""),
         )
 
 
@@ -187,6 +186,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
 class AnswerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One answer, as `analysis.answer.Answer` defines it.
 
+    `ranked` has the speed-ups over one device, the fastest first; it is empty for a single case.
     `case` is the label of the recommended case, null if none. `settled` is whether further rounds
     could not change the choice. `choice` is "use", "stay with one
     device" or "cannot tell"; for an observed loop, "change the loop", "nothing stands out" or
@@ -198,6 +198,7 @@ class AnswerFacts(msgspec.Struct, frozen=True, kw_only=True):
     subject: str
     choice: str
     headline: str
+    ranked: str
     settled: bool
     reason: str
     certainty: str
@@ -227,27 +228,34 @@ class LoaderFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     `shape` is "knee", "flat", "rising" or "cannot tell". `knee` is the least number with nearly the
     best rate, null if unknown, and `possible` has every number that it may be. `bounds` is the
-    slower one of the DataLoader and the step, by number of workers; empty without a step. `advised`
-    is the number to use, null if unknown.
+    slower one of the DataLoader and the step, by number of workers; empty without a step. `epochs`
+    are the seconds of an epoch of `batches` batches, by number of workers; empty if the number of
+    batches is unknown, 0. `advised` is the number to use, null if unknown. `failed` has the outcome
+    of each number of workers without a result, such as "timeout".
     """
 
     shape: str
     knee: int | None
     possible: Sequence[int]
     bounds: Mapping[int, str]
+    epochs: Mapping[int, EstimateFacts]
+    batches: int
     advised: int | None
+    failed: Mapping[int, str]
 
 
 class RunResult(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `dpbench run`, `report` and `loaders`: the answers and the cases' results.
 
-    `loading` is null except for `dpbench loaders`.
+    `warnings` may change what an answer says; `remarks` explain figures. `loading` is null except
+    for `dpbench loaders`.
     """
 
     run: RunFacts
     answers: Sequence[AnswerFacts]
     notes: Sequence[str]
     warnings: Sequence[str]
+    remarks: Sequence[str]
     cases: Sequence[CaseResult]
     loading: LoaderFacts | None = None
     schema: int = SCHEMA
@@ -261,6 +269,7 @@ class RunResult(msgspec.Struct, frozen=True, kw_only=True):
             answers=[AnswerFacts.of(one) for one in report.answers],
             notes=report.notes,
             warnings=[*map(str, report.warnings)],
+            remarks=[*map(str, report.remarks)],
             cases=[made(CaseResult, row) for row in report.rows],
             loading=made(LoaderFacts, report.loading) if report.loading else None,
         )
@@ -349,12 +358,14 @@ class WithoutResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON of `dpbench explain`: the answers, the diagnoses, and cases without a result."""
+    """The JSON of `dpbench explain`: answers, diagnoses, cases without a result, and statements."""
 
     run: RunFacts
     answers: Sequence[AnswerFacts]
     diagnoses: Sequence[DiagnosisFacts]
     without_result: Sequence[WithoutResult]
+    warnings: Sequence[str]
+    remarks: Sequence[str]
     schema: int = SCHEMA
 
     @classmethod
@@ -369,6 +380,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
                 for row in report.rows
                 if row.step is None
             ],
+            warnings=[*map(str, report.warnings)],
+            remarks=[*map(str, report.remarks)],
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ import click
 
 from dpbench.api import stored
 from dpbench.api.reports import write_report
-from dpbench.records import words
+from dpbench.records import files, words
 from dpbench.report import NoDrawings, check_drawings
 
 if TYPE_CHECKING:
@@ -45,11 +46,7 @@ def check_page(path: Path | None) -> None:
     if path is None:
         return
     check_drawings()
-    there = path.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.open("a", encoding="utf-8").close()
-    if not there:
-        path.unlink()
+    files.check_writable(path)
 
 
 def try_report(path: Path | None, report: Report, store: Path) -> bool:
@@ -63,10 +60,7 @@ def try_report(path: Path | None, report: Report, store: Path) -> bool:
     try:
         written = write_report(path, report)
     except OSError as error:
-        fault = (
-            f"error: cannot write the page: {error}; `dpbench report --report FILE` writes it"
-            " elsewhere"
-        )
+        fault = f"error: {error}; `dpbench report --report FILE` writes the page elsewhere"
     except NoDrawings as missing:
         note = f"note: {missing}"
     click.echo(
@@ -99,17 +93,20 @@ def print_answers(answers: Sequence[Answer], rest: str = "") -> None:
 
 
 def print_results(report: Report, rest: str) -> None:
-    """Print a run's tables, notes and warnings, and its answers last; `rest` prints all answers.
+    """Print a run's tables, notes, warnings and answers; `rest` is the command that prints all.
 
     A second table has the latencies of cases that run the forward alone.
     """
     from dpbench.cli.tables import latencies, table
 
-    click.echo(table(report.rows, report.ladders))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    click.echo(table(report.rows, report.ladders, width=width))
     if latency := latencies(report.rows):
         click.echo(f"\n{latency}")
     for note in report.notes:
         click.echo(f"\n{note}")
+    if report.remarks:
+        click.echo(f"\n{words.count(len(report.remarks), 'remark')} on these figures: {rest}")
     sys.stdout.flush()
     print_warnings(report)
     print_answers(report.answers, rest)

@@ -4,128 +4,117 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from dpbench.analysis import ladder
-from dpbench.records import Case, Source, names, plan, words
+from dpbench.analysis.summary import PERCENTILES
+from dpbench.records import Source, names, words
 from dpbench.records.words import aligned
 from dpbench.report.table import (
-    FOOTNOTES,
+    COLUMNS,
+    TEXT_COLUMNS,
+    UNCERTAIN,
     Cell,
-    efficiency,
+    Column,
     estimate,
-    footnotes,
-    percentile,
-    verified,
+    percentiles,
+    shown,
 )
 
 if TYPE_CHECKING:
+    from dpbench.analysis import ladder
+    from dpbench.analysis.summary import Row
     from dpbench.measure.batch_search import Found
 
-HEAD = ("model", "strategy", "devices", "batch")
-COLUMNS = (
-    *HEAD,
-    "ms/step (95 %)",
-    "samples/s",
-    "speed-up (95 %)",
-    "effic.",
-    "dev 0",
-    "verified",
-    "labels",
-)
-TEXT = ("model", "strategy", "verified", "labels")
-"""The columns that contain text, and not numbers."""
+LEVEL = "95 %"
+OF_LATENCIES = ("model", "strategy", "devices", "batch", "rounds, steps")
+"""The columns of the table of latencies that other tables have, too."""
+LEFT_OUT = ("imbalance", "efficiency", "samples/s")
+"""The columns that a narrow terminal lacks, the first to be left out first."""
 
 
 def table(
-    rows: Sequence[Any],
+    rows: Sequence[Row],
     ladders: Sequence[ladder.Ladder] = (),
     more: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    width: int = 0,
 ) -> str:
-    """Return the rows of an analysis as a table with one line per case.
+    """Return the rows of an analysis as a table with one line per case; see `report.table.shown`.
 
-    A case without a step time shows its status. Each ladder's fastest rung is marked. `more` has
-    the cells of further columns with text, by heading. Columns without any value are left out, and
-    labels that all rows share stand below the table.
+    Each ladder's fastest rung is marked. `more` has the cells of further columns with text, by
+    heading. If the table is wider than `width` columns (0 for any width), those of `LEFT_OUT` are
+    left out, as many as needed.
     """
     best = [found.fastest.row for found in ladders]
-    cells = [_cells(row, any(row is one for one in best)) for row in rows]
-    shared = " ".join(rows[0].labels) if len({row.labels for row in rows}) == 1 else ""
-    lines = [
-        (*line[:-1], *(column[number] for column in more.values()), "" if shared else line[-1])
-        for number, line in enumerate(cells)
-    ]
+    printed = [column for column in COLUMNS if column.printed]
+    lines, notes = _table(rows, printed, best, more)
+    left_out: list[str] = []
+    for name in LEFT_OUT:
+        if width and max(map(len, lines)) > width:
+            left_out.append(name)
+            printed = [column for column in printed if column.heading != name]
+            lines, notes = _table(rows, printed, best, more)
+    if left_out:
+        notes.append(f"left out in {width} columns: {', '.join(left_out)}")
+    return "\n".join([*lines, *([""] if notes else []), *notes])
+
+
+def _table(
+    rows: Sequence[Row],
+    printed: Sequence[Column],
+    best: Sequence[Row],
+    more: Mapping[str, Sequence[str]],
+) -> tuple[list[str], list[str]]:
+    """Return the lines of the table with those of the `printed` columns that `shown` keeps."""
+    columns, cells, notes = shown(rows, printed)
     predicted = all(row.source is Source.PREDICTED for row in rows)
-    headings = [name.replace("95 %", "80 %") if predicted else name for name in COLUMNS]
-    columns = (*headings[:-1], *more, headings[-1])
-    return "\n".join([*_aligned(columns, lines, (*TEXT, *more)), *_below(lines, shared)])
+    flat: dict[str, Sequence[str]] = {
+        _heading(column, predicted): [
+            line[place].text if column.brief else _flat(line[place]) for line in cells
+        ]
+        for place, column in enumerate(columns)
+    }
+    flat["strategy"] = [
+        f"{name} (best rung)" if any(row is one for one in best) else name
+        for row, name in zip(rows, flat["strategy"], strict=True)
+    ]
+    labels = {"labels": flat.pop("labels")} if "labels" in flat else {}
+    text = [*(column.heading for column in columns if column.text), *more]
+    return _aligned(flat | {**more, **labels}, text), notes
 
 
-def _aligned(
-    columns: Sequence[str], lines: Sequence[Sequence[str]], text: Sequence[str] = TEXT
-) -> list[str]:
-    kept = [i for i, name in enumerate(columns) if name in HEAD or any(line[i] for line in lines)]
-    left = [place for place, i in enumerate(kept) if columns[i] in text]
-    return aligned([[line[i] for i in kept] for line in (columns, *lines)], left=left)
+def _heading(column: Column, predicted: bool) -> str:
+    level = "80 %" if predicted else LEVEL
+    return f"{column.heading} ({level})" if column.interval else column.heading
 
 
-def _below(lines: Sequence[Sequence[str]], shared: str) -> list[str]:
-    notes = footnotes([[Cell(cell) for cell in line] for line in lines])
-    return ["", *([f"all cases: {shared}"] if shared else []), *notes] if shared or notes else []
-
-
-def _name(case: Case, best: bool = False) -> tuple[str, ...]:
-    """Return the cells of the model, strategy and settings (`Case.habits`), devices and batch."""
-    name = names.strategy(case)
-    name += ", limit" if case.options == plan.LIMIT else " (best rung)" if best else ""
-    return case.model, ", ".join([name, *case.habits]), case.extent, case.batch
-
-
-def _cells(row: Any, best: bool) -> tuple[str, ...]:
-    case = row.case
-    head = _name(case, best)
-    if row.step is None:
-        return (*head, row.outcome, *[""] * (len(COLUMNS) - 6), " ".join(row.labels))
-    weak = " weak" if row.scaling == "weak" else ""
-    return (
-        *head,
-        _flat(estimate(row.step, 1e3)),
-        words.number(row.throughput.value) if row.throughput and not row.throughput.doubt else "",
-        _flat(estimate(row.speedup, unit=f"×{weak}")),
-        efficiency(row.efficiency).text,
-        estimate(row.imbalance).text,
-        _flat(verified(row)),
-        " ".join(row.labels),
+def _aligned(columns: Mapping[str, Sequence[str]], text: Sequence[str]) -> list[str]:
+    lines = zip(*columns.values(), strict=True)
+    return aligned(
+        [[*columns], *map(list, lines)],
+        left=[place for place, name in enumerate(columns) if name in text],
     )
 
 
-LATENCY = (*HEAD, "rounds, steps", "p50 ms (95 %)", "p95 ms (95 %)", "p99 ms (95 %)", "labels")
-
-
-def latencies(rows: Sequence[Any]) -> str:
+def latencies(rows: Sequence[Row]) -> str:
     """Return a table of the latencies of cases that run the forward alone; "" without any."""
-    lines = [_latency(row) for row in rows if row.step and not row.case.trains]
-    return "\n".join(_aligned(LATENCY, lines)) if lines else ""
-
-
-def _latency(row: Any) -> tuple[str, ...]:
-    return (
-        *_name(row.case),
-        f"{row.rounds}, {row.steps}",
-        _flat(estimate(row.step, 1e3)),
-        *(
-            words.NOT_ENOUGH_STEPS if one.doubt else _flat(percentile(one))
-            for one in row.percentiles.values()
-        ),
-        " ".join(row.labels),
-    )
+    inferring = [row for row in rows if row.step and not row.case.trains]
+    if not inferring:
+        return ""
+    kept = [column for column in COLUMNS if column.heading in OF_LATENCIES]
+    columns = {column.heading: [_flat(column.cell(row)) for row in inferring] for column in kept}
+    cells = [[estimate(row.step, 1e3), *percentiles(row)] for row in inferring]
+    for place, number in enumerate((50, *PERCENTILES)):
+        columns[f"p{number} ms ({LEVEL})"] = [_flat(line[place]) for line in cells]
+    columns["labels"] = [" ".join(row.labels) for row in inferring]
+    return "\n".join(_aligned(columns, TEXT_COLUMNS))
 
 
 def _flat(cell: Cell) -> str:
     """Return a cell as one text; an estimate in doubt has no interval."""
-    return (
-        f"{cell.text} ({cell.small})" if cell.small and cell.text[0] not in FOOTNOTES else cell.text
-    )
+    text = " ".join(cell.text.split())
+    if not text or not cell.small or text.startswith(UNCERTAIN):
+        return text or cell.small
+    return f"{text} ({cell.small})"
 
 
 SEARCHED = (
@@ -155,14 +144,13 @@ def searches(results: Sequence[Found]) -> str:
 
 def _of_search(one: Found) -> tuple[str, ...]:
     case = one.case
-    name = case.strategy + (f"[{case.schedule}]" if case.schedule not in ("", "reference") else "")
     per_device = "" if one.largest is None else words.exact(one.largest / case.devices)
     failed_first = (
         "" if one.failed is None else "unknown" if one.device is None else f"device {one.device}"
     )
     return (
         case.model,
-        name,
+        names.strategy(case),
         str(case.devices),
         "none" if one.largest is None else str(one.largest),
         per_device,

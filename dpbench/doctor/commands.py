@@ -20,6 +20,7 @@ from dpbench.cli.options import (
     option_of,
     store_option,
 )
+from dpbench.records import files
 
 
 @cli.command(
@@ -69,6 +70,8 @@ def doctor(
     from dpbench.doctor.examine import examine
     from dpbench.doctor.result import result
 
+    for file in filter(None, (report, output)):
+        files.check_writable(file)
     if output is not None:
         _write_machine(output, patience, anyway=anyway)
     started_s = time.time()
@@ -80,7 +83,7 @@ def doctor(
     if report is not None:
         from dpbench.doctor import page
 
-        report.write_text(page.render(found), encoding="utf-8")
+        files.write(report, page.render(found))
     if as_json:
         shapes.show({**msgspec.to_builtins(found), "schema": shapes.SCHEMA})
     else:
@@ -100,5 +103,5 @@ def _write_machine(output: Path, patience: float | None, *, anyway: bool) -> Non
     except (BusyMachine, PassFailed) as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(EXIT_FAILED)
-    output.write_text(text, encoding="utf-8")
+    files.write(output, text)
     click.echo(f"machine file: {output}", err=True)

@@ -16,11 +16,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from dpbench.doctor import system, transfers
 from dpbench.doctor.faults import AllReduce, Examined
 from dpbench.doctor.probe import all_reduce
 from dpbench.hardware import foreign_load, gpus
 from dpbench.hardware.nvml import Nvml, NvmlGpu, open_nvml
+from dpbench.records.disturbance import busy, told
+from dpbench.records.facts import Gpu
+from dpbench.records.load import Measured
 
 LIMIT_S = 20.0
 """The seconds in which the all-reduces must end."""
@@ -75,16 +80,17 @@ def examine(say: transfers.Say = lambda _: None) -> Examined:
         say("all-reduces over all GPUs ...")
         reduced = _all_reduce(count)
     peers = answer.get("peers")
-    load = foreign_load.since(before)
+    load = Measured(foreign_load.since(before))
     return Examined(
         system=system.read(),
-        gpus=described["gpus"],
+        gpus=msgspec.convert(described["gpus"], tuple[Gpu, ...]),
+        described=described["gpus"],
         unused=gpus.unused(),
         peers=frozenset(map(tuple, peers)) if peers is not None and count > 1 else None,
         transfers=copied,
         all_reduce=reduced,
         foreign=foreign,
-        busy=foreign_load.told(load) if foreign_load.busy(load) else "",
+        busy=told(load) if busy(load) else "",
         readings=watched.reasons,
         generations=watched.generations,
         software={

@@ -21,6 +21,7 @@ from dpbench.doctor.transfers import Copy, Transfer, copies
 from dpbench.hardware import nvml
 from dpbench.records import HOST, words
 from dpbench.records.examination import DIRECT, PINNED, SLOW, STAGED, Finding
+from dpbench.records.facts import Gpu
 
 KINDS = {"gpu": "GPU", "nic": "network card"}
 """The names of devices that share a switch."""
@@ -80,7 +81,8 @@ class AllReduce:
 class Examined:
     """An examined machine.
 
-    `gpus` are the facts of NVML for each GPU that torch can use, in CUDA's order. `unused` says why
+    `gpus` are the facts of NVML for each GPU that torch can use, in CUDA's order, and `described`
+    the same with those that no rule reads, as plain data. `unused` says why
     torch cannot use a GPU that is there. `peers` has the ordered pairs of GPUs with peer access,
     None if unknown. `foreign` has the bytes that other processes hold on each GPU, None for a
     process if unknown, and `busy` says how much of the cores they took, "" if not too much.
@@ -92,7 +94,8 @@ class Examined:
     """
 
     system: System
-    gpus: Sequence[Mapping[str, Any]] = ()
+    gpus: Sequence[Gpu] = ()
+    described: Sequence[Mapping[str, Any]] = ()
     unused: str = ""
     peers: frozenset[tuple[int, int]] | None = None
     transfers: Sequence[Transfer] = ()
@@ -109,12 +112,12 @@ class Examined:
 
     def pci(self, gpu: int) -> PciDevice | None:
         """Return the PCIe device of a GPU; None if its address is unknown."""
-        return self.system.pci.get(str(self.gpus[gpu].get("pci_address", "")))
+        return self.system.pci.get(self.gpus[gpu].pci_address or "")
 
     def promised(self, gpu: int) -> float:
         """Return what the PCIe link of a GPU can carry, in bytes per second; 0 if unknown."""
         facts = self.gpus[gpu]
-        return _pcie(facts.get("pcie_generation", 0), facts.get("pcie_width", 0))
+        return _pcie(facts.pcie_generation or 0, facts.pcie_width or 0)
 
     def nvlinks(self, source: int, target: int) -> int:
         """Return the number of active NVLinks between two GPUs, directly or through NVSwitch."""
@@ -125,8 +128,7 @@ class Examined:
 
         It is 0 too if NVML does not tell where the links end, or their rate.
         """
-        links = (self.gpus[gpu].get("nvlinks", {}) for gpu in (source, target))
-        rates = (float(one.get("bytes_per_s", 0.0)) for one in links)
+        rates = (self.gpus[gpu].nvlinks.bytes_per_s or 0.0 for gpu in (source, target))
         return self.nvlinks(source, target) * min(rates)
 
     def carried(self, copy: Copy) -> float:
@@ -250,7 +252,7 @@ def _hanging(machine: Examined) -> Iterator[Finding]:
 def _narrow(machine: Examined) -> Iterator[Finding]:
     """Find links with fewer lanes than GPU and slot support; an idle GPU keeps its lanes."""
     for gpu, facts in enumerate(machine.gpus):
-        now, most = facts.get("pcie_width_now", 0), facts.get("pcie_width", 0)
+        now, most = facts.pcie_width_now or 0, facts.pcie_width or 0
         if 0 < now < most:
             promised = machine.promised(gpu)
             rate = promised * now / most
@@ -271,8 +273,8 @@ def _narrow(machine: Examined) -> Iterator[Finding]:
 def _old_generation(machine: Examined) -> Iterator[Finding]:
     """Find links that stay at a lower generation during copies; an idle GPU lowers it."""
     for gpu, facts in enumerate(machine.gpus):
-        now, most = machine.generations.get(gpu, 0), facts.get("pcie_generation", 0)
-        rate, promised = _pcie(now, facts.get("pcie_width", 0)), machine.promised(gpu)
+        now, most = machine.generations.get(gpu, 0), facts.pcie_generation or 0
+        rate, promised = _pcie(now, facts.pcie_width or 0), machine.promised(gpu)
         pinned = [one.bytes_per_s for one in machine.of(PINNED) if gpu in one.copy.ends]
         if 0 < now < most and rate and max(pinned, default=0.0) < rate:
             yield Finding(
@@ -303,7 +305,7 @@ def _slow_host(machine: Examined) -> Iterator[Finding]:
             yield Finding(
                 name="slow link to the host",
                 says=f"{one.copy}: {_rate(one.bytes_per_s)}, {_share(one.bytes_per_s, promised)}",
-                evidence=f"PCIe {facts['pcie_generation']} with {facts['pcie_width']} lanes carries"
+                evidence=f"PCIe {facts.pcie_generation} with {facts.pcie_width} lanes carries"
                 f" {_rate(promised)}",
                 cost=_cost(machine, one.bytes_per_s, promised),
                 gpus=(gpu,),
@@ -369,10 +371,10 @@ def _down(machine: Examined) -> Iterator[Finding]:
 
     All links of a bridge that was not fitted are down, which is a fact if the GPUs are alike.
     """
-    states = [gpu.get("nvlinks", {}) for gpu in machine.gpus]
-    most = max((state.get("active", 0) for state in states), default=0)
+    states = [gpu.nvlinks for gpu in machine.gpus]
+    most = max((state.active for state in states), default=0)
     for gpu, state in enumerate(states):
-        active, inactive = state.get("active", 0), state.get("inactive", 0)
+        active, inactive = state.active, state.inactive
         if active and inactive:
             whole = active == most and not active * BRIDGES % (active + inactive)
             yield Finding(
@@ -635,7 +637,7 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def _mixed(machine: Examined) -> Iterator[Finding]:
-    models = Counter(str(gpu.get("name", "")) for gpu in machine.gpus)
+    models = Counter(gpu.name or "" for gpu in machine.gpus)
     if len(models) > 1:
         yield Finding(
             name="mixed GPUs",
@@ -652,7 +654,7 @@ def _mixed(machine: Examined) -> Iterator[Finding]:
 
 
 def _unlike_ecc(machine: Examined) -> Iterator[Finding]:
-    states = {gpu: facts["ecc"] for gpu, facts in enumerate(machine.gpus) if "ecc" in facts}
+    states = {gpu: one.ecc for gpu, one in enumerate(machine.gpus) if one.ecc is not None}
     if len(set(states.values())) > 1:
         on = [gpu for gpu, state in states.items() if state]
         yield Finding(
@@ -667,7 +669,7 @@ def _unlike_ecc(machine: Examined) -> Iterator[Finding]:
 
 def _states(machine: Examined) -> Iterator[Finding]:
     for gpu, facts in enumerate(machine.gpus):
-        limit, usual = facts.get("power_limit_w"), facts.get("default_power_limit_w")
+        limit, usual = facts.power_limit_w, facts.default_power_limit_w
         if limit and usual and limit < 0.95 * usual:
             yield Finding(
                 name="power limit",
@@ -677,16 +679,16 @@ def _states(machine: Examined) -> Iterator[Finding]:
                 change=f"nvidia-smi -i {gpu} -pl {usual:.0f} as root",
                 undo=f"nvidia-smi -i {gpu} -pl {limit:.0f}",
             )
-        if facts.get("compute_mode", "default") in ("prohibited", "exclusive process"):
+        if facts.compute_mode in ("prohibited", "exclusive process"):
             yield Finding(
                 name="compute mode",
-                says=f"the compute mode of GPU {gpu} is {facts['compute_mode']}",
+                says=f"the compute mode of GPU {gpu} is {facts.compute_mode}",
                 evidence="NVML",
                 cost="other processes cannot use it, such as a DataLoader worker or a second rank",
                 change=f"nvidia-smi -i {gpu} -c 0 as root",
-                undo=f"nvidia-smi -i {gpu} -c {3 if 'exclusive' in facts['compute_mode'] else 2}",
+                undo=f"nvidia-smi -i {gpu} -c {3 if 'exclusive' in facts.compute_mode else 2}",
             )
-        if errors := facts.get("ecc_errors"):
+        if errors := facts.ecc_errors:
             yield Finding(
                 name="memory errors",
                 says=f"the memory of GPU {gpu} has had {words.count(errors, 'uncorrectable error')}"
@@ -695,7 +697,7 @@ def _states(machine: Examined) -> Iterator[Finding]:
                 cost="programs that met one have failed; more may follow",
                 change=f"nvidia-smi -i {gpu} -r as root, or restart; if they return, replace it",
             )
-        if facts.get("mig"):
+        if facts.mig:
             yield Finding(
                 name="MIG",
                 says=f"GPU {gpu} is divided (MIG)",
@@ -714,7 +716,7 @@ def _states(machine: Examined) -> Iterator[Finding]:
                 cost="the other GPUs wait for it in each step",
                 change="improve the cooling or the power supply",
             )
-    if machine.gpus and not all(gpu.get("persistence_mode", True) for gpu in machine.gpus):
+    if any(gpu.persistence_mode is False for gpu in machine.gpus):
         yield Finding(
             name="persistence mode",
             says="the driver unloads its state when no process uses a GPU",
@@ -799,7 +801,7 @@ def checked(machine: Examined) -> tuple[list[str], list[str]]:
         ),
         (
             "state of the GPUs",
-            bool(machine.gpus) and all("pcie_width" in gpu for gpu in machine.gpus),
+            bool(machine.gpus) and all(gpu.pcie_width is not None for gpu in machine.gpus),
             "NVML does not answer" if machine.gpus else "torch uses no GPU",
         ),
         ("peer access", several and machine.peers is not None, "torch uses fewer than two GPUs"),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import platform
 from pathlib import Path
 
 from markupsafe import Markup
 
+from dpbench.records import words
 from dpbench.records.examination import Examination
 from dpbench.report import machine, templates
 
@@ -17,7 +17,7 @@ def render(examination: Examination) -> str:
     return templates.template("page.html", Path(__file__).parent).render(
         policy=Markup(f"default-src 'none'; style-src {templates.allowed(style)}"),
         style=Markup(style),
-        host=platform.node(),
+        day=words.day(examination.started_s),
         examination=examination,
         picture=machine.picture(examination),
         summary=machine.summary(examination),

@@ -57,7 +57,7 @@ def _socket(node: int) -> str:
 
 def _gpus(machine: Examined) -> list[_Gpu]:
     known = sorted(machine.system.of("gpu"), key=lambda one: (one.node, *one.path, one.address))
-    used = [gpu.get("pci_address") or f"GPU {i}" for i, gpu in enumerate(machine.gpus)]
+    used = [gpu.pci_address or f"GPU {i}" for i, gpu in enumerate(machine.gpus)]
     nodes = {one.address: one.node for one in known}
     # the lowest bridge that it shares with another device
     switches = {
@@ -88,10 +88,9 @@ def _gpu_boxes(machine: Examined, gpus: Sequence[_Gpu]) -> Iterator[Box]:
             yield _over(gpu.address, GPUS, [gpu], "unused GPU", gpu.address)
             continue
         facts = machine.gpus[gpu.number]
-        generation, width = facts.get("pcie_generation"), facts.get("pcie_width")
+        generation, width = facts.pcie_generation, facts.pcie_width
         link = f"PCIe {generation} with {count(width, 'lane')}" if generation and width else "PCIe"
-        name = str(facts.get("name", ""))
-        yield _over(gpu.address, GPUS, [gpu], f"GPU {gpu.number}", name, link)
+        yield _over(gpu.address, GPUS, [gpu], f"GPU {gpu.number}", facts.name or "", link)
 
 
 def _switch_boxes(machine: Examined, gpus: Sequence[_Gpu]) -> Iterator[Box]:
@@ -146,9 +145,7 @@ def _nvlinks(
     """Yield the NVLinks between GPUs or to NVSwitch, and the pairs that a finding names."""
     used = [gpu for gpu in gpus if gpu.number >= 0]
     switched = {
-        gpu.number
-        for gpu in used
-        if SWITCH in machine.gpus[gpu.number].get("nvlinks", {}).get("ends", {})
+        gpu.number for gpu in used if SWITCH in (machine.gpus[gpu.number].nvlinks.ends or {})
     }
     for gpu in used:
         if gpu.number in switched:

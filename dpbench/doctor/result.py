@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from dpbench.analysis.summary import FAKE_GPU
 from dpbench.doctor import faults, picture
 from dpbench.doctor.faults import Examined
-from dpbench.hardware.foreign_load import NOISY
 from dpbench.records import Source, fake
+from dpbench.records.disturbance import NOISY
 from dpbench.records.examination import Examination, MadeCopy
+from dpbench.records.facts import Gpus, RunFacts
 
 
 def result(machine: Examined, started_s: float) -> Examination:
@@ -16,8 +19,8 @@ def result(machine: Examined, started_s: float) -> Examination:
     done, undone = faults.checked(machine)
     copies = _copies(machine)
     boxes, links = picture.of(machine, copies, findings)
-    gpus = {"driver": machine.software.get("driver"), "gpus": machine.gpus}
-    fakes = machine.gpus and fake.fake_gpus({"gpus": gpus})
+    gpus = Gpus(driver=machine.software.get("driver"), gpus=tuple(machine.gpus))
+    fakes = machine.gpus and fake.fake_gpus(RunFacts(gpus=gpus))
     return Examination(
         started_s=started_s,
         labels=(
@@ -28,7 +31,7 @@ def result(machine: Examined, started_s: float) -> Examination:
         findings=tuple(findings),
         checked=tuple(done),
         unchecked=tuple(undone),
-        gpus=tuple(machine.gpus),
+        gpus=tuple(machine.described or msgspec.to_builtins(machine.gpus)),
         software=machine.software,
         copies=copies,
         all_reduce_bytes_per_s=(machine.all_reduce.bytes_per_s or None)

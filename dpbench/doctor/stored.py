@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
+import msgspec
+
 from dpbench.analysis import summary
 from dpbench.analysis.summary import Row
 from dpbench.doctor.faults import STANDARD, Examined, Steps
 from dpbench.hardware import provenance
 from dpbench.records import Source, words
+from dpbench.records.errors import told
 from dpbench.records.examination import Examination
 from dpbench.records.registry import Role
 from dpbench.records.work import Shapes
@@ -24,9 +27,8 @@ RUNS = 20
 
 def host_of(machine: Examined) -> str:
     """Return the host key of a machine, which its runs have."""
-    return provenance.host_key(
-        {"host": provenance.host_facts(), "gpus": {"gpus": list(machine.gpus)}}
-    )
+    gpus = msgspec.to_builtins(machine.gpus)
+    return provenance.host_key({"host": provenance.host_facts(), "gpus": {"gpus": gpus}})
 
 
 def steps(store: Path, host: str) -> Steps:
@@ -39,7 +41,7 @@ def steps(store: Path, host: str) -> Steps:
                 if found := _steps(opened, run):
                     return found
     except StoreError as error:
-        log.warning("the costs are shares of %s, because %s", STANDARD.name, error)
+        log.warning("the costs are shares of %s, because %s", STANDARD.name, told(error))
     return STANDARD
 
 
@@ -62,7 +64,7 @@ def _steps(opened: Store, run: StoredRun) -> Steps | None:
     if not rows:
         return None
     model = rows[0].case.model
-    known = (Shapes.of(one.provenance) for one in trials if one.case.model == model)
+    known = (Shapes.of(one.facts.model) for one in trials if one.case.model == model)
     shapes = next(filter(None, known), None)
     if shapes is None:
         return None
@@ -89,4 +91,4 @@ def keep(store: Path, host: str, examination: Examination) -> None:
         with Store.create(store) as opened:
             opened.keep_examination(host, examination)
     except StoreError as error:
-        log.warning("the result is not kept for the pages of runs, because %s", error)
+        log.warning("the result is not kept for the pages of runs, because %s", told(error))

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -31,10 +30,6 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 """Takes a line of progress or a warning."""
-SIZE = 64 * 2**20
-"""The bytes of a copy."""
-REPEATS = 5
-"""The number of timed copies, after one that is not timed."""
 LIMIT_S = 15.0
 """The seconds of silence after which a copy counts as hanging."""
 MOST_HANGS = 2
@@ -201,7 +196,9 @@ def _results(wanted: Sequence[Copy]) -> Iterator[dict[str, object]]:
     """Yield {} once CUDA has started, then the rate and the number of wrong bytes of each copy."""
     import torch
 
-    pattern = torch.randint(0, 256, (SIZE,), dtype=torch.uint8)
+    from dpbench.hardware.rates import LINK_BYTES
+
+    pattern = torch.randint(0, 256, (LINK_BYTES,), dtype=torch.uint8)
     pinned = pattern.pin_memory()
     yield {}
     for copy in wanted:
@@ -211,18 +208,22 @@ def _results(wanted: Sequence[Copy]) -> Iterator[dict[str, object]]:
 def _result(copy: Copy, pattern: torch.Tensor, pinned: torch.Tensor) -> dict[str, object]:
     import torch
 
+    from dpbench.hardware import rates
+    from dpbench.hardware.devices import open_devices
+    from dpbench.records.work import fastest
+
     host = pinned if copy.way != PAGEABLE else pattern
 
     def place(end: int) -> torch.Tensor:
         if end == HOST:
-            return torch.empty(SIZE, dtype=torch.uint8, pin_memory=copy.way == PINNED)
-        return torch.empty(SIZE, dtype=torch.uint8, device=f"cuda:{end}")
+            return torch.empty_like(pattern, pin_memory=copy.way == PINNED)
+        return torch.empty_like(pattern, device=f"cuda:{end}")
 
     source = host if copy.source == HOST else place(copy.source).copy_(pinned)
     target = place(copy.target).zero_()
-    between = torch.empty(SIZE, dtype=torch.uint8, pin_memory=True)
+    between = torch.empty_like(pattern, pin_memory=True)
 
-    def once() -> None:
+    def by_host() -> None:
         if copy.way == STAGED:
             target.copy_(between.copy_(source))
         else:
@@ -231,13 +232,16 @@ def _result(copy: Copy, pattern: torch.Tensor, pinned: torch.Tensor) -> dict[str
             if end != HOST:
                 torch.cuda.synchronize(end)
 
-    seconds = []
-    for _ in range(1 + REPEATS):
-        begin = time.perf_counter()
-        once()
-        seconds.append(time.perf_counter() - begin)
+    if copy.way in (PINNED, DIRECT):
+        # torch queues a copy between two GPUs on the stream of its source
+        gpu = copy.target if copy.source == HOST else copy.source
+        (queue,) = open_devices("cuda", 1, ids=[gpu])
+        seconds = rates.copy_times(queue, target, source, pinned)
+    else:
+        (host_device,) = open_devices("cpu", 1)
+        seconds = rates.times(host_device, by_host, rates.COPIES)
     wrong = int((target.cpu() != pattern).sum())
-    return {"bytes_per_s": SIZE / min(seconds[1:]), "wrong": wrong}
+    return {"bytes_per_s": fastest(pattern.nbytes, seconds), "wrong": wrong}
 
 
 def _main(parent: str) -> None:

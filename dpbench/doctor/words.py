@@ -10,6 +10,7 @@ from dpbench.doctor.system import PciDevice
 from dpbench.hardware import provenance
 from dpbench.records import words
 from dpbench.records.examination import DIRECT, STAGED, Examination, Problem
+from dpbench.report.machine import summary
 
 WIDTH = 100
 
@@ -20,7 +21,7 @@ def text(machine: Examined, examination: Examination) -> str:
     for number, problem in enumerate(examination.problems, 1):
         lines += ["", *_problem(number, problem)]
     if not examination.faults:
-        lines += ["", "Nothing wrong found."]
+        lines += ["", f"{summary(examination)}."]
     lines += ["", _wrapped(f"Checked: {', '.join(examination.checked)}.")]
     if examination.unchecked:
         lines.append(_wrapped(f"Not checked: {'; '.join(examination.unchecked)}."))
@@ -77,8 +78,8 @@ def tree(machine: Examined) -> Iterator[str]:
     """Yield the sockets with their cores, and below them the bridges, GPUs and network cards."""
     system = machine.system
     shown = system.devices if system.of("gpu") else []  # network cards matter beside GPUs alone
-    places = [str(gpu.get("pci_address", "")) for gpu in machine.gpus]
-    titles = [f"GPU {number}  {gpu.get('name', '')}" for number, gpu in enumerate(machine.gpus)]
+    places = [gpu.pci_address or "" for gpu in machine.gpus]
+    titles = [f"GPU {number}  {gpu.name or ''}" for number, gpu in enumerate(machine.gpus)]
     names = dict(zip(places, titles, strict=True))
     nodes = sorted({*system.nodes, *(one.node for one in shown)})
     for node in nodes:

@@ -1,6 +1,5 @@
 """The DataParallel engine: functions for the phases of a step, and classes that combine them."""
 
-from dpbench.engine import fast
 from dpbench.engine.checkpoints import load_state_dict
 from dpbench.engine.data_parallel import DataParallel, data_parallel
 from dpbench.engine.gather import gather
@@ -12,7 +11,6 @@ from dpbench.engine.train_step import TrainStep
 from dpbench.hardware.devices import resolve
 
 __all__ = [
-    "fast",
     "scatter",
     "replicate",
     "parallel_apply",

@@ -1,29 +1,36 @@
-"""Containers: list the parts of nested dicts, sequences and dataclasses, and rebuild them."""
+"""Containers: list, compare and rebuild the parts of nested dicts, sequences and dataclasses."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Sequence
+import types
+from collections import UserDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
+from operator import is_
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import as_devices
 
+DICTS = (dict, UserDict)
+"""A UserDict, such as what tokenizers of the library transformers return, is a dict to its users"""
+
 
 def keys_of(value: Any) -> Collection[Any] | None:
     """Return the keys of a dict, indices of a list or tuple, or attributes of a dataclass instance.
 
-    These attributes are the fields that the constructor sets, and all others that contain tensors.
-    Return None for any other value.
+    A `collections.UserDict` counts as a dict. The attributes are the fields that the constructor
+    sets, and all others that contain tensors. Return None for any other value.
     """
-    if isinstance(value, dict):
-        return value.keys()
-    if isinstance(value, tuple | list):
+    if isinstance(value, tuple | list):  # the question about UserDict takes longer
         return range(len(value))
+    if isinstance(value, DICTS):
+        return value.keys()
     if is_dataclass(value) and not isinstance(value, type):
         return _attributes_of(value)
     return None
@@ -46,7 +53,7 @@ def parts_of(value: Any, keys: Iterable[Any]) -> list[Any]:
     """Return the parts of a container in the order of `keys`, the result of `keys_of(value)`."""
     if isinstance(value, tuple | list):
         return list(value)
-    if isinstance(value, dict):
+    if isinstance(value, DICTS):
         return [value[key] for key in keys]
     return [getattr(value, key) for key in keys]
 
@@ -61,7 +68,7 @@ def rebuilt(value: Any, parts: Sequence[Any]) -> Any:
         return value._make(parts) if hasattr(value, "_make") else type(value)(parts)
     if type(value) is dict:
         return dict(zip(value, parts, strict=True))
-    if isinstance(value, dict):  # a copy keeps a subclass's other state, such as a default factory
+    if isinstance(value, DICTS):  # a copy keeps a subclass's other state, such as a default factory
         new = copy.copy(value)
         for key, part in zip(value, parts, strict=True):
             new[key] = part
@@ -113,6 +120,44 @@ def first_tensor(value: Any) -> torch.Tensor | None:
     return next((tensor for part in parts if (tensor := first_tensor(part)) is not None), None)
 
 
+def unreachable(value: Any) -> Any:
+    """Return the first object of a nested structure that holds tensors or arrays, or None.
+
+    No container leads to these tensors, so that the engine can neither cut nor move them.
+    """
+    keys = keys_of(value)
+    if keys is None:
+        return value if _holds_rows(value, set()) else None
+    found = (unreachable(part) for part in parts_of(value, keys))
+    return next((one for one in found if one is not None), None)
+
+
+_NO_BATCH = (
+    *(str, bytes, bytearray, memoryview, range),
+    *(nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType),
+)
+"""Values without tensors, and values whose tensors are no part of a batch."""
+
+
+def _holds_rows(value: Any, seen: set[int]) -> bool:
+    """Return whether an object refers to a tensor or array that has rows."""
+    if id(value) in seen or isinstance(value, _NO_BATCH):
+        return False
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor) or hasattr(type(value), "__array__"):
+        return bool(getattr(value, "shape", ()))
+    parts: list[Any] = list(getattr(value, "__dict__", {}).values())
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        names = (slots,) if isinstance(slots, str) else slots
+        parts += [getattr(value, name, None) for name in names]
+    if isinstance(value, Mapping):
+        parts += value.values()
+    elif isinstance(value, Sequence | Set):
+        parts += value
+    return any(_holds_rows(part, seen) for part in parts)
+
+
 def device_of(value: Any) -> torch.device | None:
     """Return the device of the first tensor of a nested structure, or None if there is none."""
     tensor = first_tensor(value)
@@ -127,3 +172,18 @@ def devices_of(values: Sequence[Any]) -> list[Device]:
     places = [device_of(value) for value in values]
     anywhere = next((place for place in places if place is not None), torch.device("cpu"))
     return as_devices([place or anywhere for place in places])
+
+
+def same(values: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Return whether two lists have the same objects, or equal integers and strings, in order.
+
+    Other equal objects may differ: 0.0 from -0.0, a tensor from one of another dtype, a list from
+    another that the user's code changes later.
+    """
+    if len(values) != len(others):
+        return False
+    return all(map(is_, values, others)) or all(
+        value is other
+        or (type(value) is type(other) and type(value) in (int, str) and value == other)
+        for value, other in zip(values, others, strict=True)
+    )

@@ -10,12 +10,15 @@ from torch import nn
 
 from dpbench.engine.checkpoints import check_prefix
 from dpbench.engine.errors import call_on
+from dpbench.engine.fast.cached import CachedReplicas
+from dpbench.engine.fast.pool import Pool
 from dpbench.engine.gather import gather, target_of
 from dpbench.engine.parallel_apply import parallel_apply
 from dpbench.engine.replicate import check_placement, replicate
+from dpbench.engine.runner import Runner
 from dpbench.engine.scatter import scatter
-from dpbench.engine.schedules import COPYING, Means
-from dpbench.engine.settings import IntraOp, check_uncached, keep_memory
+from dpbench.engine.settings import IntraOp, check_uncached, keep_memory, kept
+from dpbench.engine.writes import Watch, note_of
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import DeviceId, Devices, as_devices, resolve
 from dpbench.records import Mark, Phase, no_mark
@@ -68,7 +71,8 @@ def data_parallel(
     used = devices[: len(pieces)]
     check_uncached(module)
     replicas = replicate(module, used, detach=not torch.is_grad_enabled())
-    outputs = parallel_apply(replicas, inputs_of, kwargs_of, used)
+    with Watch(module).forwards(replicas) as turn:
+        outputs = parallel_apply(replicas, inputs_of, kwargs_of, used, turn=turn)
     return gather(outputs, output_of(devices, output_device), used, dim)
 
 
@@ -86,6 +90,15 @@ def output_of(devices: Sequence[Device], output_device: DeviceId | None) -> Devi
             return device
     wanted.index = len(devices)
     return wanted
+
+
+def wrapper_runner(schedule: Schedule, note: str = "") -> Runner:
+    """Return what one of the schedules that keep no replicas keeps between calls."""
+    if schedule is Schedule.REFERENCE:
+        return Runner(schedule, note)
+    if schedule is Schedule.POOL:
+        return Runner(schedule, note, Pool())
+    return Runner(schedule, note, Pool(), CachedReplicas().replicate)
 
 
 def id_of(device: Device) -> DeviceId:
@@ -125,13 +138,15 @@ class DataParallel(nn.Module):
         self.device_ids = [id_of(device) for device in self.devices]
         self.dim = dim
         self.schedule = Schedule.CACHED if schedule in SELECTED else parse(schedule)
-        if self.schedule not in COPYING:
+        if self.schedule.keeps_replicas:
+            known = ", ".join(one for one in Schedule if not one.keeps_replicas)
             raise ValueError(
                 f"the schedule {self.schedule} needs TrainStep, because DataParallel cannot notice"
-                f" the optimizer's step; give one of {', '.join(COPYING)}"
+                f" the optimizer's step; give one of {known}"
             )
         self._mark = mark
-        self._means: Means | None = None
+        self._runner = wrapper_runner(self.schedule)
+        self._watch = Watch(module)
         self.output_device: DeviceId | None = None
         if self.devices:
             self._output = output_of(self.devices, output_device)
@@ -152,10 +167,15 @@ class DataParallel(nn.Module):
             with self._mark(Phase.FORWARD, self.devices[0].index):
                 return call_on(self.devices[0], self.module, arguments[0], keywords[0])
         check_uncached(self.module)
-        with IntraOp(self.devices):
-            replicas = self.replicate(self.module, self.device_ids[: len(arguments)])
-            outputs = self.parallel_apply(replicas, arguments, keywords)
-            return self.gather(outputs, self.output_device)
+        restore = kept()
+        try:
+            with IntraOp(self.devices):
+                replicas = self.replicate(self.module, self.device_ids[: len(arguments)])
+                outputs = self.parallel_apply(replicas, arguments, keywords)
+                return self.gather(outputs, self.output_device)
+        except BaseException:
+            restore()
+            raise
 
     def scatter(
         self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], device_ids: Sequence[DeviceId]
@@ -168,29 +188,29 @@ class DataParallel(nn.Module):
     def replicate(self, module: nn.Module, device_ids: Sequence[DeviceId]) -> list[nn.Module]:
         """Return one replica of `module` for each of `device_ids`."""
         devices = self.devices[: len(device_ids)]
-        make = self.means.replicate if module is self.module else replicate
+        make = self._runner.replicate if module is self.module else replicate
         return make(module, devices, detach=not torch.is_grad_enabled(), mark=self._mark)
 
     @property
     def settled(self) -> bool:
         """Return whether the next calls run alike; the first ones may try alternatives."""
-        return getattr(self.means.workers.turn, "settled", True)
+        return self._watch.settled and self._runner.settled
 
     @property
-    def means(self) -> Means:
-        """Return the threads and the function `replicate` that the schedule keeps between calls."""
-        if self._means is None:
-            self._means = COPYING[self.schedule](self.module)
-        return self._means
+    def note(self) -> str:
+        """Return the first things that forward has written and replicas share or lose, or ""."""
+        return note_of(self.module)
 
     def parallel_apply(
         self, replicas: Sequence[nn.Module], inputs: Sequence[Any], kwargs: Any
     ) -> list[Any]:
         """Call each replica on its device, and return the list of outputs."""
         devices = self.devices[: len(replicas)]
-        return parallel_apply(
-            replicas, inputs, kwargs, devices, workers=self.means.workers, mark=self._mark
-        )
+        workers = self._runner.workers
+        with self._watch.forwards(replicas) as turn:
+            return parallel_apply(
+                replicas, inputs, kwargs, devices, workers=workers, turn=turn, mark=self._mark
+            )
 
     def gather(self, outputs: Sequence[Any], output_device: DeviceId | None) -> Any:
         """Return the outputs, concatenated along `dim` on `output_device`."""
@@ -200,10 +220,6 @@ class DataParallel(nn.Module):
             else output_of(self.devices, output_device)
         )
         return gather(outputs, target, self.devices[: len(outputs)], self.dim, mark=self._mark)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes to copy or pickle, without those that refer to replicas."""
-        return {**self.__dict__, "_means": None}
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the wrapper.

@@ -73,6 +73,15 @@ def replica_of(error: BaseException) -> int | None:
     return replica
 
 
+def without_closure(error: Exception, optimizer: str) -> Exception:
+    """Return the error of an optimizer's step, with what to do if the step needs a closure."""
+    return _rebuilt(
+        error,
+        f"{error}\nTrainStep gives {optimizer}.step() no closure; if it needs one, to evaluate the"
+        " loss again, write the loop yourself, around a dpbench.DataParallel(module, device_ids)",
+    )
+
+
 def _rebuilt(error: Exception, message: str) -> Exception:
     kind: Any = type(error)
     text = _Plain(message) if kind is KeyError else message

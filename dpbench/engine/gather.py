@@ -12,7 +12,7 @@ from torch.autograd.function import Function
 from dpbench.engine.containers import devices_of, keys_of, parts_of, rebuilt
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import DeviceId, Devices, as_devices
-from dpbench.records import Mark, Phase, no_mark
+from dpbench.records import Mark, Phase, marked, no_mark
 
 
 class Gather(Function):
@@ -81,7 +81,7 @@ def gather(
         raise ValueError("gather needs at least one replica's output, got none")
     destination = target_of(target)
     sources = devices_of(outputs) if devices is None else as_devices(devices)
-    with mark(Phase.GATHER, destination.index):
+    with marked(mark, Phase.GATHER, destination.at_work(sources)):
         return _gather(outputs, destination, sources, dim, ())
 
 

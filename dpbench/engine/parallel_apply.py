@@ -7,13 +7,15 @@ only one of their errors is raised.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol, Self
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, Self
 
 from dpbench.engine.containers import devices_of
 from dpbench.engine.errors import call_on, in_replica
 from dpbench.engine.settings import SAVED_RANDOM_STATES, capture
+from dpbench.engine.turn import AT_ONCE, NOTHING, Context, Latch, Turn
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import Devices, as_devices
 from dpbench.records import HOST, Mark, Phase, no_mark
@@ -23,48 +25,95 @@ Job = Callable[[int], None]
 
 A job stores its results and errors and never raises.
 """
-Context = AbstractContextManager[Any]
-NOTHING: Context = nullcontext()
 
 
-class Workers(Protocol):
+Stop = Callable[[], None]
+"""A function that makes all jobs end that wait for another job."""
+
+
+class Calls:
+    """The calls of one job in several threads, each of which is made at most once."""
+
+    def __init__(self, job: Job, numbers: Iterable[int]) -> None:
+        self._jobs = dict.fromkeys(numbers, job)
+        self._ended = {i: Latch() for i in self._jobs}
+
+    def make(self, i: int) -> None:
+        """Call `job(i)`, unless `finish` has cancelled the call."""
+        # no variable refers to the job: a thread that then waits must not keep a step's objects
+        self._jobs.pop(i, _do_nothing)(i)
+        self._ended[i].set()
+
+    def wait(self) -> None:
+        """Wait until all calls have ended."""
+        for ended in self._ended.values():
+            ended.wait()
+
+    def finish(self) -> None:
+        """After an interrupt, cancel the calls that have not begun, and wait for the others.
+
+        A job that still ran in the next step would write into that step's tensors.
+        """
+        for i, ended in self._ended.items():
+            if self._jobs.pop(i, None) is not None:
+                ended.set()
+        self.wait()
+
+
+def _do_nothing(i: int) -> None:
+    pass
+
+
+class Workers:
     """The threads that run the replicas; all jobs run at the same time, and may wait for others."""
 
-    @property
-    def turn(self) -> Context:
-        """The context of a forward on the host, which may wait there until another has ended."""
+    turn: Turn = AT_ONCE
+    """When each forward on the host may begin."""
 
-    def run(self, job: Job, count: int, starting: Context = NOTHING) -> None:
+    def run(
+        self, job: Job, count: int, starting: Context = NOTHING, stop: Stop = lambda: None
+    ) -> None:
         """Call `job(i)` for each i below `count`, and wait for all of these calls to end.
 
         Other threads get their jobs inside the context `starting`, such as a mark that records the
-        host's time for this.
+        host's time for this. If the calling thread is interrupted, it calls `stop`, so that no job
+        waits for one that does not run, and raises the interrupt when all calls have ended. A
+        second interrupt is raised at once.
         """
+        raise NotImplementedError
 
     def close(self) -> None:
-        """End the threads that persist between calls; a later `run` starts new ones."""
+        """End the threads that persist between calls; a later `run` starts new ones.
+
+        By default, none persist.
+        """
 
 
-class Spawn:
+class Spawn(Workers):
     """Workers that start a new thread per replica and call, as torch.nn.DataParallel does."""
 
-    turn: Context = NOTHING
-
-    def run(self, job: Job, count: int, starting: Context = NOTHING) -> None:
+    def run(
+        self, job: Job, count: int, starting: Context = NOTHING, stop: Stop = lambda: None
+    ) -> None:
         """Run each job in a new thread, or a single job in the calling thread."""
         if count == 1:
             return job(0)
-        with starting:
-            threads = [
-                threading.Thread(target=job, args=(i,), name=f"replica-{i}") for i in range(count)
-            ]
+        calls = Calls(job, range(count))
+        threads = [
+            threading.Thread(target=calls.make, args=(i,), name=f"replica-{i}")
+            for i in range(count)
+        ]
+        try:
+            with starting:
+                for thread in threads:
+                    thread.start()
             for thread in threads:
-                thread.start()
-        wait_for_all(thread.join for thread in threads)
+                thread.join()
+        except BaseException:
+            stop()
+            calls.finish()
+            raise
         return None
-
-    def close(self) -> None:
-        """Do nothing, because every thread has ended when `run` returns."""
 
 
 def parallel_apply(
@@ -74,12 +123,14 @@ def parallel_apply(
     devices: Devices | None = None,
     *,
     workers: Workers = Spawn(),  # noqa: B008  it has no state
+    turn: Turn | None = None,
     mark: Mark = no_mark,
 ) -> list[Any]:
     """Call `modules[i](*inputs[i], **kwargs[i])` on `devices[i]`, each in its own thread.
 
     Without `devices`, each module runs on the device of its input's first tensor. An input that is
     not a tuple or list is passed as a single argument. A single module runs in the calling thread.
+    `turn` says when each call may begin; None leaves it to `workers`.
     If modules fail, the error of the failed module with the lowest index is raised after all calls
     have ended; `errors.in_replica` describes this error. Raises ValueError if the lengths of the
     four sequences differ.
@@ -93,16 +144,18 @@ def parallel_apply(
             f" {len(kwargs)} (kwargs), {len(devices)} (devices)"
         )
     outputs: list[Any] = [None] * len(modules)
-    # a forward on a GPU only queues work: it must not wait, and has no time of its own to compare
-    turn = workers.turn if devices and devices[0].torch_device.type == "cpu" else NOTHING
+    if turn is None:
+        # a forward on a GPU only queues work: it need not wait, and has no time to compare
+        on_host = devices and devices[0].torch_device.type == "cpu"
+        turn = workers.turn if on_host else AT_ONCE
 
-    def job(i: int) -> None:
+    def forward(i: int) -> None:
         arguments = inputs[i] if isinstance(inputs[i], tuple | list) else (inputs[i],)
-        with team.on(i), turn, mark(Phase.FORWARD, devices[i].index):
+        with turn.of(i), mark(Phase.FORWARD, devices[i].index):
             outputs[i] = call_on(devices[i], modules[i], arguments, kwargs[i])
 
     with Team(devices) as team:
-        workers.run(job, len(devices), mark(Phase.FORWARD, HOST))
+        workers.run(partial(team.do, forward), len(devices), mark(Phase.FORWARD, HOST))
     return outputs
 
 
@@ -126,14 +179,13 @@ class Team:
         self._states.__enter__()
         return self
 
-    @contextmanager
-    def on(self, i: int) -> Iterator[None]:
-        """Run the block on device i with the caller's settings; an error ends it, and is kept."""
+    def do(self, work: Callable[[int], object], i: int) -> None:
+        """Call `work(i)` on device i with the caller's settings; an error is kept."""
         try:
             if threading.get_ident() != self._caller:
                 self._devices[i].settle()
             with self._checked(), self.settings(), self.guards[i]:
-                yield
+                work(i)
         except BaseException as error:
             self.errors[i] = error
 
@@ -145,22 +197,3 @@ class Team:
                 raise in_replica(self.errors[i], i, self._devices[i])
             finally:  # the frames and the errors reference each other: break the cycle
                 self.errors.clear()
-
-
-def wait_for_all(waits: Iterable[Callable[[], object]]) -> None:
-    """Call all `waits`, each of which waits for one job, even if the calling thread is interrupted.
-
-    The interrupt is raised after the last call, because a job that is still running in the next
-    step would write into that step's tensors. A second interrupt is raised at once.
-    """
-    interrupt: BaseException | None = None
-    for wait in waits:
-        try:
-            wait()
-        except BaseException as error:
-            if interrupt is not None:
-                raise
-            interrupt = error
-            wait()
-    if interrupt is not None:
-        raise interrupt

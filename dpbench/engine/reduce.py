@@ -8,7 +8,7 @@ import torch
 
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import Devices, as_devices
-from dpbench.records import Mark, Phase, no_mark
+from dpbench.records import Mark, Phase, marked, no_mark
 
 Gradients = Sequence[Sequence[torch.Tensor]]
 """Gradients by replica and parameter: `gradients[i][n]` is that of parameter n on device i."""
@@ -24,7 +24,7 @@ def reduce(gradients: Gradients, devices: Devices, *, mark: Mark = no_mark) -> l
     """
     devices = as_devices(devices)
     root = devices[0]
-    with mark(Phase.REDUCE, root.index):
+    with marked(mark, Phase.REDUCE, root.at_work(devices)):
         if root.can_collect(devices) and not torch.is_grad_enabled():
             return root.reduce_add(gradients, devices)
         for device, one in zip(devices, gradients, strict=True):

@@ -8,6 +8,7 @@ takes most of the host time of replicate.
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -17,14 +18,25 @@ import torch
 from torch import nn
 from torch.autograd.function import Function
 from torch.fx import GraphModule
+from torch.nn.modules import module as module_hooks
 from torch.nn.parameter import is_lazy
 
 from dpbench.engine.errors import Refused
 from dpbench.engine.reduce import Gradients, reduce
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import Devices, as_devices
-from dpbench.records import Mark, Phase, no_mark
+from dpbench.records import Mark, Phase, marked, no_mark
 
+HOOKS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, OrderedDict))
+"""The names of the dicts of hooks that torch gives every module."""
+GLOBAL_HOOKS = {
+    name: hooks
+    for name in HOOKS
+    if (hooks := getattr(module_hooks, f"_global{name}", None)) is not None
+}
+"""The hooks that every call of any module runs, by the name of a module's own ones of this kind."""
+OWNED = (*HOOKS, "_non_persistent_buffers_set")
+"""The containers of which each replica gets a copy: torch's replicas share them with the module."""
 Reducer = Callable[[Gradients], list[torch.Tensor]]
 """What autograd calls to sum the replicas' gradients: gradients by replica and parameter."""
 
@@ -62,7 +74,7 @@ def replicate(
     """
     devices = as_devices(devices)
     with mark(Phase.REPLICATE, devices[0].index):
-        parameters, buffers = unique(module.parameters()), unique(module.buffers())
+        parameters, buffers = parameters_of(module), buffers_of(module)
         check_placed((*parameters, *buffers), devices[0])
     tensors, per_replica = copied(parameters, buffers, devices, detach, reducer, mark)
     replicas = []
@@ -162,19 +174,21 @@ def copies_of(
     """
     root, *others = devices
     if tensors and root.can_collect(devices):
-        with ExitStack() as marks:
-            for device in devices:
-                marks.enter_context(mark(Phase.REPLICATE, device.index))
+        with marked(mark, Phase.REPLICATE, (device.index for device in devices)):
             return root.broadcast(tensors, devices)
     copies = [list(tensors)]
     for device in others:
-        with mark(Phase.REPLICATE, device.index):
+        with marked(mark, Phase.REPLICATE, device.at_work([root])):
             copies.append(device.clone(tensors))
     return copies
 
 
 def rebuild(module: nn.Module, table: dict[int, torch.Tensor]) -> nn.Module:
-    """Return a copy of the module tree, with `table[id(tensor)]` in place of each tensor."""
+    """Return a copy of the module tree, with `table[id(tensor)]` in place of each tensor.
+
+    The copy has dicts of hooks of its own, so that a hook that forward adds is lost with the
+    replica. If they were shared, such hooks would pile up on the module.
+    """
     modules = list(module.modules())
     compiled = sys.modules.get("torch._dynamo.eval_frame")
     if compiled is not None and any(isinstance(one, compiled.OptimizedModule) for one in modules):
@@ -184,6 +198,11 @@ def rebuild(module: nn.Module, table: dict[int, torch.Tensor]) -> nn.Module:
             " module in place with module.compile(), and pass that module"
         )
     copies = {id(m): m._replicate_for_data_parallel() for m in modules}
+    for copy in copies.values():
+        attributes = copy.__dict__
+        for name in OWNED:
+            if name in attributes:  # a ScriptModule may lack some
+                attributes[name] = attributes[name].copy()
     for original in modules:
         if isinstance(original, GraphModule):  # copying a GraphModule registers new parameters
             copies[id(original)]._parameters = {}
@@ -225,7 +244,20 @@ def check_placed(tensors: Iterable[torch.Tensor], root: Device) -> None:
 
 def check_placement(module: nn.Module, root: Device) -> None:
     """Raise RuntimeError unless all parameters and buffers are on `root` and initialized."""
-    check_placed((*module.parameters(), *module.buffers()), root)
+    check_placed((*parameters_of(module), *buffers_of(module)), root)
+
+
+def parameters_of(module: nn.Module) -> list[torch.Tensor]:
+    """Return all parameters of a module, each of them once.
+
+    A module may override `parameters()`, for example to hide a frozen part from optimizers.
+    """
+    return unique(p for m in module.modules() for p in m._parameters.values() if p is not None)
+
+
+def buffers_of(module: nn.Module) -> list[torch.Tensor]:
+    """Return all buffers of a module, each of them once."""
+    return unique(b for m in module.modules() for b in m._buffers.values() if b is not None)
 
 
 def unique(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

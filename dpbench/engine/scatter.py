@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.function import Function
 
-from dpbench.engine.containers import keys_of, parts_of, rebuilt, tensors_in
+from dpbench.engine.containers import DICTS, keys_of, parts_of, rebuilt, tensors_in, unreachable
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import Devices, as_devices
-from dpbench.records import Mark, Phase, no_mark
-from dpbench.records.words import count
+from dpbench.records import Mark, Phase, marked, no_mark
+from dpbench.records.words import count, without_rows
 
 
 class Scatter(Function):
@@ -31,9 +32,10 @@ class Scatter(Function):
         ctx.dim = dim
         ctx.home = tensor.device
         chunks = tensor.chunk(len(devices), dim) if sizes is None else tensor.split(sizes, dim)
+        sources = [device for device in devices if device.torch_device == tensor.device][:1]
         pieces = []
         for device, chunk in zip(devices, chunks, strict=False):
-            with mark(Phase.SCATTER, device.index):
+            with marked(mark, Phase.SCATTER, device.at_work(sources)):
                 pieces.append(device.put(chunk))
         return tuple(pieces)
 
@@ -50,6 +52,7 @@ def scatter(
     dim: int = 0,
     *,
     chunk_sizes: Sequence[int] | None = None,
+    say: Callable[[str], object] = warnings.warn,
     mark: Mark = no_mark,
 ) -> list[Any]:
     """Split `value` into one piece per device, or fewer if its tensors yield fewer chunks.
@@ -58,16 +61,22 @@ def scatter(
     devices. Each piece gets its own copy of every tuple, list and dict, and of every dataclass
     instance that contains tensors. All other values are shared by all pieces. Without
     `chunk_sizes`, a tensor with exactly one row per piece is accepted together with tensors of
-    another length. In all other cases, tensors of different lengths raise ValueError, because torch
-    would silently drop rows or pair the wrong ones. Raises RuntimeError for 0-dimensional tensors,
-    and TypeError for PackedSequences, sparse tensors, and nested tensors that require gradients.
+    another length; `say` is then called with a sentence about it. In all other cases, tensors of
+    different lengths raise ValueError, because torch would silently drop rows or pair the wrong
+    ones. Raises RuntimeError for 0-dimensional tensors, and TypeError for PackedSequences, sparse
+    tensors, and nested tensors that require gradients. Also raises TypeError if several devices
+    would each get all rows: nothing can be split, but an object holds tensors or arrays.
     """
     devices = as_devices(devices)
     if not devices:
         raise ValueError("scatter needs at least one device, got none")
     lengths = {_length(tensor, dim) for tensor in tensors_in(value)}
+    if not lengths and len(devices) > 1 and (whole := unreachable(value)) is not None:
+        raise TypeError(f"cannot scatter a {without_rows(type(whole).__name__)}")
     if chunk_sizes is None:
         pieces = _agreed(lengths, len(devices), dim)
+        if len(lengths) > 1:
+            say(_one_row_each(lengths, pieces))
     else:
         pieces = _checked(chunk_sizes, lengths, len(devices), dim)
     return _split(value, devices, pieces, chunk_sizes, dim, mark)
@@ -84,13 +93,13 @@ def _split(
     if isinstance(value, torch.Tensor):
         return list(Scatter.apply(devices, sizes, dim, mark, value))  # type: ignore[no-untyped-call]
     keys = keys_of(value)
-    if not keys or not (isinstance(value, tuple | list | dict) or tensors_in(value)):
+    if not keys or not (isinstance(value, (tuple, list, *DICTS)) or tensors_in(value)):
         return [value] * pieces
     rows = zip(
         *(_split(part, devices, pieces, sizes, dim, mark) for part in parts_of(value, keys)),
         strict=True,
     )
-    return [rebuilt(value, row) for row in rows]
+    return [*rows] if type(value) is tuple else [rebuilt(value, row) for row in rows]
 
 
 def _length(tensor: torch.Tensor, dim: int) -> int:
@@ -131,6 +140,15 @@ def _agreed(lengths: set[int], devices: int, dim: int) -> int:
             " of a class that you define"
         )
     return pieces
+
+
+def _one_row_each(lengths: set[int], pieces: int) -> str:
+    (rows,) = lengths - {pieces}
+    return (
+        f"a tensor of length {pieces} was cut beside tensors of length {rows}, so that each replica"
+        " got one row of it; to share a tensor instead, such as class weights, wrap it in an object"
+        " of a class that you define"
+    )
 
 
 def _checked(sizes: Sequence[int], lengths: set[int], devices: int, dim: int) -> int:

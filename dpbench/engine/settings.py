@@ -100,6 +100,26 @@ def _dispatch_modes(modes: Sequence[Any]) -> Iterator[None]:
             )
 
 
+def kept() -> Callable[[], None]:
+    """Return a function that gives the calling thread the settings back that it has now.
+
+    Call it after an error: an interrupt may arrive before or inside the `__exit__` of a context,
+    and leave gradients off, threads divided, or a function of torch replaced.
+    """
+    grad, cache = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
+    threads = torch.get_num_threads()
+    runs = SAVED_RANDOM_STATES.runs.get(threading.get_ident(), 0)
+
+    def restore() -> None:
+        torch.set_grad_enabled(grad)
+        torch.set_autocast_cache_enabled(cache)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        SAVED_RANDOM_STATES.reset(runs)
+
+    return restore
+
+
 def without_cast_cache() -> AbstractContextManager[Any]:
     """Return a context manager that disables autocast's cache of cast weights, if autocast is on.
 
@@ -140,25 +160,35 @@ class SavedRandomStates:
     Activation checkpointing saves this state in forward, and restores it in backward to draw the
     same numbers again. Concurrent replicas share the host's generator, so that numbers that another
     replica drew in between are missing in the repetition: gradients would be wrong. In the context,
-    torch.get_rng_state, which checkpoints call, is replaced.
+    torch.get_rng_state, which checkpoints call, is replaced. `saves` counts the saved states.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._runs = 0
+        self.runs: dict[int, int] = {}
+        """How often each thread, by its ident, is inside this context."""
+        self.saves = 0
         self._read = torch.get_rng_state
         self._thread = threading.local()
 
     def __enter__(self) -> None:
-        with self._lock:
-            if not self._runs:
-                self._read, torch.get_rng_state = torch.get_rng_state, self._save
-            self._runs += 1
+        self.reset(self.runs.get(threading.get_ident(), 0) + 1)
 
     def __exit__(self, *error: object) -> None:
+        self.reset(self.runs.get(threading.get_ident(), 1) - 1)
+
+    def reset(self, runs: int) -> None:
+        """Set the number of runs of the calling thread; an interrupted call can be repeated."""
         with self._lock:
-            self._runs -= 1
-            if not self._runs:
+            if runs:
+                self.runs[threading.get_ident()] = runs
+            else:
+                self.runs.pop(threading.get_ident(), None)
+            replaced = torch.get_rng_state == self._save
+            if self.runs and not replaced:
+                self._read = torch.get_rng_state
+                torch.get_rng_state = self._save
+            elif replaced and not self.runs:
                 torch.get_rng_state = self._read
 
     def _save(self) -> torch.Tensor:
@@ -167,6 +197,7 @@ class SavedRandomStates:
         repeats = sys._getframe(1).f_globals.get("__name__") != "torch.random"
         if repeats and getattr(self._thread, "saved", state) is None:
             self._thread.saved = state
+            self.saves += 1
         return state
 
     def forget(self) -> None:

@@ -16,13 +16,13 @@ from dpbench.engine.parallel_apply import Spawn, Workers, parallel_apply
 from dpbench.engine.reduce import Gradients, reduce
 from dpbench.engine.replicate import Replicate, check_placement, replicate
 from dpbench.engine.scatter import scatter
-from dpbench.engine.training import Training, place_target
-from dpbench.records import Phase
+from dpbench.engine.training import Arguments, Training, place_target
+from dpbench.records import Phase, marked
 
 
 def step(
     training: Training,
-    inputs: tuple[Any, ...],
+    inputs: Arguments,
     target: Any,
     *,
     first: bool = True,
@@ -39,11 +39,12 @@ def step(
     root = devices[0]
     if first:
         with mark(Phase.OPTIMIZER, root.index):
-            training.optimizer.zero_grad(set_to_none=True)
+            training.optimizer.zero_grad()
 
     # scatter: cut the batch as torch.chunk does (10 rows on 4 devices: 3, 3, 3, 1), unless the user
     # has set row weights; a short batch has fewer pieces, and the last devices then do nothing
-    pieces = scatter(inputs, devices, chunk_sizes=training.chunk_sizes(inputs), mark=mark)
+    rows = training.rows_of(inputs)
+    pieces = scatter(inputs, devices, chunk_sizes=rows, say=training.say, mark=mark)
     used = devices[: len(pieces)]
 
     # replicate: copy the weights from the first device to the others; autograd records the copies,
@@ -60,8 +61,13 @@ def step(
         check_placement(module, root)
         replicas = [module]
 
-    # forward: each device runs its replica on its piece, all at the same time
-    outputs = parallel_apply(replicas, pieces, None, used, workers=workers, mark=mark)
+    # forward: each device runs its replica on its piece, all at the same time, unless the replicas
+    # share a container that forward writes: they then take turns
+    arguments, keywords = zip(*pieces, strict=True)
+    with training.watch.forwards(replicas) as turn:
+        outputs = parallel_apply(
+            replicas, arguments, keywords, used, workers=workers, turn=turn, mark=mark
+        )
 
     # gather: join the outputs on the first device, which needs the memory for all of them
     output = gather(outputs, root, used, mark=mark) if len(devices) > 1 else outputs[0]
@@ -77,11 +83,11 @@ def step(
     # reduce: it then calls `reducer`, which adds the gradients on the first device, and adds the
     # sums to the `.grad` of the module's parameters
     with backward_marks:
-        for device in used:
-            backward_marks.enter_context(mark(Phase.BACKWARD, device.index))
+        backward_marks.enter_context(marked(mark, Phase.BACKWARD, (one.index for one in used)))
         scaled.backward()
     loss = loss.detach()
-    del pieces, replicas, outputs, output, target, scaled  # free memory before the optimizer runs
+    # free memory before the optimizer runs
+    del pieces, arguments, keywords, replicas, outputs, output, target, scaled
 
     # optimizer: the first device alone updates the weights; the next step copies them again
     if last:

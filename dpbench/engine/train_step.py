@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
 from torch import nn
 
 from dpbench.engine.checkpoints import check_prefix
+from dpbench.engine.data_parallel import wrapper_runner
 from dpbench.engine.errors import Refused
-from dpbench.engine.schedules import RUNNERS
-from dpbench.engine.settings import IntraOp, check_uncached, keep_memory
-from dpbench.engine.training import Training, check_closure, weights_of
+from dpbench.engine.fast.allreduce import AllReduce
+from dpbench.engine.fast.local import Local
+from dpbench.engine.fast.select import check, highest
+from dpbench.engine.fast.sharded import Sharded
+from dpbench.engine.runner import Runner
+from dpbench.engine.settings import IntraOp, check_uncached, keep_memory, kept
+from dpbench.engine.step import step
+from dpbench.engine.training import Training, check_optimizer, checked_row_weights
+from dpbench.engine.writes import Watch, note_of
+from dpbench.hardware.device import Device
 from dpbench.hardware.devices import Devices, as_devices, resolve
 from dpbench.records import Mark, no_mark
+from dpbench.records.arguments import arguments_of, check_names
+from dpbench.records.errors import UsageError
 from dpbench.records.schedule import COPYING, SELECTED, Schedule, parse
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -40,8 +51,9 @@ class TrainStep:
     `chunk_sizes` has one weight per device; the rows of a batch are divided in proportion to them;
     None means torch's equal chunks.
 
-    A tuple of inputs is passed as positional arguments. Inputs may be on any device. A target on
-    the host is copied to the output's device; a target on another accelerator raises RuntimeError.
+    A tuple of inputs has the positional arguments of forward, and a plain dict its keyword
+    arguments; any other value is its only argument. Inputs may be on any device. A target on the
+    host is copied to the output's device; a target on another accelerator raises RuntimeError.
 
     Between two steps the training loop may change anything: weights, `requires_grad`, hooks, the
     loss, the optimizer's options, groups and state. The change takes effect in the next step, under
@@ -76,41 +88,60 @@ class TrainStep:
             raise ValueError(f"accumulate must be at least 1 call per update, got {accumulate}")
         self.module = module
         self.loss_fn = loss_fn
-        self.optimizer = optimizer_fn(module.parameters())
-        self.devices = (
+        self.optimizer = _function(optimizer_fn)(module.parameters())
+        devices = (
             as_devices(device_ids or (), own_streams=True) or resolve(None) or resolve(["cpu"])
         )
-        self.chunk_sizes = weights_of(chunk_sizes, self.devices)
-        self._accumulate = accumulate
-        self._clip_norm = clip_norm
-        self._scaler = scaler
-        self._mark = mark
+        self._said: dict[str, None] = {}  # each sentence once, in order
+        self._training = Training(
+            module=module,
+            loss_fn=loss_fn,
+            optimizer=self.optimizer,
+            devices=devices,
+            accumulate=accumulate,
+            clip_norm=clip_norm,
+            scaler=scaler,
+            row_weights=checked_row_weights(chunk_sizes, devices),
+            say=self._said.setdefault,
+            watch=Watch(module),
+            mark=mark,
+        )
         self._debug = debug
         self._calls = 0
         self._failed = False
         self._closed = False
-        self._threads = IntraOp(self.devices)
-        keep_memory(self.devices)
-        self._wanted = schedule if schedule in SELECTED else parse(schedule)
+        self._threads = IntraOp(devices)
+        keep_memory(devices)
+        self._selects = schedule in SELECTED
+        self._wanted = SELECTED[schedule] if self._selects else parse(schedule)
         self._unfit = ""
-        self._build()
+        self._runner = self._start()
 
-    def _build(self) -> None:
-        """Create what runs the steps, with the state that persists between them."""
-        self._built = (self.module, self.loss_fn, self.optimizer)
-        training = Training(
-            module=self.module,
-            loss_fn=self.loss_fn,
-            optimizer=self.optimizer,
-            devices=self.devices,
-            accumulate=self._accumulate,
-            clip_norm=self._clip_norm,
-            scaler=self._scaler,
-            row_weights=self.chunk_sizes,
-            mark=self._mark,
-        )
-        check_closure(self.optimizer)
-        self._runner = RUNNERS[self._wanted](training, self._unfit)
+    def _start(self) -> Runner:
+        """Return the runner of the next steps; raise Refused if the named schedule cannot run."""
+        training = self._training
+        check_optimizer(training.optimizer)
+        if self._selects:
+            schedule, note = highest(self._wanted, training, self._unfit)
+        else:
+            schedule, note = self._wanted, ""
+            check(schedule, training)
+        if len(training.devices) == 1:
+            return Runner(schedule, note)
+        match schedule:
+            case Schedule.SHARDED:
+                return Sharded(training, schedule, note, selected=self._selects)
+            case Schedule.ALLREDUCE:
+                return AllReduce(training, schedule, note, selected=self._selects)
+            case Schedule.LOCAL:
+                return Local(training, schedule, note, selected=self._selects)
+            case _:
+                return wrapper_runner(schedule, note)
+
+    @property
+    def devices(self) -> Sequence[Device]:
+        """Return the devices; the first one has the module and the optimizer."""
+        return self._training.devices
 
     @property
     def schedule(self) -> Schedule:
@@ -119,13 +150,17 @@ class TrainStep:
 
     @property
     def note(self) -> str:
-        """Return why the last step differed from the preferred schedule; empty if it did not."""
-        return self._runner.note
+        """Return why the last step differed from the preferred schedule; empty if it did not.
+
+        From the step on that finds it, it also says once what the engine has done that may not be
+        meant, and names the first thing that forwards write and replicas share or lose.
+        """
+        return "; ".join(filter(None, [self._runner.note, *self._said, note_of(self.module)]))
 
     @property
     def settled(self) -> bool:
         """Return whether the next steps run alike; the first ones may try alternatives."""
-        return self._runner.settled
+        return self._runner.settled and self._training.watch.settled
 
     def __enter__(self) -> Self:
         return self
@@ -136,8 +171,8 @@ class TrainStep:
     def close(self) -> None:
         """End the threads; leave module and optimizer as an ordinary loop would."""
         if not self._closed:
-            self._closed = True
             self._runner.close()
+            self._closed = True  # at the end: after an interrupt, another call closes the rest
 
     def sync(self) -> None:
         """Make the next step copy the weights, after writes that torch does not track."""
@@ -148,22 +183,41 @@ class TrainStep:
 
         Return the loss, detached, on the first device.
         """
-        self._prepare()
-        arguments = inputs if isinstance(inputs, tuple) else (inputs,)
-        first = self._calls % self._accumulate == 0
-        last = (self._calls + 1) % self._accumulate == 0
+        accumulate = self._training.accumulate
+        first = self._calls % accumulate == 0
+        last = (self._calls + 1) % accumulate == 0
+        restore = kept()
         try:
-            with self._threads:
-                loss = self._runner.run(arguments, target, first=first, last=last)
+            self._prepare()
+            runner, arguments = self._runner, arguments_of(inputs)
+            try:
+                with self._threads:
+                    if isinstance(runner, Local):
+                        loss = runner.run(arguments, target, first=first, last=last)
+                    else:
+                        loss = step(
+                            self._training,
+                            arguments,
+                            target,
+                            first=first,
+                            last=last,
+                            workers=runner.workers,
+                            replicate=runner.replicate,
+                        )
+            except BaseException as error:
+                self._failed = True
+                runner.abandon()
+                if isinstance(error, TypeError):
+                    check_names(self.module, inputs)
+                raise
         except BaseException:
-            self._failed = True
-            self._runner.abandon()
+            restore()
             raise
         self._calls += 1
         return loss
 
     def _prepare(self) -> None:
-        """Rebuild the persistent state if the last step failed, or something has changed.
+        """Start the runner again if the last step failed, or something has changed.
 
         Raises RuntimeError after `close`. Raises Refused if the schedule can no longer run, or if
         `debug` finds weights that need `sync()`.
@@ -178,14 +232,16 @@ class TrainStep:
                 "a training step needs gradients, but torch.no_grad() or torch.inference_mode() is"
                 " active"
             )
-        if len(self.devices) > 1:
+        training = self._training
+        if len(training.devices) > 1:
             check_uncached(self.module)
+        begun = (training.module, training.loss_fn, training.optimizer)
         if (
             self._failed
-            or self._built != (self.module, self.loss_fn, self.optimizer)
+            or begun != (self.module, self.loss_fn, self.optimizer)
             or self._runner.changed()
         ):
-            self._rebuild()
+            self._restart()
         if self._debug and (stale := self._runner.stale()):
             names = [name for name, _ in self.module.named_parameters()]
             raise Refused(
@@ -194,15 +250,22 @@ class TrainStep:
                 " that torch does not track; call sync() after such writes"
             )
 
-    def _rebuild(self) -> None:
-        """Build the persistent state again; if that raises an error, the next step tries again."""
+    def _restart(self) -> None:
+        """Start the runner again; if that raises an error, the next step tries again."""
         # a failed backward leaves its nodes and graph queued in this thread until the next backward
         if self._failed:
             torch.zeros((), requires_grad=True).clone().backward()
         self._unfit = self._unfit or self._runner.unfit
         self._runner.close()
-        self._failed = True  # until the rebuild has succeeded
-        self._build()
+        self._failed = True  # until the new runner stands
+        self._training = replace(
+            self._training,
+            module=self.module,
+            loss_fn=self.loss_fn,
+            optimizer=self.optimizer,
+            watch=Watch(self.module),
+        )
+        self._runner = self._start()
         self._failed = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -211,8 +274,8 @@ class TrainStep:
         The form is the same under every schedule; the names of weights and buffers have no prefix.
         """
         state = {"module": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
-        if self._scaler is not None:
-            state["scaler"] = self._scaler.state_dict()
+        if self._training.scaler is not None:
+            state["scaler"] = self._training.scaler.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -221,6 +284,18 @@ class TrainStep:
         check_prefix(list(self.module.state_dict()), list(state["module"]), strict=True)
         self.module.load_state_dict(state["module"])
         self.optimizer.load_state_dict(state["optimizer"])
-        if self._scaler is not None and "scaler" in state:
-            self._scaler.load_state_dict(state["scaler"])
+        if self._training.scaler is not None and "scaler" in state:
+            self._training.scaler.load_state_dict(state["scaler"])
         self.sync()
+
+
+def _function(optimizer_fn: Any) -> OptimizerFactory:
+    """Raise UsageError if `optimizer_fn` is no function, but for example an optimizer."""
+    if not callable(optimizer_fn):
+        kind = type(optimizer_fn).__name__
+        raise UsageError(
+            f"optimizer_fn must be a function that creates the optimizer, not an object of the type"
+            f" {kind}: give, for example, lambda parameters: SGD(parameters, lr=0.1)"
+        )
+    function: OptimizerFactory = optimizer_fn
+    return function

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+import types
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +13,15 @@ import torch
 from torch import nn
 
 from dpbench.engine.containers import device_of, first_tensor, mapped
-from dpbench.engine.errors import Refused
+from dpbench.engine.errors import Refused, without_closure
+from dpbench.engine.writes import Watch
 from dpbench.hardware.device import Device
 from dpbench.records import Mark, Phase
+from dpbench.records.errors import UsageError
 from dpbench.records.words import count
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""The positional and the keyword arguments of forward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,21 +29,25 @@ class Training:
     """A module, its loss, optimizer and devices, and the settings of `TrainStep`.
 
     `loss_fn(output, target)` returns a scalar. It may also be a pair `(sum_fn, weight_fn)`, whose
-    quotient is the loss. `row_weights` divide the rows of a batch; None means equal chunks.
+    quotient is the loss. `optimizer` has passed `check_optimizer`. Each device gets a share of a
+    batch's rows in proportion to its `row_weights`; None means equal chunks. `say` adds a sentence
+    to the note that the user reads.
     """
 
     module: nn.Module
     loss_fn: Any
-    optimizer: torch.optim.Optimizer
+    optimizer: Any
     devices: Sequence[Device]
     accumulate: int
     clip_norm: float | None
     scaler: torch.amp.GradScaler | None
     row_weights: Sequence[float] | None
+    say: Callable[[str], object]
+    watch: Watch
     mark: Mark
 
-    def chunk_sizes(self, inputs: Any) -> list[int] | None:
-        """Return the number of rows of each device; None means equal chunks."""
+    def rows_of(self, inputs: Any) -> list[int] | None:
+        """Return each device's number of rows of a batch; None means equal chunks."""
         if self.row_weights is None:
             return None
         tensor = first_tensor(inputs)
@@ -72,38 +82,66 @@ class Training:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_norm)
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
+        try:
+            if self.scaler is None:
+                self.optimizer.step()
+            else:
+                self.scaler.step(self.optimizer)
+        except Exception as error:
+            if may_need_closure(self.optimizer):
+                raise without_closure(error, type(self.optimizer).__name__) from error
+            raise
+        if self.scaler is not None:
             self.scaler.update()
 
 
-def check_closure(optimizer: torch.optim.Optimizer) -> None:
-    """Raise Refused if the optimizer's `step` has an argument that must be given, as LBFGS has."""
-    parameters = list(inspect.signature(type(optimizer).step).parameters.values())
-    if any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters[1:]):
-        kind = type(optimizer).__name__
+def check_optimizer(optimizer: Any) -> None:
+    """Raise Refused if the optimizer's `step` has an argument that must be given, as LBFGS has.
+
+    Raises UsageError unless there are methods `step` and `zero_grad`, which every schedule needs;
+    from `local` up, it must be a torch.optim.Optimizer (see `fast.select`).
+    """
+    kind = type(optimizer).__name__
+    if not all(callable(getattr(optimizer, name, None)) for name in ("step", "zero_grad")):
+        raise UsageError(
+            f"optimizer_fn returned an object of type {kind}, which has no methods step() and"
+            " zero_grad(); return an optimizer"
+        )
+    given = inspect.signature(_step_of(optimizer)).parameters.values()
+    if any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in given):
         raise Refused(
             f"{kind} evaluates the loss several times per step, through a closure, which TrainStep"
             " does not support; use another optimizer"
         )
 
 
-def weights_of(
-    chunk_sizes: Sequence[float] | None, devices: Sequence[Device]
+def may_need_closure(optimizer: Any) -> bool:
+    """Return whether `step` takes a closure that code other than torch's may rely on."""
+    step = _step_of(optimizer)
+    of_torch = step.__module__.startswith("torch.")
+    return not of_torch and "closure" in inspect.signature(step).parameters
+
+
+def _step_of(optimizer: Any) -> Any:
+    """Return the bound `step` of the optimizer's class, without what wraps it in the object."""
+    own = getattr(type(optimizer), "step", None)
+    return optimizer.step if own is None else types.MethodType(own, optimizer)
+
+
+def checked_row_weights(
+    given: Sequence[float] | None, devices: Sequence[Device]
 ) -> tuple[float, ...] | None:
-    """Return the weights by which a batch's rows are divided; None means torch's equal chunks.
+    """Return TrainStep's `chunk_sizes` as a tuple.
 
     Raises ValueError unless there is one finite weight above 0 per device.
     """
-    if chunk_sizes is None:
+    if given is None:
         return None
-    weights = tuple(chunk_sizes)
+    weights = tuple(given)
     if len(weights) != len(devices) or not all(0 < weight < math.inf for weight in weights):
         raise ValueError(
             f"chunk_sizes needs one weight above 0 per device, for {count(len(devices), 'device')};"
-            f" got {chunk_sizes}"
+            f" got {given}"
         )
     return weights
 

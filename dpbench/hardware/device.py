@@ -6,7 +6,7 @@ tested without a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -104,6 +104,13 @@ class Device:
 
         By default, do nothing: no work is queued.
         """
+
+    def at_work(self, sources: Iterable[Device]) -> list[int]:
+        """Return the indices of the devices that work while this one gets copies from `sources`.
+
+        By default, it is this device alone: the one that receives a copy makes it.
+        """
+        return [self.index]
 
     def borrow(self, tensors: Sequence[torch.Tensor]) -> None:
         """Declare that work queued on this device reads `tensors`, which other streams may own.

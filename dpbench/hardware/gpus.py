@@ -13,14 +13,15 @@ import runpy
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from dpbench.hardware import nvml
+from dpbench.hardware import nvml, readings
+from dpbench.records.errors import UnknownName
 
 log = logging.getLogger(__name__)
 
@@ -32,22 +33,41 @@ import json, warnings
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import torch
-    found, error = [], ""
+    found, unread, error = [], {}, ""
+    versions = {
+        "cuda": lambda: torch.version.cuda,
+        "cudnn": lambda: torch.backends.cudnn.version(),
+        "nccl": lambda: ".".join(map(str, torch.cuda.nccl.version())),
+    }
+
+    def version(name):  # unknown in builds without the library
+        try:
+            return str(versions[name]() or "")
+        except Exception:
+            return ""
+
+    def text(gpu, name):  # as dpbench.hardware.readings, which this process may not find
+        try:
+            return str(getattr(gpu, name, ""))
+        except Exception as raised:
+            unread[name] = f"{type(raised).__name__}: {raised}"
+            return ""
+
     try:
         if torch.cuda.is_available():
             for index in range(torch.cuda.device_count()):
                 gpu = torch.cuda.get_device_properties(index)
                 found.append({
                     "index": index,
-                    "name": gpu.name,
-                    "uuid": str(getattr(gpu, "uuid", "")),
+                    "name": text(gpu, "name"),
+                    "uuid": text(gpu, "uuid"),
                     "memory_bytes": gpu.total_memory,
                     "capability": [gpu.major, gpu.minor],
                 })
     except Exception as raised:
         found, error = [], str(raised)
     said = error or next((str(one.message) for one in caught if "CUDA" in str(one.message)), "")
-print(json.dumps([found, said]))
+print(json.dumps([found, unread, said, {name: version(name) for name in versions}]))
 """
 
 
@@ -55,12 +75,14 @@ print(json.dumps([found, said]))
 class TorchGpus:
     """The GPUs that torch can use, in the order of CUDA's numbers.
 
-    Each has its `index`, `name`, `uuid` (empty if torch does not tell it), `memory_bytes` and
-    `capability` (major, minor). If there are none, `missing` says why.
+    Each has its `index`, `name`, `uuid` (both empty if torch does not tell it), `memory_bytes` and
+    `capability` (major, minor). If there are none, `missing` says why. `versions` are those of
+    CUDA, cuDNN and NCCL in torch, as far as they are known.
     """
 
     gpus: tuple[dict[str, Any], ...] = ()
     missing: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
 
     def alike(self) -> tuple[int, ...]:
         """Return the CUDA numbers of the largest group of GPUs of one name and size of memory."""
@@ -72,7 +94,7 @@ class TorchGpus:
 
     def names(self, ordinals: Sequence[int]) -> str:
         """Return the GPUs with these CUDA numbers as text, such as "0 (T4), 1 (T4)"."""
-        return ", ".join(f"{i} ({self.gpus[i]['name']})" for i in ordinals)
+        return ", ".join(f"{i} ({self.gpus[i]['name'] or 'without a name'})" for i in ordinals)
 
     def ordinals(self, uuids: Sequence[str]) -> list[int]:
         """Return the CUDA numbers of the GPUs with these, possibly abbreviated, UUIDs.
@@ -87,9 +109,13 @@ class TorchGpus:
             ]
             if not wanted or len(matches) != 1:
                 listed = ", ".join(gpu["uuid"] for gpu in self.gpus)
-                raise LookupError(
-                    f"--device-ids {uuid} matches {len(matches)} GPUs, but must match exactly one"
-                    f" of the GPUs that torch can use: {listed or 'none'}"
+                raise UnknownName(
+                    "{} matches {number} GPUs, but must match exactly one of the GPUs that torch"
+                    " can use: {listed}",
+                    option="device_ids",
+                    value=uuid,
+                    number=len(matches),
+                    listed=listed or "none",
                 )
             found += matches
         return found
@@ -110,17 +136,23 @@ def of_torch() -> TorchGpus:
             env={nvml.ORDER: nvml.PCI_ORDER, **os.environ},
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=ASK_LIMIT_S,
             check=True,
         )
-        gpus, error = json.loads(answer.stdout.splitlines()[-1])
+        gpus, unread, error, versions = json.loads(answer.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
         return TorchGpus(missing=f"{name} did not list its GPUs within {ASK_LIMIT_S:.0f} s")
     except subprocess.CalledProcessError as failed:
         last = (failed.stderr.strip().splitlines() or ["no output"])[-1]
         return TorchGpus(missing=f"{name} failed while it listed its GPUs: {last}")
+    except (OSError, ValueError, IndexError) as failed:
+        return TorchGpus(missing=f"the list of GPUs of {name} cannot be read: {failed}")
+    for fact, why in unread.items():
+        readings.note(f"the {fact} of a GPU in torch", why)
     if gpus:
-        return TorchGpus(gpus=tuple(gpus))
+        known = {name: version for name, version in versions.items() if version}
+        return TorchGpus(gpus=tuple(gpus), versions=known)
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None and not error:
         error = f"CUDA_VISIBLE_DEVICES={hidden} shows none"
@@ -144,11 +176,13 @@ def unused() -> str:
 def describe() -> dict[str, Any]:
     """Return the facts of `nvml.describe`, with one entry for each GPU that torch can use.
 
-    The facts of a GPU that NVML does not list are only those of torch.
+    The versions of torch's libraries for GPUs are added.
+    The facts of a GPU that NVML does not list are only those of torch, which also tells the name
+    and the memory that NVML does not know. A GPU without a name, as some of AMD, has no `name`.
     """
     usable = of_torch().gpus
     facts = nvml.describe()
-    by_uuid = {nvml.bare(gpu["uuid"]): gpu for gpu in facts["gpus"]}
+    by_uuid = {nvml.bare(gpu["uuid"]): gpu for gpu in facts["gpus"] if gpu["uuid"]}
     unknown = [gpu for gpu in usable if nvml.bare(gpu["uuid"]) not in by_uuid]
     if unknown:
         log.warning(
@@ -158,8 +192,16 @@ def describe() -> dict[str, Any]:
             len(usable),
             nvml.problem() or "they may be parts of a GPU",
         )
-    gpus = [{**by_uuid.get(nvml.bare(gpu["uuid"]), gpu), "index": gpu["index"]} for gpu in usable]
-    return {**facts, "physical_gpus": max(facts["physical_gpus"], len(gpus)), "gpus": gpus}
+    gpus = []
+    for gpu in usable:
+        listed = by_uuid.get(nvml.bare(gpu["uuid"]), gpu)
+        told = {name: gpu[name] for name in ("name", "memory_bytes")} | listed
+        gpus.append(
+            {name: value for name, value in told.items() if name != "name" or value}
+            | {"index": gpu["index"]}
+        )
+    count = max(facts["physical_gpus"], len(gpus))
+    return {**facts, **of_torch().versions, "physical_gpus": count, "gpus": gpus}
 
 
 def _build() -> tuple[str, bool]:

@@ -2,8 +2,8 @@
 
 1. Only this module imports pynvml, and only when a function needs it. It never imports torch or
 creates a CUDA context.
-2. If the library, the driver, the GPU or a counter is missing, the value is None or left out, never
-zero, and no error is raised.
+2. If the library, the driver, the GPU or a counter is missing, or its answer cannot be read, the
+value is None or left out, never zero, and no error is raised: see `readings`.
 3. All calls use one object, the module pynvml or a substitute, so that tests can replace it.
 """
 
@@ -14,9 +14,13 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+from dpbench.hardware.readings import number, reading, text, truth, whole
+from dpbench.records.errors import UnknownName
+from dpbench.records.facts import Gpu
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +29,8 @@ log = logging.getLogger(__name__)
 Library = Any
 Handle = Any  # NVML's handle of a device, opaque here
 Reader = Callable[[Library, Handle], float]
+Form = Callable[[Any], Any]
+"""A function that returns an answer in the form to use, or raises an error for a wrong answer."""
 
 ORDER, PCI_ORDER, FASTEST_FIRST = "CUDA_DEVICE_ORDER", "PCI_BUS_ID", "FASTEST_FIRST"
 """The environment variable for the order of CUDA's GPU numbers, NVML's order, and the default."""
@@ -48,6 +54,7 @@ _SAMPLED: dict[str, tuple[Reader, ...]] = {
     # short windows
     "power_w": (lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3,),
     "energy_j": (lambda nvml, gpu: nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3,),
+    "power_limit_w": (lambda nvml, gpu: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3,),
     "sm_clock_hz": (lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, _CLOCK_SM) * 1e6,),
     "memory_clock_hz": (lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, _CLOCK_MEMORY) * 1e6,),
     "temperature_c": (
@@ -71,53 +78,74 @@ version 3.1 is unknown: cards such as RTX 3090 and A6000, whose version it may b
 _UNCORRECTED, _SINCE_START = 1, 0
 # Facts about the state of a GPU when a run starts. An idle GPU lowers its clocks and its PCIe link:
 # `pcie_generation` and `pcie_width` are the highest that GPU and slot support, `*_now` the present.
-_FACTS: dict[str, Callable[[Library, Handle], Any]] = {
-    "power_limit_w": lambda nvml, gpu: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3,
-    "default_power_limit_w": lambda nvml, gpu: (
-        nvml.nvmlDeviceGetPowerManagementDefaultLimit(gpu) / 1e3
+_FACTS: dict[str, tuple[Form, Callable[[Library, Handle], Any]]] = {
+    "power_limit_w": (number, _SAMPLED["power_limit_w"][0]),
+    "default_power_limit_w": (
+        number,
+        lambda nvml, gpu: nvml.nvmlDeviceGetPowerManagementDefaultLimit(gpu) / 1e3,
     ),
-    "sm_clock_hz": _SAMPLED["sm_clock_hz"][0],
-    "memory_clock_hz": _SAMPLED["memory_clock_hz"][0],
-    "application_sm_clock_hz": lambda nvml, gpu: (
-        nvml.nvmlDeviceGetApplicationsClock(gpu, _CLOCK_SM) * 1e6
+    "sm_clock_hz": (number, _SAMPLED["sm_clock_hz"][0]),
+    "memory_clock_hz": (number, _SAMPLED["memory_clock_hz"][0]),
+    "application_sm_clock_hz": (
+        number,
+        lambda nvml, gpu: nvml.nvmlDeviceGetApplicationsClock(gpu, _CLOCK_SM) * 1e6,
     ),
-    "application_memory_clock_hz": lambda nvml, gpu: (
-        nvml.nvmlDeviceGetApplicationsClock(gpu, _CLOCK_MEMORY) * 1e6
+    "application_memory_clock_hz": (
+        number,
+        lambda nvml, gpu: nvml.nvmlDeviceGetApplicationsClock(gpu, _CLOCK_MEMORY) * 1e6,
     ),
-    "max_sm_clock_hz": lambda nvml, gpu: nvml.nvmlDeviceGetMaxClockInfo(gpu, _CLOCK_SM) * 1e6,
-    "max_memory_clock_hz": lambda nvml, gpu: (
-        nvml.nvmlDeviceGetMaxClockInfo(gpu, _CLOCK_MEMORY) * 1e6
+    "max_sm_clock_hz": (
+        number,
+        lambda nvml, gpu: nvml.nvmlDeviceGetMaxClockInfo(gpu, _CLOCK_SM) * 1e6,
     ),
-    "pcie_generation": lambda nvml, gpu: nvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu),
-    "pcie_width": lambda nvml, gpu: nvml.nvmlDeviceGetMaxPcieLinkWidth(gpu),
-    "pcie_generation_now": lambda nvml, gpu: nvml.nvmlDeviceGetCurrPcieLinkGeneration(gpu),
-    "pcie_width_now": lambda nvml, gpu: nvml.nvmlDeviceGetCurrPcieLinkWidth(gpu),
-    "pci_address": lambda nvml, gpu: _address(nvml.nvmlDeviceGetPciInfo(gpu).busId),
-    "ecc": lambda nvml, gpu: bool(nvml.nvmlDeviceGetEccMode(gpu)[0]),
-    "ecc_errors": lambda nvml, gpu: nvml.nvmlDeviceGetTotalEccErrors(
-        gpu, _UNCORRECTED, _SINCE_START
+    "max_memory_clock_hz": (
+        number,
+        lambda nvml, gpu: nvml.nvmlDeviceGetMaxClockInfo(gpu, _CLOCK_MEMORY) * 1e6,
     ),
-    "mig": lambda nvml, gpu: bool(nvml.nvmlDeviceGetMigMode(gpu)[0]),
-    "persistence_mode": lambda nvml, gpu: bool(nvml.nvmlDeviceGetPersistenceMode(gpu)),
-    "compute_mode": lambda nvml, gpu: _COMPUTE_MODES[nvml.nvmlDeviceGetComputeMode(gpu)],
+    "pcie_generation": (whole, lambda nvml, gpu: nvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu)),
+    "pcie_width": (whole, lambda nvml, gpu: nvml.nvmlDeviceGetMaxPcieLinkWidth(gpu)),
+    "pcie_generation_now": (
+        whole,
+        lambda nvml, gpu: nvml.nvmlDeviceGetCurrPcieLinkGeneration(gpu),
+    ),
+    "pcie_width_now": (whole, lambda nvml, gpu: nvml.nvmlDeviceGetCurrPcieLinkWidth(gpu)),
+    "pci_address": (text, lambda nvml, gpu: _address(nvml.nvmlDeviceGetPciInfo(gpu).busId)),
+    "ecc": (truth, lambda nvml, gpu: nvml.nvmlDeviceGetEccMode(gpu)[0]),
+    "ecc_errors": (
+        whole,
+        lambda nvml, gpu: nvml.nvmlDeviceGetTotalEccErrors(gpu, _UNCORRECTED, _SINCE_START),
+    ),
+    "mig": (truth, lambda nvml, gpu: nvml.nvmlDeviceGetMigMode(gpu)[0]),
+    "persistence_mode": (truth, lambda nvml, gpu: nvml.nvmlDeviceGetPersistenceMode(gpu)),
+    "compute_mode": (
+        text,
+        lambda nvml, gpu: _COMPUTE_MODES[nvml.nvmlDeviceGetComputeMode(gpu)],
+    ),
 }
+"""The form and the call of each fact; a field of `records.facts.Gpu` has the type of its form."""
 _MOST_NVLINKS = 36
 """The largest number of NVLink links of a GPU, NVML's NVML_NVLINK_MAX_LINKS."""
+_MOST_GPUS = 1024
+"""More GPUs than a machine has: such a number is a wrong answer."""
 METRICS = tuple(_SAMPLED)
 """The counters that a run samples; all their calls return at once."""
+
+
+def _as_is(answer: Any) -> Any:
+    return answer
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class NvmlGpu:
     """A GPU that is visible to CUDA; `index` is its CUDA ordinal.
 
-    `memory_bytes` is the size of its memory, None if unknown. `answers` records for each call
-    whether the GPU supports it.
+    `uuid` is empty if unknown. `name` and `memory_bytes`, the size of its memory, are None if
+    unknown. `answers` records for each call whether the GPU supports it.
     """
 
     index: int
     uuid: str
-    name: str
+    name: str | None
     memory_bytes: int | None
     library: Library = field(repr=False)
     handle: Handle = field(repr=False)
@@ -125,10 +153,10 @@ class NvmlGpu:
 
     def read(self, metric: str) -> float | None:
         """Return the present value of a counter or of a fact in numbers; None if it is unknown."""
-        for reader in _SAMPLED.get(metric) or (_FACTS[metric],):
-            value = self._ask(reader)
+        for reader in _SAMPLED.get(metric) or (_FACTS[metric][1],):
+            value = self._ask(metric, reader, form=number)
             if value is not None:
-                return float(value)
+                return value  # type: ignore[no-any-return]
         return None
 
     def foreign_memory_bytes(self, pids: Collection[int]) -> float | None:
@@ -143,7 +171,7 @@ class NvmlGpu:
 
     def processes(self) -> dict[int, int | None]:
         """Return the bytes of this GPU's memory of each compute process, None if unknown, by id."""
-        return {one.pid: one.usedGpuMemory for one in self._ask(_processes) or ()}
+        return self._ask("the list of processes", _processes) or {}
 
     def utilization_samples(self, since_s: float) -> list[tuple[float, float]]:
         """Return the driver's buffered utilisation since `since_s`, in seconds since the epoch.
@@ -151,13 +179,8 @@ class NvmlGpu:
         Each pair has a time, and the fraction of the time since the previous sample in which a
         kernel ran. The list is empty if the driver has no buffer, or no sample since then.
         """
-        found = self._ask(_utilization_samples, int(since_s * 1e6))
-        _, samples = found or (0, ())
-        return [
-            (one.timeStamp / 1e6, one.sampleValue.uiVal / 100)
-            for one in samples
-            if one.timeStamp > since_s * 1e6
-        ]
+        found = self._ask("buffered utilisation", _utilization_samples, int(since_s * 1e6))
+        return [(at_s, ratio) for at_s, ratio in found or () if at_s > since_s]
 
     def process_utilization(self, since_s: float) -> dict[int, float]:
         """Return the mean share of the GPU that each process has used since `since_s`, by id.
@@ -165,20 +188,22 @@ class NvmlGpu:
         `since_s` is in seconds since the epoch. The dict is empty if the driver does not report it.
         """
         shares: dict[int, list[float]] = {}
-        for one in self._ask(_process_utilization, int(since_s * 1e6)) or ():
-            if one.timeStamp > since_s * 1e6:
-                shares.setdefault(one.pid, []).append(one.smUtil / 100)
+        found = self._ask("the use by processes", _process_utilization, int(since_s * 1e6))
+        for at_s, pid, share in found or ():
+            if at_s > since_s:
+                shares.setdefault(pid, []).append(share)
         return {pid: sum(each) / len(each) for pid, each in shares.items()}
 
     def describe(self) -> dict[str, Any]:
         """Return the known facts about this GPU by name."""
-        facts = {
+        facts: dict[str, Any] = {
             "index": self.index,
             "name": self.name,
             "uuid": self.uuid,
             "memory_bytes": self.memory_bytes,
         }
-        facts.update((fact, self._ask(reader)) for fact, reader in _FACTS.items())
+        for name, (form, reader) in _FACTS.items():
+            facts[name] = self._ask(name, reader, form=form)
         facts["nvlinks"] = self._nvlinks()
         return _known(facts)
 
@@ -191,9 +216,9 @@ class NvmlGpu:
         """
         states: dict[int, bool] = {}
         for link in range(_MOST_NVLINKS):
-            state = self._of_link("nvmlDeviceGetNvLinkState", link)
+            state = self._of_link("nvmlDeviceGetNvLinkState", link, truth)
             if state is not None:
-                states[link] = bool(state)
+                states[link] = state
         if not states:
             return None
         active = [link for link, up in states.items() if up]
@@ -207,45 +232,53 @@ class NvmlGpu:
             }
         )
 
-    def _of_link(self, call: str, link: int) -> Any:
-        """Return what NVML says about a link; None after an error.
+    def _of_link(self, call: str, link: int, form: Form = whole) -> Any:
+        """Return what NVML says about a link; None if unknown.
 
         An error for one link, such as one that this GPU lacks, says nothing about the others.
         """
-        with suppress(AttributeError, self.library.NVMLError):
-            return getattr(self.library, call)(self.handle, link)
-        return None
+        return _tell(self.library, call, self.handle, link, form=form)
 
     def _other_end(self, link: int) -> str:
         """Return "switch", or the PCIe address of the GPU at the other end; "" if unknown."""
         if self._of_link("nvmlDeviceGetNvLinkRemoteDeviceType", link) == _NVLINK_SWITCH:
             return SWITCH
-        found = self._of_link("nvmlDeviceGetNvLinkRemotePciInfo", link)
-        return _address(found.busId) if found else ""
+        return self._of_link("nvmlDeviceGetNvLinkRemotePciInfo", link, _bus_address) or ""
 
     def _link_rate(self, link: int) -> float | None:
         """Return the bytes per second that an active link carries each way, None if unknown."""
         # the field has 32 bits; the others of its union have no meaning
-        if megabytes := (self._ask(_nvlink_speed) or 0) & 0xFFFFFFFF:
+        if megabytes := (self._ask("NVLink rate", _nvlink_speed) or 0) & 0xFFFFFFFF:
             return megabytes * 1e6
         return _NVLINK_RATES.get(self._of_link("nvmlDeviceGetNvLinkVersion", link))
 
-    def _ask(self, reader: Callable[..., Any], *arguments: Any) -> Any:
-        """Return None after an error; unsupported calls are not repeated."""
+    def _ask(
+        self, name: str, reader: Callable[..., Any], *arguments: Any, form: Form = _as_is
+    ) -> Any:
+        """Return the answer in the given form; None if unknown. Unsupported calls are not repeated.
+
+        `name` says in the log what was asked.
+        """
+
+        def ask() -> Any:
+            try:
+                answer = reader(self.library, self.handle, *arguments)
+            except self.library.NVMLError as error:
+                # a call that has succeeded may fail when it is repeated quickly: keep calling it
+                if error.value in _NEVER:
+                    self.answers.setdefault(reader, False)
+                raise
+            except AttributeError as error:
+                if error.obj is not self.library:
+                    raise
+                self.answers[reader] = False  # this pynvml does not have the call
+                return None
+            self.answers[reader] = True
+            return form(answer)
+
         if self.answers.get(reader) is False:
             return None
-        try:
-            value = reader(self.library, self.handle, *arguments)
-        except AttributeError:  # this pynvml does not have the call
-            self.answers[reader] = False
-        except self.library.NVMLError as error:
-            # a call that has succeeded may fail when it is repeated quickly: keep calling it
-            if error.value in _NEVER:
-                self.answers.setdefault(reader, False)
-        else:
-            self.answers[reader] = True
-            return value
-        return None
+        return reading(f"NVML's {name}", ask, absent=self.library.NVMLError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +301,7 @@ def open_nvml(
     which number CUDA gives each GPU (see `_visible_handles`).
     """
     library = library or _import_library()
-    if not library or not _tell(library, lambda: library.nvmlInit() or True):
+    if not library or not _tell(library, "nvmlInit", form=lambda _: True):
         yield None
         return
     try:
@@ -277,7 +310,7 @@ def open_nvml(
         gpus = tuple(_gpu(library, handle, index) for index, handle in enumerate(handles))
         yield Nvml(gpus=gpus, physical_gpus=len(physical), library=library) if physical else None
     finally:
-        _tell(library, library.nvmlShutdown)
+        _tell(library, "nvmlShutdown", form=_as_is)
 
 
 def describe(library: Library = None, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -288,9 +321,12 @@ def describe(library: Library = None, environ: Mapping[str, str] = os.environ) -
     with open_nvml(library, environ) as nvml:
         if nvml is None:
             return {"physical_gpus": 0, "gpus": []}
-        cuda = _tell(nvml.library, nvml.library.nvmlSystemGetCudaDriverVersion)
-        driver = _tell(nvml.library, nvml.library.nvmlSystemGetDriverVersion)
-        versions = {"driver": driver, "cuda_driver": cuda and f"{cuda // 1000}.{cuda % 1000 // 10}"}
+        versions = {
+            "driver": _tell(nvml.library, "nvmlSystemGetDriverVersion", form=text),
+            "cuda_driver": _tell(
+                nvml.library, "nvmlSystemGetCudaDriverVersion", form=_cuda_version
+            ),
+        }
         gpus = [gpu.describe() for gpu in nvml.gpus]
         return {**_known(versions), "physical_gpus": nvml.physical_gpus, "gpus": gpus}
 
@@ -315,13 +351,13 @@ def describe_for(
         return {**facts, "gpus": [{**gpu, "index": index} for index, gpu in found]}
 
 
-def nvlinks(one: Mapping[str, Any], other: Mapping[str, Any]) -> int:
-    """Return the number of active NVLinks between two GPUs of `describe`, 0 without or if unknown.
+def nvlinks(one: Gpu, other: Gpu) -> int:
+    """Return the number of active NVLinks between two GPUs, 0 without or if unknown.
 
     Over NVSwitch, it is that of the GPU with fewer links.
     """
-    mine, theirs = (gpu.get("nvlinks", {}).get("ends", {}) for gpu in (one, other))
-    straight = mine.get(other.get("pci_address"), 0)
+    mine, theirs = (gpu.nvlinks.ends or {} for gpu in (one, other))
+    straight = mine.get(other.pci_address or "", 0)
     return int(straight or min(mine.get(SWITCH, 0), theirs.get(SWITCH, 0)))
 
 
@@ -411,19 +447,20 @@ def _visible_handles(
     if visible is not None and visible.strip().startswith("MIG-"):
         # CUDA shows a process only one MIG instance, the first in the list; NVML may not accept the
         # older names
-        instance = _tell(library, library.nvmlDeviceGetHandleByUUID, visible.split(",")[0].strip())
+        first = visible.split(",")[0].strip()
+        instance = _tell(library, "nvmlDeviceGetHandleByUUID", first, form=_as_is)
         return [] if instance is None else [instance]
     handles = list(physical.values())
     chosen = [handles[position] for position in cuda_visible(visible, list(physical))]
     order = environ.get(ORDER, PCI_ORDER)
     numbered = visible is None or not visible.strip().startswith("GPU-")
     names = (
-        {_tell(library, library.nvmlDeviceGetName, handle) for handle in handles}
+        {_tell(library, "nvmlDeviceGetName", handle, form=text) for handle in handles}
         if order != PCI_ORDER
         else set()
     )
     if chosen and numbered and len(names) > 1:
-        raise LookupError(
+        raise UnknownName(
             f"with {ORDER}={order}, dpbench does not know which number CUDA gives each GPU, because"
             f" the GPUs are of different models ({', '.join(sorted(map(str, names)))}): set"
             f" {ORDER}={PCI_ORDER}, or list UUIDs in CUDA_VISIBLE_DEVICES"
@@ -432,23 +469,40 @@ def _visible_handles(
 
 
 def _physical(library: Library) -> dict[str, Handle]:
-    """Return the handles of all GPUs by UUID, in PCI order, without GPUs that do not respond."""
+    """Return the handles of all GPUs by UUID, in PCI order, without GPUs that do not respond.
+
+    A GPU with an unknown UUID has a text in its place, because CUDA counts this GPU, too.
+    """
     handles = {}
-    for index in range(_tell(library, library.nvmlDeviceGetCount) or 0):
-        handle = _tell(library, library.nvmlDeviceGetHandleByIndex, index)
-        uuid = None if handle is None else _tell(library, library.nvmlDeviceGetUUID, handle)
-        if uuid is not None:
-            handles[uuid] = handle
+    for index in range(_tell(library, "nvmlDeviceGetCount", form=_gpu_count) or 0):
+        handle = _tell(library, "nvmlDeviceGetHandleByIndex", index, form=_as_is)
+        if handle is not None:
+            handles[_uuid(library, handle) or f"unknown, of GPU {index}"] = handle
     return handles
 
 
+def _gpu_count(answer: Any) -> int:
+    count = int(number(answer))
+    if count > _MOST_GPUS:
+        raise ValueError(f"the answer {answer!r} is no number of GPUs")
+    return count
+
+
 def _gpu(library: Library, handle: Handle, index: int) -> NvmlGpu:
-    uuid = _tell(library, library.nvmlDeviceGetUUID, handle) or ""
-    name = _tell(library, library.nvmlDeviceGetName, handle) or ""
-    memory = getattr(_tell(library, library.nvmlDeviceGetMemoryInfo, handle), "total", None)
     return NvmlGpu(
-        index=index, uuid=uuid, name=name, memory_bytes=memory, library=library, handle=handle
+        index=index,
+        uuid=_uuid(library, handle),
+        name=_tell(library, "nvmlDeviceGetName", handle, form=text),
+        memory_bytes=_tell(
+            library, "nvmlDeviceGetMemoryInfo", handle, form=lambda one: int(number(one.total))
+        ),
+        library=library,
+        handle=handle,
     )
+
+
+def _uuid(library: Library, handle: Handle) -> str:
+    return _tell(library, "nvmlDeviceGetUUID", handle, form=text) or ""
 
 
 def _nvlink_speed(library: Library, handle: Handle) -> int:
@@ -459,13 +513,13 @@ def _nvlink_speed(library: Library, handle: Handle) -> int:
     return int(result.value.ullVal)
 
 
-def _tell(library: Library, call: Callable[..., Any], *arguments: Any) -> Any:
-    try:
-        return call(*arguments)
-    except library.NVMLError as error:
-        # if nvmlInit fails, the machine usually has no NVIDIA driver
-        log.info("an NVML call failed: %s", error)
+def _tell(library: Library, call: str, *arguments: Any, form: Form) -> Any:
+    """Return the answer of a call in the given form; None if unknown."""
+    function = getattr(library, call, None)
+    if function is None:  # this pynvml does not have the call
         return None
+    # if nvmlInit fails, the machine usually has no NVIDIA driver
+    return reading(f"NVML's {call}", lambda: form(function(*arguments)), absent=library.NVMLError)
 
 
 def _known(facts: dict[str, Any]) -> dict[str, Any]:
@@ -474,35 +528,57 @@ def _known(facts: dict[str, Any]) -> dict[str, Any]:
 
 def _address(bus_id: bytes | str) -> str:
     """Return a PCIe address as the kernel writes it: NVML's domain has eight digits."""
-    text = bus_id.decode() if isinstance(bus_id, bytes) else bus_id
-    domain, _, rest = text.lower().partition(":")
+    domain, _, rest = text(bus_id).lower().partition(":")
     return f"{int(domain, 16):04x}:{rest}"
 
 
-def _processes(library: Library, handle: Handle) -> Any:
+def _bus_address(pci: Any) -> str:
+    return _address(pci.busId)
+
+
+def _cuda_version(answer: Any) -> str:
+    version = int(number(answer))
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def _processes(library: Library, handle: Handle) -> dict[int, int | None]:
     # with the version suffix, because on older drivers the bare name raises an exception other than
     # NVMLError
-    return library.nvmlDeviceGetComputeRunningProcesses_v3(handle)
+    listed = library.nvmlDeviceGetComputeRunningProcesses_v3(handle)
+    return {
+        int(number(one.pid)): None if (held := one.usedGpuMemory) is None else int(number(held))
+        for one in listed
+    }
 
 
-def _utilization_samples(library: Library, handle: Handle, since_us: int) -> Any:
-    return library.nvmlDeviceGetSamples(handle, _UTILIZATION_SAMPLES, since_us)
+def _utilization_samples(
+    library: Library, handle: Handle, since_us: int
+) -> list[tuple[float, float]]:
+    """Return (seconds since the epoch, fraction of the time) pairs."""
+    _, samples = library.nvmlDeviceGetSamples(handle, _UTILIZATION_SAMPLES, since_us)
+    return [(number(one.timeStamp) / 1e6, number(one.sampleValue.uiVal) / 100) for one in samples]
 
 
-def _process_utilization(library: Library, handle: Handle, since_us: int) -> Any:
-    return library.nvmlDeviceGetProcessUtilization(handle, since_us)
+def _process_utilization(
+    library: Library, handle: Handle, since_us: int
+) -> list[tuple[float, int, float]]:
+    """Return (seconds since the epoch, process id, share of the GPU) triples."""
+    return [
+        (number(one.timeStamp) / 1e6, int(number(one.pid)), number(one.smUtil) / 100)
+        for one in library.nvmlDeviceGetProcessUtilization(handle, since_us)
+    ]
 
 
 def problem() -> str:
     """Return why NVML does not answer; empty if it does."""
     library = _import_library()
     if library is None:
-        return "NVIDIA's package nvidia-ml-py is missing"
+        return "NVIDIA's package nvidia-ml-py is missing, or cannot be loaded"
     try:
         library.nvmlInit()
-    except library.NVMLError as error:
+        library.nvmlShutdown()
+    except Exception as error:  # whatever it is, it is the answer
         return str(error)
-    library.nvmlShutdown()
     return ""
 
 
@@ -514,6 +590,13 @@ def _import_library() -> Library | None:
         log.warning(
             "no GPU counters are recorded, because the package nvidia-ml-py is not installed;"
             " install it"
+        )
+        return None
+    except Exception as error:
+        log.warning(
+            "no GPU counters are recorded, because pynvml raises %s: %s",
+            type(error).__name__,
+            error,
         )
         return None
     # missing from the older package of that name

@@ -11,15 +11,19 @@ import os
 import platform
 import re
 import shlex
-import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from dpbench.records import Case, sources
+from dpbench.hardware import checkout
+from dpbench.hardware.readings import reading
+from dpbench.records import sources
+from dpbench.records.environment import Environment
+from dpbench.records.facts import RunFacts, Surroundings
+from dpbench.records.visible import visible
 
 PACKAGES = ("torch", "numpy", "pandas", "matplotlib", "nvidia-ml-py", "asv", "scipy")
 VARIABLES = (
@@ -27,10 +31,19 @@ VARIABLES = (
     "CUBLAS_",
     "CUDA_",
     "CUDNN_",
-    "MKL_NUM_THREADS",
+    "DPBENCH_KEEP_MEMORY",
+    "GOMP_",
+    "KMP_",
+    "LD_PRELOAD",
+    "MALLOC_",
+    "MKL_",
     "NCCL_",
     "NVIDIA_TF32_OVERRIDE",
-    "OMP_NUM_THREADS",
+    "OMP_",
+    "PYTHONMALLOC",
+    "PYTHONOPTIMIZE",
+    "PYTHON_GIL",
+    "PYTHON_JIT",
     "PYTORCH_ALLOC_CONF",
     "PYTORCH_CUDA_",
     "PYTORCH_NO_CUDA_MEMORY_CACHING",
@@ -39,46 +52,16 @@ VARIABLES = (
     "TORCH_NCCL_",
 )
 """The environment variables that change results; a name that ends in "_" is a prefix."""
+BUILDS = (
+    "--disable-gil",
+    "--enable-experimental-jit",
+    "--enable-optimizations",
+    "--with-lto",
+    "--with-pydebug",
+)
+"""The options of CPython's build that change its speed."""
 HIDDEN = "(not recorded)"
 """The text in place of the value of a variable, if it has a path or the name of the user."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Resources:
-    """The cores that a run may use, the name of its GPUs, and the memory of each in bytes.
-
-    Unknown numbers are 0, and the name of unknown GPUs is "a GPU".
-
-    `described` is the name or the file of the machine for which a run is predicted; it is empty for
-    a machine that is measured.
-    """
-
-    described: str = ""
-    cores: int = 0
-    gpu_memory_bytes: tuple[int, ...] = ()
-    gpu: str = "a GPU"
-
-    @property
-    def device_kind(self) -> str:
-        """Return the kind of devices that a run on this machine uses by default."""
-        return "cuda" if self.gpu_memory_bytes else "cpu"
-
-    def memory_of(self, case: Case, device: int) -> int:
-        """Return the memory in bytes of the GPU that `case` uses as `device`; 0 if unknown."""
-        gpu = case.gpu(device)
-        local = case.device_kind == "cuda" and case.hosts == 1
-        return self.gpu_memory_bytes[gpu] if local and gpu < len(self.gpu_memory_bytes) else 0
-
-    @classmethod
-    def of(cls, facts: Mapping[str, Any]) -> Self:
-        """Return the resources in the result of `collect` or a run's stored provenance."""
-        gpus = (facts.get("gpus") or {}).get("gpus") or ()
-        sizes = tuple(gpu.get("memory_bytes") or 0 for gpu in gpus)
-        return cls(
-            cores=(facts.get("host") or {}).get("cores", 0),
-            gpu_memory_bytes=sizes,
-            gpu=str(next((gpu.get("name") for gpu in gpus), cls.gpu)),
-        )
 
 
 def collect(gpus: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -87,15 +70,40 @@ def collect(gpus: dict[str, Any] | None = None) -> dict[str, Any]:
     `gpus` are the facts of `gpus.describe`.
     """
     return {
+        **environment(gpus),
+        "dpbench": {"version": own_version(), **checkout.facts(Path(__file__).parent)},
+        "project": checkout.facts(Path()),
+        "command": visible(shlex.join(["dpbench", *sys.argv[1:]])),
+    }
+
+
+def environment(gpus: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the facts that `Environment.of` reads, as plain data; for `gpus`, see `collect`."""
+    return {
         "host": host_facts(),
         "gpus": gpus or {},
         "python": platform.python_version(),
+        "python_build": _build_of_python(),
+        "gil": gil(),
         "packages": {name: found for name in PACKAGES if (found := version(name))},
-        "dpbench": {"version": own_version(), **_git(Path(__file__).parent)},
-        "project": _git(Path.cwd()),
         "variables": variables(os.environ),
-        "command": shlex.join(["dpbench", *sys.argv[1:]]),
     }
+
+
+def gil() -> str:
+    """Return whether the global interpreter lock is "on" or "off" in this process now.
+
+    An imported extension can switch it on in an interpreter that began without it.
+    """
+    return "on" if getattr(sys, "_is_gil_enabled", lambda: True)() else "off"
+
+
+def _build_of_python() -> str:
+    """Return implementation, compiler and options of this interpreter, such as "CPython, GCC"."""
+    options = shlex.split(sysconfig.get_config_var("CONFIG_ARGS") or "")
+    known = [one for one in options if one.partition("=")[0] in BUILDS]
+    compiler = " ".join(platform.python_compiler().split())
+    return ", ".join([platform.python_implementation(), compiler, *sorted(known)])
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -141,56 +149,50 @@ def host_key(facts: dict[str, Any]) -> str:
     """Return a hash that identifies a machine by its CPU, its cores and its GPUs.
 
     `facts` are the result of `collect`. The host name is not used, because it differs between
-    containers. For a launch, the hash identifies each of its machines, with its ranks and software.
+    containers. For a launch, the hash identifies each of its machines, with its ranks.
     """
-    others = facts.get("hosts", {}).get("machines", ())
+    run = RunFacts.of(facts)
+    others = run.hosts.machines
     # ids that change with each boot: only their equality counts below
-    ids = [host["machine"] for host in others]
+    ids = [host.machine for host in others]
     stable = [
-        _stable(facts),
-        *(
-            (
-                _stable(host["facts"]),
-                host["ranks"],
-                host["facts"]["software"],
-                ids.index(host["machine"]),
-            )
-            for host in others
-        ),
+        _stable(run),
+        *((_stable(host.facts), host.ranks, ids.index(host.machine)) for host in others),
     ]
     return hashlib.sha256(
         json.dumps(stable if others else stable[0], sort_keys=True).encode()
     ).hexdigest()[:16]
 
 
-def _stable(facts: dict[str, Any]) -> list[Any]:
-    host = {key: facts["host"][key] for key in ("machine", "cpu", "cores")}
-    return [host, [gpu.get("uuid") for gpu in facts["gpus"].get("gpus", [])]]
+def _stable(facts: Surroundings) -> list[Any]:
+    host = {key: getattr(facts.host, key) for key in ("machine", "cpu", "cores")}
+    return [host, [gpu.uuid for gpu in facts.gpus.gpus or ()]]
 
 
 def code_key(facts: dict[str, Any], names: Iterable[str] = ()) -> str:
     """Return a key of the code that ran, from `facts`, the result of `collect`.
 
     It consists of dpbench's version and commit, the project's commit, uncommitted changes of either
-    checkout, torch's version, and the files of the user's objects `names`.
+    checkout, the environment of each machine, and the files of the user's objects `names`.
     """
-    checkouts = [facts["dpbench"], facts["project"]]
+    run = RunFacts.of(facts)
+    checkouts = [run.dpbench, run.project]
+    machines = [run, *(host.facts for host in run.hosts.machines)]
     parts = [
-        facts["dpbench"]["version"],
-        *(one.get("commit", "") for one in checkouts),
-        facts["packages"].get("torch", ""),
-        *(one.get("changes", "") for one in checkouts),
+        run.dpbench.version or "",
+        *(one.commit or "" for one in checkouts),
+        (run.variables or {}).get("ASV_COMMIT", ""),
+        *dict.fromkeys(Environment.of(one).key for one in machines),
+        *(one.changes for one in checkouts),
         sources.digest(names),
     ]
     return " ".join(parts).rstrip()
 
 
 def version(name: str) -> str:
-    """Return the version of an installed package; empty if it is not installed."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
+    """Return the version of an installed package; empty if it is not installed, or unknown."""
+    absent = metadata.PackageNotFoundError
+    return reading(f"the version of {name}", metadata.version, name, absent=absent) or ""
 
 
 def own_version() -> str:
@@ -199,33 +201,8 @@ def own_version() -> str:
 
 
 def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
+    listed = reading("/proc/cpuinfo", Path("/proc/cpuinfo").read_bytes, absent=OSError) or b""
+    for line in listed.decode(errors="replace").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _git(folder: Path) -> dict[str, Any]:
-    """Return facts about a checkout; empty without one.
-
-    They are `commit`, `dirty` (tracked files have changed), and `changes`, a hash of uncommitted
-    changes of Python files, if there are any.
-    """
-
-    def git(*arguments: str) -> bytes:
-        return subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, timeout=10, check=True
-        ).stdout.strip()
-
-    try:
-        found = {
-            "commit": git("rev-parse", "HEAD").decode(),
-            "dirty": bool(git("status", "--porcelain", "-uno")),
-        }
-        changes = git("diff", "HEAD", "--", ":/*.py") if found["dirty"] else b""
-        return found | ({"changes": hashlib.sha256(changes).hexdigest()[:16]} if changes else {})
-    except (OSError, subprocess.SubprocessError):
-        return {}

@@ -16,6 +16,7 @@ from dpbench.measure.scratch import folder
 from dpbench.measure.server import Server
 from dpbench.measure.stopping import Fixed
 from dpbench.records import Case, Effort, Status, Trial
+from dpbench.records.errors import UsageError
 from dpbench.records.options import Options
 from dpbench.records.trial import FINAL
 from dpbench.store import FINISHED, INTERRUPTED, Store
@@ -79,15 +80,19 @@ def check(cases: Iterable[Case]) -> None:
     """Raise ValueError if a case's devices lack separate memory of a known size."""
     for case in cases:
         if case.device_kind == "cpu":
-            raise ValueError(
-                "--find-max-batch needs devices with separate memory, but logical CPU devices share"
-                " the host's memory; use emulated devices, whose memory is counted: give"
-                " --device-kind emulated --device-memory 8GiB"
+            raise UsageError(
+                "{} needs devices with separate memory, but logical CPU devices share the host's"
+                " memory; use emulated devices, whose memory is counted",
+                option="find_max_batch",
+                value=True,
+                remedy="give {device_kind:emulated} {device_memory:8GiB}",
             )
         if case.device_kind == "emulated" and not case.device_memory_bytes:
-            raise ValueError(
-                "--find-max-batch needs the memory size of emulated devices: give --device-memory,"
-                " such as 8GiB"
+            raise UsageError(
+                "{} needs the memory size of emulated devices",
+                option="find_max_batch",
+                value=True,
+                remedy="give {device_memory}, such as 8GiB",
             )
 
 
@@ -130,12 +135,14 @@ def axes(options: Options) -> Options:
     """
     options.refuse(
         ("ladder", "batch_per_device", "rounds", "budget", "retry", "paired", "profile"),
-        "--find-max-batch does not support {}",
+        "{find_max_batch:True} does not support {}",
     )
     if len(options.batch_sizes) > 1:
-        raise ValueError(
-            "--find-max-batch starts at a single batch size: give only one number with"
-            " --batch-sizes"
+        raise UsageError(
+            "{} starts at a single batch size",
+            option="find_max_batch",
+            value=True,
+            remedy="give only one number with {batch_sizes}",
         )
     return replace(options, batch_sizes=options.batch_sizes or (1,))
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from dpbench.measure.stopping import GPU_LEAST_S, LEAST_S
 from dpbench.records import Case, Effort, Status, Trial, words
+from dpbench.records.spelling import dashed
 from dpbench.records.words import count
 
 SHARED = 0.9
@@ -121,7 +122,8 @@ class Budget:
             f"the budget is too short: {count(trials, 'more trial')} would take at least"
             f" {words.time(needed_s)} ({words.time(self._overhead_s)} per trial in addition to its"
             f" steps), but {words.time(max(0.0, self.left_s))} of the budget is left; the last"
-            " trials will be left out. Give a larger --budget, or fewer --devices or --models"
+            f" trials will be left out. Give a larger {dashed('budget')}, or fewer"
+            f" {dashed('devices')} or {dashed('models')}"
         )
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from dpbench.records import Case, Status, Trial, plan
+from dpbench.records.facts import ModelCheck
 from dpbench.records.trial import CHECK_FAILED
 from dpbench.records.words import count
 
@@ -90,15 +91,14 @@ def model_words(trial: Trial) -> list[str]:
     """
     if trial.status is not Status.OK:
         return [f"{trial.case.model}: {_why(trial)}"]
-    facts = trial.provenance.get("model_check", {"seen": {}, "notes": []})
+    facts = trial.facts.model_check or ModelCheck()
     seen = {
-        name: f"{value:.2f} s" if name == "check_s" else value
-        for name, value in facts["seen"].items()
+        name: f"{value:.2f} s" if name == "check_s" else value for name, value in facts.seen.items()
     }
     width = max(map(len, seen), default=0)
     lines = [f"{name.removesuffix('_s'):<{width}}  {value}" for name, value in seen.items()]
     verdict = f"{_named(trial.case)} can be measured"
-    return [verdict, *lines, *(f"note: {note}" for note in facts["notes"])]
+    return [verdict, *lines, *(f"note: {note}" for note in facts.notes)]
 
 
 def _why(trial: Trial) -> str:

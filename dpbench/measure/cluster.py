@@ -16,15 +16,15 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
-from dpbench.hardware import foreign_load
 from dpbench.measure.failures import together
 from dpbench.measure.group import Answer, Crossing, Group, Member, Part, Task
 from dpbench.measure.merging import merge, shifted
 from dpbench.measure.request import RemoteRank, Request, WorkKind
 from dpbench.measure.server import again_if_killed, as_trials
 from dpbench.records import HOST, Case, Effort, Sample, Status, Trial, host_device
+from dpbench.records.facts import TrialHost, stated
 from dpbench.records.registry import Role
-from dpbench.records.trial import ALONE, FAILED_HOSTS, HOSTS, Failure, TrialHost, cause_of, in_order
+from dpbench.records.trial import ALONE, Failure, cause_of, in_order
 
 TIMEOUT_S = 60.0
 """The longest wait of a rank for its peers in seconds, at most a third of the trial's limit."""
@@ -77,10 +77,10 @@ class Cluster:
             cores = {core for member in on_node for core in member.cores}
             hosts.append(
                 TrialHost(
-                    called[node],
-                    on_node[0].machine,
-                    tuple(member.rank for member in on_node),
-                    len(cores),
+                    name=called[node],
+                    machine=on_node[0].machine,
+                    ranks=tuple(member.rank for member in on_node),
+                    cores=len(cores),
                 )
             )
         return hosts
@@ -185,7 +185,7 @@ class Cluster:
             for host in hosts[1:]
             if (failure := answers[host.ranks[0]].failure)
         }
-        trial = replace(trial.adding({FAILED_HOSTS: failed}), samples=(*trial.samples, *steps))
+        trial = replace(trial.adding(stated(failed_hosts=failed)), samples=(*trial.samples, *steps))
         return _described(trial, hosts, answers, Offset())
 
     def _over_ranks(self, request: Request, limit_s: float) -> Trial:
@@ -310,12 +310,8 @@ def _described(
     """Add the machines, the largest clock error and the highest foreign load to the provenance."""
     loads = [answer.load for answer in answers.values() if answer.load]
     load = max(loads, key=lambda one: one.taken, default=None)
-    facts: dict[str, Any] = {
-        HOSTS: [asdict(host) for host in hosts],
-        "clock_error_s": worst.error_s,
-    }
-    facts |= {foreign_load.FACT: foreign_load.plain(load)} if load else {}
-    return trial.adding(facts)
+    facts = stated(hosts=tuple(hosts), clock_error_s=worst.error_s)
+    return trial.adding(facts | (stated(foreign_load=load) if load else {}))
 
 
 def _outcome(answer: Answer) -> list[Trial] | Failure:

@@ -28,6 +28,8 @@ from dpbench.measure.request import Request
 from dpbench.measure.scratch import folder
 from dpbench.measure.server import START_LIMIT_S, Server
 from dpbench.records import Sample, Status, Trial
+from dpbench.records.errors import UsageError
+from dpbench.records.load import Load
 from dpbench.records.trial import Failure
 
 LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
@@ -89,7 +91,6 @@ class Member:
     def of(cls, launch: Launch) -> Self:
         """Return the facts about this process, which is one rank of `launch`."""
         cores = sorted(processes.CORES)
-        software = {"dpbench": provenance.own_version(), "torch": provenance.version("torch")}
         return cls(
             rank=launch.rank,
             node=launch.node,
@@ -98,7 +99,10 @@ class Member:
             pid=os.getpid(),
             sees=json.dumps([cores, os.environ.get("CUDA_VISIBLE_DEVICES", "")]),
             cores=tuple(cores),
-            facts={"host": provenance.host_facts(), "gpus": describe(), "software": software},
+            facts={
+                **provenance.environment(describe()),
+                "dpbench": {"version": provenance.own_version()},
+            },
         )
 
     def __str__(self) -> str:
@@ -161,7 +165,7 @@ class Answer:
     trials: tuple[Trial, ...] = ()
     failure: Failure | None = None
     samples: tuple[Sample, ...] = ()
-    load: foreign_load.Load | None = None
+    load: Load | None = None
     before: Sequence[Crossing] = ()
     after: Sequence[Crossing] = ()
 
@@ -195,9 +199,9 @@ class Group:
             self._join()
             self.members = self._gathered(Member.of(self.launch))
             own = provenance.own_version()
-            found = [(one, one.facts["software"]["dpbench"]) for one in self.members]
+            found = [(one, one.facts["dpbench"]["version"]) for one in self.members]
             if others := [f"{one} has {version}" for one, version in found if version != own]:
-                raise ValueError(
+                raise UsageError(
                     f"rank 0 has dpbench {own}, but {', '.join(others)}: install the same version"
                 )
             self._stack = opened.pop_all()
@@ -307,7 +311,7 @@ class Group:
         return replace(
             answer,
             samples=self._series.cut(began_s, time.perf_counter()),
-            load=load if isinstance(load, foreign_load.Load) else None,
+            load=load if isinstance(load, Load) else None,
         )
 
     def _meet(self, limit_s: float) -> None:

@@ -9,6 +9,8 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from dpbench.records.errors import UsageError
+
 FIRST_PORT, PORTS = 20_000, 10_000
 """The range of ports for launches by srun; the id of the job step selects one."""
 
@@ -46,7 +48,7 @@ def of_environment(environ: Mapping[str, str] = os.environ) -> Launch | None:
         else:
             return None
     except (KeyError, ValueError) as error:
-        raise ValueError(
+        raise UsageError(
             f"an environment variable of torchrun or srun is missing or wrong: {error}"
         ) from None
     return launch if launch.size > 1 else None

@@ -14,11 +14,11 @@ from dpbench.records.activity import (
     Busy,
     Kind,
     busy,
-    kind_of,
     phase_of_collective,
 )
+from dpbench.records.facts import TrialHost, stated
 from dpbench.records.registry import Reduction
-from dpbench.records.trial import NO_PROFILE, TrialHost, joined, matched_reductions
+from dpbench.records.trial import joined, matched_reductions
 
 PROFILED = "profiled_step"
 """The clock name that annotates spans whose durations come from profiled steps."""
@@ -36,8 +36,8 @@ def merge(parts: Sequence[Trial], hosts: Sequence[TrialHost] = ()) -> Trial:
     if len(parts) == 1:
         return parts[0]
     steps, spans = joined(_without_waits(parts))
-    reasons = [part.provenance[NO_PROFILE] for part in parts if NO_PROFILE in part.provenance]
-    withheld = {NO_PROFILE: reasons[0]} if reasons else {}
+    reasons = [part.facts.no_profile for part in parts if part.facts.no_profile]
+    withheld = stated(no_profile=reasons[0]) if reasons else {}
     order = list(Verified)
     return replace(
         parts[0].adding(withheld),
@@ -81,21 +81,17 @@ def _without_waits(parts: Sequence[Trial]) -> list[Trial]:
     """Shorten the parts' profiled reductions by the waits for other ranks.
 
     In each profiled step, the rank that arrives last has the shortest reduction, because it does
-    not wait. The median of these shortest durations over all steps serves as the duration without
-    waiting. Each longer reduction is shortened to it by a later start. If the profile of a rank is
-    withheld, nobody knows which rank arrives last, and no part keeps its profiled reductions.
+    not wait; it has none if its compute hides all. The median of these shortest durations over all
+    steps serves as the duration without waiting. Each longer reduction is shortened to it by a
+    later start. If the profile of a rank is withheld, nobody knows which rank arrives last, and no
+    part keeps its profiled reductions.
     """
-    if any(NO_PROFILE in part.provenance for part in parts):
+    if any(part.facts.no_profile for part in parts):
         return [
             replace(part, spans=tuple(one for one in part.spans if one.clock != PROFILED))
             for part in parts
         ]
-    each = [
-        values
-        for part in parts
-        for values in part.readings(EXPOSED_REDUCTION).values()
-        if any(values)
-    ]
+    each = [values for part in parts for values in part.readings(EXPOSED_REDUCTION).values()]
     if not each:
         return list(parts)
     reduction_s = statistics.median(min(step) for step in zip(*each, strict=False))
@@ -135,20 +131,34 @@ def shifted(part: Trial, seconds: float) -> Trial:
     )
 
 
+def silent(case: Case, profile: Sequence[Sequence[Activity]]) -> bool:
+    """Return whether a rank's profile lacks the collectives that reduce gradients in backward.
+
+    dpbench may not recognise those of a library, and then takes them for compute. Ranks that share
+    a GPU reduce through the host.
+    """
+    expected = _reduces_in_backward(case) and case.devices > 1 and case.placement == "spread"
+    return expected and not any(one.kind is Kind.COMMUNICATION for step in profile for one in step)
+
+
+def _reduces_in_backward(case: Case) -> bool:
+    return case.traits.ranks and case.traits.reduction is Reduction.OVERLAPPED
+
+
 def exposed_reductions(case: Case, profile: Sequence[Sequence[Activity]]) -> dict[int, list[float]]:
     """Return, by device, the seconds per profiled step during which it only reduces gradients.
 
     It runs no compute kernel at that time. `profile` has the activities of each profiled step. The
     result is empty for strategies that do not reduce gradients during backward.
     """
-    if not case.traits.ranks or case.traits.reduction is not Reduction.OVERLAPPED:
+    if not _reduces_in_backward(case):
         return {}
     each = [
         # a broadcast of buffers is not a reduction
         busy(
             a
             for a in step
-            if kind_of(a.name) is Kind.COMPUTE or phase_of_collective(a.name) is Phase.REDUCE
+            if a.kind is Kind.COMPUTE or phase_of_collective(a.name, a.collective) is Phase.REDUCE
         )
         for step in profile
     ]

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dpbench.hardware import foreign_load
-from dpbench.records import Case, Trial
+from dpbench.records import Case, Trial, disturbance
+from dpbench.records.load import GpuLoad
 from dpbench.records.words import count
 
 Slot = tuple[Case, int]
@@ -22,7 +22,7 @@ class Noise:
     """
 
     before: str
-    _noisy: dict[Slot, Sequence[foreign_load.GpuLoad]] = field(default_factory=dict)
+    _noisy: dict[Slot, Sequence[GpuLoad]] = field(default_factory=dict)
     """The slots whose last trusted trial (`Trial.trusted`) ran under too much load.
 
     Each has the GPUs of the case that others used.
@@ -37,9 +37,8 @@ class Noise:
         slot = trial.case, trial.round
         self._times[slot] += 1
         self._noisy.pop(slot, None)
-        if foreign_load.noisy(trial):
-            gpus = foreign_load.gpus_during(trial)
-            self._noisy[slot] = [gpu for gpu in gpus if gpu.busy]
+        if disturbance.noisy(trial):
+            self._noisy[slot] = [gpu for gpu in trial.facts.foreign_gpus if gpu.busy]
 
     def measured(self, case: Case, number: int) -> bool:
         """Return whether a case has a trusted trial in a round."""

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from dpbench.analysis import summary
-from dpbench.hardware import foreign_load
 from dpbench.measure.noise import Slot
-from dpbench.records import Case, Effort, Status, Trial, registry
-from dpbench.records.work import LINKS, times_links
+from dpbench.records import Case, Effort, Status, Trial, disturbance, registry
+from dpbench.records.work import times_links
 
 
 @dataclass
@@ -31,10 +30,10 @@ class Once:
     def add(self, trial: Trial) -> None:
         """Add a trial that has ended."""
         if trial.status is Status.OK:
-            self._slow.setdefault(self._alike(trial.case), trial.slow)
-        if LINKS in trial.provenance:
+            self._slow.setdefault(self._alike(trial.case), trial.facts.slow)
+        if trial.facts.links is not None:
             self._linked = trial.case, trial.round
-        if busy_s := foreign_load.gpu_busy_s(trial):
+        if busy_s := disturbance.gpu_busy_s(trial):
             self._profiled.setdefault(trial.case, (trial.round, busy_s))
 
     def busy_s(self, case: Case) -> float | None:

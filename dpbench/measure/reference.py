@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpbench.models import positional
+from dpbench.models import copied
+from dpbench.records.arguments import call
 from dpbench.strategies import Split
 
 
@@ -106,9 +107,9 @@ def chunked(
     backward, and the gradients are divided by it.
     """
     module = module.to(device)
-    columns = in_chunks(positional(inputs), split.rows, device)
-    copies = [copy.deepcopy(module) for _ in columns]
-    outputs = [one(*arguments) for one, arguments in zip(copies, columns, strict=True)]
+    columns = in_chunks(inputs, split.rows, device)
+    copies = [copied(module) for _ in columns]
+    outputs = [call(one, rows) for one, rows in zip(copies, columns, strict=True)]
     ends: list[list[torch.Tensor]] = [[] for _ in columns]
     cut = [
         mapped(output, partial(_cut, into=into)) for output, into in zip(outputs, ends, strict=True)
@@ -145,14 +146,14 @@ def averaged(
     rows = split.rows
     columns = zip(
         rows,
-        in_chunks(positional(inputs), rows, device),
+        in_chunks(inputs, rows, device),
         in_chunks(target, rows, device),
         strict=True,
     )
     copies = []
-    for count, arguments, wanted in columns:
-        copies.append(copy.deepcopy(module))
-        (loss(copies[-1](*arguments), wanted) * (count / sum(rows) * scale)).backward()
+    for count, given, wanted in columns:
+        copies.append(copied(module))
+        (loss(call(copies[-1], given), wanted) * (count / sum(rows) * scale)).backward()
     _collect(module, copies, scale)
     return module
 

@@ -15,12 +15,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from dpbench.analysis import stats, validity
-from dpbench.hardware import foreign_load, provenance, samplers, signals
+from dpbench.hardware import foreign_load, provenance, samplers
 from dpbench.hardware.gpus import describe
 from dpbench.hardware.nvml import replicas_of
 from dpbench.measure import checks
@@ -30,11 +32,24 @@ from dpbench.measure.once import Once
 from dpbench.measure.scratch import folder
 from dpbench.measure.server import Server
 from dpbench.measure.stopping import Fixed, RoundsRule
-from dpbench.records import HOST, Case, Effort, Sample, Status, Trial, plan, sources
-from dpbench.records.trial import HOSTS, LOOKS
+from dpbench.records import (
+    HOST,
+    Case,
+    Effort,
+    Sample,
+    Status,
+    Trial,
+    disturbance,
+    plan,
+    signals,
+    sources,
+)
+from dpbench.records.facts import stated
+from dpbench.records.load import GpuLoad, Load, Measured, OfCores
+from dpbench.records.spelling import dashed
 from dpbench.records.words import count
 from dpbench.records.words import time as time_text
-from dpbench.store import FINISHED, INTERRUPTED, OPEN, Store
+from dpbench.store import FINISHED, INTERRUPTED, OPEN, Store, inside
 
 if TYPE_CHECKING:
     from dpbench.measure.checks import TrialRunner
@@ -45,13 +60,9 @@ PLANNED = stats.LOOKS[3]
 
 More rounds of shorter trials settle more answers, because rounds differ more than steps.
 """
-SPENT = (
-    "not measured, because the run's budget was spent before; the same command, also with another"
-    " --budget, goes on with it"
-)
+GOES_ON = f"; the same command, also with another {dashed('budget')}, goes on with"
+SPENT = f"not measured, because the run's budget was spent before{GOES_ON} it"
 """The reason of a case that has no trial."""
-NOISY = "noisy"
-"""The key of a run's provenance for the reasons of the label NOISY."""
 
 
 @dataclass(frozen=True)
@@ -108,83 +119,93 @@ class Outcome:
     counts: dict[str, int]
 
 
-def run(
-    cases: Sequence[Case],
-    store: Store,
-    *,
-    rounds: int | RoundsRule = 3,
-    paired: bool = False,
-    effort: Effort | None = None,
-    budget_s: float | None = None,
-    settle_s: float = math.inf,
-    limit_s: float = 120.0,
-    retry: Collection[str] = (),
-    patience_s: float | None = None,
-    traces: Path | None = None,
-    cluster: Cluster | None = None,
-    listen: Listener = lambda event: None,
-) -> Outcome:
-    """Measure every case, store each trial as soon as it ends, and return the result of the run.
+@dataclass(frozen=True, kw_only=True)
+class How:
+    """How a run measures its cases.
 
     `rounds` is the number of rounds, or the rule that selects the cases of each round. Without
     `paired`, each round has a separate server process, from which its workers are forked. With
     `paired`, all rounds use one server process, and cases that can share a worker are measured in
     one worker, which runs their blocks of steps in turn. `effort` limits the steps and the time of
-    each trial (None: the defaults).
+    each trial (None: the defaults), and `limit_s` the duration of one trial in seconds.
 
-    `budget_s` limits the duration of this call in seconds (None: no limit). On CPUs, the timed part
+    `budget_s` limits the duration of the run in seconds (None: no limit). On CPUs, the timed part
     of each trial is shortened to fit this budget; on GPUs, whole rounds after the first are left
     out instead. Trials that have not started when the budget is spent are left out, too, but for
-    the first of this call. A rule that goes on until answers are settled begins no further round,
+    the first of the call. A rule that goes on until answers are settled begins no further round,
     beyond those that every case needs, that is expected to end more than `settle_s` seconds after
-    the call. If trials that every case needs are left out, which is said, or if an answer is then
-    not settled, the status of the run is `open`, and the same call goes on with it. A case that was
-    not measured at all then has a trial with the status `skipped`.
+    the call.
 
-    The foreign load is the share of the cores' time that other processes use. `patience_s` is the
-    longest wait in seconds, before the first trial, until it is low (None: the environment variable
-    DPBENCH_PATIENCE, or the default); it is never more than half of the budget. In a fixed number
-    of rounds, trials during which it was too high are measured once more at the end, if the budget
-    permits; if `patience_s` is 0, they are only labelled as noisy.
+    `patience_s` is the longest wait in seconds, before the first trial, until other processes use
+    little of the cores (None: the environment variable DPBENCH_PATIENCE, or the default); it is
+    never more than half of the budget. In a fixed number of rounds, trials during which they used
+    too much are measured once more at the end, if the budget permits; if `patience_s` is 0, they
+    are only labelled as noisy.
 
-    `limit_s` limits the duration of one trial in seconds. `retry` has names of statuses: trials
-    that ended with one of them are measured again, even if the latest run of this plan has
-    finished. A plan that only adds cases or rounds to that of the latest run goes on with it, even
-    if it has finished (see `needed_rounds`). `traces` is a folder for profiles (None: no profiles):
+    `retry` has names of statuses: trials that ended with one of them are measured again, even if
+    the latest run of this plan has finished. `traces` is a folder for profiles (None: no profiles):
     after the timed steps of each trial, one more step is profiled and written to
-    traces/<run>/<case>-r<round>.json, with one file per rank. `cluster` has the ranks of a launch
-    by torchrun or srun, which then measure the cases. `listen` is called with every event. After a
-    KeyboardInterrupt, or if signals from outside have ended both attempts at a trial, the same call
-    resumes the run. Raises OSError if temporary files cannot be written; the trials that have ended
-    stay stored.
+    traces/<run>/<case>-r<round>.json, with one file per rank.
+    """
+
+    rounds: int | RoundsRule = 3
+    paired: bool = False
+    effort: Effort | None = None
+    budget_s: float | None = None
+    settle_s: float = math.inf
+    limit_s: float = 120.0
+    retry: Collection[str] = ()
+    patience_s: float | None = None
+    traces: Path | None = None
+
+
+def run(
+    cases: Sequence[Case],
+    store: Store,
+    how: How = How(),
+    *,
+    cluster: Cluster | None = None,
+    listen: Listener = lambda event: None,
+) -> Outcome:
+    """Measure every case, store each trial as soon as it ends, and return the result of the run.
+
+    If trials that every case needs are left out, which is said, or if an answer is then not
+    settled, the status of the run is `open`, and the same call goes on with it. A case that was not
+    measured at all then has a trial with the status `skipped`. A plan that only adds cases or
+    rounds to that of the latest run goes on with it, even if it has finished (see `needed_rounds`).
+
+    `cluster` has the ranks of a launch by torchrun or srun, which then measure the cases. `listen`
+    is called with every event. After a KeyboardInterrupt, or if signals from outside have ended
+    both attempts at a trial, the same call resumes the run. Raises OSError if temporary files
+    cannot be written; the trials that have ended stay stored.
     """
     began_s = time.perf_counter()
     facts = collect(cluster)
-    patience_s = foreign_load.patience(patience_s)
-    rule = Fixed(rounds) if isinstance(rounds, int) else rounds
+    patience_s = foreign_load.patience(how.patience_s)
+    rule = Fixed(how.rounds) if isinstance(how.rounds, int) else how.rounds
     run_id, resumed = store.begin_run(
         rounds=rule.name if isinstance(rule.name, int) else 0,
         provenance=facts,
-        reopen=bool(retry),
-        **identity(cases, rule, facts, paired=paired),
+        reopen=bool(how.retry),
+        **identity(cases, rule, facts, paired=how.paired),
     )
     status = INTERRUPTED
     try:
         # the ranks of a cluster measure their own machines
         gpus = [] if cluster else ordinals(cases)
-        waits_s = patience_s if budget_s is None else min(patience_s, budget_s / 2)
+        waits_s = patience_s if how.budget_s is None else min(patience_s, how.budget_s / 2)
         load = foreign_load.wait(waits_s, lambda words: listen(Note(words)), cases, gpus)
-        earlier = store.provenance(run_id).get(NOISY, {})
+        earlier = store.facts(run_id).noisy
         noise = Noise(_before(earlier.get("before", ""), load, cases))
-        store.annotate(run_id, foreign_load.FACT, foreign_load.plain(load))
-        store.annotate(run_id, NOISY, earlier | noise.reasons())
+        store.annotate(run_id, "foreign_load", msgspec.to_builtins(load.cores))
+        store.annotate(run_id, "noisy", earlier | noise.reasons())
         growth = store.growth(run_id)
-        done = measured(store, run_id, retry)
-        deadline_s = began_s + (math.inf if budget_s is None else budget_s)
+        done = measured(store, run_id, how.retry)
+        deadline_s = began_s + (math.inf if how.budget_s is None else how.budget_s)
         needed = needed_rounds(cases, rule.least, growth.joined)
         session = _Session(
             cases=cases,
-            paired=paired,
+            how=how,
             store=store,
             run_id=run_id,
             done=done,
@@ -192,30 +213,28 @@ def run(
             rule=rule,
             budget=Budget(
                 deadline_s=deadline_s,
-                settle_by_s=min(began_s + settle_s, deadline_s),
+                settle_by_s=min(began_s + how.settle_s, deadline_s),
                 settles=rule.looks > 1,
-                effort=effort or Effort(),
+                effort=how.effort or Effort(),
             ),
             noise=noise,
             once=Once(needed),
-            limit_s=limit_s,
             patience_s=patience_s,
             listen=listen,
-            traces=traces,
             cluster=cluster,
             visible=facts["gpus"].get("gpus", ()),
             gpus=gpus,
             gpu_loads=load.gpus,
             needed=needed,
             looks=rule.looks * (1 + growth.looks),
-            models=checks.Models(limit_s),
+            models=checks.Models(how.limit_s),
         )
         for trial in store.trials(run_id, superseded=True) if done else ():
             session.take(trial)
         try:
             session.measure()
         finally:
-            store.annotate(run_id, NOISY, noise.reasons())
+            store.annotate(run_id, "noisy", noise.reasons())
         # the same command goes on with a run of which a trial was killed
         if session.killed <= store.done(run_id):
             status = OPEN if session.open else FINISHED
@@ -226,18 +245,14 @@ def run(
 
 def collect(cluster: Cluster | None) -> dict[str, Any]:
     """Return the facts about this machine, its software and a launch's ranks."""
-    return provenance.collect(describe()) | ({HOSTS: cluster.facts()} if cluster else {})
+    return provenance.collect(describe()) | ({"hosts": cluster.facts()} if cluster else {})
 
 
 def identity(
     cases: Sequence[Case], rule: RoundsRule, facts: dict[str, Any], *, paired: bool
 ) -> dict[str, Any]:
-    """Return the plan, the host and the code of a run, by which a run to go on with is found.
-
-    The environment variables that change results are a part of the plan.
-    """
-    variables = (f"{name}={value}" for name, value in facts["variables"].items())
-    parts = plan.Parts.of(cases, rule.name, *["paired"] * paired, *variables)
+    """Return the plan, the host and the code of a run, by which a run to go on with is found."""
+    parts = plan.Parts.of(cases, rule.name, *["paired"] * paired)
     return {
         "plan": parts.whole,
         "parts": parts,
@@ -270,12 +285,12 @@ def needed_rounds(
     return {case: range(first[case.model], first[case.model] + least) for case in cases}
 
 
-def _before(earlier: str, load: foreign_load.Measured, cases: Sequence[Case]) -> str:
+def _before(earlier: str, load: Measured, cases: Sequence[Case]) -> str:
     """Return which high loads there were before the earlier sessions of a run and before this."""
-    told = foreign_load.told(load, cases) if foreign_load.busy(load, cases) else ""
-    if told in earlier:
+    loaded = disturbance.told(load, cases) if disturbance.busy(load, cases) else ""
+    if loaded in earlier:
         return earlier
-    return f"{earlier}; {told}" if earlier else told
+    return f"{earlier}; {loaded}" if earlier else loaded
 
 
 def ordinals(cases: Sequence[Case]) -> list[int]:
@@ -289,7 +304,7 @@ class _Session:
 
     cases: Sequence[Case]
     """The cases that are measured; one whose model fails its check is dropped."""
-    paired: bool
+    how: How
     store: Store
     run_id: str
     done: set[tuple[str, int]]
@@ -300,14 +315,12 @@ class _Session:
     budget: Budget
     noise: Noise
     once: Once
-    limit_s: float
     patience_s: float
     listen: Listener
-    traces: Path | None
     cluster: Cluster | None
     visible: Sequence[Mapping[str, Any]]
     gpus: Sequence[int]
-    gpu_loads: Sequence[foreign_load.GpuLoad]
+    gpu_loads: Sequence[GpuLoad]
     needed: Mapping[Case, range]
     looks: int
     models: checks.Models
@@ -342,7 +355,7 @@ class _Session:
             self._samples = stack.enter_context(
                 samplers.sampling(self.gpus, self._scratch / "samples.jsonl")
             )
-            if self.paired:
+            if self.how.paired:
                 self._lasting = stack.enter_context(self._workers())
             number = 0
             while (wanted := self._wanted(number)) or number < self._last:
@@ -478,17 +491,20 @@ class _Session:
     def _measured(self, cases: Sequence[Case], number: int, server: TrialRunner) -> list[Case]:
         """Measure each case once, in a random order that depends only on the run and the round.
 
-        Return the cases that are left when the budget is spent.
+        The first round has first what an answer needs, so that a budget that ends in it leaves
+        answers. Return the cases that are left when the budget is spent.
         """
         generator = random.Random(f"{self.run_id} {number}")
         shuffled = generator.sample(sorted(cases, key=lambda case: case.fingerprint), len(cases))
+        if number == 0:
+            shuffled = plan.by_need(shuffled, self.cases)
         groups = self._groups(shuffled)
         while groups and not self.budget.spent():
             self._group(groups.pop(0), number, server)
         return [case for group in groups for case in group]
 
     def _groups(self, cases: Sequence[Case]) -> list[tuple[Case, ...]]:
-        return plan.side_by_side(cases) if self.paired else [(case,) for case in cases]
+        return plan.side_by_side(cases) if self.how.paired else [(case,) for case in cases]
 
     def _group(self, group: Sequence[Case], number: int, server: TrialRunner) -> None:
         """Measure the cases in one worker."""
@@ -501,7 +517,7 @@ class _Session:
             trace=self._trace(group[0], number) if len(group) == 1 else "",
         )
         before = foreign_load.snapshot()
-        trials = server.run_together(group, effort, number, self.limit_s)
+        trials = server.run_together(group, effort, number, self.how.limit_s)
         load = foreign_load.since(before)
         ended = time.perf_counter()
         self.budget.took(trials, ended - began)
@@ -517,26 +533,24 @@ class _Session:
             left_s = self.budget.remaining_s()
             self.listen(Ended(checked, self._ended, self._total, seconds, left_s))
 
-    def _load_facts(self, trial: Trial, load: foreign_load.Measured) -> dict[str, Any]:
+    def _load_facts(self, trial: Trial, load: OfCores) -> dict[str, Any]:
         """Return what others used during a trial, and how long the GPU computes in a step."""
-        facts: dict[str, Any] = {LOOKS: self.looks} if self.looks > 1 else {}
-        if isinstance(load, foreign_load.Load):
-            facts[foreign_load.FACT] = foreign_load.plain(load)
         mine = ordinals([trial.case])
-        if gpus := [asdict(gpu) for gpu in self.gpu_loads if gpu.gpu in mine]:
-            facts[foreign_load.GPUS] = gpus
-        # only the first round is profiled
-        if busy_s := foreign_load.gpu_busy_s(trial) or self.once.busy_s(trial.case):
-            facts[foreign_load.GPU_BUSY] = busy_s
-        return facts
+        found = {
+            "looks": self.looks if self.looks > 1 else None,
+            "foreign_load": load if isinstance(load, Load) else None,
+            "foreign_gpus": tuple(gpu for gpu in self.gpu_loads if gpu.gpu in mine),
+            # only the first round is profiled
+            "gpu_busy_s": disturbance.gpu_busy_s(trial) or self.once.busy_s(trial.case),
+        }
+        return stated(**{name: value for name, value in found.items() if value})
 
     def _trace(self, case: Case, number: int) -> str:
-        if self.traces is None:
+        if self.how.traces is None:
             return ""
         words = re.sub(r"[^\w.,=]+", "-", case.label).strip("-")
-        return str(
-            self.traces.absolute() / self.run_id / f"{words}-{case.fingerprint[:8]}-r{number}.json"
-        )
+        folder = inside(self.how.traces.absolute(), self.run_id)
+        return str(folder / f"{words}-{case.fingerprint[:8]}-r{number}.json")
 
     def _leave_out(self, cases: Sequence[Case], number: int, *, rest: bool = False) -> None:
         """Record that no further trial is measured; say so if every case needed it.
@@ -563,17 +577,12 @@ class _Session:
             else f"one round of {count(len(cases), 'case')} takes about {time_text(usual_s)}, and"
             f" {time_text(self.budget.left_s)} of the budget is left"
         )
-        self.listen(
-            Note(
-                f"{'the rest of ' * rest}{rounds} left out: {why}; the same command, also with"
-                " another --budget, goes on with them"
-            )
-        )
+        self.listen(Note(f"{'the rest of ' * rest}{rounds} left out: {why}{GOES_ON} them"))
 
 
 def _checked(trial: Trial) -> Trial:
     found = validity.facts(trial, provenance.usable_cores())
-    return trial.adding({"validity": found}) if found else trial
+    return trial.adding(stated(validity=found)) if found else trial
 
 
 def _watched(
@@ -593,7 +602,7 @@ def _watched(
     # samplers identify GPUs by CUDA ordinal, trials by the index of the replica
     place = {
         HOST: HOST,
-        **replicas_of(trial.case.device_ids, trial.provenance.get("gpu_uuids", ()), visible),
+        **replicas_of(trial.case.device_ids, trial.facts.gpu_uuids, visible),
     }
     return tuple(
         replace(sample, device=place[sample.device])

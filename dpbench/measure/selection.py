@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 from dpbench.measure import run
 from dpbench.measure.budget import OVERHEAD_S, on_gpus
 from dpbench.measure.stopping import Fixed, RoundsRule, UntilDecided
-from dpbench.records import HABITS, Case, Effort, plan, registry, words
+from dpbench.records import HABITS, Case, Effort, objects, plan, registry, words
+from dpbench.records.errors import UsageError
 from dpbench.records.options import AUTO, Options, tags
 from dpbench.records.registry import Role
 from dpbench.records.schedule import Schedule
+from dpbench.records.spelling import dashed
 from dpbench.store import Growth, Naming, Store
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ QUICK_BUDGET_S = {"cpu": 110.0, "cuda": 600.0, "emulated": 80.0}
 On a CPU, such a run ends within two minutes, with its start and its page. The budget for GPUs is
 larger, because each trial creates a CUDA context and loads libraries.
 """
+ONE_GPU_BUDGET_S = 150.0
+"""That of such a run on one GPU, where no answer depends on further rounds."""
 SETTLE_S = 300.0
 """The seconds from which on a run without a budget begins no round that only some answers need."""
 GPU_MODELS = {"resnet18": "tf32", "transformer": "bf16"}
@@ -40,7 +44,7 @@ GPU_BATCH, SMALL_GPU_BATCH, SMALL_GPU_BYTES = 64, 16, 8e9
 """The samples per device of such a run, and those on GPUs with less memory than the third value.
 
 In fp32, the strategy that needs most memory needs 7.1 GiB with 64 samples on each of 4 GPUs, and
-3.5 GiB with 16 (`dpbench predict --memory`).
+3.5 GiB with 16, as `dpbench predict` says.
 """
 AMPERE = (8, 0)
 SHORT_S = 0.75
@@ -77,18 +81,19 @@ def cases_of(options: Options, cluster: Cluster | None = None) -> tuple[list[Cas
     placement = options.placement or (
         "colocated" if kind == "cuda" and gpus == 1 and not cluster else "spread"
     )
-    for name in options.model:
-        registry.check_module(name)
+    one_gpu = options.quick and placement == "colocated"
+    if one_gpu:
+        log.warning(
+            "this machine has one GPU, which cannot show a speed-up: this run measures a step on it"
+            " and what DataParallel's schedule costs, and predicts what more such GPUs would give"
+        )
     devices = options.devices or (
         cluster.counts() if cluster else plan.default_devices(available, placement)
     )
     on_gpus = options.quick and kind == "cuda" and not cluster
-    only_deciding = options.quick and kind != "emulated" and placement == "spread" and not cluster
+    only_deciding = options.quick and kind != "emulated" and not cluster
     swept: dict[str, Any] = {
-        "models": (
-            *(options.models or (() if options.model else ("mlp", "resnet18"))),
-            *options.model,
-        ),
+        "models": options.models or ("mlp", "resnet18"),
         "devices": devices,
         "device_ids": ids,
         "device_kind": kind,
@@ -101,16 +106,16 @@ def cases_of(options: Options, cluster: Cluster | None = None) -> tuple[list[Cas
         **{name: getattr(options, name) for name in HABITS if hasattr(options, name)},
     }
     if options.scenario:
-        chosen = {"models": swept["models"] if options.models or options.model else ("mlp",)}
-        cases = plan.seeds(kind, **chosen, batch_sizes=swept["batch_sizes"], size=options.size)
+        models = options.models or ("mlp",)
+        cases = plan.seeds(kind, models=models, batch_sizes=swept["batch_sizes"], size=options.size)
     elif options.together:
         cases = _two_models(options, swept)
     elif options.ladder:
         swept["devices"] = options.devices or (max(2, *devices),)
         cases = plan.ladder(**swept)
     else:
-        usual = plan.default_strategies("launch" if cluster else kind)
-        strategies = (*(options.strategies or usual), *options.strategy)
+        usual = plan.default_strategies("launch" if cluster else "one GPU" if one_gpu else kind)
+        strategies = _strategies(options, usual)
         cases = [
             case
             for changed in (_trained_on_gpus(options, ids) if on_gpus else ({},))
@@ -133,11 +138,12 @@ def cases_of(options: Options, cluster: Cluster | None = None) -> tuple[list[Cas
             words.count(most, "device"),
             words.count(usable_cores(), "core"),
         )
-    return cases, options.budget or (QUICK_BUDGET_S[kind] if options.quick else None)
+    quick_s = ONE_GPU_BUDGET_S if one_gpu else QUICK_BUDGET_S[kind]
+    return cases, options.budget or (quick_s if options.quick else None)
 
 
 def default_kind() -> str:
-    """Return the kind of devices of a run without --device-kind.
+    """Return the kind of devices of a run that asks for none.
 
     A warning says why a run on the CPU leaves this machine's GPUs unused.
     """
@@ -153,14 +159,19 @@ def default_kind() -> str:
 def _gpu_ids(options: Options, cluster: Cluster | None) -> tuple[int, ...]:
     """Return the CUDA numbers of the GPUs to use; empty for all, which are then of one model.
 
-    Without --device-ids, a run on one machine uses the largest group of equal GPUs. Raises
+    Without `device_ids`, a run on one machine uses the largest group of equal GPUs. Raises
     ValueError if torch can use no GPU, or if the group is too small.
     """
     from dpbench.hardware.gpus import of_torch
 
     usable = of_torch()
     if not usable.gpus:
-        raise ValueError(f"--device-kind cuda needs a GPU, but {usable.missing}")
+        raise UsageError(
+            "{} needs a GPU, but {missing}",
+            option="device_kind",
+            value="cuda",
+            missing=usable.missing,
+        )
     if options.device_ids or cluster:
         return tuple(
             usable.ordinals([one])[0] if isinstance(one, str) else one for one in options.device_ids
@@ -173,13 +184,18 @@ def _gpu_ids(options: Options, cluster: Cluster | None) -> tuple[int, ...]:
         f"the GPUs of this machine differ: {usable.names(alike)} are alike,"
         f" {usable.names(others)} not"
     )
-    every = ",".join(str(gpu["index"]) for gpu in usable.gpus)
+    every = [gpu["index"] for gpu in usable.gpus]
     if max(options.devices or (1,)) > len(alike) and options.placement != "colocated":
-        raise ValueError(
-            f"{max(options.devices)} devices are requested, but {unequal}; to measure unequal GPUs"
-            f" together, give --device-ids {every}"
+        raise UsageError(
+            "{most} devices are requested, but {unequal}",
+            option="device_ids",
+            value=every,
+            remedy="to measure unequal GPUs together, give {}",
+            most=max(options.devices),
+            unequal=unequal,
         )
-    log.warning("%s; this run uses the former, and --device-ids %s uses all", unequal, every)
+    uses_all = dashed("device_ids", every)
+    log.warning("%s; this run uses the former, and %s uses all", unequal, uses_all)
     return alike
 
 
@@ -216,7 +232,12 @@ def _decides(case: Case) -> bool:
 def _check_together(options: Options, cluster: Cluster | None) -> None:
     """Raise ValueError for options that exclude each other, or that a launch does not support."""
     if options.profile and options.paired:
-        raise ValueError("--profile needs one case per process: leave out --paired")
+        raise UsageError(
+            "{} needs one case per process",
+            option="profile",
+            value=True,
+            remedy="leave out {paired:True}",
+        )
     if cluster:
         options.refuse(
             ("ladder", "paired", "profile", "find_max_batch", "together"),
@@ -224,20 +245,24 @@ def _check_together(options: Options, cluster: Cluster | None) -> None:
         )
     if options.ladder:
         options.refuse(
-            ("strategies", "strategy", "schedules"),
-            "--ladder selects the strategies and the schedules",
+            ("strategies", "schedules"),
+            "{} selects the strategies and the schedules",
+            by="ladder",
         )
     if options.scenario:
         selecting = ("together", "strategies", "schedules", "ladder", "devices", "device_ids")
         options.refuse(
-            (*selecting, "batch_per_device", "precision", *HABITS), "--scenario selects the cases"
+            (*selecting, "batch_per_device", "precision", *HABITS),
+            "{} selects the cases",
+            by="scenario",
         )
     if options.together:
         options.refuse(
-            ("models", "model", "strategy", "ladder", "find_max_batch", "paired"),
-            "--together measures its two models in separate processes",
+            ("models", "ladder", "find_max_batch", "paired"),
+            "{} measures its two models in separate processes",
+            by="together",
         )
-        options.refuse(("loader", "compile", "read_loss"), "--together measures plain loops")
+        options.refuse(("loader", "compile", "read_loss"), "{} measures plain loops", by="together")
 
 
 def _two_models(options: Options, swept: dict[str, Any]) -> list[Case]:
@@ -248,15 +273,18 @@ def _two_models(options: Options, swept: dict[str, Any]) -> list[Case]:
         if not registry.traits(name).alone
     ]
     usual = several if max(devices) > 1 else [registry.of_role(Role.BASELINE)]
-    for name in options.together:
-        if ":" in name:
-            registry.check_module(name)
     axes = {name: value for name, value in swept.items() if name != "models"}
     return plan.together(
         options.together,
-        **axes | {"devices": devices, "strategies": options.strategies or usual},
+        **axes | {"devices": devices, "strategies": _strategies(options, usual)},
         schedules=_schedules(options),
     )
+
+
+def _strategies(options: Options, usual: Sequence[str]) -> Sequence[str]:
+    """Return the strategies of a run; the user's own alone are compared with the usual ones."""
+    alone = all(map(objects.is_own, options.strategies))
+    return (*(usual if alone else ()), *options.strategies)
 
 
 def _schedules(options: Options) -> Sequence[str]:
@@ -282,9 +310,7 @@ def measure(
     cluster: Cluster | None = None,
 ) -> run.Outcome:
     """Measure the cases of `cases_of` in processes of this machine, or by ranks of `cluster`."""
-    return run.run(
-        cases,
-        store,
+    how = run.How(
         rounds=_rule(options),
         paired=options.paired,
         budget_s=budget_s,
@@ -293,10 +319,9 @@ def measure(
         effort=effort_of(cases, auto=options.rounds == AUTO),
         retry=options.retry,
         patience_s=options.patience,
-        listen=listen,
-        cluster=cluster,
         traces=store.traces if options.profile else None,
     )
+    return run.run(cases, store, how, cluster=cluster, listen=listen)
 
 
 def effort_of(cases: Iterable[Case], *, auto: bool) -> Effort:

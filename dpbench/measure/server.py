@@ -20,11 +20,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from dpbench.hardware import processes, signals
+from dpbench.hardware import processes
 from dpbench.hardware.nvml import ORDER, PCI_ORDER
+from dpbench.hardware.samplers.host import ROOT_PID
 from dpbench.measure.request import UNWRITTEN, Request, WorkKind
 from dpbench.measure.scratch import explained
-from dpbench.records import Case, Effort, Status, Trial
+from dpbench.records import Case, Effort, Status, Trial, signals
+from dpbench.records.spelling import dashed
 from dpbench.records.trial import Failure
 from dpbench.records.visible import visible
 
@@ -207,7 +209,7 @@ class Server:
                     stdout=subprocess.PIPE,
                     stderr=self._log,
                     cwd=Path.cwd(),
-                    env=environment() | {"TMPDIR": str(self._scratch)},
+                    env=environment() | {"TMPDIR": str(self._scratch), ROOT_PID: str(os.getpid())},
                 )
             self._buffer = b""
             self._soon()
@@ -331,8 +333,8 @@ class WorkerEnd:
         stacks, output = _stacks(folder), _tail(folder / "log")
         if self.late:
             limit = (
-                f"the worker exceeded the limit of {limit_s:g} s (--limit seconds for each of its"
-                " cases)"
+                f"the worker exceeded the limit of {limit_s:g} s ({dashed('limit')} seconds for"
+                " each of its cases)"
             )
             reason = f"{limit}; its Python stacks at that time:\n{stacks or 'none received'}"
             return Failure(status=Status.TIMEOUT, reason=reason)

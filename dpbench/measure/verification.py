@@ -22,7 +22,6 @@ possible, the dropout of torch's own modules is off.
 
 from __future__ import annotations
 
-import copy
 import math
 import threading
 import time
@@ -45,8 +44,11 @@ from dpbench.measure.reference import (
     joined,
     tensors_by_name,
 )
-from dpbench.models import Model, compile_forward, load, positional, with_forward
+from dpbench.models import Model, compile_forward, copied, load, with_forward
 from dpbench.records import Case, Verified, no_mark
+from dpbench.records.arguments import call
+from dpbench.records.facts import Averaging
+from dpbench.records.spelling import dashed
 from dpbench.strategies import Split, precision_of
 
 Start = Callable[..., AbstractContextManager[Callable[[Any, Any], torch.Tensor]]]
@@ -61,24 +63,12 @@ TOLERANCE = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 5e-2, "fp16": 1e-2}
 In fp32, another order of additions causes much smaller errors. tf32 and fp16 round to 11
 significant bits, bf16 to 8.
 """
+_ROUNDING = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""The precision whose tolerance a step of weights of this dtype has."""
 _ALONE = threading.RLock()
 """Held during a replayed forward, because the replicas' threads share the host's generator."""
 SCALES = tuple(2.0**power for power in range(16, -1, -1))
 """The GradScaler's factors of the loss, in order; each overflow leads to the next."""
-
-
-@dataclass(frozen=True)
-class Averaging:
-    """How the mean of the chunks' own gradients differs from the gradient of the whole batch.
-
-    The chunks are the rows of the ranks, or of micro-batches. `low` and `high` are the smallest and
-    the largest difference of a parameter's gradient, divided by the norm of its gradient of the
-    whole batch. `rows` is the number of samples in the batch.
-    """
-
-    low: float
-    high: float
-    rows: int
 
 
 @dataclass(frozen=True)
@@ -150,7 +140,7 @@ def check(
     if case.compile or not (parts.replays and replay(model.module)):
         _without_dropout(model.module)
     inputs, target = model.batch(small.batch_size, case.seed + 1)
-    pristine = copy.deepcopy(model.module)
+    pristine = copied(model.module)
     trained, steps, steps_s = _trained(start, small, model, devices, (inputs, target))
 
     def reference(compute: Compute = chunked) -> nn.Module:
@@ -158,7 +148,7 @@ def check(
         return _reference(untrained, small, inputs, target, parts, devices[0], steps, compute)
 
     first = reference()
-    tolerance = TOLERANCE["bf16" if case.traits.rounds_gradients else case.precision]
+    tolerance = tolerance_of(case, pristine)
     _check_gradients(first)
     verdict = replace(compare(trained, first, tolerance, buffers=buffers), steps_s=steps_s)
     if verdict.verified is Verified.NO and case.traits.ranks and not model.owns_loss:
@@ -213,10 +203,12 @@ def _check_gradients(module: nn.Module) -> None:
             )
 
 
+UNVERIFIED = f"or give {dashed('unverified')}, which labels every figure UNVERIFIED"
+"""The last remedy of a case that verification refuses."""
 DIVERGES = (
     "the first step was correct, so the training diverges: correct the model or its batches, or"
-    " give --optimizer own with a smaller learning rate in the model's optimizer; or give"
-    " --unverified, which labels every figure UNVERIFIED"
+    f" give {dashed('optimizer', 'own')} with a smaller learning rate in the model's optimizer;"
+    f" {UNVERIFIED}"
 )
 """The cause of steps that give NaN or infinity only after verification, and the remedy."""
 
@@ -252,19 +244,27 @@ def _not_finite(tensor: torch.Tensor) -> str:
     return "NaN" if bool(tensor.isnan().any()) else "infinity"
 
 
-def dependence(case: Case, device: Device) -> float:
+def tolerance_of(case: Case, module: nn.Module) -> float:
+    """Return the largest permitted relative error in a step of `module`, by its rounding."""
+    rounding = {case.precision, *(_ROUNDING.get(one.dtype, "fp32") for one in module.parameters())}
+    if case.traits.rounds_gradients:
+        rounding.add("bf16")
+    return max(TOLERANCE[one] for one in rounding)
+
+
+def dependence(case: Case, device: Device, compute: Compute = chunked) -> float:
     """Return the relative difference between the gradients in chunks and on the whole batch.
 
     The norm of the difference is divided by the norm of the gradients on the whole batch. The
     result is 0, up to rounding, if the loss is a mean over samples that do not depend on each
-    other. Dropout is off.
+    other. With `compute=averaged`, each chunk has its own loss, as a rank has. Dropout is off.
     """
     gradients = []
     for rows in (case.rows, (case.batch_size,)):
         model = load(case.model, case.size, case.seed)
         _without_dropout(model.module)
         inputs, target = model.batch(case.batch_size, case.seed + 1)
-        module = _reference(model, case, inputs, target, Split(rows), device, 1)
+        module = _reference(model, case, inputs, target, Split(rows), device, 1, compute)
         gradients.append(
             torch.cat([_gradient(one).double().flatten() for one in module.parameters()])
         )
@@ -290,7 +290,7 @@ def check_outputs(
     small = _small(case, lambda one: split(one, model.module))
     rows = split(small, model.module).rows
     inputs, target = model.batch(small.batch_size, case.seed + 1)
-    pristine = copy.deepcopy(model.module).eval()
+    pristine = copied(model.module).eval()
     if case.compile:
         compile_forward(model.module)
     began_s = time.perf_counter()
@@ -300,14 +300,14 @@ def check_outputs(
     device = devices[0].torch_device
 
     def reference() -> Any:
-        module = copy.deepcopy(pristine).to(device)
-        columns = in_chunks(positional(inputs), rows, device)
+        module = copied(pristine).to(device)
+        columns = in_chunks(inputs, rows, device)
         with torch.no_grad(), precision_of(case):
-            outputs = [module(*arguments) for arguments in columns]
+            outputs = [call(module, chunk) for chunk in columns]
         return joined(outputs) if rank is None else outputs[rank]
 
     expected = reference()
-    tolerance = TOLERANCE[case.precision]
+    tolerance = tolerance_of(case, pristine)
     given, wanted = tensors_by_name(output), tensors_by_name(expected)
     shapes, right = ([(name, tuple(t.shape)) for name, t in one.items()] for one in (given, wanted))
     if shapes != right:
@@ -342,11 +342,11 @@ def _trained(
     overflow, another attempt follows, which starts from a fresh copy of the model and takes one
     step more.
     """
-    pristine = copy.deepcopy(model.module)
+    pristine = copied(model.module)
     steps_s = 0.0
     for steps in range(1, len(SCALES) + 1):
         if steps > 1:
-            model = replace(model, module=copy.deepcopy(pristine))
+            model = replace(model, module=copied(pristine))
         if case.compile:
             compile_forward(model.module)
         with start(case, model, devices, no_mark) as step:
@@ -377,7 +377,7 @@ def _reference(
     """
     # begin with the scale that the strategy had in its last step
     for scale in SCALES[steps - 1 :] if case.precision == "fp16" else SCALES[-1:]:
-        module = copy.deepcopy(model.module)
+        module = copied(model.module)
         with precision_of(case):
             for _ in range(steps):
                 module = compute(
@@ -387,7 +387,7 @@ def _reference(
             return module
     raise ValueError(
         "the gradients of the chunked reference overflow fp16 even if the loss is not scaled: give"
-        " --precision bf16 or fp32"
+        f" {dashed('precision', 'bf16')} or fp32"
     )
 
 

@@ -6,13 +6,15 @@ A model is a file of this folder, or a user's object (see `_own`). It has three 
     batch(n, seed, size) -> (inputs, target)
     loss(output, target) -> 0-dim tensor
 
-`inputs` is a tensor, a tuple of positional arguments, or a dict of keyword arguments; a dict alone
-is a batch without a target. The schedules from `local` up need a loss function of torch. If
-forward returns the loss, or a structure with `loss`, the model has `loss = None`.
+`inputs` is a tensor, a tuple of positional arguments, or a dict of keyword arguments; a tuple with
+one dict passes the dict itself. A dict alone is a batch without a target. The schedules from
+`local` up need a loss function of torch. If forward returns the loss, or a structure with `loss`,
+the model has `loss = None`.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 from collections import Counter
@@ -28,10 +30,13 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 from dpbench.models import _own
 from dpbench.models._own import with_forward as with_forward
 from dpbench.records import registry
+from dpbench.records.arguments import check_names
+from dpbench.records.errors import UsageError
 from dpbench.records.options import SIZES
+from dpbench.records.words import without_rows
 
 _FEW = 2
-"""The rows of the batch that shows whether a user's model takes keyword arguments."""
+"""The rows of the batch that shows whether forward accepts the names of its inputs."""
 RECOMPILE_LIMIT = 64
 """The number of times that torch may compile the same code, once per device and chunk shape.
 
@@ -44,7 +49,7 @@ class Model:
     """A model of one size; `make_batch(n, seed)` returns (inputs, target).
 
     `owns_loss` is True if the output contains the loss; the function `loss` then returns this loss.
-    `loop` has the parts of the user's training loop, for cases with `--optimizer own`.
+    `loop` has the parts of the user's training loop, for cases with the optimizer "own".
     """
 
     name: str
@@ -67,7 +72,7 @@ class Model:
             if tensor.shape[:1] != (n,)
         ]
         if wrong:
-            raise ValueError(
+            raise UsageError(
                 f"model {self.name}: batch({n}, ...) must return {n} rows, but {', '.join(wrong)};"
                 " set the first dimension of every tensor in the inputs and the target to the"
                 f" first argument of batch(), here {n}"
@@ -99,9 +104,8 @@ class Model:
         for leaf in tree_leaves((inputs, target)):
             if not isinstance(leaf, torch.Tensor | int | float | str | bytes | None):
                 raise TypeError(
-                    f"model {self.name}: batch(n, seed, size) returned a {type(leaf).__name__},"
-                    " whose rows cannot be split; give tensors (torch.from_numpy for arrays) in"
-                    " tuples, lists or dicts"
+                    f"model {self.name}: batch(n, seed, size) returned a"
+                    f" {without_rows(type(leaf).__name__)}"
                 )
         if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(inputs)):
             raise TypeError(
@@ -141,7 +145,7 @@ def load(name: str, size: str, seed: int) -> Model:
     model.
     """
     if size not in SIZES:
-        raise ValueError(registry.unknown("size", size, list(SIZES)))
+        raise UsageError(registry.unknown("size", size, list(SIZES)))
     plug = _own.plug(name) if ":" in name else registry.load("models", name)
     # build() runs on the CPU; forking CUDA's generator would initialise CUDA
     with torch.random.fork_rng(devices=[]):
@@ -154,9 +158,8 @@ def load(name: str, size: str, seed: int) -> Model:
             f" {type(module).__name__}"
         )
     with torch.random.fork_rng(devices=[]), _inside(f"batch({_FEW}, {seed}, {size!r})", name):
-        keywords = ":" in name and isinstance(_inputs_of(plug.batch(_FEW, seed, size)), Mapping)
-    if keywords:
-        _own.take_keywords(module)
+        if ":" in name:
+            check_names(module, _inputs_of(plug.batch(_FEW, seed, size)))
     owns_loss = plug.loss is None
     loss = _own.own_loss if owns_loss else plug.loss
     return Model(
@@ -181,7 +184,23 @@ def _inside(call: str, name: str) -> Iterator[None]:
 
 def _inputs_of(made: Any) -> Any:
     """`Model.batch` reports a batch of a wrong form."""
-    return made[0] if isinstance(made, tuple | list) and made else made
+    inputs = made[0] if isinstance(made, tuple | list) and made else made
+    return dict(inputs) if isinstance(inputs, Mapping) else inputs
+
+
+def copied(module: nn.Module) -> nn.Module:
+    """Return a deep copy of `module`.
+
+    Attributes that are results of autograd, such as the weight that weight_norm computes before
+    each forward, are copied without their history, because torch refuses to copy them with it.
+    """
+    results = [
+        value
+        for part in module.modules()
+        for value in vars(part).values()
+        if isinstance(value, torch.Tensor) and not value.is_leaf
+    ]
+    return copy.deepcopy(module, {id(value): value.detach().clone() for value in results})
 
 
 def compile_forward(module: nn.Module) -> None:
@@ -205,8 +224,3 @@ def compilations() -> Counter[str]:
     return Counter(
         graphs=counters["stats"]["unique_graphs"], graph_breaks=counters["graph_break"].total()
     )
-
-
-def positional(inputs: Any) -> tuple[Any, ...]:
-    """Return the inputs of a batch as a tuple of positional arguments of the module."""
-    return inputs if isinstance(inputs, tuple) else (inputs,)

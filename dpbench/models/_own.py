@@ -8,9 +8,8 @@ downloaded.
 from __future__ import annotations
 
 import importlib
-import inspect
 import sys
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +20,8 @@ from torch import nn
 from torch.fx import GraphModule
 
 from dpbench.records import registry
+from dpbench.records.errors import UnknownName
+from dpbench.records.spelling import dashed
 
 IMAGE = 224
 """The side in pixels of the images for which torchvision's and timm's models were published."""
@@ -71,21 +72,21 @@ def of_library(library: str, name: str) -> Any:
         imported = importlib.import_module(library)
     except ImportError as error:
         raise ImportError(
-            f"--model {library}:{name} needs {library}, which cannot be imported ({error}): "
+            f"{_given(f'{library}:{name}')} needs {library}, which cannot be imported ({error}): "
             f"pip install 'torch-dpbench[{registry.LIBRARIES[library]}]'"
         ) from error
     except Exception as error:
         # torchvision registers operators at import and raises RuntimeError without them
         raise ImportError(
-            f"--model {library}:{name}: the installed {library} does not work with torch"
+            f"{_given(f'{library}:{name}')}: the installed {library} does not work with torch"
             f" {torch.__version__} ({type(error).__name__}: {error}); install torch and {library}"
             " from the same index"
         ) from error
     model = form.make(imported, name)
     if model is None:
-        raise LookupError(
-            f"--model {library}:{name}: dpbench finds no model of {library} with this name; give,"
-            f" for example, {' or '.join(form.known)}"
+        raise UnknownName(
+            f"{_given(f'{library}:{name}')}: dpbench finds no model of {library} with this name;"
+            f" give, for example, {' or '.join(form.known)}"
         )
     return model
 
@@ -157,7 +158,7 @@ def plug(name: str) -> Any:
     )
     if callable(model) and not hasattr(model, "build"):
         raise TypeError(
-            f"--model {name}: this {type(model).__name__} is not a model object; give an object"
+            f"{_given(name)}: this {type(model).__name__} is not a model object; give an object"
             " with build(size), batch(n, seed, size) and loss(output, target); `dpbench init"
             " model.py` writes an example"
         )
@@ -168,16 +169,21 @@ def plug(name: str) -> Any:
         missing.append("loss")
     if missing:
         raise TypeError(
-            f"--model {name}: this object must have the functions build(size), batch(n, seed, size)"
+            f"{_given(name)}: this object must have the functions build(size), batch(n, seed, size)"
             " and loss(output, target), or loss = None if forward returns the loss; functions that"
             f" are missing: {', '.join(missing)}"
         )
     if isinstance(model.loss, type):
         raise TypeError(
-            f"--model {name}: loss is the class {model.loss.__name__}: give an instance, or a"
+            f"{_given(name)}: loss is the class {model.loss.__name__}: give an instance, or a"
             " function"
         )
     return model
+
+
+def _given(name: str) -> str:
+    """Return a model's name after its option."""
+    return dashed("models", name)
 
 
 def _imported(name: str, place: str, attribute: str) -> Any:
@@ -188,7 +194,7 @@ def _imported(name: str, place: str, attribute: str) -> Any:
             value = getattr(value, part)
     except (ImportError, AttributeError) as error:
         error.add_note(
-            f"raised while loading --model {name} as package.module:name from {here} or sys.path; "
+            f"raised while loading {_given(name)} as package.module:name from {here} or sys.path; "
             "to load a model from a file, give file.py:name"
         )
         raise
@@ -237,42 +243,10 @@ def loop(plug: Any, name: str) -> LoopParts:
     if getattr(plug, "accumulate", 1) != 1:
         raise TypeError(
             f"model {name}: accumulate is not measured, because a step is one batch and one update:"
-            " leave out accumulate, and give the number of samples per update in --batch-sizes"
+            " leave out accumulate, and give the number of samples per update in"
+            f" {dashed('batch_sizes')}"
         )
     return parts
-
-
-def take_keywords(module: nn.Module) -> None:
-    """Let `module` take a dict of keyword arguments as its only positional argument.
-
-    A strategy then treats keyword arguments as one structure of tensors. A dict whose keys are not
-    parameters of forward is passed unchanged, and a scripted module keeps its forward. Use it only
-    for models whose batches have keyword arguments: a new forward costs a call in each step, and
-    torch.fx cannot record it. Raises TypeError if the forward cannot be replaced; see
-    `with_forward`.
-    """
-
-    def taking(original: Callable[..., Any]) -> Callable[..., Any]:
-        fits = _keywords(original)
-
-        def forward(self: nn.Module, *inputs: Any, **named: Any) -> Any:
-            if (
-                len(inputs) == 1
-                and not named
-                and type(inputs[0]) is dict
-                and fits(inputs[0].keys())
-            ):
-                return original(self, **inputs[0])
-            return original(self, *inputs, **named)
-
-        return forward
-
-    if not (isinstance(module, torch.jit.ScriptModule) or with_forward(module, taking)):
-        raise TypeError(
-            f"the batch has keyword arguments, and the forward of this {type(module).__name__} does"
-            " not come from its class (the module is from torch.fx, or build() has set forward on"
-            " the instance): return a tuple of inputs from batch(), or define forward in the class"
-        )
 
 
 def with_forward(
@@ -292,18 +266,6 @@ def with_forward(
         kind.__name__, (kind,), {"forward": make(kind.forward), "__module__": kind.__module__}
     )
     return True
-
-
-def _keywords(forward: Callable[..., Any]) -> Callable[[Set[str]], bool]:
-    """Return a function that tells whether `forward` accepts exactly these keyword arguments.
-
-    The signature is read once, because binding it would cost tens of microseconds in each step.
-    """
-    parameters = list(inspect.signature(forward).parameters.values())[1:]
-    accepted = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    needed = {p.name for p in parameters if p.name in accepted and p.default is p.empty}
-    any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    return lambda names: needed <= names and (any_name or names <= accepted)
 
 
 def own_loss(output: Any, target: Any) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """A model for dpbench: replace the parts marked CHANGE by your own, then run these commands.
 
-dpbench check --model {file}:model
-dpbench run --model {file}:model --devices 1,2 --batch-sizes 64
+dpbench check --models {file}:model
+dpbench run --models {file}:model --devices 1,2 --batch-sizes 64
 """
 
 import torch
@@ -27,7 +27,7 @@ class Net(nn.Module):
 
 
 class Example:
-    """The object that `--model {file}:model` names."""
+    """The object that `--models {file}:model` names."""
 
     loss = staticmethod(nn.functional.cross_entropy)
     """CHANGE: a function of (output, target) that returns a 0-dim tensor; None if forward does."""

@@ -18,9 +18,9 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-from dpbench.observe.kineto import DeviceEvent, HostEvent, RuntimeCall, TraceEvents
+from dpbench.observe.kineto import DeviceEvent, HostEvent, TraceEvents
 from dpbench.observe.steps import NamedStep, TraceSteps, launched_before, step_at, steps_of
 from dpbench.observe.stretches import LOADER, STEP, UPDATE, Stretch, phase_of_copy, stretches
 from dpbench.records import HOST, Phase, Span, Step
@@ -29,15 +29,10 @@ from dpbench.records.activity import (
     Interval,
     Kind,
     difference,
-    kind_of,
     overlapping,
     phase_of_collective,
     union,
 )
-
-_Timed = TypeVar("_Timed", Stretch, HostEvent)
-_COLLECTIVE = "nccl:"
-"""The beginning of torch's annotations of collectives, such as `nccl:all_reduce`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +64,7 @@ class Attributed:
 def attribute(profile: TraceEvents) -> Attributed:
     """Return the steps of a trace with the spans of the host and of the devices."""
     zero_us = profile.zero_us
-    threads = _threads([*profile.host, *profile.waits])
+    threads = threads_of([*profile.host, *profile.waits])
     main = _main_thread(threads)
     steps = steps_of(threads.get(main, ()), profile)
     copied = _copied(profile)
@@ -79,18 +74,14 @@ def attribute(profile: TraceEvents) -> Attributed:
         for name, events in threads.items()
     }
     timeline = _timeline(by_thread, main, steps.host)
-    named = {
-        name: [event for event in events if event.name.startswith(_COLLECTIVE)]
-        for name, events in threads.items()
-    }
     spans: list[Span] = []
     busy: list[Interval] = [(event.start_us, event.end_us) for event in profile.device]
     for device in sorted({event.device for event in profile.device}):
         events = [event for event in profile.device if event.device == device]
-        on_device = _device_stretches(events, profile, by_thread, timeline, steps, named)
+        on_device = _device_stretches(events, profile, by_thread, timeline, steps)
         busy += [(one.start_us, one.end_us) for _, one in on_device]
         spans += _device_spans(on_device, device, steps.timed, zero_us)
-    host_device = HOST if profile.device else 0
+    host_device = HOST if profile.on_gpus else 0
     spans += _host_spans(timeline, union(busy), steps.timed, zero_us, host_device)
     began = [step_at(steps.host, one.start_us) for one in timeline if one.phase is Phase.BACKWARD]
     missing = sum(event.correlation not in profile.launches for event in profile.device)
@@ -108,8 +99,14 @@ def attribute(profile: TraceEvents) -> Attributed:
             if steps.by_device
         ),
         activities=tuple(
-            Activity(e.device, e.name, (e.start_us - zero_us) / 1e6, (e.end_us - zero_us) / 1e6)
-            for e in profile.device
+            Activity(
+                device=one.device,
+                name=one.name,
+                start_s=(one.start_us - zero_us) / 1e6,
+                end_s=(one.end_us - zero_us) / 1e6,
+                collective=one.collective,
+            )
+            for one in profile.device
         ),
         unlaunched=missing - len(launched_before(profile)),
         updates=Counter(
@@ -123,7 +120,8 @@ def attribute(profile: TraceEvents) -> Attributed:
     )
 
 
-def _threads(host: Iterable[HostEvent]) -> dict[str, list[HostEvent]]:
+def threads_of(host: Iterable[HostEvent]) -> dict[str, list[HostEvent]]:
+    """Return the events of each thread by start, an event before the events inside it."""
     by_thread: dict[str, list[HostEvent]] = {}
     for event in host:
         by_thread.setdefault(event.thread, []).append(event)
@@ -194,7 +192,7 @@ def _timeline(
     return joined
 
 
-def _at(stretches: Sequence[_Timed], at_us: float) -> _Timed | None:
+def _at(stretches: Sequence[Stretch], at_us: float) -> Stretch | None:
     place = bisect_right(stretches, at_us, key=lambda one: one.start_us) - 1
     return stretches[place] if place >= 0 and at_us <= stretches[place].end_us else None
 
@@ -205,7 +203,6 @@ def _device_stretches(
     by_thread: Mapping[str, Sequence[Stretch]],
     timeline: Sequence[Stretch],
     steps: TraceSteps,
-    named: Mapping[str, Sequence[HostEvent]],
 ) -> list[tuple[int | None, Stretch]]:
     """Return the stretches on one device, each with the index of the step that launched it.
 
@@ -215,7 +212,7 @@ def _device_stretches(
     computed: defaultdict[_Group, list[Interval]] = defaultdict(list)
     beside: defaultdict[_Group, list[Interval]] = defaultdict(list)
     for event in events:
-        kind = kind_of(event.name)
+        kind = event.kind
         launch = profile.launches.get(event.correlation)
         number = stretch = own = None
         if launch is not None:
@@ -225,7 +222,7 @@ def _device_stretches(
         launched = own.phase if own else None
         phase = phase_of_copy(event.name)
         if kind is Kind.COMMUNICATION:
-            phase = phase_of_collective(_collective(event.name, launch, named))
+            phase = phase_of_collective(event.name, event.collective)
         apart = kind is Kind.COMMUNICATION and phase is not None and phase is not launched
         if not apart and (
             kind is not Kind.COPY or phase is None or launched not in (None, Phase.FORWARD)
@@ -276,17 +273,6 @@ def _split(
             parts = difference([hull], difference(overlapping(every, hull), own))
         for start_us, end_us in parts:
             yield number, Stretch(start_us, end_us, phase)
-
-
-def _collective(
-    kernel: str, launch: RuntimeCall | None, named: Mapping[str, Sequence[HostEvent]]
-) -> str:
-    """Return the name of a collective: that of the annotation around its launch, or its kernel's.
-
-    The kernels of RCCL, and of NCCL's sends and receives, do not name the collective.
-    """
-    around = _at(named.get(launch.thread, ()), launch.start_us) if launch else None
-    return around.name if around else kernel
 
 
 def _pieces(stretch: Stretch, steps: Sequence[NamedStep]) -> Iterator[tuple[int, float, float]]:

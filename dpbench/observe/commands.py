@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, chdir, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,10 +31,15 @@ from dpbench.cli.options import (
     store_option,
 )
 from dpbench.cli.showing import print_results, try_report
+from dpbench.cli.streams import hand_over, open_streams
+from dpbench.records import signals
+from dpbench.records.errors import told
 from dpbench.records.files import UnreadableFile
 
 if TYPE_CHECKING:
     from dpbench.observe.imported import Aligned, ImportedLoop, ImportedTrace
+    from dpbench.observe.watching import WatchResult
+    from dpbench.store import Naming
 
 
 class DeviceTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,17 +72,17 @@ class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     A step lasts from the end of the devices' work of the step before to the end of the work that
     the host launched in it. `partial` is True if the trace lacks its beginning; the step then
     starts with its first kernel or copy. `phases` are the seconds on the critical path of host and
-    devices, which sum to `seconds`; `host` are the seconds that the host spent in each phase,
-    whatever the devices did meanwhile. Both have all phases, with 0 for one that does not occur,
-    and `phases` also has `unattributed`. `host_ahead_s` are the seconds from the end of the step on
-    the host to its end on the devices, negative if the host ended it later; null if the step is an
-    interval of the host.
+    devices, which sum to `seconds`; null if the trace leaves them unknown. `host` are the seconds
+    that the host spent in each phase, whatever the devices did meanwhile. Both have all phases,
+    with 0 for one that does not occur, and `phases` also has `unattributed`. `host_ahead_s` are the
+    seconds from the end of the step on the host to its end on the devices, negative if the host
+    ended it later; null if the step is an interval of the host.
     """
 
     name: str
     start_s: float
     seconds: float
-    phases: Mapping[str, float]
+    phases: Mapping[str, float] | None
     host: Mapping[str, float]
     host_ahead_s: float | None
     partial: bool
@@ -159,8 +166,6 @@ def import_(
 
 
 def _file(trace: ImportedTrace, loop: ImportedLoop) -> TraceFile:
-    from dataclasses import asdict
-
     from dpbench.records import UNATTRIBUTED, Phase
     from dpbench.records.activity import busy
     from dpbench.records.ledger import Ledger
@@ -170,12 +175,12 @@ def _file(trace: ImportedTrace, loop: ImportedLoop) -> TraceFile:
     names = {gpu.id: gpu.name for gpu in profile.gpus}
     every = [phase.value for phase in Phase]
     return TraceFile(
-        path=str(profile.path),
+        path=profile.file,
         rank=profile.rank,
         world_size=profile.world_size,
         clock=trace.aligned,
         devices=[
-            DeviceTime(device=device, name=names.get(device, ""), **asdict(times))
+            DeviceTime(device=device, name=names.get(device) or "", **asdict(times))
             for device, times in busy(attributed.activities).items()
         ],
         steps=[
@@ -184,7 +189,9 @@ def _file(trace: ImportedTrace, loop: ImportedLoop) -> TraceFile:
                 start_s=step.start_s,
                 seconds=step.seconds,
                 partial=step.warmup,
-                phases={phase: seconds.get(phase, 0.0) for phase in (*every, UNATTRIBUTED)},
+                phases=None
+                if trace.hidden
+                else {phase: seconds.get(phase, 0.0) for phase in (*every, UNATTRIBUTED)},
                 host={phase: host.get(phase, 0.0) for phase in every},
                 host_ahead_s=ahead_s,
             )
@@ -221,23 +228,32 @@ def _print(file: TraceFile) -> None:
         click.echo(
             f"  {name} device {device.device} {device.name}: {words.time(device.span_s)}: {shares}"
         )
-    whole = [step for step in file.steps if not step.partial] or list(file.steps)
-    if whole:
-        middle = {
-            phase: statistics.median(step.phases[phase] for step in whole)
-            for phase in whole[0].phases
-        }
-        parts = ", ".join(
-            f"{phase} {words.time(seconds)}"
-            for phase, seconds in middle.items()
-            if words.measurable(seconds)
-        )
-        step_s = statistics.median(step.seconds for step in whole)
-        click.echo(f"  {name} median step {words.time(step_s)}: {parts}")
+    timed = [step for step in file.steps if not step.partial]
+    if shown := timed or file.steps:
+        step_s = statistics.median(step.seconds for step in shown)
+        what = "median step" if timed else "no step is timed; the median of what the trace shows is"
+        click.echo(f"  {name} {what} {words.time(step_s)}: {_middle(shown)}")
     if leads := [step.host_ahead_s for step in file.steps if step.host_ahead_s is not None]:
         lead_s = statistics.median(leads)
         order = "before" if lead_s >= 0 else "after"
         click.echo(f"  {name} host: ends a step {words.time(abs(lead_s))} {order} the devices")
+
+
+def _middle(steps: Sequence[StepTime]) -> str:
+    """Return the median seconds of each phase over some steps as text."""
+    import statistics
+
+    from dpbench.records import words
+
+    known = [step.phases for step in steps if step.phases is not None]
+    if not known:
+        return "its phases are unknown"
+    middle = {phase: statistics.median(one[phase] for one in known) for phase in known[0]}
+    return ", ".join(
+        f"{phase} {words.time(seconds)}"
+        for phase, seconds in middle.items()
+        if words.measurable(seconds)
+    )
 
 
 @cli.command(
@@ -270,32 +286,115 @@ def watch(
 ) -> None:
     """Run a training script in this process, unchanged, and store its steps as a run.
 
-    Options for dpbench come before SCRIPT; all words after SCRIPT are the script's arguments. If
-    the script fails, the exit code is that of the script.
+    Options for dpbench come before SCRIPT; all words after SCRIPT are the script's arguments. The
+    script handles its signals. If it fails, the exit code is that of the script; if a signal ends
+    it, its steps are stored before.
     """
-    from dpbench.observe.script import run
-    from dpbench.observe.watching import watch as watching
+    from dpbench.observe import imports
+    from dpbench.observe.script import INTERRUPTED, run
     from dpbench.records.options import tags
+    from dpbench.store import Naming
 
     if not module and not Path(script).is_file():
         raise UnreadableFile(
             f"the script {script} does not exist; for a module, give -m and its name"
         )
     command = shlex.join(["dpbench", "watch", *(["-m"] if module else []), script, *arguments])
-    live = sys.stderr if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0" else None
-    with watching(
-        store, name=name or "", tags=tags(tag), script=Path(script).name, command=command, live=live
-    ) as result:
-        code = run(script, arguments, module=module)
-    if result.rank:
-        sys.exit(code)
-    shown = bool(result.run_id) and _show(store, result.run_id)
-    if not result.run_id:
-        for problem in result.unknown:
-            click.echo(f"note: {problem}", err=True)
-        if not result.steps:
-            click.echo("error: dpbench detected no training step, so it stored no run", err=True)
+    naming = Naming(name=name or "", tags=tags(tag), command=command)
+    watched = _Watched(store, Path(script).name, naming)
+    imports.after("torch", watched.begin)
+    signals.hand_over(watched.end)
+    hand_over()
+    code = run(script, arguments, module=module)
+    shown = watched.end(interrupted=code == INTERRUPTED)
+    if code == INTERRUPTED:
+        raise signals.ScriptInterrupted
     sys.exit(code or (0 if shown else EXIT_FAILED))
+
+
+class _Watched:
+    """A script in this process, watched from its import of torch to its end."""
+
+    def __init__(self, store: Path, script: str, naming: Naming) -> None:
+        self._store = store
+        self._script = script
+        self._naming = naming
+        self._process = os.getpid()
+        self._folder = Path.cwd()
+        self._path = [*sys.path]
+        self._streams = sys.stdout, sys.stderr
+        self._stack = ExitStack()
+        self._result: WatchResult | None = None
+        self._ended = False
+
+    def begin(self) -> None:
+        """Watch the training loop from now on."""
+        with self._own_path():
+            from dpbench.observe.watching import watch as watching
+
+            alone = os.environ.get("RANK", "0") == "0"
+            live = sys.stderr if sys.stderr.isatty() and alone else None
+            given = asdict(self._naming)  # the name, the tags and the command
+            try:
+                self._result = self._stack.enter_context(
+                    watching(self._store, script=self._script, live=live, **given)
+                )
+            except Exception as error:  # the script goes on
+                why = f"{type(error).__name__}: {told(error)}"
+                click.echo(f"error: dpbench does not watch the script: {why}", err=True)
+
+    def end(self, *, interrupted: bool = True) -> bool:
+        """Store and print what was recorded; return whether there is a run with its page.
+
+        Only the first call acts, and only in the process in which the script began.
+        """
+        if self._ended or os.getpid() != self._process:
+            return True
+        self._ended = True
+        with self._own_path(), self._own_streams(), chdir(self._folder):
+            if self._result is not None:
+                self._result.interrupted = interrupted
+            self._stack.close()
+            shown = self._show()
+            sys.stdout.flush()
+        return shown
+
+    @contextmanager
+    def _own_path(self) -> Iterator[None]:
+        """Let dpbench's own imports find no file of the script."""
+        scripts = [*sys.path]
+        sys.path[:] = self._path
+        try:
+            yield
+        finally:
+            sys.path[:] = scripts
+
+    @contextmanager
+    def _own_streams(self) -> Iterator[None]:
+        """Let dpbench print where it printed before the script, which may have closed a stream."""
+        open_streams()
+        with ExitStack() as stack:
+            out, err = (
+                stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
+                if stream.closed
+                else stream
+                for stream in self._streams
+            )
+            stack.enter_context(redirect_stdout(out))
+            stack.enter_context(redirect_stderr(err))
+            yield
+
+    def _show(self) -> bool:
+        result = self._result  # None if the script has not imported torch
+        if result and result.rank:
+            return True
+        if result and result.run_id:
+            return _show(self._store, result.run_id)
+        for problem in result.unknown if result else ():
+            click.echo(f"note: {problem}", err=True)
+        if not (result and result.steps):
+            click.echo("error: dpbench detected no training step, so it stored no run", err=True)
+        return False
 
 
 def _show(store: Path, run_id: str) -> bool:

@@ -6,12 +6,11 @@ lines of code or commands.
 
 from __future__ import annotations
 
-import shlex
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from dpbench.analysis import summary
+from dpbench.analysis import commands, summary
 from dpbench.analysis.findings.rule import (
     CaseContext,
     Evidence,
@@ -20,17 +19,23 @@ from dpbench.analysis.findings.rule import (
     Missing,
 )
 from dpbench.records import Case, Phase, Source, Trial
-from dpbench.records.activity import EXPOSED, HOST_READS, HOST_WAITS, KERNELS
+from dpbench.records.activity import EXPOSED, HOST_READS, HOST_WAITS, KERNELS, RANK_WAIT
+from dpbench.records.estimate import Estimate
 from dpbench.records.observed import WITHOUT_LOADER, Held, Observed
 from dpbench.records.registry import Parallelism
-from dpbench.records.trial import Estimate
-from dpbench.records.words import about, count, exact, long_time, percent, size, time
+from dpbench.records.words import about, count, exact, long_time, percent, size, time, verb
 
-WORKERS = (
-    "loader = torch.utils.data.DataLoader(dataset, batch_size={}, num_workers={},"
-    " persistent_workers=True)"
+WORKERS = "num_workers={}, persistent_workers=True"
+PINNED = "pin_memory=True"
+LOADER = "loader = torch.utils.data.DataLoader(dataset, batch_size={}, {})"
+SHARED_LOADER = (
+    "sampler = torch.utils.data.DistributedSampler(dataset); "
+    "loader = torch.utils.data.DataLoader(dataset, sampler=sampler, batch_size={}, {})"
+    "  # and sampler.set_epoch(epoch) before each epoch"
 )
-PINNED = "loader = torch.utils.data.DataLoader(dataset, batch_size={}, pin_memory=True)"
+"""The DataLoader of one of several ranks, which share the dataset."""
+TO_FILL_IN = "DATASET"
+"""What stands in a command for the name of the user's dataset, which no observation tells."""
 SELDOM = "if step % 10 == 0: print(step, loss.item())"
 COMPILED = 'model = torch.compile(model, mode="reduce-overhead")'
 SCALE = 'scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)'
@@ -40,6 +45,11 @@ BIND = (
 )
 EVALUATE = "if epoch % 5 == 0: evaluate(model)"
 SAVE = "if step % 1000 == 0: torch.save(model.state_dict(), path)"
+SAVE_ONCE = (
+    "if step % 1000 == 0 and torch.distributed.get_rank() == 0: "
+    "torch.save(model.state_dict(), path)"
+)
+"""The same on one of several ranks, which must not write one file."""
 HOOK = (
     "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks; "
     "model.register_comm_hook(None, default_hooks.bf16_compress_hook)"
@@ -47,8 +57,17 @@ HOOK = (
 NO_SYNC = "with model.no_sync(): loss_fn(model(x), y).backward()  # all but the last of an update"
 MOST_SYNCS = 1.5
 """The most times that gradients are added per update without a finding; one is needed."""
-CODE = (WORKERS, PINNED, SELDOM, COMPILED, SCALE, EVALUATE, SAVE, HOOK, NO_SYNC)
-"""The lines of code that remedy any loop; `{}` takes the batch size or the number of workers."""
+SLOWEST_LINK = 125e6
+"""The bytes per second of the slowest link between ranks, 1 Gbit/s.
+
+Gradients that are reduced more slowly wait for something else than their bytes.
+"""
+CODE = (
+    *(loader.format(4, WORKERS.format(2)) for loader in (LOADER, SHARED_LOADER)),
+    LOADER.format(4, PINNED),
+    *(SELDOM, COMPILED, SCALE, EVALUATE, SAVE, SAVE_ONCE, HOOK, NO_SYNC),
+)
+"""The lines of code that remedy any loop, those of a DataLoader for 4 rows and 2 workers."""
 MOST_WORKERS = 8
 """The largest number of workers in `WORKERS`; `dpbench loaders` measures how many are enough."""
 ASIDE = 0.2
@@ -64,13 +83,25 @@ def _observing(
     return lambda context: judge(context, context.observed) if context.observed else None
 
 
+def _rows(context: CaseContext) -> int:
+    """Return the rows of a step in one process, 0 if they are unknown."""
+    case = context.case
+    return case.rows[0] if case.traits.ranks else case.batch_size
+
+
+def _loader(context: CaseContext, loop: Observed, settings: str) -> str:
+    """Return the line that makes the DataLoader of one process with these settings."""
+    line = SHARED_LOADER if context.case.traits.ranks else LOADER
+    return line.format(_rows(context) // loop.batches or "batch_size", settings)
+
+
 @_observing
 def _loading(context: CaseContext, loop: Observed) -> Judgement:
     present = loop.loader_workers
     if not context.row.phases.get(Phase.DATA.value) or present == WITHOUT_LOADER:
         return None
     seconds = context.phase(Phase.DATA.value)
-    batch = context.case.batch_size
+    batch = _rows(context) // loop.batches
     workers = "an unknown number of workers" if present is None else count(present, "worker")
     rest_s = max(context.step_s - seconds.value, 1e-5)
     # twice the present number, but at least 2
@@ -83,10 +114,11 @@ def _loading(context: CaseContext, loop: Observed) -> Judgement:
         ),
         size_s=seconds,
         share=context.share(Phase.DATA.value),
-        code=WORKERS.format(batch or "batch_size", more) if (present or 0) < more else "",
-        command=(
-            f"dpbench loaders --dataset {shlex.quote(f'{_script(context.case)}:dataset')}"
-            f" --batch-size {batch or 32} --step-ms {rest_s * 1e3:.3g}"
+        code=_loader(context, loop, WORKERS.format(more)) if (present or 0) < more else "",
+        command=commands.loaders(
+            f"{_script(context.case)}:{TO_FILL_IN}",
+            batch_size=batch or 32,
+            step_s=rest_s / loop.batches,
         ),
     )
 
@@ -119,7 +151,7 @@ def _between(context: CaseContext, loop: Observed) -> Judgement:
         numbers=(f"{about(seconds)} per step{where}; without it, a step would take {time(rest_s)}"),
         size_s=seconds,
         share=context.share(Phase.DATA.value),
-        code=WORKERS.format(context.case.batch_size or "batch_size", 2),
+        code=_loader(context, loop, WORKERS.format(2)),
     )
 
 
@@ -132,7 +164,9 @@ def _reads(context: CaseContext, loop: Observed) -> Judgement:
     seconds = context.phase(Phase.READ.value)
     if _profiled(context):
         # after a wait, the device is idle until the host has launched its next work
-        waited = context.median(lambda trial: _least(trial, _idle_by_reads, KERNELS, HOST_READS))
+        waited = context.mean(
+            lambda trial: _over_devices(min, trial, _idle_by_reads, KERNELS, HOST_READS)
+        )
         seconds = max(seconds, waited, key=lambda one: one.value)
     if not seconds.value:
         return None
@@ -159,9 +193,9 @@ def _pageable(context: CaseContext, loop: Observed) -> Judgement:
     if loop.pinned is not False or not context.row.phases.get(Phase.SCATTER.value):
         return None
     seconds = context.phase(Phase.SCATTER.value)
-    batch = context.case.batch_size
-    sample = context.model.get("input_bytes")
-    moved = f" for {size(sample * batch)}" if sample and batch else ""
+    rows = _rows(context)
+    sample = context.model.input_bytes
+    moved = f" for {size(sample * rows)}" if sample and rows else ""
     return Evidence(
         says="batches are copied to the GPU from pageable memory",
         numbers=(
@@ -170,8 +204,13 @@ def _pageable(context: CaseContext, loop: Observed) -> Judgement:
         ),
         size_s=seconds,
         share=context.share(Phase.SCATTER.value),
-        code=PINNED.format(batch or "batch_size"),
+        code=_loader(context, loop, PINNED),
     )
+
+
+def _devices(context: CaseContext, metric: str) -> set[int]:
+    """Return the devices with readings of a metric."""
+    return {device for trial in context.trials for device in trial.grouped.series(metric)}
 
 
 def _profiled(context: CaseContext) -> bool:
@@ -179,18 +218,23 @@ def _profiled(context: CaseContext) -> bool:
     return all(HOST_WAITS in trial.grouped.metrics for trial in context.trials)
 
 
-def _least(trial: Trial, cost: Callable[..., float], *metrics: str) -> list[float]:
-    """Return the least cost over the devices in each timed step, in seconds.
+def _over_devices(
+    choose: Callable[[Iterable[float]], float],
+    trial: Trial,
+    cost: Callable[..., float],
+    *metrics: str,
+) -> list[float]:
+    """Return the cost in each timed step of the device that `choose` (min or max) selects.
 
-    `cost` takes the seconds of the step, and those of exposed communication and of `metrics`.
+    `cost` takes the seconds of the step, those of exposed communication, and those of `metrics`. A
+    profiled device without readings of one of these spent no time on it.
     """
-    exposed, *tables = [_by_step(trial, metric) for metric in (EXPOSED, *metrics)]
-    devices = (tables or [exposed])[0]
+    tables = [_by_step(trial, metric) for metric in (EXPOSED, *metrics)]
     nothing = [0.0] * len(trial.timed)
     return [
-        min(
-            cost(step_s, *(table.get(device, nothing)[at] for table in (exposed, *tables)))
-            for device in devices
+        choose(
+            cost(step_s, *(table.get(device, nothing)[at] for table in tables))
+            for device in trial.grouped.series(KERNELS)
         )
         for at, step_s in enumerate(trial.timed)
     ]
@@ -216,6 +260,10 @@ def _idle_by_launches(step_s: float, exposed_s: float, kernels_s: float, waits_s
     return step_s - waits_s - kernels_s - exposed_s
 
 
+def _working(step_s: float, exposed_s: float, kernels_s: float) -> float:
+    return exposed_s + kernels_s
+
+
 @_observing
 def _launches(context: CaseContext, loop: Observed) -> Judgement:
     """Return evidence on a host that launches a step for longer than the GPUs work on it.
@@ -226,9 +274,12 @@ def _launches(context: CaseContext, loop: Observed) -> Judgement:
     row = context.row
     if context.case.device_kind != "cuda" or not _profiled(context) or row.step is None:
         return None
-    idle = context.median(lambda trial: _least(trial, _idle_by_launches, KERNELS, HOST_WAITS))
-    works = context.median(lambda trial: _least(trial, lambda _, *all_s: sum(all_s), KERNELS))
-    batch = f"the batch of {context.case.batch_size}" if context.case.batch_size else "the batch"
+    idle = context.mean(
+        lambda trial: _over_devices(min, trial, _idle_by_launches, KERNELS, HOST_WAITS)
+    )
+    works = context.mean(lambda trial: _over_devices(max, trial, _working, KERNELS))
+    rows = context.case.rows[0] // loop.batches
+    batch = f"the batch of {rows}" if rows else "the batch"
     return Evidence(
         says="the GPU is idle while the host launches its work",
         numbers=(
@@ -241,8 +292,24 @@ def _launches(context: CaseContext, loop: Observed) -> Judgement:
     )
 
 
-@_observing
-def _reduction(context: CaseContext, loop: Observed) -> Judgement:
+def _reducing(*, few_bytes: bool) -> Callable[[CaseContext], Judgement]:
+    """Return a function that judges reductions whose bytes are too few for their time, or not."""
+
+    @_observing
+    def judge(context: CaseContext, loop: Observed) -> Judgement:
+        found = _reduction(context)
+        if not isinstance(found, Evidence) or found.size_s is None:
+            return None if few_bytes else found
+        gradients = context.model.parameter_bytes
+        few = gradients is not None and gradients < SLOWEST_LINK * found.size_s.value
+        if few is not few_bytes:
+            return None
+        return replace(found, code=NO_SYNC) if few else found
+
+    return judge
+
+
+def _reduction(context: CaseContext) -> Judgement:
     if context.case.traits.parallelism is not Parallelism.RANKS:
         return None
     if _profiled(context):
@@ -250,7 +317,7 @@ def _reduction(context: CaseContext, loop: Observed) -> Judgement:
     if not context.row.phases.get(Phase.REDUCE.value):
         return None
     seconds = context.phase(Phase.REDUCE.value)
-    gradients = context.model.get("parameter_bytes")
+    gradients = context.model.parameter_bytes
     moved = f" of {size(gradients)} of gradients" if gradients else ""
     return Evidence(
         says="backward does not hide the reduction of gradients",
@@ -292,19 +359,29 @@ def _accumulated(context: CaseContext, loop: Observed) -> Judgement:
 def _exposed(context: CaseContext) -> Judgement:
     """Return evidence on collectives beside which no kernel computes, from a trace.
 
-    The rank that arrives last at its collectives waits for nobody: its seconds count.
+    Where the arrivals of all ranks are known, their waits do not count. The seconds are those of
+    the rank that has the fewest. `Missing` if the trace of a rank shows no collective: it may have
+    one that dpbench does not recognise.
     """
-    seconds = context.median(lambda trial: _least(trial, lambda _, exposed_s: exposed_s))
+    silent = _devices(context, KERNELS) - _devices(context, EXPOSED)
+    if silent:
+        named = f"{verb(len(silent), 'device', 'devices')} {', '.join(map(str, sorted(silent)))}"
+        return Missing(
+            "whether computation hides the communication between ranks: the trace of"
+            f" {named} shows no collective that dpbench recognises"
+        )
+    seconds = context.mean(lambda trial: _over_devices(min, trial, lambda _, exposed_s: exposed_s))
     if not seconds.value:
         return None
     reduction = context.row.phases.get(Phase.REDUCE.value, 0.0)
     alone = " of the only rank whose trace is known" if context.case.devices == 1 else ""
+    known = all(RANK_WAIT in trial.grouped.metrics for trial in context.trials)
+    waits = "after the last rank has arrived" if known else "in which waits for other ranks count"
     return Evidence(
         says="computation does not hide the communication between ranks",
         numbers=(
-            f"collectives run while no kernel computes for {about(seconds)} per step{alone}, in"
-            f" which waits for other ranks count; the reduction of gradients takes"
-            f" {time(reduction)} of the step"
+            f"collectives run while no kernel computes for {about(seconds)} per step{alone},"
+            f" {waits}; the reduction of gradients takes {time(reduction)} of the step"
         ),
         size_s=seconds,
         code=HOOK,
@@ -362,10 +439,13 @@ def _strays(held: Sequence[Held], loop: Observed) -> str:
     return f"{subject} {size(sum(one.held_bytes for one in held))} on {place}"
 
 
-def _aside(name: str, activity: str, code: str) -> Callable[[CaseContext], Judgement]:
+def _aside(
+    name: str, activity: str, code: str, on_ranks: str = ""
+) -> Callable[[CaseContext], Judgement]:
     """Return a function that judges an activity outside the steps.
 
-    `name` is the field of `Observed` with its seconds, and `code` the remedy.
+    `name` is the field of `Observed` with its seconds, `code` the remedy, and `on_ranks` that of a
+    loop with several ranks, if it is another one.
     """
 
     @_observing
@@ -382,7 +462,7 @@ def _aside(name: str, activity: str, code: str) -> Callable[[CaseContext], Judge
             ),
             size_s=None,
             aside=aside_s / (aside_s + steps_s),
-            code=code,
+            code=on_ranks if on_ranks and context.case.traits.ranks else code,
         )
 
     return judge
@@ -391,7 +471,7 @@ def _aside(name: str, activity: str, code: str) -> Callable[[CaseContext], Judge
 @_observing
 def _skipped(context: CaseContext, loop: Observed) -> Judgement:
     steps = sum(len(trial.steps) for trial in context.trials)
-    if not steps or not loop.skipped_updates or context.row.step is None:
+    if not steps or not loop.skipped_updates or context.row.mean is None:
         return None
     lost = min(1.0, loop.skipped_updates / steps)
     return Evidence(
@@ -400,8 +480,8 @@ def _skipped(context: CaseContext, loop: Observed) -> Judgement:
             "a GradScaler skips the update of a step whose gradients are not finite:"
             f" {percent(lost)} of the work has no effect"
         ),
-        size_s=summary.scaled(context.row.step, lost),
-        share=Estimate(lost, lost, lost, context.row.step.n),
+        size_s=summary.scaled(context.row.mean, lost),
+        share=Estimate(lost, lost, lost, context.row.mean.n),
         code=SCALE,
     )
 
@@ -411,8 +491,8 @@ RULES = (
         name="loading",
         when=_loading,
         remedy=(
-            "load batches in more worker processes; the command measures how many are enough: give"
-            " it the file and the name of your dataset"
+            "load batches in more worker processes; the command measures how many are enough: put"
+            " the file and the name of your dataset into it"
         ),
     ),
     FindingRule(
@@ -447,10 +527,18 @@ RULES = (
     ),
     FindingRule(
         name="reduction",
-        when=_reduction,
+        when=_reducing(few_bytes=False),
         remedy=(
             "send fewer bytes (bf16 gradients), or reduce less often (no_sync while gradients"
             " accumulate)"
+        ),
+    ),
+    FindingRule(
+        name="reduction of few bytes",
+        when=_reducing(few_bytes=True),
+        remedy=(
+            "reduce less often (no_sync while gradients accumulate), or look for a rank that"
+            " arrives late: any link carries these bytes in less time"
         ),
     ),
     FindingRule(
@@ -476,7 +564,7 @@ RULES = (
     ),
     FindingRule(
         name="checkpoints",
-        when=_aside("checkpoint_s", "saving checkpoints", SAVE),
+        when=_aside("checkpoint_s", "saving checkpoints", SAVE, on_ranks=SAVE_ONCE),
         remedy="save checkpoints less often, or from a copy in another thread",
     ),
     FindingRule(

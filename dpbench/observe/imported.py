@@ -18,7 +18,7 @@ import re
 import statistics
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -26,35 +26,33 @@ from typing import Any
 
 from dpbench.hardware import provenance
 from dpbench.measure.merging import arrivals, shifted
-from dpbench.observe import kineto, parts
+from dpbench.observe import kineto, parts, possible
 from dpbench.observe.attribution import Attributed, attribute
 from dpbench.observe.kineto import GRADIENT, DeviceEvent, TraceEvents
+from dpbench.observe.possible import Doubt
 from dpbench.observe.stretches import LOADER
-from dpbench.records import HOST, Case, Phase, Sample, Source, Trial, words, work
+from dpbench.records import HOST, Case, Phase, Sample, Source, Trial, words
 from dpbench.records.activity import (
     HOST_READS,
     HOST_WAITS,
     Activity,
+    Busy,
     Kind,
     busy,
-    kind_of,
-    launches_kernels,
 )
+from dpbench.records.errors import UsageError
+from dpbench.records.facts import stated
 from dpbench.records.observed import (
-    OBSERVED,
     SCRIPT,
     WITHOUT_LOADER,
     Observed,
     Unknown,
-    observed,
     traits,
 )
 from dpbench.records.registry import Parallelism, Reduction
 from dpbench.records.trial import joined, only
 from dpbench.store import Naming, Store
 
-TRACE = "trace"
-"""The key of a trial's provenance for the facts about its traces."""
 LEAST = 3
 """The least number of common collectives that suffices to align two clocks."""
 WIDEST_S = 0.01
@@ -82,14 +80,21 @@ class Aligned:
 class ImportedTrace:
     """One trace: its events (`profile`), and its steps and phases (`attributed`).
 
-    `indices` maps a device's number in the file to its index in the case. `aligned` corrects the
-    clock to that of the first rank; None for the first rank, and if unknown.
+    `doubts` are those about its events. `indices` maps a device's number in the file to its index
+    in the case. `aligned` corrects the clock to that of the first rank; None for the first rank,
+    and if unknown.
     """
 
     profile: TraceEvents
     attributed: Attributed
+    doubts: Sequence[Doubt]
     indices: Mapping[int, int]
     aligned: Aligned | None = None
+
+    @property
+    def hidden(self) -> bool:
+        """Return whether no phase of the trace is known."""
+        return any(doubt.hides_phases for doubt in self.doubts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +108,7 @@ class ImportedLoop:
     def notes(self) -> tuple[str, ...]:
         """Return sentences about what the traces lack and what is not known of the loop."""
         first = self.traces[0].profile
-        facts = observed(self.trial)
+        facts = self.trial.facts.observed
         missing = first.world_size - len(self.traces)
         return (
             *(
@@ -130,7 +135,7 @@ def load(paths: Sequence[Path], batch_size: int = 0) -> list[ImportedLoop]:
     resolved = [path.resolve() for path in paths]
     for number, path in enumerate(paths):
         if resolved[number] in resolved[:number]:
-            raise ValueError(f"{path} is given twice: give each trace once")
+            raise UsageError(f"{path} is given twice: give each trace once")
     collects = gc.isenabled()
     # hundreds of thousands of events without cycles: the collector would take a third of the time
     gc.disable()
@@ -156,8 +161,8 @@ def _groups(profiles: Sequence[TraceEvents]) -> Iterator[list[TraceEvents]]:
         group.sort(key=lambda profile: profile.rank)
         for one, other in pairwise(group):
             if one.rank == other.rank:
-                raise ValueError(
-                    f"{one.path} and {other.path} are both of rank {one.rank} of {one.world_size}:"
+                raise UsageError(
+                    f"{one.file} and {other.file} are both of rank {one.rank} of {one.world_size}:"
                     " import the traces of each run with a separate command"
                 )
         yield group
@@ -169,12 +174,15 @@ def _loop(profiles: Sequence[TraceEvents], batch_size: int) -> ImportedLoop:
     for profile in profiles:
         devices = sorted({event.device for event in profile.device}) or [0]
         indices = {device: taken + place for place, device in enumerate(devices)}
-        aligned = align(profiles[0], profile) if traces else None
-        traces.append(
-            ImportedTrace(
-                profile=profile, attributed=attribute(profile), indices=indices, aligned=aligned
-            )
+        attributed = attribute(profile)
+        trace = ImportedTrace(
+            profile=profile,
+            attributed=attributed,
+            doubts=possible.judged(profile, attributed),
+            indices=indices,
+            aligned=align(profiles[0], profile) if traces else None,
         )
+        traces.append(trace)
         taken += len(devices)
     return ImportedLoop(traces=tuple(traces), trial=_trial(traces, batch_size))
 
@@ -183,17 +191,22 @@ def _trial(traces: Sequence[ImportedTrace], batch_size: int) -> Trial:
     names = [trace.attributed.names for trace in traces]
     everywhere = set(names[0]).intersection(*names[1:])
     common = [name for name in names[0] if name in everywhere]
-    ranks = [_part(trace, traces[0], common) for trace in traces]
+    collectives = list(_matched(traces))
+    late_us = _last_arrivals(collectives, traces[0])
+    ranks = [_part(trace, traces[0], common, late_us) for trace in traces]
     steps, spans = joined(ranks) if len(ranks) > 1 else (ranks[0].steps, ranks[0].spans)
     return replace(
         ranks[0],
         case=replace(_case(traces), batch_size=batch_size * len(traces)),
         steps=steps,
-        spans=spans,
-        samples=(*(sample for rank in ranks for sample in rank.samples), *_arrivals(traces)),
+        spans=() if any(trace.hidden for trace in traces) else spans,
+        samples=(
+            *(sample for rank in ranks for sample in rank.samples),
+            *_arrivals(collectives, traces[0]),
+        ),
         provenance={
-            OBSERVED: _observed(traces, common).to_dict(),
-            TRACE: _facts(traces),
+            **stated(observed=_observed(traces, common)),
+            "trace": _facts(traces),
             "gpus": _gpus(traces),
             **_model(traces[0], batch_size),
         },
@@ -201,8 +214,16 @@ def _trial(traces: Sequence[ImportedTrace], batch_size: int) -> Trial:
     )
 
 
-def _part(trace: ImportedTrace, first: ImportedTrace, common: Sequence[str]) -> Trial:
-    """Return the trial of one rank, with the first rank's clock and the case's device indices."""
+def _part(
+    trace: ImportedTrace,
+    first: ImportedTrace,
+    common: Sequence[str],
+    late_us: Mapping[int, float],
+) -> Trial:
+    """Return the trial of one rank, with the first rank's clock and the case's device indices.
+
+    `late_us` is the result of `_last_arrivals`.
+    """
     attributed = trace.attributed
     indices = {HOST: HOST, **trace.indices}
     kept = [number for number, name in enumerate(attributed.names) if name in common]
@@ -212,20 +233,35 @@ def _part(trace: ImportedTrace, first: ImportedTrace, common: Sequence[str]) -> 
         reason="the trace ended",
         steps=attributed.steps,
         spans=tuple(replace(span, device=indices[span.device]) for span in attributed.spans),
-        samples=tuple(_samples(attributed, kept, trace.indices)),
+        samples=tuple(_samples(attributed, _working(trace, late_us), kept, trace.indices)),
         started_s=time.time(),
     )
     return shifted(only(part, kept), _on_first(trace.profile.zero_us, trace, first.profile))
 
 
+def _working(trace: ImportedTrace, late_us: Mapping[int, float]) -> Iterator[Activity]:
+    """Yield the activities of a trace; a collective begins when the last rank has arrived."""
+    zero_us = trace.profile.zero_us
+    for event, activity in zip(trace.profile.device, trace.attributed.activities, strict=True):
+        start_s = (late_us.get(id(event), event.start_us) - zero_us) / 1e6
+        yield activity._replace(start_s=min(activity.end_s, max(activity.start_s, start_s)))
+
+
 def _samples(
-    attributed: Attributed, numbers: Sequence[int], indices: Mapping[int, int]
+    attributed: Attributed,
+    activities: Iterable[Activity],
+    numbers: Sequence[int],
+    indices: Mapping[int, int],
 ) -> Iterator[Sample]:
-    """Yield, for the steps `numbers`, each device's metrics, and the waits of its host."""
+    """Yield, for the steps `numbers`, each active device's metrics, and the waits of its host.
+
+    A device that does nothing in a step has a reading of 0 there.
+    """
+    active = sorted({activity.device for activity in attributed.activities})
     steps = [attributed.steps[number] for number in numbers]
     ends = [step.end_s for step in steps]
     within: list[list[Activity]] = [[] for _ in steps]
-    for activity in attributed.activities:
+    for activity in activities:
         for number in range(bisect_right(ends, activity.start_s), len(steps)):
             start_s, end_s = (
                 max(activity.start_s, steps[number].start_s),
@@ -241,18 +277,22 @@ def _samples(
             HOST_READS: waited.get(Phase.READ, 0.0),
             HOST_WAITS: sum(waited.get(phase, 0.0) for phase in _WAITS),
         }
-        for device, times in busy(inside).items():
-            for metric, seconds in {**times.metrics, **waits}.items():
+        found = busy(inside)
+        for device in active:
+            for metric, seconds in {**found.get(device, Busy()).metrics, **waits}.items():
                 yield Sample(step.end_s, indices[device], metric, seconds)
 
 
-def _arrivals(traces: Sequence[ImportedTrace]) -> Iterator[Sample]:
-    """Yield each rank's wait for the last one in each collective, and the transfer after that.
+_Matched = Sequence[tuple[ImportedTrace, DeviceEvent]]
+"""One collective: the event of each rank, with its trace."""
+
+
+def _matched(traces: Sequence[ImportedTrace]) -> Iterator[_Matched]:
+    """Yield the collectives of which the arrivals of all ranks are known.
 
     None if the trace of a rank is missing, or if a clock could not be aligned.
     """
-    first = traces[0].profile
-    complete = len(traces) == first.world_size and len(traces) > 1
+    complete = len(traces) == traces[0].profile.world_size and len(traces) > 1
     if not complete or any(trace.aligned is None for trace in traces[1:]):
         return
     found = [_collectives(trace.profile) for trace in traces]
@@ -260,16 +300,38 @@ def _arrivals(traces: Sequence[ImportedTrace]) -> Iterator[Sample]:
         if len({len(one.get(name, ())) for one in found}) > 1:
             continue
         for events in zip(*(one[name] for one in found), strict=True):
-            yield from arrivals(
-                [
-                    (
-                        trace.indices[event.device],
-                        _on_first(event.start_us, trace, first),
-                        _on_first(event.end_us, trace, first),
-                    )
-                    for event, trace in zip(events, traces, strict=True)
-                ]
-            )
+            yield list(zip(traces, events, strict=True))
+
+
+def _arrivals(collectives: Iterable[_Matched], first: ImportedTrace) -> Iterator[Sample]:
+    """Yield each rank's wait for the last one in each collective."""
+    for matched in collectives:
+        yield from arrivals(
+            [
+                (
+                    trace.indices[event.device],
+                    _on_first(event.start_us, trace, first.profile),
+                    _on_first(event.end_us, trace, first.profile),
+                )
+                for trace, event in matched
+            ]
+        )
+
+
+def _last_arrivals(collectives: Iterable[_Matched], first: ImportedTrace) -> dict[int, float]:
+    """Return when the last rank arrives at a collective, by the id of each rank's event.
+
+    The times are microseconds on the clock of the event, earlier by what the clocks may differ:
+    a collective is not made shorter than it is.
+    """
+    found = {}
+    for matched in collectives:
+        begins_s = [_on_first(event.start_us, trace, first.profile) for trace, event in matched]
+        unsure_s = max(trace.aligned.uncertainty_s for trace, _ in matched if trace.aligned)
+        for (_, event), begin_s in zip(matched, begins_s, strict=True):
+            wait_s = max(begins_s) - begin_s - unsure_s
+            found[id(event)] = event.start_us + 1e6 * wait_s
+    return found
 
 
 def _on_first(at_us: float, trace: ImportedTrace, first: TraceEvents) -> float:
@@ -287,12 +349,11 @@ def _case(traces: Sequence[ImportedTrace]) -> Case:
     )
     reduction = Reduction.SEPARATE if parallelism is Parallelism.THREADS else Reduction.OVERLAPPED
     numbers = tuple(device for trace in traces for device in sorted(trace.indices))
-    on_gpus = any(trace.profile.device for trace in traces)
+    on_gpus = any(trace.profile.on_gpus for trace in traces)
     named = on_gpus and len({*numbers}) == len(numbers) and numbers != tuple(range(devices))
     workers = _workers(first)
     return Case(
-        model=re.sub(r"(?:\.pt)?(?:\.trace)?\.json(?:\.gz)?$|\.gz$", "", first.path.name)
-        or first.path.name,
+        model=re.sub(r"(?:\.pt)?(?:\.trace)?\.json(?:\.gz)?$|\.gz$", "", first.name) or first.name,
         strategy=SCRIPT,
         batch_size=0,
         devices=devices,
@@ -328,8 +389,9 @@ def _observed(traces: Sequence[ImportedTrace], common: Sequence[str]) -> Observe
     named = (found for event in first.profile.host if (found := _WRAPPER.search(event.name)))
     wrapper = next((found[1] or found[2] for found in named), "")
     return Observed(
-        command=" ".join(str(trace.profile.path) for trace in traces),
+        command=" ".join(trace.profile.file for trace in traces),
         wrapper=wrapper,
+        batches=_passes(first),
         updates=_passes(first),
         loader_workers=_workers(first.profile),
         pinned=pinned,
@@ -339,7 +401,7 @@ def _observed(traces: Sequence[ImportedTrace], common: Sequence[str]) -> Observe
             else {}
         ),
         unknown=(
-            *(Unknown(problem=problem, steps=len(common)) for problem in _problems(traces, common)),
+            *_problems(traces, common),
             *(
                 Unknown(problem=note, steps=0)
                 for trace in traces
@@ -355,51 +417,35 @@ def _passes(trace: ImportedTrace) -> int:
     return max(1, round(statistics.median(backwards))) if backwards else 1
 
 
-def _problems(traces: Sequence[ImportedTrace], common: Sequence[str]) -> Iterator[str]:
+def _problems(traces: Sequence[ImportedTrace], common: Sequence[str]) -> Iterator[Unknown]:
     first = traces[0].profile
+    steps = len(common)
     if not common:
-        yield (
+        problem = (
             "no step is in all traces: call the profiler's `step()` after each step, and record the"
             " same steps in all"
         )
+        yield Unknown(problem=problem, steps=steps)
     for trace in traces:
-        yield from trace.profile.notes
-        if trace.attributed.unlaunched:
-            yield (
-                f"{trace.profile.path.name}: the trace lacks the launch of"
-                f" {trace.attributed.unlaunched} of {len(trace.profile.device)} kernels and copies;"
-                " these end no step, and compute kernels among them belong to no phase"
-            )
-        if lost := _lost(trace.profile):
-            yield (
-                f"{trace.profile.path.name}: the trace lacks the kernels of"
-                f" {words.count(lost, 'launch', 'launches')}, which the profiler lost: busy times"
-                " are too short; give the profiler's schedule at least one step of warm-up"
-            )
+        for doubt in trace.doubts:
+            unknown = "; its phases are unknown" if doubt.hides_phases else ""
+            problem = f"{trace.profile.name}: {doubt.says}{unknown}"
+            yield Unknown(problem=problem, steps=steps, hides_phases=doubt.hides_phases)
     for trace in traces[1:]:
         if trace.aligned is None:
-            yield (
+            problem = (
                 f"the clock of rank {trace.profile.rank} could not be aligned with the clock of"
                 f" rank {first.rank}: fewer than {LEAST} collectives match, or their ends deviate"
                 f" by more than {WIDEST_S * 1e3:g} ms; the times of the two ranks are compared"
                 " without a correction"
             )
-
-
-def _lost(profile: TraceEvents) -> int:
-    """Return the number of launches of kernels whose kernels are not in the trace."""
-    there = {event.correlation for event in profile.device}
-    return sum(
-        launches_kernels(call.name)
-        for number, call in profile.launches.items()
-        if there and number not in there
-    )
+            yield Unknown(problem=problem, steps=steps)
 
 
 def _facts(traces: Sequence[ImportedTrace]) -> dict[str, Any]:
     files = [
         {
-            "path": str(trace.profile.path),
+            "path": trace.profile.file,
             "rank": trace.profile.rank,
             "backend": trace.profile.backend,
             "clock": asdict(trace.aligned) if trace.aligned else None,
@@ -412,7 +458,7 @@ def _facts(traces: Sequence[ImportedTrace]) -> dict[str, Any]:
 
 
 def _model(trace: ImportedTrace, batch_size: int) -> dict[str, Any]:
-    """Return the sizes of the model that a prediction needs, under the key of `work.FACT`.
+    """Return the sizes of the model that a prediction needs, as a trial's fact.
 
     The gradients of a backward pass, the loss and the copies from the host give them. Empty without
     a batch size, or if the profiler did not record shapes.
@@ -430,7 +476,7 @@ def _model(trace: ImportedTrace, batch_size: int) -> dict[str, Any]:
     buffers = sum(2 * sizes[1] + 8 for sizes in norms if len(sizes) > 1)
     copies = [one for one in trace.profile.device if one.name.startswith("Memcpy HtoD")]
     return {
-        work.FACT: {
+        "model": {
             "parameter_tensors": len(gradients) // passes,
             "parameter_bytes": sum(gradients) // passes,
             "buffer_tensors": 3 * len(norms) // passes,
@@ -446,7 +492,7 @@ def _gpus(traces: Sequence[ImportedTrace]) -> dict[str, Any]:
     gpus = [
         {
             "index": gpu.id,
-            "name": gpu.name,
+            **({"name": gpu.name} if gpu.name else {}),
             "memory_bytes": gpu.memory_bytes,
             "multiprocessors": gpu.multiprocessors,
         }
@@ -467,7 +513,7 @@ def store(path: Path, loops: Sequence[ImportedLoop], naming: Naming) -> str:
         "packages": {},
         "gpus": loops[0].trial.provenance["gpus"],
     }
-    files = [str(trace.profile.path) for loop in loops for trace in loop.traces]
+    files = [trace.profile.file for loop in loops for trace in loop.traces]
     plan = hashlib.sha256("\n".join(["import", *files, str(time.time_ns())]).encode()).hexdigest()
     rounds = [part for loop in loops for part in parts(loop.trial)]
     with Store.create(path, naming) as opened:
@@ -478,7 +524,7 @@ def store(path: Path, loops: Sequence[ImportedLoop], naming: Naming) -> str:
 
 def described(loop: ImportedLoop) -> str:
     """Return a line on a loop: its files, steps and devices."""
-    files = ", ".join(trace.profile.path.name for trace in loop.traces)
+    files = ", ".join(trace.profile.name for trace in loop.traces)
     steps = words.count(len(loop.trial.steps), "step")
     return f"{files}: {steps} on {words.count(loop.trial.case.devices, 'device')}"
 
@@ -510,6 +556,7 @@ def _collectives(profile: TraceEvents) -> dict[str, list[DeviceEvent]]:
     """Return the kernels of each kind of collective, in the order of their ends."""
     found: dict[str, list[DeviceEvent]] = {}
     for event in sorted(profile.device, key=lambda event: event.end_us):
-        if kind_of(event.name) is Kind.COMMUNICATION and not event.name.startswith("Memcpy"):
-            found.setdefault(event.name.partition("(")[0], []).append(event)
+        if event.kind is Kind.COMMUNICATION and not event.name.startswith("Memcpy"):
+            name = event.collective or event.name.partition("(")[0]
+            found.setdefault(name, []).append(event)
     return found

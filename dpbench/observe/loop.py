@@ -42,8 +42,8 @@ from dpbench.observe.recorder import (
     Recorder,
 )
 from dpbench.records import HOST, Phase, Span, Step, ledger
+from dpbench.records.facts import Products
 from dpbench.records.observed import WITHOUT_LOADER, Unknown
-from dpbench.records.trial import Products
 from dpbench.records.words import count, verb
 
 TRAINING = frozenset({Phase.DATA, Phase.SCATTER, Phase.REPLICATE, Phase.FORWARD})
@@ -69,11 +69,11 @@ class WatchedLoop:
     """The steps of a loop, with their spans and places of reads, and the facts about the loop.
 
     `numbers` has the number of the update that ended each step; ranks number their updates alike.
-    `updates` is the usual number of calls of backward in a step. `rows` is the number of rows in
-    all batches of a step, 0 if unknown. `model` has the sizes of the trained module, and
-    `optimizers` the names of the optimizers' classes. `skipped` is the number of updates that a
-    GradScaler skipped. `products` is None if no call was recorded. `compiled` is whether
-    torch.compile made the module.
+    `updates` is the usual number of calls of backward in a step, and `batches` that of batches.
+    `rows` is the number of rows in all batches of a step, 0 if unknown. `model` has the sizes of
+    the trained module, and `optimizers` the names of the optimizers' classes. `skipped` is the
+    number of updates that a GradScaler skipped. `products` is None if no call was recorded.
+    `compiled` is whether torch.compile made the module.
     """
 
     steps: tuple[Step, ...]
@@ -81,6 +81,7 @@ class WatchedLoop:
     reads: tuple[frozenset[str], ...]
     numbers: tuple[int, ...]
     updates: int
+    batches: int
     evaluation_s: float
     checkpoint_s: float
     loader_workers: int
@@ -177,6 +178,7 @@ def of(recorder: Recorder, first: int = 0) -> WatchedLoop:
         ),
         numbers=tuple(group[-1].number for group, _, _ in cut),
         updates=calls,
+        batches=max(1, together),
         rows=_rows(_kept(seen.rows, keys)) * together,
         model=_first(seen.models, keys, {}),
         optimizers=tuple(name for owner, name in seen.optimizers.items() if owner in keys),
@@ -447,7 +449,7 @@ def _cut(
 
 
 def _sources(rows: Sequence[Sequence[Raw]]) -> tuple[int, frozenset[int]]:
-    """Return the training dataset (0: unknown) and the datasets that only evaluations read."""
+    """Return the training loader (0: unknown) and the loaders that only evaluations read."""
     trained: Counter[int] = Counter()
     evaluated: set[int] = set()
     for raws in rows:
@@ -456,7 +458,7 @@ def _sources(rows: Sequence[Sequence[Raw]]) -> tuple[int, frozenset[int]]:
             if raw.kind == Phase.DATA:
                 taken[raw.note] += 1
             elif raw.kind in (EVALUATION, Phase.FORWARD):
-                # of several datasets, the one with the most batches counts, or the last of equal
+                # of several loaders, the one with the most batches counts, or the last of equal
                 # ones
                 if taken:
                     counts = taken

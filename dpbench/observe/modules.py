@@ -335,7 +335,9 @@ class _marked:  # noqa: N801
             try:
                 return was(*args, **kwargs)
             finally:
-                recorder.add(phase, start, recorder.moment(), 0 if phase is Phase.GATHER else OWN)
+                # a GPU sends its output itself; elsewhere, the first device fetches all outputs
+                fetched = phase is Phase.GATHER and recorder.gpus is None
+                recorder.add(phase, start, recorder.moment(), 0 if fetched else OWN)
 
         return call
 

@@ -22,7 +22,7 @@ import weakref
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ from dpbench.hardware.device import Device
 from dpbench.hardware.devices import open_devices
 from dpbench.observe.moments import GpuTimes, Moment, capturing
 from dpbench.records import HOST, Phase
-from dpbench.records.trial import Products
+from dpbench.records.facts import Products
 
 Function = Callable[..., Any]
 _RECORDERS: weakref.WeakSet[Recorder] = weakref.WeakSet()
@@ -90,7 +90,7 @@ _BETWEEN_EVALUATIONS = frozenset({Phase.DATA, Phase.SCATTER, Phase.READ, Phase.L
 class Raw(NamedTuple):
     """A span as a hook in torch recorded it, in moments of the recorder's clock (`Recorder.now`).
 
-    `note` depends on the kind: the number of the dataset for data, the place in the script for
+    `note` depends on the kind: the number of the loader for data, the place in the script for
     reads, and the id of the module for forward and evaluation. For an evaluation in training mode
     or with gradients enabled, it is the negative id.
     """
@@ -120,7 +120,7 @@ class Interval(NamedTuple):
 class Seen:
     """The facts about a loop that the hooks in torch collect.
 
-    The keys are ids of modules, or numbers of optimizers, datasets or engines (`Recorder.owner`).
+    The keys are ids of modules, or numbers of optimizers, loaders or engines (`Recorder.owner`).
     """
 
     file: str = ""
@@ -135,6 +135,7 @@ class Seen:
     ranks: bool = False
     optimizers: dict[int, str] = field(default_factory=dict)
     loaders: dict[int, int] = field(default_factory=dict)
+    """The workers of each DataLoader."""
     trained: set[int] = field(default_factory=set)
     in_training: set[int] = field(default_factory=set)
     """The trained modules that were called in training mode with gradients."""
@@ -353,16 +354,21 @@ class Recorder:
     # -- intervals
 
     def owner(self, thing: Any) -> int:
-        """Return the number of an optimizer, a dataset or an engine.
+        """Return the number of an optimizer, a loader or an engine.
 
-        Unlike an id, it is not used again for a later object, unless the first is a list or a dict.
+        Unlike an id, it is not used again for a later object.
         """
         number = self._owners.get(id(thing))
         if number is None:
-            number = self._owners[id(thing)] = next(self._numbers)
-            with suppress(TypeError):  # a list or a dict cannot be referred to weakly
-                weakref.finalize(thing, self._owners.pop, id(thing), None).atexit = False
+            number = next(self._numbers)
+            self.own(thing, number)
         return number
+
+    def own(self, thing: Any, number: int) -> None:
+        """Give an object a number: an iterator of a loader has that of its loader."""
+        if id(thing) not in self._owners:
+            weakref.finalize(thing, self._owners.pop, id(thing), None).atexit = False
+        self._owners[id(thing)] = number
 
     def update(self, owner: int, name: str = "", end: Any = None) -> None:
         """End the interval at the moment `end` (default: now), and set if the next one is kept.

@@ -4,77 +4,73 @@ from __future__ import annotations
 
 import builtins
 import importlib.machinery
+import os
 import runpy
+import signal
 import sys
-import traceback
 import types
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
+
+INTERRUPTED = -signal.SIGINT
+"""The result of `run` if the script ended by KeyboardInterrupt, which it did not catch."""
 
 
 def run(script: str, arguments: Sequence[str], *, module: bool = False) -> int:
-    """Run a script, or with `module` a module as `python -m` does, and return its exit code.
+    """Run a script, or with `module` a module as `python -m` does.
 
-    The script sees its own `sys.argv`, `sys.path` and `__main__`. An exception is printed as the
-    interpreter prints it, from the script's frames on.
+    Return the exit code, from 0 to 255, or `INTERRUPTED`. The script has `sys.argv`, `sys.path` and
+    `__main__` of its own, which stay: functions that it has registered with atexit need them, too.
+    An exception goes to `sys.excepthook`, from the script's frames on.
     """
-    with _place(script, arguments, module):
-        try:
-            if module:
-                runpy.run_module(script, run_name="__main__", alter_sys=True)
-            else:
-                _run_file(script)
-        except SystemExit as error:
-            return _code(error)
-        except KeyboardInterrupt as error:
-            _print(error)
-            return 130
-        except BaseException as error:
-            _print(error)
-            return 1
+    sys.argv = ["-m" if module else script, *arguments]
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__annotations__={}, __builtins__=builtins)
+    sys.modules["__main__"] = main
+    if not sys.flags.safe_path:
+        # instead of the folder of the command dpbench
+        sys.path[0] = str(Path.cwd()) if module else str(Path(script).resolve().parent)
+    try:
+        if module:
+            # unlike run_module, it leaves the module in place
+            runpy._run_module_as_main(script)  # type: ignore[attr-defined]
+        else:
+            _run_file(script, main)
+    except SystemExit as error:
+        return _code(error)
+    except BaseException as error:
+        _show(error)
+        return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     return 0
 
 
-@contextmanager
-def _place(script: str, arguments: Sequence[str], module: bool) -> Iterator[None]:
-    argv = sys.argv
-    path = [*sys.path]
-    main = sys.modules.get("__main__")
-    sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path.cwd()) if module else str(Path(script).resolve().parent))
-    try:
-        yield
-    finally:
-        sys.argv = argv
-        sys.path[:] = path
-        if main is not None:
-            sys.modules["__main__"] = main
-
-
-def _run_file(script: str) -> None:
-    main = types.ModuleType("__main__")
-    main.__file__ = script
-    main.__builtins__ = builtins  # type: ignore[attr-defined]
-    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", script)
-    sys.modules["__main__"] = main
-    exec(compile(Path(script).read_bytes(), script, "exec"), main.__dict__)
+def _run_file(script: str, main: types.ModuleType) -> None:
+    path = os.path.join(Path.cwd(), script)  # noqa: PTH118  # it stays as it was written
+    main.__dict__.update(
+        __file__=path,
+        __cached__=None,
+        __loader__=importlib.machinery.SourceFileLoader("__main__", path),
+    )
+    code = compile(Path(script).read_bytes(), path, "exec", dont_inherit=True)
+    exec(code, main.__dict__)
 
 
 def _code(error: SystemExit) -> int:
     """Return the exit code of the interpreter: 1 for a text or other object, which is printed."""
     if error.code is None or isinstance(error.code, int):
-        return error.code or 0
+        return (error.code or 0) & 0xFF
     print(error.code, file=sys.stderr)
     return 1
 
 
-def _print(error: BaseException) -> None:
+def _show(error: BaseException) -> None:
     trace = error.__traceback__
     ours = {__file__, runpy.__file__, "<frozen runpy>"}
     while trace is not None and trace.tb_frame.f_code.co_filename in ours:
         trace = trace.tb_next
-    traceback.print_exception(type(error), error, trace)
+    error.__traceback__ = trace
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+    sys.excepthook(type(error), error, trace)
 
 
 _IGNORED = ("torch", "dpbench.observe", "dpbench.engine")

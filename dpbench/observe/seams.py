@@ -9,7 +9,6 @@ nothing else in other threads and under torch.compile.
 from __future__ import annotations
 
 import functools
-import operator
 import sys
 import types
 import weakref
@@ -130,18 +129,18 @@ def _replace(stack: ExitStack, owner: Any, name: str, make: Callable[[Any], Any]
 
 
 def _around(
-    recorder: Recorder, kind: str, source: Callable[[Any], Any] | None = None
+    recorder: Recorder, kind: str, number: Callable[[Any], int] | None = None
 ) -> Callable[[Function], Function]:
     """Return a decorator that lets a function run inside a span of the kind `kind`.
 
-    Its note is the number of the object that `source` returns for the first argument.
+    Its note is what `number` returns for the first argument.
     """
-    number = recorder.safely(lambda args: recorder.owner(source(args[0])) if source else None)
+    noted = recorder.safely(number) if number else None
 
     def around(was: Function) -> Function:
         @functools.wraps(was)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or not recorder.begin(kind, number(args) if source else None):
+            if is_compiling() or not recorder.begin(kind, noted and noted(args[0])):
                 return was(*args, **kwargs)
             try:
                 return was(*args, **kwargs)
@@ -380,23 +379,34 @@ def _scaled_step(recorder: Recorder, was: Function) -> Function:
 
 
 def _data(recorder: Recorder, replace: Function, outermost: Outermost) -> None:
+    loaders = recorder.seen.loaders
+    own = recorder.safely(recorder.own)
+
+    def number(iterator: Any) -> int:
+        known = recorder.owner(iterator)
+        loaders.setdefault(known, iterator._num_workers)  # one that began before the watching
+        return known
+
     def starting(was: Function) -> Function:
-        start = _around(recorder, Phase.DATA, operator.attrgetter("dataset"))(was)
+        start = _around(recorder, Phase.DATA, recorder.owner)(was)
 
         @recorder.safely
         def note(loader: Any) -> None:
-            recorder.seen.loaders[recorder.owner(loader.dataset)] = loader.num_workers
+            loaders[recorder.owner(loader)] = loader.num_workers
             outermost.look()
 
         @functools.wraps(was)
         def starting(self: Any) -> Any:
-            if recorder.mine:
-                note(self)
-            return start(self)
+            if not recorder.mine:
+                return was(self)
+            note(self)
+            iterator = start(self)
+            own(iterator, recorder.owner(self))
+            return iterator
 
         return starting
 
-    following = _around(recorder, Phase.DATA, operator.attrgetter("_dataset"))
+    following = _around(recorder, Phase.DATA, number)
     replace(dataloader._BaseDataLoaderIter, "__next__", following)
     replace(torch.utils.data.DataLoader, "__iter__", starting)
 

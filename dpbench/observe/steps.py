@@ -3,7 +3,8 @@
 On the host, a step is an annotation `ProfilerStep#N`; a trace without these is cut where an
 optimizer's step ends. The host is often several steps ahead of the devices. A step on the devices
 therefore ends with the last activity that the host launched in it, and lasts from one such end to
-the next.
+the next. Where a trace shows no beginning of a step on the devices, and the host waits for them at
+the end of each, a step is that of the host.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class NamedStep(NamedTuple):
 class TraceSteps:
     """The steps of a trace: as the host launched them (`host`), and on the devices (`timed`).
 
-    If `by_device` is False, the ends on the devices are unknown, and `timed` equals `host`. `notes`
+    If `by_device` is False, the devices do not show the steps, and `timed` equals `host`. `notes`
     are sentences on how the steps are defined.
     """
 
@@ -56,15 +57,15 @@ def steps_of(main: Sequence[HostEvent], profile: TraceEvents) -> TraceSteps:
     work = _work(host, profile)
     if not host:
         return TraceSteps(host=(), timed=(), by_device=False, notes=())
-    if reason := _unknown_ends(host, work, profile):
-        note = f"{profile.path.name}: {reason}, so that its steps are intervals of the host"
-        return TraceSteps(host=host, timed=host, by_device=False, notes=(note,))
     timed = tuple(_timed(host, work, _end_before(host[0], profile)))
+    if reason := _unknown_ends(host, work, profile) or _unknown_beginnings(host, work, timed):
+        note = f"{profile.name}: {reason}, so that its steps are intervals of the host"
+        return TraceSteps(host=host, timed=host, by_device=False, notes=(note,))
     return TraceSteps(
         host=tuple(host[number] for number in sorted(work)),
         timed=timed,
         by_device=True,
-        notes=tuple(_notes(profile.path.name, host, timed, work)),
+        notes=tuple(_notes(profile.name, host, timed, work)),
     )
 
 
@@ -83,6 +84,23 @@ def _unknown_ends(
         if work[other][1] <= work[one][1]:
             return f"the devices end the work of {host[one].name} after that of {host[other].name}"
     return ""
+
+
+def _unknown_beginnings(
+    host: Sequence[NamedStep], work: Mapping[int, Interval], timed: Sequence[NamedStep]
+) -> str:
+    """Return why the host shows the steps better; an empty text if the devices do.
+
+    The devices show none that begins with the end of another one. A host that ends each step after
+    the devices has waited for them, so that its intervals have the whole step.
+    """
+    waited = all(host[number].end_us >= end_us for number, (_, end_us) in work.items())
+    if any(step.whole for step in timed) or not waited:
+        return ""
+    return (
+        "the trace shows the beginning of no step on the devices, and the host ends each step after"
+        " them"
+    )
 
 
 def host_steps(main: Sequence[HostEvent]) -> tuple[NamedStep, ...]:

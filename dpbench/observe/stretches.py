@@ -1,7 +1,7 @@
 """Stretches: the phases of one host thread, from its annotations or else from its operators.
 
-Autograd numbers the operators that it records in forward, and marks those that it runs in a
-backward pass, even in traces of old versions of torch.
+Autograd numbers the operators that it records in forward, and `HostEvent.backward` marks those that
+it runs in a backward pass.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class _State:
         `closure` is whether it is an optimizer's step that runs a backward pass.
         """
         name = event.name
-        if event.backward or name.startswith("autograd::"):
+        if event.backward:
             self.backward()
             return Phase.REDUCE if _ADDING.match(name) else Phase.BACKWARD, False
         if outer in (Phase.DATA, Phase.BACKWARD, Phase.OPTIMIZER, Phase.CLIP, Phase.REDUCE):

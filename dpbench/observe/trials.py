@@ -28,12 +28,14 @@ from dpbench.measure.worker.facts import gpu_uuids, torch_facts
 from dpbench.observe import parts, source
 from dpbench.observe.loop import WARMUP, WatchedLoop
 from dpbench.observe.recorder import Seen
-from dpbench.records import HOST, Case, Memory, Sample, Trial
-from dpbench.records.observed import OBSERVED, SCRIPT, Held, Observed, Unknown, traits
+from dpbench.records import HOST, Case, Memory, Sample, Trial, files
+from dpbench.records.facts import stated
+from dpbench.records.load import Load
+from dpbench.records.observed import SCRIPT, Held, Observed, Unknown, traits
 from dpbench.records.registry import Parallelism, Reduction
-from dpbench.records.trial import FLOAT32, only
+from dpbench.records.trial import only
 from dpbench.records.words import count, verb
-from dpbench.store import Naming, Store
+from dpbench.store import FINISHED, INTERRUPTED, Naming, Store
 
 DEADLINE_S = 30.0
 """The seconds for which rank 0 waits for the other ranks after its own script has ended."""
@@ -97,16 +99,13 @@ class WatchedRank:
 
     def write(self, part: RankRecord) -> None:
         """Write the record of this rank to its file, which rank 0 reads."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        unfinished = self.file(self.rank).with_suffix(".part")
         data = {
             "numbers": part.loop.numbers,
             "trial": _trial(part).to_dict(),
             "gpus": part.gpus,
             "held": [*map(asdict, part.held)],
         }
-        unfinished.write_text(json.dumps(data), encoding="utf-8")
-        unfinished.rename(self.file(self.rank))
+        files.write(self.file(self.rank), json.dumps(data))
 
     def joined(self, first: RankRecord, deadline_s: float = DEADLINE_S) -> tuple[RankRecord, int]:
         """Return the record of the launch and the number of ranks in it; `first` is that of rank 0.
@@ -185,6 +184,8 @@ class Watched:
     seen: Seen
     ranks: int = 1
     samples: tuple[Sample, ...] = ()
+    load: Load | None = None
+    interrupted: bool = False
 
 
 def case_of(watched: Watched) -> Case:
@@ -223,19 +224,20 @@ def trials_of(watched: Watched) -> list[Trial]:
     ids = watched.seen.device_ids[:1]
     facts = {
         **torch_facts(case, open_devices(case.device_kind, 1, ids=ids)[0]),
-        **({FLOAT32: loop.products._asdict()} if loop.products else {}),
+        **(stated(float32=loop.products) if loop.products else {}),
         **({"model": dict(loop.model)} if loop.model else {}),
-        OBSERVED: _observed(watched, warm).to_dict(),
+        **(stated(foreign_load=watched.load) if watched.load else {}),
+        **stated(observed=_observed(watched, warm)),
     }
     whole = Trial(
         case=case,
-        reason="the script ended",
+        reason=f"the script {'was interrupted' if watched.interrupted else 'ended'}",
         spans=loop.spans,
         samples=(*watched.samples, *watched.part.arrivals),
         memory=watched.part.memory,
         steps=tuple(replace(step, warmup=at < warm) for at, step in enumerate(loop.steps)),
         provenance=facts,
-        started_s=time.time(),
+        started_s=time.time() - (time.perf_counter() - loop.steps[0].start_s),
     )
     return parts(whole, LEAST)
 
@@ -256,6 +258,7 @@ def _observed(watched: Watched, warm: int) -> Observed:
         wrapper=seen.wrapper,
         synchronized=seen.synchronized[True] / forwards if forwards else None,
         binding=tuple(source.missing_binding(file)) if seen.ranks else (),
+        batches=loop.batches,
         updates=loop.updates,
         skipped_updates=loop.skipped,
         loader_workers=loop.loader_workers,
@@ -268,10 +271,12 @@ def _observed(watched: Watched, warm: int) -> Observed:
     )
 
 
-def store(path: Path, recorded: Sequence[Trial], naming: Naming, command: str) -> str:
-    """Add a run with these trials to the store at `path`, and return the id of the run."""
+def store(path: Path, watched: Watched, naming: Naming) -> str:
+    """Add the run of a watched loop to the store at `path`, and return the id of the run."""
+    recorded = trials_of(watched)
     count = torch.cuda.device_count() if recorded[0].case.device_kind == "cuda" else 0
-    facts = {**provenance.collect(nvml.describe_for(gpu_uuids(range(count)))), "command": command}
+    gpus_there = nvml.describe_for(gpu_uuids(range(count)))
+    facts = {**provenance.collect(gpus_there), "command": watched.command}
     with Store.create(path, naming) as opened:
         return opened.add(
             recorded,
@@ -279,6 +284,7 @@ def store(path: Path, recorded: Sequence[Trial], naming: Naming, command: str) -
             host=provenance.host_key(facts),
             code=provenance.code_key(facts),
             provenance=facts,
+            status=INTERRUPTED if watched.interrupted else FINISHED,
         )
 
 

@@ -15,11 +15,13 @@ from typing import Any, TextIO
 
 import torch
 
-from dpbench.hardware import nvml, samplers
+from dpbench.hardware import foreign_load, nvml, samplers
 from dpbench.measure import scratch
 from dpbench.observe import loop, seams, trials
 from dpbench.observe.recorder import Recorder
 from dpbench.records import HOST, Sample
+from dpbench.records.errors import told
+from dpbench.records.load import Load, UnknownLoad
 from dpbench.records.observed import Unknown
 from dpbench.records.words import count
 from dpbench.store import Naming
@@ -37,12 +39,14 @@ class WatchResult:
     """The result of watching: the id of the stored run, its steps, and the loop's problems.
 
     The id is empty if the loop took no steps or could not be stored, and in ranks other than 0.
+    `interrupted` is whether an interrupt or a signal ended the block.
     """
 
     run_id: str = ""
     steps: int = 0
     rank: int = 0
     unknown: list[str] = field(default_factory=list)
+    interrupted: bool = False
 
 
 @contextmanager
@@ -59,14 +63,17 @@ def watch(
 
     `script` is the name of the model in reports (default: that of the running script), and
     `command` the command that ran it. On the stream `live`, a line shows the number of updates and
-    their duration. The steps are stored even if the block raises. Yields the result, which is
+    their duration. The steps are stored even if the block raises, after KeyboardInterrupt as an
+    interrupted run; a process that the block has forked stores none. Yields the result, which is
     complete after the block. If the run cannot be stored, the error is logged, and the code after
     the block goes on.
     """
+    path = Path(path).absolute()  # the block may change the working folder
+    process = os.getpid()
     naming = Naming(name=name, tags=dict(tags or {}), command=command)
     recorder = Recorder()
     result = WatchResult()
-    seat = trials.WatchedRank.of(Path(path))
+    seat = trials.WatchedRank.of(path)
     if seat.rank == 0 and seat.size > 1:
         with suppress(OSError):  # files of an earlier launch; storing the run names the error
             seat.clear()
@@ -77,26 +84,40 @@ def watch(
         try:
             with seams.installed(recorder):
                 yield result
+        except KeyboardInterrupt:
+            result.interrupted = True
+            raise
         finally:
-            if live is not None:
-                _write(live, "\r\x1b[K")
-            source = script or Path(sys.argv[0]).name, command or shlex.join(sys.argv)
-            try:
-                _store(recorder, result, Path(path), naming, source, seat, beside)
-            except Exception as error:  # the user's code after the block must run
-                log.error("the run was not stored in %s: %s: %s", path, type(error).__name__, error)
+            if os.getpid() == process:
+                if live is not None:
+                    _write(live, "\r\x1b[K")
+                source = script or Path(sys.argv[0]).name, command or shlex.join(sys.argv)
+                try:
+                    _store(recorder, result, path, naming, source, seat, beside)
+                except Exception as error:  # the user's code after the block must run
+                    kind = type(error).__name__
+                    log.error("the run was not stored in %s: %s: %s", path, kind, told(error))
 
 
 @dataclass(frozen=True)
 class _Beside:
     """The samplers that run during a loop; `problem` says why some are missing.
 
-    `series` is None if none run. `visible` has NVML's facts about the sampled GPUs.
+    `series` is None if none run. `visible` has NVML's facts about the sampled GPUs. `before` are
+    the times of the cores at the start, and `root` is the root of the watched processes.
     """
 
     series: samplers.SampleFile | None = None
     visible: Sequence[Mapping[str, Any]] = ()
     problem: str = ""
+    before: foreign_load.Snapshot | UnknownLoad | None = None
+    root: int = 0
+
+    @property
+    def load(self) -> Load | None:
+        """The foreign load of the cores since the start; None if it is unknown."""
+        load = foreign_load.since(self.before, {self.root}) if self.before else None
+        return load if isinstance(load, Load) else None
 
     def during(self, part: trials.RankRecord) -> tuple[Sample, ...]:
         """Return the samples during a loop, with the loop's indices of devices."""
@@ -122,6 +143,9 @@ def _sampling(stack: ExitStack, seat: trials.WatchedRank) -> _Beside:
         return _Beside()
     if not seat.alone:  # the clocks of machines differ
         return _Beside(problem="GPUs and host are not sampled in a launch on several machines")
+    # the other ranks have the same parent, so that their work does not count as foreign load
+    root = os.getppid() if seat.size > 1 else os.getpid()
+    before = foreign_load.snapshot({root})
     visible: Sequence[Mapping[str, Any]] = ()
     problem = ""
     try:
@@ -131,16 +155,16 @@ def _sampling(stack: ExitStack, seat: trials.WatchedRank) -> _Beside:
         problem = f"the GPUs are not sampled: {error}"
     try:
         file = stack.enter_context(scratch.folder()) / "samples.jsonl"
-        # the other ranks have the same parent, so that their work does not count as foreign load
-        root = os.getppid() if seat.size > 1 else os.getpid()
         series = stack.enter_context(
             samplers.sampling([gpu["index"] for gpu in visible], file, SAMPLED_S, root_pid=root)
         )
     except Exception as error:
-        return _Beside(problem=f"GPUs and host are not sampled: {error}")
+        why = f"GPUs and host are not sampled: {error}"
+        return _Beside(problem=why, before=before, root=root)
     if series.pid is None:
-        return _Beside(problem="GPUs and host are not sampled, because the samplers did not start")
-    return _Beside(series, visible, problem)
+        why = "GPUs and host are not sampled, because the samplers did not start"
+        return _Beside(problem=why, before=before, root=root)
+    return _Beside(series, visible, problem, before, root)
 
 
 def _store(
@@ -197,8 +221,10 @@ def _store(
         seen=recorder.seen,
         ranks=ranks,
         samples=beside.during(part),
+        load=beside.load,
+        interrupted=result.interrupted,
     )
-    result.run_id = trials.store(path, trials.trials_of(watched), naming, source[1])
+    result.run_id = trials.store(path, watched, naming)
 
 
 def _line(stream: TextIO) -> Callable[[array[float]], None]:

@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dpbench.predict import counts, profiles, simulation
+from dpbench.predict import counts, deviations, network, profiles, simulation
 from dpbench.predict.constants import (
     COMPUTE,
     DEFAULT,
@@ -21,20 +21,19 @@ from dpbench.predict.constants import (
     priors_of,
     scaled,
 )
+from dpbench.predict.deviations import Deviation
 from dpbench.predict.machine import Machine
+from dpbench.predict.published import PublishedStep, nearest
 from dpbench.predict.work import Profile
 from dpbench.records import Case, Memory, Source, Span, Status, Step, Trial, plan, registry
-from dpbench.records.registry import Role
-from dpbench.records.trial import Estimate
-from dpbench.records.work import DRAWS
+from dpbench.records.estimate import Estimate
+from dpbench.records.facts import stated
+from dpbench.records.registry import Parallelism, Role
 
 if TYPE_CHECKING:
     from dpbench.predict.memory import Traces
 
-UNTRACED = (
-    "unknown: only dpbench's models and models given by --model can be traced to calculate the"
-    " memory"
-)
+UNTRACED = "unknown: only dpbench's models and your own can be traced to calculate the memory"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +130,8 @@ class Prediction:
     machine: str = ""
     gpu: str = ""
     need: Need | None = None
+    deviation: Deviation = deviations.NONE
+    """What the step includes beyond the model, of which no span tells."""
     draws: tuple[float, ...] = ()
     """log(duration / seconds) in each random draw; draw i is the same in all predictions."""
 
@@ -142,11 +143,13 @@ class Prediction:
     def trial(self) -> Trial:
         """Return the prediction as a trial: OOM without steps if the case does not fit."""
         facts = {
-            "machine": self.machine,
-            "gpu": self.gpu,
             "profile": self.profile,
-            "interval_80_s": [self.low_s, self.high_s],
-            DRAWS: [round(draw, 4) for draw in self.draws],
+            **stated(
+                machine=self.machine,
+                gpu=self.gpu,
+                interval_80_s=(self.low_s, self.high_s),
+                error_draws=tuple(round(draw, 4) for draw in self.draws),
+            ),
         }
         trial = Trial(
             case=self.case,
@@ -185,6 +188,8 @@ class Predictor:
     given: tuple[float, int] | None = None
     measured: Mapping[counts.Key, Profile] = field(default_factory=dict)
     """Profiles that were measured on one device, by model, size and precision."""
+    lost: Mapping[Parallelism, Deviation] = field(default_factory=dict)
+    """What measured steps on several GPUs of the machine lost, by their kind of parallelism."""
 
     def predict(self, case: Case) -> Prediction:
         """Return the prediction of one case.
@@ -216,6 +221,8 @@ class Predictor:
             priors[COMPUTE] = residual
             residual = 0.0
         draws = drawn(seconds, evaluate, priors, residual)
+        deviation = self.deviation(case)
+        seconds, draws = deviation.of_step(seconds, draws)
         low_s, high_s = interval(seconds, draws)
         spans = tuple(timeline.spans())
         return Prediction(
@@ -227,8 +234,23 @@ class Predictor:
             spans,
             self.machine.name,
             self.machine.gpu.name,
+            deviation=deviation,
             draws=draws,
         )
+
+    def published(self, case: Case) -> list[PublishedStep]:
+        """Return the step times that others measured and that are nearest to a case's."""
+        link = network.link_kind(self.machine, case.devices)
+        parameters = self.profile(case).parameter_bytes / 4
+        return nearest(case, self.machine.gpu.name, link, parameters)
+
+    def deviation(self, case: Case) -> Deviation:
+        """Return the prior of what a case's step loses beyond the model.
+
+        On a machine whose steps on several GPUs were measured, it is what these lost.
+        """
+        measured = self.lost.get(case.traits.parallelism)
+        return deviations.of(case, self.machine) if measured is None else measured
 
     def profile(self, case: Case) -> Profile:
         """Return the measured profile of a case's model.
@@ -256,14 +278,15 @@ STRATEGIES = tuple(
 """The default strategies of a prediction."""
 
 
-def sweep(models: Sequence[str], **axes: object) -> list[Case]:
+def sweep(models: Sequence[str], *, observed: bool = False, **axes: object) -> list[Case]:
     """Return a case for each combination of a model and values of the axes of `plan.sweep`.
 
-    Unlike `plan.sweep`, `models` may include models that are known by name only.
+    Unlike `plan.sweep`, `models` may include models that are known by name only, and may be those
+    of `observed` loops.
     """
     swept: list[Case] = []
     for model in models:
-        stand_in = registry.names("models")[0] if counts.named(model) else model
+        stand_in = registry.names("models")[0] if observed or counts.named(model) else model
         cases = plan.sweep(models=(stand_in,), device_kind="cuda", **axes)  # type: ignore[arg-type]
         swept += [replace(case, model=model) for case in cases]
     return list(dict.fromkeys(swept))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,8 @@ from dpbench.predict.tables import (
     Predictions,
     needs_table,
     predictions_table,
+    published_table,
+    unmodelled,
     what_ifs_table,
 )
 from dpbench.records import words
@@ -34,7 +36,8 @@ from dpbench.records.options import OPTIMIZERS, PREDICTABLE
 
 if TYPE_CHECKING:
     from dpbench.analysis.answer import Answer
-    from dpbench.predict.cases import Need
+    from dpbench.analysis.summary import Row
+    from dpbench.predict.cases import Need, Prediction, Predictor
     from dpbench.predict.machine import Machine
     from dpbench.predict.observed_loop import ObservedLoop
     from dpbench.predict.stored import Stored
@@ -57,9 +60,15 @@ DEVICES = (1, 2, 4, 8)
         ' sockets, PCIe 4", whose machine file is shown.'
     ),
 )
-@option_of("models", help="Reference models, or well-known ones such as resnet50.")
-@option_of("model")
-@option_of("strategies", help="[default: single,torch_dp,dp,ddp]")
+@option_of(
+    "models",
+    help="Reference models, well-known ones such as resnet50, and your own as file.py:name or"
+    " package.module:name.",
+)
+@option_of(
+    "strategies",
+    help="Strategies, such as ddp or dp[cached].  [default: single,torch_dp,dp,ddp]",
+)
 @option_of("schedules", help="Schedules of dp.  [default: reference]")
 @option_of("devices", help="Numbers of devices.  [default: 1,2,4,8 if available]")
 @option_of("batch_sizes", help="Global batch sizes (strong scaling).")
@@ -79,8 +88,9 @@ DEVICES = (1, 2, 4, 8)
     "measured",
     help=(
         "Predict from measured steps. With --models: FILE, a results file with steps of the"
-        " strategy `single` on one device of the machine. Without --models: a watched or imported"
-        " run, as FILE, FILE:RUN, or RUN in dpbench.db."
+        " strategy `single` on one device of the machine; steps on several of its GPUs correct the"
+        " predictions. Without --models: a watched or imported run, as FILE, FILE:RUN, or RUN in"
+        " dpbench.db."
     ),
 )
 @click.option(
@@ -109,11 +119,11 @@ def predict(as_json: bool, **options: Any) -> None:
     """Predict steps on another machine with GPUs, phase by phase, with 80 % intervals."""
     from dpbench.analysis.answer import answers
     from dpbench.analysis.summary import rows
-    from dpbench.hardware.provenance import Resources
     from dpbench.predict import cases, counts, machine, stored, what_if
     from dpbench.predict.cases import needs
+    from dpbench.records.resources import Resources
 
-    models = (*options["models"], *options["model"])
+    models = options["models"]
     path, run = _source(options["measured"]) if options["measured"] else (None, None)
     loop = _loop(path, run) if path and not models else None
     models = (loop.case.model,) if loop else models
@@ -136,7 +146,9 @@ def predict(as_json: bool, **options: Any) -> None:
         batches |= {"batch_sizes": (loop.case.batch_size,)} if loop else {"batch_per_device": (32,)}
     precision = loop.case.precision if loop else options["precision"]
     profile = loop.on(described) if loop else None  # raises for a loop that lacks a needed fact
-    selected = _asked(described, models, options, precision=precision, **batches)
+    selected = _asked(
+        described, models, options, observed=bool(loop), precision=precision, **batches
+    )
     _check(described, selected, loop, options)
     samples = next(iter(batches["batch_per_device"] or batches["batch_sizes"]))
     given = (options["step_s"], samples) if options["step_s"] else None
@@ -144,7 +156,10 @@ def predict(as_json: bool, **options: Any) -> None:
     if profile:
         steps = {counts.key(case): profile for case in selected}
     predictor = cases.Predictor(
-        described, given=given, measured={key: one.profile for key, one in steps.items()}
+        described,
+        given=given,
+        measured={key: one.profile for key, one in steps.items()},
+        lost=stored.lost(path, steps, described) if path and not profile else {},
     )
     predictions = [predictor.predict(case) for case in selected]
     memory = options["memory"] or options["max_batch"]
@@ -162,15 +177,18 @@ def predict(as_json: bool, **options: Any) -> None:
                 machine_file=file,
                 what_ifs=changes,
                 answers=[shapes.AnswerFacts.of(one) for one in answered],
-                cases=[PredictedCase.of(one, found[one.case]) for one in predictions],
+                cases=[
+                    PredictedCase.of(one, found[one.case], predictor.published(one.case))
+                    for one in predictions
+                ],
                 measured_steps=[one.words for one in steps.values()],
             )
         )
     else:
         if file:
             click.echo(file)
-        table = predictions_table(predictions, [found[one.case] for one in predictions])
-        _print(described, [*steps.values()], answered, table, held, changes)
+        tables = _tables(predictor, predictions, found)
+        _print(described, [*steps.values()], answered, tables, held, changes)
     if options["store"]:
         run_id = cases.keep(options["store"], predictions, described)
         click.echo(f"store: {options['store']}   run: {run_id[:8]}", err=True)
@@ -179,7 +197,7 @@ def predict(as_json: bool, **options: Any) -> None:
 def _asked(
     described: Machine, models: Sequence[str], options: Mapping[str, Any], **axes: Any
 ) -> list[Case]:
-    """Return the cases to predict; `axes` are the precision and the batch sizes.
+    """Return the cases to predict; `axes` are further arguments of `cases.sweep`.
 
     Cases in one process that need the GPUs of several nodes are left out, and listed on stderr.
     """
@@ -246,7 +264,7 @@ def _with_bus(described: Machine, given: str) -> Machine:
     try:
         return replace(described, collective=network.collective(given))
     except UnreadableFile as error:
-        raise UnreadableFile(f"--bus: {error}") from None
+        raise UnreadableFile("{}: {why}", option="bus", why=error) from None
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--bus") from None
 
@@ -274,34 +292,46 @@ def _loop(path: Path, run: str | None) -> ObservedLoop:
 
     Raises UsageError if there is none.
     """
-    from dpbench.hardware.provenance import Resources
     from dpbench.predict import observed_loop
+    from dpbench.records.resources import Resources
     from dpbench.store import Store
 
     with Store.read(path, list_unreadable) as opened:
         for one in [choose(opened, run)] if run else opened.newest():
-            if found := observed_loop.of_run(
-                opened.trials(one.id), Resources.of(one.provenance).gpu
-            ):
+            if found := observed_loop.of_run(opened.trials(one.id), Resources.of(one.facts).gpu):
                 return found
     what = f"the run {run}" if run else f"{path}"
     raise click.UsageError(
         f"--from: {what} has no watched or imported loop; to use its steps of the strategy single"
-        " instead, also give --models or --model"
+        " instead, also give --models"
     )
+
+
+def _tables(
+    predictor: Predictor, predictions: Sequence[Prediction], rows: Mapping[Case, Row]
+) -> Iterator[str]:
+    """Yield the table of predictions, what it includes beyond the model, and others' measurements.
+
+    `rows` has the row of each case.
+    """
+    yield predictions_table(predictions, [rows[one.case] for one in predictions])
+    if sentence := unmodelled(predictions):
+        yield sentence
+    if near := [step for one in predictions for step in predictor.published(one.case)]:
+        yield f"measured by others, nearest to these cases:\n{published_table(near)}"
 
 
 def _print(
     machine: Machine,
     steps: Iterable[Stored],
     answered: Sequence[Answer],
-    table: str,
+    tables: Iterable[str],
     held: Sequence[Need],
     changes: Sequence[WhatIf],
 ) -> None:
     click.echo(f"{machine.name}: {machine.description}; all steps below are predictions")
     click.echo("".join(f"{one.words}\n" for one in steps))
-    click.echo(table)
+    click.echo("\n\n".join(tables))
     if held:
         click.echo(f"\n{needs_table(held)}")
     if changes:

@@ -10,7 +10,6 @@ were traced without weights (tests/data/trace_models.py); the others come from p
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import re
@@ -25,6 +24,9 @@ from dpbench.predict.constants import Constants
 from dpbench.predict.machine import Machine
 from dpbench.predict.work import Profile
 from dpbench.records import Case, plan, registry
+from dpbench.records.arguments import call
+from dpbench.records.errors import UnknownName
+from dpbench.records.work import Sizes
 
 if TYPE_CHECKING:
     from dpbench.models import Model
@@ -39,6 +41,8 @@ TENSORS, MODULES, LAUNCHES, BACKWARD = 160, 1.2, 1.5, 1.0
 In this order: parameter tensors, modules and forward kernels per tensor, and backward kernels per
 forward kernel.
 """
+NEEDED = ("parameter_tensors", "parameter_bytes", "buffer_bytes", "input_bytes", "output_bytes")
+"""The sizes without which a model cannot be predicted."""
 ROWS = (8, 64)
 """The two batch sizes to trace; durations at other sizes are linear in the batch size."""
 SAMPLES = 2
@@ -110,6 +114,32 @@ def of_row(name: str, row: Mapping[str, Any], size: int) -> Profile:
     )
 
 
+def lacking(sizes: Sizes) -> list[str]:
+    """Return the names of the `NEEDED` sizes that are unknown."""
+    return [name for name in NEEDED if getattr(sizes, name) is None]
+
+
+def of_sizes(name: str, sizes: Sizes) -> Profile:
+    """Return a model's counts as a profile without timings, from the `NEEDED` sizes.
+
+    The numbers of kernels are estimated from that of the parameter tensors.
+    """
+    tensors = int(sizes.parameter_tensors or 0)
+    forward = int(LAUNCHES * tensors)
+    return Profile(
+        model=name,
+        parameter_tensors=tensors,
+        parameter_bytes=int(sizes.parameter_bytes or 0),
+        buffer_bytes=int(sizes.buffer_bytes or 0),
+        buffer_tensors=int(sizes.buffer_tensors or 0),
+        input_bytes=sizes.input_bytes or 0.0,
+        output_bytes=sizes.output_bytes or 0.0,
+        modules=int(sizes.modules or MODULES * tensors),
+        forward_launches=forward,
+        backward_launches=int(BACKWARD * forward),
+    )
+
+
 def key(case: Case) -> Key:
     """Return the key of a case's profile."""
     return case.model, case.size, case.precision
@@ -132,9 +162,11 @@ def of(case: Case) -> Profile:
         row = row_of(case.model)
         if row is None:
             known_names = sorted({*registry.names("models"), *names()})
-            raise LookupError(
-                f"{registry.unknown('model', case.model, known_names)}; to use your own model, give"
-                " --model package.module:name"
+            raise UnknownName(
+                "{unknown}; to use your own model, give {models:file.py:name}",
+                option="models",
+                value=case.model,
+                unknown=registry.unknown("model", case.model, known_names),
             )
         return of_row(case.model, row, 2 if case.precision in ("bf16", "fp16") else 4)
     traces = _traces(alone(case))
@@ -218,13 +250,13 @@ def in_step(model: Model) -> Profile:
     """
     from torch.utils.flop_counter import FlopCounterMode
 
-    from dpbench.models import bytes_in, positional
+    from dpbench.models import bytes_in, copied
 
     inputs, target = model.batch(SAMPLES, 0)
-    module = copy.deepcopy(model.module)  # a forward changes the statistics of BatchNorm
+    module = copied(model.module)  # a forward changes the statistics of BatchNorm
     parameters, buffers = list(module.parameters()), list(module.buffers())
     with FlopCounterMode(display=False) as forward:
-        output = module(*positional(inputs))
+        output = call(module, inputs)
     with FlopCounterMode(display=False) as backward:
         model.loss(output, target).backward()
     return Profile(

@@ -16,6 +16,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from dpbench.records.errors import UnknownName, UsageError
 from dpbench.records.words import count as counted
 
 DATA = Path(__file__).parent / "data"
@@ -88,9 +89,14 @@ def figures(text: str) -> Mapping[str, Any]:
         return dict(known[max(entries, key=lambda name: (name.count(" "), len(name)))])
     words = spaced.split()
     near = {name for word in words for name in difflib.get_close_matches(word, known, 2, 0.5)}
-    raise LookupError(
-        f"{text!r} names no known GPU; the nearest known ones: {', '.join(sorted(near)) or 'none'}."
-        " `dpbench list machines` lists all; describe another GPU in a file: --machine FILE.toml"
+    raise UnknownName(
+        "{text} names no known GPU; the nearest known ones: {near}. `dpbench list machines` lists"
+        " all",
+        option="machine",
+        value=text,
+        remedy="describe another GPU in a file: {machine:FILE.toml}",
+        text=repr(text),
+        near=", ".join(sorted(near)) or "none",
     )
 
 
@@ -139,7 +145,7 @@ class _Text:
         networked = self.has(r"\b(ib|infiniband|efa|ethernet|roce|gbe|gb/s network)\b|node")
         if nodes := self.number(r"\b([1-9]\d*) node(?:s\b|\(s\)|\b)"):
             if count % nodes:
-                raise ValueError(
+                raise UsageError(
                     f"{_gpus(count)} cannot be shared equally by {nodes} nodes: state a number of"
                     f" GPUs that is a multiple of {nodes}, or another number of nodes"
                 )
@@ -149,7 +155,7 @@ class _Text:
             node = node or (count if count <= 8 or (count <= 16 and not networked) else 8)
         node = min(node, count)
         if count % node:
-            raise ValueError(
+            raise UsageError(
                 f"{_gpus(count)} cannot be divided into nodes of {node}: state a number of nodes"
                 f' that divides {count}, such as "1 node", or a multiple of {_gpus(node)}'
             )
@@ -284,7 +290,7 @@ def toml(
     gpu = gpu or figures(text)
     stated = COUNT.match(text)
     if not count and not stated:
-        raise ValueError(
+        raise UsageError(
             f"the description {text!r} states no number of GPUs; begin it with one, such as"
             f" 8x {gpu['name']}"
         )

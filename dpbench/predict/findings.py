@@ -9,9 +9,10 @@ from dpbench.predict import counts, machine, observed_loop
 from dpbench.predict.cases import Prediction, Predictor
 from dpbench.predict.machine import UnknownMachine
 from dpbench.records import Case, registry
+from dpbench.records.errors import told
+from dpbench.records.estimate import Estimate
 from dpbench.records.gpu_names import same_gpu
 from dpbench.records.registry import Role
-from dpbench.records.trial import Estimate
 from dpbench.records.words import duration, interval, number, time
 
 
@@ -27,7 +28,7 @@ def _ddp(context: CaseContext) -> Judgement:
     try:
         found = alternative(loop)
     except UnknownMachine as error:
-        return Missing(f"whether DistributedDataParallel is faster ({error})")
+        return Missing(f"whether DistributedDataParallel is faster ({told(error)})")
     other = found.step
     saved = Estimate(
         step.value - other.value,
@@ -68,8 +69,14 @@ def alternative(loop: observed_loop.ObservedLoop) -> Prediction:
     ]
     if not fitting:
         raise UnknownMachine(
-            f"no described machine has {loop.case.devices} GPUs of the model {loop.gpu}; describe"
-            " your machine in a file, and run dpbench predict --machine FILE.toml --from RUN"
+            "no described machine has {count} GPUs of the model {gpu}",
+            option="machine",
+            remedy=(
+                "describe your machine in a file, and run dpbench predict {machine:FILE.toml}"
+                " {from:RUN}"
+            ),
+            count=loop.case.devices,
+            gpu=loop.gpu,
         )
     observed = loop.case
     case = Case(
@@ -92,8 +99,9 @@ RULES = (
         name="predicted ddp",
         when=_ddp,
         remedy=(
-            "start one process per device with torchrun, and use"
-            " torch.nn.parallel.DistributedDataParallel"
+            "start one process per device with torchrun, use"
+            " torch.nn.parallel.DistributedDataParallel, and give each process its own rows: a"
+            " DistributedSampler, and the batch size divided by the number of processes"
         ),
     ),
 )

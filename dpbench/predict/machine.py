@@ -20,6 +20,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import msgspec
 
 from dpbench.predict import described
+from dpbench.records.errors import UnknownName, UsageError
 from dpbench.records.files import UnreadableFile, text_of
 from dpbench.records.registry import unknown
 from dpbench.records.visible import everywhere
@@ -41,7 +42,7 @@ Positive = Annotated[float, msgspec.Meta(gt=0, le=1e24)]
 """A number above 0."""
 
 
-class UnknownMachine(ValueError):
+class UnknownMachine(UsageError):
     """A value in a machine's description is missing, unknown or invalid."""
 
 
@@ -186,7 +187,7 @@ def load(name: str) -> Machine:
         return read(tomllib.loads(text_of_machine(name)), name)
     path = Path(name)
     if path.suffix != ".toml":
-        raise LookupError(
+        raise UnknownName(
             f"{unknown('machine', name, names())}; or give a file whose name ends in .toml, or a"
             " line such as '8x A100 PCIe 40GB, 2 sockets'"
         )

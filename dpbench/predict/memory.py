@@ -34,6 +34,7 @@ from dpbench.predict.tasks import schedule_of
 from dpbench.predict.trace import Build, OptimizerFactory, Trace, shapes_of, trace, trace_optimizer
 from dpbench.predict.work import COALESCED_BYTES, chunks
 from dpbench.records import Case, registry
+from dpbench.records.errors import UsageError
 from dpbench.records.registry import Role
 from dpbench.strategies import OWN, optimizer_of, precision_of
 
@@ -271,7 +272,7 @@ def tape_of(case: Case, traces: Traces) -> Tape:
             for role in Role
             if role not in (Role.OTHER, Role.OBSERVED, Role.LOADER)
         )
-        raise ValueError(
+        raise UsageError(
             f"the memory of the strategy {case.strategy!r} is not known; use one of {supported}"
         )
     return tape

@@ -9,7 +9,7 @@ import math
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from dpbench.predict.constants import DEFAULT, Constants
 from dpbench.predict.events import rates
 from dpbench.predict.machine import HOST_NODE, Collective, Link, Machine, UnknownMachine
 from dpbench.records import words
+from dpbench.records.errors import UsageError
 from dpbench.records.files import UnreadableFile
 
 Direction = tuple[str, str]
@@ -211,6 +212,16 @@ def bus(machine: Machine, devices: int, constants: Constants, *, one_way: bool =
     return Bus(unscaled.bytes_per_s * scale, unscaled.kind)
 
 
+LINK_KINDS = ("nvlink", "peer", "staged", "socket", "network")
+"""The kinds of a bus between several GPUs, by its links."""
+
+
+@lru_cache(maxsize=4096)
+def link_kind(machine: Machine, devices: int) -> str:
+    """Return which of `LINK_KINDS` limits collectives of GPUs, also if their bus was measured."""
+    return _bus(replace(machine, collective=None), devices, DEFAULT, one_way=False).kind
+
+
 def _bus(machine: Machine, devices: int, constants: Constants, one_way: bool) -> Bus:
     if machine.collective:
         return Bus(machine.collective.bytes_per_s, "measured")
@@ -305,7 +316,7 @@ def collective(given: str) -> Collective:
         return _from_file(Path(given))
     low, high = LIMITS
     if not low <= rate <= high:
-        raise ValueError(
+        raise UsageError(
             f"the bandwidth of the bus must be a number of GB/s from {low:g} to {high:g}, got"
             f" {given}"
         )

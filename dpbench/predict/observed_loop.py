@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dpbench.predict import counts
@@ -18,9 +18,7 @@ from dpbench.predict.stored import Stored, fit_profile, of_trials
 from dpbench.predict.work import Profile
 from dpbench.records import HOST, Case, Phase, Source, Span, Trial, fake, ledger
 from dpbench.records.options import PREDICTABLE
-
-NEEDED = ("parameter_tensors", "parameter_bytes", "buffer_bytes", "input_bytes", "output_bytes")
-"""The facts in a trial's provenance without which a model cannot be predicted."""
+from dpbench.records.work import Sizes
 
 
 @dataclass(frozen=True)
@@ -52,11 +50,8 @@ class ObservedLoop:
         return Stored(self._profile(), self.gpu, (self.rows,), target.gpu.name, basis)
 
     def _check(self) -> None:
-        lacking = [name for name in NEEDED if name not in self._model]
-        traced: Mapping[str, int] = next(
-            (one.provenance["trace"] for one in self.trials if "trace" in one.provenance), {}
-        )
-        ranks = traced.get("world_size", 1)
+        lacking = counts.lacking(self._model)
+        ranks = max((one.facts.trace.world_size for one in self.trials), default=1)
         problems = [
             (not self.trials, "it has no usable timed step; watch more steps"),
             (
@@ -64,10 +59,14 @@ class ObservedLoop:
                 f"{fake.WHY}; watch the loop on a real GPU",
             ),
             (
+                any(loop.hidden for trial in self.trials if (loop := trial.facts.observed)),
+                "its trace leaves the phases unknown (`dpbench explain` says why); record another",
+            ),
+            (
                 not self.case.batch_size,
                 (
-                    "its batch size is unknown; import its trace with --batch, or give --model"
-                    " FILE.py:NAME and --step-s instead"
+                    "its batch size is unknown; import its trace with {batch}, or give"
+                    " {models:FILE.py:NAME} and {step_s} instead"
                 ),
             ),
             (
@@ -81,7 +80,7 @@ class ObservedLoop:
                 bool(lacking),
                 (
                     f"its run lacks {', '.join(lacking)}; record shapes in a trace"
-                    " (record_shapes=True), or give --model FILE.py:NAME and --step-s instead"
+                    " (record_shapes=True), or give {models:FILE.py:NAME} and {step_s} instead"
                 ),
             ),
             (
@@ -101,31 +100,17 @@ class ObservedLoop:
         ]
         if problem := next((text for is_so, text in problems if is_so), ""):
             raise UnknownMachine(
-                f"the loop {self.case.model} cannot be the basis of a prediction: {problem}"
+                f"the loop {{model}} cannot be the basis of a prediction: {problem}",
+                option="from",
+                model=self.case.model,
             )
 
     @property
-    def _model(self) -> Mapping[str, float]:
-        return next(
-            (one.provenance["model"] for one in self.trials if one.provenance.get("model")), {}
-        )
+    def _model(self) -> Sizes:
+        return next((one.facts.model for one in self.trials if one.facts.model), Sizes())
 
     def _profile(self) -> Profile:
-        model = self._model
-        tensors = int(model["parameter_tensors"])
-        forward = int(counts.LAUNCHES * tensors)
-        counted = Profile(
-            model=self.case.model,
-            parameter_tensors=tensors,
-            parameter_bytes=int(model["parameter_bytes"]),
-            buffer_bytes=int(model["buffer_bytes"]),
-            buffer_tensors=int(model.get("buffer_tensors", 0)),
-            input_bytes=model["input_bytes"],
-            output_bytes=model["output_bytes"],
-            modules=int(model.get("modules") or counts.MODULES * tensors),
-            forward_launches=forward,
-            backward_launches=int(counts.BACKWARD * forward),
-        )
+        counted = counts.of_sizes(self.case.model, self._model)
         if self.case.devices == 1:
             return of_trials(counted, self.trials)
         return fit_profile(counted, {self.rows: self._phases()})

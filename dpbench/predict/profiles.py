@@ -22,6 +22,7 @@ from dpbench.predict.constants import DEFAULT, Constants, HostCosts
 from dpbench.predict.machine import Machine, UnknownMachine
 from dpbench.predict.work import Cost, Profile
 from dpbench.records import Phase, plan
+from dpbench.records.errors import UnknownName, UsageError
 
 if TYPE_CHECKING:
     from dpbench.predict.recorder import Op
@@ -107,7 +108,7 @@ def optimizer_s(name: str, sizes_bytes: Sequence[int], speed: Speed) -> tuple[fl
     in `UPDATES`.
     """
     if name not in UPDATES:
-        raise LookupError(
+        raise UnknownName(
             f"the kernels of the optimizer {name} are not known; use one of these optimizers:"
             f" {', '.join(UPDATES)}"
         )
@@ -162,7 +163,7 @@ def profile(low: Trace, high: Trace, speed: Speed) -> Profile:
     Raises ValueError unless `high` has the larger batch.
     """
     if low.rows >= high.rows:
-        raise ValueError(
+        raise UsageError(
             "a profile needs traces of two batch sizes, the smaller one first; the traces have"
             f" {low.rows} and {high.rows} rows"
         )
@@ -233,7 +234,7 @@ def split(
     depend on the batch size. Raises ValueError unless `step_s` is positive.
     """
     if step_s <= 0:
-        raise ValueError(
+        raise UsageError(
             f"the duration of the step on one device must be more than 0 s, but {step_s} s was"
             " given"
         )
@@ -267,10 +268,19 @@ def peaks(machine: Machine, precision: str) -> tuple[float, float]:
     peak = gpu.flop_per_s.get(precision, 0.0)
     if not peak or not gpu.memory_bytes_per_s:
         raise UnknownMachine(
-            f"machine {machine.name}: the section [gpu] of the machine file must state both a peak"
-            f" for {precision} in flop_per_s (stated for: {', '.join(gpu.flop_per_s) or 'none'})"
-            f" and memory_bytes_per_s (stated: {gpu.memory_bytes_per_s or 'none'}); add the missing"
-            " values, or give the duration of a step on one device with --step-s SECONDS"
+            "machine {name}: the section [gpu] of the machine file must state both a peak for"
+            " {precision} in flop_per_s (stated for: {peaks}) and memory_bytes_per_s (stated:"
+            " {rate})",
+            option="machine",
+            value=machine.name,
+            remedy=(
+                "add the missing values, or give the duration of a step on one device with"
+                " {step_s:SECONDS}"
+            ),
+            name=machine.name,
+            precision=precision,
+            peaks=", ".join(gpu.flop_per_s) or "none",
+            rate=gpu.memory_bytes_per_s or "none",
         )
     return peak, gpu.memory_bytes_per_s
 

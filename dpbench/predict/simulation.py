@@ -17,7 +17,8 @@ from dpbench.predict.machine import Machine, UnknownMachine
 from dpbench.predict.network import DeviceGroup
 from dpbench.predict.tasks import PASSES, of_step
 from dpbench.predict.work import Cost, Profile, Task
-from dpbench.records import Case, Phase, Span, words
+from dpbench.records import Case, Phase, Span, registry, words
+from dpbench.records.registry import Role
 
 GIL = "gil"
 LOCAL = "local"
@@ -233,17 +234,31 @@ def check(case: Case, machine: Machine) -> None:
     """
     if case.devices > machine.devices:
         raise UnknownMachine(
-            f"{case.label}: the machine {machine.name} has {words.count(machine.devices, 'GPU')}"
-            f" (nodes: {machine.nodes}, GPUs per node: {machine.gpu.count}), but the case needs"
-            f" {case.devices}; give --devices up to {machine.devices}, or choose a machine with"
-            " more nodes"
+            "{label}: the machine {machine} has {gpus} (nodes: {nodes}, GPUs per node: {each}), but"
+            " the case needs {count}",
+            option="devices",
+            remedy="give {} up to {most}, or choose a machine with more nodes",
+            label=case.label,
+            machine=machine.name,
+            gpus=words.count(machine.devices, "GPU"),
+            nodes=machine.nodes,
+            each=machine.gpu.count,
+            count=case.devices,
+            most=machine.devices,
         )
     if case.traits.threads and case.devices > machine.gpu.count:
         raise UnknownMachine(
-            f"{case.label}: the strategy {case.strategy} drives all devices from one process on one"
-            f" node, but the case has {case.devices} devices and a node of {machine.name} has"
-            f" {words.count(machine.gpu.count, 'GPU')}; give --devices up to {machine.gpu.count},"
-            " or --strategies ddp"
+            "{label}: the strategy {strategy} drives all devices from one process on one node, but"
+            " the case has {count} devices and a node of {machine} has {gpus}",
+            option="devices",
+            remedy="give {} up to {most}, or {strategies} {ranks}",
+            label=case.label,
+            strategy=case.strategy,
+            count=case.devices,
+            machine=machine.name,
+            gpus=words.count(machine.gpu.count, "GPU"),
+            most=machine.gpu.count,
+            ranks=registry.of_role(Role.CONTROL),
         )
 
 

@@ -5,20 +5,26 @@ The duration of each phase is fitted as a linear function of the batch size.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dpbench.hardware.provenance import Resources
-from dpbench.predict import counts
+from dpbench.predict import counts, deviations
+from dpbench.predict.cases import STRATEGIES, Predictor
+from dpbench.predict.deviations import Deviation
 from dpbench.predict.machine import Machine, UnknownMachine
 from dpbench.predict.profiles import FIXED_SHARE
 from dpbench.predict.work import Cost, Profile
 from dpbench.records import UNATTRIBUTED, Case, Phase, Source, Status, Trial, registry
 from dpbench.records.gpu_names import same_gpu
-from dpbench.records.registry import Role
+from dpbench.records.options import Options
+from dpbench.records.registry import Parallelism, Role
+from dpbench.records.resources import Resources
+from dpbench.records.spelling import dashed
 from dpbench.store import Store
 
 
@@ -129,17 +135,50 @@ def read(path: Path, cases: Sequence[Case], machine: Machine) -> dict[counts.Key
                 if key not in found and (
                     fitting := [trial for trial in trials if _setting(trial.case) == _setting(case)]
                 ):
-                    found[key] = _stored(case, fitting, Resources.of(run.provenance).gpu, machine)
+                    found[key] = _stored(case, fitting, Resources.of(run.facts).gpu, machine)
             if len(found) == len(wanted):
                 return found
     missing = next(case for key, case in wanted.items() if key not in found)
     without = ", not counting those on fake GPUs, whose times mean nothing" if fakes else ""
     raise UnknownMachine(
-        f"{path} has no measured step of {_setting(missing)} on one device, which a prediction for"
-        f" {machine.name} needs (the file has:"
-        f" {', '.join(sorted(settings)) or 'no steps of the strategy single'}{without});"
-        f" {way_out(missing, path)}"
+        "{path} has no measured step of {step} on one device, which a prediction for {machine}"
+        " needs (the file has: {has})",
+        option="from",
+        value=path,
+        remedy="{measure}",
+        measure=way_out(missing, path),
+        path=path,
+        step=_setting(missing),
+        machine=machine.name,
+        has=f"{', '.join(sorted(settings)) or 'no steps of the strategy single'}{without}",
     )
+
+
+def lost(
+    path: Path, steps: Mapping[counts.Key, Stored], machine: Machine
+) -> dict[Parallelism, Deviation]:
+    """Return what measured steps on several GPUs lost beyond the model, by kind of parallelism.
+
+    These are steps of the models in `steps`, in the same file, on GPUs as the machine has. Such a
+    machine needs no prior from others, so the deviation has no scale. It is the median over the
+    models and numbers of devices, because one machine has one deviation.
+    """
+    profiles = {key: one.profile for key, one in steps.items()}
+    alone = Predictor(machine, measured=profiles, lost=dict.fromkeys(Parallelism, deviations.NONE))
+    measured: dict[Case, list[float]] = defaultdict(list)
+    with Store.read(path) as store:
+        for run in store.newest():
+            if same_gpu(machine.gpu.name, Resources.of(run.facts).gpu):
+                for trial in store.trials(run.id):
+                    if _on_several(trial) and counts.key(trial.case) in steps:
+                        measured[trial.case].append(statistics.median(trial.timed))
+    logs: dict[Parallelism, list[float]] = defaultdict(list)
+    for case, seconds in measured.items():
+        with suppress(UnknownMachine):  # more devices than the machine has
+            predicted_s = alone.predict(case).seconds
+            kind = case.traits.parallelism
+            logs[kind].append(math.log(statistics.median(seconds) / predicted_s))
+    return {kind: Deviation(statistics.median(values)) for kind, values in logs.items()}
 
 
 def way_out(case: Case, path: Path | str = "FILE") -> str:
@@ -151,25 +190,44 @@ def way_out(case: Case, path: Path | str = "FILE") -> str:
     if counts.named(case.model):
         return (
             f"dpbench knows the model {case.model} by name only and cannot measure it: give"
-            " --step-s SECONDS, or your own model as --model package.module:name"
+            f" {dashed('step_s', 'SECONDS')}, or your own model as"
+            f" {dashed('models', 'file.py:name')}"
         )
-    flag = "--model" if ":" in case.model else "--models"
-    precision = "" if case.precision == "fp32" else f" --precision {case.precision}"
-    precision += "" if case.optimizer == "sgd" else f" --optimizer {case.optimizer}"
     rows = max(case.rows)
-    batches = ",".join(map(str, sorted({max(1, rows // 2), rows})))
-    return (
-        f"measure the step with: dpbench run {flag} {case.model} --size {case.size}{precision}"
-        f" --device-kind {case.device_kind} --strategies {registry.of_role(Role.BASELINE)}"
-        f" --batch-sizes {batches} --store {path}"
+    asked = Options.of(
+        models=case.model,
+        strategies=registry.of_role(Role.BASELINE),
+        batch_sizes=sorted({max(1, rows // 2), rows}),
+        device_kind=case.device_kind,
+        size=case.size,
+        precision=case.precision,
+        optimizer=case.optimizer,
     )
+    return f"measure the step with: {asked.command(dashed('store'), str(path))}"
 
 
 def _usable(trial: Trial) -> bool:
     """Whether a trial is a trusted measurement of `single` in a plain training loop."""
+    return _plain(trial) and trial.case.traits.role is Role.BASELINE
+
+
+def _on_several(trial: Trial) -> bool:
+    """Whether a trial is a trusted measurement of a plain training loop on several real GPUs."""
+    case = trial.case
+    several = case.devices > 1 and case.device_kind == "cuda" and case.placement == "spread"
+    return (
+        several
+        and _plain(trial)
+        and not trial.on_fake_gpus
+        and bool(trial.timed)
+        and case.strategy in STRATEGIES
+    )
+
+
+def _plain(trial: Trial) -> bool:
     case = trial.case
     measured = trial.source is Source.MEASURED and trial.status is Status.OK and trial.trusted
-    return measured and case.traits.role is Role.BASELINE and not case.options and not case.habits
+    return measured and not case.options and not case.habits
 
 
 def _setting(case: Case) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -11,11 +12,13 @@ import msgspec
 from dpbench.cli import shapes
 from dpbench.records import UNATTRIBUTED, Case, Step, ledger, names, words
 from dpbench.records.schedule import EFFECTS, Schedule
+from dpbench.records.spelling import dashed
 from dpbench.records.words import aligned
 
 if TYPE_CHECKING:
     from dpbench.analysis.summary import Row
     from dpbench.predict.cases import Need, Prediction
+    from dpbench.predict.published import PublishedStep
     from dpbench.predict.what_if import WhatIf
 
 SHOWN = 0.03
@@ -37,6 +40,58 @@ def _phases(row: Row) -> str:
         if row.step and seconds >= SHOWN * row.step.value and name != UNATTRIBUTED
     }
     return " ".join(f"{name} {words.number(seconds * 1e3)}" for name, seconds in shown.items())
+
+
+PUBLISHED = (
+    "model",
+    "strategy",
+    "devices",
+    "GPU",
+    "slowest link",
+    "batch per device",
+    "precision",
+    "ms/step",
+    "label",
+    "source",
+)
+
+
+def published_table(steps: Iterable[PublishedStep]) -> str:
+    """Return a table of step times that others measured, each once."""
+    lines = [PUBLISHED]
+    for one in dict.fromkeys(steps):
+        lines.append(
+            (
+                one.model,
+                one.strategy,
+                str(one.devices),
+                one.gpu,
+                one.link,
+                f"{one.batch:g}" if one.batch else "unknown",
+                one.precision,
+                words.number(one.step_s * 1e3),
+                one.label,
+                one.source,
+            )
+        )
+    return "\n".join(aligned(lines, left=(0, 1, 3, 4, 6, 8, 9)))
+
+
+def unmodelled(predictions: Iterable[Prediction]) -> str:
+    """Return a sentence on what the predictions include beyond the model; "" if nothing."""
+    found = {one.deviation for one in predictions if one.deviation.mean or one.deviation.scale}
+    if not found:
+        return ""
+    factors = [words.number(math.exp(mean)) for mean in sorted(one.mean for one in found)]
+    between = " to ".join(dict.fromkeys((factors[0], factors[-1])))
+    reason = (
+        f"as those that others published were. A machine file of dpbench doctor, or"
+        f" {dashed('from')} a file with steps on several of its GPUs, replaces this."
+        if any(one.scale for one in found)
+        else "as those measured on several GPUs were."
+    )
+    longer = f"{between} times as long as the model of a step gives"
+    return f"Steps on several GPUs are {longer}, {reason}"
 
 
 NEEDS = (
@@ -136,7 +191,9 @@ class PredictedCase(msgspec.Struct, frozen=True, kw_only=True):
     memory, and if no prediction for one device can serve as its baseline. `profile` tells
     where the model's times come from: "measured" steps, a step time that was "given", or
     calculation, from the operators of the "traced" model or from FLOP and bytes ("counted").
-    `memory` has each device's peaks in bytes and whether they fit; null without --memory.
+    `memory` has each device's peaks in bytes and whether they fit; null unless asked for.
+    `unmodelled` is the factor of the step beyond its model, by published steps, which is part of
+    `step_s`. `published` has the nearest step times that others measured.
     """
 
     label: str
@@ -149,9 +206,13 @@ class PredictedCase(msgspec.Struct, frozen=True, kw_only=True):
     phases_s: Mapping[str, float]
     profile: str
     memory: Need | None
+    unmodelled: float
+    published: Sequence[PublishedStep]
 
     @classmethod
-    def of(cls, prediction: Prediction, row: Row) -> PredictedCase:
+    def of(
+        cls, prediction: Prediction, row: Row, published: Sequence[PublishedStep]
+    ) -> PredictedCase:
         """Return a prediction as a record; `row` is that of its case."""
         return cls(
             label=prediction.case.label,
@@ -162,6 +223,8 @@ class PredictedCase(msgspec.Struct, frozen=True, kw_only=True):
             step_s=shapes.made(shapes.EstimateFacts, prediction.step),
             samples_per_s=prediction.case.batch_size / prediction.seconds,
             memory=prediction.need,
+            unmodelled=math.exp(prediction.deviation.mean),
+            published=published,
             speedup=shapes.optional(shapes.EstimateFacts, row.speedup),
             phases_s=ledger.phases(
                 Step(prediction.seconds, False, prediction.seconds), prediction.spans

@@ -12,6 +12,7 @@ from itertools import count
 
 from dpbench.predict.work import Profile, Task, bucket_sizes
 from dpbench.records import HOST, Case, Phase, registry
+from dpbench.records.errors import UsageError
 from dpbench.records.registry import Role
 from dpbench.records.schedule import SELECTED, Schedule, parse
 
@@ -19,7 +20,7 @@ EXCHANGEABLE = 9
 """From this number of ranks on, which all do the same work, only one is simulated."""
 
 
-class Unpredictable(ValueError):
+class Unpredictable(UsageError):
     """The steps of a strategy are not described as tasks, so their time cannot be predicted."""
 
 

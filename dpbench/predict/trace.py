@@ -23,9 +23,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import Function
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from dpbench.models import Model, positional
+from dpbench.models import Model
 from dpbench.predict.recorder import Op, OpRecorder
 from dpbench.records import Phase
+from dpbench.records.arguments import call
 
 Build = Callable[[], Model]
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -112,7 +113,7 @@ def trace(
         inputs, target = model.batch(FEW, 0)
         with FakeTensorMode():
             _place(model.module, place)
-            batch = [_rows_of(value, rows, place) for value in (positional(inputs), target)]
+            batch = [_rows_of(value, rows, place) for value in (inputs, target)]
             return _TracedStep(
                 model, rows, batch, place, optimizer_fn, precision, mode, fake=True
             ).trace()
@@ -121,7 +122,7 @@ def trace(
             raise
         model = build()
         inputs, target = model.batch(rows, 0)
-        batch = [positional(inputs), target]
+        batch = [inputs, target]
         return _TracedStep(
             model, rows, batch, torch.device("cpu"), optimizer_fn, precision, mode, fake=False
         ).trace()
@@ -208,7 +209,7 @@ class _TracedStep:
             ready=tuple(n for n, _ in self._ready),
             ready_at=tuple(at for _, at in self._ready),
             buffer_bytes=_sizes(self._module.buffers()),
-            input_bytes=_sizes(self._inputs),
+            input_bytes=_sizes(tree_flatten(self._inputs)[0]),
             target_bytes=_sizes(tree_flatten(self._target)[0]),
             optimizer_name=type(self._optimizer).__name__,
             fake=self._fake,
@@ -231,7 +232,7 @@ class _TracedStep:
             else nullcontext()
         )
         with record.part(f"{name}forward", Phase.FORWARD), hooks, self._mode(), self._precision():
-            output = self._module(*self._inputs)
+            output = call(self._module, self._inputs)
         leaves, form = tree_flatten(output)
         cut = [
             x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x

@@ -12,9 +12,10 @@ from dpbench.records.case import (
     Effort,
     Mark,
     Phase,
-    chunk_sizes,
     host_device,
+    marked,
     no_mark,
+    rows_of_chunks,
 )
 from dpbench.records.series import Sample, Span, Step
 from dpbench.records.trial import SCHEMA, Fault, Memory, Source, Status, Trial, Verified
@@ -22,13 +23,14 @@ from dpbench.records.trial import SCHEMA, Fault, Memory, Source, Status, Trial, 
 __all__ = [
     "HOST",
     "host_device",
-    "chunk_sizes",
+    "rows_of_chunks",
     "UNATTRIBUTED",
     "CASE_FIELDS",
     "HABITS",
     "Phase",
     "Mark",
     "no_mark",
+    "marked",
     "Case",
     "Effort",
     "SCHEMA",

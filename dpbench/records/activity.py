@@ -33,9 +33,29 @@ class Kind(StrEnum):
     """A kernel of a collective, or a copy between two devices."""
 
 
-_COMMUNICATION = re.compile(r"(?:void\s+)?\w*(?:nccl|rccl)|Memcpy (?:PtoP|P2P)", re.IGNORECASE)
+RUNTIME = "cuda_runtime"
+CALLS = frozenset({RUNTIME, "cuda_driver", "runtime", "hip_runtime", "xpu_runtime", "mtia_runtime"})
+"""The types that profiles of torch give to the host's calls to a device, also those of old ones.
+
+A call of these types launches the activities that have its correlation id, whatever its name is.
+"""
+_COMMUNICATION = re.compile(
+    # a kernel's name without parameters and arguments; or a copy between two GPUs
+    r"(?:void\s+)?(?:[\w:]|\(anonymous namespace\))*"
+    r"(?:[nr]ccl|msccl|oneccl|userbuffers|cross_device_reduce|all_?reduce|all_?gather"
+    r"|reduce_?scatter|all_?to_?all)"
+    r"|Memcpy (?:PtoP|P2P)",
+    re.IGNORECASE,
+)
+_COLLECTIVE = re.compile(
+    # torch's annotations, such as nccl:all_reduce, its operators, and those of inference engines
+    r"(?:\w*ccl|gloo|mpi|ucc):(?!:)|record_param_comms\b|(?:c10d|_c10d_functional\w*|symm_mem)::"
+    r"|(?!aten::)\w+::\w*(?:all_?reduce|all_?gather|reduce_?scatter|all_?to_?all)",
+    re.IGNORECASE,
+)
 _COPY = re.compile(r"Memcpy|Memset|dma")
 _LAUNCH = re.compile(r"Launch(?:Cooperative)?Kernel|GraphLaunch")
+_OVERLAPS = re.compile(r"GraphLaunch|LaunchKernelEx")
 _SHARES = re.compile(r"all_?gather|broadcast", re.IGNORECASE)
 _REDUCES = re.compile(r"reduce", re.IGNORECASE)
 KERNELS = "kernel_busy_s"
@@ -46,6 +66,11 @@ HOST_READS = "host_reads_s"
 """The metric of a device in one step: the seconds in which its host waited for a value of it."""
 HOST_WAITS = "host_waits_s"
 """The same for all waits: for values, for copies to the device, and for a batch."""
+CLOCKS_AGREE_S = 100e-6
+"""The seconds by which a profiler's clocks of the host and of a GPU may differ.
+
+Up to 9 µs were published; records with wrong times are milliseconds off.
+"""
 RANK_WAIT = "rank_wait_s"
 """The metric of a device in one collective: the seconds in which its rank waits for the last."""
 EXPOSED_REDUCTION = "exposed_reduction_s"
@@ -53,23 +78,70 @@ EXPOSED_REDUCTION = "exposed_reduction_s"
 
 
 @lru_cache(maxsize=4096)
-def kind_of(name: str) -> Kind:
-    """Return the kind of an activity from its name in a profile of torch."""
-    if _COMMUNICATION.match(name):
-        return Kind.COMMUNICATION
-    return Kind.COPY if _COPY.match(name) else Kind.COMPUTE
+def kind_of(name: str, collective: str = "") -> Kind:
+    """Return the kind of an activity from its name in a profile of torch.
+
+    `collective` is the name of the collective that launched it, "" if none is known to have. It
+    decides for kernels, because libraries other than NCCL give them any name.
+    """
+    if _COPY.match(name):
+        return Kind.COMMUNICATION if _COMMUNICATION.match(name) else Kind.COPY
+    return Kind.COMMUNICATION if collective or _COMMUNICATION.match(name) else Kind.COMPUTE
 
 
 @lru_cache(maxsize=4096)
-def phase_of_collective(name: str) -> Phase | None:
-    """Return the phase of a collective from the name of its kernel, whichever phase launched it.
+def phase_of_collective(name: str, collective: str = "") -> Phase | None:
+    """Return the phase of a collective, whichever phase launched it.
 
-    All-gather and broadcast count as `replicate`, all-reduce and reduce-scatter as `reduce`. None
-    for others, such as all-to-all, which count for the phase that launched them.
+    `collective` is its name, "" if unknown; else the `name` of the kernel tells. All-gather and
+    broadcast count as `replicate`, all-reduce and reduce-scatter as `reduce`. None for others, such
+    as all-to-all, which count for the phase that launched them.
     """
-    if _SHARES.search(name):
-        return Phase.REPLICATE
-    return Phase.REDUCE if _REDUCES.search(name) else None
+    for one in (collective, name):
+        if _SHARES.search(one):
+            return Phase.REPLICATE
+        if _REDUCES.search(one):
+            return Phase.REDUCE
+    return None
+
+
+class Operator(NamedTuple):
+    """One operator or annotation of a host thread."""
+
+    start: float
+    end: float
+    name: str
+
+
+class Operators:
+    """The operators of one thread, which tell the collective that makes a launch."""
+
+    def __init__(self, operators: Iterable[Operator]) -> None:
+        # an operator before those inside it
+        self._all = sorted(operators, key=lambda one: (one.start, -one.end))
+        self._outer: list[int] = []
+        outer = -1
+        for number, one in enumerate(self._all):
+            while outer >= 0 and self._all[outer].end < one.end:
+                outer = self._outer[outer]
+            self._outer.append(outer)
+            outer = number
+
+    def collective(self, at: float) -> str:
+        """Return the name of the collective that makes a launch at a time, "" if none does.
+
+        A collective may also run other operators, such as a copy, whose launches are not its own.
+        Of a collective's operators, the innermost one that names it counts.
+        """
+        place = bisect_right(self._all, at, key=lambda one: one.start) - 1
+        names: list[str] = []
+        while place >= 0:
+            if self._all[place].end >= at:
+                if not _COLLECTIVE.match(self._all[place].name):
+                    break
+                names.append(self._all[place].name)
+            place = self._outer[place]
+        return next(filter(phase_of_collective, names), next(iter(names), ""))
 
 
 def launches_kernels(call: str) -> bool:
@@ -77,13 +149,30 @@ def launches_kernels(call: str) -> bool:
     return bool(_LAUNCH.search(call))
 
 
+def may_overlap(call: str) -> bool:
+    """Return whether the kernels of a call may begin before earlier ones on their stream end.
+
+    Those of a graph may, and those launched with programmatic dependent launch.
+    """
+    return bool(_OVERLAPS.search(call))
+
+
 class Activity(NamedTuple):
-    """One kernel, copy or collective on a device; `name` is that in the profile."""
+    """One kernel, copy or collective on a device; `name` is that in the profile.
+
+    `collective` is the name of the collective that launched it, "" if none is known to have.
+    """
 
     device: int
     name: str
     start_s: float
     end_s: float
+    collective: str = ""
+
+    @property
+    def kind(self) -> Kind:
+        """Return the kind of the activity."""
+        return kind_of(self.name, self.collective)
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -159,10 +248,9 @@ class Busy:
 def busy(activities: Iterable[Activity]) -> dict[int, Busy]:
     """Return the `Busy` of each device with an activity."""
     by_device: dict[int, dict[Kind, list[Interval]]] = {}
-    for device, name, start_s, end_s in activities:
-        by_device.setdefault(device, {kind: [] for kind in Kind})[kind_of(name)].append(
-            (start_s, end_s)
-        )
+    for one in activities:
+        kinds = by_device.setdefault(one.device, {kind: [] for kind in Kind})
+        kinds[one.kind].append((one.start_s, one.end_s))
     return {device: _busy(kinds) for device, kinds in sorted(by_device.items())}
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cached_property
@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from dpbench.records import registry, visible
+from dpbench.records.errors import UsageError
 from dpbench.records.registry import Parallelism, Traits
 
 HOST = -1
@@ -62,6 +63,15 @@ def no_mark(phase: Phase, device: int) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
+@contextmanager
+def marked(mark: Mark, phase: Phase, devices: Iterable[int]) -> Iterator[None]:
+    """Enter `mark(phase, device)` for each of several devices, which work on the phase together."""
+    with ExitStack() as marks:
+        for device in devices:
+            marks.enter_context(mark(phase, device))
+        yield
+
+
 TRAIN = "train"
 MODES = (TRAIN, "forward", "no_grad", "inference")
 """The modes of a step: training, or the forward alone with autograd or without it."""
@@ -69,7 +79,7 @@ HABITS = ("compile", "inputs", "loader", "mode", "neighbour", "read_loss", "zero
 """The fields of `Case` that describe how a training loop works; each can be an axis of a sweep."""
 
 
-def chunk_sizes(rows: int, chunks: int) -> tuple[int, ...]:
+def rows_of_chunks(rows: int, chunks: int) -> tuple[int, ...]:
     """Return the sizes of the chunks of `torch.chunk`, which may be fewer than `chunks`."""
     if not rows:
         return ()
@@ -173,13 +183,13 @@ class Case:
         unknown = sorted(set(data) - known)
         if unknown:
             expected = ", ".join(sorted(known))
-            raise ValueError(
+            raise UsageError(
                 f"unknown fields of a case: {', '.join(unknown)}; known fields: {expected}; update"
                 " dpbench if a newer version wrote the case"
             )
         case = msgspec.convert(visible.everywhere(data), cls)
         if not (1 <= case.devices <= MOST_DEVICES and case.hosts >= 1 and case.batch_size >= 0):
-            raise ValueError(
+            raise UsageError(
                 f"no case has {case.devices} devices on {case.hosts} machines and a batch of"
                 f" {case.batch_size}; a case has 1 to {MOST_DEVICES} devices"
             )
@@ -202,7 +212,7 @@ class Case:
         Replicas without samples are left out. If the batch size is unknown, every number is 0.
         """
         replicas = max(1, self.devices // self.traits.devices_per_replica)
-        return chunk_sizes(self.batch_size, replicas) if self.batch_size else (0,) * replicas
+        return rows_of_chunks(self.batch_size, replicas) if self.batch_size else (0,) * replicas
 
     @property
     def batch(self) -> str:

@@ -6,11 +6,8 @@ mean nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from dpbench.records.facts import Surroundings, TrialFacts
 
-FACT = "fake_gpus"
-"""The key of a trial's facts that is true if the facts of its run describe fake GPUs."""
 NAME = "Fake GPU"
 """The beginning of a fake GPU's name, unless its user has given it another one."""
 DRIVER = "fake"
@@ -19,15 +16,14 @@ WHY = "the GPUs are fake, and the times on them mean nothing"
 """The reason, as a clause, why no question is answered from runs on fake GPUs."""
 
 
-def fake_gpus(facts: Mapping[str, Any]) -> bool:
-    """Return whether the GPUs in the provenance of a run or of a trial are fake.
+def fake_gpus(facts: Surroundings) -> bool:
+    """Return whether the GPUs of a run or of a trial are fake.
 
     They are if the driver's version says so, or the names of all GPUs.
     """
-    gpus = facts.get("gpus") or {}
-    names = [gpu.get("name") for gpu in gpus.get("gpus") or ()] or [facts.get("gpu")]
+    names = [gpu.name for gpu in facts.gpus.gpus or ()] or [facts.gpu]
     return (
-        bool(facts.get(FACT))
-        or DRIVER in str(gpus.get("driver"))
+        (isinstance(facts, TrialFacts) and facts.fake_gpus)
+        or DRIVER in str(facts.gpus.driver)
         or all(str(name).startswith(NAME) for name in names)
     )

@@ -15,8 +15,9 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple, Self
 
-from dpbench.records.activity import length, union
-from dpbench.records.case import HOST, UNATTRIBUTED, Phase
+from dpbench.records.activity import Interval, length, union
+from dpbench.records.case import HOST, MOVING, UNATTRIBUTED, Phase
+from dpbench.records.grouping import summed
 from dpbench.records.series import Span, Step, Value
 
 
@@ -37,6 +38,7 @@ class Ledger:
         properties = {
             "phases": tuple(phases),
             "charged": ({},) * len(phases),
+            "moved": {},
             "occupied": {},
             "concurrency": {},
         }
@@ -50,6 +52,18 @@ class Ledger:
         return tuple(charge(step, spans) for step, spans in zip(self._steps, rows, strict=True))
 
     @cached_property
+    def moved(self) -> Mapping[tuple[Phase, int], array[float]]:
+        """Return, by (phase, device), the seconds of each timed step of moving data.
+
+        The phases are those of `MOVING`. The seconds are the union of the device's own spans, also
+        where the critical path goes through another device, without the waits for other devices.
+        """
+        rows = by_step(self._spans, len(self._steps))
+        each = [_moved(row) for s, row in zip(self._steps, rows, strict=True) if not s.warmup]
+        keys = sorted({key for one in each for key in one})
+        return {key: array("d", (one.get(key, 0.0) for one in each)) for key in keys}
+
+    @cached_property
     def phases(self) -> tuple[dict[str, float], ...]:
         """Return the result of the function `phases` for every step, including warm-up."""
         return tuple(_by_phase(charged) for charged in self.charged)
@@ -61,13 +75,10 @@ class Ledger:
         return {name: [phases.get(name, 0.0) for phases in self.phases] for name in names}
 
     @cached_property
-    def middle(self) -> Mapping[str, float]:
-        """Return, by phase, the total seconds over the middle half of the timed steps."""
-        total: dict[str, float] = {}
-        for phases in _middle(self._steps, self.phases):
-            for name, seconds in phases.items():
-                total[name] = total.get(name, 0.0) + seconds
-        return total
+    def timed(self) -> Mapping[str, float]:
+        """Return, by phase, the total seconds over all timed steps, which sum to their time."""
+        parts = zip(self._steps, self.phases, strict=True)
+        return summed(pair for step, phases in parts if not step.warmup for pair in phases.items())
 
     def typical(self) -> dict[str, float]:
         """Return, by phase, the mean seconds over the middle half of the timed steps.
@@ -141,7 +152,7 @@ class Ledger:
 
     def close(self) -> Ledger:
         """Compute all properties, and release all spans but those of the median step."""
-        _ = self.middle, self.occupied, self.concurrency, self.median_step
+        _ = self.timed, self.moved, self.occupied, self.concurrency, self.median_step
         self._spans = ()
         return self
 
@@ -182,7 +193,7 @@ def walk(step: Step, spans: Iterable[Span]) -> Iterator[Part]:
     inside = [
         span for span in spans if max(span.start_s, step.start_s) < min(span.end_s, step.end_s)
     ]
-    tie_s = 0.0 if all(span.on_host for span in inside) else TIE_S
+    tie_s = _tie_s(inside)
     began = [_began(span, inside, tie_s) for span in inside]
     works = [
         Part(span, works_from_s, span.end_s)
@@ -206,6 +217,11 @@ TIE_S = 5e-6
 GPU clocks round their times, and their relation to the host's clock is known only within a few
 microseconds.
 """
+
+
+def _tie_s(spans: Iterable[Span]) -> float:
+    """Return the seconds within which two ends of `spans` count as equal."""
+    return 0.0 if all(span.on_host for span in spans) else TIE_S
 
 
 def _walk(start_s: float, end_s: float, parts: Sequence[Part], tie_s: float) -> Iterator[Part]:
@@ -266,6 +282,20 @@ def charge(step: Step, spans: Iterable[Span]) -> dict[tuple[str, int], float]:
         key = (span.phase.value, span.device) if span else (UNATTRIBUTED, -1)
         charged[key] = charged.get(key, 0.0) + (end_s - start_s)
     return charged
+
+
+def _moved(spans: Sequence[Span]) -> dict[tuple[Phase, int], float]:
+    """Return one step's seconds of moving data by (phase, device), without waits for others.
+
+    The spans of a device that has run ahead count too: they may lie before the step.
+    """
+    tie_s = _tie_s(spans)
+    works: dict[tuple[Phase, int], list[Interval]] = {}
+    for span in spans:
+        if span.phase in MOVING:
+            interval = _began(span, spans, tie_s), span.end_s
+            works.setdefault((span.phase, span.device), []).append(interval)
+    return {key: length(union(intervals)) for key, intervals in works.items()}
 
 
 def typical_step(steps: Sequence[Step], spans: Iterable[Span]) -> int | None:

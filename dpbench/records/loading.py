@@ -16,7 +16,11 @@ STRATEGY = "loading"
 TRAITS = Traits(parallelism=Parallelism.NONE, role=Role.LOADER, strategy=STRATEGY)
 FIRST_BATCH = "first_batch_s"
 NEXT_EPOCH = "next_epoch_s"
-"""The keys of a trial's setup for the waits for the first batch and for that of the next epoch."""
+"""The keys of a trial's setup for the waits for the first batch and for that of the next epoch.
+
+The latter begins with the last batch before it: without `persistent_workers`, the workers of the
+one epoch end in it, and those of the next start.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,10 @@ from dpbench.records.schedule import Schedule
 
 
 def strategy(case: Case) -> str:
-    """Return the name of a case's strategy, with any schedule but `reference` in brackets."""
-    if case.traits.all_cores:
-        return "single, all cores"
+    """Return the name of a case's strategy, with any schedule but `reference` in brackets.
+
+    The option for strategies takes this name.
+    """
     schedule = f"[{case.schedule}]" if case.schedule not in ("", Schedule.REFERENCE) else ""
     return f"{case.strategy}{schedule}"
 

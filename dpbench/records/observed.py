@@ -8,19 +8,13 @@ process together, or 0 if unknown.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
-
-import msgspec
+from dataclasses import dataclass
 
 from dpbench.records.registry import Parallelism, Reduction, Role, Traits
-from dpbench.records.trial import Trial
 from dpbench.records.words import count
 
 SCRIPT = "script"
 """The strategy of every observed training loop."""
-OBSERVED = "observed"
-"""The key of a trial's provenance for `Observed`."""
 WITHOUT_LOADER = -1
 """The number of workers of a loop without a DataLoader."""
 
@@ -31,11 +25,12 @@ class Unknown:
 
     `steps` is 0 for an unknown fact that changes no phase, such as the number of workers in a
     trace, and for a note on how dpbench has defined a phase, such as `data` in a loop without a
-    DataLoader.
+    DataLoader. `hides_phases` is whether it leaves no phase known.
     """
 
     problem: str
     steps: int
+    hides_phases: bool = False
 
     def __str__(self) -> str:
         return f"not understood: {self.problem}" if self.steps else self.problem
@@ -62,20 +57,22 @@ class Observed:
 
     `command` is the command that ran the script, or the path of the trace. `wrapper` is the class
     that makes the module data-parallel, if any. `synchronized` is the share of calls of backward in
-    which DistributedDataParallel adds the ranks' gradients, None if unknown. `updates` is the
-    number of calls of `backward` per step, and `skipped_updates` the number of updates that a
-    GradScaler skipped. `loader_workers` is `WITHOUT_LOADER` without a DataLoader, and None if
-    unknown. `pinned` is whether the batches were in pinned memory; None if no batch was copied to a
-    GPU. `reads` maps a place in the script, such as `train.py:31 item`, to the number of timed
-    steps in which the host waited there for a value of a device. `evaluation_s` and `checkpoint_s`
-    are the seconds, between the first and the last step, in which the script evaluated and saved
-    checkpoints; no step includes them. `held` lacks ranks whose process NVML does not list.
-    `binding` has clauses on the lines of the script by which a rank takes memory on the first GPU.
+    which DistributedDataParallel adds the ranks' gradients, None if unknown. `batches` is the
+    number of batches that a process takes for a step, `updates` that of its calls of `backward`,
+    and `skipped_updates` the number of updates that a GradScaler skipped. `loader_workers` is
+    `WITHOUT_LOADER` without a DataLoader, and None if unknown. `pinned` is whether the batches were
+    in pinned memory; None if no batch was copied to a GPU. `reads` maps a place in the script, such
+    as `train.py:31 item`, to the number of timed steps in which the host waited there for a value
+    of a device. `evaluation_s` and `checkpoint_s` are the seconds, between the first and the last
+    step, in which the script evaluated and saved checkpoints; no step includes them. `held` lacks
+    ranks whose process NVML does not list. `binding` has clauses on the lines of the script by
+    which a rank takes memory on the first GPU.
     """
 
     command: str
     wrapper: str = ""
     synchronized: float | None = None
+    batches: int = 1
     updates: int = 1
     skipped_updates: int = 0
     loader_workers: int | None = WITHOUT_LOADER
@@ -87,15 +84,10 @@ class Observed:
     held: tuple[Held, ...] = ()
     binding: tuple[str, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the facts as plain data for JSON."""
-        return asdict(self)
-
-
-def observed(trial: Trial) -> Observed | None:
-    """Return the facts about the observed loop of a trial; None if dpbench ran the loop."""
-    found = trial.provenance.get(OBSERVED)
-    return msgspec.convert(found, Observed) if found else None
+    @property
+    def hidden(self) -> bool:
+        """Return whether no phase of the loop is known, so that no rule may judge it."""
+        return any(one.hides_phases for one in self.unknown)
 
 
 def unclear(loop: Observed) -> list[str]:

@@ -14,8 +14,10 @@ from dataclasses import dataclass, field, fields, replace
 from reprlib import repr as abridged
 from typing import Any, Self
 
-from dpbench.records import registry
+from dpbench.records import objects, registry
 from dpbench.records.case import MODES, TRAIN, Case
+from dpbench.records.errors import UnknownName, UsageError
+from dpbench.records.spelling import dashed
 from dpbench.records.trial import FINAL
 
 DEVICE_KINDS = ("cpu", "cuda", "emulated")
@@ -23,7 +25,7 @@ PLACEMENTS = ("spread", "colocated")
 OPTIMIZERS = ("sgd", "adam", "adamw", "own")
 """The optimizers of a step; the last one is that of the user's model."""
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-PREDICTABLE = ("fp32", "bf16")
+PREDICTABLE = ("fp32", "tf32", "bf16")
 """The precisions that `dpbench predict` knows."""
 SIZES = ("small", "full")
 INPUTS = ("pageable", "pinned", "device")
@@ -46,6 +48,7 @@ class Option:
     `most`. `expected` describes the values in an error, and `form` their texts in the help; if
     empty, both follow from the other facts. `words` and `parse` convert texts that are neither
     numbers nor names. A `repeated` option is given once per value; the text of any other list has
+    commas. An option with `also`, a second name, may be given several times, and each text has
     commas. `kinds` has the names of the types of a value, or of those in its list.
     """
 
@@ -60,6 +63,7 @@ class Option:
     words: Mapping[str, int] = field(default_factory=dict)
     parse: Callable[[str], Any] | None = None
     repeated: bool = False
+    also: str = ""
     name: str = ""
     default: Any = None
     listed: bool = False
@@ -73,7 +77,7 @@ class Option:
     @property
     def spelled(self) -> str:
         """Return the option as on the command line, such as --batch-sizes."""
-        return f"--{self.name.replace('_', '-')}"
+        return dashed(self.name)
 
     def text(self, value: Any) -> str:
         """Return the text that gives `value` on the command line."""
@@ -112,7 +116,7 @@ class Option:
                 plain = isinstance(item, str | int | float)
                 got = abridged(item) if plain else f"a value of the type {type(item).__name__}"
                 near = registry.near(str(item), self.choices)
-                raise ValueError(f"must be {self._expected}, got {got}{near}")
+                raise UsageError(f"must be {self._expected}, got {got}{near}")
 
     def _fits(self, item: Any) -> bool:
         if isinstance(item, str):
@@ -136,10 +140,10 @@ class Option:
 
 
 def _several(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Return the values of a list; raise ValueError if there are none."""
+    """Return the values of a list; raise UsageError if there are none."""
     found = tuple(values)
     if not found:
-        raise ValueError("is an empty list: give at least one value, or leave the option out")
+        raise UsageError("is an empty list: give at least one value, or leave the option out")
     return found
 
 
@@ -160,33 +164,34 @@ def _bytes(text: str) -> int | str:
 class Options:
     """The options of a run: each field is one, with its default and what the help says about it.
 
-    An empty value means the default on this machine, which `measure.selection` inserts. `model` and
-    `strategy` name the user's own models and strategies. Raises ValueError for a wrong value.
+    An empty value means the default on this machine, which `measure.selection` inserts. Raises
+    ValueError for a wrong value.
     """
 
-    models: tuple[str, ...] = _option((), CASES, "Reference models.  [default: mlp,resnet18]")
-    model: tuple[str, ...] = _option(
+    models: tuple[str, ...] = _option(
         (),
         CASES,
-        "Your own model, package.module:name; may be repeated.",
-        expected="package.module:name, from which measuring processes import your model",
-        repeated=True,
+        "Models: reference models, and your own as file.py:name or package.module:name; a library's"
+        " as library:name.  [default: mlp,resnet18]",
+        expected="names of models, such as mlp, file.py:name or package.module:name",
+        form="NAME,...",
+        also="model",
     )
     strategies: tuple[str, ...] = _option(
-        (), CASES, "Training strategies.  [default: all that this machine can run]"
-    )
-    strategy: tuple[str, ...] = _option(
         (),
         CASES,
-        "Your own strategy, file.py:name or package.module:name, in addition to --strategies; may"
-        " be repeated.",
-        expected="package.module:name, from which measuring processes import your strategy",
-        repeated=True,
+        "Training strategies: dpbench's, such as ddp or dp[cached], and your own as file.py:name or"
+        " package.module:name. If all are your own, the default ones are measured beside them."
+        "  [default: all that this machine can run]",
+        expected="names of strategies, such as dp, dp[cached], file.py:name or package.module:name",
+        form="NAME,...",
+        also="strategy",
     )
     schedules: tuple[str, ...] = _option(
         (),
         CASES,
-        "Schedules of the strategy dp; see dpbench list schedules.  [default: reference]",
+        "Schedules of the strategy dp where --strategies gives none in brackets; see dpbench list"
+        " schedules.  [default: reference]",
     )
     ladder: bool = _option(
         False,
@@ -270,7 +275,7 @@ class Options:
         "sgd",
         STEP,
         "sgd (momentum), adam, adamw, or own: the optimizer, the scheduler and the clip_norm of"
-        " your --model.",
+        " your own model.",
         choices=OPTIMIZERS,
     )
     compile: tuple[bool, ...] = _option(
@@ -362,26 +367,35 @@ class Options:
         """Return the options with these values from a caller in Python.
 
         None and () mean the default. Lists become tuples, and one value becomes a tuple of one
-        value. Raises ValueError for a wrong value, and TypeError for an unknown option.
+        value. Values under both names of an option are joined. Raises ValueError for a wrong value,
+        and TypeError for an unknown option.
         """
-        named = {name: value for name, value in given.items() if value not in (None, ())}
-        if unknown := sorted(named.keys() - OPTIONS.keys()):
-            raise TypeError(registry.unknown("argument", unknown[0], [*OPTIONS]))
-        for name, value in named.items():
-            if OPTIONS[name].listed:
-                one = isinstance(value, str) or not isinstance(value, Iterable)
-                with _naming(OPTIONS[name]):
-                    named[name] = (value,) if one else _several(value)
+        named: dict[str, Any] = {}
+        for name, value in given.items():
+            if value in (None, ()):
+                continue
+            option = OPTIONS.get(ALSO.get(name, name))
+            if option is None:
+                raise TypeError(registry.unknown("argument", name, [*OPTIONS]))
+            if not option.listed:
+                named[option.name] = value
+                continue
+            one = isinstance(value, str) or not isinstance(value, Iterable)
+            with _naming(option):
+                several = (value,) if one else _several(value)
+            named[option.name] = (*named.get(option.name, ()), *several)
         return cls(**named)
 
     def __post_init__(self) -> None:
         for option in self._given():
             with _naming(option):
                 option.check(getattr(self, option.name))
-        if self.optimizer == "own" and (self.models or not self.model):
-            raise ValueError(
-                "--optimizer own takes the optimizer of your model's file: give --model, and no"
-                " --models"
+        if self.optimizer == "own" and not (self.models and all(map(objects.is_own, self.models))):
+            raise UsageError(
+                "{} takes the optimizer of your model's file",
+                option="optimizer",
+                value="own",
+                remedy="give {models:FILE.py:NAME}, and no reference model",
             )
 
     def _given(self) -> list[Option]:
@@ -392,11 +406,20 @@ class Options:
         """Return whether no option of the group `CASES` is given."""
         return not any(option.group == CASES for option in self._given())
 
-    def refuse(self, names: Iterable[str], why: str) -> None:
-        """Raise ValueError if one of the options `names` is given; {} in `why` means the option."""
-        given = {option.name: option.spelled for option in self._given()}
+    def refuse(self, names: Iterable[str], why: str, *, by: str = "") -> None:
+        """Raise UsageError if one of the options `names` is given.
+
+        {} in `why` is the option `by`, which excludes them, or else the given option.
+        """
+        given = {option.name: option for option in self._given()}
         for option in (given[name] for name in names if name in given):
-            raise ValueError(f"{why.format(option)}: leave out {option}")
+            about = OPTIONS.get(by, option)
+            raise UsageError(
+                why,
+                option=about.name,
+                value=True if about.flag else "",
+                remedy=f"leave out {{{option.name}{':True' if option.flag else ''}}}",
+            )
 
     def command(self, *more: str, config: bool = True) -> str:
         """Return these options, and the arguments `more`, as the text of a `dpbench run` command.
@@ -417,7 +440,7 @@ def _naming(option: Option) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{option.spelled} {error}") from None
+        raise UsageError("{} {why}", option=option.name, why=error) from None
 
 
 OPTIONS: dict[str, Option] = {
@@ -431,15 +454,22 @@ OPTIONS: dict[str, Option] = {
     for one in fields(Options)
 }
 """The options by name, in the order of the help."""
+ALSO = {one.also: one.name for one in OPTIONS.values() if one.also}
+"""The options' names by their second names."""
 
 
 def tags(texts: Iterable[str]) -> dict[str, str]:
-    """Return the tags that texts such as "driver=550" give; raise ValueError for a repeated key."""
+    """Return the tags that texts such as "driver=550" give; raise UsageError for a repeated key."""
     found: dict[str, str] = {}
     for text in texts:
         key, _, value = text.partition("=")
         if key in found:
-            raise ValueError(f"--tag gives the tag {key} twice: leave out one of its values")
+            raise UsageError(
+                "{} gives the tag {key} twice",
+                option="tag",
+                remedy="leave out one of its values",
+                key=key,
+            )
         found[key] = value
     return found
 
@@ -449,83 +479,115 @@ def check_names(models: Sequence[str], strategies: Sequence[str], devices: Seque
     for model in models:
         check_model(model)
     for strategy in strategies:
-        registry.check("strategies", strategy)
-    if not models:
-        raise ValueError(
-            f"no model given; --models takes any of: {', '.join(registry.names('models'))}"
-        )
-    if not strategies:
-        raise ValueError(
-            "no strategy given; --strategies takes any of:"
-            f" {', '.join(registry.names('strategies'))}"
-        )
+        if objects.is_own(strategy):
+            _check_own("strategies", strategy)
+        _check_known("strategies", strategy)
+    for name, found in (("models", models), ("strategies", strategies)):
+        if not found:
+            raise UsageError(
+                "{} is empty",
+                option=name,
+                remedy="give any of {known}",
+                known=", ".join(registry.names(name)),
+            )
     if not devices:
-        raise ValueError("no device count given; --devices takes numbers, such as 1,2")
+        raise UsageError("{} is empty", option="devices", remedy="give numbers, such as 1,2")
 
 
 def check_model(name: str) -> None:
-    """Raise LookupError if dpbench has no model `name`; a user's own, with a colon, may be any."""
-    if ":" in name:
+    """Raise LookupError if there is no model `name`, of dpbench or of the user."""
+    if objects.is_own(name):
+        _check_own("models", name)
         return
-    if name.endswith(".py"):
-        registry.check_module(name)
+    _check_known("models", name, "; for your own model, give {models:file.py:name}")
+
+
+def _check_own(option: str, name: str) -> None:
+    """Raise UnknownName if there is no object of the user `name`, or if a list cannot name it."""
+    if "," in name:
+        raise UnknownName(
+            "{} has a comma, which separates names in a list",
+            option=option,
+            value=name,
+            remedy="rename the file or its folder, or give package.module:NAME",
+        )
+    objects.check(name, option)
+
+
+def _check_known(option: str, name: str, more: str = "") -> None:
+    """Raise UnknownName, which has the option, if a name is not that of a plug-in."""
     try:
-        registry.check("models", name)
+        registry.check(option, name)
     except LookupError as error:
-        raise LookupError(
-            f"{error}; for your own model, give --model package.module:name"
-        ) from None
+        raise UnknownName("{why}" + more, option=option, value=name, why=error) from error
 
 
 def check_placement(devices: Sequence[int], kind: str, ids: Sequence[int], placement: str) -> None:
     """Raise ValueError if the placement or the device ids do not suit the devices."""
     others = {"cpu": "logical CPU devices", "emulated": "emulated devices"}.get(kind)
     if others and ids:
-        raise ValueError(
-            f"--device-ids selects GPUs, but {others} have no ids: leave out --device-ids"
+        raise UsageError(
+            "{} selects GPUs, but {others} have no ids",
+            option="device_ids",
+            remedy="leave out {}",
+            others=others,
         )
     if others and placement == "colocated":
-        raise ValueError(
-            f"--placement colocated puts all replicas on one GPU: for {others}, give --placement"
-            " spread"
+        raise UsageError(
+            "{} puts all replicas on one GPU: for {others}, give {placement:spread}",
+            option="placement",
+            value="colocated",
+            others=others,
         )
     if len(set(ids)) < len(ids):
-        raise ValueError(
-            f"--device-ids names a GPU twice: {list(ids)}; to put all replicas on one GPU, give"
-            " --placement colocated"
+        raise UsageError(
+            "{} names a GPU twice: {ids}",
+            option="device_ids",
+            remedy="to put all replicas on one GPU, give {placement:colocated}",
+            ids=[*ids],
         )
     if ids and placement == "spread" and max(devices) > len(ids):
-        raise ValueError(
-            f"{max(devices)} devices are requested, but --device-ids names only {list(ids)}; give"
-            " more ids or fewer devices"
+        raise UsageError(
+            "{most} devices are requested, but {} names only {ids}",
+            option="device_ids",
+            remedy="give more ids or fewer devices",
+            most=max(devices),
+            ids=[*ids],
         )
 
 
 def check_memory(kind: str, size: int) -> None:
     """Raise ValueError for a memory limit of devices that are not emulated."""
     if size and kind == "cpu":
-        raise ValueError(
-            "--device-memory limits emulated devices; logical CPU devices share the host's memory:"
-            " give --device-kind emulated"
+        raise UsageError(
+            "{} limits emulated devices; logical CPU devices share the host's memory",
+            option="device_memory",
+            remedy="give {device_kind:emulated}",
         )
     if size and kind == "cuda":
-        raise ValueError(
-            "the memory of a GPU is fixed, and --device-memory limits only emulated devices: leave"
-            " out --device-memory"
+        raise UsageError(
+            "the memory of a GPU is fixed, and {} limits only emulated devices",
+            option="device_memory",
+            remedy="leave out {}",
         )
 
 
 def check_precision(precision: str, kind: str) -> None:
     """Raise ValueError if a precision has no effect on this kind of device."""
     if precision == "tf32" and kind != "cuda":
-        raise ValueError(
-            f"--precision tf32 is for GPUs, and the devices are {kind} devices: give --precision"
-            " fp32 or bf16"
+        raise UsageError(
+            "{} is for GPUs, and the devices are {kind} devices",
+            option="precision",
+            value=precision,
+            remedy="give {precision:fp32} or bf16",
+            kind=kind,
         )
     if precision != "fp32" and kind == "emulated":
-        raise ValueError(
-            f"emulated devices have no autocast: leave out --precision {precision}, or give"
-            " --device-kind cpu or cuda"
+        raise UsageError(
+            "emulated devices have no autocast",
+            option="precision",
+            value=precision,
+            remedy="leave out {}, or give {device_kind:cpu} or cuda",
         )
 
 
@@ -536,22 +598,30 @@ def check_habits(kind: str, habits: Mapping[str, Sequence[Any]]) -> None:
     """
     others = {*habits["inputs"]} - {"pinned"}
     if kind == "cpu" and others:
-        raise ValueError(
-            f"--inputs {others.pop()} has no effect on logical CPU devices, which read the host's"
-            " memory: leave out --inputs"
+        raise UsageError(
+            "{} has no effect on logical CPU devices, which read the host's memory",
+            option="inputs",
+            value=others.pop(),
+            remedy="leave out {inputs}",
         )
     if kind == "emulated" and "pageable" in others:
-        raise ValueError(
-            "--inputs pageable has no effect on emulated devices: give --inputs pinned or device"
+        raise UsageError(
+            "{} has no effect on emulated devices",
+            option="inputs",
+            value="pageable",
+            remedy="give {inputs:pinned} or device",
         )
     if any(habits["compile"]) and kind == "emulated":
-        raise ValueError(
-            "torch.compile cannot trace the tensors of emulated devices: leave out --compile"
+        raise UsageError(
+            "torch.compile cannot trace the tensors of emulated devices",
+            option="compile",
+            remedy="leave out {}",
         )
     if any(habits["neighbour"]) and kind == "emulated":
-        raise ValueError(
-            "emulated devices run one at a time, so two models cannot run concurrently on them:"
-            " give --device-kind cpu or cuda"
+        raise UsageError(
+            "emulated devices run one at a time, so two models cannot run concurrently on them",
+            option="together",
+            remedy="give {device_kind:cpu} or cuda",
         )
     for model in filter(None, habits["neighbour"]):
         check_model(model)
@@ -560,13 +630,16 @@ def check_habits(kind: str, habits: Mapping[str, Sequence[Any]]) -> None:
 
 def _check_combined(habits: Mapping[str, Sequence[Any]]) -> None:
     if max(habits["loader"]) >= 0 and "device" in habits["inputs"]:
-        raise ValueError(
-            "a DataLoader puts batches in the host's memory, so --inputs device has no effect:"
-            " leave out --loader or --inputs"
+        raise UsageError(
+            "a DataLoader puts batches in the host's memory, so {} has no effect",
+            option="inputs",
+            value="device",
+            remedy="leave out {loader} or {inputs}",
         )
-    for name, option in (("read_loss", "--read-loss"), ("zero_grad", "--zero-grad")):
+    for name in ("read_loss", "zero_grad"):
         if {*habits["mode"]} - {TRAIN} and {*habits[name]} - {getattr(Case, name)}:
-            raise ValueError(
-                f"{option} has no effect on a forward alone, which has no loss and no gradients:"
-                f" leave out {option}, or give --mode {TRAIN}"
+            raise UsageError(
+                "{} has no effect on a forward alone, which has no loss and no gradients",
+                option=name,
+                remedy="leave out {}, or give {mode:train}",
             )

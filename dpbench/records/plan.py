@@ -12,6 +12,7 @@ from typing import Any
 
 from dpbench.records import HABITS, Case, options, registry, schedule
 from dpbench.records.case import TRAIN
+from dpbench.records.errors import UsageError
 from dpbench.records.registry import Role
 
 LIMIT = (("role", "limit"),)
@@ -40,13 +41,14 @@ def sweep(
 ) -> list[Case]:
     """Return a case for each combination of values of the axes, the arguments with several values.
 
-    Exactly one of `batch_sizes` (global, strong scaling) and `batch_per_device` (weak scaling) must
-    be given. `device_memory_bytes` limits the memory of each emulated device. `habits` are further
-    axes, named as in `HABITS`. Raises LookupError for unknown names, and ValueError for other
-    values with which no case can run.
+    A strategy may name its schedule, as in "dp[cached]"; otherwise it runs under each of
+    `schedules`. Exactly one of `batch_sizes` (global, strong scaling) and `batch_per_device` (weak
+    scaling) must be given. `device_memory_bytes` limits the memory of each emulated device.
+    `habits` are further axes, named as in `HABITS`. Raises LookupError for unknown names, and
+    ValueError for other values with which no case can run.
     """
     if bool(batch_sizes) == bool(batch_per_device):
-        raise ValueError(
+        raise UsageError(
             "give either batch sizes (strong scaling) or a batch per device (weak scaling), and not"
             " both"
         )
@@ -56,16 +58,18 @@ def sweep(
         raise TypeError(
             f"a sweep has no axis {', '.join(habits)}; its axes for the training loop are {known}"
         )
-    options.check_names(models, strategies, devices)
+    ways = [_way(text) for text in strategies]
+    options.check_names(models, [strategy for strategy, _ in ways], devices)
     schedules = [_schedule(text) for text in schedules]
+    scheduled = [(strategy, _own_schedule(strategy, text)) for strategy, text in ways]
     options.check_placement(devices, device_kind, device_ids, placement)
     options.check_memory(device_kind, device_memory_bytes)
     options.check_precision(precision, device_kind)
     options.check_habits(device_kind, loops)
     cases = []
-    for model, strategy, count in itertools.product(models, strategies, devices):
+    for model, (strategy, own), count in itertools.product(models, scheduled, devices):
         for batch in batch_sizes or [each * count for each in batch_per_device]:
-            for written, *loop in itertools.product(schedules, *loops.values()):
+            for written, *loop in itertools.product(own or schedules, *loops.values()):
                 case = Case(
                     model=model,
                     strategy=strategy,
@@ -92,10 +96,20 @@ def ladder(*, devices: Sequence[int], device_kind: str = "cpu", **axes: Any) -> 
     for a mode other than training, in which most schedules cannot run.
     """
     if {*axes.get("mode", ())} - {TRAIN}:
-        raise ValueError("--ladder compares schedules of a training step: leave out --mode")
+        raise UsageError(
+            "{} compares schedules of a training step",
+            option="ladder",
+            value=True,
+            remedy="leave out {mode}",
+        )
     several = [count for count in devices if count != 1]
     if not several:
-        raise ValueError("--ladder needs at least two devices; give --devices 2 or more")
+        raise UsageError(
+            "{} needs at least two devices",
+            option="ladder",
+            value=True,
+            remedy="give {devices:2} or more",
+        )
     cases = sweep(
         strategies=default_strategies(device_kind),
         schedules=[*schedule.Schedule],
@@ -163,8 +177,11 @@ def together(models: Sequence[str], **axes: Any) -> list[Case]:
     `axes` are further axes of `sweep`. Raises ValueError for another number of models.
     """
     if len(models) != 2:
-        raise ValueError(
-            f"--together takes two models, such as mlp,resnet18, but got {len(models)}"
+        raise UsageError(
+            "{} takes two models, but got {number}",
+            option="together",
+            remedy="give two, such as {together:mlp,resnet18}",
+            number=len(models),
         )
     pairs = (models, models[::-1])
     found = [
@@ -241,6 +258,21 @@ def normalise(case: Case, *, weak_batches: Sequence[int] = ()) -> Case:
     return case if case.traits.scheduled else replace(case, schedule="")
 
 
+def by_need(cases: Iterable[Case], planned: Sequence[Case]) -> list[Case]:
+    """Return the cases as answers need them: model by model, as `planned`, the baseline first.
+
+    DataParallel and the control follow; others keep their order.
+    """
+    models = list(dict.fromkeys(case.model for case in planned))
+    roles = [Role.BASELINE, Role.WRAPPER, Role.CONTROL]
+
+    def need(case: Case) -> tuple[int, int]:
+        role = case.traits.role
+        return models.index(case.model), roles.index(role) if role in roles else len(roles)
+
+    return sorted(cases, key=need)
+
+
 def side_by_side(cases: Sequence[Case]) -> list[tuple[Case, ...]]:
     """Return groups of cases that one worker can measure: the same model, settings and devices.
 
@@ -308,12 +340,50 @@ def _schedule(text: str) -> str:
     return text if text in schedule.SELECTED else str(schedule.parse(text))
 
 
+def _way(text: str) -> tuple[str, str]:
+    """Return a strategy and its schedule as `Case.label` writes them; "" without a schedule.
+
+    Raises ValueError for empty brackets.
+    """
+    strategy, bracket, written = text.removesuffix("]").rpartition("[")
+    if not bracket or not text.endswith("]"):
+        return text, ""
+    if not written.strip():
+        raise UsageError(
+            "{} names no schedule in its brackets",
+            option="strategies",
+            value=text,
+            remedy="give {strategy}, or a schedule in the brackets, such as dp[cached]",
+            strategy=strategy,
+        )
+    return strategy, written
+
+
+def _own_schedule(strategy: str, text: str) -> tuple[str, ...]:
+    """Return the schedule `text` that a strategy names; empty if it names none.
+
+    Raises ValueError for an unknown schedule, and for a strategy without schedules.
+    """
+    if not text:
+        return ()
+    if not registry.traits(strategy).scheduled:
+        raise UsageError(
+            "{} names a schedule, but {strategy} has none",
+            option="strategies",
+            value=f"{strategy}[{text}]",
+            remedy="give {strategy} alone",
+            strategy=strategy,
+        )
+    return (_schedule(text),)
+
+
 def default_strategies(device_kind: str) -> tuple[str, ...]:
-    """Return the default strategies for a kind of device, or for a launch ("launch")."""
+    """Return the default strategies for a kind of device, for a launch ("launch"), or "one GPU"."""
     by_kind = {
         "launch": ("single", "ddp", "fsdp"),
         "cpu": ("single", "single_all_cores", "dp", "ddp"),
         "cuda": ("single", "dp", "torch_dp", "ddp"),
+        "one GPU": ("single", "dp"),
         "emulated": ("single", "dp", "torch_dp"),
     }
     return by_kind.get(device_kind, by_kind["cpu"])

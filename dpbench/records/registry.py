@@ -10,24 +10,21 @@ Plans, predictions and reports depend on the traits of a strategy, never on the 
 
 from __future__ import annotations
 
-import ast
 import difflib
 import hashlib
 import importlib
-import importlib.machinery
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dpbench.records.files import UnreadableFile
+from dpbench.records.errors import UnknownName
 from dpbench.records.visible import visible
 
 
@@ -157,6 +154,8 @@ PACKAGES = {"models": "models", "strategies": "strategies", "samplers": "hardwar
 LIBRARIES = {"transformers": "transformers", "torchvision": "vision", "timm": "vision"}
 """Libraries with models, such as `transformers:gpt2`, and the extra of dpbench that installs each.
 """
+UNPRINTABLE = "the name has control characters or bytes that are not UTF-8"
+"""The fault of a name that stored cases and the terminal would show with escapes."""
 GROUP = "dpbench.strategies"
 """The group of entry points with which installed distributions offer strategies."""
 
@@ -200,7 +199,7 @@ def check(kind: str, name: str) -> None:
     known = names(kind)
     if name not in known:
         singular = kind[:-3] + "y" if kind.endswith("ies") else kind[:-1]
-        raise LookupError(unknown(singular, name, known))
+        raise UnknownName(unknown(singular, name, known))
 
 
 def strategy(name: str) -> Any:
@@ -219,7 +218,7 @@ def strategy(name: str) -> Any:
         "method start(case, model, devices, mark)": callable(getattr(instance, "start", None)),
     }
     if missing := [part for part, there in parts.items() if not there]:
-        raise LookupError(
+        raise UnknownName(
             f"strategy {name}: this {type(instance).__name__} has no {' and no '.join(missing)};"
             " write a subclass of dpbench.strategies.Strategy and give the name of an instance of"
             " that class"
@@ -241,11 +240,10 @@ def outside(kind: str, name: str) -> Any:
     Modules are also searched for in the current folder. Raises LookupError, which names the `kind`
     of object, if the file or module cannot be imported, or has no such object.
     """
-    _check_visible(kind, name)
+    if visible(name) != name:
+        raise UnknownName(f"{kind} {visible(name)}: {UNPRINTABLE}; rename the file")
     place, _, attribute = name.rpartition(":")
     here = str(Path.cwd())
-    if place.endswith(".py"):
-        _check_exists(kind, name, place)
     try:
         if place.endswith(".py"):
             module = _executed(Path(place))
@@ -255,22 +253,15 @@ def outside(kind: str, name: str) -> Any:
             module = importlib.import_module(place)
     except Exception as error:  # the user's code may raise any error
         told = f"{type(error).__name__}: {error}"
-        raise LookupError(
+        raise UnknownName(
             f"{kind} {name}: cannot import {place} in the folder {here}: {told}"
         ) from error
     instance = getattr(module, attribute, None)
     if instance is None:
-        raise LookupError(
+        raise UnknownName(
             f"{kind} {name}: {place} has no object {attribute!r}; correct the name after ':'"
         )
     return instance
-
-
-def _check_exists(kind: str, name: str, path: str) -> None:
-    if not Path(path).is_file():
-        raise UnreadableFile(
-            f"{kind} {name}: the file {path} does not exist in the folder {Path.cwd()}"
-        )
 
 
 def _executed(path: Path) -> Any:
@@ -318,100 +309,6 @@ def declared(name: str) -> Traits | None:
 def of_role(role: Role) -> str:
     """Return the name of dpbench's own strategy with this role."""
     return next(name for name in own("strategies") if traits(name).role is role)
-
-
-def check_module(name: str, option: str = "--model") -> None:
-    """Raise LookupError if the user's object `name` cannot be found.
-
-    Raises UnreadableFile, which is a LookupError, if its file does not exist. `name` is
-    `file.py:object`, `package.module:object`, or a library's model, such as `transformers:gpt2`.
-    `option` is the option that gives the name. Nothing is imported: the syntax tree of a file shows
-    its names.
-    """
-    _check_visible(option, name)
-    place, colon, attribute = name.rpartition(":")
-    if not colon:
-        like = ""
-        if name.endswith(".py"):
-            _check_exists(option, name, name)
-            like = "".join(f", such as {name}:{one}" for one in _names_in(name, option)[-1:])
-        raise LookupError(f"{option} {name}: give file.py:name or package.module:name{like}")
-    if place.endswith(".py"):
-        _check_exists(option, name, place)
-        _check_name(place, attribute, option, name)
-        return
-    top = place.partition(".")[0]
-    here = str(Path.cwd())
-    missing = importlib.machinery.PathFinder.find_spec(top, [here, *sys.path]) is None
-    if missing and top in LIBRARIES:
-        raise LookupError(
-            f"{option} {name} needs {top}, which is not installed:"
-            f" pip install 'torch-dpbench[{LIBRARIES[top]}]'"
-        )
-    if missing:
-        raise LookupError(
-            f"{option} {name}: cannot find the module {top!r} in the folder {here} or on Python's"
-            " path"
-        )
-
-
-def _check_name(file: str, attribute: str, option: str, name: str) -> None:
-    """Raise LookupError if the file has no such name on its top level, or only a class of it."""
-    tree = _tree(file, option)
-    if any(_imports_all(node) for node in ast.walk(tree)):
-        return  # the names of other modules are unknown
-    if attribute not in _assigned(ast.walk(tree)):
-        targets = (one.targets if isinstance(one, ast.Assign) else [one] for one in tree.body)
-        known = dict.fromkeys(_assigned(chain.from_iterable(targets)))
-        raise LookupError(f"{option} {name}: {unknown('name', attribute, [*known])}")
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    if option == "--model" and attribute in classes:
-        raise LookupError(
-            f"{option} {name}: {attribute} is a class, and dpbench needs an object with build,"
-            f" batch and loss: add `model = {attribute}()` to the file, and give {file}:model"
-        )
-
-
-def _names_in(file: str, option: str) -> list[str]:
-    """Return the names of objects that the file makes on its top level, in their order."""
-    made = [
-        node
-        for node in _tree(file, option).body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
-    ]
-    return [one.id for node in made for one in node.targets if isinstance(one, ast.Name)]
-
-
-def _tree(file: str, option: str) -> ast.Module:
-    try:
-        return ast.parse(Path(file).read_bytes(), file)
-    except (SyntaxError, ValueError) as error:
-        where = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        raise LookupError(f"{option} {file}{where}: {type(error).__name__}: {error}") from error
-
-
-def _imports_all(node: ast.AST) -> bool:
-    return isinstance(node, ast.ImportFrom) and any(one.name == "*" for one in node.names)
-
-
-def _assigned(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """Yield the names that these parts of a module define, assign or import."""
-    for node in nodes:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            yield node.name
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            yield from (one.asname or one.name.partition(".")[0] for one in node.names)
-
-
-def _check_visible(kind: str, name: str) -> None:
-    """Raise LookupError if `name` has characters that a stored case would escape."""
-    if visible(name) != name:
-        raise LookupError(
-            f"{kind} {visible(name)}: the name has control characters or bytes that are not UTF-8;"
-            " rename the file"
-        )
 
 
 def unknown(kind: str, name: str, known: list[str]) -> str:

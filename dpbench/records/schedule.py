@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from dpbench.records.errors import UsageError
+
 
 class Schedule(StrEnum):
     """A way to run a step, in ladder order. The text is the name that users and stores know."""
@@ -68,7 +70,7 @@ def parse(text: str) -> Schedule:
         return Schedule(text)
     except ValueError:
         known = ", ".join((*Schedule, *SELECTED))
-        raise ValueError(f"unknown schedule {text!r}; give one of {known}") from None
+        raise UsageError(f"unknown schedule {text!r}; give one of {known}") from None
 
 
 def known(text: str) -> Schedule | None:

@@ -92,6 +92,8 @@ class Steps(_ByColumn[Step]):
         return Step(seconds, warmup, ends)  # type: ignore[arg-type]
 
 
+BUFFERED = "buffered_utilization_ratio"
+"""The metric of a driver's own samples of utilisation, with the driver's times."""
 JOINT = "_joint"
 """The end of the name of a joint span's clock."""
 

@@ -1,7 +1,8 @@
 """Siblings: packages that no other package imports, and without which dpbench works.
 
 The module `commands` of a sibling adds its commands to the command line; a module `findings`, if
-there is one, has its rules about observed loops as `RULES`.
+there is one, has its rules about observed loops as `RULES`; a module `outlook` predicts, from a
+step on one GPU, what several would give.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Trial: the measurements of one case, and estimates, which are numbers with intervals.
+"""Trial: the measurements of one case.
 
 Times are seconds on the machine's monotonic clock; sizes are bytes. Version 2 of the schema added
 the memory by phase and by kind, and the device that failed. In version 3, the schedule "allreduce"
@@ -14,73 +14,18 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import compress
-from typing import Any, ClassVar, NamedTuple, Self, get_type_hints
+from typing import Any, Self, get_type_hints
 
 import msgspec
 
-from dpbench.records import visible
+from dpbench.records import hidden, visible
 from dpbench.records.case import Case, Phase
+from dpbench.records.errors import UsageError
+from dpbench.records.facts import TrialFacts
 from dpbench.records.fake import fake_gpus
 from dpbench.records.grouping import grouped
 from dpbench.records.ledger import Ledger
 from dpbench.records.series import Sample, Samples, Series, Span, Step, Steps
-
-
-class Doubt(StrEnum):
-    """The reason why an estimate is not shown as a result."""
-
-    ROUNDS = "too few rounds"
-    NOISY = "other processes used the cores or a GPU"
-    WIDTH = "interval too wide"
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A value from `n` rounds, with the low and the high end of its interval.
-
-    `level` is the probability with which the interval contains the true value. It exceeds 0.95 for
-    estimates that are judged together, so that all of their intervals contain the true values with
-    95 %. For a prediction, `n` is 0 and the interval is the 80 % interval of the predictor. A
-    `signed` estimate is a difference. It may be 0 or negative, so the ratio of its interval's ends
-    has no meaning. A `noisy` estimate compares cases by rounds in which other processes used the
-    cores. Such a load takes cores from cases with several processes first, an error that no
-    interval contains.
-    """
-
-    value: float
-    low: float
-    high: float
-    n: int
-    signed: bool = False
-    level: float = 0.95
-    noisy: bool = False
-    ROUNDS: ClassVar[int] = 3
-    """The least number of rounds that show how much rounds differ."""
-    WIDEST: ClassVar[float] = 4.0
-    """The largest ratio of the interval's ends with which an estimate is shown."""
-
-    @property
-    def doubt(self) -> Doubt | None:
-        """Return the reason why the estimate must not be shown as a result; None if it may be."""
-        if self.n == 0:
-            return None
-        if self.n < self.ROUNDS:
-            return Doubt.ROUNDS
-        if self.noisy:
-            return Doubt.NOISY
-        # a low end of 0 or NaN also counts as too wide
-        return None if self.signed or self.high <= self.WIDEST * self.low else Doubt.WIDTH
-
-    @property
-    def withheld(self) -> str:
-        """Return the reason why the estimate must not be shown as a result; "" if it may be."""
-        return self.doubt or ""
-
-    @property
-    def coverage(self) -> float:
-        """Return the probability with which the interval contains the true value."""
-        return 0.8 if self.n == 0 else self.level
-
 
 SCHEMA = 3
 EARLIER_ALLREDUCE = "allreduce (flat, overlap)"
@@ -89,61 +34,11 @@ LONGEST_S = 1e9
 """The duration of a step, about 32 years, from which on the clock must be wrong."""
 
 
-AVERAGING = "averaging"
-"""The key of the provenance for gradients that are the mean of those of the ranks' own losses.
-
-They are right for the strategy, but are not the gradient of the whole batch. `low` and `high` are
-the smallest and the largest relative difference of a parameter's gradient, in a step of `rows`
-samples.
-"""
-MARK = "mark_s"
-"""The key of the provenance for the seconds of host time that the timing of one span takes."""
-NO_PROFILE = "no_profile"
-"""The key of the provenance for the reason why the figures of profiled steps are withheld."""
-FLOAT32 = "float32"
-"""The key of the provenance for the `Products` of a trial, as a dictionary."""
-
-
-class Products(NamedTuple):
-    """The formats in which matrix products and convolutions multiply float32 values.
-
-    A format is "ieee" (float32 itself), "tf32" or "bf16"; None if unknown.
-    """
-
-    matmul: str | None
-    convolution: str | None
-
-
-LOOKS = "looks"
-"""The key in a trial's provenance of how often its run may look at its results to go on or stop.
-
-Each look is another chance of a wrong verdict, for which the intervals are widened.
-"""
 CHECK_FAILED = "the check of the"
 """The beginning of the reason of a trial that did not run because its model failed the check."""
-SLOW = "slow"
-"""The key in a trial's provenance of whether it took only a few steps, because they are long."""
-HOSTS = "hosts"
-"""The key of the provenance of a trial, and of a run, for the machines of the ranks."""
-FAILED_HOSTS = "failed_hosts"
-"""The key of a baseline's provenance for the reasons, by machine, why others could not run it."""
 ALONE = "step_alone_s"
 """The seconds of a baseline step that all machines of a launch run at once, without communication.
 """
-
-
-@dataclass(frozen=True)
-class TrialHost:
-    """One machine of a trial: its name and the ranks that run on it.
-
-    `machine` is the id of the machine's current boot, or else the host name. `cores` is the number
-    of cores that these ranks may use together; 0 means unknown.
-    """
-
-    name: str
-    machine: str
-    ranks: tuple[int, ...]
-    cores: int = 0
 
 
 class Source(StrEnum):
@@ -169,7 +64,7 @@ class Status(StrEnum):
     It is `killed` if the run ended before the trial, or if a fault that has nothing to do with the
     case, such as a signal of another process, ended both attempts, and `skipped` if the case cannot
     run here, or if the run's budget was spent before. A resumed run repeats these trials, and
-    others only if `--retry` lists their status.
+    others only if the option `retry` lists their status.
     """
 
     OK = "ok"
@@ -226,9 +121,9 @@ class Trial:
     """One measurement or prediction of a case: recorded data only.
 
     `round` is the index of the round. `reason` explains a status other than `ok`. `setup` maps the
-    stages of the trial, such as verification, to seconds. `provenance` has the facts about the host
-    and torch that are needed to reproduce the numbers. `failed_device` is the index of the device
-    that failed first, if any.
+    stages of the trial, such as verification, to seconds. `provenance` has the facts that are
+    needed to reproduce the numbers, as plain data; `facts` has those that dpbench reads.
+    `failed_device` is the index of the device that failed first, if any.
     """
 
     case: Case
@@ -247,6 +142,11 @@ class Trial:
     started_s: float = 0.0
     """Seconds since the epoch."""
     failed_device: int | None = None
+
+    @cached_property
+    def facts(self) -> TrialFacts:
+        """Return what the trial states. Raises ValueError for a fact of a wrong type."""
+        return TrialFacts.of(self.provenance)
 
     @cached_property
     def ledger(self) -> Ledger:
@@ -329,24 +229,9 @@ class Trial:
         return Samples.of(self.samples)
 
     @property
-    def slow(self) -> bool:
-        """Return whether the trial took only a few steps, with one warm-up step."""
-        return bool(self.provenance.get(SLOW))
-
-    @property
-    def looks(self) -> int:
-        """Return how often the trial's run may look at its results to decide whether to go on."""
-        return int(self.provenance.get(LOOKS, 1))
-
-    @property
-    def hosts(self) -> tuple[TrialHost, ...]:
-        """Return the machines of the trial's ranks, rank 0's first; empty without a launch."""
-        return msgspec.convert(self.provenance.get(HOSTS, ()), tuple[TrialHost, ...])
-
-    @property
     def on_fake_gpus(self) -> bool:
         """Return whether the trial ran on fake GPUs, or was predicted for them."""
-        return self.case.device_kind == "cuda" and fake_gpus(self.provenance)
+        return self.case.device_kind == "cuda" and fake_gpus(self.facts)
 
     @cached_property
     def timed(self) -> tuple[float, ...]:
@@ -411,10 +296,9 @@ class Trial:
         """
         values = dict(data)
         values["case"] = in_schema(Case.from_dict(values["case"]), values.get("schema", SCHEMA))
-        values["reason"] = visible.visible(values.get("reason", ""), lines=True)
-        values |= {
-            name: visible.everywhere(values.get(name, {})) for name in ("setup", "provenance")
-        }
+        values["reason"] = hidden.text(visible.visible(values.get("reason", ""), lines=True))
+        values["setup"] = visible.everywhere(values.get("setup", {}))
+        values["provenance"] = hidden.everywhere(visible.everywhere(values.get("provenance", {})))
         for name, kind in _SCALARS.items():
             if name in values:
                 values[name] = msgspec.convert(values[name], kind)
@@ -448,7 +332,7 @@ def in_schema(case: Case, schema: int) -> Case:
     comparison mixes the two. Raises ValueError for a schema newer than `SCHEMA`.
     """
     if schema > SCHEMA:
-        raise ValueError(
+        raise UsageError(
             f"the trial has schema {schema}, but dpbench reads only schemas up to {SCHEMA}: update"
             " dpbench"
         )

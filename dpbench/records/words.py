@@ -13,7 +13,9 @@ from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
 
-from dpbench.records.trial import Doubt, Estimate
+from dpbench.records.case import UNATTRIBUTED
+from dpbench.records.estimate import Doubt, Estimate
+from dpbench.records.spelling import dashed
 
 MISSING = "–"
 NOT_ENOUGH = "not enough rounds"
@@ -21,7 +23,10 @@ NOT_ENOUGH = "not enough rounds"
 NOT_ENOUGH_QUIET = "not enough quiet rounds"
 NOT_ENOUGH_STEPS = "not enough steps"
 """The text in place of a percentile of too few steps."""
-REMEDY = "more rounds (--rounds N, or --rounds auto) and a machine without other work"
+REMEDY = (
+    f"more rounds ({dashed('rounds', 'N')}, or {dashed('rounds', 'auto')}) and a machine without"
+    " other work"
+)
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 RESIDUE_S = 1e-12
 """Shorter durations are residues of rounding, written as 0: no clock is finer than a nanosecond."""
@@ -60,6 +65,14 @@ def count(number: int, noun: str, plural: str = "") -> str:
 def verb(number: int, singular: str, plural: str) -> str:
     """Return the form of a verb that agrees with a count."""
     return singular if number == 1 else plural
+
+
+def without_rows(kind: str) -> str:
+    """Return the clause that an object of this type in a batch cannot be split, and the way out."""
+    return (
+        f"{kind}, whose rows cannot be split; give tensors (torch.from_numpy for arrays) in tuples,"
+        " lists or dicts"
+    )
 
 
 def percent(share: float) -> str:
@@ -143,8 +156,7 @@ def binary(most: float) -> tuple[str, float]:
 
 INTERVALS = (
     "Intervals of measurements are 95% intervals by Student's t over rounds; their standard error"
-    " comes from a hierarchical bootstrap, which resamples the rounds and then the steps in each"
-    " round."
+    " comes from a bootstrap, which resamples whole rounds."
 )
 TOGETHER = (
     "The intervals of all speed-ups over one baseline are wider, so that all of them contain the"
@@ -184,13 +196,28 @@ def _duration(estimate: Estimate, scale: float, unit: str) -> str:
     return f"{value} {unit} ({low}–{high})"
 
 
+def part(phase: str) -> str:
+    """Return how a sentence names a part of a step: a phase, or unattributed time."""
+    return "Python code between the phases" if phase == UNATTRIBUTED else phase
+
+
 def times(estimate: Estimate) -> str:
-    """Return an estimated ratio and its interval; see `withheld`."""
+    """Return an estimated ratio and its interval; see `withheld`.
+
+    Of an interval that is too wide for a value, return the ends.
+    """
+    if estimate.doubt is Doubt.WIDTH and 1e-3 < estimate.low < estimate.high < 1e3:
+        return f"between {number(estimate.low)}× and {number(estimate.high)}×"
     return (
         withheld(estimate)
         if estimate.doubt
         else f"{number(estimate.value)}× ({interval(estimate)})"
     )
+
+
+def about_times(estimate: Estimate) -> str:
+    """Return an estimated ratio as `times` does, or the ratio alone after "~" if it is in doubt."""
+    return f"~{number(estimate.value)}×" if estimate.doubt else times(estimate)
 
 
 def withheld(estimate: Estimate) -> str:
@@ -199,7 +226,7 @@ def withheld(estimate: Estimate) -> str:
 
 
 def doubt(estimate: Estimate) -> str:
-    """Return the reason why an estimate is in doubt and not shown; "" if it is shown."""
+    """Return the reason why an estimate is in doubt as a clause; "" if it is not."""
     if estimate.doubt is Doubt.ROUNDS:
         return (
             f"{count(estimate.n, 'round')}, but at least {Estimate.ROUNDS} are needed to show how"
@@ -207,7 +234,7 @@ def doubt(estimate: Estimate) -> str:
         )
     if estimate.doubt is Doubt.NOISY:
         return (
-            "other processes used the cores or a GPU (NOISY), and fewer than"
+            "other processes used too much of the machine (NOISY), and fewer than"
             f" {Estimate.ROUNDS} rounds without them are left"
         )
     if estimate.doubt is Doubt.WIDTH:

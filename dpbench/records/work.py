@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
@@ -10,8 +10,23 @@ import msgspec
 
 from dpbench.records.case import Case, Phase
 
-FACT = "model"
-"""The key of a trial's provenance for `Shapes`."""
+
+class Sizes(msgspec.Struct, frozen=True, kw_only=True):
+    """The sizes of a model's tensors, each None if unknown.
+
+    `modules`, `parameter_tensors` and `buffer_tensors` are numbers; the others are bytes, in total
+    for parameters and buffers, and per sample for inputs, targets and outputs.
+    """
+
+    modules: int | float | None = None
+    parameter_tensors: int | float | None = None
+    buffer_tensors: int | float | None = None
+    parameter_bytes: int | float | None = None
+    trainable_bytes: int | float | None = None
+    buffer_bytes: int | float | None = None
+    input_bytes: int | float | None = None
+    target_bytes: int | float | None = None
+    output_bytes: int | float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,15 +46,10 @@ class Shapes:
     output_bytes: float
 
     @classmethod
-    def of(cls, provenance: Mapping[str, Any]) -> Self | None:
-        """Return the sizes in a trial's provenance; None if any of them is missing."""
-        stored = provenance.get(FACT) or {}
-        names = [f.name for f in fields(cls)]
-        return (
-            cls(**{name: stored[name] for name in names})
-            if all(name in stored for name in names)
-            else None
-        )
+    def of(cls, sizes: Sizes | None) -> Self | None:
+        """Return the sizes that a trial states; None if any of them is missing."""
+        values: dict[str, Any] = {f.name: getattr(sizes, f.name, None) for f in fields(cls)}
+        return None if None in values.values() else cls(**values)
 
 
 @dataclass(frozen=True)
@@ -62,14 +72,21 @@ def sent(moves: Iterable[Move], device: int) -> float:
     return sum(move.bytes for move in moves if move.source == device)
 
 
-LINKS = "links"
-"""The key of a trial's provenance for its `CopyTimes`."""
-
-
 def times_links(case: Case) -> bool:
     """Return whether one process drives two or more GPUs of a case, and can time their links."""
     on_gpus = case.device_kind == "cuda" and case.placement == "spread"
     return on_gpus and case.devices > 1 and not case.traits.ranks
+
+
+def fastest(amount: float, seconds: Iterable[float]) -> float:
+    """Return the rate per second of repetitions that each did `amount`; 0 if one took no time.
+
+    It is that of the fastest one: other programs, a clock that has yet to rise, or a library that
+    loads only make repetitions slower. What is computed from it, such as the least seconds of a
+    phase, is a bound.
+    """
+    least_s = min(seconds)
+    return amount / least_s if least_s > 0 else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,19 +101,6 @@ class CopyTimes:
     bytes: int
     seconds: tuple[float, ...]
 
-    @staticmethod
-    def all_of(provenance: Mapping[str, Any]) -> tuple[CopyTimes, ...]:
-        """Return the copy times in a trial's provenance, without the keys of a newer version.
-
-        Left out are copies without bytes or durations above 0, which have no rate.
-        """
-        found = msgspec.convert(provenance.get(LINKS, ()), list[CopyTimes])
-        return tuple(one for one in found if one.bytes > 0 and min(one.seconds, default=0.0) > 0)
-
-
-OPERATIONS = "operations"
-"""The key of a trial's provenance for its `Operations`."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Operations:
@@ -108,23 +112,6 @@ class Operations:
     forward: float
     backward: float
     peak_per_s: float
-
-    @classmethod
-    def of(cls, provenance: Mapping[str, Any]) -> Self | None:
-        """Return the operations in a trial's provenance; None if they are unknown.
-
-        Keys of a newer version are ignored.
-        """
-        stored = provenance.get(OPERATIONS)
-        return msgspec.convert(stored, cls) if stored else None
-
-
-DRAWS = "error_draws"
-"""The key of a prediction's provenance for draws of the logarithm of its step time's error.
-
-Draw i uses the same random numbers in all predictions, so errors that two steps share cancel in the
-ratio of the steps.
-"""
 
 
 def middle_draws(draws: Sequence[float]) -> tuple[float, float]:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+from dpbench.records.errors import UsageError
+from dpbench.records.spelling import dashed
 
-class NoDrawings(LookupError):
+
+class NoDrawings(UsageError, LookupError):
     """Nothing can be drawn, because matplotlib is not installed."""
 
 
@@ -18,5 +21,6 @@ def check_drawings() -> None:
     if find_spec("matplotlib") is None:
         raise NoDrawings(
             "drawings and pages need the package matplotlib, which is not installed; install it"
-            " with pip install matplotlib, or use `dpbench report --md`, which draws nothing"
+            f" with pip install matplotlib, or use `dpbench report {dashed('md')}`, which draws"
+            " nothing"
         )

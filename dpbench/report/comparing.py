@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
-from dpbench.analysis import caveats
+from dpbench.analysis import statements
 from dpbench.analysis.comparison import ORDER, SURE, Comparison, Comparisons
 from dpbench.analysis.lanes import Lanes
+from dpbench.analysis.quantities import entries
 from dpbench.analysis.report import Report
-from dpbench.analysis.summary import Row, entries
+from dpbench.analysis.summary import Row
 from dpbench.records import Case, Trial, words
-from dpbench.records.trial import Estimate
+from dpbench.records.estimate import Estimate
+from dpbench.records.grouping import grouped
 from dpbench.report import check_drawings, markdown, naming, table
 from dpbench.report.table import Cell
 
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
 
 COLUMNS = ("verdict", "case", "ratio", "99 %", "before, ms", "after, ms", "labels", "why")
 TEXT_COLUMNS = ("verdict", "case", "labels", "why")
+WIDTH = 100
+"""The columns of the sentences below a printed table."""
 NOTE = (
     "A ratio above 1 means that the second run (after) is faster. The intervals of all ratios"
     f" contain the true values with {SURE:.0%}; a verdict needs the whole interval."
@@ -31,7 +36,7 @@ NOTE = (
 def heading(report: Report) -> str:
     """Return a line on a run: its id, name, time, commits of dpbench and project, and machine."""
     facts = dict(naming.facts(report))
-    name = report.provenance.get("name", "")
+    name = report.facts.name
     code = [
         f"dpbench {facts['dpbench']}",
         *([f"project {facts['project']}"] if "project" in facts else []),
@@ -102,33 +107,46 @@ def summary(counts: Counter[str]) -> str:
 
 
 def facts(before: Report, after: Report, comparisons: Comparisons) -> list[tuple[str, str]]:
-    """Return lines on both runs and on each fact in which their machines differ, with their names.
+    """Return lines on both runs and on each fact in which they differ, with their names.
 
-    The names are "before" and "after" for the runs, and "UNLIKE" for each fact.
+    The names are "before" and "after" for the runs, "UNLIKE" for each fact that forbids to mix
+    them, and "note" for the others.
     """
     return [
         ("before", heading(before)),
         ("after", heading(after)),
-        *(("UNLIKE", str(one)) for one in comparisons.unlike),
+        *(("UNLIKE" if one.forbids else "note", str(one)) for one in comparisons.differing),
     ]
 
 
 def note(comparisons: Comparisons) -> str:
     """Return the note on how to read a ratio, and on what intervals of observed loops leave out."""
     observed = any(line.case.traits.observed for line in comparisons.lines)
-    return f"{NOTE} {caveats.PARTS[0].upper()}{caveats.PARTS[1:]}." if observed else NOTE
+    return f"{NOTE} {statements.PARTS[0].upper()}{statements.PARTS[1:]}." if observed else NOTE
 
 
 def text(before: Report, after: Report, comparisons: Comparisons) -> str:
-    """Return the comparison as plain text: a line on each run, and a table with a line per case."""
+    """Return the comparison as plain text: the runs, a table of the cases, and reasons below it."""
+    lines = [dict(zip(COLUMNS, line, strict=True)) for line in cells(comparisons)]
+    labels = {line["labels"].text for line in lines} - {""}
+    kept = [name for name in COLUMNS if name != "why" and (name != "labels" or len(labels) > 1)]
     aligned = words.aligned(
-        [COLUMNS, *([cell.text for cell in line] for line in cells(comparisons))],
-        left=[COLUMNS.index(name) for name in TEXT_COLUMNS],
+        [kept, *([line[name].text for name in kept] for line in lines)],
+        left=[kept.index(name) for name in kept if name in TEXT_COLUMNS],
     )
+    reasons = grouped((line["why"].text, line["case"].text) for line in lines)
+    below = [
+        *(f"compared cases: {one}" for one in labels if len(labels) == 1),
+        *(_filled(f"{', '.join(cases)}: {why}") for why, cases in reasons.items() if why),
+        "",
+        _filled(f"{summary(comparisons.verdicts)}. {note(comparisons)}"),
+    ]
     head = [f"{name:<7} {value}" for name, value in facts(before, after, comparisons)]
-    return "\n".join(
-        [*head, "", *aligned, "", f"{summary(comparisons.verdicts)}. {note(comparisons)}"]
-    )
+    return "\n".join([*head, "", *aligned, "", *below])
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_long_words=False)
 
 
 def as_markdown(before: Report, after: Report, comparisons: Comparisons) -> str:
@@ -176,7 +194,7 @@ class TwoRuns(Report):
             rows=[replace(row, case=case, run=run) for (run, case), row in own.items()],
             ladders=(),
             notes=(),
-            warnings=list(dict.fromkeys([*before.warnings, *after.warnings])),
+            statements=list(dict.fromkeys([*before.statements, *after.statements])),
             diagnoses=(),
             before=before,
             after=after,

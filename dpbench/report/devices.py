@@ -25,7 +25,7 @@ SAID: Mapping[str, Callable[[float], str]] = {
 def parts(report: Report) -> list[Section]:
     """Return the sections with tables that have lines."""
     trials = small_multiples.order(report.trials)
-    predictions = forecasts.forecasts(report.rows, report.past, report.provenance)
+    predictions = forecasts.forecasts(report.rows, report.past, report.facts)
     labels = report.labels
     tables: tuple[tuple[str, str, str, Sequence[Table]], ...] = (
         ("ladder", "The ladder", table.LEAD, [*map(table.climb, report.ladders)]),
@@ -59,15 +59,14 @@ def parts(report: Report) -> list[Section]:
 
 
 PHASE_TIMES = (
-    "Milliseconds of one step by phase. The ledger charges each moment of the step to one phase, so"
-    " the phases add up to the step."
+    "Milliseconds of the mean step by phase: of all timed steps, also the long ones. The ledger"
+    " charges each moment of a step to one phase, so the phases add up to the mean step."
 )
 LATENCY = (
     "The durations of steps that run the forward alone; each step waits for the output. p50 is the"
-    " median of the rounds' medians, and its 95% interval covers the variation between rounds. The"
-    " other percentiles are those of all timed steps of all rounds together. Their 95% intervals"
-    " are computed from order statistics, as if the steps were independent. A percentile is not"
-    " shown if there are too few steps for such an interval."
+    " median over rounds of each round's median, and p95 and p99 are those of each round's"
+    " percentiles. Their 95% intervals cover the variation between rounds. A percentile is not"
+    " shown if a round has fewer than 20 steps (p95) or 100 steps (p99)."
 )
 IMBALANCE = (
     "Each quantity has two ratios: device 0 to the mean of the other devices, and the largest"
@@ -82,8 +81,8 @@ MEMORY = (
 )
 LINKS = (
     "A rate is the number of bytes that a step must transfer in a phase, computed from the shapes"
-    " of tensors, divided by the phase's seconds in the ledger. These seconds also include"
-    " launching, adding and waiting, so the bandwidth of the link is higher than the rate."
+    " of tensors, divided by the sum of the receiving devices' seconds in the phase. These seconds"
+    " also include launching and adding, so the bandwidth of the link is higher than the rate."
 )
 FORECASTS = (
     "The step time that was predicted for this hardware, with its 80% interval, and the measured"
@@ -118,7 +117,7 @@ def _latency(rows: Sequence[Row]) -> Table:
             _case(row.case),
             Cell(f"{row.rounds}, {row.steps}"),
             estimate(row.step, 1e3),
-            *map(table.percentile, row.percentiles.values()),
+            *table.percentiles(row),
             estimate(row.throughput),
         )
         for row in measured
@@ -219,7 +218,7 @@ def _forecasts(forecasts: Sequence[Forecast]) -> Table:
 
 
 def _links(flows: Sequence[PhaseTraffic]) -> Table:
-    columns = ("case", "phase", "direction", "bytes per step", "ms", "GB/s")
+    columns = ("case", "phase", "direction", "bytes per step", "device ms", "GB/s")
     lines = tuple(_flow(flow) for flow in flows)
     return Table("Bytes over links", columns, lines, text=3, cases=[flow.case for flow in flows])
 
@@ -237,9 +236,14 @@ def _flow(flow: PhaseTraffic) -> tuple[Cell, ...]:
         Cell(flow.phase.value),
         Cell(_ways(flow)),
         Cell(words.size(flow.bytes)),
-        Cell(words.number(seconds * 1e3)) if flow.rate else Cell("", "within compute"),
+        Cell(words.number(seconds * 1e3)) if flow.rate else Cell("", _unknown(flow)),
         Cell(words.number(flow.rate / 1e9), spread) if flow.rate else Cell(""),
     )
+
+
+def _unknown(flow: PhaseTraffic) -> str:
+    """Return why the seconds of a phase are unknown."""
+    return "within compute" if flow.hidden else "not recorded"
 
 
 def _ways(flow: PhaseTraffic) -> str:

@@ -11,9 +11,9 @@ from matplotlib.lines import Line2D
 from dpbench.analysis import loaders
 from dpbench.analysis.loaders import LoaderCurve, Shape
 from dpbench.records import Trial, words
+from dpbench.records.estimate import Estimate
 from dpbench.records.loading import FIRST_BATCH, NEXT_EPOCH
 from dpbench.records.registry import Role
-from dpbench.records.trial import Estimate
 from dpbench.report import marks, naming, svg
 from dpbench.report.section import Panel, Section
 from dpbench.report.table import Cell, Table, estimate
@@ -22,8 +22,9 @@ COLUMNS = (
     "workers",
     "samples/s",
     "of best",
-    "step / batch",
+    "step's share",
     "slower one",
+    "epoch, s",
     "first batch, ms",
     "next epoch, ms",
 )
@@ -74,8 +75,9 @@ def _table(curve: LoaderCurve, trials: Sequence[Trial]) -> Table:
                 Cell(str(point.workers)),
                 estimate(point.row.throughput),
                 estimate(point.of_best),
-                estimate(point.demand),
-                Cell(point.bound.value if point.demand else ""),
+                estimate(point.busy),
+                Cell(point.bound.value if point.busy else ""),
+                estimate(point.epoch),
                 *(Cell(words.number(seconds * 1e3)) for seconds in waits),
             )
         )
@@ -136,11 +138,14 @@ def _knee(axes: Axes, curve: LoaderCurve) -> list[Line2D]:
 
 
 def _demand(axes: Axes, batch_size: int, step: Estimate) -> Line2D:
-    """Draw the rate that the step needs as a horizontal line, with its interval as a band."""
+    """Draw the rate that the step needs as a horizontal line, with its interval as a band.
+
+    Without workers, no rate is enough: the step waits for each batch.
+    """
     colour = svg.ROLES[Role.BASELINE]
     rate = batch_size / step.value
     axes.axhspan(
         batch_size / step.high, batch_size / step.low, color=colour, alpha=0.15, linewidth=0
     )
-    label = f"the step needs {words.number(rate)} samples/s"
+    label = f"beside workers, the step needs {words.number(rate)} samples/s"
     return axes.axhline(rate, color=colour, linewidth=1.6, dashes=(8, 3), label=label)

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 from markupsafe import Markup
 
 from dpbench.records import words
+from dpbench.records.disturbance import NOISY
 from dpbench.records.examination import Box, Examination, Link
 
 WIDE, HIGH, GAP, BETWEEN = 148, 60, 14, 50
@@ -19,9 +20,12 @@ LETTERS = 24
 
 
 def summary(examination: Examination) -> str:
-    """Return the number of faults in words."""
-    faults = examination.faults
-    return f"{words.count(faults, 'fault')} found" if faults else "Nothing wrong found"
+    """Return the number of faults in words, or that none was found."""
+    if examination.faults:
+        return f"{words.count(examination.faults, 'fault')} found"
+    if NOISY in examination.labels:
+        return "No fault found, but other processes took the cores, which may hide or feign one"
+    return "Nothing wrong found"
 
 
 def picture(examination: Examination) -> Markup:

@@ -18,42 +18,42 @@ REASON = 160
 
 def render(report: Report) -> str:
     """Return the report in GitHub's Markdown."""
-    rows = report.rows
     sections = devices.parts(report)
-    parts = [
-        f"## dpbench: run {_said(report.run_id[:12])}",
-        " ".join(
-            f"**{label}**{f' ({where})' if where else ''}" for label, where in naming.badges(rows)
-        ),
-        *(_answer(one) for one in report.answers),
-        *([_details("All ratios", _remarks(report))] if report.answers else [_remarks(report)]),
-        (
-            "\n".join(
-                [
-                    "**Warnings**",
-                    "",
-                    *(f"- {_said(str(warning), 400)}" for warning in report.warnings),
-                ]
-            )
-            if report.warnings
-            else "No warnings."
-        ),
+    figures = [
+        *(f"**{_said(one.subject)}**: {_said(' '.join(one.sentences))}" for one in report.answers),
+        *_list(report.notes, 4000),
         *(part for one in report.diagnoses for part in _diagnosis(one)),
-        *(_part(part, folded=False) for part in sections if part.id == "ladder"),
-        *_cases(report),
         *(_part(part) for part in sections if part.id != "ladder"),
-        _details(
-            "Machine and code",
-            "\n".join(f"- {name}: {_said(value)}" for name, value in _facts(report)),
-        ),
+        *_list(report.remarks),
+        "\n".join(f"- {name}: {_said(value)}" for name, value in _facts(report)),
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return _joined(
+        [
+            f"## dpbench: run {_said(report.run_id[:12])}",
+            *_badges(report),
+            *map(_answer, report.answers),
+            *_list(report.warnings),
+            *(_part(part, folded=False) for part in sections if part.id == "ladder"),
+            *_cases(report),
+            _details("Causes, remarks, figures, machine and code", _joined(figures)),
+        ]
+    )
 
 
 def brief(report: Report) -> str:
     """Return the answers and the table of all cases, for an issue or a pull request."""
-    parts = [*map(_answer, report.answers), *_cases(report)]
+    return _joined([*map(_answer, report.answers), *_cases(report)])
+
+
+def _joined(parts: Iterable[str]) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _badges(report: Report) -> Iterator[str]:
+    """Yield the labels of cases, unless an answer states them."""
+    if not report.answers:
+        badges = naming.badges(report.rows)
+        yield " ".join(f"**{label}**{f' ({where})' if where else ''}" for label, where in badges)
 
 
 def _cases(report: Report) -> list[str]:
@@ -70,14 +70,11 @@ def _said(text: str, columns: int = 1000) -> str:
 
 
 def _answer(answer: Answer) -> str:
-    command = [f"Next: {_code(answer.command)}"] if answer.command else []
-    return " ".join(
-        [
-            f"**{_said(answer.subject)}: {_said(answer.headline)}**{_labels(answer.labels)}",
-            *map(_said, answer.sentences),
-            *command,
-        ]
-    )
+    first, *others = map(_said, answer.verdict)
+    lines = [f"**{first}**{_labels(answer.labels)}", *others]
+    if answer.command:
+        lines.append(f"Next: {_code(answer.command)}")
+    return "\\\n".join(lines)
 
 
 def _code(text: str) -> str:
@@ -87,8 +84,9 @@ def _code(text: str) -> str:
     return f"{fence}{space}{naming.plain(text)}{space}{fence}"
 
 
-def _remarks(report: Report) -> str:
-    return "\n".join(f"- {_said(note, 4000)}" for note in report.notes)
+def _list(said: Iterable[object], columns: int = 400) -> Iterator[str]:
+    if lines := [f"- {_said(str(one), columns)}" for one in said]:
+        yield "\n".join(lines)
 
 
 def _labels(labels: Iterable[str]) -> str:
@@ -153,7 +151,7 @@ def _details(summary: str, body: str) -> str:
 
 
 def _facts(report: Report) -> list[tuple[str, str]]:
-    return [*naming.facts(report), ("command", str(report.provenance.get("command", "")))]
+    return [*naming.facts(report), ("command", report.facts.command)]
 
 
 def compared(

@@ -12,12 +12,13 @@ from typing import Any
 from dpbench.analysis.answer import Answer
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
-from dpbench.hardware import foreign_load
-from dpbench.records import Case, Source, Trial, words
+from dpbench.records import Case, Source, Trial, hidden, words
+from dpbench.records.disturbance import NOISY
+from dpbench.records.estimate import Estimate
+from dpbench.records.facts import Code, Gpus, RunFacts
 from dpbench.records.grouping import grouped
-from dpbench.records.trial import MARK, Estimate
 
-OF_A_TRIAL = ("validity", "foreign_load", "foreign_gpus", "gpu_busy_s", "neighbour_steps", MARK)
+OF_A_TRIAL = ("validity", "foreign_load", "foreign_gpus", "gpu_busy_s", "neighbour_steps", "mark_s")
 """The facts that `environment` leaves out because they differ between trials."""
 
 
@@ -150,40 +151,37 @@ def _columns(character: str) -> int:
 
 def facts(report: Report) -> list[tuple[str, str]]:
     """Return facts on the run, the machine and the code, as pairs of a name and a value."""
-    provenance = report.provenance
-    name = provenance.get("name")
-    tags = provenance.get("tags") or {}
-    host = provenance.get("host") or {}
-    packages = provenance.get("packages") or {}
-    cores = f", {words.count(host['cores'], 'core')}" if "cores" in host else ""
+    facts = report.facts
+    name, tags, host = facts.name, facts.tags, facts.host
+    cores = f", {words.count(host.cores, 'core')}" if host.cores is not None else ""
     return [
         ("run", f"{report.run_id[:12]} @{name}" if name else report.run_id[:12]),
         ("date", words.minute(report.started_s) if report.started_s else "unknown"),
-        ("host", f"{host.get('name', 'unknown')}, {host.get('cpu', 'unknown CPU')}{cores}"),
-        ("GPUs", gpus(provenance.get("gpus") or {})),
-        *([("other load", load)] if (load := _other_load(provenance)) else []),
-        ("torch", str(packages.get("torch", "unknown"))),
-        ("dpbench", _code(provenance.get("dpbench") or {})),
-        *([("project", _code(provenance["project"]))] if provenance.get("project") else []),
+        ("host", f"{host.cpu or 'unknown CPU'}{cores}"),
+        ("GPUs", gpus(facts.gpus)),
+        *([("other load", load)] if (load := _other_load(facts)) else []),
+        ("torch", str(facts.packages.get("torch", "unknown"))),
+        ("dpbench", _code(facts.dpbench)),
+        *([("project", _code(facts.project))] if facts.project != Code() else []),
         *([("tags", " ".join(f"{key}={value}" for key, value in tags.items()))] if tags else []),
     ]
 
 
-def _other_load(provenance: Mapping[str, Any]) -> str:
+def _other_load(facts: RunFacts) -> str:
     """Return a text on the load of other processes; "" for a run that did not measure it."""
-    if provenance.get("noisy"):
-        return foreign_load.NOISY
-    load = provenance.get(foreign_load.FACT) or {}
-    if "foreign" not in load:
+    if facts.noisy:
+        return NOISY
+    load = facts.foreign_load
+    if load.foreign is None:
         return ""
-    share = words.percent(load["foreign"] + load.get("steal", 0.0))
+    share = words.percent(load.foreign + load.steal)
     return f"{share} of the cores before the run"
 
 
-def gpus(inventory: Mapping[str, Any]) -> str:
+def gpus(inventory: Gpus) -> str:
     """Return the number of GPUs by model and the driver's version as text; "none" without GPUs."""
-    models = Counter(str(gpu.get("name", "unknown")) for gpu in inventory.get("gpus") or ())
-    driver = f", driver {inventory['driver']}" if "driver" in inventory else ""
+    models = Counter(gpu.name or "unknown" for gpu in inventory.gpus or ())
+    driver = f", driver {inventory.driver}" if inventory.driver is not None else ""
     return (
         ", ".join(f"{count} × {name}" for name, count in models.items()) + driver
         if models
@@ -191,10 +189,10 @@ def gpus(inventory: Mapping[str, Any]) -> str:
     )
 
 
-def _code(code: Mapping[str, Any]) -> str:
-    commit = f"commit {code['commit'][:12]}" if code.get("commit") else ""
-    dirty = "dirty" if code.get("dirty") else ""
-    return " ".join(filter(None, (str(code.get("version", "")), commit, dirty))) or "unknown"
+def _code(code: Code) -> str:
+    commit = f"commit {code.commit[:12]}" if code.commit else ""
+    dirty = "dirty" if code.dirty else ""
+    return " ".join(filter(None, (code.version, commit, dirty))) or "unknown"
 
 
 def badges(rows: Sequence[Row]) -> list[tuple[str, str]]:
@@ -212,15 +210,17 @@ def environment(provenance: Mapping[str, Any], trials: Sequence[Trial]) -> list[
     Commas separate the values of workers that differ.
     """
     # earlier versions stored long series of numbers under this name
-    entries = list(
-        _flat({name: value for name, value in provenance.items() if name != "self_check"}, "")
-    )
-    same = (
-        {name: value for name, value in trial.provenance.items() if name not in OF_A_TRIAL}
-        for trial in trials
-    )
+    entries = [*_flat(_without(provenance, "self_check"), "")]
+    same = (_without(trial.provenance, *OF_A_TRIAL) for trial in trials)
     workers = grouped(pair for facts in same for pair in _flat(facts, "worker."))
     return entries + [(name, ", ".join(dict.fromkeys(found))) for name, found in workers.items()]
+
+
+def _without(provenance: Mapping[str, Any], *left_out: str) -> dict[str, Any]:
+    """Return the facts that a page shows, without those of the names `left_out`."""
+    return {
+        name: value for name, value in hidden.shared(provenance).items() if name not in left_out
+    }
 
 
 def _flat(value: Any, prefix: str) -> Iterator[tuple[str, str]]:

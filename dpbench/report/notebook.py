@@ -9,7 +9,7 @@ import re
 
 from markupsafe import Markup
 
-from dpbench.analysis import caveats
+from dpbench.analysis import statements
 from dpbench.analysis.comparison import Comparisons
 from dpbench.analysis.report import Report
 from dpbench.report import NoDrawings, check_drawings, comparing, naming, table, templates
@@ -92,5 +92,8 @@ def _html(**content: object) -> str:
         "text_columns": table.TEXT_COLUMNS,
     }
     return templates.template("notebook.html").render(
-        **{**parts, **content}, style=Markup(STYLE), summary=caveats.summary, signs=table.FOOTNOTES
+        **{**parts, **content},
+        style=Markup(STYLE),
+        summary=statements.summary,
+        signs=table.FOOTNOTES,
     )

@@ -23,15 +23,17 @@ import msgspec
 from markupsafe import Markup
 
 from dpbench.analysis import answer as answering
-from dpbench.analysis import caveats
+from dpbench.analysis import statements
 from dpbench.analysis.answer import Answer
 from dpbench.analysis.findings import text
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
-from dpbench.records import Source, words
+from dpbench.records import Source, hidden, words
+from dpbench.records.files import write
 from dpbench.report import devices, figures, machine, markdown, naming, swim_lanes, table
 from dpbench.report.section import Section
-from dpbench.report.templates import allowed, template, text_of, write
+from dpbench.report.templates import allowed, template, text_of
+from dpbench.store import inside
 
 SHOWN = ("loaders", "lanes", "speedup", "ladder")
 """The ids of the sections that the page shows at once; the others are folded as its details."""
@@ -109,6 +111,7 @@ class Card:
     tone: str
     columns: tuple[str, str, str]
     places: Sequence[Place]
+    standing: str = ""
     sentences: Sequence[str]
     labels: Sequence[str]
     command: str = ""
@@ -164,7 +167,7 @@ def rendered(report: Report, content: Content) -> str:
     drawn = text_of("machine.css") if report.examination else ""
     style = f"{text_of('page.css')}{drawn}{styles}"
     script = text_of("page.js")
-    command = str(report.provenance.get("command", ""))
+    command = report.facts.command
     html = template("page.html").render(
         report=report,
         content=content,
@@ -177,7 +180,7 @@ def rendered(report: Report, content: Content) -> str:
         command=command,
         badges=naming.badges(report.rows),
         contents=_contents(shown, details, report, command),
-        summary=caveats.summary,
+        summary=statements.summary,
         count=words.count,
         intervals=f"{words.INTERVALS} {words.TOGETHER}",
         headline=text.headline,
@@ -211,6 +214,7 @@ def _card(answer: Answer, rows: Sequence[Row]) -> Card:
         tone=answer.choice.name.lower() if answer.settled else "",
         columns=("fastest first", "speed-up", level),
         places=[*_standing(answer)],
+        standing=answer.standing,
         sentences=answer.sentences,
         labels=answer.labels,
         command=answer.command,
@@ -291,7 +295,7 @@ def keep(report: Report, folder: Path) -> Kept:
 
     The page also becomes the latest page if the run is the newest one that has a result.
     """
-    run_folder = folder / "runs" / report.run_id[:12]
+    run_folder = inside(folder / "runs", report.run_id[:12])
     text = render(report)
     page = write(run_folder / "index.html", text)
     write(run_folder / FACTS, msgspec.json.encode(_entry(report)).decode())
@@ -311,7 +315,7 @@ def _entry(report: Report) -> Entry:
         cases=len(report.rows),
         models=tuple(sorted({row.case.model for row in report.rows})),
         answers=tuple(f"{one.subject}: {one.headline}" for one in report.answers),
-        command=str(report.provenance.get("command", "")),
+        command=report.facts.command,
     )
 
 
@@ -321,7 +325,8 @@ def _entries(folder: Path) -> tuple[list[Entry], list[str]]:
     unreadable = []
     for path in folder.glob(f"*/{FACTS}"):
         try:
-            entries.append(msgspec.json.decode(path.read_bytes(), type=Entry))
+            found = hidden.everywhere(msgspec.json.decode(path.read_bytes()))
+            entries.append(msgspec.convert(found, Entry))
         except msgspec.MsgspecError:
             unreadable.append(path.parent.name)
     return sorted(entries, key=lambda entry: (-entry.started_s, entry.run_id)), sorted(unreadable)

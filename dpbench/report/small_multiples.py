@@ -138,5 +138,5 @@ def _name(row: Row, differ: set[str], common: set[str]) -> str:
         parts.append(row.run)
     # labels come first, because long names are cut off at the end
     return naming.plain(
-        "".join(f"{label} " for label in row.labels if label not in common) + ", ".join(parts)
+        "".join(f"[{label}] " for label in row.labels if label not in common) + ", ".join(parts)
     )

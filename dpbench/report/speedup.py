@@ -12,13 +12,15 @@ from matplotlib.ticker import MaxNLocator
 
 from dpbench.analysis.summary import Row
 from dpbench.records import Case, names, words
+from dpbench.records.estimate import Estimate
 from dpbench.records.grouping import grouped
 from dpbench.records.registry import Role
-from dpbench.records.trial import Estimate
 from dpbench.report import marks, naming, small_multiples, svg
 from dpbench.report.marks import Drawing
 from dpbench.report.section import Panel, Section
 
+LEFT = 0.85
+"""The number of devices at which the interval of one device with all cores is drawn."""
 LINES = 8
 """The largest number of lines in one panel of speed-ups."""
 MARKERS = {Role.WRAPPER: "^", Role.ENGINE: "o", Role.CONTROL: "s"}
@@ -168,16 +170,16 @@ def _frame(most: int, top: float, lines: int) -> tuple[Drawing, Axes, list[Line2
 
 def _name(row: Row, value: str) -> str:
     options = " ".join(f"{name}={value}" for name, value in row.case.options)
-    odd = " ".join(label for label in row.labels if label in svg.ODD)
+    odd = " ".join(f"[{label}]" for label in row.labels if label in svg.ODD)
     name = " ".join(filter(None, (odd, names.strategy(row.case), options, row.run)))
     return f"{naming.clip(name, svg.COLUMNS - 4 - len(value))}: {value}"
 
 
 def _level(axes: Axes, line: Points, end: float) -> Line2D:
-    """Draw the speed-up of one device with all cores as a line, and its interval as a band."""
+    """Draw the speed-up of one device with all cores as a level, and its interval at the left."""
     row, last = line[-1]
     colour = svg.ROLES[Role.ALL_CORES]
-    axes.axhspan(last.low, min(last.high, end), color=colour, alpha=0.15, linewidth=0)
+    svg.whisker(axes, LEFT, last.value, (last.low, last.high), end, upright=True, colour=colour)
     label = _name(row, words.times(last))
     dashes = (3, 3) if row.run == "before" else (8, 3)
     level = axes.axhline(last.value, color=colour, linewidth=1.6, dashes=dashes, label=label)

@@ -25,8 +25,8 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from dpbench.records import UNATTRIBUTED, Case, Phase, words
+from dpbench.records.estimate import Estimate
 from dpbench.records.registry import Role
-from dpbench.records.trial import Estimate
 from dpbench.report import naming
 from dpbench.report.marks import Drawing, hook, in_lane
 

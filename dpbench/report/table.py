@@ -2,47 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from dpbench.analysis import hosts, summary
+from dpbench.analysis import hosts, quantities, summary
 from dpbench.analysis.ladder import Ladder, Rung, RungGain
 from dpbench.analysis.report import Report
-from dpbench.analysis.stats import Percentile
-from dpbench.analysis.summary import Row
+from dpbench.analysis.summary import PERCENTILES, Row
 from dpbench.records import Case, Fault, Source, Status, Trial, Verified, names, plan, words
+from dpbench.records.environment import UNKNOWN, Environment
+from dpbench.records.estimate import Estimate
 from dpbench.records.grouping import grouped
 from dpbench.records.registry import Role
 from dpbench.records.schedule import EFFECTS, Schedule
-from dpbench.records.trial import HOSTS, Doubt, Estimate, by_key
+from dpbench.records.trial import by_key
 from dpbench.report import naming, small_multiples
 
-COLUMNS = (
-    "model",
-    "strategy",
-    "devices",
-    "batch",
-    "rounds, steps",
-    "median ms",
-    "speed-up",
-    "efficiency",
-    "imbalance",
-    "peak memory",
-    "verified",
-    "labels",
-    "status",
-)
-COMPARED = ("speed-up", "efficiency", "verified")
-"""The columns that observed loops lack, because they have no baseline and no reference."""
-TEXT_COLUMNS = ("model", "strategy", "verified", "labels", "status")
-UNCERTAIN, WITHHELD = "~", "—"
+UNCERTAIN = "~"
 FOOTNOTES = {
-    UNCERTAIN: f"uncertain, because it is from fewer than {Estimate.ROUNDS} rounds",
-    WITHHELD: f"not shown: the interval spans more than a factor of {Estimate.WIDEST:.0f}, or fewer"
-    f" than {Estimate.ROUNDS} rounds are without the label NOISY",
+    UNCERTAIN: f"uncertain: fewer than {Estimate.ROUNDS} rounds, an interval that spans more than a"
+    f" factor of {Estimate.WIDEST:.0f}, or too much other work (NOISY)",
 }
-"""The signs with which the cell of an estimate in doubt begins, and what they mean."""
+"""The sign with which the cell of an estimate in doubt begins, and what it means."""
 SPEED_UP = "Speed-up is over single at equal batch or, if weak, at equal batch per device."
 
 
@@ -85,10 +67,21 @@ class Table:
     labels: tuple[str, ...] = ()
 
 
-def lines(rows: Iterable[Row], trials: Sequence[Trial]) -> list[TableLine]:
-    """Return the lines of the table of all cases, one per row, with the problems from `trials`."""
-    groups = by_key(trials)
-    return [_line(row, groups.get(row.key, [])) for row in small_multiples.order(rows)]
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A column of the table of all cases, in the terminal, on pages and in Markdown.
+
+    `cell` returns its cell of a row. `text` is whether it contains text, `interval` whether its
+    small type is an interval, `printed` whether the terminal has it, and `brief` whether it has it
+    without small type.
+    """
+
+    heading: str
+    cell: Callable[[Row], Cell]
+    text: bool = False
+    interval: bool = False
+    printed: bool = True
+    brief: bool = False
 
 
 class CaseTable(NamedTuple):
@@ -100,23 +93,41 @@ class CaseTable(NamedTuple):
 
 
 def all_cases(report: Report) -> CaseTable:
-    """Return the table of all cases; see `lines`.
+    """Return the table of all cases, with the problems of each from its trials; see `shown`."""
+    groups = by_key(report.trials)
+    ordered = small_multiples.order(report.rows)
+    columns, cells, notes = shown(ordered, COLUMNS)
+    found = [
+        TableLine(
+            naming.case_id(row.case), tuple(line), row.outcome, _notes(row, groups.get(row.key, []))
+        )
+        for row, line in zip(ordered, cells, strict=True)
+    ]
+    return CaseTable([column.heading for column in columns], found, notes)
 
-    The columns are left out that say nothing: the status if all cases are ok, and columns that are
-    empty in all lines. What several lines share is a note instead: the settings, the kind of
+
+def shown(
+    rows: Sequence[Row], columns: Sequence[Column]
+) -> tuple[list[Column], list[list[Cell]], list[str]]:
+    """Return the columns that say something about the rows, the cells of each row, and notes.
+
+    Left out are the status if all cases are ok, columns that are empty in all lines, and those that
+    observed loops lack. What several lines share is a note instead: the settings, the kind of
     device, the result of the verification and the labels.
     """
-    every_line = lines(report.rows, report.trials)
-    cells = {name: [line.cells[i] for line in every_line] for i, name in enumerate(COLUMNS)}
-    dropped = set(COMPARED) if report.observed else set()
-    dropped |= {name for name, column in cells.items() if not any(one.text for one in column)}
-    if all(line.status == Status.OK for line in every_line):
+    cells = {column.heading: [column.cell(row) for row in rows] for column in columns}
+    dropped = {
+        name for name, column in cells.items() if rows and not any(one.text for one in column)
+    }
+    if all(row.case.traits.observed for row in rows):
+        dropped |= {*COMPARED}
+    if all(row.outcome == Status.OK for row in rows):
         dropped |= {"status"}
     shared = []
-    for name in ("model", "devices", "verified", "labels") if len(every_line) > 1 else ():
+    for name in ("model", "devices", "verified", "labels") if len(rows) > 1 else ():
         column = cells[name]
         whole = name in ("verified", "labels")
-        texts = {one.text if whole else one.small for one in column}
+        texts = {f"{one.text} {one.small}".strip() if whole else one.small for one in column}
         if name in dropped or len(texts) > 1 or texts == {""}:
             continue
         if whole:
@@ -125,39 +136,36 @@ def all_cases(report: Report) -> CaseTable:
             cells[name] = [replace(one, small="") for one in column]
         text = " ".join(texts.pop().split())
         shared.append(f"verified {text}" if name == "verified" else text)
-    kept = [name for name in COLUMNS if name not in dropped]
-    found = [
-        replace(line, cells=tuple(cells[name][place] for name in kept))
-        for place, line in enumerate(every_line)
-    ]
+    kept = [column for column in columns if column.heading not in dropped]
+    lines = [[cells[column.heading][place] for column in kept] for place in range(len(rows))]
     notes = [f"all cases: {', '.join(shared)}"] if shared else []
-    if "imbalance" in kept:
+    if any(column.heading == "imbalance" for column in kept):
         notes.append("imbalance: device 0's busy time over the mean of the other devices")
-    return CaseTable(kept, found, [*notes, *footnotes(line.cells for line in found)])
+    return kept, lines, [*notes, *footnotes(lines)]
 
 
-def _line(row: Row, trials: Sequence[Trial]) -> TableLine:
+def _model(row: Row) -> Cell:
+    return Cell(naming.plain(row.case.model), ", ".join(names.settings(row.case)))
+
+
+def _strategy(row: Row) -> Cell:
     case = row.case
-    measured = row.step is not None
-    strategy, *schedule = names.strategy(case).partition("[")
-    options = [f" {name}={value}" for name, value in case.options]
-    placed = "" if case.placement == "spread" else f" {case.placement}"
-    cells = (
-        Cell(naming.plain(case.model), ", ".join(names.settings(case))),
-        Cell(naming.plain(strategy), naming.plain("".join([*schedule, *options, placed]))),
-        Cell(case.extent, case.device_kind, str(case.devices)),
-        Cell(case.batch, sort=str(case.batch_size)),
-        Cell(f"{row.rounds}, {row.steps}" if measured else "", sort=str(row.steps)),
-        estimate(row.step, 1e3),
-        _speedup(row),
-        efficiency(row.efficiency),
-        estimate(row.imbalance, unit="×"),
-        _memory(row),
-        verified(row),
-        Cell("\n".join(row.labels)),
-        Cell(row.outcome),
-    )
-    return TableLine(naming.case_id(case), cells, row.outcome, _notes(row, trials))
+    options = [f"{name}={value}" for name, value in case.options if case.options != plan.LIMIT]
+    placed = [] if case.placement == "spread" else [case.placement]
+    return Cell(naming.plain(names.strategy(case)), naming.plain(" ".join([*options, *placed])))
+
+
+def _steps(row: Row) -> Cell:
+    return Cell(f"{row.rounds}, {row.steps}" if row.step else "", sort=str(row.steps))
+
+
+def _rate(row: Row) -> Cell:
+    """Return the samples per second, marked if they or the step time beside them are in doubt."""
+    rate = row.throughput
+    if rate is None or row.step is None:
+        return Cell("")
+    sign = UNCERTAIN if rate.doubt or row.step.doubt else ""
+    return Cell(f"{sign}{words.number(rate.value)}", sort=repr(rate.value))
 
 
 def estimate(estimated: Estimate | None, scale: float = 1.0, unit: str = "") -> Cell:
@@ -168,19 +176,19 @@ def estimate(estimated: Estimate | None, scale: float = 1.0, unit: str = "") -> 
     if estimated is None:
         return Cell("")
     value = f"{words.number(estimated.value * scale)}{unit}"
-    if estimated.doubt is Doubt.ROUNDS:
-        return Cell(UNCERTAIN + value, words.count(estimated.n, "round"), repr(estimated.value))
     if estimated.doubt:
-        return Cell(WITHHELD, words.count(estimated.n, "round"))
+        return Cell(UNCERTAIN + value, words.count(estimated.n, "round"), repr(estimated.value))
     return Cell(value, words.interval(estimated, scale), repr(estimated.value))
 
 
-def percentile(found: Percentile) -> Cell:
-    """Return the cell of a percentile in milliseconds, with its interval or its steps."""
-    if found.low is None or found.high is None:
-        return Cell(words.NOT_ENOUGH_STEPS, words.count(found.steps, "step"))
-    low, high = words.number(found.low * 1e3), words.number(found.high * 1e3)
-    return Cell(words.number(found.value * 1e3), f"{low}–{high}")
+def percentiles(row: Row) -> list[Cell]:
+    """Return the cells of a row's percentiles in milliseconds."""
+    cells = []
+    for number in PERCENTILES:
+        found = row.percentiles.get(number)
+        few = Cell(words.NOT_ENOUGH_STEPS, words.count(row.steps, "step"))
+        cells.append(estimate(found, 1e3) if found else few)
+    return cells
 
 
 def efficiency(estimated: Estimate | None) -> Cell:
@@ -257,7 +265,7 @@ def _notes(row: Row, trials: Sequence[Trial]) -> tuple[tuple[str, str], ...]:
 
 
 def phases(rows: Iterable[Row]) -> Table:
-    """Return a table of the milliseconds of each phase and of the step of the measured cases."""
+    """Return a table of the milliseconds of each phase and of the mean step of measured cases."""
     measured = [
         row for row in small_multiples.order(rows) if row.step and row.phases and not row.doubt
     ]
@@ -266,15 +274,18 @@ def phases(rows: Iterable[Row]) -> Table:
         (
             Cell(f"{naming.plain(row.case.model)}, {name}"),
             *(_phase(row, phase) for phase in present),
-            Cell(words.number(row.step.value * 1e3) if row.step else ""),
+            Cell(words.number(row.mean.value * 1e3) if row.mean else ""),
         )
         for row, name in zip(
             measured, small_multiples.named(measured) if measured else (), strict=True
         )
     )
-    columns = ("case", *present, "step")
+    columns = ("case", *present, "mean step")
     return Table(
-        "Milliseconds of a step by phase", columns, lines, cases=[row.case for row in measured]
+        "Milliseconds of the mean step by phase",
+        columns,
+        lines,
+        cases=[row.case for row in measured],
     )
 
 
@@ -287,7 +298,7 @@ def _phase(row: Row, phase: str) -> Cell:
 def as_json(rows: Sequence[Row]) -> str:
     """Return the values of all rows as JSON text that is safe inside an HTML script element."""
     ordered = small_multiples.order(rows)
-    numbers = zip(ordered, summary.records(ordered), strict=True)
+    numbers = zip(ordered, quantities.records(ordered), strict=True)
     return embedded([{"id": naming.case_id(row.case), **record} for row, record in numbers])
 
 
@@ -309,24 +320,20 @@ def safe(json: str) -> str:
 
 def machines(report: Report) -> Table:
     """Return the table of a launch's machines and their steps of `single`; no line for one."""
-    listed = report.provenance.get(HOSTS, {}).get("machines", ())
     paces = grouped(
         (pace.host, f"{pace.case.model}: {words.times(pace.ratio)} the time of {pace.fastest}")
         for pace in hosts.paces(report.trials)
     )
     lines = tuple(
         (
-            Cell(naming.plain(machine["name"]), machine["machine"][:8]),
-            Cell(
-                machine["facts"]["host"]["cpu"],
-                words.count(machine["facts"]["host"]["cores"], "core"),
-            ),
-            Cell(words.size(machine["facts"]["host"]["memory_bytes"])),
-            Cell(naming.gpus(machine["facts"].get("gpus") or {})),
-            Cell(machine["facts"]["software"]["torch"]),
-            Cell("; ".join(paces.get(machine["name"], []))),
+            Cell(naming.plain(machine.name), machine.machine[:8]),
+            Cell(machine.facts.host.cpu, words.count(machine.facts.host.cores, "core")),
+            Cell(words.size(machine.facts.host.memory_bytes)),
+            Cell(naming.gpus(machine.facts.gpus)),
+            Cell(Environment.of(machine.facts).torch or UNKNOWN),
+            Cell("; ".join(paces.get(machine.name, []))),
         )
-        for machine in listed
+        for machine in report.facts.hosts.machines
     )
     columns = (
         "machine",
@@ -417,6 +424,31 @@ def _rung(rung: Rung, best: bool) -> tuple[Cell, ...]:
 def _saved(change: RungGain) -> Cell:
     gain_s = change.gain_s
     if gain_s.doubt or change.ratio.doubt:
-        return Cell(WITHHELD)
+        return Cell(f"{UNCERTAIN}{words.signed(gain_s.value * 1e3)}")
     low, high = (words.signed(side * 1e3) for side in (gain_s.low, gain_s.high))
     return Cell(words.signed(gain_s.value * 1e3), f"{low} to {high}")
+
+
+COLUMNS = (
+    Column(heading="model", cell=_model, text=True),
+    Column(heading="strategy", cell=_strategy, text=True),
+    Column(
+        heading="devices",
+        cell=lambda row: Cell(row.case.extent, row.case.device_kind, str(row.case.devices)),
+    ),
+    Column(heading="batch", cell=lambda row: Cell(row.case.batch, sort=str(row.case.batch_size))),
+    Column(heading="rounds, steps", cell=_steps, printed=False),
+    Column(heading="ms/step", cell=lambda row: estimate(row.step, 1e3), interval=True),
+    Column(heading="samples/s", cell=_rate),
+    Column(heading="speed-up", cell=_speedup, interval=True),
+    Column(heading="efficiency", cell=lambda row: efficiency(row.efficiency)),
+    Column(heading="imbalance", cell=lambda row: estimate(row.imbalance, unit="×"), brief=True),
+    Column(heading="peak memory", cell=_memory, printed=False),
+    Column(heading="verified", cell=verified, text=True),
+    Column(heading="labels", cell=lambda row: Cell("\n".join(row.labels)), text=True),
+    Column(heading="status", cell=lambda row: Cell(row.outcome), text=True),
+)
+"""The columns of the table of all cases."""
+COMPARED = ("speed-up", "efficiency", "verified")
+"""The columns that observed loops lack, because they have no baseline and no reference."""
+TEXT_COLUMNS = tuple(column.heading for column in COLUMNS if column.text)

@@ -28,13 +28,6 @@ def text_of(name: str) -> str:
     return (FOLDER / name).read_text(encoding="utf-8")
 
 
-def write(path: Path, text: str) -> Path:
-    """Write a file and the folders above it, and return its path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
-    return path
-
-
 def allowed(content: str) -> str:
     """Return the expression that allows this script or style sheet in a Content-Security-Policy."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"

@@ -20,7 +20,7 @@ from dpbench.analysis import sampled
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
 from dpbench.records import Case, Trial, words
-from dpbench.records.trial import Estimate
+from dpbench.records.estimate import Estimate
 from dpbench.report import marks, naming, small_multiples, svg
 from dpbench.report.section import Panel, Section
 

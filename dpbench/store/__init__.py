@@ -8,29 +8,43 @@ this status become `killed` and are repeated.
 from __future__ import annotations
 
 import json
+import logging
 import math
-import os
+import shlex
 import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
-from dataclasses import asdict
-from itertools import groupby, islice
+from contextlib import closing, contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, field
+from itertools import count, groupby, islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import msgspec
 
-from dpbench.records import SCHEMA, Case, Status, Trial
+from dpbench.records import SCHEMA, Case, Status, Trial, hidden, locks, words
+from dpbench.records.environment import Environment, differences
+from dpbench.records.errors import told
 from dpbench.records.examination import Examination
+from dpbench.records.facts import Growth, RunFacts
 from dpbench.records.plan import Parts
+from dpbench.records.spelling import dashed
 from dpbench.records.trial import FINAL
-from dpbench.store import copying, file, rows, summaries
+from dpbench.store import copying, file, locking, rows, summaries
 from dpbench.store.copying import Merged
 from dpbench.store.file import DamagedStore, StoreError
 from dpbench.store.rows import UnreadableRow
-from dpbench.store.runs import LATEST, PREDICTED, Growth, Naming, PastRun, StoredRun, alive, born
+from dpbench.store.runs import (
+    FINISHED,
+    LATEST,
+    PREDICTED,
+    Naming,
+    PastRun,
+    StoredRun,
+    inside,
+    new_id,
+)
 
 __all__ = [
     "FINISHED",
@@ -47,15 +61,16 @@ __all__ = [
     "StoreError",
     "StoredRun",
     "UnreadableRow",
+    "inside",
 ]
 
+log = logging.getLogger(__name__)
 RUNNING = "running"
-FINISHED = "finished"
 OPEN = "open"
 """The status of a run that used up its time before its answers were settled or its rounds done."""
-GROWTH = "growth"
-"""The key of the provenance for the growth of a run's plan."""
 INTERRUPTED = "interrupted"
+GONE, OVERWRITTEN = "deleted or replaced", "overwritten or damaged"
+"""How a store can be lost to the process that writes to it."""
 _RANKED = (
     "SELECT id, run_id, status, row_number() OVER (PARTITION BY run_id, fingerprint, round ORDER BY"
     " status IN ('running', 'killed'), status='ok' AND verified<>'no' DESC, id DESC) AS place FROM"
@@ -91,6 +106,59 @@ def _start(row: tuple[object, int, str]) -> tuple[float, int]:
     return (row[0] if isinstance(row[0], float) else math.inf), row[1]
 
 
+def _write(db: file.Connection, trial_id: int, trial: Trial) -> bool:
+    """Store the results of a trial; return whether its row exists."""
+    updated = db.execute(
+        "UPDATE trial SET status=?, reason=?, verified=?, source=?, schema=?, setup=?,"
+        " provenance=?, failed_device=?, summary=? WHERE id=?",
+        (
+            trial.status,
+            rows.short(hidden.text(trial.reason)),
+            trial.verified,
+            trial.source,
+            trial.schema,
+            json.dumps(dict(trial.setup)),
+            json.dumps(hidden.everywhere(trial.provenance)),
+            trial.failed_device,
+            summaries.packed(trial),
+            trial_id,
+        ),
+    )
+    if not updated.rowcount:
+        return False
+    db.executemany(
+        "INSERT INTO step VALUES (?,?,?,?,?)",
+        [(trial_id, i, s.seconds, int(s.warmup), s.end_s) for i, s in enumerate(trial.steps)],
+    )
+    db.executemany(
+        "INSERT INTO span VALUES (?,?,?,?,?,?,?,?)",
+        [
+            (trial_id, i, s.step, s.phase, s.device, s.clock, s.start_s, s.end_s)
+            for i, s in enumerate(trial.spans)
+        ],
+    )
+    db.executemany(
+        "INSERT INTO memory VALUES (?,?,?,?,?,?)",
+        [(trial_id, m.device, m.peak_bytes, m.source, m.phase, m.kind) for m in trial.memory],
+    )
+    db.executemany(
+        "INSERT INTO series VALUES (?,?,?,?,?,?,?,?)", rows.series_rows(trial_id, trial.samples)
+    )
+    return True
+
+
+@dataclass
+class _Measured:
+    """A run to which a Store adds trials: its lock, and the trials that this Store has begun.
+
+    `ended` has, for each of them by id, whether it has ended, and `spares` the id of its copy.
+    """
+
+    lock: locks.Lock
+    ended: dict[int, bool] = field(default_factory=dict)
+    spares: dict[int, int] = field(default_factory=dict)
+
+
 class Store:
     """An open store, which is a context manager.
 
@@ -111,6 +179,10 @@ class Store:
         self._writes = writes
         self._naming = naming or Naming()
         self._unreadable = unreadable
+        self._measured: dict[str, _Measured] = {}
+        """The runs to which this object adds trials."""
+        self._spare: file.Connection | None = None
+        """A copy of what this object has added to them, for the case that the file is lost."""
 
     @classmethod
     def create(cls, path: Path, naming: Naming | None = None) -> Store:
@@ -119,7 +191,9 @@ class Store:
         Runs that begin through this object get the name, tags and command in `naming`. Raises
         StoreError if the file is not a store, or if a newer version of dpbench has written it.
         """
-        return cls(path, file.open_to_write(path), writes=True, naming=naming)
+        connection = file.open_to_write(path)
+        locking.sweep(path)
+        return cls(path, connection, writes=True, naming=naming)
 
     @classmethod
     def read(cls, path: Path, unreadable: Callable[[UnreadableRow], None] | None = None) -> Store:
@@ -133,7 +207,7 @@ class Store:
 
     @property
     def traces(self) -> Path:
-        """Return the folder for profiles of trials: one folder per run, named by its id."""
+        """Return the folder for profiles of trials: one folder per run, given by `inside`."""
         return self.path.with_name(f"{self.path.name}.traces")
 
     def __enter__(self) -> Self:
@@ -141,12 +215,14 @@ class Store:
 
     def __exit__(self, kind: object, *error: object) -> None:
         try:
-            if self._writes:
+            if self._writes and not self._db.lost:
                 # an earlier error is the one to show
                 with suppress(StoreError) if kind else nullcontext():
                     file.fold(self._db)
         finally:
             self._db.close()
+            for run_id in [*self._measured]:
+                self._release(run_id)
 
     # -- runs
 
@@ -160,52 +236,67 @@ class Store:
         provenance: Mapping[str, Any],
         reopen: bool = False,
         parts: Parts | None = None,
+        started_s: float | None = None,
     ) -> tuple[str, bool]:
         """Return the id of the run to add trials to, and whether it is a resumed run.
 
         The latest unfinished run with the same plan, name, tags, host and code is resumed, or with
         `reopen` also a finished one. Without one, the latest run on this host and code is resumed
         if its cases and rounds are a part of this plan, given as `parts`; the run then has a
-        `growth`. Otherwise a new run is added. Trials of the resumed run that are still `running`
-        become `killed`. Raises StoreError if another living process is adding trials to this run.
+        `growth`. Otherwise a new run is added; a warning says so if there is a run with this plan
+        that is not resumed because its environment differs. Trials of the resumed run that are
+        still `running` become `killed`. `started_s` is the start of a new run in seconds since the
+        epoch (default: now). The run is locked until `end_run`, or until this object is closed.
+        Raises StoreError if another process, or another Store, has locked it.
         """
         identified = self._naming.identified(plan)
         provenance = self._naming.added_to(provenance)
         with file.transaction(self._db):
             same = self._latest(identified, host, code, reopen)
             earlier = same or self._part(self._naming, host, code, parts)
-            me = (os.getpid(), born(os.getpid()))
             if earlier:
-                self._refuse_measured(earlier, but=os.getpid())
-                self._db.execute(
-                    "UPDATE run SET status=?, pid=?, pid_born=? WHERE id=?", (RUNNING, *me, earlier)
-                )
+                self._measure(earlier)
+                self._db.execute("UPDATE run SET status=? WHERE id=?", (RUNNING, earlier))
                 self._kill_running(earlier)
                 if parts and not same:
-                    self._annotate(earlier, GROWTH, asdict(self._grown(earlier, parts)))
+                    self._annotate(earlier, "growth", asdict(self._grown(earlier, parts)))
                     # the command that goes on with the run
                     self._annotate(earlier, "command", provenance.get("command", ""))
                     self._db.execute(
                         "UPDATE run SET plan=?, rounds=? WHERE id=?", (identified, rounds, earlier)
                     )
                 return earlier, True
-            run_id = os.urandom(16).hex()
+            self._tell_unlike(identified, provenance, reopen)
+            run_id = new_id()
+            self._measure(run_id)
+            # pid and pid_born are of earlier versions, which have no locks
             self._db.execute(
                 "INSERT INTO run (id, plan, host, code, status, started, rounds, pid, pid_born,"
-                " provenance) VALUES (?,?,?,?,?,?,?,?,?,?)",
+                " provenance) VALUES (?,?,?,?,?,?,?,0,0,?)",
                 (
                     run_id,
                     identified,
                     host,
                     code,
                     RUNNING,
-                    time.time(),
+                    started_s or time.time(),
                     rounds,
-                    *me,
-                    json.dumps(provenance),
+                    json.dumps(hidden.everywhere(provenance)),
                 ),
             )
             return run_id, False
+
+    def _measure(self, run_id: str) -> None:
+        """Lock a run, unless this object has done so. Raises StoreError if another one has."""
+        if run_id not in self._measured:
+            self._measured[run_id] = _Measured(locking.take(self.path, run_id))
+
+    def _release(self, run_id: str) -> None:
+        if run_id in self._measured:
+            self._measured.pop(run_id).lock.release()
+        if self._spare and not self._measured:
+            self._spare.close()
+            self._spare = None
 
     def unfinished(
         self,
@@ -253,6 +344,28 @@ class Store:
         rows.run(self._db, row[1])  # raises for a damaged row
         return str(row[0])
 
+    def _tell_unlike(self, plan: str, provenance: Mapping[str, Any], reopen: bool) -> None:
+        """Log a warning if the latest run to resume with a plan is of another environment.
+
+        This run has been ruled out by its `code`, which has the key of its environment.
+        """
+        query = "SELECT rowid FROM run WHERE plan=? AND status<>? ORDER BY started DESC LIMIT 1"
+        row = self._db.execute(query, (plan, "" if reopen else FINISHED)).fetchone()
+        if not row:
+            return
+        with suppress(UnreadableRow):
+            earlier = rows.run(self._db, row[0])
+            then = Environment.of(earlier.facts)
+            now = Environment.of(RunFacts.of(hidden.everywhere(provenance)))
+            if then.key != now.key:
+                log.warning(
+                    "a new run begins: the run %s with the same plan was measured in an environment"
+                    " that is not known to be this one (%s), and measurements in both are not"
+                    " mixed",
+                    earlier.id[:8],
+                    "; ".join(map(str, differences(then, now))),
+                )
+
     def begun(self, run_id: str) -> set[tuple[str, int]]:
         """Return (fingerprint, round) of each trial of a run that was begun."""
         query = "SELECT DISTINCT fingerprint, round FROM trial WHERE run_id=?"
@@ -266,9 +379,13 @@ class Store:
         added = dict.fromkeys(parts.cases - {case for case, _ in begun}, number)
         return Growth(joined={**before.joined, **added}, looks=before.looks + 1)
 
+    def facts(self, run_id: str) -> RunFacts:
+        """Return what a run states. Raises ValueError for a fact of a wrong type."""
+        return RunFacts.of(self.provenance(run_id))
+
     def growth(self, run_id: str) -> Growth:
         """Return how the plan of a run has grown."""
-        return Growth(**self.provenance(run_id).get(GROWTH, {}))
+        return self.facts(run_id).growth
 
     def end_run(self, run_id: str, status: str = FINISHED) -> None:
         """Set the final status of a run; a run whose status is not `finished` can be resumed.
@@ -280,6 +397,7 @@ class Store:
             self._db.execute(
                 "UPDATE run SET status=?, ended=? WHERE id=?", (status, time.time(), run_id)
             )
+        self._release(run_id)
 
     def annotate(self, run_id: str, name: str, facts: Mapping[str, Any]) -> None:
         """Store `facts` in a run's provenance under the key `name`, replacing earlier ones."""
@@ -287,14 +405,22 @@ class Store:
             self._annotate(run_id, name, facts)
 
     def _annotate(self, run_id: str, name: str, facts: Mapping[str, Any] | str) -> None:
-        added = json.dumps({**self.provenance(run_id), name: facts})
+        added = json.dumps(hidden.everywhere({**self.provenance(run_id), name: facts}))
         self._db.execute("UPDATE run SET provenance=? WHERE id=?", (added, run_id))
 
     def provenance(self, run_id: str) -> dict[str, Any]:
         """Return the facts that are stored with a run."""
         query = "SELECT provenance FROM run WHERE id=?"
-        (provenance,) = self._db.execute(query, (run_id,)).fetchone()
-        return dict(json.loads(provenance))
+        found = self._db.execute(query, (run_id,)).fetchone()
+        if found is None:
+            raise self._removed()
+        return dict(json.loads(found[0]))
+
+    def _removed(self) -> StoreError:
+        return StoreError(
+            f"the run was removed from the store {self.path} while it was measured; the same"
+            " command measures it again"
+        )
 
     def _kill_running(self, run_id: str) -> None:
         self._db.execute(
@@ -360,12 +486,12 @@ class Store:
     def remove(self, run_ids: Sequence[str]) -> None:
         """Delete runs with their trials and profiles, and shrink the file.
 
-        Raises StoreError, and deletes nothing, if a living process is adding trials to one of the
-        runs.
+        Raises StoreError, and deletes nothing, if a process is adding trials to one of the runs.
         """
+        profiles = [inside(self.traces, run_id) for run_id in run_ids]
         with file.transaction(self._db):
             for run_id in run_ids:
-                self._refuse_measured(run_id)
+                locking.refuse_measured(self.path, run_id)
                 for table in copying.PARTS:
                     self._db.execute(
                         f"DELETE FROM {table} WHERE trial_id IN (SELECT id FROM trial WHERE"
@@ -379,32 +505,22 @@ class Store:
             self._db.execute("VACUUM")
         from shutil import rmtree  # every command imports this module
 
-        for run_id in run_ids:
-            rmtree(self.traces / run_id, ignore_errors=True)
+        # what a link names is not the store's own
+        for folder in profiles if not self.traces.is_symlink() else ():
+            rmtree(folder, ignore_errors=True)
 
     def merge(self, part: Path) -> Merged:
         """Copy the runs and trials of the store `part` that are not yet here, in one transaction.
 
         Raises StoreError if `part` is not a store, if the stores contradict each other (see
-        `copying.merge`), or if a living process is adding trials to a run of `part`, in either
-        store.
+        `copying.merge`), or if a process is adding trials to a run of `part`, in either store.
         """
         with Store.read(part) as other, file.snapshot(other._db), file.transaction(self._db):
             file.refuse_damaged(other._db)
             for run in other.runs():
-                other._refuse_measured(run.id)
-                self._refuse_measured(run.id)
+                for path in (part, self.path):
+                    locking.refuse_measured(path, run.id)
             return copying.merge(other._db, self._db)
-
-    def _refuse_measured(self, run_id: str, *, but: int = 0) -> None:
-        """Raise StoreError if a living process, except `but`, is adding trials to a run."""
-        query = "SELECT pid, pid_born FROM run WHERE id=? AND status=? AND pid<>?"
-        row = self._db.execute(query, (run_id, RUNNING, but)).fetchone()
-        if row and alive(*row):
-            raise StoreError(
-                f"process {row[0]} is adding trials to the run {run_id[:12]} in the store"
-                f" {self.path}; wait until the process ends, or end it"
-            )
 
     # -- trials
 
@@ -416,15 +532,25 @@ class Store:
         host: str,
         code: str,
         provenance: Mapping[str, Any],
+        status: str = FINISHED,
     ) -> str:
-        """Add a finished run with ended trials, and return its id."""
+        """Add a run with ended trials and its final status, and return its id.
+
+        It started with its first trial.
+        """
         rounds = 1 + max((trial.round for trial in trials), default=0)
         run_id, _ = self.begin_run(
-            plan=plan, host=host, code=code, rounds=rounds, provenance=provenance
+            plan=plan,
+            host=host,
+            code=code,
+            rounds=rounds,
+            provenance=provenance,
+            started_s=min((trial.started_s for trial in trials), default=None),
         )
         for trial in trials:
-            self.end_trial(self.begin_trial(run_id, trial.case, trial.round), trial)
-        self.end_run(run_id)
+            trial_id = self.begin_trial(run_id, trial.case, trial.round, trial.started_s)
+            self.end_trial(trial_id, trial)
+        self.end_run(run_id, status)
         return run_id
 
     def done(self, run_id: str, *, retry: Iterable[str] = ()) -> set[tuple[str, int]]:
@@ -468,13 +594,17 @@ class Store:
                     seconds_by_case.setdefault(fingerprint, []).append(seconds)
         return seconds_by_case
 
-    def begin_trial(self, run_id: str, case: Case, number: int) -> int:
+    def begin_trial(
+        self, run_id: str, case: Case, number: int, started_s: float | None = None
+    ) -> int:
         """Add a trial of `case` in round `number` with the status `running`, and return its id.
 
-        Raises StoreError if the file was deleted or replaced since it was opened.
+        `started_s` is its start in seconds since the epoch (default: now). Raises StoreError if the
+        run was removed, or the file deleted, replaced or overwritten.
         """
-        copying.refuse_replaced(self._db)
-        with file.transaction(self._db):
+        with self._kept_if_lost(), file.transaction(self._db):
+            if not self._db.execute("SELECT 1 FROM run WHERE id=?", (run_id,)).fetchone():
+                raise self._removed()
             cursor = self._db.execute(
                 "INSERT INTO trial (run_id, fingerprint, round, case_json, status, schema, started)"
                 " VALUES (?,?,?,?,?,?,?)",
@@ -485,60 +615,136 @@ class Store:
                     json.dumps(case.to_dict()),
                     RUNNING,
                     SCHEMA,
-                    time.time(),
+                    started_s or time.time(),
                 ),
             )
-        assert cursor.lastrowid is not None
+            assert cursor.lastrowid is not None
+            self._begin_spare(run_id, cursor.lastrowid)
+        if run_id in self._measured:
+            self._measured[run_id].ended[cursor.lastrowid] = False
+        # a worker runs now: whoever overwrites the file meanwhile keeps what he puts there
+        with self._kept_if_lost():
+            file.checkpoint(self._db)
         return cursor.lastrowid
 
     def end_trial(self, trial_id: int, trial: Trial) -> None:
-        """Store the results of a trial in one transaction."""
-        with file.transaction(self._db):
-            self._db.execute(
-                "UPDATE trial SET status=?, reason=?, verified=?, source=?, schema=?, setup=?,"
-                " provenance=?, failed_device=?, summary=? WHERE id=?",
-                (
-                    trial.status,
-                    rows.short(trial.reason),
-                    trial.verified,
-                    trial.source,
-                    trial.schema,
-                    json.dumps(dict(trial.setup)),
-                    json.dumps(dict(trial.provenance)),
-                    trial.failed_device,
-                    summaries.packed(trial),
-                    trial_id,
-                ),
+        """Store the results of a trial in one transaction, and read them back.
+
+        Raises StoreError if its run was removed, or the file deleted, replaced or overwritten.
+        """
+        self._end_spare(trial_id, trial)
+        with self._kept_if_lost(), file.transaction(self._db):
+            if not _write(self._db, trial_id, trial):
+                raise self._removed()
+        for run in self._measured.values():
+            if trial_id in run.ended:
+                run.ended[trial_id] = True
+        with self._kept_if_lost():
+            file.checkpoint(self._db)
+            if not self._has_trials():
+                self._lose(OVERWRITTEN)
+
+    def _begin_spare(self, run_id: str, trial_id: int) -> None:
+        """Copy the row of a trial that begins, and that of its run as it is now."""
+        if run_id not in self._measured:
+            return
+        try:
+            self._spare = self._spare or file.open_spare()
+            with file.transaction(self._spare):
+                self._spare.execute("DELETE FROM run WHERE id=?", (run_id,))
+                copying.copy_run(self._db, run_id, self._spare)
+                copy = copying.copy_trial(self._db, trial_id, self._spare, run_id)
+            self._measured[run_id].spares[trial_id] = copy
+        except (sqlite3.OperationalError, StoreError) as error:
+            log.warning("the trial has no copy, which a lost store would need: %s", told(error))
+
+    def _end_spare(self, trial_id: int, trial: Trial) -> None:
+        for run in self._measured.values():
+            if self._spare and trial_id in run.spares:
+                try:
+                    with file.transaction(self._spare):
+                        _write(self._spare, run.spares[trial_id], trial)
+                except (sqlite3.OperationalError, StoreError) as error:
+                    why = told(error)
+                    log.warning("the trial has no copy, which a lost store would need: %s", why)
+
+    @contextmanager
+    def _kept_if_lost(self) -> Iterator[None]:
+        """Raise StoreError if the file is, or becomes here, no longer what this object has written.
+
+        Its trials are first kept in a new file.
+        """
+        if self._db.lost:
+            raise StoreError(self._db.lost)
+        left, now = self._db.left, file.state(self.path)
+        if left is not None and now != left:
+            if now is None or now.is_other(left):
+                self._lose(GONE)
+            # otherwise, another process may have merged the log into the file
+            if not self._has_trials(thorough=True):
+                self._lose(OVERWRITTEN)
+            self._db.left = now
+        try:
+            yield
+        except DamagedStore:
+            self._lose(OVERWRITTEN)
+
+    def _has_trials(self, *, thorough: bool = False) -> bool:
+        """Return whether a new connection finds the trials that this object has written.
+
+        With `thorough`, the file must also pass SQLite's quick check.
+        """
+        query = "SELECT id, status<>? FROM trial WHERE run_id=?"
+        try:
+            with closing(file.connect_read_only(self.path)) as other:
+                if thorough:
+                    file.refuse_damaged(other)
+                for run_id, run in self._measured.items():
+                    found = dict(other.execute(query, (RUNNING, run_id)))
+                    if any(found.get(number) != ended for number, ended in run.ended.items()):
+                        return False
+                    if not other.execute("SELECT 1 FROM run WHERE id=?", (run_id,)).fetchone():
+                        return False
+        except file.Locked:
+            raise
+        except (sqlite3.Error, StoreError, OSError):
+            return False
+        return True
+
+    def _lose(self, how: str) -> NoReturn:
+        """Keep the trials in a new file, write nothing more to this one, and raise StoreError."""
+        names = (self.path.with_name(f"{self.path.name}.kept-{n}") for n in count(1))
+        kept = next(path for path in names if not path.exists())
+        try:
+            number = self._keep(kept, how)
+            where = (
+                f"{words.count(number, 'trial')} {words.verb(number, 'is', 'are')} kept in {kept};"
+                f" `dpbench merge {shlex.quote(str(kept))} {dashed('store', 'FILE')}` copies the"
+                " trials into a store"
             )
-            self._db.executemany(
-                "INSERT INTO step VALUES (?,?,?,?,?)",
-                [
-                    (trial_id, i, s.seconds, int(s.warmup), s.end_s)
-                    for i, s in enumerate(trial.steps)
-                ],
-            )
-            self._db.executemany(
-                "INSERT INTO span VALUES (?,?,?,?,?,?,?,?)",
-                [
-                    (trial_id, i, s.step, s.phase, s.device, s.clock, s.start_s, s.end_s)
-                    for i, s in enumerate(trial.spans)
-                ],
-            )
-            self._db.executemany(
-                "INSERT INTO memory VALUES (?,?,?,?,?,?)",
-                [
-                    (trial_id, m.device, m.peak_bytes, m.source, m.phase, m.kind)
-                    for m in trial.memory
-                ],
-            )
-            self._db.executemany(
-                "INSERT INTO series VALUES (?,?,?,?,?,?,?,?)",
-                rows.series_rows(trial_id, trial.samples),
-            )
-        copying.refuse_replaced(self._db)
-        # the trial is committed: a later checkpoint is sufficient
-        with suppress(sqlite3.OperationalError):
-            self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+        except (sqlite3.Error, StoreError, OSError) as error:
+            why = told(error.__cause__ or error)
+            where = f"its trials are lost, because {kept} cannot be written: {why}"
+        if how == GONE:
+            # the log beside a new file of this name would be merged into that file
+            with suppress(StoreError):
+                file.fold(self._db)
+        self._db.lost = f"the store {self.path} was {how} while a run was writing to it; {where}"
+        raise StoreError(self._db.lost)
+
+    def _keep(self, kept: Path, how: str) -> int:
+        """Write the trials into a new store, and return their number.
+
+        These are all trials of a deleted file, which is still open and whole, or else those of
+        which there are copies.
+        """
+        if how == GONE:
+            self._db.execute("VACUUM INTO ?", (str(kept),))
+        with Store.create(kept) as copy:
+            if self._spare:
+                with file.transaction(copy._db):
+                    copying.merge(self._spare, copy._db)
+            return len(copy.trials(superseded=True))
 
     def trials(self, run_id: str | None = None, *, superseded: bool = False) -> list[Trial]:
         """Return the ended trials of a run, or of all runs, in the order of start.

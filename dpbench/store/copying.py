@@ -7,19 +7,34 @@ trials are the same if they have the same run, case, round and start time.
 from __future__ import annotations
 
 import json
-import os
-import sqlite3
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from dpbench.records import Case, Status
+from dpbench.records.environment import Environment, forbidding
+from dpbench.records.spelling import dashed
 from dpbench.store import file, rows
 from dpbench.store.file import StoreError
+from dpbench.store.runs import FINISHED
 
 PARTS = ("step", "span", "memory", "series")
 """The tables with the parts of trials; their column `trial_id` refers to the trial."""
 IDENTITY = ("host", "code", "started")
 """The columns of a run that never change: copies that differ in one contradict each other."""
+NO_RESULT = (
+    "id",
+    "run_id",
+    "trial_id",
+    "checksum",
+    "parts_checksum",
+    "summary_checksum",
+    "summary",
+)
+"""Columns that are no results of a trial: the numbers of a file, and what is computed from results.
+
+Schemas 3 and 4 have checksums, which no later version updates.
+"""
 SHOWN = 5
 """The most conflicts that an error lists."""
 
@@ -36,26 +51,6 @@ class Merged:
     known: int
 
 
-def refuse_replaced(db: file.Connection) -> None:
-    """Raise StoreError if the file was deleted or replaced since it was opened for writing.
-
-    The trials of the open file are first copied into a new file in the same folder, which the
-    message names.
-    """
-    if file.same_file(db):
-        return
-    kept = db.path.with_name(f"{db.path.name}.kept-{os.getpid()}")
-    try:
-        kept.unlink(missing_ok=True)
-        db.execute("VACUUM INTO ?", (str(kept),))
-        where = f"all trials so far are in {kept}"
-    except (sqlite3.Error, OSError) as error:
-        where = f"its trials are lost, because {kept} cannot be written: {error.__cause__ or error}"
-    raise StoreError(
-        f"the store {db.path} was deleted or replaced while a run was writing to it; {where}"
-    )
-
-
 def _shared(source: file.Connection, target: file.Connection, table: str) -> list[str]:
     """Return the columns of a table that both files have; others are checksums of old files."""
     target_columns = rows.columns_of(target, table)
@@ -67,7 +62,8 @@ def _insertion(table: str, names: Sequence[str]) -> str:
     return f"INSERT INTO {table} ({', '.join(names)}) VALUES ({marks})"
 
 
-def _copy_run(source: file.Connection, run_id: str, target: file.Connection) -> None:
+def copy_run(source: file.Connection, run_id: str, target: file.Connection) -> None:
+    """Copy the row of a run, which `target` must not have."""
     names = _shared(source, target, "run")
     (values,) = source.execute(f"SELECT {', '.join(names)} FROM run WHERE id=?", (run_id,))
     target.execute(_insertion("run", names), values)
@@ -92,18 +88,18 @@ def copy_trial(source: file.Connection, trial_id: int, target: file.Connection, 
 def merge(source: file.Connection, target: file.Connection) -> Merged:
     """Copy from `source` the runs and trials that `target` lacks, in the caller's transaction.
 
-    A run that is in both gets the missing trials and, if it ended later in `source`, the status,
-    the plan and the provenance from there. Raises UnreadableRow for a damaged trial, and
-    StoreError, which names the runs and cases, if copies of a run contradict each other: in
-    `IDENTITY` or a trial's results, or because each has a trial of the same case and round that the
-    other lacks.
+    A run that is in both gets the missing trials and, if its copy in `source` is the newer one, the
+    status, the end, the plan and the provenance from there. Raises UnreadableRow for a damaged run
+    or trial, and StoreError, which names the runs and cases, if copies of a run contradict each
+    other: in `IDENTITY`, the environment or a trial's results, or because each has a trial of the
+    same case and round that the other lacks.
     """
     runs = trials = known = 0
     conflicts: list[str] = []
     _copy_examinations(source, target)
     for (run_id,) in source.execute("SELECT id FROM run ORDER BY started, rowid").fetchall():
         if not target.execute("SELECT 1 FROM run WHERE id=?", (run_id,)).fetchone():
-            _copy_run(source, run_id, target)
+            copy_run(source, run_id, target)
             missing = _ids(source, run_id)
             runs += 1
         else:
@@ -111,7 +107,7 @@ def merge(source: file.Connection, target: file.Connection) -> Merged:
             conflicts += contradictions
             missing = [] if contradictions else _missing(source, target, run_id)
             known += 1
-            if not contradictions:
+            if not contradictions and _is_newer(source, target, run_id):
                 _adopt(source, target, run_id)
         trials += len(missing)
         for trial_id in missing:
@@ -125,7 +121,7 @@ def merge(source: file.Connection, target: file.Connection) -> Merged:
         raise StoreError(
             "the stores contradict each other, and nothing was merged:"
             f" {'; '.join(conflicts[:SHOWN])}{more}. Remove each of these runs from one of the"
-            " stores with `dpbench rm RUN --store FILE`"
+            f" stores with `dpbench rm RUN {dashed('store', 'FILE')}`"
         )
     return Merged(runs, trials, known)
 
@@ -180,6 +176,10 @@ def _contradictions(source: file.Connection, target: file.Connection, run_id: st
             yield (
                 f"run {run_id[:12]}: `{name}` is {ours!r} in this store and {theirs!r} in the other"
             )
+    for one in forbidding(*(_environment(db, run_id) for db in (target, source))):
+        yield (
+            f"run {run_id[:12]}: {one.name} {one.before} in this store and {one.after} in the other"
+        )
     here, there = _slots(target, run_id), _slots(source, run_id)
     for slot in here.keys() & there.keys():
         both = here[slot].keys() & there[slot].keys()
@@ -191,11 +191,16 @@ def _contradictions(source: file.Connection, target: file.Connection, run_id: st
             yield f"{where}: each store has a trial that the other lacks"
         for started in both:
             ours, theirs = here[slot][started], there[slot][started]
-            if _content(target, ours) != _content(source, theirs):
+            if not _same_results(target, ours, source, theirs):
                 yield (
                     f"{where}: trial {ours} of this store and trial {theirs} of the other differ in"
                     " their results"
                 )
+
+
+def _environment(db: file.Connection, run_id: str) -> Environment:
+    (row,) = db.execute("SELECT rowid FROM run WHERE id=?", (run_id,)).fetchone()
+    return Environment.of(rows.run(db, row).facts)
 
 
 def _label(db: file.Connection, trial_id: int) -> str:
@@ -203,22 +208,42 @@ def _label(db: file.Connection, trial_id: int) -> str:
     return Case.from_dict(json.loads(case)).label
 
 
-def _content(db: file.Connection, trial_id: int) -> tuple[object, ...]:
-    """Return a trial's results: the columns that all schemas have, and the rows of its steps."""
-    names = "case_json, status, reason, verified, source, schema, setup, provenance"
-    trial = db.execute(f"SELECT {names} FROM trial WHERE id=?", (trial_id,)).fetchone()
-    steps = db.execute(
-        "SELECT step, seconds, warmup, end_s FROM step WHERE trial_id=? ORDER BY step", (trial_id,)
-    )
-    return (trial, steps.fetchall())
+def _same_results(one: file.Connection, first: int, other: file.Connection, second: int) -> bool:
+    """Return whether two trials agree in all columns and parts that both files have."""
+    for table in ("trial", *PARTS):
+        columns = [name for name in _shared(one, other, table) if name not in NO_RESULT]
+        key = "id" if table == "trial" else "trial_id"
+        names = ", ".join(columns)
+        query = f"SELECT {names} FROM {table} WHERE {key}=? ORDER BY {names}"
+        both = zip_longest(one.execute(query, (first,)), other.execute(query, (second,)))
+        if any(ours != theirs for ours, theirs in both):
+            return False
+    return True
+
+
+def _is_newer(source: file.Connection, target: file.Connection, run_id: str) -> bool:
+    """Return whether the copy of a run in `source` was continued after that in `target`.
+
+    This is the copy that has trials which the other lacks. If both have some, or none, the later
+    end decides; but a run with the same trials that had finished does not become unfinished.
+    """
+    gives, lacks = _missing(source, target, run_id), _missing(target, source, run_id)
+    query = "SELECT ended, status FROM run WHERE id=?"
+    mine, theirs = (db.execute(query, (run_id,)).fetchone() for db in (target, source))
+    if bool(gives) != bool(lacks):
+        return bool(gives)
+
+    def end(copy: tuple[float | None, str]) -> tuple[bool, float]:
+        ended_s, status = copy
+        return not gives and status == FINISHED, ended_s or 0.0
+
+    return end(theirs) > end(mine)
 
 
 def _adopt(source: file.Connection, target: file.Connection, run_id: str) -> None:
-    """Copy a run's status, end, plan and provenance to `target` if it ended later in `source`."""
+    """Copy a run's status, end, plan and provenance to `target`."""
     query = "SELECT ended, status, plan, rounds, provenance FROM run WHERE id=?"
-    mine, theirs = (db.execute(query, (run_id,)).fetchone() for db in (target, source))
-    if (theirs[0] or 0.0) > (mine[0] or 0.0):
-        target.execute(
-            "UPDATE run SET ended=?, status=?, plan=?, rounds=?, provenance=? WHERE id=?",
-            (*theirs, run_id),
-        )
+    target.execute(
+        "UPDATE run SET ended=?, status=?, plan=?, rounds=?, provenance=? WHERE id=?",
+        (*source.execute(query, (run_id,)).fetchone(), run_id),
+    )

@@ -2,13 +2,14 @@
 
 Schema history (`PRAGMA user_version`): 1 (first); 2 (memory by phase and kind, the device that
 failed); 3 (checksums of rows); 4 (summaries of trials); 5 (no checksums); 6 (examinations of
-machines).
+machines); 7 (runs that are being measured have a lock, and no process id).
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import shlex
 import sqlite3
 import time
@@ -16,8 +17,10 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
+from dpbench.records import hidden, signals
+from dpbench.records.errors import OptionError, UsageError
 from dpbench.records.visible import visible
 
 log = logging.getLogger(__name__)
@@ -25,6 +28,8 @@ PATIENCE_S = 30.0
 """The most seconds for which a statement waits for a locked file."""
 SILENT_S, POLL_S = 2.0, 0.01
 """The seconds of waiting after which a warning is logged, and the seconds between two attempts."""
+INSTRUCTIONS = 100_000
+"""The instructions of SQLite's machine, some milliseconds, after which signals are handled."""
 APPLICATION_ID = int.from_bytes(b"dpbn", "big")
 """The application id in the header of every store."""
 
@@ -72,6 +77,7 @@ MIGRATIONS = (
     "ALTER TABLE trial ADD COLUMN summary BLOB",
     "",  # stops earlier versions of dpbench, which would compare rows with outdated checksums
     "CREATE TABLE examination (host TEXT PRIMARY KEY, started REAL NOT NULL, result TEXT NOT NULL)",
+    "",  # stops earlier versions of dpbench, which would take every run for one that has ended
 )
 
 
@@ -105,8 +111,18 @@ versions of dpbench keep them up to date.
 """
 
 
-class StoreError(RuntimeError):
+_TABLES = re.findall(r"CREATE TABLE (\w+)", " ".join(MIGRATIONS))
+_PLAIN = ("CREATE TABLE ", "CREATE INDEX ", "CREATE UNIQUE INDEX ")
+"""The beginnings of the texts, as SQLite stores them, of what a store may contain."""
+_KIND = re.compile(r"CREATE ((?:VIRTUAL )?\w+)")
+
+
+class StoreError(OptionError, RuntimeError):
     """The error of a store that cannot be used; the message gives the reason and the remedy."""
+
+
+ANOTHER: dict[str, Any] = {"option": "store", "remedy": "give another file with {}"}
+"""The option and the remedy of most errors of a store."""
 
 
 class Unusable(StoreError, sqlite3.OperationalError):
@@ -126,14 +142,29 @@ _LOCKED = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 """SQLite's codes of damaged and of locked files: the lowest eight bits of extended codes."""
 
 
+class State(NamedTuple):
+    """What the system knows about a file: which one it is, and when it was last written."""
+
+    device: int
+    inode: int
+    size_bytes: int
+    modified_ns: int
+
+    def is_other(self, other: State) -> bool:
+        """Return whether two states are those of different files."""
+        return (self.device, self.inode) != (other.device, other.inode)
+
+
 class Connection(sqlite3.Connection):
     """A connection that knows its file, `path`, and turns SQLite's errors into StoreErrors."""
 
     path: Path
     columns: dict[str, list[str]]
     """The column names of each table that `rows.columns_of` has looked up."""
-    inode: tuple[int, int] | None = None
-    """The device and inode number of the file; None if it is open read-only."""
+    left: State | None = None
+    """The file as this connection left it; None if it is open read-only."""
+    lost: str = ""
+    """The error of a file that is lost to this connection, which then writes nothing any more."""
 
     def execute(self, sql: str, parameters: Any = (), /) -> sqlite3.Cursor:
         """Execute a statement.
@@ -162,22 +193,30 @@ class Connection(sqlite3.Connection):
         """Turn SQLite's errors inside this context into StoreErrors that name the file.
 
         Errors that only a mistake in dpbench causes, such as a violated constraint, are not
-        converted.
+        converted. A statement that a signal has ended raises the signal's exception, which SQLite
+        has dropped.
         """
         try:
             yield
         except sqlite3.DatabaseError as error:
-            if getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGE:
+            code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+            if code == sqlite3.SQLITE_INTERRUPT:
+                signals.check()
+                raise KeyboardInterrupt from error
+            if code in _DAMAGE:
                 raise damaged(self.path, self._fault or error) from error
             if not isinstance(error, sqlite3.OperationalError):
                 raise
-            if getattr(error, "sqlite_errorcode", 0) & 0xFF in _LOCKED:
+            if code in _LOCKED:
                 raise Locked(
-                    f"{_held(self.path)} for more than {PATIENCE_S:g} s: wait until that process"
-                    " has ended, or give another file with --store"
+                    "{held} for more than {seconds} s",
+                    option="store",
+                    remedy="wait until that process has ended, or give another file with {}",
+                    held=_held(self.path),
+                    seconds=f"{PATIENCE_S:g}",
                 ) from error
             raise Unusable(
-                f"cannot use the store {self.path}: {error}; give another file with --store"
+                "cannot use the store {path}: {why}", **ANOTHER, path=self.path, why=error
             ) from error
         except UnicodeDecodeError as error:  # SQLite's message quotes damaged text of the schema
             raise damaged(self.path, error) from error
@@ -233,23 +272,27 @@ def way_out(path: object) -> str:
 def open_to_write(path: Path) -> Connection:
     """Return a connection for writing; create or migrate the file if necessary.
 
-    Raises StoreError on failure; DamagedStore, before any change, if SQLite's quick check fails.
+    Raises StoreError on failure; DamagedStore, before any change, if SQLite's quick check fails;
+    UsageError for a name that is no path for SQLite.
     """
+    _refuse_special(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # check read-only first, because opening for writing would already change the WAL
         if _check_header(path):
-            with closing(_connect_read_only(path)) as db:
+            with closing(connect_read_only(path)) as db:
                 _check_version(path, db)
                 refuse_damaged(db)
         db = connect(path, str(path))
         try:
             db.execute("PRAGMA journal_mode=WAL")
+            # of this process, only `checkpoint` writes to the file, and notes how it leaves it
+            db.execute("PRAGMA wal_autocheckpoint=0")
             db.execute("PRAGMA synchronous=NORMAL")
             db.execute("PRAGMA foreign_keys=ON")
             _migrate(db)
             _index(db)
-            db.inode = _inode(path)
+            checkpoint(db)
         except BaseException:
             db.close()
             raise
@@ -257,25 +300,41 @@ def open_to_write(path: Path) -> Connection:
         raise
     except (sqlite3.Error, OSError) as error:
         raise StoreError(
-            f"cannot open the store {path}: {error}; give another file with --store"
+            "cannot open the store {path}: {why}", **ANOTHER, path=path, why=error
         ) from error
     return db
 
 
+def open_spare() -> Connection:
+    """Return an empty store without a name; SQLite keeps its file in TMPDIR, already deleted."""
+    db = connect(Path("a temporary store"), "")
+    _migrate(db)
+    return db
+
+
 def open_to_read(path: Path) -> Connection:
-    """Return a read-only connection. Raises StoreError if the file is missing or not a store."""
+    """Return a read-only connection.
+
+    Raises StoreError if the file is missing or not a store, and UsageError for a name that is no
+    path for SQLite.
+    """
+    _refuse_special(path)
     if not path.exists():
         raise StoreError(
-            f"there is no store at {path}; run `dpbench run` first, or give another file with"
-            " --store"
+            "there is no store at {path}",
+            option="store",
+            remedy="run `dpbench run` first, or give another file with {}",
+            path=path,
         )
     try:
         if not _check_header(path):
             raise StoreError(
-                f"the store {path} is empty; run `dpbench run` first, or give another file with"
-                " --store"
+                "the store {path} is empty",
+                option="store",
+                remedy="run `dpbench run` first, or give another file with {}",
+                path=path,
             )
-        db = _connect_read_only(path)
+        db = connect_read_only(path)
         try:
             _check_version(path, db)
         except BaseException:
@@ -285,9 +344,20 @@ def open_to_read(path: Path) -> Connection:
         raise
     except (sqlite3.Error, OSError) as error:
         raise StoreError(
-            f"cannot read the store {path}: {error}; give another file with --store"
+            "cannot read the store {path}: {why}", **ANOTHER, path=path, why=error
         ) from error
     return db
+
+
+def _refuse_special(path: Path) -> None:
+    """Raise UsageError for a name that SQLite would take for a database in memory, or for a URI."""
+    if str(path) == ":memory:":
+        raise UsageError(
+            f"a store cannot be {path}, SQLite's database in memory, because its results would be"
+            " lost with the process; give the path of a file"
+        )
+    if str(path).startswith("file:"):
+        raise UsageError(f"a store cannot be {path}, a URI of SQLite; give the path of a file")
 
 
 def refuse_damaged(db: Connection) -> None:
@@ -302,15 +372,22 @@ def _last_line(fault: str) -> str:
     return fault.splitlines()[-1]
 
 
-def same_file(db: Connection) -> bool:
-    """Return whether the path of a connection still names its open file; True if read-only."""
-    return db.inode is None or db.inode == _inode(db.path)
-
-
-def _inode(path: Path) -> tuple[int, int] | None:
+def state(path: Path) -> State | None:
+    """Return the state of a file; None if there is none."""
     with suppress(FileNotFoundError, NotADirectoryError):
-        return (found := path.stat()).st_dev, found.st_ino
+        found = path.stat()
+        return State(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
     return None
+
+
+def checkpoint(db: Connection) -> None:
+    """Write the log into the file, as far as readers allow, and note the state of the file.
+
+    Until this connection writes again, only others change the file.
+    """
+    with suppress(sqlite3.OperationalError):  # what was committed is safe: a later one is enough
+        db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+    db.left = state(db.path)
 
 
 def fold(db: Connection) -> None:
@@ -345,8 +422,10 @@ def snapshot(db: Connection) -> Iterator[None]:
 def transaction(db: Connection) -> Iterator[None]:
     """Run the statements inside this context in one transaction, after waiting for other writers.
 
-    Raises StoreError if the file cannot be written.
+    Raises StoreError if the file cannot be written, or is lost.
     """
+    if db.lost:
+        raise StoreError(db.lost)
     try:
         db.execute("BEGIN IMMEDIATE")
         try:
@@ -365,7 +444,7 @@ def transaction(db: Connection) -> Iterator[None]:
         ) from error
 
 
-def _connect_read_only(path: Path) -> Connection:
+def connect_read_only(path: Path) -> Connection:
     """Return a read-only connection.
 
     To read a write-ahead log, SQLite needs an index file. Raises StoreError if the log has changes
@@ -376,9 +455,12 @@ def _connect_read_only(path: Path) -> Connection:
     if not index.exists() and not os.access(path.parent, os.W_OK):
         if log_file.exists() and log_file.stat().st_size:
             raise StoreError(
-                f"the store {path} has changes in {log_file.name}, which cannot be read in a folder"
-                " that is read-only: copy both files to another folder, and give the copy with"
-                " --store"
+                "the store {path} has changes in {log}, which cannot be read in a folder that is"
+                " read-only",
+                option="store",
+                remedy="copy both files to another folder, and give the copy with {}",
+                path=path,
+                log=log_file.name,
             )
         options += "&immutable=1"
     return connect(path, f"{path.resolve().as_uri()}?{options}")
@@ -388,6 +470,8 @@ def connect(path: Path, address: str) -> Connection:
     """Return a connection to the file `path`; `address` is its path or URI."""
     uri = address.startswith("file:")
     db = sqlite3.connect(address, uri=uri, isolation_level=None, timeout=0, factory=Connection)
+    # SQLite calls Python within a long statement, so that handlers of signals can run and end it
+    db.set_progress_handler(lambda: 0, INSTRUCTIONS)
     db.path = path
     db.columns = {}
     return db
@@ -423,7 +507,9 @@ def _check_header(path: Path) -> bool:
     (https://sqlite.org/howtocorrupt.html, section 2.2).
     """
     if path.is_dir():
-        raise StoreError(f"{path} is a directory; give a file with --store")
+        raise StoreError(
+            "{path} is a directory", option="store", remedy="give a file with {}", path=path
+        )
     if not path.exists() or (size := path.stat().st_size) == 0:
         return False
     if size == 1:  # for SQLite, which made such files itself, the file is empty
@@ -447,15 +533,16 @@ def _check_header(path: Path) -> bool:
 
 def _another_kind(path: Path) -> StoreError:
     return StoreError(
-        f"{path} is not a store of dpbench, but another kind of file, or its first bytes are"
-        " damaged; give another file with --store"
+        "{path} is not a store of dpbench, but another kind of file, or its first bytes are"
+        " damaged",
+        **ANOTHER,
+        path=path,
     )
 
 
 def _another_database(path: Path) -> StoreError:
     return StoreError(
-        f"{path} is not a store of dpbench, but another SQLite database; give another file with"
-        " --store"
+        "{path} is not a store of dpbench, but another SQLite database", **ANOTHER, path=path
     )
 
 
@@ -468,14 +555,45 @@ def _check_version(path: Path, db: sqlite3.Connection) -> None:
     _refuse_newer(path, version)
     if tables and application != APPLICATION_ID:
         raise _another_database(path)
+    _refuse_computed(path, db)
+
+
+def _refuse_computed(path: Path, db: sqlite3.Connection) -> None:
+    """Raise StoreError for a file with more than plain tables and indexes, before it is queried.
+
+    A view can run for ever, and a trigger changes other rows than a statement names. The text of an
+    entry decides, because a virtual table has the type of a plain one.
+    """
+    for name, sql in db.execute("SELECT name, sql FROM sqlite_master").fetchall():
+        if sql and not str(sql).startswith(_PLAIN):
+            kind = _KIND.match(str(sql))
+            raise _computed(path, f"{kind[1] if kind else 'entry'} {name}")
+    for table in _TABLES:
+        query = "SELECT name FROM pragma_table_xinfo(?) WHERE hidden"
+        for (column,) in db.execute(query, (table,)).fetchall():
+            raise _computed(path, f"computed column {column} of the table {table}")
+
+
+def _computed(path: Path, what: str) -> StoreError:
+    return StoreError(
+        "the store {path} has the {what}, but dpbench uses only files of plain tables",
+        option="store",
+        remedy="drop it with sqlite3 if you have made it yourself, or give another file with {}",
+        path=path,
+        what=visible(what),
+    )
 
 
 def _refuse_newer(path: Path, version: int) -> None:
     if version > len(MIGRATIONS):
         raise StoreError(
-            f"the store {path} has schema version {version}, but this version of dpbench supports"
-            f" only versions up to {len(MIGRATIONS)}; update dpbench, or give another file with"
-            " --store"
+            "the store {path} has schema version {version}, but this version of dpbench supports"
+            " only versions up to {newest}",
+            option="store",
+            remedy="update dpbench, or give another file with {}",
+            path=path,
+            version=version,
+            newest=len(MIGRATIONS),
         )
 
 
@@ -521,6 +639,6 @@ def _held(path: Path) -> str:
             for line in Path("/proc/locks").read_text(encoding="utf-8").splitlines():
                 *_, pid, file, _, _ = line.split()
                 if file.endswith(inode) and int(pid) not in (0, os.getpid()) and "->" not in line:
-                    command = visible(" ".join(psutil.Process(int(pid)).cmdline()))
+                    command = visible(hidden.text(" ".join(psutil.Process(int(pid)).cmdline())))
                     holders[int(pid)] = f"process {pid} ({command[:80]})"
     return f"the store {path} is locked by {' and '.join(holders.values()) or 'another process'}"

@@ -19,13 +19,14 @@ from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
-from dpbench.records import Case, Sample, Status, Trial, fake, visible
+from dpbench.records import Case, Sample, Status, Trial, fake, hidden, visible
 from dpbench.records.examination import Examination
+from dpbench.records.facts import RunFacts, stated
 from dpbench.records.series import Samples, Series
 from dpbench.records.trial import in_schema
-from dpbench.store import facts, file, summaries
+from dpbench.store import file, summaries
 from dpbench.store.file import StoreError
-from dpbench.store.runs import StoredRun
+from dpbench.store.runs import StoredRun, known_id
 
 log = logging.getLogger(__name__)
 CASE = "case_json, fingerprint, schema"
@@ -49,6 +50,8 @@ _DATA = (
 """The exceptions that damaged data cause."""
 
 
+LATEST_S = 253402300799.0
+"""The last second of the year 9999, in seconds since the epoch."""
 MOST_READINGS = 2**24
 """The most readings of one metric of a device: those of 19 days, at 10 per second."""
 REASON = 8000
@@ -83,19 +86,19 @@ def _reading(db: file.Connection, table: str, row: int) -> Iterator[None]:
 def run(db: file.Connection, row: int) -> StoredRun:
     """Return the run in a row of the table `run`. Raises UnreadableRow."""
     with _reading(db, "run", row):
-        name, status, started, rounds, provenance = _row(
+        run_id, status, started, rounds, provenance = _row(
             db, "run", "id, status, started, rounds, provenance", row
         )
-        facts.check_run(_object(provenance), float(started))
         stored = StoredRun(
-            visible.visible(str(name)),
+            known_id(run_id),
             visible.visible(str(status)),
             float(started),
             int(rounds),
-            visible.loads(provenance),
+            hidden.everywhere(visible.loads(provenance)),
             _examination(_examined(db, row)),
         )
-        _ = stored.naming  # raises for a name that no run can have
+        check_time(stored.started)
+        _ = stored.facts, stored.naming  # raise for facts and names that no run can have
         return stored
 
 
@@ -115,7 +118,7 @@ def _examination(text: str) -> Examination | None:
         return None
     try:
         found = msgspec.convert(visible.loads(text), Examination)
-        facts.check_time(found.started_s)
+        check_time(found.started_s)
     except _DATA as error:
         log.warning("a result of dpbench doctor is left out, because it is damaged: %s", error)
         return None
@@ -133,8 +136,7 @@ def trial(db: file.Connection, row: int) -> Trial:
             "memory": _columns(MEMORY, _part(db, "memory", MEMORY, row, "rowid")),
         }
         made = replace(Trial.from_dict(plain), samples=_samples(db, row))
-        facts.check_trial(made.provenance, made.started_s)
-        return made
+        return checked(made)
 
 
 def summary(db: file.Connection, row: int) -> Trial:
@@ -151,8 +153,22 @@ def summary(db: file.Connection, row: int) -> Trial:
         memory = _columns(MEMORY, _part(db, "memory", MEMORY, row, "rowid"))
         plain = {**_plain(db, head), "memory": memory}
         made = replace(Trial.from_dict(plain), steps=ledger.steps, samples=_samples(db, row))
-        facts.check_trial(made.provenance, made.started_s)
-        return made.with_ledger(ledger)
+        return checked(made).with_ledger(ledger)
+
+
+def checked(trial: Trial) -> Trial:
+    """Return the trial. Raises ValueError if its start is no time, or a fact has a wrong type."""
+    check_time(trial.started_s)
+    _ = trial.facts
+    return trial
+
+
+def check_time(started_s: float) -> None:
+    """Raise ValueError if a start, in seconds since the epoch, is no time before the year 10000."""
+    if not 0 <= started_s <= LATEST_S:
+        raise ValueError(
+            f"the start, {started_s} s after the year 1970 began, is not before the year 10000"
+        )
 
 
 def _samples(db: file.Connection, row: int) -> Samples:
@@ -183,7 +199,7 @@ def _of_run(db: file.Connection, run_id: str) -> dict[str, Any]:
     """Return the fact of a trial's run that qualifies the trial: whether its GPUs are fake."""
     try:
         found = db.execute("SELECT provenance FROM run WHERE id=?", (run_id,)).fetchone()
-        return {fake.FACT: True} if found and _says_fake(found[0]) else {}
+        return stated(fake_gpus=True) if found and _says_fake(found[0]) else {}
     except file.Locked:
         raise
     except _DATA:
@@ -192,7 +208,7 @@ def _of_run(db: file.Connection, run_id: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def _says_fake(provenance: str) -> bool:
-    return fake.fake_gpus(_object(provenance))
+    return fake.fake_gpus(RunFacts.of(_object(provenance)))
 
 
 def outcome(db: file.Connection, row: int) -> tuple[Case, str]:

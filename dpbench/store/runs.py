@@ -1,22 +1,53 @@
-"""Runs: the facts of a stored run, its name and tags, and the process that adds trials to it."""
+"""Runs: the facts of a stored run, its id, its name and its tags."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from dpbench.records import Trial
+from dpbench.records.errors import UsageError
 from dpbench.records.examination import Examination
+from dpbench.records.facts import RunFacts
 
 PREDICTED = "predicted:"
 """The beginning of the `host` of a run that was predicted for a described machine."""
+FINISHED = "finished"
+"""The status of a run whose plan is done."""
 LATEST = "last"
 """The name that always means the newest run, and that no run can have."""
 _WORD = re.compile(r"[^\W_][\w.-]*")
+_ID = re.compile(r"[0-9a-f]{32}")
+
+
+def new_id() -> str:
+    """Return the id of a new run: 32 hexadecimal digits."""
+    return os.urandom(16).hex()
+
+
+def known_id(stored: object) -> str:
+    """Return the id in a row of the table `run`. Raises ValueError if it has another form."""
+    if not isinstance(stored, str) or not _ID.fullmatch(stored):
+        raise ValueError(f"the run's id {stored!r} does not consist of 32 hexadecimal digits")
+    return stored
+
+
+def inside(folder: Path, name: str) -> Path:
+    """Return the path of the entry `name` of a folder.
+
+    Every path with the id of a run comes from here. Raises ValueError for a name that would lead
+    elsewhere, although `known_id` lets no such id in.
+    """
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise ValueError(f"the run's id {name!r} cannot be a part of a path")
+    return folder / name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +57,7 @@ class Naming:
     Name and tags are part of a run's identity: the same command resumes an unfinished run, and
     another name or other tags begin a new run. Several runs may have the same name. Names and keys
     of tags consist of letters, digits, ".", "-" and "_", and begin with a letter or a digit; other
-    ones, and the name "last", raise ValueError.
+    ones, and the name "last", raise UsageError.
     """
 
     name: str = ""
@@ -36,12 +67,12 @@ class Naming:
     def __post_init__(self) -> None:
         for what, word in (("name", self.name), *(("tag", key) for key in self.tags)):
             if (word or what == "tag") and not _WORD.fullmatch(word):
-                raise ValueError(
+                raise UsageError(
                     f"the {what} {word!r} must consist of letters, digits, '.', '-' and '_', and"
                     " begin with a letter or a digit"
                 )
         if self.name == LATEST:
-            raise ValueError(
+            raise UsageError(
                 f"a run cannot have the name {LATEST}, because @{LATEST} is the newest run; give"
                 " another name"
             )
@@ -64,18 +95,6 @@ class Naming:
         return {**provenance, **{key: value for key, value in given.items() if value}}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Growth:
-    """How the plan of a run has grown: by cases, or by rounds.
-
-    `joined` has the first round of each case that joined the run later, by fingerprint. `looks` is
-    how often results were looked at before the plan grew.
-    """
-
-    joined: Mapping[str, int] = field(default_factory=dict)
-    looks: int = 0
-
-
 @dataclass(frozen=True)
 class StoredRun:
     """One stored run, without its trials.
@@ -92,13 +111,16 @@ class StoredRun:
     provenance: Mapping[str, Any]
     examination: Examination | None = None
 
+    @cached_property
+    def facts(self) -> RunFacts:
+        """Return what the run states. Raises ValueError for a fact of a wrong type."""
+        return RunFacts.of(self.provenance)
+
     @property
     def naming(self) -> Naming:
         """Return the name, tags and command in the run's provenance, or empty ones."""
-        facts = self.provenance
-        return Naming(
-            name=facts.get("name", ""), tags=facts.get("tags", {}), command=facts.get("command", "")
-        )
+        facts = self.facts
+        return Naming(name=facts.name, tags=facts.tags, command=facts.command)
 
 
 @dataclass(frozen=True)
@@ -114,24 +136,6 @@ class PastRun:
         return self.run.id
 
     @property
-    def provenance(self) -> Mapping[str, Any]:
-        """Return the facts that are stored with the run."""
-        return self.run.provenance
-
-
-def born(pid: int) -> float:
-    """Return the start time of a process in seconds since the epoch; 0 if it does not exist.
-
-    It distinguishes the process from later ones with the same id.
-    """
-    import psutil
-
-    try:
-        return float(psutil.Process(pid).create_time())
-    except psutil.Error:
-        return 0.0
-
-
-def alive(pid: int, born_s: float) -> bool:
-    """Return whether the process with this id and start time exists."""
-    return born_s > 0 and abs(born(pid) - born_s) < 1.0
+    def facts(self) -> RunFacts:
+        """Return what the run states."""
+        return self.run.facts

@@ -19,7 +19,7 @@ from dpbench.records.ledger import Ledger
 from dpbench.records.series import Steps
 from dpbench.records.visible import visible
 
-VERSION = 3
+VERSION = 4
 """The version of the ledger's rules; raise it if a rule changes.
 
 Summaries of other versions are computed again.
@@ -30,10 +30,10 @@ class _Packed(msgspec.Struct, array_like=True):
     """The columns of the trial's steps, and values of the properties of its `Ledger`.
 
     `warmup` has one byte per step; all other series are little-endian doubles, one per step, or one
-    per timed step in `occupied`. `charged` has one series for each (phase, device) in `keys`, with
-    NaN for a step without this key. `median` is the index of the median step, `spans` its spans as
-    (phase, device, clock, start, end), and `places` their steps relative to `median`, which
-    versions before 3 lack.
+    per timed step in `occupied` and `moved`. `charged` has one series for each (phase, device) in
+    `keys`, with NaN for a step without this key. `median` is the index of the median step, `spans`
+    its spans as (phase, device, clock, start, end), and `places` their steps relative to `median`,
+    which versions before 3 lack. `moved` has (phase, device, series), which those before 4 lack.
     """
 
     version: int
@@ -42,12 +42,13 @@ class _Packed(msgspec.Struct, array_like=True):
     warmup: bytes
     keys: list[tuple[str, int]]
     charged: list[bytes]
-    middle: dict[str, float]
+    timed: dict[str, float]
     occupied: dict[int, bytes]
     concurrency: dict[str, tuple[float, float]]
     median: int | None
     spans: list[tuple[str, int, str, float, float]]
     places: list[int] = []
+    moved: list[tuple[str, int, bytes]] = []
 
 
 _DECODER = msgspec.msgpack.Decoder(_Packed)
@@ -93,9 +94,16 @@ class StoredLedger(Ledger):
         return by_phase
 
     @cached_property
-    def middle(self) -> dict[str, float]:
-        """Return, by phase, the stored total seconds over the middle half of the timed steps."""
-        return self._packed.middle
+    def timed(self) -> dict[str, float]:
+        """Return, by phase, the stored total seconds over all timed steps."""
+        return self._packed.timed
+
+    @cached_property
+    def moved(self) -> dict[tuple[Phase, int], array[float]]:
+        """Return, by (phase, device), the stored seconds of each timed step of moving data."""
+        return {
+            (Phase(phase), device): _numbers(column) for phase, device, column in self._packed.moved
+        }
 
     @cached_property
     def occupied(self) -> dict[int, array[float]]:
@@ -137,12 +145,13 @@ def packed(trial: Trial) -> bytes:
             charged=[
                 _column([charged.get(key, math.nan) for charged in ledger.charged]) for key in keys
             ],
-            middle=dict(ledger.middle),
+            timed=dict(ledger.timed),
             occupied={device: _column(values) for device, values in ledger.occupied.items()},
             concurrency={phase.value: pair for phase, pair in ledger.concurrency.items()},
             median=number,
             spans=[(s.phase.value, s.device, s.clock, s.start_s, s.end_s) for s in spans],
             places=[s.step - number for s in spans] if number is not None else [],
+            moved=[(*key, _column(values)) for key, values in ledger.moved.items()],
         )
     )
 
@@ -161,8 +170,8 @@ def unpacked(summary: bytes | None) -> StoredLedger | None:
 def _consistent(summary: _Packed) -> bool:
     """Return whether phases are known and sum to the steps, and the parts fit together."""
     charged = {phase for phase, _ in summary.keys}
-    spanned = {span[0] for span in summary.spans}
-    if not charged | {*summary.middle} <= {*Phase, UNATTRIBUTED}:
+    spanned = {one[0] for one in (*summary.spans, *summary.moved)}
+    if not charged | {*summary.timed} <= {*Phase, UNATTRIBUTED}:
         return False
     if not spanned | {*summary.concurrency} <= {*Phase}:
         return False
@@ -172,7 +181,10 @@ def _consistent(summary: _Packed) -> bool:
         all(
             len(column) == 8 * steps for column in (summary.seconds, summary.ends, *summary.charged)
         )
-        and all(len(column) == 8 * timed for column in summary.occupied.values())
+        and all(
+            len(column) == 8 * timed
+            for column in (*summary.occupied.values(), *(one[-1] for one in summary.moved))
+        )
         and len(summary.keys) == len(summary.charged)
         and len(summary.places) == len(summary.spans)
         and (summary.median is None or 0 <= summary.median < steps)

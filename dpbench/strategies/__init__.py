@@ -1,8 +1,8 @@
 """Strategies: ways to train on one or several devices.
 
 A strategy is an instance of a subclass of `Strategy`; the rest of dpbench depends only on its
-methods and traits, never on its name. Users run their own strategies with `--strategy
-file.py:name`, or by the name of an entry point in the group `dpbench.strategies`.
+methods and traits, never on its name. Users name their own strategies as `file.py:name`, or by an
+entry point in the group `dpbench.strategies`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dpbench.hardware import processes
 from dpbench.hardware.device import Device
-from dpbench.records import Case, Mark, registry
+from dpbench.records import Case, Mark, Phase, registry
+from dpbench.records.arguments import call
+from dpbench.records.errors import UnknownName, UsageError
 from dpbench.records.registry import Parallelism, Reduction, Role, Traits
+from dpbench.records.spelling import dashed
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +29,9 @@ if TYPE_CHECKING:
 __all__ = [
     "Strategy",
     "Step",
+    "StepFunction",
+    "FunctionStep",
+    "ObservedSpan",
     "Forward",
     "Split",
     "Traits",
@@ -46,14 +52,57 @@ __all__ = [
     "scaler_of",
 ]
 
-Step = Callable[[Any, Any], "torch.Tensor"]
-"""One training step: a function of (inputs, target) that returns the loss as a 0-dim tensor.
+StepFunction = Callable[[Any, Any], "torch.Tensor"]
+"""One training step: a function of (inputs, target) that returns the loss as a 0-dim tensor."""
 
-If it has a method `observe()`, the timer calls that method after each step, outside the timed
-region. `observe()` returns the spans that only a library's internal timers record, as a list of
-(phase, device, start_s, end_s). Steps are part of the warm-up while its attribute `settled` is
-False, because it still tries alternatives.
-"""
+ObservedSpan = tuple[Phase, int, float, float]
+"""A span that an internal timer of a library has recorded: phase, device, start_s and end_s."""
+
+
+class Step:
+    """A `StepFunction` that can say more; a subclass overrides what concerns it.
+
+    By default, all steps run alike, and the marks record everything.
+    """
+
+    def __call__(self, inputs: Any, target: Any) -> torch.Tensor:
+        """Train on a batch, and return the loss as a 0-dim tensor."""
+        raise NotImplementedError
+
+    settled: bool = True
+    """Whether the next steps run alike.
+
+    Steps are part of the warm-up until then, because they still try alternatives.
+    """
+
+    def observe(self) -> Sequence[ObservedSpan]:
+        """Return the spans of the last step that only a library's internal timers record.
+
+        The timer calls this after each step, outside the timed region.
+        """
+        return ()
+
+
+class FunctionStep(Step):
+    """The step of a strategy that yields a function; it is settled when `of` is.
+
+    `of` is the object that does the work, if that is not the function itself: a TrainStep and a
+    DataParallel of dpbench say whether they are settled, and others are always settled.
+    """
+
+    def __init__(self, function: StepFunction, of: Any = None) -> None:
+        self._function = function
+        self._of = function if of is None else of
+
+    @property
+    def settled(self) -> bool:  # type: ignore[override]
+        """Return whether the next steps run alike."""
+        return bool(getattr(self._of, "settled", True))
+
+    def __call__(self, inputs: Any, target: Any) -> torch.Tensor:
+        """Call the function."""
+        return self._function(inputs, target)
+
 
 Forward = Callable[..., "torch.Tensor"]
 """The forward alone: a function from the module's positional arguments to its output."""
@@ -71,7 +120,7 @@ class Split:
     replays: bool = True
 
 
-class Strategy(Protocol):
+class Strategy:
     """The base class of strategies.
 
     Subclasses set `traits` and define `start`. The other methods have defaults.
@@ -81,14 +130,15 @@ class Strategy(Protocol):
 
     def start(
         self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
-    ) -> AbstractContextManager[Step]:
+    ) -> AbstractContextManager[StepFunction]:
         """Return a context manager that yields the training step of a case.
 
-        `devices` has the devices of the case; with ranks, only those of this rank. The step runs
-        each phase on a device inside `mark(phase, index)`, where `index` is the index of the
-        device. On exit, the module of `model` must have the trained weights.
+        It is a function, or a `Step`, which can say more. `devices` has the devices of the case;
+        with ranks, only those of this rank. The step runs each phase on a device inside
+        `mark(phase, index)`, where `index` is the index of the device. On exit, the module of
+        `model` must have the trained weights.
         """
-        ...
+        raise NotImplementedError
 
     def infer(
         self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
@@ -99,7 +149,7 @@ class Strategy(Protocol):
         device; with ranks, it has only the rows of this rank. Cases that do not train are skipped
         under a strategy that does not override this method.
         """
-        raise ValueError(_no_forward(case))
+        raise UsageError(_no_forward(case))
 
     def skip(self, case: Case) -> str:
         """Return the reason why this strategy cannot run a case; an empty string if it can."""
@@ -156,8 +206,8 @@ def _no_neighbour(strategy: Strategy, case: Case) -> str:
         )
     if case.placement == "colocated":
         return (
-            "replicas that share one GPU leave no device to the other model: give --placement"
-            " spread"
+            "replicas that share one GPU leave no device to the other model: give"
+            f" {dashed('placement', 'spread')}"
         )
     import torch
 
@@ -176,7 +226,8 @@ def _no_neighbour(strategy: Strategy, case: Case) -> str:
 
 def _no_forward(case: Case) -> str:
     return (
-        f"{case.strategy} runs whole training steps only, not the forward alone: leave out --mode"
+        f"{case.strategy} runs whole training steps only, not the forward alone: leave out"
+        f" {dashed('mode')}"
     )
 
 
@@ -191,11 +242,9 @@ def begin(
     """
     if case.trains:
         with strategy.start(case, model, devices, mark) as training:
-            yield training
+            yield _step_of(training)
         return
     import torch
-
-    from dpbench.models import positional
 
     autograd: Any = {"no_grad": torch.no_grad, "inference": torch.inference_mode}.get(
         case.mode, nullcontext
@@ -205,12 +254,25 @@ def begin(
 
         def step(inputs: Any, target: Any) -> torch.Tensor:
             with autograd(), precision_of(case):
-                output = forward(*positional(inputs))
+                output = call(forward, inputs)
             for device in devices:
                 device.synchronize()
             return output
 
-        yield step
+        yield FunctionStep(step, of=forward)
+
+
+def _step_of(training: StepFunction) -> Step:
+    """Return what `start` yields as a step; raise UsageError if it observes and is no `Step`."""
+    if isinstance(training, Step):
+        return training
+    if hasattr(training, "observe"):
+        raise UsageError(
+            f"the step of the strategy, a {type(training).__name__}, has the method observe, but is"
+            " no dpbench.strategies.Step, from which alone dpbench takes spans; yield a function,"
+            " or an instance of a subclass of dpbench.strategies.Step"
+        )
+    return FunctionStep(training)
 
 
 def put_all(arguments: Sequence[Any], device: Device) -> list[Any]:
@@ -273,14 +335,15 @@ def optimizer_of(case: Case, model: Model | None = None) -> MakeOptimizer:
     """
     if case.optimizer == OWN:
         if model is None or model.loop.optimizer is None:
-            raise LookupError(
-                f"--optimizer own: the model {case.model} has no function optimizer(parameters):"
-                " add it to the model's object, or give --optimizer sgd"
+            raise UnknownName(
+                f"{dashed('optimizer', OWN)}: the model {case.model} has no function"
+                " optimizer(parameters): add it to the model's object, or give"
+                f" {dashed('optimizer', 'sgd')}"
             )
         make = model.loop.optimizer
         return lambda parameters: make(list(parameters))
     if case.optimizer not in OPTIMIZERS:
-        raise LookupError(
+        raise UnknownName(
             f"unknown optimizer {case.optimizer!r}; known optimizers:"
             f" {', '.join(sorted(OPTIMIZERS))}"
         )

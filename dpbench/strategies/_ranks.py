@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Phase
-from dpbench.strategies import Forward, Updates, precision_of, put_all, rows_of
+from dpbench.records.arguments import call
+from dpbench.strategies import Forward, Step, Updates, precision_of, put_all, rows_of
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from dpbench.models import Model
 
 
-class RankStep:
+class RankStep(Step):
     """The training step of one rank, on this rank's rows of the batch.
 
     `wrap` moves the model's module to the device, and returns the module to train.
@@ -43,25 +44,23 @@ class RankStep:
 
     def __call__(self, inputs: Any, target: Any) -> torch.Tensor:
         """Train on this rank's chunk, given the whole batch or the chunk, and return the loss."""
-        from dpbench.models import positional
-
         with self.mark(Phase.OPTIMIZER, self.device.index):
             self.updates.clear()
         with self.mark(Phase.SCATTER, self.device.index):
-            rows = [rows_of(value, self.case, self.rank) for value in (*positional(inputs), target)]
-            *arguments, target = put_all(rows, self.device)
-        loss = self.backward(arguments, target)
+            rows = [rows_of(value, self.case, self.rank) for value in (inputs, target)]
+            inputs, target = put_all(rows, self.device)
+        loss = self.backward(inputs, target)
         self.returned_s = time.perf_counter()
         with self.mark(Phase.OPTIMIZER, self.device.index):
             self.updates.step()
         return loss
 
-    def backward(self, arguments: Sequence[Any], target: Any) -> torch.Tensor:
+    def backward(self, inputs: Any, target: Any) -> torch.Tensor:
         """Compute the gradients of this rank's rows, and return the loss.
 
         A subclass may use several passes.
         """
-        return self.forward_backward(arguments, target, self.share(self.case.rows[self.rank]))
+        return self.forward_backward(inputs, target, self.share(self.case.rows[self.rank]))
 
     def share(self, rows: int, passes: int = 1) -> float:
         """Return the factor of the loss of `rows` rows, in one of the step's `passes` passes.
@@ -71,12 +70,12 @@ class RankStep:
         """
         return 1 / passes if self.model.owns_loss else rows * self.world / self.case.batch_size
 
-    def forward_backward(self, arguments: Sequence[Any], target: Any, share: float) -> torch.Tensor:
+    def forward_backward(self, inputs: Any, target: Any, share: float) -> torch.Tensor:
         """Run forward and backward on some rows, and return the loss times `share`."""
         mark, i = self.mark, self.device.index
         with precision_of(self.case):
             with mark(Phase.FORWARD, i):
-                output = self.wrapped(*arguments)
+                output = call(self.wrapped, inputs)
             with mark(Phase.LOSS, i):
                 loss = self.model.loss(output, target) * share
         with mark(Phase.BACKWARD, i):
@@ -106,11 +105,11 @@ def forward_of_rank(
     wrapped = wrap(model.module, device)
     rank = dist.get_rank()
 
-    def forward(*inputs: Any) -> torch.Tensor:
+    def forward(*inputs: Any, **named: Any) -> torch.Tensor:
         with mark(Phase.SCATTER, device.index):
-            arguments = put_all([rows_of(value, case, rank) for value in inputs], device)
+            arguments, named = put_all(rows_of([inputs, named], case, rank), device)
         with mark(Phase.FORWARD, device.index):
-            output: torch.Tensor = wrapped(*arguments)
+            output: torch.Tensor = wrapped(*arguments, **named)
         return output
 
     return forward

@@ -22,8 +22,9 @@ import torch
 import torch.cuda.amp.common
 from torch import Tensor, nn
 
+from dpbench.hardware.device import Device
 from dpbench.hardware.devices.host import install
-from dpbench.records import Mark, Phase
+from dpbench.records import Mark, Phase, marked
 
 PACKAGE = "torch.nn.parallel"
 
@@ -31,10 +32,11 @@ PACKAGE = "torch.nn.parallel"
 class Marked(nn.DataParallel):  # type: ignore[type-arg]
     """torch.nn.DataParallel with marks around scatter, replicate, parallel_apply and gather."""
 
-    def __init__(self, module: nn.Module, ids: list[int], mark: Mark) -> None:
-        super().__init__(module, ids)
+    def __init__(self, module: nn.Module, devices: Sequence[Device], mark: Mark) -> None:
+        super().__init__(module, [device.torch_device.index for device in devices])
+        self._devices = devices
         self._mark = mark
-        if len(ids) == 1:  # torch then calls the module without parallel_apply
+        if len(devices) == 1:  # torch then calls the module without parallel_apply
             inner = module.forward
 
             def forward(*inputs: Any, **kwargs: Any) -> Any:
@@ -43,27 +45,21 @@ class Marked(nn.DataParallel):  # type: ignore[type-arg]
 
             module.forward = forward
 
-    @contextmanager
-    def _on(self, phase: Phase, count: int) -> Iterator[None]:
-        with ExitStack() as stack:
-            for device in range(count):
-                stack.enter_context(self._mark(phase, device))
-            yield
-
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
-        with self._on(Phase.SCATTER, len(device_ids)):
+        with marked(self._mark, Phase.SCATTER, range(len(device_ids))):
             return super().scatter(inputs, kwargs, device_ids)
 
     def replicate(self, module: Any, device_ids: Any) -> Any:
-        with self._on(Phase.REPLICATE, len(device_ids)):
+        with marked(self._mark, Phase.REPLICATE, range(len(device_ids))):
             return super().replicate(module, device_ids)
 
     def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
-        with self._on(Phase.FORWARD, len(replicas)):
+        with marked(self._mark, Phase.FORWARD, range(len(replicas))):
             return super().parallel_apply(replicas, inputs, kwargs)
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
-        with self._on(Phase.GATHER, 1):
+        used = self._devices[: len(outputs)]
+        with marked(self._mark, Phase.GATHER, used[0].at_work(used)):
             return super().gather(outputs, output_device)
 
 

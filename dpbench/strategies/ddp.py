@@ -19,16 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Phase
-from dpbench.strategies import Forward, Parallelism, Reduction, Role, Strategy, Traits
+from dpbench.strategies import Forward, ObservedSpan, Parallelism, Reduction, Role, Strategy, Traits
 from dpbench.strategies._ranks import RankStep, forward_of_rank
 
 if TYPE_CHECKING:
     from torch import nn
 
     from dpbench.models import Model
-
-Observed = tuple[Phase, int, float, float]
-"""A span that an internal timer of a library has recorded: phase, device, start_s and end_s."""
 
 
 class DistributedDataParallel(Strategy):
@@ -81,7 +78,7 @@ class DdpStep(RankStep):
         super().__init__(case, model, device, mark, wrap)
         self._reduction = ExposedReduction(self.wrapped, device)
 
-    def observe(self) -> list[Observed]:
+    def observe(self) -> list[ObservedSpan]:
         """Return a list with the span of the exposed reduction in the last step; empty on GPUs."""
         return self._reduction.observe(self.returned_s)
 
@@ -98,7 +95,7 @@ class ExposedReduction:
         if self._on_host:  # on CUDA the logger would wait for the device in every forward
             wrapped._set_ddp_runtime_logging_sample_rate(1)
 
-    def observe(self, returned_s: float) -> list[Observed]:
+    def observe(self, returned_s: float) -> list[ObservedSpan]:
         """Return a list with the span from the end of backward's compute to `returned_s`.
 
         `returned_s` is the time at which backward returned. The list is empty on GPUs, where the

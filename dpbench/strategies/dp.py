@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark
 from dpbench.records.schedule import Schedule, known
+from dpbench.records.spelling import dashed
 from dpbench.strategies import (
     Forward,
     Role,
@@ -43,7 +44,7 @@ class Engine(Strategy):
         if case.zero_grad == "zero":
             return (
                 f"{case.strategy} always sets gradients to None, so zero_grad=zero cannot run:"
-                " leave out --zero-grad"
+                f" leave out {dashed('zero_grad')}"
             )
         schedule = known(case.schedule or Schedule.REFERENCE)
         if schedule is None:  # TrainStep selects one that can run
@@ -52,12 +53,13 @@ class Engine(Strategy):
             can = ", ".join(one for one in Schedule if not one.keeps_replicas)
             return (
                 f"the schedule {schedule} needs TrainStep, but the forward alone runs in"
-                f" dpbench.DataParallel: give one of {can} in --schedules"
+                f" dpbench.DataParallel: give one of {can} in {dashed('schedules')}"
             )
         if case.precision == "fp16" and schedule.updates_everywhere:
             return (
                 f"the schedule {schedule} has complete gradients on no device, but the GradScaler"
-                f" of fp16 needs them: give {Schedule.LOCAL} in --schedules, or --precision bf16"
+                f" of fp16 needs them: give {Schedule.LOCAL} in {dashed('schedules')}, or"
+                f" {dashed('precision', 'bf16')}"
             )
         if case.device_kind == "emulated" and schedule is Schedule.SHARDED:
             return (
@@ -101,12 +103,12 @@ class Engine(Strategy):
         yield DataParallel(module, list(devices), schedule=schedule, mark=mark)
 
 
-class _Training:
+class _Training(Step):
     def __init__(self, case: Case, train_step: TrainStep, scheduler: Any) -> None:
         self._case, self._train_step, self._scheduler = case, train_step, scheduler
 
     @property
-    def settled(self) -> bool:
+    def settled(self) -> bool:  # type: ignore[override]
         return self._train_step.settled
 
     def __call__(self, inputs: Any, target: Any) -> torch.Tensor:

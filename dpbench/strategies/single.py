@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Phase
+from dpbench.records.arguments import call
 from dpbench.strategies import (
     Forward,
     Parallelism,
     Role,
-    Step,
+    StepFunction,
     Strategy,
     Traits,
     Updates,
@@ -34,10 +35,8 @@ class Single(Strategy):
     @contextmanager
     def start(
         self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
-    ) -> Iterator[Step]:
+    ) -> Iterator[StepFunction]:
         """Yield the step of a plain training loop, as in torch's tutorials, on the first device."""
-        from dpbench.models import positional
-
         device = devices[0]
         module = model.module.to(device.torch_device)
         updates = Updates(case, model, module.parameters())
@@ -46,10 +45,10 @@ class Single(Strategy):
             with mark(Phase.OPTIMIZER, device.index):
                 updates.clear()
             with mark(Phase.SCATTER, device.index):
-                *arguments, target = put_all([*positional(inputs), target], device)
+                inputs, target = put_all([inputs, target], device)
             with precision_of(case):
                 with mark(Phase.FORWARD, device.index):
-                    output = module(*arguments)
+                    output = call(module, inputs)
                 with mark(Phase.LOSS, device.index):
                     loss = model.loss(output, target)
             with mark(Phase.BACKWARD, device.index):
@@ -68,11 +67,11 @@ class Single(Strategy):
         device = devices[0]
         module = model.module.to(device.torch_device)
 
-        def forward(*inputs: Any) -> torch.Tensor:
+        def forward(*inputs: Any, **named: Any) -> torch.Tensor:
             with mark(Phase.SCATTER, device.index):
-                arguments = put_all(inputs, device)
+                arguments, named = put_all([inputs, named], device)
             with mark(Phase.FORWARD, device.index):
-                output: torch.Tensor = module(*arguments)
+                output: torch.Tensor = module(*arguments, **named)
             return output
 
         yield forward

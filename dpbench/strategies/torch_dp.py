@@ -7,16 +7,18 @@ Comparisons with other strategies use the sum of `backward` and `reduce`.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from dpbench.hardware.device import Device
-from dpbench.records import Case, Mark, Phase
+from dpbench.records import Case, Mark, Phase, marked
+from dpbench.records.arguments import call
+from dpbench.records.spelling import dashed
 from dpbench.strategies import (
     Forward,
     Reduction,
     Role,
-    Step,
+    StepFunction,
     Strategy,
     Traits,
     Updates,
@@ -40,7 +42,8 @@ class TorchDataParallel(Strategy):
         if case.device_kind == "cpu":
             return (
                 "torch.nn.DataParallel needs an accelerator, because on the CPU it only calls the"
-                " module; to run it on emulated devices, give --device-kind emulated"
+                " module; to run it on emulated devices, give"
+                f" {dashed('device_kind', 'emulated')}"
             )
         if case.precision == "bf16" and case.devices > 1:
             return (
@@ -56,9 +59,8 @@ class TorchDataParallel(Strategy):
     @contextmanager
     def start(
         self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
-    ) -> Iterator[Step]:
+    ) -> Iterator[StepFunction]:
         """Yield the training step of torch's tutorials, with torch.nn.DataParallel."""
-        from dpbench.models import positional
         from dpbench.strategies._torch_parallel import Marked, on_emulated_devices
 
         root = devices[0]
@@ -73,19 +75,17 @@ class TorchDataParallel(Strategy):
             with mark(Phase.SCATTER, 0):
                 (target,) = put_all([target], root)
             with precision_of(case):
-                output = wrapped(*positional(inputs))
+                output = call(wrapped, inputs)
                 with mark(Phase.LOSS, 0):
                     loss = model.loss(output, target)
-            with ExitStack() as stack:
-                for device in used:
-                    stack.enter_context(mark(Phase.BACKWARD, device))
+            with marked(mark, Phase.BACKWARD, used):
                 updates.scaled(loss).backward()
             with mark(Phase.OPTIMIZER, 0):
                 updates.step()
             return loss.detach()
 
         with on_emulated_devices(case.devices) if case.device_kind == "emulated" else nullcontext():
-            wrapped = Marked(model.module, [device.torch_device.index for device in devices], mark)
+            wrapped = Marked(model.module, devices, mark)
             yield step
 
     @contextmanager
@@ -98,7 +98,7 @@ class TorchDataParallel(Strategy):
         devices[0].can_collect(devices)
         model.module.to(devices[0].torch_device)
         with on_emulated_devices(case.devices) if case.device_kind == "emulated" else nullcontext():
-            yield Marked(model.module, [device.torch_device.index for device in devices], mark)
+            yield Marked(model.module, devices, mark)
 
 
 strategy = TorchDataParallel()

@@ -15,12 +15,13 @@ from dpbench.analysis.answer import Answer
 from dpbench.analysis.decision import Choice
 from dpbench.analysis.summary import Row
 from dpbench.cli.running import run
-from dpbench.hardware import foreign_load, gpus
-from dpbench.hardware.provenance import Resources
+from dpbench.hardware import gpus
 from dpbench.measure.selection import cases_of
 from dpbench.predict.commands import predict
-from dpbench.records import CASE_FIELDS, Case, Fault, Source, Status, Trial, plan
-from dpbench.records.trial import Estimate
+from dpbench.records import CASE_FIELDS, Case, Fault, Source, Status, Trial, disturbance, plan
+from dpbench.records.estimate import Estimate
+from dpbench.records.facts import RunFacts
+from dpbench.records.resources import Resources
 from tests.records.test_options import parsed
 
 USE, STAY, UNKNOWN = Choice.USE, Choice.STAY, Choice.UNKNOWN
@@ -66,6 +67,7 @@ def row(
         status=Status.OK,
         rounds=n,
         step=Estimate(step_s, step_s, step_s, n),
+        mean=Estimate(step_s, step_s, step_s, n),
         throughput=Estimate(*[case.batch_size / step_s] * 3, n),
         speedup=speedup,
         scaling="strong" if speedup else "",
@@ -96,7 +98,7 @@ def noisy(one: Row, *, carries: bool = True) -> Row:
     If `carries`, its speed-up has too few rounds without this label.
     """
     speedup = replace(one.speedup, noisy=carries) if one.speedup else None
-    return replace(one, labels=(*one.labels, foreign_load.NOISY), speedup=speedup)
+    return replace(one, labels=(*one.labels, disturbance.NOISY), speedup=speedup)
 
 
 def predicted(strategy: str, devices: int = 1, value: float = 0.0, off: float = 0.2) -> Row:
@@ -424,7 +426,7 @@ SITUATIONS = {
 
 
 def only(rows: Sequence[Row], facts: dict[str, object]) -> Answer:
-    (answer,) = answering.answers(rows, Resources.of(facts))
+    (answer,) = answering.answers(rows, Resources.of(RunFacts.of(facts)))
     return answer
 
 
@@ -642,7 +644,7 @@ def test_an_epoch_is_computed_from_the_throughputs() -> None:
     assert (
         answer.epoch(768_000)
         == "an epoch of 768,000 samples takes 20.0 min (20.0–20.0) on one device and 10.0 min"
-        " (9.71–10.3) with this choice, which saves 10.0 min"
+        " (10.0–10.0) with this choice, which saves 10.0 min"
     )
     stays = only([SINGLE, row("ddp", 2, 0.5)], {})
     assert (
@@ -658,9 +660,13 @@ def test_rounds_of_real_series_are_compared_pairwise() -> None:
     fast = {n: [seconds / 2 for seconds in base[n]] for n in rounds}
     slow = {n: [seconds / 1.5 for seconds in base[n]] for n in rounds}
     rows = [
-        replace(SINGLE, series=base),
-        replace(row("dp", 2, 1.5, off=0.4), series=slow, speedup=stats.ratio(base, slow)),
-        replace(row("ddp", 2, 2.0, off=0.4), series=fast, speedup=stats.ratio(base, fast)),
+        replace(SINGLE, series=stats.Timed(base)),
+        replace(
+            row("dp", 2, 1.5, off=0.4), series=stats.Timed(slow), speedup=stats.ratio(base, slow)
+        ),
+        replace(
+            row("ddp", 2, 2.0, off=0.4), series=stats.Timed(fast), speedup=stats.ratio(base, fast)
+        ),
     ]
     answer = only(rows, {})
     assert "undecided" not in answer.text

@@ -12,7 +12,6 @@ from dpbench.analysis import findings, summary
 from dpbench.analysis.findings import text
 from dpbench.analysis.findings.rule import Finding, contexts
 from dpbench.analysis.report import Report
-from dpbench.hardware.provenance import Resources
 from dpbench.records import (
     UNATTRIBUTED,
     Case,
@@ -25,7 +24,7 @@ from dpbench.records import (
     Verified,
     plan,
 )
-from dpbench.records.trial import LOOKS
+from dpbench.records.resources import Resources
 from dpbench.report import markdown, page
 from tests.examined import EXAMINATION
 
@@ -206,6 +205,9 @@ def test_a_phase_that_does_not_divide_is_serial(phase: str) -> None:
     assert seen.evidence.size_s.value == pytest.approx(0.0008, rel=0.05)
     assert "2.0 of 2 devices run this phase concurrently" in seen.evidence.numbers
     assert ("GIL" in seen.evidence.numbers) is (phase == "forward")  # autograd does not hold it
+    slow = measured(local, LEVEL | {phase: level + 0.0008})
+    unlocked = [replace(one, provenance={**one.provenance, "gil": "off"}) for one in slow]
+    assert "GIL" not in found(one(), unlocked)[name].evidence.numbers
 
 
 # stores of earlier versions do not know joint spans
@@ -485,10 +487,8 @@ def test_what_was_not_measured_is_said_and_not_guessed() -> None:
     for words in ("--batch-sizes 32", "bigger batch"):
         assert words in said
     shown = " ".join(text.render([diagnosis]).split())
-    assert (
-        "not measured in this run; measure it with: dpbench run --models mlp --strategies dp,ddp"
-        in shown
-    )
+    said = "not measured in this run; measure it with: dpbench run --models mlp --strategies"
+    assert f"{said} single,dp,ddp" in shown
     assert "--schedules reference,cached,local,allreduce" in shown
 
 
@@ -564,14 +564,14 @@ def test_a_remedys_gain_is_read_off_the_cases_that_hold_it() -> None:
     ]
     assert seen.cures[0].ratio.value == pytest.approx(40 / 27, rel=0.01)
     said = dict(text.parts(seen))["measured in this run"]
-    assert "dp[cached] 1.48×" in said
+    assert "dp[cached] is 1.48× (1.48–1.48) as fast as dp" in said
     assert "saves 13.0 ms" in said
     assert "slower" in said
 
 
 def test_findings_hold_together_at_each_look_of_a_run_that_stops_by_itself() -> None:
     trials = [*one(), *dp(replicate=0.015), *measured(case("ddp"), LEVEL)]
-    looked = [replace(trial, provenance={**trial.provenance, LOOKS: 6}) for trial in trials]
+    looked = [replace(trial, provenance={**trial.provenance, "looks": 6}) for trial in trials]
     for given, looks in ((trials, 1), (looked, 6)):
         (context,) = contexts(summary.rows(given), given, Resources())
         assert context.level == pytest.approx(1 - 0.05 / looks)

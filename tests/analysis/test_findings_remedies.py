@@ -15,8 +15,8 @@ from dpbench.analysis import commands, findings
 from dpbench.analysis.findings import text
 from dpbench.analysis.findings.rule import FindingRule
 from dpbench.analysis.report import Report
-from dpbench.hardware.provenance import Resources
 from dpbench.measure.selection import cases_of
+from dpbench.records.resources import Resources
 from dpbench.records.schedule import Schedule
 from tests.analysis.test_findings import case, dp, one
 from tests.records.test_options import parsed
@@ -73,9 +73,10 @@ def test_three_bullets_explain_an_answer_and_the_command_is_one_line() -> None:
     trials = [trial for group in (one(), dp(replicate=0.015)) for trial in group]
     report = Report.of(trials, run_id="r", started_s=0.0, provenance={"host": {"cores": 8}})
     lines = text.explain(report.answers, report.diagnoses, samples=6400).splitlines()
-    assert lines[0].startswith("mlp: on this CPU, use dp on 2 logical CPU devices: 1.25×")
+    assert lines[0].startswith("mlp: dp on 2 logical CPU devices 1.25×")
+    assert any(line.startswith("  On this CPU, use dp on 2 logical CPU") for line in lines[1:3])
     assert [line.partition(":")[0] for line in lines if line.startswith("  - ")] == [
-        "  - gain",
+        "  - certainty",
         "  - cause",
         "  - change",
     ]
@@ -90,8 +91,8 @@ def test_three_bullets_explain_an_answer_and_the_command_is_one_line() -> None:
         " the step" in said
     )
     assert (
-        "  code: step = dpbench.TrainStep(model, loss_fn, optimizer_fn, device_ids,"
-        ' schedule="cached")' in lines
+        "  code for the schedule cached: step = dpbench.TrainStep(model, loss_fn, optimizer_fn,"
+        ' device_ids, schedule="cached")' in lines
     )
     assert (
         sum(

@@ -229,7 +229,8 @@ def test_every_quantity_comes_from_what_a_trial_holds() -> None:
             (103.0, "memory_used_bytes", 15.0),
             (101.0, "energy_j", 5000.0),
             (102.5, "energy_j", 5004.0 + 4 * (d == 0)),
-            (104.0, "energy_j", 5000.0 + 8 * (1 + (d == 0))),
+            (104.0, "energy_j", 5006.0 + 6 * (d == 0)),
+            (105.0, "energy_j", 5000.0 + 8 * (1 + (d == 0))),
         ]
     )
     memory = tuple(

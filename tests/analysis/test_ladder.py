@@ -10,10 +10,11 @@ from functools import cache
 
 import pytest
 
-from dpbench.analysis import caveats, ladder, summary
+from dpbench.analysis import ladder, statements, summary
 from dpbench.analysis.report import Report
 from dpbench.cli import tables
 from dpbench.records import Case, Phase, Source, Span, Status, Step, Trial, Verified, plan
+from dpbench.records.facts import RunFacts
 from dpbench.records.schedule import Schedule
 from dpbench.report import devices, figures, markdown, page
 from dpbench.report.section import Section
@@ -190,7 +191,7 @@ def test_emulated_devices_have_a_ladder_and_no_speed_up() -> None:
     assert [rung.name for rung in found.rungs] == [*Schedule]
     assert all(rung.over_ddp is None for rung in found.rungs)
     assert found.limit is None
-    assert [one.kind for one in caveats.caveats(rows, [], {})] == ["emulated"]
+    assert [one.key for one in statements.made(rows, [], RunFacts())] == ["emulated"]
     shown = section(replace(content(), rows=rows, trials=[], ladders=[found]))
     assert shown.labels == ("MEASURED", "EMULATED")
     assert "no speed-up" in shown.tables[0].note
@@ -231,7 +232,7 @@ def content() -> Report:
     found = trials()
     return replace(
         Report.of(found, run_id="7f" * 16, started_s=1.7e9, provenance={}),
-        warnings=[],
+        statements=[],
         diagnoses=[],
     )
 
@@ -241,7 +242,7 @@ def test_the_plain_table_names_the_best_rung() -> None:
     assert [line.split()[1:4] for line in lines if "best rung" in line] == [
         ["dp[local]", "(best", "rung)"]
     ]
-    assert [line.split()[1:3] for line in lines if "limit" in line] == [["single,", "limit"]]
+    assert [line.split()[1] for line in lines if "limit" in line] == ["single"]
     assert max(map(len, lines)) < 190
 
 

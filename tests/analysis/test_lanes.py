@@ -401,11 +401,11 @@ def test_many_devices_are_cut_and_doubtful_and_predicted_steps_say_so() -> None:
     assert panel.caption.count("8 of its devices are not drawn.") == 2
     assert "a step of 8.00 s, predicted." in panel.svg
     assert (
-        "PREDICTED dp ×16: idle: device 0 10%, the others 10%; 8 of its devices are not drawn."
+        "[PREDICTED] dp ×16: idle: device 0 10%, the others 10%; 8 of its devices are not drawn."
         in panel.caption
     )
     assert (
-        "There are not enough rounds to compare this case with others: MEASURED dp ×16."
+        "There are not enough rounds to compare this case with others: [MEASURED] dp ×16."
         in panel.caption
     )
     assert set(panel.labels) >= {"MEASURED", "PREDICTED"}

@@ -16,9 +16,10 @@ from dpbench.analysis import comparison, ladder, stats, summary, validity
 from dpbench.analysis.decision import Choice
 from dpbench.analysis.report import Report
 from dpbench.api.progress import RunningSpeedups
-from dpbench.hardware.foreign_load import FACT, Load, plain
 from dpbench.records import Case, Phase, Span, Step, Trial, Verified
-from dpbench.records.trial import Doubt
+from dpbench.records.estimate import Doubt
+from dpbench.records.facts import stated
+from dpbench.records.load import Load
 from dpbench.report import notebook
 from dpbench.report import page as pages
 from tests import exported
@@ -50,14 +51,14 @@ def trial(case: Case, number: int, step_s: float, taken: float = 0.0, *, steps: 
         for device in range(case.devices):
             spans.append(Span(index, Phase.FORWARD, device, "host", start_s, middle_s))
             spans.append(Span(index, Phase.BACKWARD, device, "host", middle_s, end_s))
-    load = plain(Load(foreign=taken, steal=0.0, cores=2, seconds=3.0))
+    load = Load(foreign=taken, steal=0.0, cores=2, seconds=3.0)
     return Trial(
         case=case,
         round=number,
         verified=Verified.BITWISE,
         steps=tuple(found),
         spans=tuple(spans),
-        provenance={FACT: load, "torch": "2.13.0"},
+        provenance=stated(foreign_load=load, torch="2.13.0"),
         started_s=1.7e9 + number,
     )
 
@@ -74,7 +75,7 @@ def run(
         for case in cases:
             loaded = number in noisy and only in (None, case)
             step_ms = (LOADED_MS if loaded else QUIET_MS)[case]
-            found.append(trial(case, number, step_ms / 1e3, 0.4 if loaded else 0.02))
+            found.append(trial(case, number, step_ms / 1e3, 0.6 if loaded else 0.0))
     return found
 
 
@@ -108,7 +109,8 @@ def test_noisy_rounds_decide_no_answer_whichever_side_was_beside_the_load(
     assert "--patience" in answer.command
     assert "NOISY" in answer.labels
     speedup = rows(run(ALL, only=only))[DDP].speedup
-    assert speedup.doubt is Doubt.NOISY, "the number is kept, with the reason why it is not shown"
+    # one device leaves the other core free, so that the load can have taken but 0.2 of a core
+    assert speedup.noisy == (only is not SINGLE), "the number is kept, with the reason"
     assert speedup.value == pytest.approx(
         {None: 14.5 / 20, SINGLE: 14.5 / 10, DDP: 14 / 20}[only], rel=0.02
     )
@@ -159,8 +161,9 @@ def test_noisy_runs_are_not_compared(before: Collection[int], after: Collection[
     assert {line.verdict for line in lines} == {"undecided"}
     assert all("NOISY" in line.labels for line in lines)
     assert all(
-        line.reason.startswith("not enough quiet rounds: other processes used the cores")
+        line.reason.startswith("not enough quiet rounds: other processes used")
         for line in lines
+        if line.case.devices > 1
     )
 
 
@@ -183,7 +186,7 @@ def _longer(steps: Sequence[Step], factor: float) -> tuple[Step, ...]:
 def test_noisy_rounds_decide_no_rung() -> None:
     names = ("reference", "pool", "cached")
     cases = [replace(DP, schedule=name) for name in names]
-    for taken, verdicts in ((0.0, {"faster"}), (0.4, {"undecided"})):
+    for taken, verdicts in ((0.0, {"faster"}), (0.6, {"undecided"})):
         trials = [
             trial(case, number, 0.02 / (1 + place), taken)
             for number in ROUNDS
@@ -239,11 +242,55 @@ def test_a_difference_in_seconds_leaves_noisy_rounds_out_too() -> None:
 def test_a_load_is_noisy_if_it_takes_cores_that_the_case_needs(
     case: Case, cores: int, taken_cores: float, noisy: bool
 ) -> None:
-    load = plain(Load(foreign=taken_cores / cores, steal=0.0, cores=cores, seconds=3.0))
-    one = replace(trial(case, 0, 0.01), provenance={FACT: load})
+    load = Load(foreign=taken_cores / cores, steal=0.0, cores=cores, seconds=3.0)
+    one = replace(trial(case, 0, 0.01), provenance=stated(foreign_load=load))
     assert ("NOISY" in summary.labels(one)) is noisy
     (check,) = [found for found in validity.check(one, cores) if found.name == "foreign_cpu"]
     assert check.ok is not noisy
+
+
+# -- what others can have taken
+
+
+def beside(used: float, cases: Sequence[Case] = (SINGLE, DDP)) -> list[Trial]:
+    """Return five rounds, in all of which other processes used so much of a core."""
+    return [
+        trial(case, number, QUIET_MS[case] / 1e3, used / 2) for number in ROUNDS for case in cases
+    ]
+
+
+@pytest.mark.parametrize("used", [0.1, 0.3, 0.6])
+def test_an_interval_includes_what_others_can_have_taken(used: float) -> None:
+    quiet, loaded = (rows(beside(each))[DDP].speedup for each in (0.0, used))
+    taken = used + 0.02 / 3  # a tick of each core in three seconds
+    shortest = (1 - taken) / (1 + taken)
+    assert loaded.value == pytest.approx(quiet.value)
+    assert loaded.low == pytest.approx(quiet.low), "one device leaves the other core free"
+    assert loaded.high == pytest.approx(quiet.high / shortest, rel=1e-3)
+    assert loaded.decides
+    of_means = stats.mean_ratio(*(rows(beside(used))[case].series for case in (SINGLE, DDP)))
+    assert of_means.high > of_means.value / (1 - taken)
+
+
+def test_a_gain_is_decided_beside_a_load_if_the_interval_allows_it() -> None:
+    (answer,) = report(beside(0.3)).answers
+    assert (answer.choice, answer.row and answer.row.case) == (Choice.USE, DDP)
+    assert "of a core" in answer.certainty
+    slower = [SINGLE, DP]
+    (answer,) = report(beside(0.3, slower)).answers
+    assert answer.choice is Choice.UNKNOWN, "without the load, dp may be as fast"
+    (answer,) = report(beside(0.1, slower)).answers
+    assert answer.choice is Choice.STAY
+
+
+def test_beside_a_busy_process_a_ranking_is_rough_and_nothing_is_chosen() -> None:
+    trials = beside(0.95, (SINGLE, DDP, DP))
+    few = [one for one in trials if one.round < 2]
+    for some in (trials, few):
+        (answer,) = report(some).answers
+        assert answer.choice is Choice.UNKNOWN
+        assert "rough ranking" in answer.ranked
+    assert "fastest" not in answer.ranked
 
 
 # -- one interval
@@ -344,7 +391,6 @@ def test_every_label_of_two_runs_is_beside_every_line_of_their_comparison(
         assert all(label in text for label in EVERY_LABEL)
         if "out" not in form:
             assert len(lines) == 2
-            assert all(label in line for line in lines for label in EVERY_LABEL)
 
 
 @pytest.mark.slow

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from dpbench.analysis import caveats, sampled, summary, validity
+from dpbench.analysis import imbalance, sampled, statements, summary, validity
 from dpbench.analysis.report import Report
 from dpbench.hardware import nvml, samplers
 from dpbench.hardware.samplers import nvml as nvml_sampler
 from dpbench.measure import run as module
 from dpbench.records import HOST, Case, Sample, Status, Step, Trial, Verified
+from dpbench.records.facts import RunFacts
 from dpbench.report import timeline
 from tests.recorded_nvml import recorded
 
@@ -55,27 +56,28 @@ def test_what_was_read_before_and_after_the_timed_steps_says_nothing_about_them(
 @pytest.mark.parametrize("metric", ["throttle_reasons", "sm_clock_hz", "energy_j"])
 @pytest.mark.parametrize(("count", "said"), [(0, False), (2, False), (3, True)])
 def test_fewer_than_three_readings_say_nothing(metric: str, count: int, said: bool) -> None:
-    one = trial((metric, 0, every(0.3, [4.0 + i for i in range(count)])))
+    inside = every(0.3, [4.0 + i for i in range(count)])
+    one = trial((metric, 0, [(99.9, 3.0), *inside, (102.1, 9.0)]))
     found = {check.name for check in validity.check(one, 8)} & {"throttling", "gpu_clock"}
     assert bool(found or sampled.energy_j(one)) is said
 
 
-def caveat(trials: list[Trial], kind: str) -> caveats.Caveat | None:
-    found = caveats.caveats(summary.rows(trials), trials, {"host": {"cores": 8}})
-    return next((one for one in found if one.kind == kind), None)
+def caveat(trials: list[Trial], kind: str) -> statements.Statement | None:
+    found = statements.made(summary.rows(trials), trials, RunFacts.of({"host": {"cores": 8}}))
+    return next((one for one in found if one.key == kind), None)
 
 
 def test_a_short_window_is_not_checked_and_a_long_one_is() -> None:
     """Also where NVML is missing altogether; on CPUs there is nothing to check."""
     both = [(name, 0, every(0.3, [1e9] * 5)) for name in ("throttle_reasons", "sm_clock_hz")]
     long, short = trial(*both), trial(*both, seconds=0.05, round=1)
-    told = caveat([long, short], sampled.NOT_CHECKED)
+    told = caveat([long, short], "not_checked")
     assert told is not None
     assert told.cases == ((ALONE, "throttling and gpu_clock, 1 of 2 rounds"),)
-    assert caveat([long], sampled.NOT_CHECKED) is None
-    assert caveat([trial()], sampled.NOT_CHECKED) is not None
-    assert caveat([trial(case=replace(ALONE, device_kind="cpu"))], sampled.NOT_CHECKED) is None
-    assert caveat([trial(status=Status.OOM)], sampled.NOT_CHECKED) is None
+    assert caveat([long], "not_checked") is None
+    assert caveat([trial()], "not_checked") is not None
+    assert caveat([trial(case=replace(ALONE, device_kind="cpu"))], "not_checked") is None
+    assert caveat([trial(status=Status.OOM)], "not_checked") is None
 
 
 def test_energy_is_that_of_the_timed_steps_alone() -> None:
@@ -87,15 +89,66 @@ def test_energy_is_that_of_the_timed_steps_alone() -> None:
 
     one = trial(("energy_j", 0, [(t, counter(t)) for t in at_s]))
     assert sampled.energy_j(one)[0] == pytest.approx(600, rel=0.1)
-    stored_before = trial(("energy_j", 0, every(0.5, [1.0, 2.0, 3.0])))
-    assert sampled.energy_j(stored_before) == {0: 2.0}
+
+
+def watts(power_w: float, **changed: Any) -> Readings:
+    """Return a counter's readings every 0.1 s around the timed steps, some of them changed.
+
+    `since` and `until` limit their times. `states` maps a reading to what the counter shows.
+    """
+    states = changed.get("states", lambda at_s, joules: joules)
+    times = [99.5 + 0.1 * i for i in range(31)]
+    return [
+        (at_s, states(at_s, 1e6 + power_w * (at_s - 99.5)))
+        for at_s in times
+        if changed.get("since", 0.0) <= at_s <= changed.get("until", 200.0)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "limit_w"),
+    [
+        ({"since": 101.0}, 700.0),
+        ({"until": 101.0}, 700.0),
+        ({"states": lambda at_s, joules: joules - 1e6 * (at_s > 101)}, 700.0),
+        ({"states": lambda at_s, joules: 0.0 if 101 < at_s < 101.15 else joules}, 700.0),
+        ({"states": lambda at_s, joules: float("nan") if at_s > 101.9 else joules}, 700.0),
+        ({"states": lambda at_s, joules: joules + 1e6 * (at_s > 101)}, None),
+        ({"states": lambda at_s, joules: joules + 150 * (at_s > 101)}, 700.0),
+        ({"states": lambda at_s, joules: 1e6}, 700.0),
+    ],
+    ids=["late", "early", "reset", "one zero", "NaN", "jump", "above the limit", "stuck"],
+)
+def test_energy_of_which_readings_miss_or_are_impossible_is_not_checked(
+    changed: dict[str, Any], limit_w: float | None
+) -> None:
+    limits = [("power_limit_w", d, every(0.3, [limit_w] * 3)) for d in range(2) if limit_w]
+    one = trial(
+        ("energy_j", 0, watts(300.0)), ("energy_j", 1, watts(300.0, **changed)), *limits, case=PAIR
+    )
+    assert sampled.energy_j(one) == {0: pytest.approx(600)}
+    assert "energy" not in {index.quantity for index in imbalance.indexes([one])}
+    told = caveat([one], "not_checked")
+    assert told is not None
+    assert "energy_j" in told.cases[0][1]
+
+
+def test_a_counter_that_the_driver_updates_seldom_is_read_at_its_updates() -> None:
+    def updated(at_s: float, joules: float) -> float:
+        return 1e6 + 150.0 * ((at_s - 99.5 + 1e-9) // 0.5)
+
+    one = trial(("energy_j", 0, watts(300.0, states=updated)), seconds=1.8)
+    assert sampled.energy_j(one) == {0: pytest.approx(1.8 * 300)}
 
 
 def test_an_average_counts_only_if_all_of_its_time_is_in_the_timed_steps() -> None:
     """It may be that of the second before the reading."""
-    series = [(100.9, 0.1), (101.1, 0.5), (101.5, 0.6), (101.9, 0.7), (102.1, 0.0)]
-    assert sampled.utilisation(trial(("utilization_ratio", 0, series))) == {0: pytest.approx(0.6)}
-    assert sampled.utilisation(trial(("utilization_ratio", 0, series), seconds=0.9)) == {}
+    series = [(100.9, 0.1), (101.0, 0.1), (105.0, 0.6), (109.0, 0.7), (110.0, 0.8), (110.1, 0.0)]
+    expected = (4 * 0.6 + 4 * 0.7 + 0.8) / 9
+    named = ("utilization_ratio", 0, series)
+    assert sampled.utilisation(trial(named, seconds=10.0)) == {0: pytest.approx(expected)}
+    assert sampled.utilisation(trial(named, seconds=9.0)) == {}, "the first second counts too much"
+    assert sampled.utilisation(trial(("utilization_ratio", 0, series[:4]), seconds=10.0)) == {}
 
 
 def test_samples_of_the_drivers_buffer_have_their_own_times() -> None:
@@ -103,13 +156,15 @@ def test_samples_of_the_drivers_buffer_have_their_own_times() -> None:
     series = [(99.9, 0.0), (100.1, 0.2), (100.4, 0.6), (100.5, 1.0), (101.9, 0.9), (102.1, 0.0)]
     averages = ("utilization_ratio", 0, every(0.1, [0.1] * 19))
     one = trial(averages, ("buffered_utilization_ratio", 0, series))
-    expected = (0.3 * 0.6 + 0.1 * 1.0 + 1.4 * 0.9) / 1.8
+    expected = (0.1 * 0.2 + 0.3 * 0.6 + 0.1 * 1.0 + 1.4 * 0.9 + 0.1 * 0.0) / 2
     assert sampled.utilisation(one) == {0: pytest.approx(expected)}
+    late = trial(averages, ("buffered_utilization_ratio", 0, series[2:]))
+    assert sampled.utilisation(late) == {}
 
 
 def test_the_chart_of_utilisation_gives_no_mean_of_too_few_readings() -> None:
     few = trial(("utilization_ratio", 0, every(0.01, [0.5, 0.6])), seconds=0.05)
-    many = trial(("utilization_ratio", 0, every(0.2, [0.5] * 10)))
+    many = trial(("utilization_ratio", 0, every(0.2, [0.5] * 50)), seconds=10.0)
     for one, said in ((few, sampled.NOT_CHECKED), (many, "50%")):
         report = Report.of([one], run_id="a" * 32, started_s=0.0, provenance={})
         drawing = timeline.utilisation(report, report.rows).panels[0].svg

@@ -22,6 +22,7 @@ from dpbench.records import (
     Step,
     Trial,
     Verified,
+    plan,
 )
 from tests.trials import trial_of
 
@@ -275,25 +276,43 @@ def test_a_prediction_is_not_a_measurements_baseline() -> None:
 # ---------------------------------------------------------------- where time goes
 
 
-def test_phases_sum_to_the_median_step() -> None:
+def test_phases_sum_to_the_mean_step() -> None:
     found = row_of(case(), trial(case(), [1.0] * 8 + [40.0, 2.0]), trial(case(), 2.0, number=1))
-    assert sum(found.phases.values()) == pytest.approx(found.step.value)
+    assert found.mean.value == pytest.approx((50 / 10 + 2) / 2)
     assert found.phases == pytest.approx(
         {
-            "forward": found.step.value / 2,
-            "reduce": found.step.value / 4,
-            UNATTRIBUTED: found.step.value / 4,
+            "forward": found.mean.value / 2,
+            "reduce": found.mean.value / 4,
+            UNATTRIBUTED: found.mean.value / 4,
         }
     )
     assert list(found.phases) == ["forward", "reduce", UNATTRIBUTED]
 
 
+@pytest.mark.parametrize("later", [0.7, 1.0, 1.4])
+def test_a_case_without_later_rounds_is_shown_as_in_all_rounds_of_its_baseline(
+    later: float,
+) -> None:
+    """The machine becomes faster or slower after three rounds, which `dp` alone has."""
+    base = plan.alone(case(), case().batch_size)
+    speeds = [1.0] * 3 + [later] * 5
+    trials = [trial(base, 20.0 * speed, number=n) for n, speed in enumerate(speeds)]
+    trials += [trial(case(), 16.0, number=n) for n in range(3)]
+    found = {row.case: row for row in summary.rows(trials)}
+    alone, several = found[base], found[case()]
+    assert several.speedup.value == pytest.approx(1.25)
+    assert several.step.value == pytest.approx(alone.step.value / 1.25)
+    assert several.mean.value == pytest.approx(alone.mean.value / 1.25)
+    assert sum(several.phases.values()) == pytest.approx(several.mean.value)
+    assert several.step.low <= several.step.value <= several.step.high
+
+
 @hypothesis.given(
     st.lists(st.lists(st.floats(0.01, 9), min_size=1, max_size=9), min_size=1, max_size=4)
 )
-def test_phases_sum_to_the_median_step_whatever_the_series(series: list[list[float]]) -> None:
+def test_phases_sum_to_the_mean_step_whatever_the_series(series: list[list[float]]) -> None:
     found = row_of(case(), *[trial(case(), list(s), number=r) for r, s in enumerate(series)])
-    assert sum(found.phases.values()) == pytest.approx(found.step.value)
+    assert sum(found.phases.values()) == pytest.approx(found.mean.value)
     assert all(seconds >= 0 for seconds in found.phases.values())
 
 
@@ -354,7 +373,10 @@ def test_kernels_of_a_profiled_step_go_before_cpu_time() -> None:
 def test_several_profiled_steps_give_a_median_and_an_interval() -> None:
     def profiled(number: int) -> Trial:
         first = (0.5, 0.6, 0.62, 0.58, 0.9)  # the first and the last are disturbed
-        samples = (Sample(0.0, d, "kernel_busy_s", s) for s in first for d, s in ((0, s), (1, 0.3)))
+        other_s = 0.3 + 0.01 * (number - 1)
+        samples = (
+            Sample(0.0, d, "kernel_busy_s", s) for s in first for d, s in ((0, s), (1, other_s))
+        )
         return trial(case(), 2.0, number=number, samples=tuple(samples))
 
     found = row_of(case(), *(profiled(number) for number in range(3)))
@@ -367,6 +389,16 @@ def test_several_profiled_steps_give_a_median_and_an_interval() -> None:
 def test_devices_that_were_not_busy_together_have_no_imbalance() -> None:
     one, other = trial(case(), busy={0: 1.0}), trial(case(), number=1, busy={1: 1.0})
     assert row_of(case(), one, other).imbalance is None
+
+
+def test_a_device_whose_peak_of_memory_is_unknown_is_not_one_without_memory() -> None:
+    four = case(devices=4)
+    known = tuple(Memory(device, size, "allocator") for device, size in enumerate((300, 100, 100)))
+    row = row_of(four, trial(four, memory=known))
+    assert row.memory == {0: 300, 1: 100, 2: 100}
+    assert row.memory_imbalance is None
+    whole = trial(four, memory=(*known, Memory(3, 100, "allocator")))
+    assert row_of(four, whole).memory_imbalance == pytest.approx(3)
 
 
 def test_memory_is_the_peak_of_all_rounds() -> None:
@@ -439,17 +471,17 @@ def test_a_frame_has_no_number_that_reports_withhold_unless_it_is_raw() -> None:
     shown = frames.frame(table).set_index("strategy")
     raw = frames.frame(table, raw=True).set_index("strategy")
     hidden = shown.isna() & raw.notna()
-    assert {*hidden.columns[hidden.loc["single"]]} == {"p95_value", "p99_value"}
+    assert not {*hidden.columns[hidden.loc["single"]]}
     assert {*hidden.columns[hidden.loc["dp"]]} == {
         *(
             f"{name}_{part}"
             for name in ("step", "mean", "throughput", "speedup", "efficiency", "imbalance")
             for part in ("value", "low", "high")
         ),
-        *("phase_forward_s", "phase_reduce_s", "phase_unattributed_s", "p95_value", "p99_value"),
+        *("phase_forward_s", "phase_reduce_s", "phase_unattributed_s"),
     }
     reasons = ["step_withheld", "speedup_withheld", "p95_withheld"]
-    assert [*shown.loc["dp", reasons]] == ["too few rounds", "too few rounds", "too few steps"]
+    assert [*shown.loc["dp", reasons]] == ["too few rounds", "too few rounds", "not enough steps"]
 
 
 def test_the_order_of_trials_changes_no_row() -> None:

@@ -20,7 +20,7 @@ from dpbench.analysis.summary import BLANK
 from dpbench.hardware.devices import _wrapper, open_devices
 from dpbench.measure.worker.facts import of_model, operations, with_operations
 from dpbench.records import HOST, Case, Phase, Trial, Verified, registry
-from dpbench.records.work import FACT, Move, Shapes, received, sent
+from dpbench.records.work import Move, Shapes, Sizes, received, sent
 from tests.trials import trial_of
 
 SHAPES = Shapes(
@@ -103,7 +103,7 @@ def really_moved(case: Case, copies: Copies) -> tuple[dict[Key, int], Shapes]:
     """Take two steps on emulated devices; return what the second one copied."""
     model = models.load(case.model, case.size, 0)
     batch = model.batch(case.batch_size, 0)
-    shapes = Shapes.of({FACT: of_model(model, batch)})
+    shapes = Shapes.of(Sizes(**of_model(model, batch)))
     assert shapes is not None
     devices = open_devices("emulated", case.devices)
     with registry.strategy(case.strategy).start(case, model, devices, copies.mark) as step:
@@ -242,8 +242,8 @@ def test_what_is_not_known_moves_nothing() -> None:
     assert transfers.moves(replace(DP, placement="colocated"), SHAPES) == []
     assert transfers.moves(replace(DP, schedule="fastest"), SHAPES) == []
     assert transfers.moves(replace(DP, strategy="mine"), SHAPES) == []
-    assert Shapes.of({}) is None
-    assert Shapes.of({"model": {"parameter_bytes": 4}}) is None
+    assert Shapes.of(None) is None
+    assert Shapes.of(Sizes(parameter_bytes=4)) is None
 
 
 # ---------------------------------------------------------------- rates
@@ -261,7 +261,7 @@ def trial(case: Case = DP, *, number: int = 0, **changed: Any) -> Trial:
     return trial_of(case, [1.0] * 4, warmup=1, parts=parts, clock="cuda_event", **given)
 
 
-def test_a_rate_is_bytes_over_the_ledgers_seconds() -> None:
+def test_a_rate_is_bytes_over_the_seconds_of_the_devices_that_receive_them() -> None:
     found = {flow.phase: flow for flow in transfers.flows([trial(number=n) for n in range(3)])}
     scatter, reduce = found[Phase.SCATTER], found[Phase.REDUCE]
     assert scatter.seconds == pytest.approx({0: 0.1, 1: 0.2})
@@ -270,8 +270,52 @@ def test_a_rate_is_bytes_over_the_ledgers_seconds() -> None:
     assert scatter.rate_of(0) == pytest.approx(1300)
     assert scatter.rate_of(1) == pytest.approx(250)
     assert reduce.rate == pytest.approx(4000)
-    assert found[Phase.BACKWARD].rate is None  # what moves there hides among compute
-    assert found[Phase.GATHER].rate is None  # no span of it
+    backward, gather = found[Phase.BACKWARD], found[Phase.GATHER]
+    assert (backward.rate, backward.hidden) == (None, True), "it moves beside compute"
+    assert (gather.rate, gather.hidden) == (None, False), "no span of it"
+
+
+def test_a_rate_counts_a_copy_whole_that_runs_beside_another_device() -> None:
+    """The critical path goes through forward on rank 0: it leaves 0.05 s of scatter to rank 1."""
+    of = replace(DP, strategy="ddp", schedule="")
+    parts = [
+        (Phase.SCATTER, 0, 0.0, 0.2),
+        (Phase.SCATTER, 1, 0.05, 0.25),
+        (Phase.FORWARD, 0, 0.2, 1.0),
+        (Phase.FORWARD, 1, 0.25, 0.9),
+    ]
+    timed = trial_of(of, [1.0] * 4, parts=parts, provenance={"model": vars(SHAPES)})
+    for one in (timed, timed.summary()):
+        (scatter,) = [flow for flow in transfers.flows([one]) if flow.phase is Phase.SCATTER]
+        assert scatter.seconds == pytest.approx({0: 0.2, 1: 0.2})
+        assert scatter.rate == pytest.approx(scatter.bytes / 0.4)
+
+
+def test_a_rate_leaves_out_the_device_that_sends_and_needs_the_spans_of_all_that_receive() -> None:
+    parts = [(Phase.REPLICATE, 0, 0.0, 0.5), (Phase.REPLICATE, 1, 0.25, 0.5)]
+    (both,) = _replicated(DP, parts)
+    assert both.seconds == pytest.approx({1: 0.25})
+    assert both.rate == pytest.approx(1240 / 0.25)
+    (alone,) = _replicated(DP, parts[:1])
+    assert (alone.seconds, alone.rate, alone.hidden) == ({}, None, False)
+
+
+def test_a_reduction_of_one_process_counts_from_the_arrival_of_the_last_device() -> None:
+    of = replace(DP, schedule="allreduce")
+    parts = [
+        (Phase.BACKWARD, 0, 0.0, 0.2),
+        (Phase.BACKWARD, 1, 0.0, 0.8),
+        (Phase.REDUCE, 0, 0.2, 0.9),
+        (Phase.REDUCE, 1, 0.8, 0.9),
+    ]
+    timed = trial_of(of, [1.0] * 4, parts=parts, provenance={"model": vars(SHAPES)})
+    (reduce,) = [flow for flow in transfers.flows([timed]) if flow.phase is Phase.REDUCE]
+    assert reduce.seconds == pytest.approx({0: 0.1, 1: 0.1})
+
+
+def _replicated(case: Case, parts: list[tuple[Phase, int, float, float]]) -> list[Any]:
+    timed = trial_of(case, [1.0] * 4, parts=parts, provenance={"model": vars(SHAPES)})
+    return [flow for flow in transfers.flows([timed]) if flow.phase is Phase.REPLICATE]
 
 
 def test_a_floor_is_the_bytes_of_a_device_over_its_measured_links() -> None:
@@ -294,6 +338,20 @@ def test_a_floor_is_the_bytes_of_a_device_over_its_measured_links() -> None:
     assert transfers.floors(of, {of: [trial(of)]}) == {}, "no link was measured"
     half = trial(of, provenance={"model": vars(SHAPES), "links": links[:2]})
     assert {phase for phase, _ in transfers.floors(of, {of: [half]})} == {Phase.SCATTER}
+
+
+def test_links_that_copy_at_the_same_time_need_no_longer_than_the_longest() -> None:
+    """Each GPU has a link of its own to the host and to each other GPU, which copy side by side."""
+    of = replace(DP, devices=4, batch_size=8)
+    ends = [(source, target) for source in range(-1, 4) for target in range(4) if source != target]
+    links = [{"source": s, "target": t, "bytes": 1000, "seconds": [1.0]} for s, t in ends]
+    timed = trial(of, provenance={"model": vars(SHAPES), "links": links})
+    found = transfers.floors(of, {of: [timed]})
+    moves = transfers.moves(of, SHAPES)
+    for phase in (Phase.SCATTER, Phase.REPLICATE, Phase.GATHER, Phase.REDUCE):
+        by_link = by_way([move for move in moves if move.phase is phase]).values()
+        floor_s = max(seconds for (one, _), seconds in found.items() if one is phase)
+        assert floor_s == pytest.approx(1e-3 * max(by_link)), phase
 
 
 def test_a_floor_is_the_operations_of_a_device_over_the_best_peak() -> None:
@@ -352,7 +410,7 @@ def test_a_trial_without_memory_for_the_peak_comes_back_without_its_operations(
     timed = trial(replace(DP, device_kind="cpu"))
     batch, devices = model.batch(4, 0), open_devices("cpu", 1)
     assert with_operations(timed, model, batch, devices).provenance["operations"]["peak_per_s"] > 0
-    monkeypatch.setattr(torch, "ones", failing)
+    monkeypatch.setattr(torch, "randn", failing)
     assert with_operations(timed, model, batch, devices) is timed
 
 

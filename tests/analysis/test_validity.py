@@ -13,10 +13,9 @@ import pytest
 # scipy.stats is imported at its first use: each process of the suite collects this file
 import scipy
 
-from dpbench.analysis import caveats, summary, validity
-from dpbench.hardware import foreign_load
-from dpbench.records import HOST, Case, Phase, Sample, Source, Status, Trial, Verified
-from dpbench.records.trial import AVERAGING
+from dpbench.analysis import statements, summary, validity
+from dpbench.records import HOST, Case, Phase, Sample, Source, Status, Trial, Verified, disturbance
+from dpbench.records.facts import RunFacts
 from tests.trials import trial_of
 
 CASE = Case(model="mlp", strategy="dp", schedule="reference", batch_size=64, devices=2)
@@ -67,8 +66,8 @@ def test_a_sound_trial_has_nothing_wrong_and_no_check_without_data() -> None:
 def test_gradients_that_average_the_losses_of_ranks_are_a_caveat_with_the_measured_difference() -> (
     None
 ):
-    one = trial(provenance={AVERAGING: {"low": 0.02, "high": 0.131, "rows": 7}})
-    assert bad(one) == {AVERAGING}
+    one = trial(provenance={"averaging": {"low": 0.02, "high": 0.131, "rows": 7}})
+    assert bad(one) == {"averaging"}
     ((_, said),) = validity.troubles([one], 8).items()
     assert said == {CASE: "by 2.0% to 13% with 7 samples"}
 
@@ -169,14 +168,14 @@ def test_what_others_take_of_the_cores_counts_from_a_tenth_of_them(
 ) -> None:
     one = trial(provenance=beside(foreign, steal))
     assert ("foreign_cpu" in bad(one)) is found
-    assert foreign_load.noisy(one) is found
+    assert disturbance.noisy(one) is found
     assert checks(one)["foreign_cpu"].value == pytest.approx((foreign + steal) * 4)
     assert checks(one)["foreign_cpu"].limit == pytest.approx(0.4)
 
 
 def test_a_trial_whose_foreign_load_is_unknown_is_not_called_quiet() -> None:
     assert "foreign_cpu" not in checks(trial())
-    assert not foreign_load.noisy(trial())
+    assert not disturbance.noisy(trial())
 
 
 def test_a_case_with_a_noisy_round_is_labelled_in_its_row() -> None:
@@ -282,18 +281,22 @@ def test_warnings_group_the_cases_of_one_trouble_and_say_all_when_it_is_all() ->
         for i, one in enumerate(cases)
         for r in range(3)
     ]
-    found = [str(one) for one in caveats.caveats(summary.rows(some), some, {"host": {"cores": 8}})]
+    found = [
+        str(one)
+        for one in statements.made(summary.rows(some), some, RunFacts.of({"host": {"cores": 8}}))
+    ]
     (grouped,) = [warning for warning in found if "any phase" in warning]
     assert grouped.endswith("and 2 more")
     assert "mlp dp[reference] x2 batch 4 (20%)" in grouped
     every = [trial(of=one, covered=0.8, round=r) for one in cases for r in range(3)]
     found = [
-        str(one) for one in caveats.caveats(summary.rows(every), every, {"host": {"cores": 8}})
+        str(one)
+        for one in statements.made(summary.rows(every), every, RunFacts.of({"host": {"cores": 8}}))
     ]
     assert "more than 5% of the step is not covered by any phase: all 11 cases" in found
-    crowded = caveats.caveats(summary.rows(every), every, {"host": {"cores": 1}})
-    assert [len(one.cases) for one in crowded if one.kind == "oversubscribed"] == [11]
-    assert caveats.summary(crowded) == "3 kinds in 11 cases"
+    crowded = statements.made(summary.rows(every), every, RunFacts.of({"host": {"cores": 1}}))
+    assert [len(one.cases) for one in crowded if one.key == "oversubscribed"] == [11]
+    assert statements.summary(crowded) == "4 in 11 cases"
 
 
 @hypothesis.given(st.lists(st.floats(1e-4, 10.0) | st.integers(1, 4), min_size=3, max_size=60))

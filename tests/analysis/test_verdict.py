@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -23,9 +23,9 @@ from dpbench.cli.own import loaders
 from dpbench.observe import findings as observing
 from dpbench.records import Phase, Sample, Source, Trial
 from dpbench.records.activity import EXPOSED
+from dpbench.records.estimate import Estimate
 from dpbench.records.observed import WITHOUT_LOADER, Held, Unknown
 from dpbench.records.registry import Parallelism
-from dpbench.records.trial import Estimate
 from tests import observed_loops as made
 from tests.observe.test_reports import report
 
@@ -167,8 +167,7 @@ def test_a_loop_that_waits_for_its_loader_is_told_its_share_and_how_many_workers
     assert answer.choice is Choice.CHANGE
     assert answer.headline.startswith("the loop waits for its DataLoader: 41% (41–41%) of the step")
     assert (
-        answer.command
-        == "dpbench loaders --dataset train.py:dataset --batch-size 64 --step-ms 9.68"
+        answer.command == "dpbench loaders --dataset train.py:DATASET --batch-size 64 --step-ms 9.7"
     )
     loaders.make_context("loaders", answer.command.split()[2:], resilient_parsing=True)
     (found,) = (one for one in diagnosis.findings if one.rule.name == "loading")
@@ -224,7 +223,7 @@ def test_two_steps_and_noise_are_not_enough() -> None:
     across, _, _ = read([*made.loop()[:3], *other[3:]])
     assert (
         across.headline
-        == "cannot tell: the loop waits for its DataLoader, which costs between 0.0% and 47% of the"
+        == "cannot tell: the loop waits for its DataLoader, which costs between 0.0% and 17% of the"
         " step"
     )
 
@@ -330,6 +329,50 @@ def test_a_reduction_that_outlasts_backward_is_found_for_ranks_only() -> None:
     assert "3.81 MiB of gradients" in one.evidence.numbers
     threads = made.case(devices=2, device_kind="cuda")
     assert not finding(made.loop(groups, threads), "reduction", made.GPU_FACTS)
+
+
+def test_the_loader_of_a_rank_has_its_own_rows_and_a_sampler() -> None:
+    """Of 64 rows, each of 4 ranks loads 16 in 2 batches, whose steps are half of the update."""
+    ranks = made.case(devices=4, device_kind="cuda", parallelism=Parallelism.RANKS)
+    about = {"loader_workers": 2, "batches": 2, "pinned": False}
+    waiting = made.loop(made.with_part(Phase.DATA, 0.00674), ranks, **about)
+    loading = finding(waiting, "loading", made.GPU_FACTS)
+    pageable = finding(
+        made.loop(made.with_part(Phase.SCATTER, 0.00674), ranks, **about),
+        "pageable",
+        made.GPU_FACTS,
+    )
+    for one in (loading, pageable):
+        assert one
+        assert "batch_size=8," in one.code
+        assert "DistributedSampler" in one.code
+    assert loading
+    words = loading.evidence.command.split()
+    assert words[words.index("--batch-size") + 1] == "8"
+    assert float(words[words.index("--step-ms") + 1]) == pytest.approx(9.68 / 2, rel=0.01)
+    (alone,) = (finding(made.loop(made.with_part(Phase.DATA, 0.00674)), "loading"),)
+    assert alone
+    assert "batch_size=64," in alone.code
+    assert "Sampler" not in alone.code
+
+
+def test_only_one_rank_is_told_to_save() -> None:
+    ranks = made.case(devices=2, parallelism=Parallelism.RANKS)
+    for case, once in ((ranks, True), (made.case(), False)):
+        found = finding(made.loop(of=case, checkpoint_s=100.0), "checkpoints")
+        assert found
+        assert ("get_rank() == 0" in found.code) is once
+
+
+def test_fewer_bytes_are_no_remedy_of_a_reduction_that_has_few() -> None:
+    groups = [*made.PLAIN[:4], [(Phase.REDUCE, d, 0.004) for d in range(2)], made.PLAIN[4]]
+    ranks = made.case(devices=2, device_kind="cuda", parallelism=Parallelism.RANKS)
+    for gradients, name in ((84, "reduction of few bytes"), (4e6, "reduction")):
+        facts = {"model": {"parameter_bytes": gradients}}
+        _, diagnosis, _ = read(made.loop(groups, ranks, facts=facts), made.GPU_FACTS)
+        (found,) = (one for one in diagnosis.findings if "reduction" in one.rule.name)
+        assert found.rule.name == name
+        assert ("bf16" in found.code + found.rule.remedy) is (name == "reduction")
 
 
 def held(rank: int, gpu: int, mib: int, home: int | None = None) -> Held:
@@ -466,11 +509,20 @@ def test_an_imported_trace_names_its_gpu_and_asks_for_more_steps_if_it_has_few()
     assert few.command == verdict.PROFILE_MORE
 
 
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
 @pytest.mark.filterwarnings(
     "ignore:.*deprecated:DeprecationWarning", "ignore:.*CUDA is not available"
 )
 @pytest.mark.parametrize("line", [*observing.CODE, verdict.PROFILE_MORE])
-def test_the_line_of_code_of_a_remedy_runs(line: str, tmp_path) -> None:
+def test_the_line_of_code_of_a_remedy_runs(line: str, tmp_path, one_rank: None) -> None:
     seen: list[Any] = []
     model: Any = nn.Linear(4, 2)
     model.register_comm_hook = lambda state, hook: seen.append(hook)
@@ -488,7 +540,7 @@ def test_the_line_of_code_of_a_remedy_runs(line: str, tmp_path) -> None:
         "y": torch.ones(8, 2),
         "loss_fn": nn.functional.mse_loss,
     }
-    exec(line.format(4, 2), names)
+    exec(line, names)
     changed = {*names} - {
         "__builtins__",
         "torch",

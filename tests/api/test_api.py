@@ -110,9 +110,15 @@ def test_a_run_has_the_facts_and_results_of_the_command_line(
     assert "1.6" in answer.headline
     assert answer.text in run.verdict
     assert "[MEASURED] [CPU-ONLY]" in run.verdict
-    assert run.explain() == text.explain(run.answers, run.analysis.diagnoses, run.analysis.rows)
+    said = text.explain(
+        run.answers,
+        run.analysis.diagnoses,
+        run.analysis.rows,
+        statements=run.analysis.statements,
+    )
+    assert run.explain() == said
     assert run.explain().startswith(run.answers[0].subject)
-    everything = run.explain(all=True, samples=1000)
+    everything = " ".join(run.explain(all=True, samples=1000).split())
     assert "an epoch of 1,000 samples takes" in everything
     assert "mlp dp[reference] x2 batch 64 [MEASURED CPU-ONLY]" in everything
     assert any("oom" in warning for warning in run.warnings), run.warnings
@@ -289,6 +295,9 @@ def test_a_run_is_found_by_the_beginning_of_its_id_and_by_its_name(tmp_path: Pat
         dp.load(path, "zzz")
     with pytest.raises(StoreError, match="dpbench run"):
         dp.load(tmp_path / "none.db")
+    (tmp_path / "x.txt").write_text("no store " * 99)
+    with pytest.raises(StoreError, match=r"give another file with store=$"):
+        dp.load(tmp_path / "x.txt")
 
 
 def test_an_exported_run_gives_the_same_results_and_does_not_invent_what_is_missing(
@@ -413,10 +422,11 @@ def test_wrong_arguments_leave_no_file(tmp_path: Path, monkeypatch: pytest.Monke
     for wrong, kind, said in (
         ({"quiet": True, "verbose": True}, ValueError, "quiet=True and verbose=True"),
         ({"rnds": 2}, TypeError, "did you mean 'rounds'"),
-        ({"models": "resnet81"}, LookupError, "give model='package.module:name'"),
-        ({"model": object()}, ValueError, "model= must be package.module:name"),
-        ({"model": "absent:net"}, LookupError, "model='absent:net': "),
-        ({"model": "absent"}, LookupError, "model='absent': "),
+        ({"models": "resnet81"}, LookupError, "give models='file.py:name'"),
+        ({"model": object()}, ValueError, "models= must be names of models"),
+        ({"model": "absent:net"}, LookupError, "models='absent:net': "),
+        ({"model": "absent"}, LookupError, "unknown model 'absent'"),
+        ({"models": "no.py:net"}, LookupError, "models='no.py:net': there is no file no.py"),
         ({"batch_sizes": 0}, ValueError, "batch_sizes= must be"),
         ({"ladder": True, "devices": 1}, ValueError, "ladder=True needs .* give devices=2"),
         ({"device_kind": "cpu", "device_ids": 0}, ValueError, "leave out device_ids="),

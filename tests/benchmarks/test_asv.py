@@ -74,7 +74,6 @@ def track_value():
     return {"samples": [dpbench.VALUE + i for i in (0, 1, 2, 3, 10)], "number": 1}
 track_value.unit = "seconds"
 track_value.version = "1"
-track_value.rounds = 2
 
 def setup_later():
     if find_spec("dpbench.later") is None:
@@ -205,10 +204,12 @@ def test_history_measures_each_commit_and_asv_takes_samples_as_timings(
     for module in ("__init__", "later"):
         (project / "dpbench" / f"{module}.py").write_text("VALUE = 99.0\n")
     (project / "benchmarks/verbs.py").write_text(TINY)
-    done = history(project, tools, COMMITS="5", PYTHONPATH=str(project))
+    done = history(project, tools, COMMITS="5", ROUNDS="2", PYTHONPATH=str(project))
     assert done.returncode == 0, done.stdout + done.stderr
     turns = re.findall(r" Value ([\d.]+)\n", done.stderr)
-    assert turns == ["1.5", "7.5", "4.0"] * 2, "each commit in turn for verbs, then for tiny"
+    there = ["1.5", "7.5", "4.0"]
+    assert turns == [*there, *there[::-1]] * 2, "each round in turn for verbs, then for tiny"
+    assert "no two commits have 3 rounds in common" in done.stderr
     assert "HEAD has 4 of the 5 requested commits: measuring all of them" in done.stderr
     assert "Before the package: skipped, it has no dpbench" in done.stderr
     assert "uncommitted changes in dpbench/ are not measured" in done.stderr
@@ -233,17 +234,27 @@ def test_history_measures_each_commit_and_asv_takes_samples_as_timings(
     assert not list(tools.parent.glob("tmp.*")), "the unpacked commits are gone"
     assert "expected time: unknown, no benchmark has an earlier quick result" in done.stderr
     assert "the page needs no server" in done.stderr
-    again = history(project, tools, COMMITS="1", BENCH="value")
+    again = history(project, tools, COMMITS="1", BENCH="value", ROUNDS="2")
     assert again.returncode == 0
-    assert "0 results to measure, 2 are there already" in again.stderr
+    assert "0 results to measure in 2 rounds, 2 are there already" in again.stderr
     assert "Value 4.0: every benchmark has a result" in again.stderr
+    more = history(project, tools, COMMITS="2", BENCH="verbs.track_value", ROUNDS="3")
+    assert more.returncode == 0, more.stdout + more.stderr
+    assert re.findall(r" Value ([\d.]+)\n", more.stderr) == there[1:], "only the third round"
+    (file,) = (project / ".asv/results").glob(f"*/{third[:8]}-existing-*.json")
+    stored = json.loads(file.read_text())
+    columns = dict(
+        zip(stored["result_columns"], stored["results"]["verbs.track_value"], strict=False)
+    )
+    assert columns["stats_repeat"] == [15]
+    assert "0 of 1 differences" in more.stderr, "both have the value 7.5"
 
 
 def test_history_fails_when_a_benchmark_does(project: Path, tools: Path) -> None:
     commit_value(project, 1.5)
     (project / "dpbench/__init__.py").write_text("")
     git(project, "commit", "--all", "--quiet", "--message", "Value lost")
-    done = history(project, tools, COMMITS="1")
+    done = history(project, tools, COMMITS="1", ROUNDS="1")
     assert done.returncode == 2, done.stdout + done.stderr
     assert "COMMITS" not in done.stderr
     assert (project / ".asv/html/index.html").exists(), (
@@ -289,13 +300,16 @@ def saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def end(results: Any, name: str, value: float | None = 1.0, rounds: int = 1) -> None:
-    """Let a benchmark end in asv."""
+def end(results: Any, name: str, value: float | None = 1.0, *, again: bool = False) -> None:
+    """Let a round of a benchmark end in asv; `again` adds it to the rounds before."""
     from asv.runner import BenchmarkResult
 
     result = BenchmarkResult([value], [[value] if value else None], [1], 0, "", None)
     results.add_result(
-        {"name": name, "version": "1", "params": [], "rounds": rounds}, result, record_samples=True
+        {"name": name, "version": "1", "params": []},
+        result,
+        record_samples=True,
+        append_samples=again,
     )
 
 
@@ -305,32 +319,67 @@ def a_commit() -> Any:
     return Results({"machine": "m"}, {}, COMMIT, 0, "3.11", "existing-py", {})
 
 
-def test_results_are_saved_as_each_benchmark_ends_with_all_its_rounds(saving: ModuleType) -> None:
+def test_results_are_saved_as_each_benchmark_ends_and_lack_their_other_rounds(
+    saving: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROUNDS", "2")
     results = a_commit()
     assert saving.selection(COMMIT, "") == [
         rf"--bench=^{one}(\(|$)" for one in (r"a\.one", r"a\.two", r"b\.three")
     ]
-    end(results, "a.two", rounds=2)
+    end(results, "a.two")
     end(results, "a.one")
-    assert [name for name, _ in saving.stored(COMMIT)] == ["a.one"], "a.two has a round left"
-    assert saving.missing(COMMIT, "") == ["a.two", "b.three"]
-    end(results, "a.two", rounds=2)
+    assert {name for name, _ in saving.stored(COMMIT)} == {"a.one", "a.two"}
+    assert saving.missing(COMMIT, "", 1) == ["b.three"]
+    every = ["a.one", "a.two", "b.three"]
+    assert saving.missing(COMMIT, "", 2) == saving.missing(COMMIT, "") == every
+    assert saving.selection(COMMIT, "", 2, "a")[-1] == "--append-samples"
+    end(results, "a.two", again=True)
+    assert saving.missing(COMMIT, "") == ["a.one", "b.three"]
+    end(results, "a.two")
+    assert saving.missing(COMMIT, "a.two") == ["a.two"], "it was measured again from the start"
+    end(results, "a.two", again=True)
+    end(results, "a.one", again=True)
     assert saving.missing(COMMIT, "") == ["b.three"]
     assert saving.missing("0" * 40, "three") == ["b.three"]
-    end(results, "b.three", value=None, rounds=2)
+    for again in (False, True):
+        end(results, "b.three", value=None, again=again)
     assert saving.missing(COMMIT, "") == ["b.three"], "a failure is measured again"
     assert saving.selection(COMMIT, "a") == []
     assert saving.groups("") == ["a", "b"]
-    assert saving.selection(COMMIT, "", "a") == []
-    assert saving.selection(COMMIT, "", "b") == [r"--bench=^b\.three(\(|$)"]
+    assert saving.selection(COMMIT, "", 1, "a") == []
+    assert saving.selection(COMMIT, "", 1, "b") == [r"--bench=^b\.three(\(|$)"]
     assert saving.selection(COMMIT, "resnet18") == ["--bench=resnet18"], (
         "asv compares it with parameters"
     )
 
 
+def test_differences_between_commits_are_those_that_their_rounds_decide(
+    saving: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drift between rounds is in both commits; the second takes 20 % longer in a.two alone."""
+    drift = (1.0, 1.6, 0.7, 1.2, 0.9)
+    noise = ((1.0, 1.02, 0.99, 1.0, 0.98), (1.01, 0.98, 1.0, 1.01, 1.0))
+    other = "0" * 40
+    for commit, factors, longer in ((COMMIT, noise[0], 1.0), (other, noise[1], 1.2)):
+        results = a_commit()
+        results._commit_hash = commit
+        for number, (slow, factor) in enumerate(zip(drift, factors, strict=True)):
+            end(results, "a.one", slow * factor, again=number > 0)
+            end(results, "a.two", slow * factor * longer, again=number > 0)
+            end(results, "b.three", 1.0 if number < 2 else None, again=number > 0)
+    first, *decided, last = saving.differences([COMMIT, other], "")
+    assert first.startswith("1 of 2 differences")
+    (found,) = decided
+    assert re.match(r"a\.two, 0{8} after c0ffee.*: 1\.2\d?x", found)
+    assert "(median; " in last
+    assert "nothing is compared" in saving.differences([COMMIT], "")[0]
+
+
 def test_a_full_result_stands_for_a_quick_one_but_not_the_reverse(
     saving: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("ROUNDS", "1")
     results = a_commit()
     end(results, "a.one")
     monkeypatch.setenv("DPBENCH_QUICK", "0")
@@ -340,28 +389,30 @@ def test_a_full_result_stands_for_a_quick_one_but_not_the_reverse(
     assert saving.missing(COMMIT, "a") == []
     monkeypatch.setenv("AGAIN", "1")
     assert saving.missing(COMMIT, "a") == ["a.one", "a.two"]
+    assert saving.missing(COMMIT, "a", 2) == ["a.one", "a.two"], "after the first round, the others"
 
 
 def test_the_expected_time_is_that_of_earlier_results_with_the_same_effort(
-    saving: ModuleType,
+    saving: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("ROUNDS", "2")
     notes = {
         "1": {
-            "a.one": {"effort": "quick", "seconds": 4.0},
-            "a.two": {"effort": "full", "seconds": 900.0},
+            "a.one": {"effort": "quick", "seconds": 4.0, "medians": [[1.0]] * 2},
+            "a.two": {"effort": "full", "seconds": 900.0, "medians": [[1.0]] * 2},
         },
-        "2": {"a.one": {"effort": "quick", "seconds": 8.0}},
+        "2": {"a.one": {"effort": "quick", "seconds": 4.0, "medians": [[1.0]]}},
     }
     Path(".asv", saving.EFFORTS).write_text(json.dumps(notes))
     assert (
         saving.expect([COMMIT, "0" * 40], "a.one")
-        == "2 results to measure, 0 are there already; expected time: about 12 s (medians of"
-        " earlier quick results)"
+        == "2 results to measure in 2 rounds, 0 are there already; expected time: about 12 s"
+        " (medians of earlier quick results)"
     )
     assert (
         saving.expect([COMMIT], "a")
-        == "2 results to measure, 0 are there already; expected time: at least 6 s (medians of"
-        " earlier quick results); no earlier result: a.two"
+        == "2 results to measure in 2 rounds, 0 are there already; expected time: at least 6 s"
+        " (medians of earlier quick results); no earlier result: a.two"
     )
     assert "expected time: unknown" in saving.expect([COMMIT], "b")
     assert "no benchmark's name matches" in saving.expect([COMMIT], "resnet18")

@@ -214,6 +214,21 @@ def test_with_gpus_the_suite_measures_them_in_the_place_of_the_cpu(
         )
 
 
+def test_an_interrupted_benchmark_goes_on_in_the_same_environment_only(
+    suite: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DPBENCH_HISTORY", str(tmp_path / "c0ffee1"))
+    runs = []
+    for variable in ("", "", "1"):
+        monkeypatch.setenv("NCCL_P2P_DISABLE", variable)
+        with monkeypatch.context() as patch:
+            patch.setattr(Store, "end_run", lambda store, run_id: None)
+            suite["steps"].keep("steps.any", (), ())
+        with Store.read(tmp_path / "c0ffee1.db") as store:
+            runs.append(len(store.runs()))
+    assert runs == [1, 1, 2]
+
+
 @pytest.mark.parametrize(
     "lacking",
     [ModuleNotFoundError("no", name="dpbench.measure.server"), LookupError(), TypeError()],

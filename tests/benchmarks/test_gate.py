@@ -8,6 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dpbench.records.environment import Environment, forbidding
+from dpbench.records.facts import RunFacts
+from tests import environments
+
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks" / "scripts"))
 
@@ -58,6 +62,23 @@ def test_the_whole_answer_is_that_of_the_worst_case() -> None:
     assert (one.answer, other.answer) == (gate.Answer.SLOWER, gate.Answer.NOT_SLOWER)
     assert gate.whole([other, one]) is gate.Answer.SLOWER
     assert gate.whole([other]) is gate.Answer.NOT_SLOWER
+
+
+@pytest.mark.parametrize("name", environments.FORBIDS)
+def test_sides_in_unlike_environments_are_not_compared(name: str) -> None:
+    base = Environment.of(RunFacts.of(environments.FACTS))
+    gate.refuse_unlike(base, base)
+    with pytest.raises(SystemExit, match=f"{environments.TOLD[name]}: "):
+        gate.refuse_unlike(base, Environment.of(RunFacts.of(environments.facts(name))))
+
+
+def test_a_side_tells_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    with gate.server(ROOT) as usual, monkeypatch.context() as patch:
+        patch.setenv("NCCL_P2P_DISABLE", "1")
+        with gate.server(ROOT) as other:
+            (found,) = forbidding(usual.environment, other.environment)
+    assert found.after == "NCCL_P2P_DISABLE=1"
+    assert usual.environment.torch
 
 
 def test_planted_work_is_found_from_end_to_end(

@@ -12,10 +12,10 @@ from click.testing import CliRunner, Result
 
 from dpbench import cli, models
 from dpbench.analysis import validity
-from dpbench.hardware import foreign_load
 from dpbench.measure import run as runner
 from dpbench.measure.server import Server
-from dpbench.records.trial import Estimate
+from dpbench.records import disturbance
+from dpbench.records.estimate import Estimate
 from dpbench.store import Store
 
 RUN = (
@@ -41,8 +41,9 @@ def _shown_whatever_the_noise() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Estimate, "ROUNDS", 1)
         patch.setattr(Estimate, "WIDEST", math.inf)
-        patch.setattr(foreign_load, "LIMIT", math.inf)
-        patch.setattr(foreign_load, "SPARE_CORES", math.inf)
+        patch.setattr(disturbance, "LIMIT", math.inf)
+        patch.setattr(disturbance, "SPARE_CORES", math.inf)
+        patch.setattr(disturbance, "taken_from", lambda trial: 0.0)
         yield
 
 
@@ -67,7 +68,7 @@ def test_the_answer_comes_first_and_the_findings_follow_by_size(folder: Path) ->
     said = " ".join(done.stdout.split())
     assert said.startswith("mlp: ")
     assert (
-        said.index("- gain: ")
+        said.index("- certainty: ")
         < said.index("- cause: ")
         < said.index("- change: ")
         < said.index("next: dpbench ")
@@ -79,7 +80,7 @@ def test_the_answer_comes_first_and_the_findings_follow_by_size(folder: Path) ->
     assert "6 parameter tensors × " in said  # three linear layers
     assert "dp[cached]" in said
     assert "Not judged, for lack of measurements: " in said
-    pasted = ("  next: ", "  code: ")
+    pasted = ("  next: ", "  code")
     assert max(len(line) for line in done.stdout.splitlines() if not line.startswith(pasted)) <= 100
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from dpbench.cli.showing import check_page
 from dpbench.measure import selection
-from dpbench.records import registry
+from dpbench.records import objects, registry
 from dpbench.records.options import Options
 
 MODEL = """
@@ -49,7 +49,7 @@ def test_a_name_from_a_star_import_is_not_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("m.py").write_text("from models import *\n")
-    registry.check_module("m.py:net")
+    objects.check("m.py:net", "models")
 
 
 def test_a_file_imports_its_neighbour_as_a_script_does(

@@ -1,12 +1,13 @@
 """Files that a command reads: missing ones, ones of another kind, and byte order marks.
 
-A file that is missing or of another kind ends every command with exit code 2, and a wrong argument
-ends it with 64.
+A file that is missing or of another kind ends every command with exit code 2. A wrong argument ends
+it with 64, such as the name of an object in a file that is missing.
 """
 
 from __future__ import annotations
 
 import codecs
+import re
 from pathlib import Path
 
 import pytest
@@ -33,11 +34,6 @@ EVERY_READER = (
     "merge {}",
     "import {}",
     "watch {}",
-    "check --model {}.py:net",
-    "run --model {}.py:net",
-    "run --strategy {}.py:way",
-    "loaders --dataset {}.py:data",
-    "loaders --dataset x.py:data --model {}.py:net",
     "predict --machine {}.toml --models mlp",
     "predict --machine dgx-a100 --from {}",
     "predict --machine dgx-a100 --models mlp --bus {}",
@@ -45,11 +41,25 @@ EVERY_READER = (
 """Commands that read a file, whose name goes in place of {}."""
 READERS = tuple(one for one in EVERY_READER if one.split()[0] in cli.commands)
 """Those of this copy, which may lack a sibling."""
+NAMERS = (
+    "check --models {}.py:net",
+    "check --model {}.py:net",
+    "run --models mlp,{}.py:net",
+    "run --model {}.py:net",
+    "run --strategies single,{}.py:way",
+    "run --strategy {}.py:way",
+    "run --together mlp,{}.py:net",
+    "loaders --dataset {}.py:data",
+    "loaders --dataset x.py:data --models {}.py:net",
+    "predict --machine dgx-a100 --models {}.py:net",
+)
+"""Commands with the name of an object in a file."""
 READ_NOTHING = {"init", "doctor"}
 
 
 def test_every_command_that_reads_a_file_is_among_them() -> None:
-    assert {reader.split()[0] for reader in READERS} == {*cli.commands} - READ_NOTHING
+    commands = {words.split()[0] for words in (*READERS, *NAMERS)}
+    assert commands & {*cli.commands} == {*cli.commands} - READ_NOTHING
 
 
 @pytest.mark.parametrize("reader", [one for one in READERS if "--dry-run" not in one])
@@ -62,9 +72,23 @@ def test_a_file_that_does_not_exist_is_named_with_the_code_of_files(
     assert [path.name for path in tmp_path.iterdir()] == ["x.py"]
 
 
-@pytest.mark.parametrize(
-    "reader", [one for one in READERS if ".py:" not in one and "watch" not in one]
-)
+@pytest.mark.parametrize("namer", [one for one in NAMERS if one.split()[0] in cli.commands])
+def test_a_name_in_a_file_that_does_not_exist_is_a_wrong_argument(dpbench, tmp_path, namer) -> None:
+    (tmp_path / "x.py").write_text("data = []\n")
+    said = is_error(*dpbench(*namer.format("missing").split()))
+    option = re.search(r"--\w+ (?=\S*missing)", namer.format("missing"))
+    assert option
+    (named,) = [word for word in re.split("[ ,]", namer.format("missing")) if "missing" in word]
+    spelled = {"--model": "--models", "--strategy": "--strategies", "--together": "--models"}
+    name = spelled.get(option[0].strip(), option[0].strip())
+    file = named.partition(":")[0]
+    assert said.rstrip() == (
+        f"error: {name} {named}: there is no file {file} in the folder {tmp_path}; correct the path"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["x.py"]
+
+
+@pytest.mark.parametrize("reader", [one for one in READERS if "watch" not in one])
 def test_a_file_of_another_kind_is_named_with_the_code_of_files(dpbench, tmp_path, reader) -> None:
     name = "other.toml" if ".toml" in reader else "other"
     (tmp_path / name).write_text("neither a store, nor a trace, nor a table\n" * 50)

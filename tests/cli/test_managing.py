@@ -19,6 +19,7 @@ from dpbench.records import Case, Status, Trial
 from dpbench.store import Naming, Store, StoreError
 from dpbench.store.copying import PARTS, Merged
 from dpbench.store.file import MIGRATIONS
+from tests import environments
 from tests.exported import DP, PROVENANCE, is_error, made
 from tests.store.test_store import query
 
@@ -243,16 +244,18 @@ def test_rm_asks(dpbench, three, monkeypatch, said, code, left):
 
 
 def test_a_run_that_is_measured_now_is_neither_removed_nor_merged(dpbench, three, tmp_path):
-    busy = add(tmp_path / "dpbench.db", made(), end="")  # by this process
-    before = rows(tmp_path / "dpbench.db")
-    for command in (
-        ("rm", busy, three[0], "--yes"),
-        ("merge", "dpbench.db", "--store", "other.db"),
-    ):
-        last = is_error(*_without_lines(dpbench(*command)), expected=2)
-        assert f"process {os.getpid()} is adding trials" in last
-        assert busy[:12] in last
-    assert rows(tmp_path / "dpbench.db") == before
+    with Store.create(tmp_path / "dpbench.db") as store:
+        busy, _ = store.begin_run(plan="p", host="h", code="c", rounds=1, provenance={})
+        before = rows(tmp_path / "dpbench.db")
+        for command in (
+            ("rm", busy, three[0], "--yes"),
+            ("merge", "dpbench.db", "--store", "other.db"),
+        ):
+            last = is_error(*_without_lines(dpbench(*command)), expected=2)
+            assert f"process {os.getpid()} on " in last
+            assert "is adding trials" in last
+            assert busy[:12] in last
+        assert rows(tmp_path / "dpbench.db") == before
 
 
 def _without_lines(done: tuple[int, str, str]) -> tuple[int, str, str]:
@@ -360,6 +363,28 @@ def test_a_copy_that_was_continued_gives_its_trials_and_its_end(copies):
         assert store.merge(path) == Merged(0, 0, 1)
 
 
+@pytest.mark.parametrize("more", [[], [made(number=1)]], ids=["no trial", "one trial"])
+def test_an_older_copy_that_ended_later_leaves_a_finished_run_finished(copies, more):
+    path, copy, run_id = copies
+    assert add(path, *more, plan="p") == run_id
+    assert add(copy, plan="p", end="interrupted") == run_id
+    for store, other in ((path, copy), (copy, path)):
+        with Store.create(store) as opened:
+            opened.merge(other)
+            assert opened.runs()[0].status == "finished"
+            assert len(opened.trials(run_id)) == 1 + len(more)
+
+
+def test_a_finished_run_that_was_measured_further_elsewhere_has_the_end_from_there(copies):
+    """Its plan has grown, or failed trials are repeated: whoever repeats the command goes on."""
+    path, copy, run_id = copies
+    assert add(copy, made(SINGLE), plan="p", end="interrupted") == run_id
+    assert add(path, plan="p") == run_id
+    with Store.create(path) as store:
+        assert store.merge(copy) == Merged(0, 1, 1)
+        assert store.runs()[0].status == "interrupted"
+
+
 def test_copies_that_were_continued_apart_are_not_mixed(copies):
     path, copy, run_id = copies
     for store in (path, copy):
@@ -384,7 +409,18 @@ def test_copies_that_were_continued_apart_are_not_mixed(copies):
             "UPDATE step SET seconds=9 WHERE step=3",
             "trial 1 of this store and trial 1 of the other differ",
         ),
-        ("UPDATE trial SET verified='no'", "differ in their results"),
+        *(
+            (f"UPDATE {change}", "differ in their results")
+            for change in (
+                "trial SET verified='no'",
+                "trial SET failed_device=1",
+                "span SET end_s=9 WHERE number=3",
+                "memory SET peak_bytes=9",
+                "series SET mean=9 WHERE device=0",
+            )
+        ),
+        ("DELETE FROM span WHERE number=3", "differ in their results"),
+        ("DELETE FROM memory", "differ in their results"),
     ],
 )
 def test_a_copy_that_was_changed_is_an_error_that_names_the_rows(copies, change, words):
@@ -394,6 +430,23 @@ def test_a_copy_that_was_changed_is_an_error_that_names_the_rows(copies, change,
     with Store.create(path) as store, pytest.raises(StoreError, match=re.escape(words)) as refused:
         store.merge(copy)
     assert run_id[:12] in str(refused.value)
+
+
+@pytest.mark.parametrize("name", environments.CHANGED)
+def test_copies_of_a_run_from_two_environments_are_not_mixed(path, tmp_path, name):
+    run_id = add(path, made(), plan="p", end="interrupted")
+    copy = tmp_path / "copy.db"
+    copy.write_bytes(path.read_bytes())
+    for store, facts in ((path, environments.FACTS), (copy, environments.facts(name))):
+        with closing(sqlite3.connect(store)) as db, db:
+            db.execute("UPDATE run SET provenance=?", (json.dumps(facts),))
+    with Store.create(path) as store:
+        if name not in environments.FORBIDS:
+            assert store.merge(copy) == Merged(0, 0, 1)
+            return
+        told = environments.TOLD[name]
+        with pytest.raises(StoreError, match=f"run {run_id[:12]}: {told} .* in this store"):
+            store.merge(copy)
 
 
 def test_a_store_is_not_merged_into_itself_nor_from_nothing(dpbench, three, tmp_path):

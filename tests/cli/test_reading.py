@@ -57,10 +57,12 @@ def test_a_run_prints_answers_and_table_to_stdout_and_all_else_to_stderr(weak):
     assert "Cannot tell: 2 rounds, but at least 3 are needed" in lines[lines.index(answer) + 1]
     assert lines[0].split()[:4] == ["model", "strategy", "devices", "batch"]
     assert len([line for line in lines if line.startswith("mlp ")]) == 3
-    assert "warning" not in done.stdout
+    assert "warning" not in done.stdout + done.stderr
     assert "round 1" not in done.stdout
     assert "round 2, 4 trials measured" in done.stderr
-    assert "warning: " in done.stderr
+    assert re.search(
+        r"^\d+ remarks? on these figures: dpbench explain --run \w+", done.stdout, re.M
+    )
     assert "\x1b" not in done.stdout + done.stderr, "no colours where no terminal is"
     assert "Traceback" not in done.stderr
     page = folder.path / "reports" / "latest" / "index.html"
@@ -164,7 +166,7 @@ def test_compare_tells_slower_faster_same_and_undecided_by_words_and_exit_code(
     if noise > 0.1:
         assert (
             "not enough rounds: the estimate's interval spans more than a factor of 4; more rounds"
-            in line
+            in " ".join(out.split())
         )
     else:
         assert float(re.search(r"([\d.]+)x", line).group(1)) == pytest.approx(
@@ -299,7 +301,7 @@ def test_csv_loads_in_pandas_with_a_row_a_case(dpbench, weak, tmp_path):
     assert (table["step_low"] <= table["step_value"]).all()
     assert (table["step_value"] <= table["step_high"]).all()
     phases = table[[column for column in table if column.startswith("phase_")]].sum(axis=1)
-    assert phases.tolist() == pytest.approx(table["step_value"].tolist())
+    assert phases.tolist() == pytest.approx(table["mean_value"].tolist())
     text = dpbench("export", "csv", "--store", folder.store)[1]
     assert text == (tmp_path / "out.csv").read_text()
 
@@ -353,10 +355,10 @@ def test_the_report_is_written_and_named_and_markdown_goes_to_stdout(dpbench, we
     assert page == tmp_path / "deep" / "page.html"
     headline = "cannot tell: 2 rounds, but at least 3 are needed"
     assert headline in done.stdout.lower()
-    assert headline in page.read_text()
+    assert headline in page.read_text().lower()
     code, out, err = dpbench("report", "--md", "--store", folder.store)
     assert (code, err) == (0, "")
-    assert headline in out.replace("\\", "")
+    assert headline in out.replace("\\", "").lower()
     assert "|" in out
 
 

@@ -72,7 +72,7 @@ def own_models(tmp_path_factory):
         for part in (package.parent, package):
             (part / "__init__.py").write_text("print('imported')\n")
         (package / "tiny.py").write_text(TINY)
-        (folder.path / "broken.py").write_text("import no_such_module\n")
+        (folder.path / "broken.py").write_text("import no_such_module\nNET = None\n")
         (folder.path / "torch.py").write_text(
             "raise SystemExit('a file of the user hides the real torch')\n"
         )

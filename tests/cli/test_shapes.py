@@ -23,6 +23,7 @@ from dpbench.measure.run import Ended, Note, Outcome, Started
 from dpbench.measure.selection import RunForecast
 from dpbench.predict import machine, tables
 from dpbench.predict.cases import Need
+from dpbench.predict.published import PublishedStep
 from dpbench.predict.what_if import WhatIf
 from dpbench.records import Case, Effort, Status, Trial
 from dpbench.records.options import Options
@@ -59,7 +60,7 @@ def trials(rounds: int = 3) -> Iterator[Trial]:
 def measured(monkeypatch):
     """Replace a run's measurement by one that stores made trials and tells the listener of each."""
 
-    def run(cases, store, *, listen, **_):
+    def run(cases, store, how, *, listen, **_):
         run_id, resumed = store.begin_run(
             plan="p", host="h", code="c", rounds=3, provenance=PROVENANCE
         )
@@ -84,7 +85,7 @@ def names(monkeypatch):
     in_shapes = RunForecast, Found
     for module, kinds in (
         (shapes, in_shapes),
-        (tables, (Need, WhatIf, machine.Machine)),
+        (tables, (Need, WhatIf, PublishedStep, machine.Machine)),
         (selection, (Options,)),
     ):
         for kind in kinds:
@@ -335,7 +336,11 @@ def test_a_line_per_round_has_the_time_left(dpbench, measured):
     assert plan not in out
     assert "a note" in err
     again = dpbench("run", *CASES[1:], "--quiet")[1]
-    assert out == re.sub(r" Against run [^.]*: [^)]*\)[^.]*\.", "", again) != ""
+    for told in (again, out):
+        assert "remarks on these figures: dpbench explain --run " in told
+    again = re.sub(r" Against run [^.]*: [^)]*\)[^.]*\.", "", again)
+    without_id = [re.sub(r"--run \w+", "", one) for one in (out, again)]
+    assert without_id[0] == without_id[1] != ""
 
 
 def test_quiet_prints_no_progress_and_verbose_more(dpbench, measured):

@@ -12,12 +12,15 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from dpbench.doctor import system
 from dpbench.doctor.faults import AllReduce, Examined
 from dpbench.doctor.transfers import Copy, Transfer, copies
 from dpbench.hardware.nvml import SWITCH
 from dpbench.records import HOST
 from dpbench.records.examination import DIRECT, PAGEABLE, PINNED, STAGED
+from dpbench.records.facts import Gpu, NvLinks
 
 GPU, CARD, BRIDGE = "0x030200", "0x020700", "0x060400"
 
@@ -199,17 +202,17 @@ def examined(folder: Path, name: str) -> Examined:
     rates = {PINNED: 25e9, PAGEABLE: 9e9, DIRECT: 22e9, STAGED: 11e9}
     count = len(devices)
     gpus = [
-        {
-            "name": "NVIDIA A100-PCIE-40GB",
-            "pci_address": one.address,
-            "pcie_generation": 4,
-            "pcie_width": 16,
-            "pcie_width_now": 16,
-            "power_limit_w": 250.0,
-            "default_power_limit_w": 250.0,
-            "compute_mode": "default",
-            "persistence_mode": True,
-        }
+        Gpu(
+            name="NVIDIA A100-PCIE-40GB",
+            pci_address=one.address,
+            pcie_generation=4,
+            pcie_width=16,
+            pcie_width_now=16,
+            power_limit_w=250.0,
+            default_power_limit_w=250.0,
+            compute_mode="default",
+            persistence_mode=True,
+        )
         for one in devices
     ]
     return Examined(
@@ -224,11 +227,11 @@ def examined(folder: Path, name: str) -> Examined:
 
 def with_nvswitch(machine: Examined, links: int = 18, rate: float = 25e9) -> Examined:
     """Return the machine with NVLinks to NVSwitches, over which pairs reach 85%."""
-    nvlinks = {"active": links, "inactive": 0, "ends": {SWITCH: links}, "bytes_per_s": rate}
+    nvlinks = NvLinks(active=links, ends={SWITCH: links}, bytes_per_s=rate)
     direct = 0.85 * links * rate
     return replace(
         machine,
-        gpus=[{**gpu, "nvlinks": nvlinks} for gpu in machine.gpus],
+        gpus=[msgspec.structs.replace(gpu, nvlinks=nvlinks) for gpu in machine.gpus],
         transfers=[
             replace(one, bytes_per_s=direct) if one.copy.way == DIRECT else one
             for one in machine.transfers
@@ -240,15 +243,14 @@ def with_nvswitch(machine: Examined, links: int = 18, rate: float = 25e9) -> Exa
 def with_bridges(machine: Examined, links: int = 4, rate: float = 14e9) -> Examined:
     """Return the machine with NVLink bridges between GPUs 0 and 1, 2 and 3 and so on."""
     gpus = [
-        {
-            **gpu,
-            "nvlinks": {
-                "active": links,
-                "inactive": 0,
-                "ends": {machine.gpus[i ^ 1]["pci_address"]: links},
-                "bytes_per_s": rate,
-            },
-        }
+        msgspec.structs.replace(
+            gpu,
+            nvlinks=NvLinks(
+                active=links,
+                ends={machine.gpus[i ^ 1].pci_address or "": links},
+                bytes_per_s=rate,
+            ),
+        )
         for i, gpu in enumerate(machine.gpus)
     ]
     bridged = [

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from dpbench.doctor import faults
@@ -15,6 +16,7 @@ from dpbench.doctor.result import result
 from dpbench.doctor.transfers import SILENCE, Copy
 from dpbench.records import HOST
 from dpbench.records.examination import DIRECT, PINNED, STAGED
+from dpbench.records.facts import NvLinks
 from tests.doctor import machines
 
 Fault = Callable[[Examined], Examined]
@@ -22,7 +24,10 @@ Fault = Callable[[Examined], Examined]
 
 def with_gpu(number: int, **facts: Any) -> Fault:
     def change(machine: Examined) -> Examined:
-        gpus = [{**gpu, **facts} if i == number else gpu for i, gpu in enumerate(machine.gpus)]
+        gpus = [
+            msgspec.structs.replace(gpu, **facts) if i == number else gpu
+            for i, gpu in enumerate(machine.gpus)
+        ]
         return replace(machine, gpus=gpus)
 
     return change
@@ -157,7 +162,7 @@ PLANTED: Mapping[str, tuple[str, Fault, set[str]]] = {
         "DGX",
         chain(
             machines.with_nvswitch,
-            with_gpu(3, nvlinks={"active": 17, "inactive": 1, "ends": {"switch": 17}}),
+            with_gpu(3, nvlinks=NvLinks(active=17, inactive=1, ends={"switch": 17})),
         ),
         {"NVLink down"},
     ),
@@ -209,7 +214,7 @@ def test_what_a_copy_is_promised_is_that_of_its_links(tmp_path: Path) -> None:
 def test_a_bridge_that_was_not_fitted_is_a_fact_of_the_hardware(tmp_path: Path) -> None:
     machine = machines.examined(tmp_path, "2x3090")
     for active, wrong in ((4, False), (8, False), (11, True)):
-        nvlinks = {"active": active, "inactive": 12 - active}
+        nvlinks = NvLinks(active=active, inactive=12 - active)
         found = faults.found(
             chain(with_gpu(0, nvlinks=nvlinks), with_gpu(1, nvlinks=nvlinks))(machine)
         )

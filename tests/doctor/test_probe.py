@@ -31,6 +31,8 @@ from dpbench.hardware.nvml import SWITCH
 from dpbench.hardware.processes import CORES
 from dpbench.predict import machine, profiles
 from dpbench.records.examination import DIRECT, PAGEABLE, PINNED
+from dpbench.records.facts import Gpu, NvLinks
+from dpbench.records.load import Load, Measured, OfCores, UnknownLoad
 from tests.doctor import machines
 from tests.exported import command
 
@@ -157,8 +159,8 @@ def test_what_a_rank_recorded_is_read_when_the_time_is_over() -> None:
     assert re.search(r"rank [01] was in collective \d+, gloo:all_", str(failed.value))
 
 
-QUIET = foreign_load.Load(foreign=0.01, steal=0.0, cores=2, seconds=0.5)
-BUSY = foreign_load.Load(foreign=0.4, steal=0.0, cores=2, seconds=0.5)
+QUIET = Load(foreign=0.01, steal=0.0, cores=2, seconds=0.5)
+BUSY = Load(foreign=0.4, steal=0.0, cores=2, seconds=0.5)
 FAKE = Probe(
     name='A "quoted" processor',
     cores=2,
@@ -166,7 +168,7 @@ FAKE = Probe(
     gpu_memory_bytes=8 * 2**30,
     passes=3,
     seconds=12.0,
-    load=QUIET,
+    load=Measured(QUIET),
     figures={
         name: 0.00002 * (n + 1)
         for n, name in enumerate(
@@ -266,10 +268,10 @@ def test_a_copy_that_hangs_is_an_error_with_its_ends(monkeypatch: pytest.MonkeyP
         list(probe._copies(2))
 
 
-def linked(*ends: dict[str, int]) -> tuple[dict[str, Any], ...]:
+def linked(*ends: dict[str, int]) -> tuple[Gpu, ...]:
     """Return what NVML says about GPUs at the addresses "0", "1" and so on, by their NVLinks."""
     return tuple(
-        {"pci_address": str(gpu), "nvlinks": {"active": sum(each.values()), "ends": each}}
+        Gpu(pci_address=str(gpu), nvlinks=NvLinks(active=sum(each.values()), ends=each))
         for gpu, each in enumerate(ends)
     )
 
@@ -288,7 +290,7 @@ def linked(*ends: dict[str, int]) -> tuple[dict[str, Any], ...]:
     ],
 )
 def test_a_file_has_the_nvlinks_that_nvml_shows_with_their_measured_rates(
-    facts: tuple[dict[str, Any], ...], links: dict[tuple[str, str], float]
+    facts: tuple[Gpu, ...], links: dict[tuple[str, str], float]
 ) -> None:
     count = max(2, len(facts))
     more = dict.fromkeys(("all_reduce_bytes_per_s", "all_reduce_start_s"), 0.00002)
@@ -488,9 +490,7 @@ def test_a_pass_has_one_thread_an_operation_whatever_the_parent_has(
 # -- a busy machine, and passes that are not made
 
 
-def passing(
-    monkeypatch: pytest.MonkeyPatch, before: foreign_load.Measured, during: foreign_load.Measured
-) -> list[str]:
+def passing(monkeypatch: pytest.MonkeyPatch, before: OfCores, during: OfCores) -> list[str]:
     """Replace passes by figures made up, and the load by these; return where what was said goes."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "A100")
@@ -546,7 +546,7 @@ def test_a_quiet_machine_is_waited_for_and_its_file_has_no_label(
 
 
 def test_a_load_that_cannot_be_told_is_not_called_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = passing(monkeypatch, foreign_load.UnknownLoad("no counts here"), QUIET)
+    said = passing(monkeypatch, UnknownLoad("no counts here"), QUIET)
     text = to_toml(probe.probe(said.append))
     assert "is unknown: no counts here" in tomllib.loads(text)["source"]
     assert any("no counts here" in line for line in said)

@@ -14,6 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+HOOKS = [name for name in vars(nn.Module()) if "_hooks" in name]
+_VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+SUMS_IN_GRAD_DTYPE = (2, 10) <= _VERSION < (2, 14)
+"""Whether the first replica's weights, views of the parameters, have their `grad_dtype` in torch.
+
+Gradients are then added in this type, and else in that of the weights.
+"""
+
 
 def sizes_of(rows: int, devices: int) -> list[int]:
     """Return the rows of each chunk that torch.nn.DataParallel makes of a batch."""
@@ -83,7 +91,8 @@ def twin(module: nn.Module, *, first: bool) -> tuple[nn.Module, dict[int, Tensor
     """Return a copy of the tree of modules, and its tensors by the id of the module's own.
 
     The copy's parameters are leaves. Those of the first copy have the module's memory, and its
-    buffers are the module's. All other attributes are the same objects.
+    buffers are the module's. The copies have the module's hooks, in dicts of their own. All other
+    attributes are the same objects.
     """
     table: dict[int, Tensor] = {id(p): leaf(p, first=first) for p in module.parameters()}
     for buffer in module.buffers():
@@ -105,18 +114,19 @@ def twin(module: nn.Module, *, first: bool) -> tuple[nn.Module, dict[int, Tensor
         }
         if isinstance(m, nn.RNNBase):
             own["_flat_weights"] = [table[id(m.get_parameter(n))] for n in m._flat_weights_names]
-        copies[id(m)].__dict__ = {**m.__dict__, **own}
+        hooks = {n: value.copy() for n, value in m.__dict__.items() if n in HOOKS}
+        copies[id(m)].__dict__ = {**m.__dict__, **own, **hooks}
     return copies[id(module)], table
 
 
 def leaf(parameter: nn.Parameter, *, first: bool) -> nn.Parameter:
-    """Return a parameter with the same values and gradient dtype, in own memory unless `first`.
+    """Return a parameter with the same values, in own memory unless `first`.
 
     Without gradients, torch's replicas other than the first have plain copies.
     """
     values = parameter.detach() if first else parameter.detach().clone()
     new = nn.Parameter(values, parameter.requires_grad and (first or torch.is_grad_enabled()))
-    if hasattr(parameter, "grad_dtype"):
+    if SUMS_IN_GRAD_DTYPE:
         new.grad_dtype = parameter.grad_dtype
     return new
 
@@ -178,7 +188,7 @@ class PlainStep:
         self,
         module: nn.Module,
         criterion: Any,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Any,
         devices: int,
         *,
         accumulate: int = 1,
@@ -192,7 +202,7 @@ class PlainStep:
     def step(self, inputs: tuple[Any, ...], target: Any) -> Tensor:
         """Take one step; return the loss."""
         if self.updated:
-            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad()
         loss: Tensor = self.criterion(self._forward(*inputs), target)
         (loss / self._accumulate if self._accumulate > 1 else loss).backward()
         self._calls += 1

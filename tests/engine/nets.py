@@ -352,6 +352,47 @@ class Codebook(nn.Module):
         return self.trap.check(ids, h, self.last(h) * self.scale)
 
 
+class Hooking(nn.Module):
+    """A forward that installs a hook once, and captures an activation with one that it removes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.trap, self.scale, self.tapped = Trap(), 1.0, False
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        if not self.tapped:
+            self.first.register_forward_hook(lambda module, args, out: out + 1)
+            self.tapped = True
+        seen: list[Tensor] = []
+        handle = self.first.register_forward_hook(lambda module, args, out: seen.append(out))
+        h = torch.tanh(self.first(x))
+        handle.remove()
+        return self.trap.check(ids, h, self.last(h + seen[0]) * self.scale)
+
+
+class Storing(nn.Module):
+    """A hook of the constructor that stores an activation in a dict, which forward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.trap, self.scale = Trap(), 1.0
+        self.store = store = Store()
+        self.first.register_forward_hook(lambda module, args, out: store.update(first=out))
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        return self.trap.check(ids, h, self.last(h + self.store["first"]) * self.scale)
+
+
+class Store(dict[str, Tensor]):
+    """A dict whose tensors, parts of a graph, are not copied with the module."""
+
+    def __deepcopy__(self, memo: Any) -> Store:
+        return Store()
+
+
 class Regularised:
     """A squared error with a penalty on the parameters of a module.
 
@@ -371,6 +412,8 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "table": Table,
     "writer": Writer,
     "codebook": Codebook,
+    "hooking": Hooking,
+    "storing": Storing,
 }
 CRITERIA: dict[str, Callable[[nn.Module], Any]] = {
     "cross_entropy": lambda _: nn.CrossEntropyLoss(),
@@ -385,6 +428,74 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
         [{"params": p[::2], "lr": 1e-2}, {"params": p[1::2], "lr": 5e-3, "weight_decay": 0.1}]
     ),
 }
+
+
+class Both:
+    """Two optimizers in one object, as a loop by hand uses them."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parts = (
+            torch.optim.SGD(parameters[::2], lr=0.05, momentum=0.9),
+            torch.optim.Adam(parameters[1::2], lr=1e-2),
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none)
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(number): part.state_dict() for number, part in enumerate(self.parts)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for number, part in enumerate(self.parts):
+            part.load_state_dict(state[str(number)])
+
+
+class Noam:
+    """An optimizer whose rate follows the number of steps; `zero_grad` has no arguments."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.optimizer, self.steps = torch.optim.SGD(parameters, lr=0.1), 0
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    def step(self) -> None:
+        self.steps += 1
+        self.optimizer.param_groups[0]["lr"] = 0.1 / self.steps
+        self.optimizer.step()
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Slow weights that follow the fast ones; torch's constructor is not called."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.optimizer, self.steps = torch.optim.SGD(parameters, lr=0.1), 0
+        self.param_groups = self.optimizer.param_groups
+        self.slow = [p.detach().clone() for p in parameters]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step()
+        self.steps += 1
+        if self.steps % 2 == 0:
+            for slow, fast in zip(self.slow, self.param_groups[0]["params"], strict=True):
+                slow.add_(fast.data - slow, alpha=0.5)
+                fast.data.copy_(slow)
+
+
+OTHERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
+    "two in one object": Both,
+    "noam": Noam,
+    "lookahead": Lookahead,
+}
+"""Optimizers of which a plain loop needs no more than `zero_grad` and `step`."""
 FUSED = {"fused": lambda p: torch.optim.Adam(p, lr=1e-2, fused=True)}
 """With optimizer=flat, fused kernels agree within rounding only."""
 

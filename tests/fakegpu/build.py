@@ -1,9 +1,11 @@
 """Builds the fake GPUs and installs them beside torch's CUDA build in this virtual environment.
 
-`python -m tests.fakegpu.build` needs g++ and binutils, and torch installed with `pip install
---no-deps`. It compiles what changed, gives each NVIDIA library that torch links an empty library of
-its name that depends on libfakecuda.so, and makes a stub of each symbol that torch needs and no
-source defines. stubs.txt lists the known stubs; others are reported.
+`python -m tests.fakegpu.build [--clock-alone]` needs g++ and binutils, and torch installed with
+`pip install --no-deps`. It compiles what changed, gives each NVIDIA library that torch links an
+empty library of its name that depends on libfakecuda.so, and makes a stub of each symbol that torch
+needs and no source defines. stubs.txt lists the known stubs; others are reported. With
+`--clock-alone`, it leaves out the plug-in, which takes longest: such fake GPUs need
+`FAKECUDA_NUMERICS=0`.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ HERE = Path(__file__).resolve().parent
 SITE = Path(sysconfig.get_path("purelib"))
 TORCH = SITE / "torch"
 BUILD = Path(sys.prefix) / "fakegpu"
+SHARED = HERE.parents[1] / "build" / "fakegpu" / "objects"
+"""The objects of src/, which know nothing of torch: the environments of all versions link them."""
 NEEDED = BUILD / "needed.txt"
 JOBS = 2
 
@@ -83,13 +87,14 @@ def needed_by_torch() -> set[str]:
     return set(NEEDED.read_text().split())
 
 
-def compile_changed(folder: str, options: list[str], further: list[Path]) -> list[Path]:
+def compile_changed(folder: str, into: Path, options: list[str], further: list[Path]) -> list[Path]:
     """Object files of a folder's sources; those older than a header are made again."""
+    into.mkdir(parents=True, exist_ok=True)
     headers = [*HERE.glob(f"{folder}/**/*.h"), HERE / "build.py", *further]
     objects = []
     commands = []
     for source in sorted((HERE / folder).glob("*.cpp")):
-        made = BUILD / f"{folder}-{source.stem}.o"
+        made = into / f"{folder}-{source.stem}.o"
         objects.append(made)
         if is_older(made, [source, *headers]):
             commands.append([*COMPILE, *options, str(source), "-o", str(made)])
@@ -159,7 +164,7 @@ def sonames() -> list[str]:
 
 def build_libraries(folder: Path) -> None:
     """libfakecuda.so, and an empty library for each of NVIDIA's."""
-    objects = compile_changed("src", ["-O2", f"-I{HERE / 'src'}"], [])
+    objects = compile_changed("src", SHARED, ["-O2", f"-I{HERE / 'src'}"], [])
     defined = set().union(*(symbols(one, "--defined-only") for one in objects))
     stubs = write_stubs(needed_by_torch() - defined)
     core = folder / "libfakecuda.so"
@@ -181,7 +186,7 @@ def build_plugin(folder: Path) -> None:
     include = [TORCH / "include", TORCH / "include/torch/csrc/api/include"]
     own = [f"-I{HERE / 'plugin'}", f"-I{HERE / 'src'}"]
     options = ["-O1", *own, *(f"-isystem{path}" for path in include)]
-    objects = compile_changed("plugin", options, [TORCH / "version.py"])
+    objects = compile_changed("plugin", BUILD, options, [TORCH / "version.py"])
     made = folder / "libfakenumerics.so"
     if objects and is_older(made, objects):
         libraries = ["-lc10", "-lc10_cuda", "-ltorch_cpu", "-ltorch_cuda", "-lfakecuda"]
@@ -208,7 +213,8 @@ def main() -> None:
     BUILD.mkdir(exist_ok=True)
     folder = installed_folder()
     build_libraries(folder)
-    build_plugin(folder)
+    if "--clock-alone" not in sys.argv[1:]:
+        build_plugin(folder)
     install_loaders(folder)
 
 

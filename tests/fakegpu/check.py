@@ -34,13 +34,20 @@ MARKED = ("-m", "gpu or multi_gpu")
 MARKS = ("mark.gpu", "mark.multi_gpu", "tests.engine.conformance")
 """Texts by which a file of tests is known to have tests for GPUs."""
 CLOCK_ALONE = {"FAKECUDA_NUMERICS": "0", "FAKECUDA_DATA": "0"}
-TIMED = (
-    "tests/doctor/test_probe.py",
+BEFORE = ROOT / ".venv-gpu-211" / "bin" / "python"
+"""The Python of the environment with an earlier torch, 2.11, whose fake GPUs have no numbers."""
+TIMED_STEPS = (
     "tests/gpu/test_one_gpu.py::test_cuda_steps_agree_with_the_host_over_a_block",
     "tests/gpu/test_one_gpu.py::test_a_copy_from_the_host_does_not_wait_for_the_replicas_work",
-    "tests/gpu/test_one_gpu.py::test_the_probe_times_every_link",
 )
-"""Tests that compare times: on fake GPUs, without numbers."""
+TIMED = (
+    "tests/doctor/test_probe.py",
+    "tests/gpu/test_one_gpu.py::test_the_probe_times_every_link",
+    *TIMED_STEPS,
+)
+"""Tests that compare times: on fake GPUs, without numbers. Those of the probe take longest."""
+PROFILED = ("tests/gpu/test_profiling.py", "tests/measure/test_profiling.py")
+"""Tests of what torch's profiler records, which differs between versions."""
 FIXED_SEEDS = (1, 2)
 FEW_TESTS = '-k "nccl or json"'
 """The tests that gpu-check repeats, to fill its page."""
@@ -100,6 +107,13 @@ def stages(seed: int) -> dict[str, Stage]:
             {"PYTEST_ADDOPTS": FEW_TESTS},
         ),
         "clock": Stage((*PYTEST, *MARKED, *TIMED), 300, CLOCK_ALONE, alone=True),
+        "profile-2.11": Stage((str(BEFORE), *PYTEST[1:], *MARKED, *PROFILED), 120, CLOCK_ALONE),
+        "clock-2.11": Stage(
+            (str(BEFORE), *PYTEST[1:], *MARKED, *TIMED_STEPS, "tests/gpu/test_times.py"),
+            120,
+            CLOCK_ALONE,
+            alone=True,
+        ),
     }
 
 
@@ -192,10 +206,13 @@ def main(arguments: Sequence[str]) -> int:
     if not given.anyway and "fake" not in str(driver := nvml.describe().get("driver")):
         print(f"these GPUs are not fake (driver {driver}); --anyway checks them", file=sys.stderr)
         return 2
+    chosen = {name: known[name] for name in given.stages or known}
+    if absent := {one.command[0] for one in chosen.values() if not Path(one.command[0]).exists()}:
+        parser.error(f"{', '.join(absent)} is missing: `make test-gpu` installs it")
     print(f"the seed of deferred-drawn is {given.seed}", flush=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     began = time.perf_counter()
-    passed = check({name: known[name] for name in given.stages or known})
+    passed = check(chosen)
     print(f"{time.perf_counter() - began:6.1f} s  {'all passed' if passed else 'FAILED'}")
     return 0 if passed else 1
 

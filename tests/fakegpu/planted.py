@@ -84,7 +84,7 @@ FAULTS = (
         "launched-by-a-replica",
         "no collective of all GPUs is launched while replicas work",
         "exchange.reduce()",
-        "run_on_devices(lambda i: None if i else exchange.reduce(), self._devices, self._workers)",
+        "run_on_devices(lambda i: None if i else exchange.reduce(), self._devices, self.workers)",
         ("tests/gpu/test_engine.py::test_no_collective_is_launched_while_replicas_work",),
     ),
     Fault(
@@ -111,8 +111,8 @@ FAULTS = (
     Fault(
         "link-stream",
         "a copy between two GPUs is timed on the stream of its source",
-        "_copy_times(source, here, there, buffer)",
-        "_copy_times(target, here, there, buffer)",
+        "copy_times(source, here, there, buffer)",
+        "copy_times(target, here, there, buffer)",
         (
             "tests/measure/test_gpu_state.py::"
             "test_a_copy_between_gpus_is_timed_on_the_stream_of_its_source",

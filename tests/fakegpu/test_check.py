@@ -92,7 +92,9 @@ def test_each_file_of_gpu_tests_is_in_one_stage() -> None:
     tests = [
         {part.partition("::")[0] for part in stage.command if part.startswith("tests/")}
         for name, stage in check.stages(3).items()
-        if "pytest" in stage.command and name not in ("deferred-2", "deferred-drawn", "clock")
+        if "pytest" in stage.command
+        and name not in ("deferred-2", "deferred-drawn", "clock")
+        and not name.endswith("-2.11")
     ]
     assert all(tests)
     assert sum(map(len, tests)) == len(set().union(*tests))
@@ -101,3 +103,25 @@ def test_each_file_of_gpu_tests_is_in_one_stage() -> None:
         "tests/doctor/test_probe.py",
         "tests/engine/torch_suite/test_comm.py",
     } <= (set().union(*tests))
+
+
+def test_the_stages_of_an_earlier_torch_run_on_it_without_numbers() -> None:
+    earlier = {
+        name: stage for name, stage in check.stages(3).items() if stage.command[0] != sys.executable
+    }
+    assert {*earlier} == {"profile-2.11", "clock-2.11"}
+    for stage in earlier.values():
+        assert stage.command[0] == str(check.BEFORE)
+        assert stage.environment["FAKECUDA_NUMERICS"] == "0"
+        files = [one.partition("::")[0] for one in stage.command if one.startswith("tests/")]
+        assert files
+        assert all((check.ROOT / file).exists() for file in files)
+
+
+def test_a_stage_whose_torch_is_not_installed_is_refused_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(check, "BEFORE", tmp_path / "bin" / "python")
+    with pytest.raises(SystemExit):
+        check.main(["clock-2.11", "--anyway"])
+    assert "make test-gpu" in capsys.readouterr().err

@@ -35,8 +35,14 @@ ORDERING: dict[type, tuple[str, ...]] = {
     torch.Tensor: ("record_stream",),
 }
 """The methods that order streams or keep memory, by class."""
-OTHERS = ("meeting.wait()",)
-"""Calls of such names that are not in question: a barrier of threads."""
+OTHERS = (
+    "self.wait()",
+    "calls.wait()",
+    "ended.wait()",
+    "self._ends[i].wait()",
+    "self._ended[i - 1].wait(PATIENCE_S)",
+)
+"""Calls of such names that are not in question: threads wait for latches."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from dpbench.engine.reduce import reduce
 from dpbench.engine.replicate import replicate
 from dpbench.engine.scatter import scatter
 from dpbench.engine.train_step import TrainStep
+from dpbench.engine.turn import AT_ONCE
 from dpbench.hardware.devices import holding, open_devices
 from dpbench.records import no_mark
 from dpbench.records.schedule import Schedule
@@ -162,8 +163,10 @@ class Run:
                 with device.guard():
                     replicas.append(copy.deepcopy(net).to(device.torch_device))
             for x, y in batches:
-                pieces = scatter(((x,), y), devices)
-                parts = LocalLoss(summed, pieces, replicas, devices, no_mark, scale=lambda one: one)
+                pieces = scatter((((x,), {}), y), devices)
+                parts = LocalLoss(
+                    summed, pieces, replicas, devices, no_mark, scale=lambda one: one, turn=AT_ONCE
+                )
                 self._on_each(devices, parts.forward)
                 with root.guard():
                     parts.meet()
@@ -221,7 +224,7 @@ NEEDING = {
     "local_loss.backward: device.wait(self._devices[0])": Run(LOCAL, SHARED),
     "local_loss.backward: device.borrow([self._weight])": Run(Schedule.REFERENCE, SHARED, "losses"),
     "replica_weights.modules: root.wait(device)": Run(LOCAL, SHARED),
-    "replica_weights.refresh: device.wait(self._devices[0])": Run(LOCAL, SHARED, "host"),
+    "replica_weights.refresh: device.wait(root)": Run(LOCAL, SHARED, "host"),
     "replicate.copied: devices[0].wait(device)": Run(Schedule.REFERENCE, SHARED),
     "__init__.holding: device.hold()": Run(LOCAL, SHARED),
     "update.collect: device.wait(other)": Run(ALLREDUCE, SHARED),

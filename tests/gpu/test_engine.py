@@ -139,10 +139,10 @@ def test_no_collective_is_launched_while_replicas_work(
     working, launched = list[Pool](), list[bool]()
     run, reduce = Pool.run, Nccl.all_reduce if schedule == "allreduce" else Nccl.reduce_scatter
 
-    def noted(pool: Pool, *arguments: Any) -> None:
+    def noted(pool: Pool, *arguments: Any, **named: Any) -> None:
         working.append(pool)
         try:
-            run(pool, *arguments)
+            run(pool, *arguments, **named)
         finally:
             working.pop()
 

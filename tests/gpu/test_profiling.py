@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,6 @@ from dpbench.hardware.devices import open_devices
 from dpbench.measure.worker import profiling, trial
 from dpbench.records import Case, Effort, Status
 from dpbench.records.activity import KERNELS, Kind, busy, kind_of
-from dpbench.records.trial import NO_PROFILE
 
 pytestmark = pytest.mark.gpu
 STEPS = 3
@@ -72,7 +72,35 @@ def test_the_busy_time_of_steps_is_what_a_fake_gpu_counts() -> None:
     assert sum(found) == pytest.approx(sum(joules[1:]) / counter.busy_w, rel=0.02)
 
 
-CASE = Case(model="mlp", strategy="single", batch_size=16, device_kind="cuda")
+@pytest.mark.parametrize(
+    ("ahead_us", "said"),
+    [
+        (60, ""),
+        (-60, ""),
+        # the profiler leaves out what ends after it has stopped, as the last kernel here
+        (10_000, "after its step|no kernel for 1 launch"),
+        (-10_000, "before its launch"),
+    ],
+)
+def test_a_gpu_whose_clock_is_off_the_hosts_keeps_its_profile_up_to_100_us(
+    ahead_us: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "fake" not in torch.cuda.get_device_name(0).lower():
+        pytest.skip("the clock of a real GPU cannot be set")
+    monkeypatch.setenv("FAKECUDA_CUPTI_OFFSET_US", str(ahead_us))
+    values = torch.zeros(2**20, device="cuda")
+
+    def step() -> None:
+        time.sleep(0.03)
+        values.add_(1.0)
+
+    profile = profiling.profiled(step, open_devices("cuda", 1), STEPS)
+    assert bool(profile.withheld) is bool(said)
+    assert re.search(said, profile.withheld)
+    assert [len(step) for step in profile.steps] == ([] if said else [1] * STEPS)
+
+
+CASE = Case(model="mlp", strategy="single", batch_size=16, device_kind="cuda", unverified=True)
 QUICK = Effort(budget_s=0.05, warmup_steps=1, min_steps=2, max_steps=8, block_steps=4)
 
 
@@ -105,9 +133,10 @@ def late(events: list[Any]) -> list[Any]:
     ("plant", "said"),
     [
         (lambda events: events, ""),
-        (without_kernel, "no kernel for 1 launch"),
+        # the profiler of torch 2.11 does not know the name of each launch
+        (without_kernel, "no kernel for 1 launch|different numbers of kernels"),
         (without_launch, "different numbers of kernels"),
-        (late, "outside the step"),
+        (late, "after its step"),
     ],
     ids=["whole", "kernel", "launch", "late"],
 )
@@ -123,6 +152,6 @@ def test_a_trial_with_a_lost_record_has_no_busy_times_and_says_so(
     assert done.status is Status.OK, done.reason
     found = {one.metric for one in done.samples}
     assert (KERNELS in found) is not bool(said)
-    assert said in done.provenance.get(NO_PROFILE, "")
+    assert re.search(said, done.provenance.get("no_profile", ""))
     failed = {rule.name for rule in validity.troubles([done], 8)}
-    assert (NO_PROFILE in failed) is bool(said)
+    assert ("no_profile" in failed) is bool(said)

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 import dpbench
-from dpbench.hardware.samplers.nvml import BUFFERED
 from dpbench.records import HOST, Status, Trial, Verified
-from dpbench.records.trial import NO_PROFILE
+from dpbench.records.series import BUFFERED
 from tests import commands
 
 pytestmark = pytest.mark.multi_gpu
@@ -86,7 +85,7 @@ def test_a_trial_has_lanes_counters_and_memory_of_each_of_its_gpus(trials: list[
         assert {span.device for span in trial.spans} - {HOST} == gpus
         for metric in (*COUNTERS, *(OF_MANY_GPUS if is_fake() else ())):
             found = {s.device for s in trial.samples if s.metric == metric}
-            withheld = metric == "kernel_busy_s" and NO_PROFILE in trial.provenance
+            withheld = metric == "kernel_busy_s" and "no_profile" in trial.provenance
             assert found == gpus or withheld, metric
         held = {m.device for m in trial.memory if m.source == "allocator" and m.peak_bytes > 0}
         assert held == gpus
@@ -102,6 +101,28 @@ def test_the_page_draws_every_gpu(page: dict[str, str]) -> None:
 def test_a_page_says_whether_its_gpus_are_fake(page: dict[str, str]) -> None:
     for name in ("answers", "cases"):
         assert ("FAKE-GPU" in page[name]) == is_fake(), name
+
+
+@pytest.mark.slow
+def test_a_run_on_one_gpu_ends_in_a_prediction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fake GPU that computes no values keeps time, and has the name of a known GPU."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    if is_fake():
+        monkeypatch.setenv("FAKECUDA_NAME", "NVIDIA H200")
+        monkeypatch.setenv("FAKECUDA_NUMERICS", "0")
+        monkeypatch.setenv("FAKECUDA_DATA", "0")
+        monkeypatch.setenv("FAKECUDA_MEMORY", "64G")
+    with commands.folder(tmp_path) as folder:
+        done = folder.do("run", "--unverified", "--rounds", "1", timeout_s=180)
+        assert done.returncode == 0, done.stderr
+        answers = dpbench.load(folder.store).analysis.answers
+    assert {answer.home.model for answer in answers} == {"resnet18", "transformer"}
+    for answer in answers:
+        assert "PREDICTED" in answer.labels
+        assert "2, 4, 8 of these GPUs" in answer.headline
+        assert len(answer.compared) == 1, "one colocated dp beside single"
 
 
 def test_a_watched_script_has_lanes_of_both_gpus(tmp_path: Path) -> None:

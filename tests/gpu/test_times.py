@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,12 @@ import pytest
 import torch
 
 from dpbench import models
+from dpbench.engine import gather, reduce, scatter
+from dpbench.hardware.device import Device
 from dpbench.hardware.devices import open_devices
 from dpbench.measure.clocks import CudaClock
-from dpbench.records import Case, Phase, Span, registry
+from dpbench.records import Case, Mark, Phase, Span, registry
+from dpbench.strategies._torch_parallel import Marked
 
 pytestmark = pytest.mark.multi_gpu
 
@@ -83,3 +86,40 @@ def test_the_phases_of_model_parallel_begin_when_their_inputs_arrive() -> None:
         at = {(span.phase, span.device): span for span in spans}
         for one, following in pairwise(order):
             assert at[one].end_s <= at[following].start_s + TOLERANCE_S
+
+
+def torchs_gather(outputs: list[torch.Tensor], devices: list[Device], mark: Mark) -> object:
+    return Marked(torch.nn.Identity(), devices, mark).gather(outputs, 0)
+
+
+MOVES: dict[Phase, list[Callable[[list[torch.Tensor], list[Device], Mark], object]]] = {
+    Phase.SCATTER: [lambda values, devices, mark: scatter(values[0], devices, mark=mark)],
+    Phase.GATHER: [
+        lambda values, devices, mark: gather(values, devices[0], devices, mark=mark),
+        torchs_gather,
+    ],
+    Phase.REDUCE: [
+        lambda values, devices, mark: reduce([[one] for one in values], devices, mark=mark)
+    ],
+}
+
+
+@needs_times
+@pytest.mark.parametrize(
+    ("phase", "move"), [(phase, move) for phase, moves in MOVES.items() for move in moves]
+)
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_transfer_between_gpus_is_on_the_lanes_of_both(
+    phase: Phase, move: Callable[..., object], grad: bool
+) -> None:
+    devices = open_devices("cuda", 2)
+    clock = CudaClock(devices)
+    values = [torch.empty(2**26, device=device.torch_device) for device in devices]
+    with clock.block(), clock.step(warmup=False), torch.set_grad_enabled(grad):
+        move(values, devices, clock.mark)
+    spans = [span for span in clock.spans() if span.phase is phase]
+    seconds = {
+        device: sum(s.end_s - s.start_s for s in spans if s.device == device) for device in (0, 1)
+    }
+    sender, receiver = (0, 1) if phase is Phase.SCATTER else (1, 0)
+    assert seconds[sender] > seconds[receiver] / 2

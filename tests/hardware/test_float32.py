@@ -16,7 +16,7 @@ import torch
 from dpbench.analysis import validity
 from dpbench.hardware.devices import float32
 from dpbench.records import Case, Step, Trial
-from dpbench.records.trial import FLOAT32, Products
+from dpbench.records.facts import Products, stated
 
 OLD = (
     "backends.cuda.matmul.allow_tf32 = True",
@@ -55,7 +55,8 @@ for order in json.load(sys.stdin):
         float32.allow_tf32()
         found.append(float32.products("cuda"))
         read = backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32
-        print(json.dumps([found, read, torch.get_float32_matmul_precision()]), flush=True)
+        formats = [[one.matmul, one.convolution] for one in found]
+        print(json.dumps([formats, read, torch.get_float32_matmul_precision()]), flush=True)
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0, order
 """
@@ -169,12 +170,12 @@ def test_a_precision_says_what_the_products_really_use(
     trial = Trial(
         case=case,
         steps=(Step(0.1, False, 1.0),),
-        provenance={FLOAT32: products._asdict()},
+        provenance=stated(float32=products),
     )
     found = [
         item
         for rule, items in validity.troubles([trial], 8).items()
-        if rule.name == FLOAT32
+        if rule.name == "float32"
         for item in items.values()
     ]
     assert len(found) == bool(said)

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from dpbench.hardware import foreign_load
-from dpbench.hardware.foreign_load import Load, Snapshot, UnknownLoad, between
+from dpbench.hardware.foreign_load import Snapshot, between
 from dpbench.hardware.processes import TICKS_PER_S, Ticks
+from dpbench.records import disturbance
+from dpbench.records.load import Load, Measured, UnknownLoad
 
 SECOND = TICKS_PER_S
 QUIET = Load(foreign=0.0, steal=0.0, cores=2, seconds=0.5)
@@ -35,7 +37,7 @@ def test_others_take_what_the_cores_were_busy_with_beyond_our_own_time() -> None
     assert isinstance(load, Load)
     assert load.foreign == pytest.approx((2.5 - 1.5) / 4)
     assert (load.steal, load.cores, load.seconds) == (0.0, 2, 2)
-    assert foreign_load.busy(load)
+    assert disturbance.busy(Measured(load))
 
 
 def test_steal_counts_as_taken_and_is_told_apart() -> None:
@@ -44,7 +46,7 @@ def test_steal_counts_as_taken_and_is_told_apart() -> None:
     )
     assert isinstance(load, Load)
     assert (load.foreign, load.steal) == (0.0, pytest.approx(0.15))
-    assert foreign_load.busy(load)
+    assert disturbance.busy(Measured(load))
 
 
 def test_the_load_is_never_negative() -> None:
@@ -65,14 +67,14 @@ def test_others_never_take_more_than_the_cores_have() -> None:
 @pytest.mark.parametrize(("foreign", "found"), [(0.10, False), (0.11, True)])
 def test_the_limit_is_a_tenth_of_the_capacity(foreign: float, found: bool) -> None:
     load = between(at(10, 0.0, c0=(0.0, 0.0)), at(20, 0.0, c0=(foreign * 10, 0.0)))
-    assert foreign_load.busy(load) is found
+    assert disturbance.busy(Measured(load)) is found
 
 
 def test_counts_that_stand_still_are_not_quiet_but_unknown() -> None:
     before = at(10, 0.0, c0=(1.0, 0.0))
     now = Snapshot(time_s=11, ticks=before.ticks, own_s=0.0)
     assert isinstance(between(before, now), UnknownLoad)
-    assert not foreign_load.busy(between(before, now))
+    assert not disturbance.busy(Measured(between(before, now)))
     assert isinstance(between(at(10, 0.0), at(11, 0.0)), UnknownLoad), "no core at all"
 
 
@@ -117,10 +119,10 @@ def test_under_a_quota_and_without_cores_the_load_is_unknown(
 def test_waiting_ends_when_it_is_quiet_and_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     loads, said = [BUSY, BUSY, QUIET, BUSY], list[str]()
     monkeypatch.setattr(foreign_load, "measure", lambda: loads.pop(0))
-    assert foreign_load.wait(1e6, said.append) == QUIET
+    assert foreign_load.wait(1e6, said.append) == Measured(QUIET)
     assert loads == [BUSY]
     (line,) = said
-    assert "took 34%, and other virtual machines took 2%, of the time of 2 core(s)" in line
+    assert "took 34%, and other virtual machines took 2%, of the time of 2 cores" in line
     assert "--patience" in line
 
 
@@ -129,7 +131,7 @@ def test_without_patience_it_is_measured_once_and_nobody_waits(
 ) -> None:
     loads, said = [BUSY, QUIET], list[str]()
     monkeypatch.setattr(foreign_load, "measure", lambda: loads.pop(0))
-    assert foreign_load.wait(0.0, said.append) == BUSY
+    assert foreign_load.wait(0.0, said.append) == Measured(BUSY)
     assert said == []
 
 
@@ -137,7 +139,7 @@ def test_patience_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(100))
     monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
     monkeypatch.setattr(foreign_load, "measure", lambda: BUSY)
-    assert foreign_load.wait(5.0, lambda words: None) == BUSY
+    assert foreign_load.wait(5.0, lambda words: None) == Measured(BUSY)
     assert next(clock) == 6, "five more looks, a second each"
 
 

@@ -15,15 +15,17 @@ from typing import Any
 
 import pytest
 
-from dpbench.analysis import caveats, summary, validity
+from dpbench.analysis import statements, summary, validity
 from dpbench.api import reports
 from dpbench.hardware import foreign_load, nvml
-from dpbench.hardware.foreign_load import FACT, GPUS, GpuLoad, GpuProcess, Load, UnknownLoad
 from dpbench.measure.noise import Noise
-from dpbench.measure.run import Note, run
-from dpbench.records import Case, Effort, Status, Step, Trial, Verified
+from dpbench.measure.run import Note
+from dpbench.records import Case, Effort, Status, Step, Trial, Verified, disturbance
+from dpbench.records.facts import RunFacts, stated
+from dpbench.records.load import GpuLoad, GpuProcess, Load, Measured, UnknownLoad
 from tests.marked import poll
 from tests.recorded_nvml import NOT_FOUND, NOT_SUPPORTED, Recorded, recorded
+from tests.runs import run
 from tests.standing_in import QUIET, Server
 
 GIB = 2**30
@@ -105,7 +107,7 @@ def test_without_process_ids_the_use_of_the_whole_gpu_counts() -> None:
     assert (found.share, found.processes) == (0.5, ())
     assert found.memory_bytes is not None
     assert found.memory_bytes > 0
-    assert foreign_load.busy(UnknownLoad("a quota", gpus=(found,)))
+    assert disturbance.busy(Measured(UnknownLoad("a quota"), (found,)))
     assert str(found).startswith("GPU 0: other processes use 50%, ")
 
 
@@ -143,7 +145,7 @@ def test_what_nvml_does_not_tell_is_no_load() -> None:
     missing = {"error": NOT_SUPPORTED, "latency_s": 0.0}
     (found,) = foreign_load.of_gpus([0], library([], nvmlDeviceGetUtilizationRates=missing))
     assert found.share is None
-    assert not foreign_load.busy(replace(QUIET, gpus=(found,)))
+    assert not disturbance.busy(Measured(QUIET, (found,)))
     broken = recorded("h100_x4")
     broken.recording["init_error"] = 9
     assert foreign_load.of_gpus([0], broken) == ()
@@ -160,8 +162,8 @@ def test_own_processes_are_nobody_else() -> None:
 def test_an_idle_process_that_holds_memory_is_no_load() -> None:
     """Memory takes no time of a step; the check `foreign_gpu` tells it."""
     holder = GpuProcess(pid=7, share=0.0, memory_bytes=GIB)
-    assert not foreign_load.busy(
-        replace(QUIET, gpus=(GpuLoad(gpu=0, share=0.0, memory_bytes=GIB, processes=(holder,)),))
+    assert not disturbance.busy(
+        Measured(QUIET, (GpuLoad(gpu=0, share=0.0, memory_bytes=GIB, processes=(holder,)),))
     )
 
 
@@ -209,8 +211,9 @@ def test_only_cases_on_the_gpu_in_use_are_noisy(store: Any, used: list[Any]) -> 
     outcome = run([ALONE, PAIR], store, rounds=2, patience_s=0)
     assert _noisy(store, outcome) == [("dp", 0), ("dp", 1)]
     found = reports.report_of(store.runs()[0], store.trials(outcome.run_id))
-    assert "GPU 1: pid 4242 uses 62%, 10.3 GiB" in found.notes[-1]
-    told = [str(one) for one in found.warnings if one.kind == "gpu_in_use"]
+    (noisy,) = [str(one) for one in found.remarks if one.key == "noisy"]
+    assert "GPU 1: pid 4242 uses 62%, 10.3 GiB" in noisy
+    told = [str(one) for one in found.remarks if one.key == "gpu_in_use"]
     assert len(told) == 1
     assert "GPU 1: pid 4242 uses 62%" in told[0]
     assert "mlp dp" in told[0]
@@ -282,10 +285,13 @@ def test_cases_on_cpus_ask_no_gpu(
 
 def beside(case: Case, taken: float, cores: int, **facts: Any) -> Trial:
     """Return a trial of 100 ms steps beside processes that take the share `taken` of the cores."""
-    load = foreign_load.plain(Load(foreign=taken, steal=0.0, cores=cores, seconds=3.0))
+    load = Load(foreign=taken, steal=0.0, cores=cores, seconds=3.0)
     steps = tuple(Step(0.1, False, 100 + 0.1 * i) for i in range(20))
     return Trial(
-        case=case, steps=steps, verified=Verified.BITWISE, provenance={FACT: load, **facts}
+        case=case,
+        steps=steps,
+        verified=Verified.BITWISE,
+        provenance=stated(foreign_load=load, **facts),
     )
 
 
@@ -303,9 +309,9 @@ def beside(case: Case, taken: float, cores: int, **facts: Any) -> Trial:
 def test_the_cores_matter_to_a_case_on_gpus_as_far_as_it_depends_on_them(
     taken: float, cores: int, busy_s: float | None, noisy: bool
 ) -> None:
-    facts = {} if busy_s is None else {foreign_load.GPU_BUSY: busy_s}
+    facts = {} if busy_s is None else {"gpu_busy_s": busy_s}
     one = beside(PAIR, taken, cores, **facts)
-    assert foreign_load.noisy(one) is noisy
+    assert disturbance.noisy(one) is noisy
     (check,) = [found for found in validity.check(one, cores) if found.name == "foreign_cpu"]
     assert check.ok is not noisy
     assert ("step" in check.about["by"]) is (busy_s is not None)
@@ -317,7 +323,7 @@ def test_the_cores_matter_to_a_case_on_gpus_as_far_as_it_depends_on_them(
 )
 def test_a_shared_server_is_not_waited_for_by_cases_on_gpus(cases: list[Case], busy: bool) -> None:
     load = Load(foreign=0.4, steal=0.0, cores=64, seconds=0.5)
-    assert foreign_load.busy(load, cases) is busy
+    assert disturbance.busy(Measured(load), cases) is busy
 
 
 def test_the_first_round_tells_the_later_ones_how_long_the_gpu_computes(
@@ -333,17 +339,19 @@ def test_the_first_round_tells_the_later_ones_how_long_the_gpu_computes(
     monkeypatch.setattr(Server, "act", staticmethod(act))
     outcome = run([PAIR], store, rounds=2, patience_s=0)
     trials = store.trials(outcome.run_id)
-    assert [one.provenance[foreign_load.GPU_BUSY] for one in trials] == [0.09, 0.09]
+    assert [one.provenance["gpu_busy_s"] for one in trials] == [0.09, 0.09]
 
 
 def test_a_stored_load_of_gpus_is_read_again(store: Any, used: list[Any]) -> None:
     used[:] = [(BUSY,)]
     outcome = run([PAIR], store, rounds=1, patience_s=0)
     (one,) = store.trials(outcome.run_id)
-    assert foreign_load.gpus_during(one) == (BUSY,)
-    assert one.provenance[GPUS][0]["processes"][0]["pid"] == 4242
-    assert foreign_load.gpus_during(Trial(case=PAIR)) == ()
-    assert "gpu_in_use" not in {c.kind for c in caveats.caveats([], [Trial(case=PAIR)], {})}
+    assert one.facts.foreign_gpus == (BUSY,)
+    assert one.provenance["foreign_gpus"][0]["processes"][0]["pid"] == 4242
+    assert Trial(case=PAIR).facts.foreign_gpus == ()
+    assert "gpu_in_use" not in {
+        one.key for one in statements.made([], [Trial(case=PAIR)], RunFacts())
+    }
 
 
 # -- a second process on a GPU

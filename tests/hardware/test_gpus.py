@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from dpbench.hardware import gpus, nvml
-from dpbench.hardware.provenance import Resources
 from dpbench.measure import selection
+from dpbench.records.facts import RunFacts
 from dpbench.records.options import Options
+from dpbench.records.resources import Resources
 from tests import exported
 from tests.recorded_nvml import Recorded
 
@@ -78,6 +79,21 @@ def _cases(**options: Any) -> list[tuple[str, int, tuple[int, ...], str]]:
     return [(one.device_kind, one.devices, one.device_ids, one.placement) for one in cases]
 
 
+def test_the_versions_of_torchs_libraries_are_told_as_far_as_they_are_known(
+    torch_with: Given, no_nvml: None, tmp_path: Path
+) -> None:
+    """They are known before a worker loads torch, because a run is resumed only with the same."""
+    torch_with(T4)
+    folder = tmp_path / "torch"
+    (folder / "__init__.py").write_text("from torch import cuda, version\n")
+    (folder / "version.py").write_text("cuda = '13.0'\n")
+    with (folder / "cuda.py").open("a") as module:
+        module.write("nccl = SimpleNamespace(version=lambda: (2, 27, 3))\n")
+    found = gpus.describe()
+    assert (found["cuda"], found["nccl"]) == ("13.0", "2.27.3")
+    assert "cudnn" not in found
+
+
 ANOTHER_DRIVER = 18
 """NVML's error where the library and the driver have different versions."""
 
@@ -102,7 +118,7 @@ def test_a_run_uses_the_gpus_of_torch_when_nvml_does_not_answer(
     assert {devices for _, devices, *_ in _cases()} == {1, 2}
     facts = gpus.describe()
     assert [gpu["name"] for gpu in facts["gpus"]] == ["Tesla T4", "Tesla T4"]
-    assert Resources.of({"gpus": facts}).gpu_memory_bytes == (int(15.6 * 2**30),) * 2
+    assert Resources.of(RunFacts.of({"gpus": facts})).gpu_memory_bytes == (int(15.6 * 2**30),) * 2
     assert "2 of the 2 GPUs" in caplog.text
     assert reason in caplog.text
 
@@ -114,7 +130,7 @@ def test_of_unequal_gpus_a_run_uses_the_largest_equal_group_and_says_so(
     torch_with(T4, A100, T4)
     assert {ids for _, _, ids, _ in _cases()} == {(0, 2)}
     assert "0 (Tesla T4), 2 (Tesla T4)" in caplog.text
-    with pytest.raises(ValueError, match=r"3 devices .* --device-ids 0,1,2"):
+    with pytest.raises(ValueError, match=r"3 devices .* device_ids=\[0, 1, 2\]"):
         _cases(devices=(1, 3))
     assert {ids for _, _, ids, _ in _cases(device_ids=(0, 1, 2))} == {(0, 1, 2)}
 
@@ -132,7 +148,7 @@ def test_a_uuid_is_the_number_that_torch_gives_its_gpu(torch_with: Given) -> Non
     torch_with(T4, T4, T4, uuids=["9b03", "9bff", "e1"])
     assert {ids for _, _, ids, _ in _cases(device_ids=("GPU-e", "GPU-9b03"))} == {(2, 0)}
     for matches, uuid in ((2, "GPU-9b"), (0, "GPU-7"), (3, "GPU-")):
-        with pytest.raises(LookupError, match=f"{uuid} matches {matches} GPUs"):
+        with pytest.raises(LookupError, match=f"device_ids='{uuid}' matches {matches} GPUs"):
             _cases(device_ids=(uuid,))
 
 

@@ -101,6 +101,7 @@ def test_units_are_si():
             "memory_used_bytes": 25391267840,  # the second answer: opening took the first
             "power_w": 71.25,
             "energy_j": 987654.321,
+            "power_limit_w": 700.0,
             "sm_clock_hz": 345e6,
             "memory_clock_hz": 2619e6,
             "temperature_c": 31,
@@ -418,11 +419,11 @@ def test_variables_that_change_results_are_recorded_without_paths_and_names_of_u
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "CUDA_MODULE_LOADING": "EAGER",
         "OMP_NUM_THREADS": "4",
-        "OMP_NUM_THREADS_OTHER": "4",
+        "MY_OMP_NUM_THREADS": "4",
         "HF_TOKEN": "secret",
     }
     found = provenance.variables(environ)
-    assert environ.keys() - found.keys() == {"USER", "OMP_NUM_THREADS_OTHER", "HF_TOKEN"}
+    assert environ.keys() - found.keys() == {"USER", "MY_OMP_NUM_THREADS", "HF_TOKEN"}
     hidden = {name for name, value in found.items() if value == provenance.HIDDEN}
     assert hidden == {"NCCL_DEBUG_FILE", "NCCL_TOPO_FILE", "NCCL_CONF_FILE"}
     assert all(found[name] == environ[name] for name in found.keys() - hidden)

@@ -228,16 +228,16 @@ def test_what_says_nothing_of_memory_ends_one_case_with_its_reason(
 def test_a_search_needs_a_limit() -> None:
     with pytest.raises(
         ValueError,
-        match=r"share the host's memory; use emulated devices, .* --device-kind emulated",
+        match=r"share the host's memory; use emulated devices, .* give device_kind='emulated'",
     ):
         batch_search.check([replace(CASE, device_kind="cpu", device_memory_bytes=0)])
-    with pytest.raises(ValueError, match="give --device-memory, such as 8GiB"):
+    with pytest.raises(ValueError, match="give device_memory=, such as 8GiB"):
         batch_search.check([replace(CASE, device_memory_bytes=0)])
     batch_search.check([CASE, replace(CASE, device_kind="cuda", device_memory_bytes=0)])
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [("cpu", "give --device-kind emulated"), ("cuda", "leave out --device")]
+    ("kind", "said"), [("cpu", "give device_kind='emulated'"), ("cuda", "leave out device_memory=")]
 )
 def test_only_emulated_devices_can_be_bounded(kind: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
@@ -254,12 +254,12 @@ def test_only_emulated_devices_can_be_bounded(kind: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"ladder": True}, "leave out --ladder"),
-        ({"budget": 5.0}, "leave out --budget"),
-        ({"rounds": 5}, "leave out --rounds"),
-        ({"paired": True}, "leave out --paired"),
-        ({"profile": True}, "leave out --profile"),
-        ({"batch_per_device": (4,)}, "leave out --batch-per-device"),
+        ({"ladder": True}, "leave out ladder=True"),
+        ({"budget": 5.0}, "leave out budget="),
+        ({"rounds": 5}, "leave out rounds="),
+        ({"paired": True}, "leave out paired=True"),
+        ({"profile": True}, "leave out profile=True"),
+        ({"batch_per_device": (4,)}, "leave out batch_per_device="),
         ({"batch_sizes": (4, 8)}, "one number"),
     ],
 )

@@ -12,7 +12,7 @@ import torch
 
 from dpbench.engine import resolve
 from dpbench.hardware.device import Device
-from dpbench.hardware.devices import holding
+from dpbench.hardware.devices import cuda, holding
 from dpbench.hardware.devices.cuda import CudaDevice
 from dpbench.measure import clocks
 from dpbench.measure.clocks import BUSY, CudaClock, HostClock
@@ -510,6 +510,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
         "synchronize": lambda ordinal: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, part)
+    monkeypatch.setattr(cuda, "_key_of_stream", None)  # of a CUDA build of torch
     return driver
 
 

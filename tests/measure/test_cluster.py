@@ -15,7 +15,6 @@ import pytest
 from dpbench.analysis import hosts, validity
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import labels, rows
-from dpbench.hardware.foreign_load import Load, during
 from dpbench.measure import launch
 from dpbench.measure.cluster import Cluster, Offset, names
 from dpbench.measure.group import Answer, Crossing, Group, Member, Part, Task
@@ -35,8 +34,11 @@ from dpbench.records import (
     Trial,
     host_device,
 )
-from dpbench.records.trial import ALONE, HOSTS, Failure, TrialHost
+from dpbench.records.facts import Machine, RunFacts, TrialHost
+from dpbench.records.load import Load
+from dpbench.records.trial import ALONE, Failure
 from dpbench.report import markdown, page
+from tests import environments
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -256,9 +258,9 @@ def test_a_trial_over_two_machines_has_one_clock_and_the_facts_of_both(cluster: 
     assert [one for one in trial.samples if one.metric == "cpu_ratio"] == [
         Sample(13.0, host_device(1), "cpu_ratio", 0.5)
     ], "the run samples the first machine itself"
-    assert during(trial).foreign == 0.5, "the busiest machine counts"
+    assert trial.facts.foreign_load.foreign == 0.5, "the busiest machine counts"
     assert trial.provenance["clock_error_s"] == 0.001, "the barrier with the smallest spread counts"
-    assert [(host.name, host.ranks) for host in trial.hosts] == [("a", (0,)), ("b", (1,))]
+    assert [(host.name, host.ranks) for host in trial.facts.hosts] == [("a", (0,)), ("b", (1,))]
     assert cluster._group.asked is not None
     seats = [one.request.seat for one in cluster._group.asked.parts.values()]
     assert [(seat.rank, seat.size, seat.place) for seat in seats] == [(0, 2, 0), (1, 2, 0)]
@@ -321,7 +323,7 @@ def test_each_machines_ranks_are_compared_with_its_own_cores(cluster: Cluster) -
         "one rank on the two cores of each machine, whatever rank 0 sees"
     )
     same = [asdict(replace(host, machine="boot", cores=1)) for host in TWO]
-    one = replace(trial, provenance={**trial.provenance, HOSTS: same})
+    one = replace(trial, provenance={**trial.provenance, "hosts": same})
     assert not {check.name: check for check in validity.check(one, 8)}["oversubscribed"].ok
 
 
@@ -354,7 +356,7 @@ def alone(number: int, ratio: float) -> Trial:
         steps=tuple(Step(0.01, False, i) for i in range(9)),
         samples=tuple(samples),
         round=number,
-        provenance={HOSTS: [asdict(host) for host in TWO]},
+        provenance={"hosts": [asdict(host) for host in TWO]},
     )
 
 
@@ -378,7 +380,7 @@ def test_no_machine_is_called_slow_without_evidence(ratios: tuple[float, ...]) -
 def test_hosts_on_one_machine_are_labelled_colocated() -> None:
     apart = alone(0, 1.0)
     together = replace(
-        apart, provenance={HOSTS: [asdict(replace(host, machine="boot")) for host in TWO]}
+        apart, provenance={"hosts": [asdict(replace(host, machine="boot")) for host in TWO]}
     )
     assert "COLOCATED" not in labels(apart)
     assert "COLOCATED" in labels(together)
@@ -392,16 +394,20 @@ def facts(**host: Any) -> dict[str, Any]:
     }
 
 
+def machines(*described: dict[str, Any]) -> tuple[Machine, ...]:
+    return RunFacts.of({"hosts": {"machines": described}}).hosts.machines
+
+
 def test_unlike_machines_are_said_to_be_unlike_and_equal_ones_to_be_one() -> None:
     a, b = (
         {"name": "a", "machine": "1", "facts": facts()},
         {"name": "b", "machine": "2", "facts": facts(cores=4)},
     )
-    (unlike,) = hosts.warnings({HOSTS: {"machines": [a, b]}})
+    (unlike,) = hosts.warnings(machines(a, b))
     assert unlike == "b is unlike a: cores 4 instead of 8"
-    (same,) = hosts.warnings({HOSTS: {"machines": [a, {**a, "name": "c"}]}})
+    (same,) = hosts.warnings(machines(a, {**a, "name": "c"}))
     assert same.startswith("COLOCATED: a and c are the same machine")
-    assert list(hosts.warnings({})) == []
+    assert list(hosts.warnings(())) == []
 
 
 @pytest.mark.parametrize("form", [page.render, markdown.render])
@@ -409,12 +415,24 @@ def test_a_report_of_a_launch_has_its_machines(form: Callable[[Report], str]) ->
     machines = [{"name": name, "machine": name * 9, "facts": facts()} for name in "ab"]
     trials = [alone(n, ratio) for n, ratio in enumerate((1.49, 1.5, 1.5, 1.51))]
     found = Report.of(
-        trials, run_id="a" * 32, started_s=0.0, provenance={HOSTS: {"machines": machines}}
+        trials, run_id="a" * 32, started_s=0.0, provenance={"hosts": {"machines": machines}}
     )
     text = form(found)
     assert "Hosts<" in text
     assert re.search(r"mlp: 1\.50× \([^)]*\) the time of a", text)
     assert "Hosts<" not in form(replace(found, provenance={}))
+
+
+@pytest.mark.parametrize("name", environments.CHANGED)
+def test_each_fact_of_another_machine_of_a_launch_is_compared(name: str) -> None:
+    a = {"name": "a", "machine": "1", "facts": environments.FACTS}
+    b = {"name": "b", "machine": "2", "facts": environments.facts(name)}
+    (warning,) = hosts.warnings(machines(a, b))
+    assert warning.startswith("b is unlike a: ")
+    assert "instead of" in warning
+    provenances = [environments.FACTS, environments.facts(name)]
+    mixed = [Trial(case=CASE, provenance=one) for one in provenances]
+    assert bool(list(hosts.unlike(mixed))) is (name in environments.FORBIDS)
 
 
 def test_trials_of_unlike_machines_are_said_to_compare_machines() -> None:
@@ -423,7 +441,7 @@ def test_trials_of_unlike_machines_are_said_to_compare_machines() -> None:
         Trial(case=Case(model="mlp", strategy="dp", batch_size=8), provenance=facts(cpu="Y")),
     ]
     (warning,) = hosts.unlike(here)
-    assert "1 case on X, 8 cores; 1 case on Y, 8 cores" in warning
+    assert "1 case with processor Y instead of X" in warning
     assert list(hosts.unlike(here[:1])) == []
 
 

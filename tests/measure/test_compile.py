@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dpbench import models, strategies
-from dpbench.engine.fast.turns import Turns
+from dpbench.engine.fast.turns import TurnsIfFaster
 from dpbench.engine.replicate import rebuild
 from dpbench.measure import verification
 from dpbench.measure.failures import Unverified
@@ -94,10 +94,11 @@ def test_the_time_of_compilation_is_apart_from_the_steps(
 
     monkeypatch.setattr(verification, "_trained", spied)
     # steps whose forwards run in turns have other marks
-    monkeypatch.setattr(Turns, "choose", lambda turn, seconds: None)
+    monkeypatch.setattr(TurnsIfFaster, "choose", lambda turn, seconds: None)
     done = measured(replace(CASE, schedule=schedule))
     assert done.verified is Verified.BITWISE
-    assert done.provenance["compiled"] == {"graphs": 2, "graph_breaks": 0}
+    # the first forwards run in turns, so that the second replica finds the graph of the first
+    assert done.provenance["compiled"] == {"graphs": 1, "graph_breaks": 0}
     assert done.setup["compile_s"] > 1000, "the step of verification compiles too"
     assert done.setup["verify_s"] < 0, "and is not counted twice"
     assert "no_memory_by_phase" in done.provenance
@@ -115,7 +116,7 @@ def test_the_timed_graphs_are_compiled_for_the_batch_of_the_case(backend: list[A
     """Verification uses another batch size, after which torch would make the graphs dynamic."""
     measured()
     assert len(backend) > 2
-    assert not [one for inputs in backend[-2:] for one in inputs if isinstance(one, torch.SymInt)]
+    assert not [one for one in backend[-1] if isinstance(one, torch.SymInt)]
 
 
 def test_a_graph_that_computes_another_gradient_is_not_timed(
@@ -200,10 +201,8 @@ def test_ranks_compile(tmp_path: Path) -> None:
 def test_cases_measured_together_compile_apart(tmp_path: Path) -> None:
     cases = [replace(CASE, batch_size=rows) for rows in (8, 20)]
     for done in trial.run_together(cases, replace(FEW, memory_by_phase=False), tmp_path):
-        assert (done.verified, done.provenance["compiled"]["graphs"]) == (
-            Verified.BITWISE,
-            2,
-        ), done.reason
+        assert done.verified is Verified.BITWISE, done.reason
+        assert done.provenance["compiled"]["graphs"] == 1
 
 
 def test_compilation_is_an_axis() -> None:
@@ -218,6 +217,6 @@ def test_compilation_is_an_axis() -> None:
     assert cases[1].label == "mlp single x1 batch 8 compiled"
     assert plan.alone(cases[3], 8) == cases[1]
     with pytest.raises(
-        ValueError, match="cannot trace the tensors of emulated devices: leave out --compile"
+        ValueError, match="cannot trace the tensors of emulated devices: leave out compile="
     ):
         plan.sweep(**axes, device_kind="emulated", compile=[True])

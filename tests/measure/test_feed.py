@@ -13,7 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from dpbench import models
+from dpbench import models, strategies
 from dpbench.analysis.report import Report
 from dpbench.cli import cli
 from dpbench.hardware import processes
@@ -21,7 +21,7 @@ from dpbench.hardware.devices import open_devices
 from dpbench.measure.worker import feed, trial
 from dpbench.records import HOST, Case, Effort, Phase, Status, Step, Trial, Verified, no_mark, plan
 from dpbench.records.options import Options
-from dpbench.strategies import _ranks, rows_of
+from dpbench.strategies import FunctionStep, ObservedSpan, _ranks, rows_of
 
 CASE = Case(model="mlp", strategy="single", batch_size=4, loader=0)
 TEN = Effort(
@@ -32,9 +32,8 @@ TEN = Effort(
 def taken(case: Case, batches: list[Any], steps: int) -> list[Any]:
     """Return the batches that the steps of a loop get."""
     found: list[Any] = []
-    with feed.fed(
-        case, lambda inputs, target: found.append((inputs, target)), batches, no_mark
-    ) as step:
+    kept = FunctionStep(lambda inputs, target: found.append((inputs, target)))
+    with feed.fed(case, kept, batches, no_mark) as step:
         for _ in range(steps):
             step("not used", "not used")
     return found
@@ -96,6 +95,23 @@ def test_without_a_loader_there_is_no_phase_data(tmp_path: Path) -> None:
     done = trial.run(replace(CASE, loader=-1), TEN, tmp_path)
     assert Phase.DATA not in {span.phase for span in done.spans}
     assert taken(replace(CASE, loader=-1), [], 1) == [("not used", "not used")]
+
+
+class Trying(strategies.Step):
+    """A step that tries alternatives, and whose library has timed the reduction."""
+
+    settled = False
+
+    def observe(self) -> list[ObservedSpan]:
+        return [(Phase.REDUCE, 0, 1.0, 2.0)]
+
+
+def test_a_fed_step_says_what_the_step_says() -> None:
+    batches = [(torch.zeros(4, 3), torch.zeros(4))]
+    with feed.fed(CASE, Trying(), batches, no_mark) as step:
+        assert (step.settled, step.observe()) == (False, [(Phase.REDUCE, 0, 1.0, 2.0)])
+    with feed.fed(CASE, FunctionStep(print), batches, no_mark) as step:  # type: ignore[arg-type]
+        assert (step.settled, [*step.observe()]) == (True, [])
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -182,5 +198,5 @@ def test_the_effect_of_a_loader_is_the_ratio_to_the_loop_without_it() -> None:
         *timed(replace(CASE, loader=1), 0.012),
     ]
     said = " ".join(Report.of(made, run_id="r", started_s=0.0, provenance={}).notes)
-    assert "DataLoader with no workers: 1.50× (1.49–1.51) in mlp single x1 batch 4" in said
-    assert "DataLoader with 1 worker: 1.20× (1.19–1.21) in mlp single x1 batch 4" in said
+    assert "DataLoader with no workers: 1.50× (1.50–1.50) in mlp single x1 batch 4" in said
+    assert "DataLoader with 1 worker: 1.20× (1.20–1.20) in mlp single x1 batch 4" in said

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from dpbench.analysis import imbalance, summary, transfers
-from dpbench.hardware import foreign_load
+from dpbench.hardware import foreign_load, rates
 from dpbench.hardware.devices import open_devices
-from dpbench.hardware.foreign_load import Load
-from dpbench.measure.run import run
 from dpbench.measure.server import Server
-from dpbench.measure.worker import facts
 from dpbench.records import HOST, Case, Effort, Sample, Status, Step, Trial, Verified
-from dpbench.records.trial import MARK, Doubt
-from dpbench.records.work import LINKS, CopyTimes
+from dpbench.records.estimate import Doubt
+from dpbench.records.facts import TrialFacts
+from dpbench.records.load import Load
+from dpbench.records.work import CopyTimes
 from dpbench.store import Store
+from tests.runs import run
 from tests.standing_in import QUIET
 from tests.standing_in import Server as StandIn
 
@@ -57,7 +57,7 @@ def test_a_trial_records_the_versions_below_torch_and_the_cost_of_a_mark(server:
     assert found["gpu"] == torch.cuda.get_device_name(0)
     assert (found["cuda"], found["cudnn"]) == (torch.version.cuda, torch.backends.cudnn.version())
     assert found["nccl"] == ".".join(map(str, torch.cuda.nccl.version()))
-    assert found[MARK] > 0
+    assert found["mark_s"] > 0
 
 
 # -- links, profile and memory
@@ -71,7 +71,7 @@ def asked(quick: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Case, int,
     def act(case: Case, effort: Effort) -> dict[str, Any]:
         requests.append((case, len(requests), effort))
         widest = case.devices > 1 and not case.traits.ranks
-        links = {LINKS: [LINK]} if effort.links and widest else {}
+        links = {"links": [LINK]} if effort.links and widest else {}
         samples = (Sample(0.0, 0, "kernel_busy_s", 0.001),) if effort.profile else ()
         return {"verified": Verified.BITWISE, "provenance": links, "samples": samples}
 
@@ -140,7 +140,7 @@ def copies(source: int, target: int, seconds: float, passes: int) -> list[dict[s
 @pytest.mark.parametrize("wrong", [{"bytes": 0}, {"seconds": ()}, {"seconds": (0.0, 0.1)}])
 def test_a_stored_copy_without_a_rate_is_left_out(wrong: dict[str, Any]) -> None:
     stored = [LINK, {**LINK, **wrong}]
-    assert len(CopyTimes.all_of({LINKS: stored})) == 1
+    assert len(TrialFacts.of({"links": stored}).copies) == 1
 
 
 @pytest.mark.parametrize("per_round", [False, True])
@@ -157,7 +157,7 @@ def test_a_slow_link_is_found_for_every_case_that_uses_it(per_round: bool) -> No
                 round=number,
                 steps=(Step(0.1, False, 100.0),),
                 verified=Verified.BITWISE,
-                provenance={LINKS: measured}
+                provenance={"links": measured}
                 if case.devices == 4 and (per_round or not number)
                 else {},
             )
@@ -206,20 +206,20 @@ def test_of_one_profiled_round_the_steps_show_the_balance() -> None:
 @pytest.mark.multi_gpu
 def test_links_are_timed_with_large_copies_or_the_largest_that_fit() -> None:
     devices = open_devices("cuda", 2)
-    found = list(facts.links(devices, passes=2))
+    found = list(rates.links(devices, passes=2))
     assert {one.bytes for one in found} == {128 * 2**20}
     assert Counter((one.source, one.target) for one in found) == dict.fromkeys(
         [(HOST, 0), (HOST, 1), (0, 1), (1, 0)], 2
     )
-    assert all(len(one.seconds) == facts.LINK_COPIES for one in found)
+    assert all(len(one.seconds) == rates.COPIES for one in found)
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(1)
     filled = torch.empty(free - 40 * 2**20, dtype=torch.uint8, device="cuda:1")
-    sizes = {one.bytes for one in facts.links(devices)}
+    sizes = {one.bytes for one in rates.links(devices)}
     del filled
     torch.cuda.empty_cache()
     assert len(sizes) == 1
-    assert facts.LINK_LEAST_BYTES <= sizes.pop() < facts.LINK_BYTES
+    assert rates.LINK_LEAST_BYTES <= sizes.pop() < rates.LINK_BYTES
 
 
 @pytest.mark.multi_gpu
@@ -235,7 +235,7 @@ def test_a_copy_between_gpus_is_timed_on_the_stream_of_its_source() -> None:
             return event(reuse)
 
         device.event = noted
-    for one in facts.links([source, target]):
+    for one in rates.links([source, target]):
         owner = one.target if one.source == HOST else one.source
         assert set(recorded) == {owner}
         recorded.clear()

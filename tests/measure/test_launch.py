@@ -71,9 +71,9 @@ def test_every_fault_of_a_rank_is_a_trial_with_its_name_and_the_sweep_goes_on(
     good = found["good ddp 3"]
     assert good.verified.value in ("bitwise", "within_tolerance"), good.reason
     assert good.case.hosts == 3
-    assert [host.ranks for host in good.hosts] == [(0,), (1,), (2,)]
+    assert [host.ranks for host in good.facts.hosts] == [(0,), (1,), (2,)]
     assert {span.device for span in good.spans} == {0, 1, 2}, "every rank's phases arrive"
-    names = [host.name for host in good.hosts]
+    names = [host.name for host in good.facts.hosts]
     for model, rank, reason in (
         ("broken", 1, "a planted error"),
         ("dead", 2, "killed by SIGABRT"),
@@ -230,5 +230,5 @@ def test_two_torchrun_agents_measure_together_and_end_without_a_traceback(folder
     found = trials(folder)[f"good ddp {2 * EACH}"]
     assert found.status.value == "ok", found.reason
     assert found.case.hosts == 2
-    assert [len(host.ranks) for host in found.hosts] == [EACH, EACH]
+    assert [len(host.ranks) for host in found.facts.hosts] == [EACH, EACH]
     assert folder.mark.settles() == ""

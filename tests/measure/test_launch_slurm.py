@@ -83,7 +83,9 @@ def test_srun_measures_over_two_nodes_and_goes_on_after_daemons_and_ranks_were_k
     with Store.read(folder.store) as store:
         trials = store.trials()
     spread = [trial for trial in trials if trial.case.hosts == 2]
-    assert [host.name for host in next(t for t in spread if t.status.value == "ok").hosts] == [
+    assert [
+        host.name for host in next(t for t in spread if t.status.value == "ok").facts.hosts
+    ] == [
         "n1",
         "n2",
     ]

@@ -14,14 +14,13 @@ import pytest
 
 from dpbench.analysis import loaders, summary
 from dpbench.analysis.loaders import Bound, LoaderCurve, Shape
-from dpbench.hardware import foreign_load
 from dpbench.measure import run as runner
 from dpbench.measure.request import Request, WorkKind
 from dpbench.measure.server import Server
 from dpbench.measure.worker import loaders as worker
-from dpbench.records import Case, Effort, Status, Step, Trial
+from dpbench.records import Case, Effort, Status, Step, Trial, disturbance
+from dpbench.records.estimate import Estimate
 from dpbench.records.loading import NEXT_EPOCH, Loading, workers_default
-from dpbench.records.trial import Estimate
 from dpbench.report import figures
 from dpbench.store import Store
 from tests.exported import Command, is_error
@@ -29,7 +28,7 @@ from tests.exported import Command, is_error
 STILL = (1.0, 1.004, 0.996, 1.002, 0.998)
 """Factors by round of a quiet machine."""
 NOISY = (1.0, 1.5, 0.7, 1.3, 0.8)
-BUSY = {foreign_load.FACT: {"foreign": 0.9, "steal": 0.0, "cores": 2, "seconds": 1.0}}
+BUSY = {"foreign_load": {"foreign": 0.9, "steal": 0.0, "cores": 2, "seconds": 1.0}}
 """The fact of a trial beside other processes."""
 MLP = Case(model="mlp", strategy="single", batch_size=10)
 
@@ -69,7 +68,7 @@ def trials(
 
 
 def curve(made: Sequence[Trial]) -> LoaderCurve:
-    found = loaders.curve(summary.rows(made))
+    found = loaders.curve(summary.rows(made), made)
     assert found is not None
     return found
 
@@ -177,25 +176,92 @@ def test_noise_leaves_the_bound_open() -> None:
 
 
 def test_a_measured_step_is_compared_within_rounds() -> None:
-    drift = (1.0, 2.0, 3.0, 4.0, 5.0)  # of the machine: the ratio of both sides stays 1.25
+    drift = (1.0, 2.0, 3.0, 4.0, 5.0)  # of the machine: the ratio of both sides stays 0.8
     case = Loading().case("data.py:train", 1, 10)
-    made = [trial(case, number, 0.1 * factor) for number, factor in enumerate(drift)]
+    made = [trial(case, number, 0.125 * factor) for number, factor in enumerate(drift)]
     found = curve(
-        [*made, *(trial(MLP, number, 0.125 * factor) for number, factor in enumerate(drift))]
+        [*made, *(trial(MLP, number, 0.1 * factor) for number, factor in enumerate(drift))]
     )
-    assert found.points[0].demand is not None
-    assert found.points[0].demand.low == pytest.approx(1.25)
-    assert found.points[0].bound is Bound.STEP
+    assert found.points[0].busy is not None
+    assert found.points[0].busy.low == pytest.approx(0.8)
+    assert found.points[0].bound is Bound.LOADER
 
 
-def test_a_failed_number_of_workers_leaves_the_others() -> None:
-    made = trials({0: 0.1, 2: 0.1})
-    made.append(replace(trials({1: 0.1})[0], status=Status.FAILED, reason="example 3", steps=()))
-    assert curve(made).counts == [0, 2]
+def test_without_workers_loading_and_the_step_do_not_overlap() -> None:
+    found = curve(trials({0: 0.011, 1: 0.011, 2: 0.0055}, step_s=0.016))
+    assert {point.workers: point.bound for point in found.points} == {
+        0: Bound.LOADER,
+        1: Bound.STEP,
+        2: Bound.STEP,
+    }
+    assert found.points[0].busy is not None
+    assert found.points[0].busy.value == pytest.approx(16 / 27, rel=0.01)
+    assert found.advised == 1
+    assert "give" not in " ".join(loaders.said(found)), "1 worker is enough"
+    assert curve(trials({0: 0.001, 1: 0.001}, step_s=0.1)).advised == 0, "it loads for 1 %"
+
+
+@pytest.mark.parametrize(
+    ("persistent", "wait_s", "epoch_s", "advised"),
+    [(False, 0.55, 0.55 + 9 * 0.008, 0), (True, 0.032, 0.032 + 9 * 0.008, 4)],
+)
+def test_the_start_of_workers_counts_in_each_epoch_unless_they_persist(
+    persistent: bool, wait_s: float, epoch_s: float, advised: int
+) -> None:
+    loading = Loading(persistent_workers=persistent)
+    made = [
+        trial(
+            loading.case("data.py:train", workers, 32),
+            number,
+            batch_s,
+            setup={NEXT_EPOCH: next_s},
+            provenance={"batches_per_epoch": 10},
+        )
+        for workers, batch_s, next_s in ((0, 0.032, 0.032), (4, 0.008, wait_s))
+        for number in range(3)
+    ]
+    found = curve(made)
+    assert {workers: epoch.value for workers, epoch in found.epochs.items()} == {
+        0: pytest.approx(0.32),
+        4: pytest.approx(epoch_s),
+    }
+    assert found.advised == advised
+    assert ("persistent_workers=True" in " ".join(loaders.said(found))) is not persistent
+
+
+def test_the_last_step_of_an_epoch_follows_its_last_batch() -> None:
+    loading = Loading(step_s=0.02)
+    made = [
+        trial(
+            loading.case("data.py:train", workers, 32),
+            number,
+            0.03,
+            setup={NEXT_EPOCH: 0.5},
+            provenance={"batches_per_epoch": 3},
+        )
+        for workers in (0, 1)
+        for number in range(3)
+    ]
+    epochs = curve(made).epochs
+    assert epochs[0].value == pytest.approx(0.5 + 2 * (0.03 + 0.02) + 0.02)
+    assert epochs[1].value == pytest.approx(0.5 + 2 * 0.03 + 0.02)
+
+
+@pytest.mark.parametrize("measured", [{0: 0.1}, {0: 0.1, 1: 0.05}], ids=["one", "rising"])
+def test_a_number_of_workers_without_a_result_is_named(measured: dict[int, float]) -> None:
+    made = trials(measured)
+    hung = replace(trials({2: 0.1})[0], status=Status.TIMEOUT, reason="example 3", steps=())
+    found = curve([*made, hung])
+    assert found.counts == [*measured]
+    assert found.failed == {2: "timeout"}
+    said = " ".join(loaders.said(found))
+    assert "2 workers" in said
+    assert "give" not in said, "other numbers were given"
 
 
 def test_a_run_without_a_data_loader_has_no_curve() -> None:
-    assert loaders.curve(summary.rows([trial(MLP, 0, 0.1)])) is None
+    alone = [trial(MLP, 0, 0.1)]
+    assert loaders.curve(summary.rows(alone), alone) is None
 
 
 def test_the_default_numbers_of_workers_are_powers_of_two() -> None:
@@ -290,7 +356,8 @@ def test_a_measurement_records_the_share_of_each_batch(
     assert found.setup["first_batch_s"] == found.steps[0].seconds >= 0.1, (
         "the start takes 0.1 s here"
     )
-    assert found.setup[NEXT_EPOCH] > 0
+    assert found.setup[NEXT_EPOCH] >= 0.1, "that of the next epoch too"
+    assert found.provenance["batches_per_epoch"] == 64 / 4
     assert workers == 0 or len({step.seconds for step in found.steps[fill:]}) == 1, "one turn"
     whole = found.steps[-1].end_s - found.steps[0].end_s + found.steps[0].seconds
     assert sum(step.seconds for step in found.steps) == pytest.approx(whole)
@@ -383,7 +450,7 @@ def test_a_dataset_that_is_not_there_ends_before_anything_is_stored(
 ) -> None:
     code, out, err = dpbench("loaders", "--dataset", f"{here}/data.py:none")
     assert (code, out) == (64, "")
-    assert "data.py:none: unknown name 'none'; known: " in err
+    assert ", but no none; correct the name after ':'" in err
     assert "good" in err
     assert "__getitem__" not in err, "only names on the file's top level"
 
@@ -423,8 +490,18 @@ def test_a_sweep_prints_draws_and_stores_what_it_measured(here: Path, dpbench: C
     )
     assert code == 0, err
     found = json.loads(out)["loading"]
-    assert set(found) == {"shape", "knee", "possible", "bounds", "advised"}
-    assert set(found["bounds"]) == {"0", "2"}
+    assert set(found) == {
+        "shape",
+        "knee",
+        "possible",
+        "bounds",
+        "epochs",
+        "batches",
+        "advised",
+        "failed",
+    }
+    assert set(found["bounds"]) == set(found["epochs"]) == {"0", "2"}
+    assert found["batches"] == 64 / 4
     page = Path("out/page.html").read_text()
     assert '<section id="loaders"' in page
     assert "the step needs 400,000 samples/s" in page
@@ -463,8 +540,8 @@ def test_the_step_of_a_model_is_measured_beside_the_loader(
     here: Path, dpbench: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "Effort", lambda: Effort(budget_s=0.05, memory_by_phase=False))
-    monkeypatch.setattr(foreign_load, "LIMIT", 9.0)
-    monkeypatch.setattr(foreign_load, "SPARE_CORES", 99.0)
+    monkeypatch.setattr(disturbance, "LIMIT", 9.0)
+    monkeypatch.setattr(disturbance, "SPARE_CORES", 99.0)
     code, out, err = dpbench(
         "loaders",
         "--dataset",
@@ -476,7 +553,7 @@ def test_the_step_of_a_model_is_measured_beside_the_loader(
         "--examples",
         40,
         "--rounds",
-        3,
+        5,  # the interval of three is too wide on a loaded machine
         "--model",
         "mlp",
         "--json",
@@ -497,13 +574,14 @@ def test_the_step_of_a_model_is_measured_beside_the_loader(
         ["--prefetch-factor", "0"],
         ["--model", "resnet1"],
         ["--model", "nowhere:net"],
+        ["--models", "mlp,lstm"],
     ],
 )
 def test_options_that_cannot_be_measured_are_refused(
     arguments: list[str], here: Path, dpbench: Command
 ) -> None:
     dataset = [] if "--dataset" in arguments else ["--dataset", f"{here}/data.py:good"]
-    is_error(*dpbench("loaders", *dataset, *arguments), expected=2 if "a.py:b" in arguments else 64)
+    is_error(*dpbench("loaders", *dataset, *arguments))
 
 
 def test_the_plot_has_the_knee_and_the_step() -> None:
@@ -517,4 +595,4 @@ def test_the_plot_has_the_knee_and_the_step() -> None:
     (table,) = section.tables
     assert [line[0].text for line in table.lines] == ["0", "1", "2", "4", "6", "8"]
     assert [line[4].text for line in table.lines] == ["loader-bound"] * 2 + ["compute-bound"] * 4
-    assert table.lines[0][6].text == "500"
+    assert table.lines[0][7].text == "500"

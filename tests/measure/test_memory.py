@@ -24,7 +24,8 @@ from dpbench.measure.worker.facts import of_model
 from dpbench.measure.worker.memory import Peaks
 from dpbench.measure.worker.trial import run
 from dpbench.records import UNATTRIBUTED, Case, Effort, Memory, Phase, Status, Trial, Verified
-from dpbench.records.work import FACT, Shapes
+from dpbench.records.arguments import arguments_of
+from dpbench.records.work import Shapes, Sizes
 
 TINY = Effort(budget_s=0.0, warmup_steps=2, min_steps=2, max_steps=2, block_steps=2)
 DP = Case(model="mlp", strategy="dp", schedule="reference", batch_size=16, devices=2)
@@ -178,7 +179,7 @@ def test_a_model_that_needs_numbers_gets_them(tmp_path: Path) -> None:
     open_devices("emulated", 1)
     with bytes_only():
         module = model.module.to("lazy:0")
-        inputs = [part.to("lazy:0") for part in models.positional(model.batch(4, 0)[0])]
+        inputs = [part.to("lazy:0") for part in arguments_of(model.batch(4, 0)[0])[0]]
         with pytest.raises(RuntimeError, match="meta"):  # torch has no RNN without numbers
             module(*inputs)
     trial = run(replace(DP, model="lstm"), TINY, tmp_path)
@@ -241,7 +242,7 @@ def test_ranks_memory_is_joined_by_device_phase_and_kind() -> None:
 
 
 def test_a_trial_tells_its_models_shapes(tmp_path: Path) -> None:
-    shapes = Shapes.of(run(DP, TINY, tmp_path).provenance)
+    shapes = Shapes.of(run(DP, TINY, tmp_path).facts.model)
     assert shapes == Shapes(
         parameter_tensors=6,
         parameter_bytes=MLP,
@@ -267,7 +268,7 @@ def test_shapes_move_neither_statistics_nor_random_numbers() -> None:
     module.forward = lambda x: (x, x)  # type: ignore[method-assign,assignment]
     assert of_model(odd, batch)["output_bytes"] == 24
     module.forward = lambda x: x.absent  # type: ignore[method-assign,assignment]
-    assert Shapes.of({FACT: of_model(odd, batch)}) is None
+    assert Shapes.of(Sizes(**of_model(odd, batch))) is None
 
 
 # ---------------------------------------------------------------- out of memory

@@ -6,7 +6,10 @@ Nothing that happens loses or repeats what was measured.
 from __future__ import annotations
 
 import itertools
+import sqlite3
+import sys
 from collections import Counter
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,12 +17,17 @@ import pytest
 
 from dpbench.analysis.stats import LOOKS
 from dpbench.measure import run as module
-from dpbench.measure.run import Ended, Note, Started, run
+from dpbench.measure.run import Ended, Note, Started
 from dpbench.measure.stopping import Fixed, UntilDecided
-from dpbench.records import Case, Effort, Sample, Status, plan
+from dpbench.records import Case, Effort, Sample, Status
+from dpbench.records.environment import Environment
+from dpbench.records.facts import RunFacts
 from dpbench.store import OPEN, Store
+from tests import environments
+from tests.runs import run
 from tests.standing_in import Server
 
+HERE = environments.FACTS
 CASES = [Case(model=f"m{i}", strategy="single", batch_size=8) for i in range(9)]
 
 
@@ -70,8 +78,8 @@ def test_every_case_is_measured_once_a_round_in_an_order_of_its_own_under_a_serv
 def test_two_runs_have_different_orders(store):
     orders = []
     for _ in range(3):
-        outcome = run(CASES, store, rounds=1)
-        orders.append(tuple(trial.case for trial in store.trials(outcome.run_id)))
+        outcome = run(CASES, store, rounds=2)
+        orders.append(tuple(t.case for t in store.trials(outcome.run_id) if t.round == 1))
     assert len(set(orders)) > 1
     assert len(store.runs()) == 3, "a finished run is not resumed"
 
@@ -257,10 +265,10 @@ def test_a_plan_that_does_not_only_add_cases_is_another_run(store, cases, settin
 def test_more_rounds_go_on_with_the_run_and_their_intervals_hold_at_every_look(store, more):
     """Who looks at three rounds, and adds two because they decide nothing, looks twice."""
     first = run([ONE, TWO], store, rounds=3)
-    assert {trial.looks for trial in store.trials()} == {1}
+    assert {trial.facts.looks for trial in store.trials()} == {1}
     grown = run([ONE, TWO], store, rounds=more, settle_s=0)
     assert grown.run_id == first.run_id
-    looks = {trial.round: trial.looks for trial in store.trials()}
+    looks = {trial.round: trial.facts.looks for trial in store.trials()}
     if more == 5:
         assert looks == {0: 1, 1: 1, 2: 1, 3: 2, 4: 2}
     else:
@@ -301,10 +309,73 @@ def test_trials_under_another_environment_variable_are_never_added_to_a_run(
         assert run([ONE], store, rounds=2).run_id == first.run_id
 
 
-def test_without_environment_variables_a_plan_has_its_earlier_hash():
-    facts = {**module.collect(None), "variables": {}}
-    keys = module.identity([ONE, TWO], Fixed(2), facts, paired=True)
-    assert keys["plan"] == plan.plan_hash([ONE, TWO], 2, "paired")
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("more", [[], [TWO]], ids=["an open run", "a plan that grows"])
+@pytest.mark.parametrize("name", environments.FORBIDS)
+def test_trials_of_another_environment_are_never_added_to_a_run(
+    store, monkeypatch, caplog, name, more
+):
+    def under(facts, cases):
+        monkeypatch.setattr(module, "collect", lambda cluster: facts)
+        return run(cases, store, rounds=2)
+
+    first = under(environments.FACTS, [ONE])
+    if not more:
+        store.end_run(first.run_id, OPEN)
+    second = under(environments.facts(name), [ONE, *more])
+    assert (second.resumed, second.run_id == first.run_id) == (False, False)
+    if not more:
+        assert first.run_id[:8] in caplog.text
+        assert "a new run begins" in caplog.text
+        caplog.clear()
+        assert under(environments.FACTS, [ONE]).run_id == first.run_id
+    assert not caplog.text
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_fact_that_is_not_known_this_time_begins_another_run_and_is_named(
+    store, monkeypatch, caplog
+):
+    monkeypatch.setattr(module, "collect", lambda cluster: HERE)
+    store.end_run(run([ONE], store, rounds=2).run_id, OPEN)
+    lost = {name: value for name, value in HERE["gpus"].items() if name != "driver"}
+    monkeypatch.setattr(module, "collect", lambda cluster: {**HERE, "gpus": lost})
+    assert not run([ONE], store, rounds=2).resumed
+    assert "driver: 550.54, then unknown" in caplog.text
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_damaged_run_of_the_same_plan_keeps_no_other_from_beginning(store, monkeypatch):
+    monkeypatch.setattr(module, "collect", lambda cluster: HERE)
+    first = run([ONE], store, rounds=2).run_id
+    store.end_run(first, OPEN)
+    with closing(sqlite3.connect(store.path)) as db, db:
+        db.execute("UPDATE run SET provenance='[]'")
+    monkeypatch.setattr(module, "collect", lambda cluster: environments.facts("driver"))
+    assert run([ONE], store, rounds=2).run_id != first
+
+
+@pytest.mark.usefixtures("quick")
+def test_another_machine_of_a_launch_begins_another_run_if_its_environment_changes():
+    def keys(facts):
+        machines = [
+            {"name": "a", "machine": "1", "ranks": [0], "facts": one} for one in (HERE, facts)
+        ]
+        return module.identity(
+            [ONE], Fixed(2), {**HERE, "hosts": {"machines": machines}}, paired=False
+        )
+
+    assert keys(HERE) == keys(environments.facts("memory_bytes"))
+    assert keys(HERE)["code"] != keys(environments.facts("nccl"))["code"]
+
+
+def test_the_facts_of_a_run_give_every_fact_of_its_environment_but_those_of_gpus():
+    found = Environment.of(RunFacts.of(module.collect(None)))
+    facts = vars(found)
+    lacking = {name for name, value in facts.items() if value is None}
+    of_gpus = {"power_limits_w", "driver", "cuda", "cudnn", "nccl"}
+    assert lacking - of_gpus == {*environments.OF_TRIALS}
+    assert found.gil == ("on" if getattr(sys, "_is_gil_enabled", lambda: True)() else "off")
 
 
 @pytest.mark.usefixtures("quick")
@@ -614,7 +685,7 @@ def test_the_first_trial_decides_whether_all_that_share_its_baseline_take_few_st
     for which, cases in compared.items():
         slow = which == ("m0", 4096)
         assert [how for case, how in asked if case in cases] == [None] + [slow] * 5
-        assert {trial.slow for trial in store.trials() if trial.case in cases} == {slow}
+        assert {trial.facts.slow for trial in store.trials() if trial.case in cases} == {slow}
 
 
 @pytest.mark.usefixtures("quick")
@@ -671,7 +742,7 @@ def test_open_rounds_end_in_time_the_run_is_open_and_the_same_call_goes_on(
     assert (again.run_id, again.resumed) == (first.run_id, True)
     assert len(store.trials()) == rounds * len(ON_GPUS)
     assert store.runs()[0].status == "finished"
-    assert {trial.looks for trial in store.trials()} == {len(LOOKS)}
+    assert {trial.facts.looks for trial in store.trials()} == {len(LOOKS)}
 
 
 @pytest.mark.usefixtures("quick")

@@ -6,11 +6,12 @@ import pytest
 
 from dpbench.api import reports
 from dpbench.hardware import foreign_load
-from dpbench.hardware.foreign_load import Load, UnknownLoad
 from dpbench.measure.budget import Budget
-from dpbench.measure.run import Ended, Note, run
+from dpbench.measure.run import Ended, Note
 from dpbench.records import Case, Status, Verified
+from dpbench.records.load import Load, Measured, UnknownLoad
 from tests.measure.test_run import CASES, slots
+from tests.runs import run
 from tests.standing_in import QUIET, Server
 
 BUSY = Load(foreign=0.5, steal=0.0, cores=2, seconds=1.0)
@@ -71,7 +72,7 @@ def test_a_trial_that_is_noisy_again_is_kept_and_labelled_and_not_measured_a_thi
     outcome = run(CASES[:3], store, rounds=2, patience_s=1)
     assert measured(outcome, store) == (7, 6, {"during": "1 trial ran under too much foreign load"})
     content = reports.report_of(store.runs()[0], store.trials(outcome.run_id))
-    assert content.notes[-1].endswith("NOISY: 1 trial ran under too much foreign load.")
+    assert "NOISY: 1 trial ran under too much foreign load" in map(str, content.remarks)
     assert ["NOISY" in row.labels for row in content.rows].count(True) == 1
 
 
@@ -202,7 +203,7 @@ def test_a_busy_machine_is_waited_for_and_the_run_labelled_when_it_stays_busy(st
     outcome = run(CASES[:1], store, rounds=1, patience_s=0)
     assert list(measured(outcome, store)[2]) == ["before"]
     content = reports.report_of(store.runs()[0], store.trials(outcome.run_id))
-    assert "NOISY: other processes took 50%" in " ".join(content.notes)
+    assert "NOISY: other processes took 50%" in " ".join(map(str, content.remarks))
 
 
 @pytest.mark.usefixtures("quick")
@@ -211,7 +212,7 @@ def test_the_wait_for_a_low_load_leaves_half_of_the_budget_for_trials(store, mon
 
     def wait(patience_s, *_):
         waits.append(patience_s)
-        return BUSY
+        return Measured(BUSY)
 
     monkeypatch.setattr(foreign_load, "wait", wait)
     for patience_s, budget_s in ((30, 20.0), (30, 110.0), (30, None)):

@@ -92,7 +92,8 @@ def test_a_trial_is_ok_verified_and_complete(server, strategy, devices):
     after_s = time.perf_counter()
     assert (found.status, found.case, found.round) == (Status.OK, wanted, 7), found.reason
     assert found.verified in (Verified.BITWISE, Verified.WITHIN_TOLERANCE)
-    assert [step.warmup for step in found.steps][:2] == [True, False]
+    # the engine's first forwards run in turns, so that it settles in the second step
+    assert [step.warmup for step in found.steps][:3] == [True, strategy == "dp", False]
     assert len([step for step in found.steps if not step.warmup]) >= QUICK.min_steps
     assert abs(found.started_s - epoch_s) < 60
     # times are on the clock that all processes of the machine share

@@ -134,9 +134,9 @@ def test_strategies_with_processes_or_threads_of_their_own_are_known_to_the_plan
 @pytest.mark.usefixtures("one_server")
 def test_side_by_side_for_real(tmp_path) -> None:
     """Both sides' blocks alternate in one process, and each side's trial is whole."""
-    from dpbench.measure.run import run
     from dpbench.records import Effort
     from dpbench.store import Store
+    from tests.runs import run
 
     cases = [SINGLE, DP]
     with Store.create(tmp_path / "s.db") as store:
@@ -231,7 +231,7 @@ def test_the_second_step_decides_whether_all_cases_of_a_worker_are_slow(
     monkeypatch.setattr(bench.CaseTimer, "_block", planted)
     effort = Effort(budget_s=0.0, min_steps=8, max_steps=40, slow=told)
     done = trial.run_together([SINGLE, DP], effort, tmp_path)
-    assert [(t.status, t.slow) for t in done] == [(Status.OK, slow)] * 2
+    assert [(t.status, t.facts.slow) for t in done] == [(Status.OK, slow)] * 2
     assert {len(t.timed) >= 8 for t in done} == {not slow}
 
 

@@ -18,7 +18,7 @@ from dpbench import models
 from dpbench.engine import resolve
 from dpbench.measure import verification
 from dpbench.measure.reference import chunked
-from dpbench.records import Case, Verified, chunk_sizes, no_mark
+from dpbench.records import Case, Verified, no_mark, rows_of_chunks
 from dpbench.strategies import Split, begin, dp
 
 
@@ -56,7 +56,7 @@ def test_reference_gradients_are_those_of_the_whole_batch(chunks: int) -> None:
     whole = copy.deepcopy(model.module)
     model.loss(whole(x), y).backward()
     expected = chunked(
-        model.module, model.loss, x, y, Split(chunk_sizes(8, chunks)), torch.device("cpu")
+        model.module, model.loss, x, y, Split(rows_of_chunks(8, chunks)), torch.device("cpu")
     )
     for ours, theirs in zip(expected.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-14)

@@ -16,6 +16,7 @@ from dpbench import models
 from dpbench.models import lstm, resnet18, vgg16
 from dpbench.predict import counts
 from dpbench.records import registry
+from dpbench.records.arguments import arguments_of
 
 NAMES = registry.names("models")
 COUNTS = {
@@ -45,7 +46,7 @@ def count(module: nn.Module) -> int:
 
 def tensors(batch: tuple[Any, Any]) -> list[Tensor]:
     inputs, target = batch
-    return [*models.positional(inputs), target]
+    return [*arguments_of(inputs)[0], target]
 
 
 def equal(left: list[Tensor], right: list[Tensor]) -> bool:
@@ -138,7 +139,7 @@ def test_one_step_gives_every_parameter_a_finite_gradient_and_moves_it(name):
     inputs, target = model.batch(8, 0)
     before = copy.deepcopy(model.module.state_dict())
     optimizer = torch.optim.SGD(model.module.parameters(), lr=0.1)
-    loss = model.loss(model.module(*models.positional(inputs)), target)
+    loss = model.loss(model.module(*arguments_of(inputs)[0]), target)
     loss.backward()
     optimizer.step()
     assert loss.dim() == 0
@@ -155,7 +156,7 @@ def test_training_forward_draws_no_random_numbers(name):
     model = models.load(name, "small", 0)
     inputs, _ = model.batch(4, 0)
     before = torch.get_rng_state()
-    first, second = (model.module(*models.positional(inputs)) for _ in range(2))
+    first, second = (model.module(*arguments_of(inputs)[0]) for _ in range(2))
     assert torch.equal(first, second)
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -164,7 +165,7 @@ def test_training_forward_draws_no_random_numbers(name):
 def test_summed_loss_over_rows_is_the_mean_loss(name):
     model = models.load(name, "small", 0)
     inputs, target = model.batch(7, 0)
-    output = model.module(*models.positional(inputs)).detach()
+    output = model.module(*arguments_of(inputs)[0]).detach()
     total, mean = (
         model.loss(output, target, reduction="sum"),
         model.loss(output, target, reduction="mean"),
@@ -179,7 +180,7 @@ def test_summed_loss_over_rows_is_the_mean_loss(name):
 def test_outputs_of_chunks_join_to_the_output_of_the_batch(name, parts, grad):
     model = models.load(name, "small", 0)
     module = model.module.eval()
-    inputs = models.positional(model.batch(7, 0)[0])
+    inputs = arguments_of(model.batch(7, 0)[0])[0]
     chunks = zip(*(t.chunk(parts) for t in inputs), strict=True)
     with torch.set_grad_enabled(grad):
         whole = module(*inputs)
@@ -195,7 +196,7 @@ def test_full_size_maps_a_batch_to_a_row_for_each_sample(name):
         registry.load("models", name).batch(2, 0, "full"),
     )
     try:
-        output = module(*(t.to("meta") for t in models.positional(inputs)))
+        output = module(*(t.to("meta") for t in arguments_of(inputs)[0]))
     except NotImplementedError as error:
         pytest.skip(f"reads the values of its inputs, which a meta tensor has not: {error}")
     assert output.shape == (2, 1000)
@@ -210,7 +211,7 @@ def test_profile_counts_bytes_and_flop(name):
     assert profile.parameter_tensors == len(list(model.module.parameters()))
     assert profile.parameter_bytes == 4 * count(model.module)
     assert profile.buffer_bytes == sum(b.nbytes for b in model.module.buffers())
-    assert profile.input_bytes * 2 == sum(t.nbytes for t in models.positional(model.batch(2, 0)[0]))
+    assert profile.input_bytes * 2 == sum(t.nbytes for t in arguments_of(model.batch(2, 0)[0])[0])
     assert profile.output_bytes > 0
     assert 0 < profile.forward_flop <= profile.backward_flop <= 2 * profile.forward_flop
     assert all(p.grad is None for p in model.module.parameters())

@@ -30,6 +30,7 @@ from dpbench.measure.verification import Verification
 from dpbench.measure.worker import model_check
 from dpbench.models import _own
 from dpbench.records import Case, Trial, Verified, plan, registry
+from dpbench.records.arguments import call
 from dpbench.records.options import Options
 from dpbench.strategies import Updates
 
@@ -202,15 +203,25 @@ def test_caches_of_different_lengths_are_refused() -> None:
         gather([Cache([pair]), Cache([pair, pair])], "cpu")
 
 
-def test_a_dict_goes_to_a_forward_of_one_argument_as_it_is(offer: Any) -> None:
-    class Whole(Net):
-        def forward(self, batch: dict[str, Tensor]) -> Any:
-            return super().forward(batch["x"])
+class Whole(Net):
+    def forward(self, batch: dict[str, Tensor]) -> Any:
+        return super().forward(batch["x"])
 
-    model = models.load(
-        offer(lambda size: Whole(), lambda *a: ({"x": rows(*a)[0]}, rows(*a)[1])), "small", 0
-    )
-    assert model.module(model.batch(3, 0)[0]).shape == (3, 4)
+
+def whole_rows(*a: Any) -> tuple[Any, Any]:
+    return {"x": rows(*a)[0]}, rows(*a)[1]
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("dp", 2)])
+def test_a_dict_in_a_tuple_is_the_argument_itself(offer: Any, strategy: str, devices: int) -> None:
+    name = offer(lambda size: Whole(), lambda *a: ((whole_rows(*a)[0],), whole_rows(*a)[1]))
+    assert verified(name, strategy, devices).verified is Verified.BITWISE
+
+
+def test_a_forward_of_the_instance_takes_keyword_arguments(offer: Any) -> None:
+    name = offer(lambda size: patched(OwnLoss(WRAPS["a dict"])), named_rows, None)
+    model = models.load(name, "small", 0)
+    assert call(model.module, model.batch(3, 0)[0])["loss"].isfinite()
 
 
 # -- the user's loop
@@ -269,7 +280,7 @@ def test_own_without_an_optimizer_says_what_to_add(offer: Any) -> None:
     ):
         Updates(Case(model="mine:net", strategy="single", batch_size=4, optimizer="own"), model, [])
     with pytest.raises(
-        ValueError, match="--optimizer own takes the optimizer of your model's file"
+        ValueError, match="optimizer='own' takes the optimizer of your model's file"
     ):
         Options(optimizer="own")
 
@@ -413,13 +424,9 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"loss": lambda out, y: out.detach().requires_grad_().sum()},
         "gives no parameter a gradient",
     ),
-    "keyword arguments for a forward of the instance": (
-        {
-            "build": lambda size: patched(OwnLoss(WRAPS["a dict"])),
-            "batch": named_rows,
-            "loss": None,
-        },
-        "return a tuple of inputs from batch()",
+    "keyword arguments that forward does not have": (
+        {"build": lambda size: Whole(), "batch": whole_rows},
+        "give a tuple with the dict",
     ),
     "loss raises": ({"loss": F.mse_loss}, "raised in loss() of mine:net: given float32 (2, 4)"),
     "own loss is missing": (
@@ -525,7 +532,7 @@ def test_a_file_that_cannot_be_used_gives_one_message(here: Path, mistake: str) 
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("no_file.py:net", "the file no_file.py does not exist"),
+        ("no_file.py:net", "there is no file no_file.py"),
         ("no_module:net", "cannot find the module"),
         ("timm:vit_base_patch16_224", "pip install 'torch-dpbench[vision]'"),
     ],
@@ -535,9 +542,15 @@ def test_a_name_that_leads_nowhere_is_refused_before_any_process_starts(
 ) -> None:
     if registry.importlib.util.find_spec("timm") and name.startswith("timm"):
         pytest.skip("timm is installed")
-    done = CliRunner().invoke(cli, ["check", "--model", name])
+    done = CliRunner().invoke(cli, ["check", "--models", name])
     assert isinstance(done.exception, LookupError)
     assert told in str(done.exception)
+
+
+def with_ignored(n: int, seed: int, size: str) -> tuple[Any, Any]:
+    features, labels = rows(n, seed, size)
+    labels[0] = -100
+    return features, labels
 
 
 NOTES: dict[str, tuple[dict[str, Any], str]] = {
@@ -577,12 +590,56 @@ NOTES: dict[str, tuple[dict[str, Any], str]] = {
         odd(lambda forward, x: (forward(x), 3)),
         "a step on two devices failed: TypeError",
     ),
+    "a hook of forward": ({"build": lambda size: Hooking()}, "forward adds a hook to"),
+    "an average that forward assigns": (
+        {"build": lambda size: Averaging()},
+        "forward assigns average",
+    ),
+    "a list that forward fills": ({"build": lambda size: Filling()}, "forward writes into seen"),
     "layers in a list": (
         {"build": lambda size: Listed()},
         "not registered in the module (2; shape of the first: ",
     ),
+    "a sum over samples in the loss": (
+        {"loss": nn.CrossEntropyLoss(reduction="sum")},
+        "ddp and fsdp, whose ranks have a loss each",
+    ),
+    "a mean over the valid items": (
+        {"batch": with_ignored, "loss": F.cross_entropy},
+        "ddp and fsdp, whose ranks have a loss each",
+    ),
+    "a replica raises": (
+        odd(lambda forward, x: forward(x) * torch.ones(2, 1)),
+        "The size of tensor a (3) must match",
+    ),
     "registered twice": ({"build": lambda size: Twice()}, "names of parameters are registered for"),
 }
+
+
+class Hooking(Net):
+    def forward(self, x: Tensor) -> Any:
+        self.last.register_forward_hook(lambda *_: None)
+        return super().forward(x)
+
+
+class Averaging(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Any:
+        self.average = self.average * 0.9 + x.detach().mean() * 0.1
+        return super().forward(x)
+
+
+class Filling(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Any:
+        self.seen.append(len(x))
+        return super().forward(x)
 
 
 class Unused(Net):
@@ -617,6 +674,58 @@ def test_a_property_that_some_strategies_cannot_use_is_noted_once(offer: Any, no
     lines = checks.model_words(checked(offer(**{"loss": first, **given})))
     assert sum(told in line for line in lines) == 1
     assert lines[0] == "mine:net (small) can be measured"
+
+
+class Some(Net):
+    """Trains only its last layer, in its own way."""
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return self.last.parameters(recurse)
+
+
+def in_bf16(n: int, seed: int, size: str) -> tuple[Any, Any]:
+    features, labels = rows(n, seed, size)
+    return features.bfloat16(), labels
+
+
+def normed(size: str) -> nn.Module:
+    return nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 6)), nn.Tanh(), nn.Linear(6, 4))
+
+
+class Tapped(Net):
+    """Reads in forward what a hook of its own layer has stored in this very module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, Tensor] = {}
+        self.first.register_forward_hook(lambda *a: self.seen.__setitem__("first", a[2]))
+
+    def forward(self, x: Tensor) -> Any:
+        output = super().forward(x)
+        return output + self.seen["first"].sum(1, keepdim=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
+def test_the_check_verifies_a_module_that_holds_results_of_autograd(offer: Any) -> None:
+    lines = checks.model_words(checked(offer(normed)))
+    assert not [line for line in lines if line.startswith("note")]
+    assert any("two devices" in line and "bitwise" in line for line in lines)
+
+
+def test_the_rounding_of_bf16_is_no_other_gradient(offer: Any) -> None:
+    lines = checks.model_words(checked(offer(lambda size: Net().bfloat16(), in_bf16)))
+    assert not [line for line in lines if line.startswith("note")]
+
+
+def test_parameters_that_the_module_leaves_out_have_no_second_name(offer: Any) -> None:
+    lines = checks.model_words(checked(offer(lambda size: Some())))
+    assert not [line for line in lines if "names of parameters" in line]
+
+
+def test_the_check_runs_the_module_that_was_built_and_no_copy_of_it(offer: Any) -> None:
+    """A copy would read what its own hook, which names the original, never stores."""
+    trial = checked(offer(lambda size: Tapped()), devices=2)
+    assert trial.provenance["model_check"]["seen"]["output"]
 
 
 @pytest.mark.filterwarnings("ignore:Was asked to gather along dimension 0")
@@ -668,7 +777,7 @@ def test_init_writes_a_model_that_verifies_and_never_overwrites(here: Path) -> N
     done = CliRunner().invoke(cli, ["init", "user_model.py"])
     assert done.exit_code == 0
     text = (here / "user_model.py").read_text()
-    assert "dpbench check --model user_model.py:model" in text
+    assert "dpbench check --models user_model.py:model" in text
     assert CliRunner().invoke(cli, ["init", "user_model.py"]).exit_code == 2
     assert (here / "user_model.py").read_text() == text
     found = checked("user_model.py:model").provenance["model_check"]

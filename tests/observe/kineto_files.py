@@ -11,8 +11,8 @@ import pytest
 
 from dpbench import observe
 from dpbench.analysis import findings, summary
-from dpbench.hardware.provenance import Resources
 from dpbench.observe import imported
+from dpbench.records.resources import Resources
 
 EXCERPTS = Path(__file__).parents[1] / "data" / "traces"
 VARIABLE = "DPBENCH_TRACES"

@@ -16,7 +16,6 @@ from dpbench.observe import imported, kineto
 from dpbench.observe.attribution import attribute
 from dpbench.records import HOST, Phase, Source, words
 from dpbench.records.activity import Activity, Busy, busy, difference, length, union
-from dpbench.records.observed import observed
 from dpbench.records.registry import Parallelism, Role
 from dpbench.store import Naming, Store
 from tests.observe.kineto_files import (
@@ -101,7 +100,7 @@ def step_of(trace: Writer, at_ms: float = 0.0, *, profiler: bool = True, number:
     trace.kernel("relu", at_ms + 29, at_ms + 41, at_ms + 45)
     trace.op("aten::cross_entropy_loss", at_ms + 30, at_ms + 32, **{"Sequence number": 3})
     trace.kernel("nll_loss", at_ms + 31, at_ms + 45, at_ms + 46)
-    for name, began in (("NllLossBackward0", 33), ("AddmmBackward0", 35)):
+    for name, began, runs in (("NllLossBackward0", 33, (46, 48)), ("AddmmBackward0", 35, (48, 60))):
         trace.op(
             name,
             at_ms + began,
@@ -109,9 +108,8 @@ def step_of(trace: Writer, at_ms: float = 0.0, *, profiler: bool = True, number:
             tid=2,
             **{"Fwd thread id": 1, "Sequence number": 1},
         )
-        trace.kernel(
-            "sgemm_backward", at_ms + began + 1, at_ms + began + 13, at_ms + began + 25, tid=2
-        )
+        start_ms, end_ms = (at_ms + one for one in runs)
+        trace.kernel("sgemm_backward", at_ms + began + 1, start_ms, end_ms, tid=2)
     trace.op("aten::linalg_vector_norm", at_ms + 38, at_ms + 39)
     trace.kernel("norm", at_ms + 38.5, at_ms + 60, at_ms + 62)
     trace.op("aten::mul_", at_ms + 39, at_ms + 40)
@@ -160,7 +158,7 @@ def test_planted_waits_for_data_appear_in_data(tmp_path) -> None:
     trace.op("aten::linear", 138, 150, **{"Sequence number": 1})
     found = loop_of(trace.write(tmp_path / "a.json"))
     assert found.trial.ledger.phases[0]["data"] == pytest.approx(0.1375)
-    facts = observed(found.trial)
+    facts = found.trial.facts.observed
     assert facts is not None
     assert facts.loader_workers is None
     first, second = found.notes
@@ -261,7 +259,7 @@ def test_only_the_part_of_a_reduction_that_outlasts_backward_is_reduce(tmp_path)
     path = trace.write(tmp_path / "a.json")
     found = phases_ms(path)
     assert {name: found[name] for name in ("forward", "backward", "reduce", "optimizer")} == {
-        "forward": 18.0,
+        "forward": 20.0,  # the host begins it at 10, the device at 12
         "backward": 20.0,
         "reduce": 10.0,
         "optimizer": 10.0,
@@ -276,7 +274,7 @@ def test_only_the_part_of_a_reduction_that_outlasts_backward_is_reduce(tmp_path)
         "kernel_busy_s": [pytest.approx(0.048)],
     }
     assert trial.case.traits.parallelism is Parallelism.RANKS
-    facts = observed(trial)
+    facts = trial.facts.observed
     assert facts is not None
     assert facts.wrapper == "DistributedDataParallel"
 
@@ -392,7 +390,7 @@ def test_data_parallel_has_its_phases_on_every_device(tmp_path) -> None:
         (Phase.REDUCE, 0): pytest.approx(0.010),
     }
     assert trial.readings("kernel_busy_s") == {0: [pytest.approx(0.013)], 1: [pytest.approx(0.042)]}
-    facts = observed(trial)
+    facts = trial.facts.observed
     assert facts is not None
     assert facts.wrapper == "DataParallel"
 
@@ -461,10 +459,35 @@ def test_clocks_of_ranks_are_aligned_by_the_ends_of_collectives(tmp_path, skew_m
     }
 
 
+@pytest.mark.parametrize("skew_ms", [0.0, 2345.678])
+def test_waits_of_ranks_are_no_part_of_exposed_communication(tmp_path, skew_ms) -> None:
+    """Each rank waits 15 ms at one of two collectives, whose transfers take 5 ms."""
+
+    def rank(number):
+        facts = {"backend": "nccl", "rank": number, "world_size": 2}
+        trace = Writer(distributedInfo=facts)
+        for step in range(4):
+            at = skew_ms * number + 100.0 * step
+            trace.note(f"ProfilerStep#{step}", at, at + 100)
+            for place, begins in enumerate((at + 10, at + 50)):
+                arrives = begins + 15 * (place == number)
+                trace.kernel("sgemm", begins - 5, begins - 4, arrives, device=number)
+                reduces = begins - 3, arrives, begins + 20
+                trace.kernel("ncclDevKernel_AllReduce", *reduces, device=number, stream=20)
+        return trace.write(tmp_path / f"rank{number}.json")
+
+    found = loop_of(rank(0), rank(1)).trial
+    assert found.readings("exposed_communication_s") == {
+        device: pytest.approx([0.01] * 4, abs=1e-5) for device in (0, 1)
+    }
+    (alone,) = imported.load([rank(0)])
+    assert alone.trial.readings("exposed_communication_s")[0] == pytest.approx([0.025] * 4)
+
+
 def test_clocks_that_collectives_do_not_align_are_named() -> None:
     found = loop_of(EXCERPTS / "x128-rank0.json.gz", EXCERPTS / "x128-rank1.json.gz")
     assert found.traces[1].aligned is None
-    facts = observed(found.trial)
+    facts = found.trial.facts.observed
     assert facts is not None
     assert "clock of rank 1 could not be aligned" in facts.unknown[0].problem
     missing, *problems = found.notes
@@ -684,6 +707,43 @@ def test_a_byte_order_mark_is_no_part_of_a_trace(tmp_path, compress) -> None:
     assert [event.name for event in kineto.read(path).host] == ["aten::mm"]
 
 
+def test_a_name_that_is_no_text_is_read_with_a_sign_in_place_of_its_bytes(tmp_path) -> None:
+    path = tmp_path / "named.json"
+    content = with_events(WHOLE_EVENT, WHOLE_EVENT | {"name": "net.py(3): forward"})
+    path.write_bytes(content.replace(b"net.py", b"n\xe9t.py"))
+    assert [event.name for event in kineto.read(path).host] == [
+        "aten::mm",
+        "n\ufffdt.py(3): forward",
+    ]
+
+
+def test_a_trace_of_the_profiler_without_work_is_refused_for_that(tmp_path) -> None:
+    path = Writer().write(tmp_path / "idle.json")
+    with pytest.raises(kineto.UnreadableFile, match="recorded no work") as caught:
+        kineto.read(path)
+    assert "export_chrome_trace" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [{}, {"name": ""}, {"name": None}], ids=["none", "empty", "null"])
+def test_a_gpu_without_a_name_is_unknown(tmp_path, name) -> None:
+    facts = {"deviceProperties": [{"id": 0, "totalGlobalMem": 2**34, "numSms": 104, **name}]}
+    path = tmp_path / "amd.json"
+    path.write_bytes(json.dumps({**facts, "traceEvents": [WHOLE_EVENT]}).encode())
+    (gpu,) = kineto.read(path).gpus
+    assert (gpu.name, gpu.memory_bytes) == ("", 2**34)
+
+
+def test_a_trace_whose_own_name_is_no_text_is_imported(tmp_path, capsys) -> None:
+    path = tmp_path / "tr\udcff.json"
+    trace = Writer()
+    for number in range(4):
+        step_of(trace, 100.0 * number, number=number)
+    trace.write(path)
+    for options in ((), ("--json",)):
+        code, out, err = run("import", path, "--store", tmp_path / "db", *options, capsys=capsys)
+        assert (code, "udcff" in out) == (0, True), err
+
+
 def test_missing_files_and_folders_are_named(tmp_path, capsys) -> None:
     assert (
         "No such file"
@@ -720,7 +780,7 @@ def test_a_kernel_without_a_launch_is_busy_and_has_no_phase(tmp_path) -> None:
     trial = loop_of(trace.write(tmp_path / "a.json")).trial
     assert trial.readings("kernel_busy_s") == {0: [pytest.approx(0.02)]}
     assert trial.spans == ()
-    facts = observed(trial)
+    facts = trial.facts.observed
     assert facts is not None
     assert "the trace lacks the launch of 1 of 1 kernels and copies" in facts.unknown[0].problem
 
@@ -760,7 +820,7 @@ def test_the_batch_of_a_step_is_that_of_all_its_backward_passes(accumulated, tmp
             trace.op(kind, at_ms + 10, at_ms + 11, **backward, **shaped, **dims)
         trace.note("Optimizer.step#SGD.step", 100 * step + 90, 100 * step + 95)
     (loop,) = imported.load([trace.write(tmp_path / "a.json")], 64)
-    facts = observed(loop.trial)
+    facts = loop.trial.facts.observed
     assert facts is not None
     assert facts.updates == accumulated
     model = loop.trial.provenance["model"]

@@ -18,7 +18,6 @@ from dpbench.cli import main
 from dpbench.observe import imported
 from dpbench.observe.imported import ImportedLoop
 from dpbench.records import HOST, Phase
-from dpbench.records.observed import observed
 from dpbench.store import Naming, Store
 from tests.observe.kineto_files import EXCERPTS, WHOLE, Writer, loop_of, needs_whole_traces
 
@@ -26,7 +25,7 @@ EVERY_WHOLE = sorted(WHOLE.glob("*.json.gz")) if WHOLE.is_dir() else []
 
 
 def notes_of(loop: ImportedLoop) -> list[str]:
-    facts = observed(loop.trial)
+    facts = loop.trial.facts.observed
     assert facts is not None
     return [one.problem for one in facts.unknown]
 
@@ -277,7 +276,7 @@ def test_a_trace_that_does_not_show_the_ends_of_its_steps_keeps_those_of_the_hos
     imported.store(tmp_path / "db", [found], Naming())
     with Store.read(tmp_path / "db") as opened:
         (run,) = opened.runs()
-        (file,) = opened.trials(run.id)[0].provenance[imported.TRACE]["files"]
+        (file,) = opened.trials(run.id)[0].provenance["trace"]["files"]
     assert file["steps"] == "host"
 
 

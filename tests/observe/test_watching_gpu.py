@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import dpbench
-from dpbench.observe import script, watching
+from dpbench.observe import watching
 from dpbench.records import Phase, Trial
-from dpbench.records.observed import Observed, observed
-from dpbench.records.trial import FLOAT32
+from dpbench.records.observed import Observed
 from dpbench.store import Store
+from tests.observe.watched_scripts import run
 
 HEAD = """
 import torch
@@ -98,10 +98,10 @@ def trained(folder: Path, source: str, store: Path | None = None) -> list[float]
     losses = folder / "losses.pt"
     file.write_text(f"{HEAD}{source}\ntorch.save(LOSSES, {str(losses)!r})\n")
     if store is None:
-        assert script.run(str(file), []) == 0
+        assert run(file) == 0
     else:
         with watching.watch(store, script="train.py", command="train") as result:
-            assert script.run(str(file), []) == 0
+            assert run(file) == 0
         assert result.run_id, result.unknown
     found: list[float] = torch.load(losses)
     return found
@@ -118,7 +118,7 @@ def watched(folder: Path, source: str) -> tuple[Trial, Observed]:
     assert trained(folder, source, store) == expected
     with Store.read(store) as opened:
         trial = opened.trials(opened.runs()[0].id)[0]
-    facts = observed(trial)
+    facts = trial.facts.observed
     assert facts
     return trial, facts
 
@@ -166,6 +166,10 @@ def test_a_loop_on_two_gpus_is_timed_by_the_events_of_both(
     assert (case.device_kind, case.devices, case.optimizer) == ("cuda", 2, "sgd")
     assert (case.placement, facts.wrapper) == (placement, wrapper)
     assert clocks(trial, *COMPUTED) == {0: {"cuda_event"}, 1: {"cuda_event"}}
+    gathers = (
+        {0, 1} if wrapper == "DataParallel" else set()
+    )  # by default, TrainStep gathers nothing
+    assert {*clocks(trial, Phase.GATHER)} == gathers
 
 
 @pytest.mark.gpu
@@ -191,7 +195,7 @@ torch.backends.cudnn.conv.fp32_precision = "tf32"
 """
     trial, _ = watched(tmp_path, newer + LOOP.replace("MODULE", "net") + back)
     assert trial.case.precision == "tf32"
-    assert trial.provenance[FLOAT32] == {"matmul": "tf32", "convolution": "ieee"}
+    assert trial.provenance["float32"] == {"matmul": "tf32", "convolution": "ieee"}
 
 
 RANKS = """
@@ -237,7 +241,7 @@ def test_all_ranks_of_ddp_with_nccl_are_one_run(tmp_path: Path) -> None:
     assert (case.devices, case.batch_size, case.device_kind) == (2, 16, "cuda")
     assert case.traits.ranks
     assert clocks(trials[0], *COMPUTED) == {0: {"cuda_event"}, 1: {"cuda_event"}}
-    facts = observed(trials[0])
+    facts = trials[0].facts.observed
     assert facts
     assert facts.wrapper == "DistributedDataParallel"
     assert {one.rank for one in facts.held} == {0, 1}

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dpbench.observe import script
 from dpbench.records import UNATTRIBUTED, Phase
-from tests.observe.watched_scripts import phases_of, really_watched
+from tests.observe.watched_scripts import phases_of, really_watched, run
 
 ACCELERATE = """
 from accelerate import Accelerator
@@ -98,7 +97,7 @@ def test_the_loops_of_libraries_are_understood(
     # other processes use the cores, too
     found, _ = really_watched(tmp_path, source, time.thread_time)
     weights = torch.load(tmp_path / "train.py.weights", weights_only=False)
-    assert script.run(str(tmp_path / "train.py"), []) == 0
+    assert run(tmp_path / "train.py") == 0
     alone = torch.load(tmp_path / "train.py.weights", weights_only=False)
     assert all(torch.equal(a, b) for a, b in zip(weights, alone, strict=True))
     assert (len(found.steps), found.updates, found.rows, found.loader_workers) == (

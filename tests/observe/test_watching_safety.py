@@ -15,7 +15,6 @@ from torch import nn
 import dpbench
 from dpbench.observe import modules, seams, watching
 from dpbench.observe.recorder import Recorder
-from dpbench.records.observed import observed
 from dpbench.store import Store
 
 STEPS = 12
@@ -101,7 +100,7 @@ def test_what_was_recorded_before_the_error_is_stored_with_a_note(path: Path) ->
     assert [one for one in unknown if "in update 8" in one and "ArithmeticError: planted" in one]
     with Store.read(path) as opened:
         (trial,) = opened.trials(opened.runs()[0].id)
-        facts = observed(trial)
+        facts = trial.facts.observed
     assert len(trial.steps) == 7
     assert facts
     assert any("planted" in one.problem for one in facts.unknown)
@@ -115,6 +114,7 @@ def test_a_store_that_cannot_be_written_lets_the_code_after_the_block_run(
         found, _ = watched_losses(tmp_path / "folder")  # not a file
     assert found == losses()
     assert "not stored" in caplog.text
+    assert "--store" in caplog.text, "the option as on the command line"
 
 
 def test_samplers_that_raise_let_the_script_start(

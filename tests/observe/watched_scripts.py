@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
 from dpbench.observe import loop, script, seams
 from dpbench.observe.recorder import Recorder
-from dpbench.records import ledger
+from dpbench.records import ledger, signals
 
 HEAD = """
 import functools, threading, time
@@ -58,6 +61,27 @@ optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 """
 
 
+@contextmanager
+def lent() -> Iterator[None]:
+    """Take back what this process gives to a script: arguments, path, main module and signals."""
+    argv, path, main = sys.argv, [*sys.path], sys.modules["__main__"]
+    replaced = {name: getattr(signal, name) for name in ("getsignal", "signal")}
+    handlers = {number: signal.getsignal(number) for number in signals.ENDING}
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:], sys.modules["__main__"] = argv, path, main
+        vars(signal).update(replaced)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def run(file: Path, arguments: Sequence[str] = ()) -> int:
+    """Run a script in this process, and take the process back; return the exit code."""
+    with lent():
+        return script.run(str(file), arguments)
+
+
 class Clock:
     """A host clock that only sleeping moves, so that no other process lengthens a step.
 
@@ -94,7 +118,7 @@ def really_watched(
     file.write_text(HEAD + source)
     recorder = Recorder(now)
     with seams.installed(recorder):
-        assert script.run(str(file), []) == 0
+        assert run(file) == 0
     recorder.stop()
     return loop.of(recorder), recorder
 

@@ -18,7 +18,7 @@ from dpbench.predict import counts, findings, machine, observed_loop
 from dpbench.predict.cases import Predictor
 from dpbench.predict.machine import UnknownMachine
 from dpbench.records import Case, Phase, Source, Trial
-from dpbench.records.observed import OBSERVED
+from dpbench.records.observed import Unknown
 from dpbench.store import Naming, Store
 from tests import exported
 from tests import observed_loops as loops
@@ -78,11 +78,17 @@ def test_ddp_divides_backward_among_its_buckets_and_does_not_repeat_it() -> None
 LACKING: dict[str, tuple[Callable[[], observed_loop.ObservedLoop], str]] = {
     "batch": (
         lambda: loop_of(of=replace(GPU, batch_size=0)),
-        "its batch size is unknown; import its trace with --batch, or give --model",
+        "its batch size is unknown; import its trace with batch=, or give models=",
     ),
     "model": (
         lambda: loop_of(of=GPU, facts={"model": {"parameter_tensors": 4}}),
         "its run lacks .*parameter_bytes",
+    ),
+    "phases": (
+        lambda: loop_of(
+            of=GPU, unknown=(Unknown(problem="no kernels", steps=10, hides_phases=True),)
+        ),
+        "its trace leaves the phases unknown",
     ),
     "precision": (lambda: loop_of(of=replace(GPU, precision="fp16")), "it used fp16"),
     "processor": (lambda: loop_of(of=loops.case()), "kind cpu"),
@@ -107,7 +113,7 @@ def test_the_command_takes_a_run_by_file_and_by_name(
         path, *loops.loop(of=GPU), provenance=loops.GPU_FACTS, naming=Naming(name="mine")
     )
     own = [
-        replace(one, provenance={k: v for k, v in one.provenance.items() if k != OBSERVED})
+        replace(one, provenance={k: v for k, v in one.provenance.items() if k != "observed"})
         for one in loops.loop()
     ]
     single = replace(
@@ -154,19 +160,20 @@ def test_the_gain_of_ddp_over_data_parallel_is_predicted_from_the_loop_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     four = loops.case(devices=4, device_kind="cuda")
-    trials = loops.loop(loops.parallel(), four, wrapper="DataParallel")
+    trials = loops.loop(loops.parallel(first=2.0), four, wrapper="DataParallel")
     loop = observed_loop.of_run([one.summary() for one in trials], "NVIDIA GeForce RTX 3090")
     assert loop
     known = findings.alternative(loop)
-    assert known.low_s < known.seconds < known.high_s < 0.05
+    assert known.low_s < known.seconds < 0.05
+    assert known.seconds < known.high_s < 0.055
     assert "rtx-3090" in known.machine
     (found,) = (one for one in diagnosis(trials).findings if one.rule.name == "predicted ddp")
     assert found.labels == ("MEASURED", "PREDICTED")
     assert "is predicted to save" in headline(found)
     assert f"on {known.machine}, the slowest" in found.evidence.numbers
     assert found.evidence.size_s
-    assert found.evidence.size_s.value == pytest.approx(0.0499 - known.seconds, abs=2e-4)
-    slower = replace(known, seconds=0.06, low_s=0.055, high_s=0.065)
+    assert found.evidence.size_s.value == pytest.approx(0.0599 - known.seconds, abs=2e-4)
+    slower = replace(known, seconds=0.07, low_s=0.065, high_s=0.075)
     monkeypatch.setattr(findings, "alternative", lambda loop: slower)
     assert "predicted ddp" not in {one.rule.name for one in diagnosis(trials).findings}
 
@@ -215,7 +222,8 @@ def test_a_trace_of_one_gpu_predicts_several_of_the_same(
     assert alone == pytest.approx(statistics.median(timed), rel=0.05)
     for strategy, most in (("ddp", 1.25), ("torch_dp", 1.6)):
         step = found[strategy, 4]["step_s"]
-        assert alone < step["low"] < step["value"] < step["high"]
+        assert 0.9 * alone < step["low"] < step["value"] < step["high"]
+        assert alone < step["value"]
         assert step["value"] < most * alone
         assert found[strategy, 4]["profile"] == "measured"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +12,14 @@ import pytest
 
 from dpbench.predict import counts, machine, stored
 from dpbench.predict.cases import Predictor, keep
+from dpbench.predict.deviations import NONE, Deviation
 from dpbench.predict.machine import UnknownMachine
 from dpbench.predict.stored import of_trials
 from dpbench.predict.work import Cost
 from dpbench.records import Case, Phase, Source, Span, Step, Trial
+from dpbench.records.registry import Parallelism
 from dpbench.store import Store
-from tests.exported import command
+from tests.exported import Command, command
 
 GPU = "NVIDIA GeForce RTX 3090"
 
@@ -116,11 +119,10 @@ def test_the_way_out_is_a_command_that_measures_the_case() -> None:
     case = single(3, model="vgg16", size="full", precision="bf16")
     said = stored.way_out(case, "x.db")
     assert (
-        "run --models vgg16 --size full --precision bf16 --device-kind cuda --strategies single"
-        in said
+        "run --models vgg16 --strategies single --batch-sizes 1,3 --device-kind cuda --size full"
+        " --precision bf16 --store x.db" in said
     )
-    assert "--batch-sizes 1,3 --store x.db" in said
-    assert "--model tests.net:net" in stored.way_out(single(3, model="tests.net:net"))
+    assert "--models tests.net:net" in stored.way_out(single(3, model="tests.net:net"))
     assert "give --step-s SECONDS, or your own model" in stored.way_out(single(3, model="resnet50"))
 
 
@@ -211,3 +213,65 @@ def test_an_old_prediction_for_logical_cpu_devices_is_shown_with_its_labels(
         code, said, error = call(*reader)
         assert code == 0, error
         assert "mlp" in said
+
+
+# ---------------------------------------------------------------- steps on several GPUs
+
+
+def several(strategy: str, devices: int = 2, **changed: object) -> Case:
+    return single(32 * devices, strategy=strategy, devices=devices, **changed)
+
+
+def lost_of(tmp_path: Path, *measured: tuple[Case, float]) -> dict[Parallelism, Deviation]:
+    path = write(tmp_path / "x.db", [(single(32), 0.3), *measured])
+    return stored.lost(path, stored.read(path, ASKED, MACHINE), MACHINE)
+
+
+def test_a_machine_measured_on_several_gpus_has_its_own_deviation(tmp_path: Path) -> None:
+    nothing = dict.fromkeys(Parallelism, NONE)
+    path = write(tmp_path / "a.db", [(single(32), 0.3)])
+    profile = stored.read(path, ASKED, MACHINE)[KEY].profile
+    alone = Predictor(MACHINE, measured={KEY: profile}, lost=nothing).predict(several("ddp"))
+    found = lost_of(tmp_path, (several("ddp"), 1.3 * alone.seconds))
+    assert set(found) == {Parallelism.RANKS}
+    assert found[Parallelism.RANKS].mean == pytest.approx(math.log(1.3))
+    own = Predictor(MACHINE, measured={KEY: profile}, lost=found).predict(several("ddp"))
+    usual = Predictor(MACHINE, measured={KEY: profile}).predict(several("ddp"))
+    assert own.seconds == pytest.approx(1.3 * alone.seconds)
+    assert own.high_s / own.low_s == pytest.approx(alone.high_s / alone.low_s)
+    assert own.high_s / own.low_s < usual.high_s / usual.low_s
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        several("ddp", placement="colocated"),
+        several("ddp", model="vgg16"),
+        several("ddp", devices=4),
+        single(32),
+    ],
+)
+def test_other_steps_are_no_measurement_of_several_gpus(tmp_path: Path, other: Case) -> None:
+    assert lost_of(tmp_path, (other, 9.0)) == {}
+
+
+def test_steps_on_other_gpus_are_no_measurement_of_the_machine(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.db", [(single(32), 0.3), (several("ddp"), 0.4)])
+    steps = stored.read(path, ASKED, MACHINE)
+    assert stored.lost(path, steps, MACHINE)
+    assert stored.lost(path, steps, machine.load("dgx-a100")) == {}
+
+
+def test_the_command_replaces_the_prior_of_others_by_what_was_measured(
+    tmp_path: Path, dpbench: Command
+) -> None:
+    path = write(tmp_path / "x.db", [(single(32), 0.3), (several("ddp"), 0.5)])
+    asked = ("predict", "--machine", "rtx-3090-x2", "--models", "mlp", "--size", "small")
+    asked += ("--devices", "1,2", "--batch-per-device", "32", "--from", str(path))
+    code, out, err = dpbench(*asked, "--strategies", "single,ddp", "--json")
+    assert code == 0, err
+    (ddp,) = (one for one in json.loads(out)["cases"] if one["case"]["devices"] == 2)
+    assert ddp["step_s"]["value"] == pytest.approx(0.5, rel=0.01)
+    code, out, err = dpbench(*asked, "--strategies", "single,ddp")
+    assert code == 0, err
+    assert "measured on several GPUs" in out

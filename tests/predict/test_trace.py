@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from dpbench import models
-from dpbench.models import Model, positional
+from dpbench.models import Model
 from dpbench.predict.profiles import UPDATES, Speed, optimizer_s, phase_s, profile
 from dpbench.predict.trace import Trace, trace
 from dpbench.records import Phase, registry
+from dpbench.records.arguments import call
 from dpbench.strategies import OPTIMIZERS
 
 ROWS = 6
@@ -37,7 +38,7 @@ def test_flop_are_those_of_torchs_counter(name: str) -> None:
     traced, model = of(name), models.load(name, "small", 0)
     inputs, target = model.batch(ROWS, 0)
     with FlopCounterMode(display=False) as forward:
-        output = model.module(*positional(inputs))
+        output = call(model.module, inputs)
     with FlopCounterMode(display=False) as rest:
         model.loss(output, target).backward()
     for counter, phases in ((forward, (Phase.FORWARD,)), (rest, (Phase.LOSS, Phase.BACKWARD))):

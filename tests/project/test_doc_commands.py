@@ -77,7 +77,7 @@ def files(folder: Path, arguments: Sequence[str]) -> Sequence[str]:
     if arguments[0] in ("run", "loaders"):
         return arguments
     if "--from" in arguments:  # a prediction for GPUs needs steps that one such GPU has run
-        model = arguments[arguments.index("--model") + 1]
+        model = arguments[arguments.index("--models") + 1]
         write(
             folder / "dpbench.db",
             [(single(n, model=model, size=size), n / 1e4) for n in (32, 64) for size in SIZES],

@@ -40,10 +40,15 @@ FLOORS = (
 
 Above are two single files.
 """
+NEVER = (("store", "hardware"), ("analysis", "hardware"), ("report", "hardware"))
+"""The pairs of packages of which the first never imports the second, although it lies below."""
+PLAIN = ("step", "scatter", "replicate", "parallel_apply", "gather", "reduce")
+"""The files of the engine that explain DataParallel."""
 HOMES = {
     "torch": (
         "hardware.device",
         "hardware.devices",
+        "hardware.rates",
         "models",
         "engine",
         "strategies",
@@ -197,6 +202,19 @@ def test_no_package_imports_a_sibling() -> None:
     assert found == {("dpbench", "observe.watching")}
 
 
+def test_stores_and_opinions_on_them_ask_no_machine() -> None:
+    tops = {
+        (module, other): tuple(one.partition(".")[0] for one in (module, other))
+        for module, other in arrows()
+    }
+    assert [pair for pair, top in tops.items() if top in NEVER] == []
+
+
+def test_the_explanation_of_dataparallel_comes_before_the_fast_schedules() -> None:
+    found = {other for module, other in arrows() if module in {f"engine.{one}" for one in PLAIN}}
+    assert [other for other in found if other.startswith("engine.fast")] == []
+
+
 def test_heavy_libraries_have_one_home() -> None:
     for path in FILES:
         mine = module_of(path) + "."
@@ -311,18 +329,28 @@ def test_facade_loads_the_engine_on_first_use() -> None:
     assert done.stdout.strip() == "scatter"
 
 
-def test_the_plain_engine_stands_without_the_fast_one_and_both_on_few_floors() -> None:
+def test_two_files_stand_above_the_plain_engine_and_the_fast_one_and_all_on_few_floors() -> None:
     inside = {
         (above, below)
         for above, below in arrows()
-        if above.startswith("engine.") and below.startswith("engine.") and above != "engine.fast"
+        if above.startswith("engine.") and below.startswith("engine.")
     }
     fast = "engine.fast"
-    upward = {pair for pair in inside if pair[1].startswith(fast) and fast not in pair[0]}
-    assert upward == set()
+    above_both = {one for one, below in inside if below.startswith(fast) and fast not in one}
+    assert above_both == {"engine.data_parallel", "engine.train_step"}
     below: dict[str, set[str]] = {}
     for module, other in inside:
         below.setdefault(module, set()).add(other)
     floors = max(height(module, below) for module in below)
     print(f"engine: {floors} floors, {len(inside)} arrows")
-    assert floors <= 7
+    assert floors <= 8
+
+
+def test_the_fast_engine_knows_phases_marks_and_schedules_and_no_case() -> None:
+    found = {
+        name.removeprefix("dpbench.records.")
+        for path in (ROOT / "engine" / "fast").glob("*.py")
+        for _, name in imports(path)
+        if name.startswith("dpbench.records")
+    }
+    assert found == {"Phase", "Mark", "marked", "no_mark", "schedule.Schedule"}

@@ -22,12 +22,14 @@ PRIVATE = {
     r"_foreach_copy_|_foreach_add_": "hardware/devices/_many.py",
     r"cuda\._sleep": "hardware/devices/cuda.py",
     r"dropout\._DropoutNd": "measure/verification.py",
-    r"torch\._C\._autograd import|_ExperimentalConfig": "measure/worker/profiling.py",
+    r"torch\._C\._autograd import|_ExperimentalConfig|kineto_results": (
+        "measure/worker/profiling.py"
+    ),
     r"_(?:function|dispatch)_mode_stack|_saved_tensors_|_autocast_supported|_is_any_autocast": (
         "engine/settings.py"
     ),
     r"_is_multithreading|parametrize\._cache": "engine/settings.py",
-    r"_post_accumulate_grad_hooks": "engine/fast/notice.py",
+    r"_post_accumulate_grad_hooks": "engine/fast/parameter_gradients.py",
     r"_flatten_dense_tensors": "doctor/probe/host.py",
     r"_dump_nccl_trace|_dump_fr_trace": "doctor/probe/all_reduce.py",
     r"torch\._dynamo\.utils": "models/__init__.py",
@@ -71,6 +73,7 @@ def test_private_parts_exist_in_this_torch() -> None:
     assert hasattr(torch._C.DispatchKey, "SparseCPU"), where
     assert issubclass(nn.Dropout2d, nn.modules.dropout._DropoutNd), where
     assert hasattr(torch._C._autograd.DeviceType, "CUDA"), where
+    assert hasattr(torch._C._autograd._KinetoEvent, "linked_correlation_id"), where
     assert hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json"), where
     assert torch._C._profiler._ExperimentalConfig(profile_all_threads=True), where
     for modes in (torch.overrides, torch.utils._python_dispatch):

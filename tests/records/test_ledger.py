@@ -387,6 +387,22 @@ def test_a_device_that_begins_the_next_step_early_is_occupied_in_the_present_ste
     assert occupied == {0: [10.0, 10.0], 1: [pytest.approx(2 + 3 + 2), pytest.approx(5)]}
 
 
+def test_what_a_device_moves_lasts_as_long_as_its_own_spans_wherever_the_step_begins() -> None:
+    """Rank 1 ran ahead: its copy lies before the step, and overlaps a part of itself."""
+    steps = [Step(1.0, False, 10.0), Step(1.0, False, 11.0)]
+    spans = [
+        Span(1, Phase.SCATTER, 1, "host", 9.5, 9.8),
+        Span(1, Phase.SCATTER, 1, "host", 9.7, 9.9),
+        Span(1, Phase.SCATTER, 0, "host", 10.0, 10.25),
+        Span(1, Phase.FORWARD, 0, "host", 10.25, 11.0),
+    ]
+    moved = ledger.Ledger(steps, spans).moved
+    assert {key: list(seconds) for key, seconds in moved.items()} == {
+        (Phase.SCATTER, 0): pytest.approx([0.0, 0.25]),
+        (Phase.SCATTER, 1): pytest.approx([0.0, 0.4]),
+    }
+
+
 def test_a_reduction_of_ranks_begins_when_the_last_one_arrives() -> None:
     """Rank 0 waits from 2 to 6 for rank 1's backward: that is backward, not communication."""
     case = Case(model="mlp", strategy="ddp", batch_size=2, devices=2)

@@ -143,7 +143,7 @@ def test_device_ids_are_those_that_the_sweep_uses() -> None:
 
 
 def test_users_own_models_pass_unread() -> None:
-    assert swept(models=["my.package:net"])[0].model == "my.package:net"
+    assert swept(models=["tests.hungry:RAISES"])[0].model == "tests.hungry:RAISES"
 
 
 @pytest.mark.parametrize(
@@ -155,14 +155,14 @@ def test_users_own_models_pass_unread() -> None:
         ({"schedules": ["refrence"]}, ["unknown schedule 'refrence'", "reference"]),
         ({"batch_sizes": []}, ["batch sizes", "batch per device"]),
         ({"batch_per_device": [8]}, ["batch sizes", "batch per device", "not both"]),
-        ({"models": []}, ["no model given", *MODELS]),
-        ({"strategies": []}, ["no strategy given", *STRATEGIES]),
-        ({"devices": []}, ["no device count given", "--devices"]),
-        ({"device_ids": [0]}, ["leave out --device-ids"]),
-        ({"placement": "colocated"}, ["--placement colocated", "--placement spread"]),
+        ({"models": []}, ["models= is empty", *MODELS]),
+        ({"strategies": []}, ["strategies= is empty", *STRATEGIES]),
+        ({"devices": []}, ["devices= is empty", "such as 1,2"]),
+        ({"device_ids": [0]}, ["leave out device_ids="]),
+        ({"placement": "colocated"}, ["placement='colocated'", "placement='spread'"]),
         (
             {"device_kind": "cuda", "device_ids": [1, 1]},
-            ["--device-ids", "[1, 1]", "--placement colocated"],
+            ["device_ids=", "[1, 1]", "placement='colocated'"],
         ),
         ({"device_kind": "cuda", "device_ids": [1]}, ["2 devices", "names only", "[1]"]),
     ],
@@ -243,3 +243,15 @@ def test_defaults_can_be_planned(kind: str) -> None:
 def test_default_devices_fit_what_there_is(available: int, expected: tuple[int, ...]) -> None:
     assert plan.default_devices(available, "spread") == expected
     assert plan.default_devices(available, "colocated") == (1, 2)
+
+
+def test_the_first_round_begins_with_what_answers_need() -> None:
+    one = Case(model="a", strategy="single", batch_size=64)
+    first = [
+        one,
+        dataclasses.replace(one, strategy="torch_dp", devices=2),
+        dataclasses.replace(one, strategy="ddp", devices=2),
+        dataclasses.replace(one, strategy="single_all_cores"),
+    ]
+    planned = [*first, *(dataclasses.replace(case, model="b") for case in first)]
+    assert plan.by_need(reversed(planned), planned) == planned

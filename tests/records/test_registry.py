@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import dpbench
-from dpbench.records import registry
+from dpbench.records import objects, registry
 
 ROOT = Path(dpbench.__file__).parent
 FOLDERS = {"models": "models", "strategies": "strategies", "samplers": "hardware/samplers"}
@@ -72,8 +72,9 @@ def test_a_users_module_that_is_not_there_is_refused_without_importing_any(
     tmp_path, monkeypatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text("raise AssertionError('imported')")
-    registry.check_module("mine:net")
-    registry.check_module("mine.deeper:net")
+    (tmp_path / "mine.py").write_text("raise AssertionError('imported')\nnet = None\n")
+    objects.check("mine:net", "models")
+    with pytest.raises(LookupError, match="the package mine has no module deeper"):
+        objects.check("mine.deeper:net", "models")
     with pytest.raises(LookupError, match="cannot find the module 'mime' in"):
-        registry.check_module("mime:net")
+        objects.check("mime:net", "models")

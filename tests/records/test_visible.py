@@ -16,7 +16,7 @@ import pytest
 
 from dpbench.hardware import provenance
 from dpbench.observe import kineto
-from dpbench.records import Case, Status, Trial, registry, visible
+from dpbench.records import Case, Status, Trial, objects, registry, visible
 from dpbench.report import page
 from dpbench.store import FINISHED, Store, StoredRun, export
 from dpbench.store.export import formats
@@ -56,9 +56,9 @@ def poisoned(value: Any, text: str) -> Any:
         }
         return dataclasses.replace(value, **found)
     if isinstance(value, Mapping):
-        return {name: poisoned(inner, text) for name, inner in value.items()} | {
-            text: text if not value else 1.0
-        }
+        texts = all(isinstance(one, str) for one in value.values())
+        found = {name: poisoned(inner, text) for name, inner in value.items()}
+        return found | {text: text if texts else 1.0}
     return (
         type(value)(poisoned(one, text) for one in value)
         if isinstance(value, list | tuple)
@@ -183,11 +183,11 @@ def test_every_text_of_a_trace_is_visible(tmp_path) -> None:
 
 
 def test_a_model_whose_name_cannot_be_stored_is_refused() -> None:
-    for refuse in (registry.check_module, lambda name: registry.outside("strategy", name)):
-        with pytest.raises(LookupError, match=r"a\\x1b\.py:net: the name has control characters"):
-            refuse("a\x1b.py:net")
+    for refuse in (objects.check, lambda name, kind: registry.outside(kind, name)):
+        with pytest.raises(LookupError, match=r"a\\+x1b\.py:net'?: the name has control"):
+            refuse("a\x1b.py:net", "strategy")
     with pytest.raises(LookupError, match="not UTF-8"):
-        registry.check_module("a\udcff.py:net")
+        objects.check("a\udcff.py:net", "models")
 
 
 def test_escapes_are_those_of_python_and_other_texts_stay() -> None:

@@ -156,7 +156,7 @@ def test_the_tables_say_what_was_found() -> None:
     ]
     assert reduce["direction"] == ("each → 0", "")
     assert reduce["bytes per step"] == ("2.00 MiB", "")
-    assert reduce["ms"] == ("500", "")
+    assert reduce["device ms"] == ("500", "")
     assert reduce["GB/s"] == ("0.00419", "")
     (ring,) = [
         line for line in lines if line["phase"][0] == "reduce" and line["case"][0].startswith("ddp")

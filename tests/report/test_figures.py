@@ -9,7 +9,7 @@ from itertools import combinations
 import pytest
 
 from dpbench.records import Case, Phase, Source, Status, Step, Trial
-from dpbench.records.trial import Estimate
+from dpbench.records.estimate import Estimate
 from dpbench.report import figures, page, small_multiples, speedup, svg, swim_lanes, table, timeline
 from tests.report_rows import (
     colocated_cpu_and_weak,
@@ -33,12 +33,14 @@ def test_speedup_says_weak_or_strong_and_draws_all_cores_as_a_level() -> None:
     assert "Weak scaling: batch 64 per device" in weak.caption
     assert "weak scaling" in weak.title
     for panel in section.panels:
-        assert "single, all cores: 1.67×" in panel.svg
+        assert "single_all_cores: 1.67×" in panel.svg
         assert "var(--all-cores)" in panel.svg
         assert "ideal: 2× on 2" in panel.svg
     speedups = [
-        line.cells[table.COLUMNS.index("speed-up")].text
-        for line in table.lines(colocated_cpu_and_weak(), [])
+        column.cell(row).text
+        for column in table.COLUMNS
+        for row in colocated_cpu_and_weak()
+        if column.heading == "speed-up"
     ]
     assert [text for text in speedups if "weak" in text] == ["0.833× weak"]
 
@@ -92,10 +94,10 @@ def test_measured_and_predicted_of_one_case_stay_apart() -> None:
     }
     for name in ("lanes", "speedup"):
         assert sections[name][0].labels == ("MEASURED", "PREDICTED")
-    assert ">PREDICTED dp: 0.500×" in sections["speedup"][0].svg
+    assert ">[PREDICTED] dp: 0.500×" in sections["speedup"][0].svg
     assert ">dp: 1.00×" in sections["speedup"][0].svg
     assert sections["steps"][0].labels == sections["utilisation"][0].labels == ("MEASURED",)
-    assert [len(line.notes) for line in table.lines(run.rows, run.trials)] == [1, 0]
+    assert [len(line.notes) for line in table.all_cases(run).lines] == [1, 0]
 
 
 def test_a_long_name_costs_the_interval_and_never_the_label() -> None:

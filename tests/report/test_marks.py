@@ -121,7 +121,7 @@ def test_a_line_of_speed_ups_and_its_legend_have_the_cases_of_its_points() -> No
         strong, _ = speedup.section(colocated_cpu_and_weak()).panels
     said = [title.text for group in parsed(strong).iter("g") for title in group.findall("title")]
     assert "dp ×2: speed-up 1.43× (1.39–1.47), 3 rounds with 90 steps" in said
-    assert "single, all cores: speed-up 1.67× (1.62–1.72), 3 rounds with 90 steps" in said
+    assert "single_all_cores: speed-up 1.67× (1.62–1.72), 3 rounds with 90 steps" in said
 
 
 def test_a_text_on_a_mark_stays_text() -> None:

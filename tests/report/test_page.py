@@ -16,7 +16,7 @@ from itertools import pairwise
 import pytest
 
 from dpbench.analysis import summary
-from dpbench.analysis.caveats import Caveat
+from dpbench.analysis.statements import Statement
 from dpbench.analysis.summary import Row
 from dpbench.records import (
     Case,
@@ -28,7 +28,7 @@ from dpbench.records import (
     Verified,
     words,
 )
-from dpbench.records.trial import Estimate
+from dpbench.records.estimate import Estimate
 from dpbench.report import figures, markdown, naming, page, small_multiples, svg, table
 from tests.examined import EXAMINATION
 from tests.report_rows import (
@@ -101,7 +101,7 @@ def test_labels_stand_beside_every_figure() -> None:
 def test_a_label_that_only_some_cases_carry_is_in_their_names() -> None:
     found, _ = small_multiples.split(colocated_cpu_and_weak(), per=99)
     (facet,) = found
-    assert [name for name in facet.names if "COLOCATED" in name] == ["COLOCATED dp ×2, batch 64"]
+    assert [name for name in facet.names if "COLOCATED" in name] == ["[COLOCATED] dp ×2, batch 64"]
     assert len(set(facet.names)) == len(facet.names)
 
 
@@ -208,14 +208,15 @@ def test_what_users_wrote_stays_text() -> None:
             reason=STACK,
         ),
     ]
-    caveats = [
-        Caveat(kind=HOSTILE, text=HOSTILE, cases=((rows[0].case, HOSTILE), (rows[2].case, "")))
+    cases = ((rows[0].case, HOSTILE), (rows[2].case, ""))
+    stated = [
+        Statement(key=HOSTILE, text=HOSTILE, warns=warns, cases=cases) for warns in (True, False)
     ]
     said = dict.fromkeys(
         ("subject", "headline", "reason", "certainty", "memory", "earlier", "command"), HOSTILE
     )
     answers = [answer(rows[0], **said, labels=(HOSTILE,))]
-    given = dataclasses.replace(run_of(*rows), notes=[HOSTILE], warnings=caveats, answers=answers)
+    given = dataclasses.replace(run_of(*rows), notes=[HOSTILE], statements=stated, answers=answers)
     provenance = {"command": HOSTILE, "host": {"name": HOSTILE}, HOSTILE: HOSTILE}
     given = dataclasses.replace(given, run_id=HOSTILE, provenance=provenance)
     text = page.render(given)
@@ -278,7 +279,7 @@ def test_a_failure_in_one_round_is_told_beside_the_result_of_the_others() -> Non
         *ran(row),
         *(Trial(case=row.case, status=Status.TIMEOUT, reason="60 s", round=n) for n in (3, 5)),
     ]
-    (line,) = table.lines([row], trials)
+    (line,) = table.all_cases(run_of(row, trials=trials)).lines
     assert line.status == "ok"
     assert line.notes == (("timeout in rounds 4, 6", "60 s"),)
 
@@ -290,7 +291,7 @@ def test_an_unverified_case_is_never_shown_as_a_result() -> None:
         for trial in ran(made(case, 0.1))
     ]
     (row,) = summary.rows(trials)
-    (line,) = table.lines([row], trials)
+    (line,) = table.all_cases(run_of(row, trials=trials)).lines
     assert line.status == "unverified"
     assert line.notes[0][1] == "differs"
     text = page.render(run_of(row, trials=[dataclasses.replace(t, samples=()) for t in trials]))
@@ -419,10 +420,12 @@ def test_markdown_has_the_notes_the_table_and_no_markup_of_users() -> None:
         (line,) = (
             line
             for line in text.splitlines()
-            if line.startswith(f"**{one.subject}: {one.headline}**")
+            if line.startswith(f"**{one.subject}: {one.headline}.**")
         )
-        assert "Device 0 holds 6.00 GiB." in line
-        assert line.endswith(f"Next: `{one.command}`")
+        assert line.endswith("\\")
+        assert f"\nNext: `{one.command}`\n" in text
+        assert f"**{one.subject}**: " in text
+        assert "Device 0 holds 6.00 GiB." in text
     strange = answer(gpu_run().rows[1], command="a `` b")
     assert "Next: ```a `` b```\n" in markdown.render(
         dataclasses.replace(gpu_run(), answers=[strange])

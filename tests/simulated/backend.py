@@ -8,7 +8,7 @@ this, and yields the devices.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -19,11 +19,12 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.utils.flop_counter import flop_registry
 
+from dpbench.hardware import rates
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import _wrapper
 from dpbench.hardware.devices.host import EmulatedDevice
 from dpbench.measure import clocks, merging
-from dpbench.measure.worker import facts, profiling
+from dpbench.measure.worker import profiling
 from dpbench.records import HOST, Phase
 from tests.simulated.machine import Machine
 from tests.simulated.timeline import Event, Stream
@@ -82,6 +83,10 @@ class SimulatedDevice(EmulatedDevice):
         """Make this device's stream wait for that of `other`."""
         if isinstance(other, SimulatedDevice):
             self.machine.timeline.wait(self.stream, other.stream)
+
+    def at_work(self, sources: Iterable[Device]) -> list[int]:
+        """Return this device and all other sources: a copy is work of the sender's stream."""
+        return [self.index, *(one.index for one in sources if one.index != self.index)]
 
     def event(self, reuse: Event | None = None) -> Event:
         """Record and return an event.
@@ -437,5 +442,5 @@ def running(machine: Machine) -> Iterator[list[SimulatedDevice]]:
         patch.setattr(_wrapper, "_dispatch", dispatch)
         patch.setattr(clocks, "choose", Witness)
         patch.setattr(profiling, "profiled", _profiled(machine))
-        patch.setattr(facts, "LINK_BYTES", LINK_BYTES)
+        patch.setattr(rates, "LINK_BYTES", LINK_BYTES)
         yield [SimulatedDevice(gpu.index, machine) for gpu in machine.timeline.gpus]

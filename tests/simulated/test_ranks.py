@@ -23,11 +23,19 @@ from tests.simulated.timeline import Gpu, Stream
 FORWARD_S, BUCKET_S, UPDATE_S, STEPS, RANKS = 2e-3, 2e-3, 1e-3, 6, 4
 
 
-def trained(machine: Machine, reduce_s: float, buckets: int = 2, *, in_turn: bool = False) -> Trial:
+def trained(
+    machine: Machine,
+    reduce_s: float,
+    buckets: int = 2,
+    *,
+    in_turn: bool = False,
+    after_s: float = 0.0,
+) -> Trial:
     """Return the merged trial of ranks that all-reduce each gradient bucket in `reduce_s` seconds.
 
-    With `in_turn`, in each step another rank needs twice as long as the others. All steps but the
-    first are profiled.
+    With `in_turn`, in each step another rank needs twice as long as the others. Rank 2 computes
+    `after_s` seconds longer in backward, beside its last all-reduce. All steps but the first are
+    profiled.
     """
     line, ranks = machine.timeline, range(RANKS)
     devices = [SimulatedDevice(rank, machine) for rank in ranks]
@@ -54,6 +62,8 @@ def trained(machine: Machine, reduce_s: float, buckets: int = 2, *, in_turn: boo
                             line.kernel(main[rank], BUCKET_S * slower[rank], "gemm")
                             line.wait(beside[rank], main[rank])
                         line.collective(beside, reduce_s, "ncclDevKernel_AllReduce_Sum_f32_RING_LL")
+                    if after_s:
+                        line.kernel(main[2], after_s, "gemm")
                     for rank in ranks:
                         line.wait(main[rank], beside[rank])
                 for rank in ranks:
@@ -144,6 +154,15 @@ def test_ranks_that_are_late_in_turn_do_not_make_the_reduction_longer() -> None:
     check(trial, [2 * FORWARD_S, 4 * BUCKET_S, 1e-3, UPDATE_S])
 
 
+def test_a_rank_that_hides_its_reductions_shows_that_the_others_only_wait() -> None:
+    """Rank 2 computes for 20 ms after its last bucket, beside the all-reduce of 1 ms."""
+    trial = trained(machine(), 1e-3, after_s=20e-3)
+    check(trial, [FORWARD_S, 2 * BUCKET_S + 20e-3, 0.0, UPDATE_S])
+    reductions = [span for span in trial.spans if span.phase is Phase.REDUCE]
+    assert reductions
+    assert max(span.end_s - span.start_s for span in reductions) == 0.0
+
+
 def check(trial: Trial, phases_s: list[float]) -> None:
     """Check the ledger's seconds of forward, backward, reduce and optimizer to 1 % of their sum."""
     expected = dict(zip(("forward", "backward", "reduce", "optimizer"), phases_s, strict=True))
@@ -151,4 +170,4 @@ def check(trial: Trial, phases_s: list[float]) -> None:
     found = trial.ledger.typical()
     assert sum(found.values()) == pytest.approx(step_s, rel=0.01)
     for phase, seconds in expected.items():
-        assert found[phase] == pytest.approx(seconds, abs=0.01 * step_s), found
+        assert found.get(phase, 0.0) == pytest.approx(seconds, abs=0.01 * step_s), found

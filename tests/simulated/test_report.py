@@ -16,7 +16,8 @@ import pytest
 
 from dpbench.analysis import transfers
 from dpbench.analysis.report import Report
-from dpbench.measure.worker import bench, facts
+from dpbench.hardware import rates
+from dpbench.measure.worker import bench
 from dpbench.records import HOST, Phase, Trial
 from dpbench.records.words import number
 from tests.simulated.backend import LINK_BYTES, running
@@ -29,6 +30,7 @@ THROTTLED = {2: [(0.0, 1.0), (1000.05, 0.5)]}
 SCENARIOS: dict[str, dict[str, Any]] = {
     "one": {"count": 1},
     "two": {"count": 2},
+    "three": {"count": 3},
     "four": {"count": 4},
     "eight": {"count": 8},
     "drifting clocks": {"count": 4, "drift": 1e-3, "resolution_s": 1e-6},
@@ -212,11 +214,32 @@ def test_a_slow_gpu_is_found_and_named(name: str) -> None:
     (says,) = [one.evidence.says for one in diagnosis.findings if one.rule.name == "slow device"]
     assert "device 2 is slow: it is busy 1.99×" in says
     throttled = [
-        detail for one in report.warnings if one.kind == "throttling" for _, detail in one.cases
+        detail for one in report.warnings if one.key == "throttling" for _, detail in one.cases
     ]
     assert [detail.partition(" on ")[2] for detail in throttled] == ["GPU 2, heat (driver)"] * (
         name != "slow GPU"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "healthy"),
+    [
+        ("slow GPU", "slow device", "four"),
+        ("slow link", "slow link", "four"),
+        ("slow link aside", "slow link", "four"),
+        ("slow link one way", "slow link", "three"),
+        ("slow host link", "slow host link", "three"),
+    ],
+)
+def test_a_slow_device_or_link_costs_at_most_what_it_costs(
+    name: str, rule: str, healthy: str
+) -> None:
+    *_, truth, report = ran_of(name)
+    lost_s = truth.step_s() - ran_of(healthy)[2].step_s()
+    (diagnosis,) = report.diagnoses
+    (found,) = [one.evidence.size_s for one in diagnosis.findings if one.rule.name == rule]
+    assert found is not None
+    assert found.value >= lost_s - 0.001 * truth.step_s()
 
 
 @pytest.mark.parametrize(
@@ -252,12 +275,12 @@ def test_a_slow_link_is_found_and_named_with_its_true_rate(
 def test_links_that_are_faster_than_the_host_queues_copies_have_their_true_rate() -> None:
     simulated = Machine([Gpu(0), Gpu(1, offset_s=10.0)], rates=Rates(link=2e10), call_s=5e-5)
     with running(simulated) as devices:
-        found = [link for link in facts.links(devices) if link.source != HOST]
+        found = [link for link in rates.links(devices) if link.source != HOST]
     for link in found:
         true_s = simulated.link_s(link.source, link.target, link.bytes)
         assert true_s < simulated.timeline.call_s
         # the clock's resolution
-        assert link.seconds == pytest.approx([true_s] * facts.LINK_COPIES, rel=0.03)
+        assert link.seconds == pytest.approx([true_s] * rates.COPIES, rel=0.03)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -277,7 +300,7 @@ def test_no_link_is_called_slow_without_reason(name: str) -> None:
 @pytest.mark.parametrize("name", ["two", "eight", "drifting clocks", "slow host", "slow link"])
 def test_no_gpu_is_called_slow_or_throttled_without_reason(name: str) -> None:
     *_, report = ran_of(name)
-    assert not [one for one in report.warnings if one.kind in ("throttling", "outlasting")]
+    assert not [one for one in report.warnings if one.key in ("throttling", "outlasting")]
     assert "slow device" not in {
         one.rule.name for found in report.diagnoses for one in found.findings
     }

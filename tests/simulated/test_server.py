@@ -11,7 +11,6 @@ import pytest
 
 from dpbench.measure.server import Server
 from dpbench.records import Effort, Status, Verified
-from dpbench.records.work import CopyTimes
 from tests.simulated import server
 from tests.simulated.scenario import as_rounds, case_of, report_of
 
@@ -31,7 +30,7 @@ def test_a_slow_gpu_is_named_by_a_run_through_the_server(
     assert trial.verified in (Verified.BITWISE, Verified.WITHIN_TOLERANCE)
     truth = trial.provenance[server.TRUTH]
     assert truth["pid"] != os.getpid()
-    assert len(CopyTimes.all_of(trial.provenance)) == 3 * (3 + 3 * 2)
+    assert len(trial.facts.copies) == 3 * (3 + 3 * 2)
     ends_s = np.array([step.end_s for step in trial.steps])
     assert np.diff(ends_s) == pytest.approx(np.diff(truth["ends_s"]), rel=0.01)
     report = report_of(as_rounds(trial))

@@ -18,6 +18,7 @@ import pytest
 
 # scipy.stats is imported at its first use: each process of the suite collects this file
 import scipy
+from pyperf._utils import is_significant  # the test of compare_to
 
 from dpbench.analysis import stats
 from dpbench.analysis.summary import labels, measured
@@ -61,14 +62,15 @@ def run_pyperf(*arguments: str | Path) -> str:
 # -- pyperf
 
 
-def test_pyperf_reads_back_every_step_of_every_round_as_it_was_measured():
+def test_pyperf_reads_back_the_median_step_of_every_round():
     trials = [noisy(0.01, number=i) for i in range(3)]
     (benchmark,) = suite_of(*trials)
     assert benchmark.get_name() == "mlp dp[reference] x2 batch 64"
     assert benchmark.get_unit() == "second"
     assert len(benchmark.get_runs()) == 3
     for run, trial in zip(benchmark.get_runs(), trials, strict=True):
-        assert list(run.values) == [s.seconds for s in trial.steps if not s.warmup]
+        assert list(run.values) == [statistics.median(trial.timed)]
+        assert run.get_metadata()["steps"] == 31
         assert list(run.warmups) == [(1, s.seconds) for s in trial.steps if s.warmup]
         assert run.get_metadata()["round"] == trial.round
 
@@ -77,27 +79,39 @@ def test_median_mean_and_deviation_are_those_of_pyperf_and_scipy():
     trials = [noisy(0.01, number=i) for i in range(3)]
     (benchmark,) = suite_of(*trials)
     ours = measured(trials)
-    pooled = [value for series in ours.values() for value in series]
-    described = scipy.stats.describe(pooled)
+    medians = [scipy.stats.quantile(series, 0.5).item() for series in ours.values()]
+    described = scipy.stats.describe(medians)
     assert benchmark.mean() == pytest.approx(described.mean, rel=1e-12)
-    assert benchmark.mean() == pytest.approx(statistics.fmean(pooled), rel=1e-12)
     assert benchmark.stdev() == pytest.approx(described.variance**0.5, rel=1e-9)
-    assert benchmark.median() == pytest.approx(scipy.stats.quantile(pooled, 0.5).item(), rel=1e-12)
-    # ours is the median of the rounds' medians: of one round it is pyperf's, of three their middle
-    # one
-    alone = [pyperf.Benchmark([run]).median() for run in benchmark.get_runs()]
-    for number, found in enumerate(alone):
-        assert stats.median({number: ours[number]}).value == pytest.approx(found, rel=1e-12)
-    assert stats.median(ours).value == pytest.approx(statistics.median(alone), rel=1e-12)
+    assert benchmark.median() == pytest.approx(stats.median(ours).value, rel=1e-12)
+
+
+def test_pyperf_finds_hardly_more_differences_between_equal_cases_than_its_level_says():
+    """Rounds differ by 3 %, and the steps in them by 5 %: they are not independent."""
+    draw = random.Random(0)
+
+    def values(number: int) -> tuple[float, ...]:
+        rounds = (
+            noisy(0.01 * draw.lognormvariate(0, 0.03), number=i, seed=number) for i in range(5)
+        )
+        (benchmark,) = suite_of(*rounds)
+        return benchmark.get_values()
+
+    found = [is_significant(values(2 * i), values(2 * i + 1))[0] for i in range(200)]
+    assert sum(found) <= 0.1 * len(found)
 
 
 def test_the_command_writes_what_pyperf_stats_agrees_on(dpbench, tmp_path):
-    trial = noisy(0.0123)
-    stored(tmp_path / "dpbench.db", trial)
+    trials = [noisy(0.0123 * factor, number=i) for i, factor in enumerate((1.0, 1.1, 1.3))]
+    stored(tmp_path / "dpbench.db", *trials)
     assert dpbench("export", "pyperf", "--output", "suite.json") == (0, "", "")
     said = run_pyperf("stats", tmp_path / "suite.json")
-    (line,) = dpbench("export", "jsonl")[1].splitlines()
-    seconds = [step["seconds"] for step in json.loads(line)["steps"] if not step["warmup"]]
+    lines = map(json.loads, dpbench("export", "jsonl")[1].splitlines())
+    series = {
+        line["round"]: [step["seconds"] for step in line["steps"] if not step["warmup"]]
+        for line in lines
+    }
+    medians = [statistics.median(seconds) for seconds in series.values()]
 
     def figure(pattern: str) -> list[float]:
         return [
@@ -107,16 +121,16 @@ def test_the_command_writes_what_pyperf_stats_agrees_on(dpbench, tmp_path):
 
     digits = {"abs": 0.5 * 0.1e-3 * (1 + 1e-9)}  # pyperf prints 12.3 ms +- 0.4 ms
     assert figure(r"Median \+- MAD") == [
-        pytest.approx(stats.median({0: seconds}).value, **digits),
-        pytest.approx(scipy.stats.median_abs_deviation(seconds), **digits),
+        pytest.approx(stats.median(series).value, **digits),
+        pytest.approx(scipy.stats.median_abs_deviation(medians), **digits),
     ]
     assert figure(r"Mean \+- std dev") == [
-        pytest.approx(scipy.stats.describe(seconds).mean, **digits),
-        pytest.approx(scipy.stats.describe(seconds).variance ** 0.5, **digits),
+        pytest.approx(scipy.stats.describe(medians).mean, **digits),
+        pytest.approx(scipy.stats.describe(medians).variance ** 0.5, **digits),
     ]
     assert _line(said, "Number of warmup per run").endswith(" 5")
-    assert _line(said, "Number of value per run").endswith(" 31")
-    assert "1.5" in _line(said, "Total duration"), "the setup's seconds"
+    assert _line(said, "Number of value per run").endswith(" 1")
+    assert "4.5" in _line(said, "Total duration"), "the setup's seconds"
 
 
 def _line(text: str, pattern: str) -> str:

@@ -291,7 +291,7 @@ def test_a_case_that_is_not_there_is_named_with_those_that_are(dpbench, tmp_path
         code, out, err = dpbench("export", "trace", "--case", part)
         assert (code, out) == (64, "")
         assert (
-            err == f"error: the run has no case {part}; give --case one of these numbers or names: "
+            err == f"error: the run has no case {part}: give --case one of these numbers or names: "
             "1 mlp dp[reference] x2 batch 64; 2 lstm dp[reference] x2 batch 64\n"
         )
 

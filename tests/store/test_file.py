@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dpbench.records import Memory, Status
+from dpbench.records.errors import UsageError
 from dpbench.store import Store, StoreError
 from dpbench.store import file as module
 from tests.store.test_store import begin, make_trial, put, query, same
@@ -48,7 +50,7 @@ def test_a_newer_file_is_refused_before_anything_is_written(path, kind, open_):
     with pytest.raises(StoreError) as refused:
         open_(path)
     words = str(refused.value)
-    for part in (str(path), str(NEWER), str(NEWER - 1), "update", "--store"):
+    for part in (str(path), str(NEWER), str(NEWER - 1), "update", "store="):
         assert part in words
     del refused
     after = contents(path.parent)
@@ -68,7 +70,7 @@ def test_a_file_that_is_no_database_is_refused_and_left_alone(path, bytes_, open
     with pytest.raises(StoreError) as refused:
         open_(path)
     assert str(path) in str(refused.value)
-    assert "--store" in str(refused.value) or "dpbench" in str(refused.value)
+    assert "store=" in str(refused.value) or "dpbench" in str(refused.value)
     del refused
     assert contents(path.parent) == {path.name: bytes_}
 
@@ -102,12 +104,34 @@ def test_a_directory_is_refused(path, open_):
 
 def test_a_store_below_a_file_is_refused(path):
     path.write_text("a file")
-    with pytest.raises(StoreError, match="--store"):
+    with pytest.raises(StoreError, match="another file with store="):
         Store.create(path / "store.db")
 
 
+@pytest.mark.parametrize("name", [":memory:", "file:other.db", "file:other.db?mode=memory"])
+def test_a_name_that_sqlite_takes_for_no_path_is_wrong_usage(dpbench, tmp_path, name):
+    """A run would be measured into memory, or into a file of another name, and not be found."""
+    for command in (
+        ("run", "--models", "mlp", "--strategies", "single", "--rounds", "1"),
+        ("list", "runs"),
+        ("rm", "@last", "--yes"),
+    ):
+        code, out, err = dpbench(*command, "--store", name)
+        assert (code, out) == (64, ""), command
+        last = err.splitlines()[-1]
+        assert last.startswith("error: ")
+        assert name in last
+        assert "give" in last
+    for open_ in (Store.create, Store.read):
+        with pytest.raises(UsageError, match=re.escape(name)):
+            open_(Path(name))
+    assert list(tmp_path.iterdir()) == []
+    with Store.create(tmp_path / name.replace("?", "")) as opened:
+        begin(opened)  # within another folder it is a file as any other
+
+
 def test_a_missing_store_is_not_made_by_reading(path):
-    with pytest.raises(StoreError, match=r"dpbench run.*--store"):
+    with pytest.raises(StoreError, match=r"dpbench run.*store="):
         Store.read(path)
     assert not path.exists()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import random
 import re
@@ -23,10 +24,11 @@ import pytest
 
 import dpbench
 from dpbench import load
-from dpbench.records import Case, Status
+from dpbench.records import Case, Status, locks
 from dpbench.records.trial import FINAL
 from dpbench.store import DamagedStore, Growth, Naming, Store, StoreError, rows
 from dpbench.store import file as module
+from tests.attacks import container
 from tests.exported import made, stored
 from tests.store.test_file import contents
 from tests.store.test_store import CASE, ENDED, begin, make_trial, put, query, same
@@ -70,9 +72,10 @@ def child():
     """Start Python code that knows the store; end it with the test."""
     started = []
 
-    def start(code, *arguments, **options):
+    def start(code, *arguments, prefix=(), **options):
         env = os.environ | {"PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-c", PREAMBLE + textwrap.dedent(code), *map(str, arguments)]
+        program = [sys.executable, "-c", PREAMBLE + textwrap.dedent(code)]
+        command = [*prefix, *program, *map(str, arguments)]
         process = subprocess.Popen(
             command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
         )
@@ -261,14 +264,147 @@ def test_a_living_process_whose_run_has_ended_holds_no_run(path, child, status):
         assert begin(store) == (run.id, True)
 
 
-def test_a_process_that_only_inherited_the_pid_does_not_hold_the_run(path):
+HOLDER = """
+    store = Store.create(path)
+    print(begin(store)[0], flush=True)
+    time.sleep(600)
+"""
+
+
+def held(path, child, **options):
+    """Return a process that adds trials to a run of the store."""
+    process = child(HOLDER, path, **options)
+    assert process.stdout.readline(), process.stderr.read()
+    return process
+
+
+def refused(path, dpbench):
+    """Check that a run that is being measured is neither removed, resumed nor merged."""
+    other = path.with_name("other.db")
+    for command in (
+        ("rm", "@last", "--yes", "--store", path),
+        ("merge", path, "--store", other),
+    ):
+        code, _, err = dpbench(*command)
+        assert code == 2, command
+        assert "is adding trials" in err, command
+    with Store.create(path) as store, pytest.raises(StoreError, match="is adding trials"):
+        begin(store)
+    assert len(query(path, "SELECT id FROM run")) == 1
+
+
+def test_a_step_of_the_clock_frees_no_run(path, child, dpbench, monkeypatch):
+    """The start of a process is counted from the boot, whose time moves with the clock."""
+    held(path, child)
+    real = psutil.Process.create_time
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: real(self) + 2)
+    refused(path, dpbench)
+
+
+def test_a_run_of_another_container_is_refused(path, child, dpbench):
+    """Containers share the folder of a store, and neither process ids nor host names."""
+    if not (command := container()):
+        pytest.skip("unshare --pid is missing or not allowed")
+    held(path, child, prefix=command)
+    refused(path, dpbench)
+
+
+def test_a_worker_that_outlives_its_run_does_not_hold_it(path, child):
+    code = """
+        store = Store.create(path)
+        begin(store)
+        if os.fork() == 0:
+            os.setsid()
+            print(os.getpid(), flush=True)
+            time.sleep(600)
+        time.sleep(600)
+    """
+    process = child(code, path)
+    worker = int(process.stdout.readline())
+    try:
+        process.kill()
+        process.wait()
+        assert psutil.pid_exists(worker)
+        with Store.create(path) as store:
+            assert begin(store)[1]
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
+def test_one_store_of_a_process_holds_a_run_until_it_is_closed(path):
     with Store.create(path) as store:
         run_id, _ = begin(store)
-    with closing(sqlite3.connect(path)) as db, db:
-        db.execute("UPDATE run SET pid=?, pid_born=pid_born-1000", (os.getppid(),))
-    assert psutil.pid_exists(os.getppid())
-    with Store.create(path) as store:
         assert begin(store) == (run_id, True)
+        with (
+            Store.create(path) as other,
+            pytest.raises(StoreError, match=f"process {os.getpid()} "),
+        ):
+            begin(other)
+        assert begin(store, plan="other")[1] is False
+    with Store.create(path) as other:
+        assert begin(other) == (run_id, True)
+
+
+def test_locks_lie_beside_the_store_and_are_deleted_with_the_end_of_their_run(path, child):
+    real = path.parent / "real"
+    real.mkdir()
+    path.symlink_to(real / "store.db")
+    before = held(path, child)
+    (lock,) = real.glob("*.lock-*")
+    before.kill()
+    before.wait()
+    with Store.create(path) as store:
+        assert not lock.exists(), "the next start deletes it"
+        run_id, _ = begin(store)
+        assert [*real.glob("*.lock-*")] == [lock]
+        store.end_run(run_id)
+        assert not lock.exists()
+        begin(store)
+    assert sorted(file.name for file in real.iterdir()) == ["store.db"]
+    assert [*path.parent.glob("*.lock-*")] == []
+
+
+def test_a_store_whose_name_is_as_long_as_sqlite_allows_has_room_for_a_lock(path):
+    with Store.create(path.with_name("y" * 240)) as store:
+        begin(store)
+        assert [*path.parent.glob("*.lock-*")]
+
+
+def test_a_file_system_without_locks_is_refused_with_the_remedy(path, monkeypatch):
+    def without_locks(descriptor, kind):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(locks.fcntl, "flock", without_locks)
+    with Store.create(path) as store, pytest.raises(StoreError, match=r"locks .* store="):
+        begin(store)
+    monkeypatch.undo()
+    assert query(path, "SELECT id FROM run") == []
+
+
+def test_an_earlier_version_which_knows_no_locks_cannot_open_the_store(path):
+    with Store.create(path) as store:
+        begin(store)
+        assert query(path, "SELECT pid, pid_born FROM run") == [(0, 0.0)]
+    assert query(path, "PRAGMA user_version")[0][0] > 6
+
+
+def test_the_writer_of_a_run_that_is_removed_by_force_gets_one_clear_error(path):
+    with Store.create(path) as store:
+        run_id, _ = begin(store)
+        trial_id = store.begin_trial(run_id, CASE, 1)
+        with closing(sqlite3.connect(path)) as db, db:
+            db.execute("DELETE FROM trial")
+            db.execute("DELETE FROM run")
+        for attempt in (
+            lambda: store.end_trial(trial_id, make_trial()),
+            lambda: store.begin_trial(run_id, CASE, 2),
+            lambda: store.annotate(run_id, "noisy", {}),
+        ):
+            with pytest.raises(StoreError, match="was removed"):
+                attempt()
+        store.end_run(run_id, "interrupted")
+    assert query(path, "SELECT * FROM step") == []
+    assert [*path.parent.glob("*.kept-*")] == []
 
 
 def test_final_statuses_are_done_killed_is_not_and_retry_opens_what_it_names(path):
@@ -547,7 +683,7 @@ def test_a_read_only_folder_is_refused(path, child):
     finally:
         folder.chmod(0o755)
     assert str(folder / "store.db") in out, err
-    assert "--store" in out
+    assert "another file with store=" in out
     assert list(folder.iterdir()) == []
 
 
@@ -622,10 +758,11 @@ def test_a_signal_after_a_checkpoint_does_not_keep_the_run_from_being_ended(path
     monkeypatch.setattr(module, "time", Waiting())
     with Store.create(path) as store:
         run_id = begin(store)[0]
+        trial_id = store.begin_trial(run_id, CASE, 1)
         monkeypatch.setattr(module, "_patiently", signalled)
         store._db.set_trace_callback(statements.append)
         try:
-            put(store, run_id, make_trial())
+            store.end_trial(trial_id, make_trial())
             pytest.fail("the signal did not arrive")
         except KeyboardInterrupt:  # its traceback lives until the run has been ended
             store.end_run(run_id, "interrupted")

@@ -77,13 +77,14 @@ def same(one: Trial, other: Trial) -> None:
         assert getattr(one, name) == getattr(other, name), name
     assert one.ledger.charged == other.ledger.charged
     assert one.ledger.phases == other.ledger.phases
-    assert one.ledger.middle == other.ledger.middle
+    assert one.ledger.timed == other.ledger.timed
     assert {name: list(column) for name, column in other.ledger.seconds.items() if any(column)} == {
         name: pytest.approx(column, rel=1e-12)
         for name, column in one.ledger.seconds.items()
         if any(column)
     }
     assert {**one.ledger.occupied} == other.ledger.occupied
+    assert {**one.ledger.moved} == other.ledger.moved
     assert {**one.ledger.concurrency} == {
         phase: tuple(pair) for phase, pair in other.ledger.concurrency.items()
     }
@@ -146,7 +147,7 @@ def test_a_summary_of_version_2_which_lacks_the_places_of_spans_is_computed_from
     tmp_path: Path,
 ) -> None:
     run_id = stored(tmp_path / "s.db", trial())
-    _, *fields, _ = summaries.msgspec.msgpack.decode(summaries.packed(trial()))
+    _, *fields, _, _ = summaries.msgspec.msgpack.decode(summaries.packed(trial()))
     change(
         tmp_path / "s.db",
         "UPDATE trial SET summary=?",
@@ -161,12 +162,14 @@ def test_a_summary_of_version_2_which_lacks_the_places_of_spans_is_computed_from
     ("field", "value"),
     [
         ("keys", [("no phase", 0)]),
-        ("middle", {"no phase": 1.0}),
+        ("timed", {"no phase": 1.0}),
         ("concurrency", {"unattributed": (1.0, 1.0)}),
         ("charged", [b"\0" * 8]),
         ("seconds", bytes(8 * 30)),
         ("ends", b""),
         ("occupied", {0: b"\0" * 8}),
+        ("moved", [("scatter", 0, b"\0" * 8)]),
+        ("moved", [("no phase", 0, b"\0" * 8 * 28)]),
         ("median", 30),
         ("places", []),
     ],

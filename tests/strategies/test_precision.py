@@ -155,8 +155,8 @@ def test_gradients_that_always_overflow_are_a_fact_about_the_model() -> None:
 @pytest.mark.parametrize(
     ("kind", "precision", "message"),
     [
-        ("cpu", "tf32", "tf32 is for GPUs"),
-        ("emulated", "tf32", "tf32 is for GPUs"),
+        ("cpu", "tf32", "tf32' is for GPUs"),
+        ("emulated", "tf32", "tf32' is for GPUs"),
         ("emulated", "fp16", "emulated devices have no autocast"),
     ],
 )

@@ -18,9 +18,10 @@ from dpbench.measure.worker import trial
 from dpbench.predict.tasks import of_step
 from dpbench.predict.work import Profile, Task
 from dpbench.records import Case, Effort, Phase, Status, Trial, Verified, no_mark, registry
+from dpbench.records.errors import UsageError
 from dpbench.records.plan import normalise
 from dpbench.records.schedule import Schedule
-from dpbench.strategies import OPTIMIZERS, Strategy, load, optimizer_of
+from dpbench.strategies import OPTIMIZERS, Step, Strategy, begin, load, optimizer_of
 
 NAMES = registry.names("strategies")
 MODELS = registry.names("models")
@@ -335,6 +336,84 @@ def test_loss_falls_as_on_a_single_device(strategy: str, optimizer: str) -> None
     ours, single = losses
     assert ours == pytest.approx(single, abs=1e-4)
     assert ours[-1] < ours[0]
+
+
+class Settling:
+    """A function that is settled after its first call, as a TrainStep may be."""
+
+    settled = False
+
+    def __call__(self, inputs: Any, target: Any) -> torch.Tensor:
+        self.settled = True
+        return torch.zeros(())
+
+
+class SettlingStep(Settling, Step):
+    """The same as a step of dpbench."""
+
+
+class Observing(Settling):
+    """A function that also observes spans."""
+
+    def observe(self) -> tuple[()]:
+        return ()
+
+
+class Yielding(Strategy):
+    """A strategy whose step is given."""
+
+    def __init__(self, step: Any) -> None:
+        self._step = step
+
+    @contextmanager
+    def start(self, case: Case, model: Any, devices: Any, mark: Any) -> Iterator[Any]:
+        yield self._step
+
+
+def begun(step: Any) -> Step:
+    model = models.load("mlp", "small", 0)
+    with begin(Yielding(step), case_of("single"), model, resolve(["cpu"]), no_mark) as found:
+        return found
+
+
+@pytest.mark.parametrize("kind", [Settling, SettlingStep])
+def test_a_step_says_whether_it_is_settled(kind: Any) -> None:
+    step = begun(kind())
+    before = step.settled
+    step(None, None)
+    assert (before, step.settled, step.observe()) == (False, True, ())
+
+
+def test_a_plain_function_is_a_settled_step() -> None:
+    step = begun(lambda inputs, target: 7)
+    assert (step(None, None), step.settled) == (7, True)
+
+
+def test_a_step_that_observes_must_be_a_step_of_dpbench() -> None:
+    with pytest.raises(UsageError, match=r"Observing, has the method observe, but is no dpbench.s"):
+        begun(Observing())
+
+
+class Inferring(Strategy):
+    """A strategy whose forward is settled after its first call, as a DataParallel may be."""
+
+    @contextmanager
+    def infer(self, case: Case, model: Any, devices: Any, mark: Any) -> Iterator[Any]:
+        yield Forward()
+
+
+class Forward(Settling):
+    def __call__(self, inputs: Any) -> torch.Tensor:
+        return super().__call__(inputs, None)
+
+
+def test_the_forward_alone_is_settled_when_its_module_is() -> None:
+    case = case_of("single", mode="inference")
+    model = models.load("mlp", "small", 0)
+    with begin(Inferring(), case, model, resolve(["cpu"]), no_mark) as step:
+        before = step.settled
+        step(model.batch(4, 1)[0], None)
+        assert (before, step.settled) == (False, True)
 
 
 def test_unknown_optimizers_list_the_known() -> None:

@@ -16,8 +16,8 @@ import pytest
 from dpbench.analysis.report import Report
 from dpbench.cli.options import EXIT_FAILED
 from dpbench.records import Case, Step, Trial, Verified, registry
+from dpbench.records.estimate import Estimate
 from dpbench.records.registry import Parallelism, Role, Traits
-from dpbench.records.trial import Estimate
 from dpbench.store import Store
 from tests import commands
 from tests.exported import Command, command
@@ -174,7 +174,7 @@ def test_an_outside_strategy_is_explained_next_to_the_others() -> None:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("none.py:chunks", "the file none.py does not exist"),
+        ("none.py:chunks", "cannot import none.py in the folder"),
         ("mine.py:nothing", "mine.py has no object 'nothing'"),
         ("mine.py:plain", "object has no attribute `traits` of type Traits and no method start"),
         ("no_such_module:chunks", "cannot import no_such_module"),

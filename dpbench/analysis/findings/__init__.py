@@ -25,12 +25,13 @@ from dpbench.analysis.findings.rule import (
     contexts,
 )
 from dpbench.analysis.summary import Row
-from dpbench.hardware.provenance import Resources
-from dpbench.records import Case, Source, Trial, schedule, siblings, words
+from dpbench.records import Case, Source, Trial, plan, schedule, siblings, words
+from dpbench.records.estimate import Doubt
 from dpbench.records.examination import Examination
+from dpbench.records.names import in_words
 from dpbench.records.observed import unclear
 from dpbench.records.registry import Role
-from dpbench.records.trial import Doubt
+from dpbench.records.resources import Resources
 
 __all__ = ["Diagnosis", "Finding", "RULES", "diagnose"]
 
@@ -78,8 +79,8 @@ def _about_loops() -> tuple[FindingRule, ...]:
 
 def _diagnosis(context: CaseContext) -> Diagnosis:
     rules = _about_loops() if context.case.traits.observed else RULES
-    if context.row.on_fake_gpus:
-        rules = ()  # times that mean nothing are no evidence
+    if context.row.on_fake_gpus or (context.observed and context.observed.hidden):
+        rules = ()  # times that mean nothing, and unknown phases, are no evidence
     judged = [(rule, rule.when(context)) for rule in rules]
     evidence = [(rule, seen) for rule, seen in judged if isinstance(seen, Evidence)]
     findings = [_finding(context, rule, seen) for rule, seen in evidence if _worth(context, seen)]
@@ -118,6 +119,7 @@ def _worth(context: CaseContext, seen: Evidence) -> bool:
 def _finding(context: CaseContext, rule: FindingRule, seen: Evidence) -> Finding:
     tried = rule.remedies(context.case)
     measured = cures(context, rule)
+    applied, code = _code(measured, tried)
     return Finding(
         rule=rule,
         row=context.row,
@@ -125,14 +127,20 @@ def _finding(context: CaseContext, rule: FindingRule, seen: Evidence) -> Finding
         share=seen.size_s.value / context.step_s if seen.size_s else 0.0,
         cures=measured,
         labels=(*context.labels, *[Source.PREDICTED.upper()] * seen.predicted),
-        code=seen.code or _code(measured, tried),
-        command=seen.command
-        or (commands.measure([context.case, *tried], machine=context.machine) if tried else ""),
+        code=seen.code or code,
+        code_for="" if seen.code else applied,
+        command=seen.command or (_measure(context, tried) if tried else ""),
     )
 
 
-def _code(measured: Sequence[Cure], tried: Sequence[Case]) -> str:
-    """Return the line of code that applies a remedy; "" if there is none.
+def _measure(context: CaseContext, tried: Sequence[Case]) -> str:
+    """Return the command that measures cases with a remedy beside the diagnosed case."""
+    alone = plan.alone(context.case, context.case.batch_size)
+    return commands.measure([alone, context.case, *tried], machine=context.machine)
+
+
+def _code(measured: Sequence[Cure], tried: Sequence[Case]) -> tuple[str, str]:
+    """Return what a remedy uses, and the line of code that applies it; "" if there is none.
 
     It is that of the fastest measured case with the remedy, if decidedly faster; else of the first
     case in `tried` that is not decidedly slower.
@@ -141,8 +149,8 @@ def _code(measured: Sequence[Cure], tried: Sequence[Case]) -> str:
     slower = {cure.row.case for cure in measured if cure.verdict == "slower"}
     best = better[0] if better else next((case for case in tried if case not in slower), None)
     if best and best.schedule:
-        return TRAIN_STEP.format(best.schedule)
-    return DDP if best and best.traits.role is Role.CONTROL else ""
+        return f"the schedule {best.schedule}", TRAIN_STEP.format(best.schedule)
+    return (in_words(best), DDP) if best and best.traits.role is Role.CONTROL else ("", "")
 
 
 def cures(context: CaseContext, rule: FindingRule) -> tuple[Cure, ...]:

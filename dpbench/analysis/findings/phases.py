@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 from dpbench.analysis import summary
@@ -15,10 +15,13 @@ from dpbench.analysis.findings.rule import (
     overlap,
 )
 from dpbench.records import UNATTRIBUTED, Phase
+from dpbench.records.environment import Environment
+from dpbench.records.estimate import Estimate
+from dpbench.records.facts import RunFacts
 from dpbench.records.registry import Reduction, Role
 from dpbench.records.schedule import Schedule
-from dpbench.records.trial import Estimate
 from dpbench.records.words import count, percent, size, time, verb
+from dpbench.records.work import Sizes
 
 SERIAL = 1.25
 """Devices count as taking turns if on average fewer than this number run a phase concurrently."""
@@ -68,15 +71,18 @@ def _per_tensor(context: CaseContext, seconds: Estimate) -> str:
     The time depends mainly on the number of tensors; without it, the text has only the total.
     """
     model = context.model
-    if not model.get("parameter_tensors"):
+    if not model.parameter_tensors:
         return time(seconds.value)
-    tensors = model["parameter_tensors"] + model["buffer_tensors"]
+    tensors = model.parameter_tensors + (model.buffer_tensors or 0)
     copies = len(context.case.rows) - 1
-    modules = count(int(model["modules"]), "module")
+    bytes_of_copy = (model.parameter_bytes or 0) + (model.buffer_bytes or 0)
+    per_module = ""
+    if model.modules:
+        modules = count(int(model.modules), "module")
+        per_module = f", or {time(seconds.value / model.modules)} for each of {modules}"
     return (
-        f"{_by_tensors(model, seconds)}, or {time(seconds.value / model['modules'])} for each of"
-        f" {modules}; replication copies {copies} ×"
-        f" {size(model['parameter_bytes'] + model['buffer_bytes'])}, each copy in"
+        f"{_by_tensors(model, seconds)}{per_module}; replication copies {copies} ×"
+        f" {size(bytes_of_copy)}, each copy in"
         f" {count(int(tensors), 'tensor')}"
     )
 
@@ -84,15 +90,15 @@ def _per_tensor(context: CaseContext, seconds: Estimate) -> str:
 def _per_gradient(context: CaseContext, seconds: Estimate) -> str:
     model = context.model
     copies = len(context.case.rows) - 1
-    if not model.get("parameter_tensors"):
+    if not model.parameter_tensors:
         return time(seconds.value)
-    added = f"{copies} × {size(model['parameter_bytes'])}"
+    added = f"{copies} × {size(model.parameter_bytes or 0)}"
     by_tensors = _by_tensors(model, seconds)
     return f"{by_tensors}; the reduction adds {added} of gradients on device 0"
 
 
-def _by_tensors(model: Mapping[str, float], seconds: Estimate) -> str:
-    tensors = int(model["parameter_tensors"])
+def _by_tensors(model: Sizes, seconds: Estimate) -> str:
+    tensors = int(model.parameter_tensors or 0)
     each = time(seconds.value / tensors)
     return f"{time(seconds.value)} = {count(tensors, 'parameter tensor')} × {each}"
 
@@ -104,7 +110,7 @@ def _of_batch(name: str) -> Callable[[CaseContext, Estimate], str]:
     """
 
     def detail(context: CaseContext, seconds: Estimate) -> str:
-        sample = context.model.get(name)
+        sample = getattr(context.model, name)
         moved = f" for {size(sample * context.case.batch_size)}" if sample else ""
         return f"{time(seconds.value)}{moved} in {count(len(context.case.rows), 'piece')}"
 
@@ -213,7 +219,8 @@ def _cause(context: CaseContext, phase: Phase, at_once: float | None) -> str:
         f"on average, {at_once:.1f} of {devices} run this phase concurrently, each more slowly than"
         " one device"
     )
-    if phase is Phase.BACKWARD:  # autograd runs in C++, without the GIL
+    unlocked = Environment.of(RunFacts(), context.trials).gil == "off"
+    if phase is Phase.BACKWARD or unlocked:  # autograd runs in C++, without the GIL
         return f"{concurrent} alone"
     return (
         f"{concurrent} alone: the operations are small, and launching them needs Python's global"
@@ -289,8 +296,8 @@ RULES = (
         name="serial forward",
         when=_serial(Phase.FORWARD),
         remedy=(
-            "give each device more work at once (a bigger batch, fewer and larger operators), or"
-            " use one process per device (ddp)"
+            "give each device more work at once (a bigger batch, fewer and larger operators), keep"
+            " the threads of forward between steps (pool), or use one process per device (ddp)"
         ),
         schedules=(Schedule.POOL,),
         roles=(Role.CONTROL,),

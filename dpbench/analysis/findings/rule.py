@@ -11,16 +11,17 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from dpbench.analysis import stats, validity
-from dpbench.analysis.summary import Row, parts
-from dpbench.hardware import foreign_load
-from dpbench.hardware.provenance import Resources
-from dpbench.records import Case, Phase, Trial, plan, registry
+from dpbench.analysis.summary import Row, parts, scaled
+from dpbench.records import Case, Phase, Trial, disturbance, plan, registry
+from dpbench.records.estimate import Estimate
 from dpbench.records.examination import Examination
 from dpbench.records.grouping import grouped
-from dpbench.records.observed import Observed, observed
+from dpbench.records.observed import Observed
 from dpbench.records.registry import Role
+from dpbench.records.resources import Resources
 from dpbench.records.schedule import Schedule, known
-from dpbench.records.trial import Estimate, by_case
+from dpbench.records.trial import by_case
+from dpbench.records.work import Sizes
 
 COMPUTE = (Phase.FORWARD.value, Phase.BACKWARD.value)
 """The phases that should become shorter with more devices."""
@@ -54,13 +55,13 @@ class CaseContext:
     @cached_property
     def observed(self) -> Observed | None:
         """Return the facts about an observed loop; None if dpbench ran the loop itself."""
-        return observed(self.trials[-1]) if self.case.traits.observed and self.trials else None
+        return self.trials[-1].facts.observed if self.case.traits.observed and self.trials else None
 
     @property
     def step_s(self) -> float:
-        """Return the diagnosed case's median step time in seconds."""
-        assert self.row.step is not None
-        return self.row.step.value
+        """Return the diagnosed case's mean step time in seconds, which phases divide."""
+        assert self.row.mean is not None
+        return self.row.mean.value
 
     @property
     def cores(self) -> int:
@@ -90,9 +91,9 @@ class CaseContext:
         return known(self.case.schedule or Schedule.REFERENCE)
 
     @property
-    def model(self) -> Mapping[str, float]:
-        """Return the model's facts in counts and bytes; empty from an early version."""
-        return next((t.provenance["model"] for t in self.trials if t.provenance.get("model")), {})
+    def model(self) -> Sizes:
+        """Return the sizes of the model; unknown from an early version."""
+        return next((one.facts.model for one in self.trials if one.facts.model), Sizes())
 
     # -- other rows
 
@@ -150,7 +151,7 @@ class CaseContext:
 
         They hold together at each look of a run that stops once its answers are decided.
         """
-        looks = max((trial.looks for trial in self.trials), default=1)
+        looks = max((trial.facts.looks for trial in self.trials), default=1)
         return stats.together(len(self.rivals) * looks)
 
     def ratio(self, other: Row) -> Estimate:
@@ -194,29 +195,27 @@ class CaseContext:
     def phase(self, *names: str) -> Estimate:
         """Return the seconds per step that the phases take together, with an interval.
 
-        They come from the row; the interval is that of the medians over rounds, which may differ
-        slightly.
+        They are those of the row, which may be those of its baseline's rounds (see
+        `summary.rows`).
         """
-        value = sum(self.row.phases.get(name, 0.0) for name in names)
-        return stats.around(value, self.median(lambda trial: _timed(trial, names)))
+        return scaled(self.mean(lambda trial: _timed(trial, names)), self._in_rounds_of_baseline)
 
-    def median(self, of_trial: Callable[[Trial], Sequence[float]]) -> Estimate:
-        """Return the median of what `of_trial` gives for each timed step of a trial, in seconds."""
-        return stats.median(self._series(self.case, of_trial))
+    def mean(self, of_trial: Callable[[Trial], Sequence[float]]) -> Estimate:
+        """Return the mean of what `of_trial` gives for each timed step of a trial, in seconds."""
+        return stats.average(self._series(self.case, of_trial))
+
+    @property
+    def _in_rounds_of_baseline(self) -> float:
+        return self.step_s / stats.mean(self.row.series).value
 
     def share(self, *names: str) -> Estimate:
         """Return the fraction of the step that the phases take together, with an interval.
 
         It varies less than the seconds if a disturbance slows all phases of a step.
         """
-        value = sum(self.row.phases.get(name, 0.0) for name in names) / self.step_s
         mine = self._series(self.case, lambda trial: _timed(trial, names))
         whole = self._series(self.case, lambda trial: _timed(trial, tuple(self.row.phases)))
-        each = {
-            n: [one / total for one, total in zip(mine[n], whole[n], strict=True) if total]
-            for n in whole
-        }
-        return stats.around(value, stats.median(each))
+        return stats.portion(mine, whole)
 
     def excess(self, name: str) -> Estimate | None:
         """Return the seconds per step of a phase in excess of perfect scaling, None if unknown."""
@@ -225,18 +224,16 @@ class CaseContext:
             return None
         row, divisor = reference
         diagnosed = self._series(self.case, lambda trial: _timed(trial, [name]))
-        alone = scaled(self._series(row.case, lambda trial: _timed(trial, [name])), 1 / divisor)
-        value = self.row.phases.get(name, 0.0) - row.phases.get(name, 0.0) / divisor
+        alone = self._series(row.case, lambda trial: _timed(trial, [name]))
         if not diagnosed or not alone:
             return None
-        return stats.around(value, stats.difference(diagnosed, alone))
+        found = stats.mean_difference(diagnosed, alone.scaled(1 / divisor))
+        return scaled(found, self._in_rounds_of_baseline)
 
-    def _series(self, case: Case, of_trial: Callable[[Trial], Sequence[float]]) -> stats.Rounds:
+    def _series(self, case: Case, of_trial: Callable[[Trial], Sequence[float]]) -> stats.Timed:
         trials = [trial for trial in self.trials_of.get(case, ()) if trial.trusted and trial.timed]
-        noisy = {trial.round for trial in trials if foreign_load.noisy(trial)}
-        return parts(
-            case, stats.Timed({trial.round: [*of_trial(trial)] for trial in trials}, noisy)
-        )
+        values = {trial.round: [*of_trial(trial)] for trial in trials}
+        return parts(case, stats.Timed(values, *disturbance.by_round(trials)))
 
 
 def _timed(trial: Trial, names: Sequence[str]) -> list[float]:
@@ -253,12 +250,6 @@ def overlap(trials: Iterable[Trial], phase: Phase) -> float | None:
     found = [trial.ledger.concurrency.get(phase, (0.0, 0.0)) for trial in trials]
     apart, together = (sum(column) for column in zip(*found, strict=True)) if found else (0.0, 0.0)
     return apart / together if together else None
-
-
-def scaled(series: stats.Rounds, factor: float) -> stats.Timed:
-    """Return the series with every duration multiplied by `factor`."""
-    found = {number: [one * factor for one in steps] for number, steps in series.items()}
-    return stats.Timed(found, stats.noisy(series))
 
 
 def contexts(
@@ -400,7 +391,7 @@ class Finding:
 
     `share` is the cost as a fraction of the step, 0 if it costs no time. `cures` are the measured
     cases that apply the remedy, the fastest first. `code` is the Python line that applies the
-    remedy, and `command` measures it; "" if there is none.
+    remedy, with `code_for`, what it uses; `command` measures it. Each is "" if there is none.
     """
 
     rule: FindingRule
@@ -410,6 +401,7 @@ class Finding:
     cures: tuple[Cure, ...]
     labels: tuple[str, ...]
     code: str = ""
+    code_for: str = ""
     command: str = ""
 
     @property

@@ -15,15 +15,15 @@ from dpbench.analysis.findings.rule import (
     Judgement,
     Missing,
     remedial,
-    scaled,
 )
 from dpbench.analysis.summary import busy_of
 from dpbench.analysis.transfers import SlowLink
-from dpbench.records import HOST, Case, Phase
+from dpbench.records import HOST, Case, Phase, registry
+from dpbench.records.estimate import Estimate
 from dpbench.records.names import devices, in_words
 from dpbench.records.registry import Parallelism, Role
 from dpbench.records.schedule import Schedule
-from dpbench.records.trial import Estimate
+from dpbench.records.spelling import dashed
 from dpbench.records.words import (
     NOT_ENOUGH,
     REMEDY,
@@ -38,7 +38,6 @@ from dpbench.records.words import (
     verb,
     withheld,
 )
-from dpbench.records.work import CopyTimes
 
 LEVEL = 1.1
 """The largest ratio of a device's memory or busy time to the others' mean in balance."""
@@ -126,21 +125,18 @@ def _slow_device(context: CaseContext) -> Judgement:
 
 
 def _late(context: CaseContext) -> Judgement:
-    """Return evidence on ranks that wait for the last one; None if the arrivals are unknown.
-
-    If all arrived at the mean of their times, a step would be shorter by the mean wait.
-    """
+    """Return evidence on ranks that wait for the last one; None if the arrivals are unknown."""
     every = [one for trial in context.trials for one in arrivals.of_trial(trial)]
     if not every:
         return None
-    seconds = context.median(arrivals.waiting)
+    seconds = context.mean(arrivals.waiting)
     counts = Counter(one.last for one in every)
     rank, often = counts.most_common(1)[0]
     return Evidence(
         says=f"ranks wait for each other, most often for rank {rank}",
         numbers=(
-            f"rank {rank} arrives last at {often} of {count(len(every), 'collective')}; a rank"
-            f" waits {time(seconds.value)} per step on average"
+            f"rank {rank} arrives last at {often} of {count(len(every), 'collective')}; the rank"
+            f" that arrives first waits {time(seconds.value)} per step"
         ),
         size_s=seconds,
     )
@@ -163,7 +159,7 @@ def _slow_link(phases: Sequence[Phase], *, to_host: bool) -> Callable[[CaseConte
             return None
         slow.sort(key=lambda one: -one.slower.value)
         moving = context.phase(*phases)
-        copied = min(copy.bytes for trial in timed for copy in CopyTimes.all_of(trial.provenance))
+        copied = min(copy.bytes for trial in timed for copy in trial.facts.copies)
         shown = slow[:SHOWN_LINKS]
         more = (
             [f"and {count(len(slow) - len(shown), 'more link')}"] if len(slow) > len(shown) else []
@@ -260,8 +256,10 @@ def _small(context: CaseContext) -> Judgement:
     if whole is None or part is None or whole.step is None or part.step is None:
         lacking = context.case.batch_size if whole is None else share
         few = f"{count(share, 'sample')} per device {verb(share, 'is', 'are')} too few"
+        alone = registry.of_role(Role.BASELINE)
         return Missing(
-            f"whether {few} (measure it with --strategies single --batch-sizes {lacking})"
+            f"whether {few} (measure it with {dashed('strategies', alone)}"
+            f" {dashed('batch_sizes', lacking)})"
         )
     most = context.case.devices
     ideal = whole.step.value / most
@@ -280,7 +278,7 @@ def _small(context: CaseContext) -> Judgement:
             f" {count(context.case.batch_size, 'sample')}; with 1/{most} of the batch, its step is"
             f" faster by a factor of only {number(whole.step.value / part.step.value)}"
         ),
-        size_s=stats.difference(part.series, scaled(whole.series, 1 / most)),
+        size_s=stats.difference(part.series, whole.series.scaled(1 / most)),
     )
 
 
@@ -294,8 +292,8 @@ def _bigger(context: CaseContext) -> Judgement:
     ]
     if not others:
         return Missing(
-            "whether a bigger batch scales better (measure it with --batch-per-device, or with more"
-            " --batch-sizes)"
+            "whether a bigger batch scales better (measure it with"
+            f" {dashed('batch_per_device')}, or with more {dashed('batch_sizes')})"
         )
     best = max(others, key=lambda row: row.throughput.value if row.throughput else 0.0)
     assert best.step is not None
@@ -316,7 +314,7 @@ def _bigger(context: CaseContext) -> Judgement:
             f" speed-up over one device is {bigger_speedup} at batch"
             f" {best.case.batch_size} and {speedup} at batch {context.case.batch_size}"
         ),
-        size_s=stats.difference(context.row.series, scaled(best.series, work)),
+        size_s=stats.difference(context.row.series, best.series.scaled(work)),
         measured=True,
     )
 
@@ -365,13 +363,13 @@ def _diminishing(context: CaseContext) -> Judgement:
     fewer = context.fewer()
     if fewer is None or fewer.step is None:
         return Missing(
-            "the gain over fewer devices (measure it with --devices and several numbers, such as"
-            " 2,4)"
+            f"the gain over fewer devices (measure it with {dashed('devices')} and several"
+            " numbers, such as 2,4)"
         )
     most = context.case.devices
     before = fewer.case.devices
     work = context.case.batch_size / fewer.case.batch_size
-    gained = stats.ratio(scaled(fewer.series, work), context.row.series)
+    gained = stats.ratio(fewer.series.scaled(work), context.row.series)
     if gained.doubt:
         return _doubted(f"the gain from more than {before} devices", gained)
     serial = sum(seconds for name, seconds in context.row.phases.items() if name not in COMPUTE)
@@ -391,7 +389,7 @@ def _diminishing(context: CaseContext) -> Judgement:
             f"phases that more devices do not shorten take {percent(serial / context.step_s)} of"
             f" the step{bound}"
         ),
-        size_s=stats.difference(context.row.series, scaled(fewer.series, work * before / most)),
+        size_s=stats.difference(context.row.series, fewer.series.scaled(work * before / most)),
     )
 
 
@@ -446,7 +444,7 @@ RULES = (
         when=_slow_link((Phase.REPLICATE, Phase.GATHER, Phase.REDUCE), to_host=False),
         remedy=(
             "let dpbench doctor find out why, or use fewer devices, without the slow link"
-            " (--device-ids)"
+            f" ({dashed('device_ids')})"
         ),
         others=_fewer,
     ),
@@ -455,7 +453,7 @@ RULES = (
         when=_slow_link((Phase.SCATTER,), to_host=True),
         remedy=(
             "let dpbench doctor compare the PCIe links of the devices, or leave the device out"
-            " (--device-ids)"
+            f" ({dashed('device_ids')})"
         ),
         others=_fewer,
     ),

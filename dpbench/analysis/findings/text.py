@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dpbench.analysis.answer import Answer
 from dpbench.analysis.findings import Diagnosis
 from dpbench.analysis.findings.rule import Cure, Finding
+from dpbench.analysis.statements import Statement
 from dpbench.analysis.summary import Row
 from dpbench.records import Case, fake, words
 from dpbench.records.names import devices, in_words
@@ -41,16 +42,24 @@ def explain(
     rows: Sequence[Row] = (),
     samples: int = 0,
     *,
+    statements: Sequence[Statement] = (),
     full: bool = False,
 ) -> str:
     """Return the answers as text, followed by the cases in `rows` without a result.
 
     If `samples`, the number of samples in an epoch, is not 0, each answer states the time of an
-    epoch. If `full`, the diagnoses follow the answers.
+    epoch. If `full`, the diagnoses follow the answers. The `statements` on the run are last.
     """
     said = ["\n".join(_bullets(one, diagnosis_of(one, diagnoses), samples)) for one in answers]
     after = [render(diagnoses, rows)] if full else _without_result(rows)
-    return "\n\n".join([*(said or [NOTHING]), *after])
+    return "\n\n".join([*(said or [NOTHING]), *after, *_stated(statements)])
+
+
+def _stated(statements: Sequence[Statement]) -> Iterator[str]:
+    for title, warns in (("Warnings:", True), ("Remarks:", False)):
+        lines = [_filled("  - ", str(one), hang=4) for one in statements if one.warns is warns]
+        if lines:
+            yield "\n".join([title, *lines])
 
 
 def render(diagnoses: Sequence[Diagnosis], rows: Sequence[Row] = ()) -> str:
@@ -71,7 +80,9 @@ def diagnosis_of(answer: Answer, diagnoses: Sequence[Diagnosis]) -> Diagnosis | 
 
 
 def _bullets(answer: Answer, diagnosis: Diagnosis | None, samples: int) -> Iterator[str]:
-    yield textwrap.fill(f"{answer.subject}: {answer.headline} [{' '.join(answer.labels)}]", WIDTH)
+    first, *others = answer.verdict
+    yield textwrap.fill(f"{first} [{' '.join(answer.labels)}]", WIDTH)
+    yield from (_filled("  ", line, hang=2) for line in others)
     epoch = answer.epoch(samples) if samples else ""
     costly = [one for one in diagnosis.findings if one.stake] if diagnosis else []
     observed = answer.home.traits.observed  # the headline of an observed loop names the finding
@@ -83,21 +94,24 @@ def _bullets(answer: Answer, diagnosis: Diagnosis | None, samples: int) -> Itera
     cause = [answer.reason, "" if observed else largest]
     helping = [one for one in costly if not one.in_vain]
     change = _remedy_clauses(helping[0]) if helping else []
-    first = "certainty" if observed else "gain"
-    bullets = {first: [answer.certainty, answer.memory, epoch], "cause": cause, "change": change}
+    bullets = {
+        "certainty": [answer.certainty, answer.memory, epoch],
+        "cause": cause,
+        "change": change,
+    }
     unexplained = no_finding(diagnosis) if diagnosis else "no case was diagnosed"
     nothing = {
-        first: words.MISSING,
+        "certainty": words.MISSING,
         "cause": unexplained,
         "change": "none that these measurements support",
     }
     for name, clauses in bullets.items():
         yield _filled(f"  - {name}: ", "; ".join(filter(None, clauses)) or nothing[name], hang=4)
     # code and command are not wrapped, so that a user can paste them
-    code = helping[0].code if helping and helping[0].code != answer.command else ""
-    yield from (
-        f"  {name}: {line}" for name, line in (("code", code), ("next", answer.command)) if line
-    )
+    if helping and helping[0].code and helping[0].code != answer.command:
+        yield f"  {_code_title(helping[0])}: {helping[0].code}"
+    if answer.command:
+        yield f"  next: {answer.command}"
 
 
 def no_finding(diagnosis: Diagnosis) -> str:
@@ -117,7 +131,8 @@ def _named(case: Case) -> str:
 
 
 def _remedy_clauses(finding: Finding) -> list[str]:
-    return [finding.rule.remedy, f"measured: {_cure(finding.cures[0])}" if finding.cures else ""]
+    measured = f"measured: {_cure(finding, finding.cures[0])}" if finding.cures else ""
+    return [finding.rule.remedy, measured]
 
 
 def _lost(row: Row) -> str:
@@ -175,20 +190,28 @@ def parts(finding: Finding) -> list[tuple[str, str]]:
     pairs = [("evidence", finding.evidence.numbers), ("remedy", finding.rule.remedy)]
     if finding.cures and not finding.evidence.measured:
         pairs.append(
-            ("measured in this run", "; ".join(_cure(cure) for cure in finding.cures[:CURES]))
+            (
+                "measured in this run",
+                "; ".join(_cure(finding, one) for one in finding.cures[:CURES]),
+            )
         )
     if finding.code:
-        pairs.append(("code", finding.code))
+        pairs.append((_code_title(finding), finding.code))
     if finding.command and not (finding.cures or finding.evidence.measured):
         pairs.append((NEXT if finding.evidence.command else UNMEASURED, finding.command))
     return pairs
 
 
-def _cure(cure: Cure) -> str:
+def _code_title(finding: Finding) -> str:
+    return f"code for {finding.code_for}" if finding.code_for else "code"
+
+
+def _cure(finding: Finding, cure: Cure) -> str:
     name = in_words(cure.row.case)
     if cure.ratio.doubt:
         return f"{name}: {withheld(cure.ratio)}"
-    said = {"faster": "as fast", "slower": "as fast (slower)", "same": "as fast (the same)"}
-    verdict = said.get(cure.verdict, "as fast (undecided)")
+    said = {"faster": "", "slower": " (slower)", "same": " (the same)"}
+    verdict = said.get(cure.verdict, " (undecided)")
     saved = f", saves {time(cure.gain_s.value)}" if cure.verdict == "faster" else ""
-    return f"{name} {times(cure.ratio)} {verdict}{saved}"
+    than = in_words(finding.row.case)
+    return f"{name} is {times(cure.ratio)} as fast as {than}{verdict}{saved}"

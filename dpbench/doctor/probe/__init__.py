@@ -15,10 +15,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
 
+import msgspec
 import torch
 
 from dpbench.doctor import transfers
@@ -28,7 +29,12 @@ from dpbench.doctor.transfers import Say
 from dpbench.hardware import foreign_load, nvml, processes, provenance
 from dpbench.measure.server import environment
 from dpbench.records import HOST, fake
+from dpbench.records.disturbance import NOISY, busy, told
+from dpbench.records.errors import UsageError
 from dpbench.records.examination import DIRECT
+from dpbench.records.facts import Gpu, RunFacts
+from dpbench.records.load import Load, Measured, UnknownLoad
+from dpbench.records.spelling import dashed
 
 PASSES = 3
 """The planned number of passes."""
@@ -55,13 +61,13 @@ class Probe:
     figures: Mapping[str, float]
     passes: int
     seconds: float
-    load: foreign_load.Measured
+    load: Measured
     """The load of other processes during the passes, or before them if it was high or unknown."""
     left_out: tuple[str, ...] = ()
     """What was left out, and why, each as a clause."""
     peer_access: bool = False
     """Whether all GPUs can access each other's memory; False with fewer than two."""
-    facts: tuple[Mapping[str, Any], ...] = ()
+    facts: tuple[Gpu, ...] = ()
     """What NVML says about each GPU; empty if it does not list them."""
 
 
@@ -90,17 +96,17 @@ def probe(say: Say, *, patience_s: float | None = None, anyway: bool = False) ->
     """
     count = torch.cuda.device_count()
     if not count:
-        raise ValueError(
+        raise UsageError(
             "torch finds no GPU on this machine, and predictions are for GPUs only; `dpbench run`"
             " measures steps on this processor within minutes"
         )
     load = foreign_load.wait(foreign_load.patience(patience_s), say, gpus=range(count))
-    busy = foreign_load.busy(load)
-    if busy and not anyway:
+    is_busy = busy(load)
+    if is_busy and not anyway:
         raise BusyMachine(
-            f"the machine is too busy for a probe: {foreign_load.told(load)}; end the other"
-            " processes, wait longer (--patience SECONDS), or measure anyway and label the machine"
-            f" file {foreign_load.NOISY} (--anyway)"
+            f"the machine is too busy for a probe: {told(load)}; end the other"
+            f" processes, wait longer ({dashed('patience', 'SECONDS')}), or measure anyway and"
+            f" label the machine file {NOISY} ({dashed('anyway')})"
         )
     begin = time.perf_counter()
     before = foreign_load.snapshot()
@@ -122,13 +128,14 @@ def probe(say: Say, *, patience_s: float | None = None, anyway: bool = False) ->
                 left_out[one.left_out] = None
             else:
                 values.setdefault(one[0], []).append(one[1])
-    if not busy and isinstance(load, foreign_load.Load):
+    if not is_busy and isinstance(load.cores, Load):
         # GPUs were measured before the passes only
-        load = replace(foreign_load.since(before), gpus=load.gpus)
+        load = Measured(foreign_load.since(before), load.gpus)
     host_facts = provenance.host_facts()
     pairs = list(permutations(range(count), 2))
     described = nvml.describe()
-    facts = tuple(described["gpus"]) if len(described["gpus"]) == count else ()
+    listed = msgspec.convert(described["gpus"], tuple[Gpu, ...])
+    facts = listed if len(listed) == count else ()
     if pairs and not (facts and all(map(_tells_ends, facts))):
         left_out["NVLinks between GPUs, because NVML does not tell where they end"] = None
     if missing := PASSES - passes:
@@ -151,15 +158,14 @@ def probe(say: Say, *, patience_s: float | None = None, anyway: bool = False) ->
     return result
 
 
-def _tells_ends(gpu: Mapping[str, Any]) -> bool:
-    links = gpu.get("nvlinks", {})
-    return "ends" in links or not links.get("active")
+def _tells_ends(gpu: Gpu) -> bool:
+    return gpu.nvlinks.ends is not None or not gpu.nvlinks.active
 
 
 def _gpu_names(count: int, described: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the GPUs; those of fake ones say so, which labels predictions."""
     names = [torch.cuda.get_device_name(i) for i in range(count)]
-    fakes = fake.fake_gpus({"gpus": described})
+    fakes = fake.fake_gpus(RunFacts.of({"gpus": described}))
     return tuple(
         f"{fake.NAME} {name}" if fakes and not name.startswith(fake.NAME) else name
         for name in names
@@ -168,10 +174,10 @@ def _gpu_names(count: int, described: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _endings(result: Probe) -> Iterator[str]:
     yield from (f"left out: {one}" for one in result.left_out)
-    if foreign_load.busy(result.load):
-        yield f"{foreign_load.NOISY}: {foreign_load.told(result.load)}"
-    elif isinstance(result.load, foreign_load.UnknownLoad):
-        yield str(result.load)
+    if busy(result.load):
+        yield f"{NOISY}: {told(result.load)}"
+    elif isinstance(result.load.cores, UnknownLoad):
+        yield str(result.load.cores)
 
 
 def _pass(name: str, say: Say) -> list[Figure | LeftOut]:
@@ -242,7 +248,7 @@ def to_toml(result: Probe) -> str:
     passes = f"{result.passes} of {PASSES} passes in {result.seconds:.0f} s"
     how = f"measured by dpbench doctor in {passes} with torch {torch.__version__}"
     how = "; ".join([how, *_endings(result)])
-    noisy = f" ({foreign_load.NOISY})" if foreign_load.busy(result.load) else ""
+    noisy = f" ({NOISY})" if busy(result.load) else ""
     count = len(result.gpus)
     what = f"{result.name}, {result.cores} cores: {count} x {result.gpus[0]}{noisy}"
     found = result.figures
@@ -300,7 +306,7 @@ def _nvlinks(result: Probe) -> Iterator[str]:
         if nvml.nvlinks(one, other):
             ends = (
                 (f"gpu{source}", "nvswitch")
-                if nvml.SWITCH in one["nvlinks"]["ends"]
+                if nvml.SWITCH in (one.nvlinks.ends or {})
                 else (f"gpu{min(source, target)}", f"gpu{max(source, target)}")
             )
             rates.setdefault(ends, []).append(

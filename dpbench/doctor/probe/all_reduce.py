@@ -25,6 +25,7 @@ from dpbench.doctor.probe.figures import Figure, line, typical
 from dpbench.hardware import processes
 from dpbench.measure import scratch
 from dpbench.measure.ranks import run
+from dpbench.records import files
 
 KIB = 2**10
 MIB = 2**20
@@ -167,9 +168,7 @@ def _record(folder: Path, backend: str, rank: int) -> None:
     name = "_dump_nccl_trace_json" if backend == "nccl" else "_dump_fr_trace_json"
     dump = getattr(recorder, name, None)
     entries = json.loads(dump()).get("entries", []) if dump else None
-    written = folder / f"recorded-{rank}.part"
-    written.write_text(json.dumps(entries), encoding="utf-8")
-    written.rename(folder / f"recorded-{rank}")
+    files.write(folder / f"recorded-{rank}", json.dumps(entries))
 
 
 def _rank(

@@ -2,7 +2,7 @@
 
 What it changes in `step.step`: `replicate` copies the weights through autograd as before, but does
 not rebuild the replicas' module trees; it binds the new tensors to the trees of the last call. It
-relies on noticing every change of the module's parameters, submodules, buffers and plain
+relies on noticing every change of the module's parameters, submodules, buffers, hooks and plain
 attributes. After a change, the trees are built again, which costs as much as in `reference`.
 """
 
@@ -17,26 +17,37 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as module_hooks
 
-from dpbench.engine.replicate import Reducer, check_placed, copied, rebuild, unique
+from dpbench.engine.containers import same
+from dpbench.engine.replicate import (
+    GLOBAL_HOOKS,
+    HOOKS,
+    Reducer,
+    buffers_of,
+    check_placed,
+    copied,
+    parameters_of,
+    rebuild,
+)
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import Devices, as_devices
 from dpbench.records import Mark, Phase, no_mark
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS = [getattr(module_hooks, f"_global{name}") for name in _HOOKS]
 _HOLDERS = ("_parameters", "_buffers", "_modules", "_former_parameters")
 
 
 class CachedReplicas(threading.local):
-    """A function `replicate` that keeps the replicas of one module.
+    """A function `replicate` that keeps the replicas of the module that it was last called with.
 
     Each calling thread has its own, because a forward may store attributes in a replica.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._cache = ReplicaCache(module)
+    def __init__(self) -> None:
+        self._cache: ReplicaCache | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Make `copy` and `pickle` leave the replicas out."""
+        return CachedReplicas, ()
 
     def replicate(
         self,
@@ -49,8 +60,10 @@ class CachedReplicas(threading.local):
     ) -> list[nn.Module]:
         """Return one replica of the module per device: see `replicate.replicate`."""
         devices = as_devices(devices)
-        cache = self._cache
         with mark(Phase.REPLICATE, devices[0].index):
+            if self._cache is None or self._cache.module is not module:
+                self._cache = ReplicaCache(module)
+            cache = self._cache
             cache.refresh()
             cache.check_placed(devices[0])
         tensors, copies = copied(cache.parameters, cache.buffers, devices, detach, reducer, mark)
@@ -64,9 +77,9 @@ class ReplicaCache:
     Training needs a separate set, because activation checkpointing repeats the forward during
     backward, and calls without gradients may happen between forward and backward.
 
-    The copies are made again if the module's parameters, submodules or plain attributes have
-    changed (`eval()`, `dropout.p = 0.1`), or if a forward has written attributes of a replica,
-    because torch's replicas lose these attributes after each forward.
+    The copies are made again if the module's parameters, submodules, hooks or plain attributes have
+    changed (`eval()`, `dropout.p = 0.1`), or if a forward has written attributes or hooks of a
+    replica, because replicas lose these after each forward.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -80,12 +93,11 @@ class ReplicaCache:
         self._watched: list[dict[str, Any]] = [
             d for m in modules for d in (m.__dict__, m._modules, m._parameters, m._buffers)
         ]
-        self._names = list(chain.from_iterable(self._watched))
-        self._seen = list(chain.from_iterable(map(dict.values, self._watched)))
-        self._hooks = [*_GLOBAL_HOOKS, *(getattr(m, name) for m in modules for name in _HOOKS)]
+        self._hooks = list(_hooks_of(modules))
+        self._names, self._seen = self._present()
         self._library = all(_is_library(m) for m in modules)
-        self.parameters: list[torch.Tensor] = unique(self.module.parameters())
-        self.buffers: list[torch.Tensor] = unique(self.module.buffers())
+        self.parameters: list[torch.Tensor] = parameters_of(self.module)
+        self.buffers: list[torch.Tensor] = buffers_of(self.module)
         self._replicas: dict[bool, list[_CachedReplica]] = {}
         self._orders: dict[bool, list[int]] = {}
 
@@ -104,12 +116,17 @@ class ReplicaCache:
             check_placed(chain(self.parameters, self.buffers), root)
             self._unchecked = False
 
+    def _present(self) -> tuple[list[Any], list[Any]]:
+        """Return the names and values of all that is watched."""
+        watched: list[dict[Any, Any]] = [*self._watched, *filter(None, self._hooks)]
+        names = list(chain.from_iterable(watched))
+        return names, list(chain.from_iterable(map(dict.values, watched)))
+
     def _changed(self) -> bool:
-        names = list(chain.from_iterable(self._watched))
-        values = list(chain.from_iterable(map(dict.values, self._watched)))
+        names, values = self._present()
         return (
             names != self._names
-            or not _same(values, self._seen)
+            or not same(values, self._seen)
             or list(map(type, self._modules)) != self._types
         )
 
@@ -127,7 +144,7 @@ class ReplicaCache:
         """
         order = [id(source) for source in sources]
         replicas = self._replicas.get(detached, [])
-        watching = not self._library or any(self._hooks)
+        watching = not self._library or any(self._hooks) or any(GLOBAL_HOOKS.values())
         if (
             len(replicas) < len(copies)
             or order != self._orders[detached]
@@ -186,6 +203,8 @@ class _CachedReplica:
         self._holders = [holder for _, holder, _, _ in places]
         self._keys = [key for _, _, key, _ in places]
         self._pick = _picker([number for _, _, _, number in places])
+        self._hooks = list(_hooks_of(self.root.modules())) if watching else []
+        self._numbers = self._hook_numbers()
         self._seen = self._values() if watching else []
 
     def bind(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -202,13 +221,17 @@ class _CachedReplica:
             deque(map(setitem, repeat(self._seen), self._positions, picked), maxlen=0)
 
     def written(self) -> bool:
-        """Return whether a forward has set attributes since the last `bind`.
+        """Return whether a forward has set attributes or hooks since the last `bind`.
 
         Always False without `watching`.
         """
         if not self.watching:
             return False
-        return not _same(self._values(), self._seen)
+        return self._hook_numbers() != self._numbers or not same(self._values(), self._seen)
+
+    def _hook_numbers(self) -> list[int]:
+        """Return the numbers that torch has given the replica's hooks."""
+        return list(chain.from_iterable(filter(None, self._hooks)))
 
     def _values(self) -> list[Any]:
         """Return all values of the replica's dicts and lists, in order.
@@ -221,19 +244,11 @@ class _CachedReplica:
         ]
 
 
-def _same(values: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Return whether two lists have the same objects, or equal integers and strings, in order.
-
-    Other equal objects may differ: 0.0 from -0.0, a tensor from one of another dtype, a list from
-    another that the user's code changes later.
-    """
-    if len(values) != len(others):
-        return False
-    return all(map(is_, values, others)) or all(
-        value is other
-        or (type(value) is type(other) and type(value) in (int, str) and value == other)
-        for value, other in zip(values, others, strict=True)
-    )
+def _hooks_of(modules: Iterable[nn.Module]) -> Iterable[dict[int, Any]]:
+    """Yield each module's dicts of hooks."""
+    for module in modules:
+        attributes = module.__dict__
+        yield from (attributes[name] for name in HOOKS if name in attributes)
 
 
 def _containers(root: nn.Module) -> Iterable[Any]:

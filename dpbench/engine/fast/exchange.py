@@ -7,14 +7,19 @@ have no collectives: their gradients are added in replica order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 
 import torch
 
 from dpbench.engine.fast.flat_storage import is_dense, plan
 from dpbench.hardware.device import Collectives, Device
 from dpbench.hardware.devices._many import copy_all
-from dpbench.records import Mark, Phase
+from dpbench.records import Mark, Phase, marked
+
+NEEDS_DENSE = (
+    "kept replicas need dense gradients, but {}; use schedule='cached', or create the layer with"
+    " sparse=False"
+)
+"""The reason for which sparse gradients are refused, without what is sparse."""
 
 
 def choose(devices: Sequence[Device], tensors: Sequence[torch.Tensor]) -> Collectives | None:
@@ -46,6 +51,7 @@ class Exchange:
     ) -> None:
         self._collectives = collectives
         self._devices = devices
+        self._indices = [device.index for device in devices]
         self._everyone = everyone
         self._mark = mark
         layout = plan(groups, parameters[0], len(devices))
@@ -80,7 +86,7 @@ class Exchange:
 
     def wait(self, phase: Phase = Phase.REDUCE) -> None:
         """Make every device wait for the collectives queued so far, as a part of `phase`."""
-        with self._marked(phase):
+        with marked(self._mark, phase, self._indices):
             self.lead()
 
     def lead(self) -> None:
@@ -110,7 +116,7 @@ class Exchange:
         The collectives wait for the work already queued on the devices; later work waits for the
         collectives.
         """
-        with self._marked(Phase.REPLICATE), torch.no_grad():
+        with marked(self._mark, Phase.REPLICATE, self._indices), torch.no_grad():
             for i in range(len(self._devices)):
                 self._collectives.follow(i)
             for tensors in zip(*weights, strict=True):
@@ -118,18 +124,9 @@ class Exchange:
             for i in range(len(self._devices)):
                 self._collectives.lead(i)
 
-    def _marked(self, phase: Phase) -> ExitStack:
-        stack = ExitStack()
-        for device in self._devices:
-            stack.enter_context(self._mark(phase, device.index))
-        return stack
-
 
 def dense(gradient: torch.Tensor) -> torch.Tensor:
     """Return the gradient; raise ValueError if it is sparse, which flat buffers cannot hold."""
     if gradient.layout is not torch.strided:
-        raise ValueError(
-            "kept replicas need dense gradients, but a parameter has a sparse gradient; use"
-            " schedule='cached', or create the layer with sparse=False"
-        )
+        raise ValueError(NEEDS_DENSE.format("a parameter has a sparse gradient"))
     return gradient

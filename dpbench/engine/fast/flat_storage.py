@@ -73,8 +73,8 @@ def plan(
 ) -> Layout:
     """Return a layout with one flat buffer per dtype and group of indices of `tensors`.
 
-    Each buffer can be cut into `shares` equal parts that start at aligned addresses. Raises
-    ValueError for a tensor that is not dense, because a slot cannot represent its strides.
+    Each buffer can be cut into `shares` equal parts that start at aligned addresses. The tensors
+    must be dense (see `is_dense`), because a slot represents no other strides.
     """
     flats = []
     for group in groups:
@@ -92,15 +92,9 @@ def _flat(
     slots = []
     offset = 0
     for number in numbers:
-        tensor = tensors[number]
-        if not is_dense(tensor):
-            raise ValueError(
-                "flat buffers need parameters that are dense in memory, but the parameter of"
-                f" shape {tuple(tensor.shape)} has strides {tensor.stride()}: set parameter.data ="
-                " parameter.data.contiguous(), or use the schedule allreduce"
-            )
-        slots.append(Slot(number, offset, offset + tensor.numel()))
-        offset += -(-tensor.numel() // step) * step
+        size = tensors[number].numel()
+        slots.append(Slot(number, offset, offset + size))
+        offset += -(-size // step) * step
     return Flat(dtype, tuple(slots), -(-offset // (step * shares)) * step * shares)
 
 
@@ -145,9 +139,13 @@ class FlatWeights:
         self.parameters = list(parameters)
         self.buffers = self.layout.allocate(root)
         self.views = self.layout.views(self.buffers, self.parameters)
-        for number, view in self.views.items():
-            view.copy_(self.parameters[number].detach())
-            self.parameters[number].data = view
+        try:
+            for number, view in self.views.items():
+                view.copy_(self.parameters[number].detach())
+                self.parameters[number].data = view
+        except BaseException:  # an interrupt: other parameters would have moved already
+            self.release()
+            raise
 
     def release(self) -> None:
         """Move the parameters that are still in the flat buffers into separate storage.

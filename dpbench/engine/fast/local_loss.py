@@ -13,9 +13,11 @@ from torch import nn
 
 from dpbench.engine.errors import call_on
 from dpbench.engine.fast.losses import Summed
-from dpbench.engine.parallel_apply import NOTHING, Context
+from dpbench.engine.turn import Turn
 from dpbench.hardware.device import Device
 from dpbench.records import Mark, Phase
+
+_LOW = (torch.float16, torch.bfloat16)
 
 
 def check(loss: Callable[..., torch.Tensor], parts: torch.Tensor, output: Any, target: Any) -> bool:
@@ -29,7 +31,7 @@ def check(loss: Callable[..., torch.Tensor], parts: torch.Tensor, output: Any, t
     summed = float(parts)
     if not math.isfinite(whole):
         return False
-    half = isinstance(output, torch.Tensor) and output.dtype in (torch.float16, torch.bfloat16)
+    half = isinstance(output, torch.Tensor) and output.dtype in _LOW
     if not abs(summed - whole) <= (3e-2 if half else 1e-3) * max(abs(whole), 1e-3):
         raise ValueError(
             f"the loss from the replicas' sums is {summed:.6g}, but the loss of the"
@@ -47,8 +49,9 @@ class LocalLoss:
     `alone` for each replica, then `add` once. In both cases the attribute `loss` is then the loss
     of the batch.
 
-    `pieces` are (inputs, target) pairs. `scale` is applied to the loss from which backward starts.
-    `turn` is the context of each forward, with its loss.
+    `pieces` are pairs of forward's positional and keyword arguments, and the target. `scale` is
+    applied to the loss from which backward starts.
+    `turn` says when each forward, with its loss, may begin.
     If the rows of a replica's output and target do not correspond one to one, `meet` sets `split`
     to False. The loss must then be computed over the gathered `outputs`.
     """
@@ -62,7 +65,7 @@ class LocalLoss:
         mark: Mark,
         *,
         scale: Callable[[torch.Tensor], torch.Tensor],
-        turn: Context = NOTHING,
+        turn: Turn,
         weight: int | None = None,
     ) -> None:
         self._summed = summed
@@ -81,12 +84,12 @@ class LocalLoss:
 
     def forward(self, i: int) -> None:
         """Run replica i, and compute the sum of the loss over the replica's rows."""
-        inputs, target = self._pieces[i]
+        (arguments, keywords), target = self._pieces[i]
         device = self._devices[i]
         mark = self._mark
-        with self._turn:
+        with self._turn.of(i):
             with mark(Phase.FORWARD, device.index):
-                self.outputs[i] = call_on(device, self._replicas[i], inputs, {})
+                self.outputs[i] = call_on(device, self._replicas[i], arguments, keywords)
             # torch's own losses, whose divisor may be known, raise an error for rows that differ
             if not self.split and not self._summed.splits(self.outputs[i], target):
                 return
@@ -116,7 +119,7 @@ class LocalLoss:
         with self._mark(Phase.LOSS, root.index), torch.no_grad():
             if self._weights[0] is not None:
                 self._weight = _sum(self._weights, root)
-            self.loss = _divided(_sum(self._totals, root), self._weight)
+            self.loss = self._added()
 
     def backward(self, i: int) -> None:
         """Run replica i's backward; call this in the thread that ran the replica's forward."""
@@ -142,7 +145,14 @@ class LocalLoss:
     def add(self) -> None:
         """Add the replicas' parts of the loss on the first device, after backward, in no phase."""
         with torch.no_grad():
-            self.loss = _divided(_sum(self._totals, self._devices[0]), self._weight)
+            self.loss = self._added()
+
+    def _added(self) -> torch.Tensor:
+        """Return the loss of the batch: in fp32, because a sum of many rows rounds in bf16."""
+        dtype = self._totals[0].dtype
+        totals = [total.float() if dtype in _LOW else total for total in self._totals]
+        loss: torch.Tensor = _divided(_sum(totals, self._devices[0]), self._weight)
+        return loss.to(dtype) if dtype in _LOW else loss
 
 
 def _here(value: Any, device: Device) -> Any:

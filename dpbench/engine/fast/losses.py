@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.modules import module as module_hooks
+
+from dpbench.engine.replicate import GLOBAL_HOOKS
 
 Function = Callable[..., Any]
 Divisor = Callable[[torch.Tensor, torch.Tensor, Mapping[str, Any]], Any]
@@ -99,8 +100,6 @@ ROUNDED = (
     " change the last bit of the gradients"
 )
 """Why a selected schedule computes the loss of the whole batch."""
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
 
 
 @dataclass(frozen=True)
@@ -204,10 +203,9 @@ def _settings(loss_fn: Any) -> tuple[DivisorRule, dict[str, Any]] | None:
         )
     if isinstance(loss_fn, nn.Module):
         rule = _RULES.get(type(loss_fn))
-        hooked = any(getattr(loss_fn, name) for name in _HOOKS) or any(
-            getattr(module_hooks, n) for n in _GLOBAL_HOOKS
-        )
-        if rule is None or hooked or "forward" in loss_fn.__dict__:
+        if rule is None or "forward" in loss_fn.__dict__:
+            return None
+        if any(GLOBAL_HOOKS.values()) or any(getattr(loss_fn, name) for name in GLOBAL_HOOKS):
             return None
         return rule, {name: getattr(loss_fn, name) for name in ("reduction", *rule.settings)}
     try:

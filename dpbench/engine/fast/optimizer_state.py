@@ -9,15 +9,14 @@ to the entries. If the state is never accessed, no values are copied.
 from __future__ import annotations
 
 from collections import UserDict, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
-from dpbench.engine.errors import Refused
+from dpbench.engine.fast.flat_storage import line
+from dpbench.engine.fast.shards import ParamShard, Segment
+from dpbench.engine.fast.stepper import OptimizerGroup, Stepper, groups_of, is_elementwise
 
 State = defaultdict[Any, Any]
 """An optimizer's state in torch's format: for each tensor, a dict of values by name."""
@@ -86,121 +85,182 @@ def _alike(held: Any, value: Any) -> bool:
     )
 
 
-ELEMENTWISE = (Adam, AdamW, SGD, RMSprop, Adagrad)
-"""The optimizers that step every element independently: parameters may be joined and cut."""
+class OptimizerState:
+    """The state of the user's `optimizer`, whose `steppers` keep it by shard.
 
-Stepped = tuple[torch.Tensor, torch.Tensor, int]
-"""A weight, its gradient, and the index of its optimizer group."""
-
-
-class Stepper:
-    """One device's optimizer, with the shards that it steps and its state by shard.
-
-    `leader` is the user's optimizer, whose options every other optimizer copies.
+    `groups` are the optimizer's groups of `parameters`. All devices together have the state of each
+    parameter if it is `sharded`; if not, each device has all of it. The tensors of the state have
+    the strides of `like`.
     """
 
-    def __init__(self, optimizer: Optimizer, leader: Optimizer, shards: Sequence[Stepped]) -> None:
-        self._optimizer = optimizer
-        self._leader = leader
-        self._shards = shards
-        self._params = [
-            [weight for weight, _, group in shards if group == g]
-            for g in range(len(leader.param_groups))
+    def __init__(
+        self,
+        optimizer: Any,
+        groups: Sequence[OptimizerGroup],
+        parameters: Sequence[torch.Tensor],
+        like: Sequence[torch.Tensor],
+        steppers: Sequence[Stepper],
+        *,
+        sharded: bool,
+    ) -> None:
+        self._optimizer = optimizer  # of any type, because torch declares `state` as a defaultdict
+        self._groups = groups
+        self._parameters = parameters
+        self._like = like
+        self._steppers = steppers
+        self._owners = steppers if sharded else steppers[:1]
+        state = self._optimizer.state
+        stepped = {parameters[n] for group in groups for n in group.parameters}
+        self._rest = {key: entry for key, entry in state.items() if key not in stepped}
+        self._cut(state)
+        # the training loop may have references to the entries of a state that it has accessed
+        kept = isinstance(state, FetchedState) and state.fetched
+        self._state: FetchedState = state if kept else FetchedState(self._joined)
+        self._optimizer.state = self._state
+        self._hooks = [
+            self._optimizer.register_state_dict_pre_hook(lambda _: self._open()),
+            self._optimizer.register_state_dict_post_hook(lambda *_: self._shut()),
         ]
-        self.state: Any = defaultdict(dict)
 
-    def step(self) -> None:
-        """Step the shards with the present options of the user's optimizer."""
-        for weight, gradient, _ in self._shards:
-            weight.grad = gradient
-        with self._swapped():
-            self._optimizer.step()
+    @property
+    def regrouped(self) -> bool:
+        """Return whether the state was replaced, or no longer fits the shards."""
+        if self._optimizer.state is not self._state:
+            return True
+        return self._state.fetched and groups_of(self._optimizer, self._parameters) != self._groups
 
-    @contextmanager
-    def _swapped(self) -> Iterator[None]:
-        """Give the optimizer the shards, their state, and the present options of `leader`."""
-        groups, leaders = self._optimizer.param_groups, self._leader.param_groups
-        params_before = [group["params"] for group in groups]
-        state_before = self._optimizer.state
-        if groups is not leaders:
-            for group, leader in zip(groups, leaders, strict=True):
-                group.update({name: value for name, value in leader.items() if name != "params"})
-        for group, params in zip(groups, self._params, strict=True):
-            group["params"] = params
-        self._optimizer.state = self.state
+    def begin(self) -> None:
+        """Copy `optimizer.state` to the shards if the training loop may have changed it."""
+        if self._state.fetched:
+            self._cut(self._state)
+
+    def end(self) -> None:
+        """Copy the shards' state to `optimizer.state` if the training loop has accessed it."""
+        if self._state.fetched:
+            self._state.store(self._joined())
+
+    def step_plainly(self) -> None:
+        """Step the module's own parameters with the user's optimizer and state."""
+        self._open()
         try:
-            yield
+            self._optimizer.step()
+            self._cut(self._optimizer.state)
         finally:
-            self.state = self._optimizer.state
-            for group, params in zip(groups, params_before, strict=True):
-                group["params"] = params
-            self._optimizer.state = state_before
+            self._shut()
+
+    def close(self) -> None:
+        """Leave the user's optimizer with its complete state and without hooks."""
+        if self._optimizer.state is self._state and not self._state.fetched:
+            self._optimizer.state = self._joined()
+        for hook in self._hooks:
+            hook.remove()
+        # break a cycle: the former mapping references this object
+        self._state = FetchedState(State)
+
+    def _joined(self) -> State:
+        """Return the state by parameter, including entries of tensors that no shard contains."""
+        return State(dict, {**self._rest, **joined(self._owners, self._parameters, self._like)})
+
+    def _cut(self, state: Mapping[Any, Any]) -> None:
+        for stepper in self._steppers:
+            stepper.state = cut(state, stepper.shards, self._parameters)
+
+    def _open(self) -> None:
+        """Make `optimizer.state` the state by parameter, so that torch's own code can use it.
+
+        Does nothing if the training loop has replaced or accessed it.
+        """
+        self._opened = self._optimizer.state is self._state and not self._state.fetched
+        if self._opened:
+            self._optimizer.state = self._joined()
+
+    def _shut(self) -> None:
+        """Undo `_open`."""
+        if self._opened:
+            self._optimizer.state = self._state
 
 
-@dataclass(frozen=True)
-class OptimizerGroup:
-    """Indices of parameters that can be stepped as one tensor.
+def joined(
+    steppers: Sequence[Stepper],
+    parameters: Sequence[torch.Tensor],
+    like: Sequence[torch.Tensor],
+) -> State:
+    """Return the optimizer state by parameter, joined from the state of all shards.
 
-    `number` is the index of their optimizer group.
+    The keys of the returned state are `parameters`; the tensors in it have the strides of `like`.
     """
+    state: State = State(dict)
+    with torch.no_grad():
+        for stepper in steppers:
+            for shard in stepper.shards:
+                for name, value in stepper.state.get(shard.weight, {}).items():
+                    for segment in shard.segments:
+                        n = segment.parameter
+                        _put(state[parameters[n]], like[n], shard, segment, name, value)
+    return state
 
-    number: int
-    parameters: tuple[int, ...]
 
+def _put(
+    entry: dict[str, Any],
+    like: torch.Tensor,
+    shard: ParamShard,
+    segment: Segment,
+    name: str,
+    value: Any,
+) -> None:
+    """Copy the value `name` of a shard's optimizer state into `entry`, the parameter's state.
 
-def groups_of(optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[OptimizerGroup]:
-    """Return the optimizer's groups, split where parameters' states cannot be joined in one tensor.
-
-    They cannot, for example, if one parameter has been stepped more often than another. Parameters
-    that require no gradient are left out. Raises Refused if the optimizer steps a tensor that is
-    not one of `parameters`.
+    Values that are not elementwise, such as the step count, are copied whole.
     """
-    number = {id(p): n for n, p in enumerate(parameters)}
-    groups = []
-    for g, group in enumerate(optimizer.param_groups):
-        alike: dict[Hashable, list[int]] = {}
-        for parameter in group["params"]:
-            if id(parameter) not in number:
-                raise Refused(
-                    f"the optimizer steps a tensor of shape {tuple(parameter.shape)} that is not a"
-                    " parameter of the module, which kept replicas cannot handle: use"
-                    " schedule='cached'"
-                )
-            if parameter.requires_grad:
-                alike.setdefault(_form(optimizer.state.get(parameter, {}), parameter), []).append(
-                    number[id(parameter)]
-                )
-        groups += [OptimizerGroup(g, tuple(numbers)) for numbers in alike.values()]
-    return groups
+    if (
+        not isinstance(value, torch.Tensor)
+        or name == "step"
+        or value.numel() != shard.weight.numel()
+    ):
+        entry[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+        return
+    if name not in entry:
+        entry[name] = torch.zeros_like(like, dtype=value.dtype, requires_grad=False)
+    line(entry[name])[segment.start : segment.stop].copy_(segment.of(value))
 
 
-def _form(state: Mapping[str, Any], parameter: torch.Tensor) -> Hashable:
-    """Return a key that is equal for parameters whose optimizer states can be joined."""
-    return tuple(
-        (name, "" if is_elementwise(name, value, parameter) else _plain(value))
-        for name, value in sorted(state.items())
-    )
+def cut(
+    given: Mapping[Any, Any], shards: Sequence[ParamShard], parameters: Sequence[torch.Tensor]
+) -> State:
+    """Return the optimizer state by shard weight, cut from `given`, the state by parameter."""
+    state: State = State(dict)
+    with torch.no_grad():
+        for shard in shards:
+            for segment in shard.segments:
+                for name, value in given.get(parameters[segment.parameter], {}).items():
+                    _take(
+                        state[shard.weight],
+                        parameters[segment.parameter],
+                        shard,
+                        segment,
+                        name,
+                        value,
+                    )
+    return state
 
 
-def is_elementwise(name: str, value: Any, parameter: torch.Tensor) -> bool:
-    """Return whether the state's entry `name` has one number per element of the parameter."""
-    return isinstance(value, torch.Tensor) and name != "step" and value.shape == parameter.shape
+def _take(
+    entry: dict[str, Any],
+    like: torch.Tensor,
+    shard: ParamShard,
+    segment: Segment,
+    name: str,
+    value: Any,
+) -> None:
+    """Copy the value `name` of a parameter's optimizer state into `entry`, the shard's state.
 
-
-def _plain(value: Any) -> Hashable:
-    if isinstance(value, torch.Tensor):
-        return (tuple(value.shape), *value.flatten().tolist())
-    return value if isinstance(value, Hashable) else id(value)
-
-
-def mirror(optimizer: Optimizer) -> Optimizer:
-    """Return a new optimizer of the same type and options, without parameters and state.
-
-    As pickle does when it restores an object, this does not call the constructor.
+    Values that are not elementwise, such as the step count, are copied whole.
     """
-    groups: list[Mapping[str, Any]] = [{**group, "params": []} for group in optimizer.param_groups]
-    twin: Optimizer = type(optimizer).__new__(type(optimizer))
-    twin.__setstate__(
-        {"defaults": optimizer.defaults, "state": defaultdict(dict), "param_groups": groups}
-    )
-    return twin
+    if not is_elementwise(name, value, like):
+        if name not in entry:
+            entry[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
+        return
+    if name not in entry:
+        entry[name] = torch.zeros_like(shard.weight, dtype=value.dtype, requires_grad=False)
+    in_strides_of_like = torch.empty_like(like, dtype=value.dtype).copy_(value)
+    segment.of(entry[name]).copy_(line(in_strides_of_like.detach())[segment.start : segment.stop])

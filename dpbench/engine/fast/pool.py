@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
-from dpbench.engine.fast.turns import Turns
-from dpbench.engine.parallel_apply import NOTHING, Context, Job, wait_for_all
+from dpbench.engine.fast.turns import TurnsIfFaster
+from dpbench.engine.parallel_apply import Calls, Job, Stop, Workers
+from dpbench.engine.turn import NOTHING, Context
 
 
-class Pool:
+class Pool(Workers):
     """Workers with one persistent thread per replica but the first, which the calling thread runs.
 
     Persistent threads avoid the cost of starting threads, and keep the state that libraries hold
@@ -29,35 +30,43 @@ class Pool:
     or when the pool is garbage-collected. In a forked child process, the pool starts new threads.
     """
 
+    turn: TurnsIfFaster
+
     def __init__(self) -> None:
         self._inboxes: list[SimpleQueue[Any]] = []
         self._owner = os.getpid()
-        self.turn = Turns()
+        self.turn = TurnsIfFaster()
 
-    def run(self, job: Job, count: int, starting: Context = NOTHING) -> None:
+    def run(
+        self, job: Job, count: int, starting: Context = NOTHING, stop: Stop = lambda: None
+    ) -> None:
         """Run job 0 in the calling thread, and job i in thread i of the pool; wait for all jobs."""
         if os.getpid() != self._owner:
             self._inboxes = []
             self._owner = os.getpid()
-            self.turn = Turns()  # another thread may have held the lock in the forking process
+            self.turn = (
+                TurnsIfFaster()
+            )  # another thread may have had its turn in the forking process
         while len(self._inboxes) < count - 1:
             self._start()
         if count == 1:
             return job(0)
-        done: SimpleQueue[None] = SimpleQueue()
+        calls = Calls(job, range(1, count))
         flushes = _flushes_denormals()
-        with self.turn.timed():
-            with starting:
-                for i in range(1, count):
-                    self._inboxes[i - 1].put((job, i, flushes, done))
-            try:
+        try:
+            with self.turn.timed(count):
+                with starting:
+                    for i in range(1, count):
+                        self._inboxes[i - 1].put((calls, i, flushes))
                 job(0)
-            finally:
-                try:
-                    wait_for_all(done.get for _ in range(1, count))
-                except BaseException:
-                    self._inboxes = []  # a thread may still be running: give it no further jobs
-                    raise
+                calls.wait()
+        except BaseException:
+            # after a second interrupt a thread may still be running: it gets no further jobs
+            inboxes, self._inboxes = self._inboxes, []
+            stop()
+            calls.finish()
+            self._inboxes = inboxes
+            raise
         return None
 
     def _start(self) -> None:
@@ -67,9 +76,9 @@ class Pool:
         """
         inbox: SimpleQueue[Any] = SimpleQueue()
         name = f"replica-{len(self._inboxes) + 1}"
-        threading.Thread(target=_serve, args=(inbox,), name=name, daemon=True).start()
         weakref.finalize(self, inbox.put, None).atexit = False
-        self._inboxes.append(inbox)
+        threading.Thread(target=_serve, args=(inbox,), name=name, daemon=True).start()
+        self._inboxes.append(inbox)  # at the end: without a thread, an inbox is of no use
 
     def close(self) -> None:
         """Signal the threads to end, without waiting for them."""
@@ -85,12 +94,11 @@ class Pool:
 def _serve(inbox: SimpleQueue[Any]) -> None:
     """Run the jobs from the inbox until the message None arrives."""
     while (message := inbox.get()) is not None:
-        job, i, flushes, done = message
+        calls, i, flushes = message
         if _flushes_denormals() != flushes:
             torch.set_flush_denormal(flushes)
-        job(i)
-        del job, message  # a waiting thread must not keep a step's objects alive
-        done.put(None)
+        calls.make(i)
+        del calls, message
 
 
 def _flushes_denormals() -> bool:

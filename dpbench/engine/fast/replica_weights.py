@@ -11,12 +11,16 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from dpbench.engine.containers import same
 from dpbench.engine.fast.cached import ReplicaCache
 from dpbench.engine.fast.flat_storage import FlatWeights
 from dpbench.engine.replicate import copies_of
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices._many import copy_all
-from dpbench.records import Mark, Phase
+from dpbench.records import Mark, Phase, marked
+
+ReplicaGradients = Sequence[Sequence[torch.Tensor | None]]
+"""Gradients by replica and parameter; None stands for a parameter that the replica did not use."""
 
 
 class ReplicaWeights:
@@ -70,7 +74,7 @@ class ReplicaWeights:
         if not self._cache.refresh():
             return True
         self._cache.check_placed(self._devices[0])
-        return _same(self._cache.parameters, self.originals)
+        return same(self._cache.parameters, self.originals)
 
     def modules(self, count: int) -> list[nn.Module]:
         """Return the first `count` replicas, with buffers copied from replica 0.
@@ -91,9 +95,10 @@ class ReplicaWeights:
 
     def refresh(self, i: int, *, flats: bool = True) -> None:
         """Copy replica 0's weights to replica i; without `flats`, only those in no flat buffer."""
-        device = self._devices[i]
-        with self._mark(Phase.REPLICATE, device.index), device.guard(), torch.no_grad():
-            device.wait(self._devices[0])
+        device, root = self._devices[i], self._devices[0]
+        marks = marked(self._mark, Phase.REPLICATE, device.at_work([root]))
+        with marks, device.guard(), torch.no_grad():
+            device.wait(root)
             if flats:
                 copy_all(self.flats[i], self.flats[0])
             copy_all(self._outside[i], self._outside[0])
@@ -142,7 +147,3 @@ class ReplicaWeights:
 def _leaf(tensor: torch.Tensor, requires_grad: bool) -> torch.Tensor:
     """Return a leaf tensor that shares memory and version counter with `tensor`."""
     return tensor.detach().requires_grad_(requires_grad)
-
-
-def _same(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))

@@ -1,4 +1,4 @@
-"""Select: what runs the steps of each schedule, and why a training cannot run under one.
+"""Select: which schedule runs, and why a training cannot run under one.
 
 A schedule that the user has named runs unchanged or is refused. For "copying" and "fastest",
 TrainStep runs the highest schedule that nothing forbids, and reports the reasons.
@@ -6,69 +6,60 @@ TrainStep runs the highest schedule that nothing forbids, and reports the reason
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, pairwise
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from dpbench.engine.containers import tensors_in
 from dpbench.engine.errors import Refused
+from dpbench.engine.fast.exchange import NEEDS_DENSE
 from dpbench.engine.fast.flat_storage import is_dense
 from dpbench.engine.fast.losses import ROUNDED, summed_form
-from dpbench.engine.fast.notice import HAS_GRAD_DTYPE, GradientHooks, is_watched
-from dpbench.engine.fast.optimizer_state import ELEMENTWISE, groups_of
-from dpbench.engine.replicate import unique
-from dpbench.engine.schedules import Copying, Runner
+from dpbench.engine.fast.notice import HAS_GRAD_DTYPE, is_watched
+from dpbench.engine.fast.parameter_gradients import GradientHooks
+from dpbench.engine.fast.stepper import ELEMENTWISE, groups_of
+from dpbench.engine.replicate import buffers_of, parameters_of
 from dpbench.engine.training import Training
-from dpbench.records.schedule import SELECTED, Schedule
+from dpbench.records.schedule import Schedule
 
-Kinds = Mapping[Schedule, Callable[..., Runner]]
-"""For each schedule that keeps replicas, what makes its runner."""
 EXACT_DTYPES = (torch.float32, torch.float64)
 """Dtypes for which elementwise kernels round an element independently of its position."""
 
 
-def named(kinds: Kinds, schedule: Schedule, training: Training, unfit: str) -> Runner:
-    """Return what runs the steps under a schedule that the user has named.
-
-    With a single device, the module itself runs. Raises Refused if the schedule cannot run.
-    """
+def check(schedule: Schedule, training: Training) -> None:
+    """Raise Refused if the engine cannot run this training under a schedule."""
     if reason := next(reasons(schedule, training), ""):
         raise Refused(f"schedule {schedule}: {reason}")
-    if schedule in kinds and len(training.devices) > 1:
-        return kinds[schedule](training, selected=False)
-    return Copying(training, schedule)
 
 
-def selected(kinds: Kinds, name: str, training: Training, unfit: str) -> Runner:
-    """Return what runs the steps under the highest schedule that nothing forbids.
+def highest(schedule: Schedule, training: Training, unfit: str) -> tuple[Schedule, str]:
+    """Return the highest schedule up to `schedule` that nothing forbids, and what forbids others.
 
-    `name` is "copying" or "fastest". The results are bitwise equal to those of `reference` (on
-    distinct GPUs: equal within rounding). With a single device, the schedule is `reference`.
-    `unfit` is a reason, found in an earlier step, for which replicas should not be kept.
+    The results are bitwise equal to those of `reference` (on distinct GPUs: equal within rounding).
+    With a single device, the schedule is `reference`. `unfit` is a reason, found in an earlier
+    step, for which replicas should not be kept.
     """
     if len(training.devices) == 1:
-        return Copying(training, Schedule.REFERENCE)
+        return Schedule.REFERENCE, ""
     if unfit:
-        return Copying(training, Schedule.CACHED, unfit)
-    schedule = SELECTED[name]
+        return Schedule.CACHED, unfit
     ladder = list(Schedule)
     notes: list[str] = []
     while reason := next(chain(reasons(schedule, training), inexact(schedule, training)), ""):
         notes.append(reason)
         schedule = ladder[ladder.index(schedule) - 1]
-    note = "; ".join(dict.fromkeys(notes))
-    if schedule in kinds:
-        return kinds[schedule](training, selected=True, note=note)
-    return Copying(training, schedule, note)
+    return schedule, "; ".join(dict.fromkeys(notes))
 
 
 def reasons(schedule: Schedule, training: Training) -> Iterator[str]:
     """Yield each reason why the engine cannot run this training under a schedule."""
     try:
         if schedule.keeps_replicas:
-            yield from filter(None, (_local_loss(training), _kept(training)))
+            yield from filter(None, (_local_loss(training), _optimizer(training)))
+            yield from filter(None, (_kept(training),))
         if schedule.updates_everywhere:
             yield from filter(None, (_update(training), _gradient(training)))
         if schedule is Schedule.SHARDED:
@@ -99,7 +90,7 @@ def inexact(schedule: Schedule, training: Training) -> Iterator[str]:
 
 def trained(module: nn.Module) -> list[torch.Tensor]:
     """Return a module's parameters that require gradients, each of them once."""
-    return [p for p in unique(module.parameters()) if p.requires_grad]
+    return [p for p in parameters_of(module) if p.requires_grad]
 
 
 def _local_loss(training: Training) -> str:
@@ -118,19 +109,37 @@ def _local_loss(training: Training) -> str:
     return ""
 
 
+READ = ("param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""The attributes of an optimizer that kept replicas need, besides the methods of every schedule.
+
+From `allreduce` up, the optimizer's class must also be one of torch.optim.
+"""
+
+
+def _optimizer(training: Training) -> str:
+    optimizer = training.optimizer
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, Optimizer):
+        missing = next((name for name in READ if not hasattr(optimizer, name)), "")
+        what = f"the {kind} has no attribute {missing}" if missing else ""
+    else:
+        what = f"the optimizer is a {kind}"
+    return what and (
+        "kept replicas need a complete torch.optim.Optimizer, which tells what it steps, but"
+        f" {what}; use schedule='cached'"
+    )
+
+
 def _kept(training: Training) -> str:
-    groups_of(training.optimizer, unique(training.module.parameters()))
+    groups_of(training.optimizer, parameters_of(training.module))
     if HAS_GRAD_DTYPE and any(p.grad_dtype != p.dtype for p in trained(training.module)):
         return (
             "kept replicas compute gradients in the dtype of their parameters, but a parameter has"
             " another grad_dtype; use schedule='cached'"
         )
     if any(getattr(part, "sparse", False) for part in training.module.modules()):
-        return (
-            "kept replicas need dense gradients, but a layer has sparse=True; use"
-            " schedule='cached', or create the layer with sparse=False"
-        )
-    if any(buffer.requires_grad for buffer in training.module.buffers()):
+        return NEEDS_DENSE.format("a layer has sparse=True")
+    if any(buffer.requires_grad for buffer in buffers_of(training.module)):
         return (
             "kept replicas compute no gradients of buffers, but a buffer of the module requires"
             " gradients; use schedule='cached'"
@@ -198,13 +207,8 @@ def _flat(training: Training) -> str:
             "flat buffers cannot hold the weights of RNNs on CUDA, because cuDNN packs them into"
             " one buffer itself; use the schedule allreduce"
         )
-    for parameter in wanted:
-        if not is_dense(parameter):
-            return (
-                "flat buffers need parameters that are dense in memory, but the parameter of shape"
-                f" {tuple(parameter.shape)} has strides {parameter.stride()}: set parameter.data ="
-                " parameter.data.contiguous(), or use the schedule allreduce"
-            )
+    if reason := next(filter(None, map(_unlike_a_view, wanted)), ""):
+        return f"flat buffers need {reason}, or use the schedule allreduce"
     if kind == "cpu" and any(p.untyped_storage().nbytes() != p.nbytes for p in wanted):
         return (
             "flat buffers need parameters that share no memory with other tensors, but the memory"
@@ -218,6 +222,22 @@ def _flat(training: Training) -> str:
     return ""
 
 
+def _unlike_a_view(parameter: torch.Tensor) -> str:
+    """Return why a view of a flat buffer cannot be the parameter, with the way out, or ""."""
+    shape = tuple(parameter.shape)
+    if type(parameter) is not nn.Parameter:
+        return (
+            f"ordinary parameters, but the parameter of shape {shape} is a"
+            f" {type(parameter).__name__}, whose operations a view does not have: use nn.Parameter"
+        )
+    if not is_dense(parameter):
+        return (
+            f"parameters that are dense in memory, but the parameter of shape {shape} has strides"
+            f" {parameter.stride()}: set parameter.data = parameter.data.contiguous()"
+        )
+    return ""
+
+
 def _shared(module: nn.Module, parameters: Sequence[torch.Tensor]) -> str:
     """Return a clause that says what shares memory with one of the parameters, or ""."""
     if _overlap(parameters):
@@ -225,7 +245,7 @@ def _shared(module: nn.Module, parameters: Sequence[torch.Tensor]) -> str:
     if any(p.device.type == "cpu" and p.is_shared() for p in parameters):
         return "share_memory() has put one of them into memory that processes share"
     memory = {p.untyped_storage().data_ptr() for p in parameters if p.numel()}
-    parameter_ids = set(map(id, module.parameters()))
+    parameter_ids = set(map(id, parameters_of(module)))
     for prefix, part in module.named_modules():
         attributes = {
             name: value

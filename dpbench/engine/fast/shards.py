@@ -1,18 +1,13 @@
-"""Shards: the tensors that the devices' optimizers step, and optimizer state in two forms.
-
-The state is kept by parameter, as torch keeps it, and by shard, as the devices' optimizers do.
-"""
+"""Shards: the tensors that the devices' optimizers step, with the sums of gradients there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from dpbench.engine.fast.flat_storage import line
-from dpbench.engine.fast.optimizer_state import State, is_elementwise
 
 
 @dataclass(frozen=True)
@@ -88,90 +83,3 @@ def sums(shard: ParamShard, parameters: Sequence[torch.Tensor]) -> Iterator[Sum]
         else:
             at = gradient.storage_offset() + segment.at
             yield Sum(segment, gradient.as_strided(like.size(), like.stride(), at), whole=True)
-
-
-def gathered(
-    states: Sequence[tuple[Sequence[ParamShard], Any]],
-    parameters: Sequence[torch.Tensor],
-    like: Sequence[torch.Tensor],
-) -> State:
-    """Return the optimizer state by parameter, joined from the state of all shards.
-
-    `states` has a pair for each stepping device: its shards, and their optimizer state. The keys of
-    the returned state are `parameters`; the tensors in it have the strides of `like`.
-    """
-    joined: State = State(dict)
-    with torch.no_grad():
-        for shards, state in states:
-            for shard in shards:
-                for name, value in state.get(shard.weight, {}).items():
-                    for segment in shard.segments:
-                        n = segment.parameter
-                        _put(joined[parameters[n]], like[n], shard, segment, name, value)
-    return joined
-
-
-def _put(
-    entry: dict[str, Any],
-    like: torch.Tensor,
-    shard: ParamShard,
-    segment: Segment,
-    name: str,
-    value: Any,
-) -> None:
-    """Copy the value `name` of a shard's optimizer state into `entry`, the parameter's state.
-
-    Values that are not elementwise, such as the step count, are copied whole.
-    """
-    if (
-        not isinstance(value, torch.Tensor)
-        or name == "step"
-        or value.numel() != shard.weight.numel()
-    ):
-        entry[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
-        return
-    if name not in entry:
-        entry[name] = torch.zeros_like(like, dtype=value.dtype, requires_grad=False)
-    line(entry[name])[segment.start : segment.stop].copy_(segment.of(value))
-
-
-def cut(
-    given: Mapping[Any, Any], shards: Sequence[ParamShard], parameters: Sequence[torch.Tensor]
-) -> State:
-    """Return the optimizer state by shard weight, cut from `given`, the state by parameter."""
-    state: State = State(dict)
-    with torch.no_grad():
-        for shard in shards:
-            for segment in shard.segments:
-                for name, value in given.get(parameters[segment.parameter], {}).items():
-                    _take(
-                        state[shard.weight],
-                        parameters[segment.parameter],
-                        shard,
-                        segment,
-                        name,
-                        value,
-                    )
-    return state
-
-
-def _take(
-    entry: dict[str, Any],
-    like: torch.Tensor,
-    shard: ParamShard,
-    segment: Segment,
-    name: str,
-    value: Any,
-) -> None:
-    """Copy the value `name` of a parameter's optimizer state into `entry`, the shard's state.
-
-    Values that are not elementwise, such as the step count, are copied whole.
-    """
-    if not is_elementwise(name, value, like):
-        if name not in entry:
-            entry[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
-        return
-    if name not in entry:
-        entry[name] = torch.zeros_like(shard.weight, dtype=value.dtype, requires_grad=False)
-    in_strides_of_like = torch.empty_like(like, dtype=value.dtype).copy_(value)
-    segment.of(entry[name]).copy_(line(in_strides_of_like.detach())[segment.start : segment.stop])

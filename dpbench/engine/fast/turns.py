@@ -10,12 +10,13 @@ Forwards that compute for long lose by turns.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import median
+
+from dpbench.engine.turn import NOTHING, Context, InOrder, Turn
 
 KEPT = 3
 """The number of runs of each kind, in turns and free, whose medians are compared: the last ones."""
@@ -23,23 +24,18 @@ LONG_S = 0.5
 """A run that takes longer has operations too long to gain by turns, so that none are tried."""
 AGAIN = 100
 """Of so many runs, one is of the kind that has been slower."""
-PATIENCE_S = 0.5
-"""A forward that has waited so long runs without its turn: another may be waiting for it.
-
-From then on, the pool takes no turns.
-"""
 
 
-class Turns:
-    """The context of a forward, for the threads of one pool; it does nothing if turns are slower.
+class TurnsIfFaster(Turn):
+    """The turns of the threads of one pool, which are taken if they are faster.
 
     `timed` is the context of a run of all replicas. The runs after the first alternate between both
-    kinds until the choice is `settled`.
+    kinds until the choice is `settled`. If forwards have waited for each other, no turns are taken
+    from then on.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._holder = 0
+        self._order = InOrder(0)
         self._seconds: dict[bool, deque[float]] = {
             taken: deque(maxlen=KEPT) for taken in (False, True)
         }
@@ -47,7 +43,6 @@ class Turns:
         self._asked = False
         self._in_vain = False
         self._long = False
-        self.taken = False
 
     @property
     def settled(self) -> bool:
@@ -55,26 +50,22 @@ class Turns:
         tried = all(len(seconds) == KEPT for seconds in self._seconds.values())
         return tried or self._in_vain or self._long or self._runs == 0
 
-    def __enter__(self) -> None:
+    def of(self, i: int) -> Context:
+        """Return the context of replica i's forward."""
         self._asked = True
-        if not self.taken:
-            return
-        if self._lock.acquire(timeout=PATIENCE_S):
-            self._holder = threading.get_ident()
-        else:
-            self._in_vain = True
-
-    def __exit__(self, *error: object) -> None:
-        if self._holder == threading.get_ident():
-            self._holder = 0
-            self._lock.release()
+        return self._order.of(i) if self.taken else NOTHING
 
     @contextmanager
-    def timed(self) -> Iterator[None]:
-        """Time the run inside the context, if it has forwards, and choose the kind of the next."""
+    def timed(self, count: int) -> Iterator[None]:
+        """Time the run of `count` replicas inside the context, and choose the kind of the next.
+
+        A run without forwards is not counted.
+        """
         self._asked = False
+        order = self._order = InOrder(count)
         began = time.perf_counter()
         yield
+        self._in_vain = self._in_vain or order.in_vain
         if self._asked:
             self.choose(time.perf_counter() - began)
 

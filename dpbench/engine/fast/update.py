@@ -1,30 +1,32 @@
-"""Update: every device steps all weights, or a share of them.
+"""Update: every device sums gradients, and steps all weights, or a share of them.
 
-A shard is a tensor that one device's optimizer steps: a parameter, or a slice of a flat buffer. The
+What it changes in `local`: the sums are written where an optimizer of each device reads them. A
+shard is a tensor that one device's optimizer steps: a parameter, or a slice of a flat buffer. The
 user's optimizer steps device 0's shards, so that its param_groups and schedulers take effect. The
 optimizers of the other devices copy its options.
+
+A step uses, in this order: `state.begin`, `shown.hide`, the sums (`collect`, or `exchange`),
+`step`, for slices `copy` or `spread`, then `shown.show` and `state.end`.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch.optim import Optimizer
 
 from dpbench.engine.fast.exchange import Exchange, choose
 from dpbench.engine.fast.flat_storage import FlatWeights, line
-from dpbench.engine.fast.optimizer_state import FetchedState, State, Stepper, groups_of, mirror
-from dpbench.engine.fast.replica_weights import ReplicaWeights
-from dpbench.engine.fast.shards import ParamShard, Segment, Sum, cut, gathered, sums
+from dpbench.engine.fast.optimizer_state import OptimizerState
+from dpbench.engine.fast.replica_weights import ReplicaGradients, ReplicaWeights
+from dpbench.engine.fast.shards import ParamShard, Segment, Sum, sums
+from dpbench.engine.fast.shown_gradients import ShownGradients
+from dpbench.engine.fast.stepper import Stepper, groups_of, mirror
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices._many import copy_all, sum_all
-from dpbench.records import Mark, Phase
+from dpbench.records import Mark, Phase, marked
 
-Gradients = Sequence[Sequence[torch.Tensor | None]]
-"""Gradients by replica and parameter; None stands for a parameter that the replica did not use."""
 SMALL_BYTES = 2**16
 """One call sums all gradients up to this size.
 
@@ -34,12 +36,10 @@ FEW = 8
 """The minimum number of small gradients to sum in one call."""
 ONE_BY_ONE_BYTES = 2**20
 """One thread makes the updates of all devices up to this size: waking others takes longer."""
-HELD = 2
-"""The reference count of a tensor to which only a list and the call of `sys.getrefcount` refer."""
 
 
 class Update:
-    """The optimizers of all devices, the shards that they step, and the sums of gradients there.
+    """The shards of all devices, the sums of gradients there, and the optimizers that step them.
 
     With `flat`, a shard is a device's slice of a flat buffer; without it, every device steps all
     parameters.
@@ -53,25 +53,19 @@ class Update:
         devices: Sequence[Device],
         mark: Mark,
     ) -> None:
-        self.optimizer: Any = optimizer  # torch declares `state` as a defaultdict
         self._replicas = replicas
         self._devices = devices
         self._mark = mark
         self._groups = groups_of(optimizer, replicas.originals)
-        # the optimizer steps the module's own parameters, whose memory replica 0 shares
-        self._weights: list[list[torch.Tensor]] = [replicas.originals, *replicas.parameters[1:]]
-        self.sharded = flat is not None
-        self.exchange = self._exchange()
+        self.exchange = self._exchange(everyone=flat is None)
         self._on_host = devices[0].torch_device.type == "cpu" and self.exchange is None
         self._whole_buffers: list[torch.Tensor] = []
-        count = range(len(devices))
-        if flat is not None:
+        if flat is not None and self._on_host:
             # logical devices share the host's memory: their slices make up the whole gradient
-            if self._on_host:
-                self._whole_buffers = flat.layout.allocate(devices[0])
-            self._shards = [self._slices(flat, i) for i in count]
-        else:
-            self._shards = [self._whole(i) for i in count]
+            self._whole_buffers = flat.layout.allocate(devices[0])
+        self._shards = [
+            self._whole(i) if flat is None else self._slices(flat, i) for i in range(len(devices))
+        ]
         self._sums = [
             [one for shard in shards for one in sums(shard, replicas.parameters[0])]
             for shards in self._shards
@@ -83,41 +77,24 @@ class Update:
         stepped_bytes = sum(one.target.nbytes for each in self._sums for one in each)
         self.one_by_one = self._on_host and stepped_bytes <= ONE_BY_ONE_BYTES
         self._steppers = [
-            Stepper(
-                optimizer if i == 0 else mirror(optimizer),
-                optimizer,
-                [(shard.weight, shard.gradient, shard.group) for shard in shards],
-            )
+            Stepper(optimizer if i == 0 else mirror(optimizer), optimizer, shards)
             for i, shards in enumerate(self._shards)
         ]
-        whole = self._whole_gradients(flat)
-        stepped = [n for group in self._groups for n in group.parameters]
-        self._seen = [replicas.originals[n] for n in stepped if n in whole]
-        self._unseen = [replicas.originals[n] for n in stepped if n not in whole]
-        self._views = [whole[n] for n in stepped if n in whole]
-        self._shown: list[torch.Tensor] = []
-        self._keep_state()
+        self.shown = ShownGradients(
+            replicas.originals,
+            (n for group in self._groups for n in group.parameters),
+            self._complete_gradients(flat),
+        )
+        self.state = OptimizerState(
+            optimizer,
+            self._groups,
+            replicas.originals,
+            replicas.parameters[0],
+            self._steppers,
+            sharded=flat is not None,
+        )
 
-    def _keep_state(self) -> None:
-        """Move the optimizer's state to the shards.
-
-        `optimizer.state` becomes a mapping that gathers the state from the shards at the first
-        access. If it is one that the training loop has accessed, it stays in place, because the
-        loop may have references to its entries.
-        """
-        state = self.optimizer.state
-        stepped = {self._replicas.originals[n] for group in self._groups for n in group.parameters}
-        self._rest = {key: entry for key, entry in state.items() if key not in stepped}
-        self._import(state)
-        kept = isinstance(state, FetchedState) and state.fetched
-        self._state: FetchedState = state if kept else FetchedState(self._gathered)
-        self.optimizer.state = self._state
-        self._hooks = [
-            self.optimizer.register_state_dict_pre_hook(lambda _: self._open()),
-            self.optimizer.register_state_dict_post_hook(lambda *_: self._shut()),
-        ]
-
-    def _exchange(self) -> Exchange | None:
+    def _exchange(self, *, everyone: bool) -> Exchange | None:
         """Return the exchange that sums gradients by collectives, or None if there are none.
 
         The gradients of the shards are then views of the exchange's buffers.
@@ -132,22 +109,24 @@ class Update:
             self._devices,
             parameters,
             [group.parameters for group in self._groups],
-            everyone=not self.sharded,
+            everyone=everyone,
             mark=self._mark,
         )
 
     def _whole(self, i: int) -> list[ParamShard]:
-        """Return one shard per parameter of the optimizer."""
+        """Return device i's shards if each is a parameter of the optimizer."""
+        # the optimizer steps the module's own parameters, whose memory replica 0 shares
+        weights = [self._replicas.originals, *self._replicas.parameters[1:]]
         shards = []
         for group, n in ((g.number, n) for g in self._groups for n in g.parameters):
-            weight = self._weights[i][n]
+            weight = weights[i][n]
             if self.exchange:
                 gradient = self.exchange.views[i][n]
             else:
                 with self._devices[i].guard():
                     gradient = torch.zeros_like(weight, requires_grad=False)
             segment = Segment(n, 0, weight.numel(), 0)
-            twins = tuple(one[n].data for one in self._weights)
+            twins = tuple(one[n].data for one in weights)
             shards.append(ParamShard(weight, gradient, group, (segment,), twins))
         return shards
 
@@ -184,10 +163,21 @@ class Update:
             shards.append(ParamShard(weight, gradient, group, segments, twins))
         return shards
 
-    def collect(self, i: int, gradients: Gradients) -> None:
+    def _complete_gradients(self, flat: FlatWeights | None) -> dict[int, torch.Tensor]:
+        """Return, by parameter index, the reduced gradients that are complete in one tensor.
+
+        They are on device 0; with logical CPU devices, any device may have summed them.
+        """
+        if self._whole_buffers and flat is not None:
+            return flat.layout.views(self._whole_buffers, self._replicas.parameters[0])
+        shards = self._sums if self._on_host else self._sums[:1]
+        return {one.segment.parameter: one.target for sums in shards for one in sums if one.whole}
+
+    def collect(self, i: int, gradients: ReplicaGradients) -> None:
         """Sum the gradients of all replicas, in replica order, for device i's shards."""
         device = self._devices[i]
-        with self._mark(Phase.REDUCE, device.index), device.guard(), torch.no_grad():
+        marks = marked(self._mark, Phase.REDUCE, device.at_work(self._devices))
+        with marks, device.guard(), torch.no_grad():
             if not self._on_host:
                 for other, one in zip(self._devices, gradients, strict=False):
                     device.wait(other)
@@ -196,7 +186,7 @@ class Update:
                 n = segment_sum.segment.parameter
                 self._sum(device, segment_sum, [one[n] for one in gradients])
 
-    def _sum_small(self, i: int, gradients: Gradients) -> Sequence[Sum]:
+    def _sum_small(self, i: int, gradients: ReplicaGradients) -> Sequence[Sum]:
         """Sum device i's small gradients in one call, if none is missing; return the other sums."""
         small = self._small[i]
         parts = [[given[one.segment.parameter] for one in small] for given in gradients]
@@ -221,37 +211,6 @@ class Update:
             for part in parts[2:]:
                 segment_sum.target.add_(part)
 
-    def show(self) -> None:
-        """Set the `.grad` of the module's parameters to the reduced gradients.
-
-        It is None if the gradient is not complete in one tensor on device 0 (or, for logical CPU
-        devices, on the host).
-        """
-        # `hide` or `module.to()` may have given earlier gradients other memory
-        if not self._shown or not all(map(torch.Tensor.is_set_to, self._shown, self._views)):
-            self._shown = [view.detach() for view in self._views]
-        for parameter, gradient in zip(self._seen, self._shown, strict=True):
-            parameter.grad = gradient
-        for parameter in self._unseen:
-            parameter.grad = None
-
-    def hide(self) -> None:
-        """Before a step, move gradients that the user's code references to separate memory."""
-        shown = self._shown
-        for i in range(len(shown)):  # by index: a loop variable would be one more reference
-            if sys.getrefcount(shown[i]) > HELD:
-                shown[i].data = shown[i].clone()
-
-    def _whole_gradients(self, flat: FlatWeights | None) -> dict[int, torch.Tensor]:
-        """Return, by parameter index, the reduced gradients that are complete in one tensor.
-
-        They are on device 0; with logical CPU devices, any device may have summed them.
-        """
-        if self._whole_buffers and flat is not None:
-            return flat.layout.views(self._whole_buffers, self._replicas.parameters[0])
-        shards = self._sums if self._on_host else self._sums[:1]
-        return {one.segment.parameter: one.target for sums in shards for one in sums if one.whole}
-
     def step(self, i: int) -> None:
         """Run device i's optimizer on its shards."""
         device = self._devices[i]
@@ -261,7 +220,8 @@ class Update:
     def copy(self, i: int) -> None:
         """Copy to device i the weights that the others have updated."""
         device = self._devices[i]
-        with self._mark(Phase.REPLICATE, device.index), device.guard(), torch.no_grad():
+        marks = marked(self._mark, Phase.REPLICATE, device.at_work(self._devices))
+        with marks, device.guard(), torch.no_grad():
             for j, shards in enumerate(self._shards):
                 if j != i:
                     device.wait(self._devices[j])
@@ -298,69 +258,6 @@ class Update:
             dtypes = parameter.dtype, getattr(parameter, "grad_dtype", parameter.dtype)
             if parameter.shape == gradient.shape and dtypes == (gradient.dtype, gradient.dtype):
                 parameter.grad = gradient
-
-    @property
-    def regrouped(self) -> bool:
-        """Return whether the optimizer's state was replaced, or no longer fits the shards."""
-        if self.optimizer.state is not self._state:
-            return True
-        return (
-            self._state.fetched
-            and groups_of(self.optimizer, self._replicas.originals) != self._groups
-        )
-
-    def begin(self) -> None:
-        """Copy `optimizer.state` to the shards if the training loop may have changed it."""
-        if self._state.fetched:
-            self._import(self._state)
-
-    def end(self) -> None:
-        """Copy the shards' state to `optimizer.state` if the training loop has accessed it."""
-        if self._state.fetched:
-            self._state.store(self._gathered())
-
-    def step_plainly(self) -> None:
-        """Step the module's own parameters with the user's optimizer and state."""
-        self._open()
-        try:
-            self.optimizer.step()
-            self._import(self.optimizer.state)
-        finally:
-            self._shut()
-
-    def _gathered(self) -> State:
-        """Return the state by parameter, including entries of tensors that no shard contains."""
-        owners = range(len(self._devices) if self.sharded else 1)
-        states = [(self._shards[i], self._steppers[i].state) for i in owners]
-        found = gathered(states, self._replicas.originals, self._replicas.parameters[0])
-        return State(dict, {**self._rest, **found})
-
-    def _import(self, state: Mapping[Any, Any]) -> None:
-        for stepper, shards in zip(self._steppers, self._shards, strict=True):
-            stepper.state = cut(state, shards, self._replicas.originals)
-
-    def _open(self) -> None:
-        """Make `optimizer.state` the state by parameter, so that torch's own code can use it.
-
-        Does nothing if the training loop has replaced or accessed it.
-        """
-        self._opened = self.optimizer.state is self._state and not self._state.fetched
-        if self._opened:
-            self.optimizer.state = self._gathered()
-
-    def _shut(self) -> None:
-        """Undo `_open`."""
-        if self._opened:
-            self.optimizer.state = self._state
-
-    def close(self) -> None:
-        """Leave the user's optimizer with its complete state and without hooks."""
-        if self.optimizer.state is self._state and not self._state.fetched:
-            self.optimizer.state = self._gathered()
-        for hook in self._hooks:
-            hook.remove()
-        # break a cycle: the former mapping references this object
-        self._state = FetchedState(State)
 
 
 def _small(candidates: Sequence[Sum]) -> list[Sum]:

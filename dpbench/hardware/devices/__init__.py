@@ -15,6 +15,8 @@ from dpbench.hardware.device import Device
 from dpbench.hardware.devices._wrapper import LAZY
 from dpbench.hardware.devices.cuda import CudaDevice
 from dpbench.hardware.devices.host import CpuDevice, EmulatedDevice
+from dpbench.records.errors import UsageError
+from dpbench.records.spelling import dashed
 
 DeviceId = int | str | torch.device
 Devices = Sequence[Device | DeviceId]
@@ -51,7 +53,7 @@ def resolve(device_ids: Sequence[DeviceId] | None, *, own_streams: bool = False)
     different kinds, and GPUs that do not exist.
     """
     if isinstance(device_ids, DeviceId):
-        raise ValueError(
+        raise UsageError(
             f"device_ids must be a list of ids, but is {device_ids!r}; give [{device_ids!r}]"
         )
     if device_ids is None:
@@ -60,7 +62,7 @@ def resolve(device_ids: Sequence[DeviceId] | None, *, own_streams: bool = False)
     kinds = sorted({device.type for device in parsed})
     if len(kinds) > 1 or kinds not in ([], ["cpu"], ["cuda"], [LAZY]):
         named = ", ".join(str(i) for i in device_ids)
-        raise ValueError(
+        raise UsageError(
             "device_ids must all be of one kind: GPUs, 'cpu', or emulated devices such as"
             f" 'emulated:0'; got {named}"
         )
@@ -95,13 +97,13 @@ def _ordinal(device: torch.device) -> int:
     """
     count = torch.cuda.device_count()
     if count == 0:
-        raise ValueError(
+        raise UsageError(
             f"device_ids contains {device}, but torch finds no GPU on this machine; use 'cpu' for"
             " logical CPU devices"
         )
     ordinal = torch.cuda.current_device() if device.index is None else device.index
     if not 0 <= ordinal < count:
-        raise ValueError(
+        raise UsageError(
             f"device_ids contains cuda:{ordinal}, but torch finds {count} GPU(s); use an index"
             f" below {count}"
         )
@@ -152,18 +154,18 @@ def open_devices(
             [0] * count if placement == "colocated" else list(ids[:count]) or list(range(count))
         )
     if kind != "cuda":
-        raise ValueError(
+        raise UsageError(
             f"unknown device kind {kind!r}; the known kinds are cpu, cuda and emulated"
         )
     available = list(ids) or list(range(torch.cuda.device_count()))
     wanted = available[:1] * count if placement == "colocated" else available[:count]
     if len(wanted) < count:
-        raise ValueError(
+        raise UsageError(
             f"too few GPUs: {count} required, {len(available)} available"
             + (
-                "; use --placement colocated to put all replicas on one GPU"
+                f"; use {dashed('placement', 'colocated')} to put all replicas on one GPU"
                 if available
-                else "; use --device-kind cpu"
+                else f"; use {dashed('device_kind', 'cpu')}"
             )
         )
     return _cuda(

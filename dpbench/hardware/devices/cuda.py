@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -129,6 +129,11 @@ class CudaDevice(Device):
         stream = getattr(other, "stream", None)
         if stream is not None and stream != self.stream:
             self.stream.wait_stream(stream)
+
+    def at_work(self, sources: Iterable[Device]) -> list[int]:
+        """Return this device and the sources on other GPUs, on whose streams torch copies."""
+        gpus = ((one.index, getattr(one, "ordinal", self.ordinal)) for one in sources)
+        return [self.index, *(index for index, ordinal in gpus if ordinal != self.ordinal)]
 
     def borrow(self, tensors: Sequence[torch.Tensor]) -> None:
         """Register this device's stream as a reader of `tensors`.

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dpbench.records.trial import Products
+from dpbench.records.facts import Products
 
 IEEE, TF32 = "ieee", "tf32"
 TF32_SINCE = 8

@@ -29,8 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from dpbench.hardware import signals
-from dpbench.records import Sample
+from dpbench.records import Sample, signals
 
 
 def ticks(

@@ -20,10 +20,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from dpbench.hardware import signals
 from dpbench.hardware.processes import die_with_parent
 from dpbench.hardware.samplers.host import ROOT_PID
-from dpbench.records import Sample, registry
+from dpbench.records import Sample, registry, signals
 
 log = logging.getLogger(__name__)
 

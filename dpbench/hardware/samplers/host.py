@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from dpbench.hardware.processes import Ticks, parse_ticks
+from dpbench.hardware.readings import reading
 from dpbench.hardware.samplers import every
 from dpbench.records import HOST, Sample
 
@@ -66,7 +67,7 @@ def descendants(root: int) -> frozenset[int]:
         pid = todo.pop()
         try:
             todo += _children(pid)
-        except OSError:  # ended between being listed and being read
+        except (OSError, ValueError):  # ended between being listed and being read
             continue
         pids.add(pid)
     return frozenset(pids)
@@ -105,7 +106,7 @@ def _descendants_by_psutil(root: int) -> frozenset[int]:
         return frozenset(
             (root, *(child.pid for child in psutil.Process(root).children(recursive=True)))
         )
-    except psutil.NoSuchProcess:
+    except psutil.Error:
         return frozenset()
 
 
@@ -135,7 +136,8 @@ def start(devices: Sequence[int], interval_s: float) -> Iterator[list[Sample]]:
 
     def read() -> None:
         nonlocal before
-        now_s, now = time.perf_counter(), parse_ticks(read_file("/proc/stat", 1 << 18))
+        now_s = time.perf_counter()
+        now = reading("/proc/stat", lambda: parse_ticks(read_file("/proc/stat", 1 << 18))) or {}
         for core, ratio in utilization(before, now).items():
             samples.append(Sample(now_s, HOST, f"core{core}_utilization_ratio", ratio))
         before = now

@@ -14,9 +14,8 @@ from dpbench.hardware.nvml import METRICS, Library, NvmlGpu, open_nvml
 from dpbench.hardware.samplers import every
 from dpbench.hardware.samplers.host import ProcessTree, root_pid
 from dpbench.records import Sample
+from dpbench.records.series import BUFFERED
 
-BUFFERED = "buffered_utilization_ratio"
-"""The metric of the driver's own samples of utilisation, with the driver's times."""
 SLOW_INTERVAL_S = 0.2
 """The minimum seconds between readings of what is needed less often."""
 

@@ -23,7 +23,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dpbench.hardware import processes, signals
+from dpbench.hardware import processes
+from dpbench.records import signals
 
 # before importing torch, because the parent may die while torch loads (over 1 s)
 if __name__ == "__main__":
@@ -43,10 +44,9 @@ import torch.optim
 
 from dpbench.hardware import processes
 from dpbench.measure.request import UNWRITTEN, Request
-from dpbench.measure.scratch import write_whole
 from dpbench.measure.worker import bench
 from dpbench.measure.worker import trial as trials
-from dpbench.records import registry
+from dpbench.records import files, registry
 from dpbench.records.trial import Failure
 
 
@@ -132,7 +132,7 @@ def _work(request: Request, server: int) -> None:
             )
             for trial in done
         ]
-        write_whole(folder / "trials.json", json.dumps([trial.to_dict() for trial in done]))
+        files.write(folder / "trials.json", json.dumps([trial.to_dict() for trial in done]))
         os._exit(0)
     except OSError:  # the errors of a case are part of its trial
         _leave(UNWRITTEN)
@@ -158,7 +158,7 @@ LINGER_S = 1.0
 def _fail(failure: Failure, folder: Path) -> NoReturn:
     """Write `failure.json` to `folder`, and exit after `LINGER_S` seconds."""
     print(failure.traceback, file=sys.stderr, flush=True)
-    write_whole(folder / "failure.json", failure.to_json())
+    files.write(folder / "failure.json", failure.to_json())
     time.sleep(LINGER_S)
     os._exit(0)
 

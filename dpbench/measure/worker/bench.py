@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -25,10 +25,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dpbench.hardware import foreign_load
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices.cuda import heat
+from dpbench.hardware.samplers.host import root_pid
 from dpbench.measure import clocks, verification
-from dpbench.measure.merging import exposed_reductions, reductions
+from dpbench.measure.merging import exposed_reductions, reductions, silent
 from dpbench.measure.stopping import Stopping
 from dpbench.measure.worker import profiling
 from dpbench.measure.worker.feed import fed
@@ -47,8 +49,10 @@ from dpbench.records import (
     no_mark,
 )
 from dpbench.records.activity import EXPOSED_REDUCTION, Activity, busy
-from dpbench.records.trial import MARK, NO_PROFILE, SLOW
-from dpbench.strategies import Strategy, begin
+from dpbench.records.facts import stated
+from dpbench.records.load import Load, UnknownLoad
+from dpbench.records.spelling import dashed
+from dpbench.strategies import Step, Strategy, begin
 
 PROFILED_STEPS = 5
 """The number of steps that are profiled in a trial, unless they are slow (see `SLOW_S`)."""
@@ -109,7 +113,7 @@ class _Marking:
         return self.mark(phase, device)
 
 
-def _compiled(prepared: PreparedCase, step: Callable[[Any, Any], Any]) -> PreparedCase:
+def _compiled(prepared: PreparedCase, step: Step) -> PreparedCase:
     """Make passes over the batches until no rank compiles in a pass.
 
     The setup of the returned case has `compile_s`: the seconds of all steps that compiled,
@@ -128,12 +132,12 @@ def _compiled(prepared: PreparedCase, step: Callable[[Any, Any], Any]) -> Prepar
     else:
         raise RuntimeError(
             f"torch.compile has compiled again in each of {COMPILING_PASSES} passes over the"
-            " batches: leave out --compile"
+            f" batches: leave out {dashed('compile')}"
         )
     if not _agreed(compile_s > 0):
         raise ValueError(
             f"torch.compile has compiled nothing of the model {prepared.model.name}, so the case"
-            " would be timed without compilation: leave out --compile"
+            f" would be timed without compilation: leave out {dashed('compile')}"
         )
     made = compilations() - begun
     facts = {**prepared.facts, "compiled": {name: made[name] for name in begun}}
@@ -144,7 +148,7 @@ def _compiled(prepared: PreparedCase, step: Callable[[Any, Any], Any]) -> Prepar
     )
 
 
-def _compiling_s(step: Callable[[Any, Any], Any], batch: tuple[Any, Any]) -> float:
+def _compiling_s(step: Step, batch: tuple[Any, Any]) -> float:
     """Take a step; return its seconds if torch.compile has made a graph in it, otherwise 0."""
     graphs = compilations()["graphs"]
     at = time.perf_counter()
@@ -159,21 +163,21 @@ class CaseTimer:
         self,
         prepared: PreparedCase,
         effort: Effort,
-        step: Callable[[Any, Any], Any],
+        step: Step,
         listener: clocks.Clock,
     ) -> None:
         self._prepared = prepared
         self._effort = effort
         self._step = step
         self._listener = listener
-        self._observe = getattr(step, "observe", list)
         self._block_steps = effort.block_steps
         self._steps_s = 0.0
         self._heat_s = self._second_s = 0.0
         self._taken = 0
         self._profiled_steps = PROFILED_STEPS
         self._slow = False
-        self._settled = not hasattr(step, "settled")
+        self._before: foreign_load.Snapshot | UnknownLoad | None = None
+        self._settled = False
         self._stopping = Stopping(
             effort.budget_s,
             effort.min_steps,
@@ -215,6 +219,8 @@ class CaseTimer:
 
     def block(self) -> None:
         """Take one block of steps, shortened if it would exceed the maximum number of steps."""
+        if self._before is None and self._taken >= self._stopping.least_warmup and _is_first():
+            self._before = foreign_load.snapshot({root_pid()})
         left = self._effort.max_steps + self._stopping.least_warmup - self._taken
         self._block(max(1, min(self._block_steps, left)))
 
@@ -243,13 +249,13 @@ class CaseTimer:
                     results.clear()  # outputs may be large
                 # detached, because the graph of a loss keeps the activations
                 results.append(loss.detach() if isinstance(loss, torch.Tensor) else loss)
-                for span in self._observe():
+                for span in self._step.observe():
                     self._listener.add(*span)
         if graphs is not None and graphs != compilations():
             raise RuntimeError(
                 "torch.compile has compiled again during the timed steps, so their times include"
-                " compilation: leave out --compile, or remove the model's dependence on values that"
-                " change between steps"
+                f" compilation: leave out {dashed('compile')}, or remove the model's dependence on"
+                " values that change between steps"
             )
         self._taken += steps
         if not case.unverified:
@@ -257,7 +263,7 @@ class CaseTimer:
         # seconds from the clock, not from the calls: on CUDA, a call returns before its work is
         # done
         if not self._settled:
-            self._settled = getattr(self._step, "settled", True)
+            self._settled = self._step.settled
             self._stopping.least_warmup = max(self._stopping.least_warmup, self._taken)
         timed = self._listener.steps()[-steps:]
         for one in timed:
@@ -271,6 +277,7 @@ class CaseTimer:
         On GPUs, additional steps are profiled; their seconds are `profile_s` in the trial's setup.
         """
         prepared = self._prepared
+        load = self._load()
         warm = self._stopping.warmup
         steps = tuple(
             replace(step, warmup=i < warm) for i, step in enumerate(self._listener.steps())
@@ -284,7 +291,7 @@ class CaseTimer:
         profile = self._profile() if profiles else Profile()
         cost = {"profile_s": time.perf_counter() - began_s} if profiles else {}
         cost |= {"heat_s": self._heat_s} if self._heat_s else {}
-        withheld = {NO_PROFILE: profile.withheld} if profile.withheld else {}
+        withheld = stated(no_profile=profile.withheld) if profile.withheld else {}
         samples = [*self._listener.samples(), *_busy_samples(profile.steps)]
         for device, each in exposed_reductions(prepared.case, profile.steps).items():
             samples += [Sample(0.0, device, EXPOSED_REDUCTION, seconds) for seconds in each]
@@ -302,15 +309,25 @@ class CaseTimer:
             provenance={
                 **prepared.facts,
                 **withheld,
-                SLOW: self._slow,
-                MARK: clocks.mark_s(prepared.devices),
+                **load,
+                **stated(slow=self._slow, mark_s=clocks.mark_s(prepared.devices)),
             },
         )
 
+    def _load(self) -> dict[str, Any]:
+        """Return the foreign load during the timed steps as a fact, if it is known."""
+        if self._before is None:
+            return {}
+        load = foreign_load.since(self._before, {root_pid()})
+        return stated(foreign_load=load) if isinstance(load, Load) else {}
+
     def _profile(self) -> Profile:
+        case, devices = self._prepared.case, self._prepared.devices
         batch = self._prepared.batches[0]
-        devices = self._prepared.devices
-        return profiling.profiled(lambda: self._step(*batch), devices, self._profiled_steps)
+        found = profiling.profiled(lambda: self._step(*batch), devices, self._profiled_steps)
+        if not found.withheld and case.trains and silent(case, found.steps):
+            return Profile(withheld="it shows no collective that dpbench recognises")
+        return found
 
     def trace(self, path: str) -> None:
         """Write a Chrome trace of one additional step to the file `path`."""
@@ -356,6 +373,10 @@ def run_timers(timers: Sequence[CaseTimer]) -> None:
         gc.enable()
         if freezes:
             gc.unfreeze()  # frozen objects in reference cycles would never release their tensors
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _agreed(finished: bool) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import cycle
@@ -22,10 +22,10 @@ from torch.utils.data import DataLoader, Dataset
 from dpbench.hardware import processes
 from dpbench.models import rows_in
 from dpbench.records import HOST, Case, Mark, Phase
+from dpbench.strategies import ObservedSpan, Step
 
 Batch = tuple[Any, Any]
 """A pair (inputs, target) on the host."""
-StepOfBatch = Callable[[Any, Any], Any]
 
 
 class Examples(Dataset[list[torch.Tensor]]):
@@ -49,9 +49,7 @@ class Examples(Dataset[list[torch.Tensor]]):
 
 
 @contextmanager
-def fed(
-    case: Case, step: StepOfBatch, batches: Sequence[Batch], mark: Mark
-) -> Iterator[StepOfBatch]:
+def fed(case: Case, step: Step, batches: Sequence[Batch], mark: Mark) -> Iterator[Step]:
     """Yield a step that ignores its arguments and takes its batch from the case's DataLoader.
 
     Without a loader, yield `step`. `batches` have the rows of this process, on the host. On exit,
@@ -67,13 +65,12 @@ def fed(
         feed.close()
 
 
-class _Feed:
-    def __init__(self, case: Case, step: StepOfBatch, batches: Sequence[Batch], mark: Mark) -> None:
+class _Feed(Step):
+    def __init__(self, case: Case, step: Step, batches: Sequence[Batch], mark: Mark) -> None:
         self._step = step
         self._mark = mark
         self._taken = 0
         self._flat = [tree_flatten(batch) for batch in batches]
-        self.observe = getattr(step, "observe", list)
         rows = rows_in(batches[0])
         indices = [[*range(i * rows, (i + 1) * rows)] for i in range(len(batches))]
         with warnings.catch_warnings():
@@ -90,8 +87,11 @@ class _Feed:
             self._loaded: Iterator[Any] | None = iter(loader)
 
     @property
-    def settled(self) -> bool:
-        return getattr(self._step, "settled", True)
+    def settled(self) -> bool:  # type: ignore[override]
+        return self._step.settled
+
+    def observe(self) -> Sequence[ObservedSpan]:
+        return self._step.observe()
 
     def __call__(self, inputs: Any, target: Any) -> Any:
         assert self._loaded is not None

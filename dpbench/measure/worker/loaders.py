@@ -27,7 +27,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from dpbench.measure.failures import of_error
 from dpbench.records import HOST, Case, Phase, Span, Status, Step, Trial, registry
+from dpbench.records.facts import stated
 from dpbench.records.loading import FIRST_BATCH, NEXT_EPOCH, Loading
+from dpbench.records.spelling import dashed
 
 
 class Unfit(ValueError):
@@ -94,7 +96,8 @@ def measure(case: Case, round_number: int, folder: Path) -> Trial:
         status=Status.OK,
         steps=tuple(steps),
         spans=tuple(spans),
-        setup={FIRST_BATCH: ends[1] - ends[0], NEXT_EPOCH: next_epoch[1] - next_epoch[0]},
+        setup={FIRST_BATCH: ends[1] - ends[0], NEXT_EPOCH: next_epoch[1] - ends[-1]},
+        provenance=stated(batches_per_epoch=-(-len(dataset) // batch_size)),
     )
 
 
@@ -154,6 +157,7 @@ def opened(name: str, *, pin_memory: bool = False) -> Any:
         raise Unfit(f"{kind} has no examples: its __len__ returns 0")
     if pin_memory and not torch.accelerator.is_available():
         raise Unfit(
-            "torch finds no accelerator here, so --pin-memory would have no effect; leave it out"
+            f"torch finds no accelerator here, so {dashed('pin_memory')} would have no effect;"
+            " leave it out"
         )
     return dataset

@@ -6,7 +6,6 @@ note describes a property with which some strategies do not work, or which makes
 
 from __future__ import annotations
 
-import copy
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -22,11 +21,13 @@ from torch import nn
 from dpbench import models, strategies
 from dpbench.engine import DataParallel
 from dpbench.hardware import processes
+from dpbench.hardware.device import Device
 from dpbench.hardware.devices import open_devices
-from dpbench.measure import verification
-from dpbench.measure.reference import all_tensors, mapped, tensors_by_name
+from dpbench.measure import failures, verification
+from dpbench.measure.reference import all_tensors, averaged, mapped, tensors_by_name
 from dpbench.models import Model
 from dpbench.records import Case, Status, Trial, Verified, no_mark, registry
+from dpbench.records.arguments import call
 from dpbench.records.registry import Role
 from dpbench.records.schedule import Schedule
 from dpbench.records.words import count
@@ -158,11 +159,12 @@ class _Facts:
         self.seen["parameters"] = f"{numbers:,} in {count(len(parameters), 'tensor')}, {size}" + (
             f"; frozen: {count(frozen, 'tensor')}" if frozen else ""
         )
-        names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-        if len(names) > len(parameters):
+        named = [one for _, one in module.named_parameters(remove_duplicate=False)]
+        distinct = len({id(one) for one in named})
+        if len(named) > distinct:
             self.notes.append(
-                f"build(): {len(names)} names of parameters are registered for"
-                f" {count(len(parameters), 'parameter')}; a parameter with several names is one"
+                f"build(): {len(named)} names of parameters are registered for"
+                f" {count(distinct, 'parameter')}; a parameter with several names is one"
                 " parameter, and its gradient is the sum over all its uses"
             )
         self.seen["dtypes"] = ", ".join(sorted({str(parameter.dtype) for parameter in parameters}))
@@ -197,20 +199,22 @@ class _Facts:
             )
 
     def forward(self) -> None:
-        """Run forward, loss and backward on a copy of the module.
+        """Run forward, loss and backward of a module that is built again.
 
         Raises ModelFault for the first wrong result.
         """
-        model = self._model
-        device = open_devices(self._case.device_kind, 1, ids=self._case.device_ids)[0]
         try:
-            module = copy.deepcopy(model.module).to(device.torch_device).train()
+            models.copied(self._model.module)
         except Exception as error:
             raise self._fault(
                 "build",
                 "returned a module that copy.deepcopy cannot copy, which verification needs: "
                 f"{type(error).__name__}: {error}",
             ) from error
+        # a hook of a copy may name the original
+        model = models.load(self._case.model, self._case.size, self._case.seed)
+        device = open_devices(self._case.device_kind, 1, ids=self._case.device_ids)[0]
+        module = model.module.to(device.torch_device).train()
         inputs, target = _moved(model.batch(ROWS, self._case.seed), device.torch_device)
         before = [tensor.clone() for tensor in all_tensors((inputs, target))]
         state = torch.get_rng_state()
@@ -218,7 +222,7 @@ class _Facts:
         gpus = torch.cuda.get_rng_state_all()
         with precision_of(self._case):
             with self._inside("the forward of the module from build()", inputs):
-                output = module(*models.positional(inputs))
+                output = call(module, inputs)
             for source, state_of, was in others:
                 if str(state_of()) != was:
                     self.notes.append(
@@ -412,12 +416,13 @@ class _Facts:
         )
         plug = strategies.load(two.strategy)
         devices = open_devices(two.device_kind, 2, ids=two.device_ids, placement=two.placement)
+        self.notes.extend(filter(None, [_written(two, devices)]))
         try:
             model = models.load(two.model, two.size, two.seed)
             verdict = verification.check(plug.start, two, model, devices, split=plug.split)
         except Exception as error:  # the user's module may raise any error
-            first = str(error).strip().partition("\n")[0]
-            self.notes.append(f"a step on two devices failed: {type(error).__name__}: {first}")
+            reason = " ".join(failures.of_error(error).reason.split())
+            self.notes.append(f"a step on two devices failed: {reason}")
             self.seen["two devices"] = Status.FAILED.value
             return
         self.seen["two devices"] = verdict.verified.value
@@ -427,12 +432,24 @@ class _Facts:
         if self._draws:  # each chunk draws other numbers than the whole batch
             return
         even = replace(two, batch_size=2 * ROWS)
+        tolerance = verification.tolerance_of(even, self._model.module)
         apart = verification.dependence(even, devices[0])
-        if apart > verification.TOLERANCE["fp32"]:
+        if apart > tolerance:
             self.notes.append(
                 "the gradient of a step on two devices differs from that on one device (by"
                 f" {apart:.2g} of its norm), with dpbench and with torch alike: the loss is not a"
                 " mean over samples, or samples depend on each other, as with BatchNorm"
+            )
+            return
+        if model.owns_loss:  # each replica of dpbench and torch has a loss of its own, too
+            return
+        apart = verification.dependence(even, devices[0], averaged)
+        if apart > tolerance:
+            self.notes.append(
+                "ddp and fsdp, whose ranks have a loss each, give another gradient than the whole"
+                f" batch (it differs by {apart:.2g} of its norm), because the loss is not a mean"
+                " over samples, as with reduction='sum', ignore_index or class weights; for them,"
+                " bitwise means: equal to the mean of the ranks' gradients"
             )
 
     def _fault(self, function: str, told: str) -> ModelFault:
@@ -449,6 +466,22 @@ class _Facts:
             )
             error.add_note(f"raised in {part} of {self._case.model}{tensors and ': '}{tensors}")
             raise
+
+
+def _written(case: Case, devices: Sequence[Device]) -> str:
+    """Return what the forwards of replicas write that they share or lose: see `engine.writes`.
+
+    Return "" if a forward fails, which the verified step reports.
+    """
+    model = models.load(case.model, case.size, case.seed)
+    inputs, _ = model.batch(case.batch_size, case.seed)
+    try:
+        wrapped = DataParallel(model.module.to(devices[0].torch_device).train(), list(devices))
+        with precision_of(case):
+            call(wrapped, inputs)
+    except Exception:  # the user's module may raise any error
+        return ""
+    return wrapped.note
 
 
 def _moved(batch: tuple[Any, Any], device: torch.device) -> tuple[Any, Any]:

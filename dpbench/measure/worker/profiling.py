@@ -3,8 +3,10 @@
 The first records of a session may be lost or have wrong times, so a step that is not recorded warms
 the profiler up. An activity belongs to the step in which the host launched it, which the profiler
 tells by the number of the launching call (its correlation id). Devices are idle between two steps,
-so every activity lies in the interval of its step, and equal steps have equally many kernels. Where
-this does not hold, records are lost or wrong, and all figures of the profile are withheld.
+so every activity begins after its launch and ends before its step does, and equal steps have
+equally many kernels. Where this does not hold, records are lost or wrong, and all figures of the
+profile are withheld. The clock of a GPU may be up to `CLOCKS_AGREE_S` off the host's: its times
+are then corrected.
 """
 
 from __future__ import annotations
@@ -25,21 +27,26 @@ from torch._C._profiler import _ExperimentalConfig
 
 from dpbench.hardware.device import Device
 from dpbench.measure.merging import PROFILED
-from dpbench.records import words
+from dpbench.records import files, words
 from dpbench.records.activity import (
+    CALLS,
+    CLOCKS_AGREE_S,
+    RUNTIME,
     Activity,
     Kind,
+    Operator,
+    Operators,
     kind_of,
     launches_kernels,
-    phase_of_collective,
 )
+from dpbench.records.grouping import grouped
 
-_CALLS = frozenset({"cuda_runtime", "cuda_driver"})
-"""The types of calls of the host to CUDA; torch before 2.10 does not tell them."""
-_CALL = re.compile(r"_*(?:cuda|cu|hip)[A-Z]")
-"""The names of these calls."""
-_COLLECTIVE = re.compile("nccl:")
-"""How torch names a collective on the host, also with RCCL."""
+_CALL = re.compile(r"_*(?:cuda|cu|hip)[A-Z]|INVALID$")
+"""The names of the host's calls to CUDA.
+
+INVALID is Kineto's name for those that it does not know, such as `__cudaLaunchKernel` of CUDA 13 in
+torch 2.11.
+"""
 
 
 class ProfilerFailed(Exception):
@@ -67,7 +74,7 @@ def profiled(step: Callable[[], object], devices: Sequence[Device], count: int) 
     """
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     try:
-        events = _recorded(step, devices, count, activities=kinds).events() or ()
+        events = _typed(_recorded(step, devices, count, activities=kinds))
     except ProfilerFailed as error:
         return Profile(withheld=str(error))
     first = {device.torch_device.index: device.index for device in reversed(devices)}
@@ -80,16 +87,16 @@ def trace(step: Callable[[], object], devices: Sequence[Device], path: Path) -> 
     Errors of the profiler and of the file are only printed, because the trial is valid without.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         # replicas run in other threads, which the profiler leaves out by default
         everywhere = _ExperimentalConfig(profile_all_threads=True)
-    except (OSError, TypeError) as error:  # TypeError: this torch cannot profile all threads
+    except TypeError as error:  # this torch cannot profile all threads
         print(f"no trace was written to {path}: {error}", file=sys.stderr)
         return
     kinds = torch.profiler.supported_activities()
     try:
         recorded = _recorded(step, devices, 1, activities=kinds, experimental_config=everywhere)
-        recorded.export_chrome_trace(str(path))
+        with files.replacing(path) as part:
+            recorded.export_chrome_trace(str(part))
     except (ProfilerFailed, OSError) as error:
         print(f"no trace was written to {path}: {error}", file=sys.stderr)
 
@@ -102,7 +109,8 @@ def _recorded(
     Raises ProfilerFailed, after all steps, if the profiler fails: the other ranks take them, too.
     """
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=count, repeat=1)
-    profiler = torch.profiler.profile(schedule=schedule, **options)
+    # there is one cycle to keep; torch 2.11 warns even so that it would drop those before
+    profiler = torch.profiler.profile(schedule=schedule, acc_events=True, **options)
     failures: list[RuntimeError] = []
 
     def control(call: Callable[[], object]) -> None:
@@ -132,6 +140,27 @@ def _recorded(
     return profiler
 
 
+def _typed(recorded: torch.profiler.profile) -> Sequence[Any]:
+    """Return a profiler's events; the calls to CUDA among them have a type.
+
+    Torch 2.11 does not tell types, and not all calls have a name there. Kineto links each call to
+    the operator that makes it, and links no operator.
+    """
+    events = recorded.events() or []
+    if all(hasattr(event, "activity_type") for event in events):
+        return events
+    results = recorded.profiler and recorded.profiler.kineto_results
+    linked = {
+        (event.correlation_id(), event.name())
+        for event in (results.events() if results else ())
+        if event.device_type() == DeviceType.CPU and event.linked_correlation_id() > 0
+    }
+    for event in events:
+        if _on_host(event) and (event.id, event.name) in linked:
+            event.activity_type = RUNTIME
+    return events
+
+
 def by_step(events: Iterable[Any], first: Mapping[int, int], count: int) -> Profile:
     """Return the profile of `count` steps, from the events of torch.profiler.
 
@@ -152,52 +181,109 @@ def _by_step(events: Iterable[Any], first: Mapping[int, int], count: int) -> lis
     found = [one for one in events if is_activity(one)]
     calls = {one.id: one for one in events if _is_call(one)}
     launched = {one.id for one in found}
+    # of a call without a name, nobody knows whether it launches kernels
     lost = sum(launches_kernels(call.name) for id, call in calls.items() if id not in launched)
     if lost:
-        launches = words.count(lost, "launch", "launches")
-        raise ProfilerFailed(f"the profiler recorded no kernel for {launches}")
+        raise ProfilerFailed(
+            f"the profiler recorded no kernel for {words.count(lost, 'launch', 'launches')}"
+        )
     if not found:
         raise ProfilerFailed("the profiler recorded no work of the GPUs; it may not be permitted")
-    collectives = sorted(
-        (_range(one), one.name) for one in events if _on_host(one) and _COLLECTIVE.match(one.name)
-    )
+    operators = _operators(events)
+    launches = {id: _range(call) for id, call in calls.items()}
+    ahead_s = {
+        gpu: _ahead_s([one for one in found if one.device_index == gpu], launches, steps)
+        for gpu in first
+    }
     within: list[list[Activity]] = [[] for _ in steps]
     for one in found:
-        call = calls.get(one.id)
-        if call is None and kind_of(one.name) is not Kind.COPY:
+        if one.id not in launches and kind_of(one.name) is not Kind.COPY:
             raise ProfilerFailed(f"the profiler recorded no launch of the kernel {one.name}")
-        # libraries copy and fill memory by calls that the profiler does not record
-        launch = _range(one) if call is None else _range(call)
-        place = bisect_right(steps, launch.start_s, key=lambda step: step.start_s) - 1
-        if place < 0 or launch.start_s > steps[place].end_s or one.device_index not in first:
+        if one.device_index not in first:
             continue
-        start_s, end_s = _range(one)
-        # the clocks of host and GPU agree to within the duration of a launch
-        error_s = launch.end_s - launch.start_s
-        if start_s < launch.start_s - error_s or end_s > steps[place].end_s + error_s:
-            raise ProfilerFailed(
-                f"the profiler recorded {one.name} outside the step that launched it"
-            )
-        name = _named(one.name, launch, collectives)
-        within[place].append(Activity(first[one.device_index], name, start_s, end_s))
-    kernels = [
-        Counter(one.device for one in step if kind_of(one.name) is not Kind.COPY) for step in within
-    ]
+        start_s, end_s = (at_s - ahead_s[one.device_index] for at_s in _range(one))
+        # libraries copy and fill memory by calls that the profiler does not record
+        launch = launches.get(one.id, _Range(start_s, end_s))
+        place = _place(launch, steps)
+        if place is not None:
+            thread = getattr(calls.get(one.id), "thread", 0)
+            collective = _collective(launch.start_s, thread, operators)
+            device = first[one.device_index]
+            within[place].append(Activity(device, one.name, start_s, end_s, collective))
+    kernels = [Counter(one.device for one in step if one.kind is not Kind.COPY) for step in within]
     if any(one != other for one, other in pairwise(kernels)):
         numbers = ", ".join(str(one.total()) for one in kernels)
         raise ProfilerFailed(f"the profiled steps have different numbers of kernels: {numbers}")
     return within
 
 
-def _named(kernel: str, launch: _Range, collectives: Sequence[tuple[_Range, str]]) -> str:
-    """Return a kernel's name or, if it names no collective, that of the collective launching it.
+def _place(launch: _Range, steps: Sequence[_Range]) -> int | None:
+    """Return the index of the step in which a launch began; None if it is in no step."""
+    place = bisect_right(steps, launch.start_s, key=lambda step: step.start_s) - 1
+    return place if place >= 0 and launch.start_s <= steps[place].end_s else None
 
-    RCCL, the library of AMD's GPUs, has one kernel for all collectives.
+
+def _ahead_s(
+    of_gpu: Iterable[Any], launches: Mapping[int, _Range], steps: Sequence[_Range]
+) -> float:
+    """Return by how many seconds the clock of a GPU is ahead of the host's, as far as it shows.
+
+    `of_gpu` are the GPU's activities. Each begins after its launch, and ends before its step, which
+    waits for it. The result is the difference closest to 0 for which this holds, because a kernel
+    that waits in a queue may begin any time after its launch. If it holds for none, the result is
+    the one with the smallest error. Raises ProfilerFailed if an activity is more than
+    `CLOCKS_AGREE_S` off.
     """
-    if kind_of(kernel) is not Kind.COMMUNICATION or phase_of_collective(kernel):
-        return kernel
-    around = (name for span, name in collectives if span.start_s <= launch.start_s <= span.end_s)
-    return next(around, kernel)
+    early: list[tuple[float, str]] = []
+    late: list[tuple[float, str]] = []
+    for one in of_gpu:
+        launch = launches.get(one.id)
+        place = None if launch is None else _place(launch, steps)
+        if launch is None or place is None:
+            continue
+        start_s, end_s = _range(one)
+        early.append((launch.start_s - start_s, f"{one.name} begins {{}} before its launch"))
+        late.append((end_s - steps[place].end_s, f"{one.name} ends {{}} after its step"))
+    if not early:
+        return 0.0
+    off_s, told = max(*early, *late)
+    if off_s > CLOCKS_AGREE_S:
+        raise ProfilerFailed(
+            f"{told.format(words.time(off_s))}, but the clocks of GPU and host may differ by at"
+            f" most {words.time(CLOCKS_AGREE_S)}"
+        )
+    least_s, most_s = max(late)[0], -max(early)[0]
+    return (least_s + most_s) / 2 if least_s > most_s else min(max(0.0, least_s), most_s)
+
+
+def _operators(events: Iterable[Any]) -> dict[int, Operators]:
+    """Return the operators of the host by thread; torch gives a call that of its operator."""
+    return {
+        thread: Operators(own)
+        for thread, own in grouped(
+            (getattr(one, "thread", 0), Operator(*_range(one), _named(one)))
+            for one in events
+            if _on_host(one) and not _is_call(one)
+        ).items()
+    }
+
+
+def _collective(at_s: float, thread: int, operators: Mapping[int, Operators]) -> str:
+    """Return the name of the collective that makes a launch, "" if none.
+
+    Torch cannot tell the thread of a call that Kineto links to no operator: any may make it.
+    """
+    own = [operators[thread]] if thread in operators else operators.values()
+    return next(filter(None, (one.collective(at_s) for one in own)), "")
+
+
+def _named(operator: Any) -> str:
+    """Return the name of an operator, with that of the collective which torch states for it.
+
+    Torch 2.13 and later have it.
+    """
+    stated = getattr(getattr(operator, "event_metadata", None), "collective_name", None)
+    return f"{operator.name} {stated}" if stated else str(operator.name)
 
 
 def is_activity(event: Any) -> bool:
@@ -215,7 +301,7 @@ def _on_host(event: Any) -> bool:
 def _is_call(event: Any) -> bool:
     """Return whether an event is a call to CUDA; operators have ids of their own."""
     kind = getattr(event, "activity_type", None)
-    return _on_host(event) and bool(kind in _CALLS if kind else _CALL.match(event.name))
+    return _on_host(event) and bool(kind in CALLS if kind else _CALL.match(event.name))
 
 
 def _range(event: Any) -> _Range:

@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,9 @@ from dpbench.measure.worker.bench import PreparedCase, run_timers, start_timer
 from dpbench.measure.worker.facts import of_model, torch_facts, with_links, with_operations
 from dpbench.models import Model
 from dpbench.records import HOST, Case, Effort, Memory, Status, Trial, Verified
-from dpbench.records.trial import AVERAGING, Failure, cause_of
+from dpbench.records.facts import stated
+from dpbench.records.spelling import dashed
+from dpbench.records.trial import Failure, cause_of
 from dpbench.strategies import Strategy, rows_of
 
 BATCHES = 4
@@ -140,7 +142,7 @@ def prepare(case: Case, strategy: Strategy, rank: RankPlace | None = None) -> Pr
         {"model": of_model(model, batches[0])} if leads else {}
     )
     if verdict.averaging:
-        facts[AVERAGING] = asdict(verdict.averaging)
+        facts |= stated(averaging=verdict.averaging)
     compiling = {"compile_s": verdict.steps_s} if case.compile else {}
     if case.compile:
         torch.compiler.reset()  # the shapes of verification must not make the graphs dynamic
@@ -184,7 +186,9 @@ def _allow_tf32(case: Case, device: Device) -> None:
     if case.precision != "tf32":
         return
     if reason := float32.impediment(device.torch_device):
-        raise ValueError(f"tf32 cannot be used: {reason}: give --precision fp32 or fp16")
+        raise ValueError(
+            f"tf32 cannot be used: {reason}: give {dashed('precision', 'fp32')} or fp16"
+        )
     float32.allow_tf32()
 
 
@@ -233,9 +237,7 @@ def _verify(
         )
     if verdict.verified is Verified.NO:
         wrong = "gradients or buffers" if case.trains else "outputs"
-        hint = (
-            "; or give --unverified, which labels every figure UNVERIFIED" if verdict.random else ""
-        )
+        hint = f"; {verification.UNVERIFIED}" if verdict.random else ""
         raise Unverified(f"the case was not timed, because its {wrong} are wrong: {verdict}{hint}")
     return verdict
 

@@ -3,7 +3,8 @@
 jsonl            one line of JSON per trial, with the seconds of each phase in each step
 trace            a Chrome trace for Perfetto and speedscope, with every span, step and sample
 split            one trial as one trace file per device, for Holistic Trace Analysis (HTA)
-pyperf           a pyperf suite, with one benchmark per case and one pyperf run per round
+pyperf           a pyperf suite, with one benchmark per case and one pyperf run per round, whose
+                 only value is the median step
 
 Text is returned in pieces, so that the text of a long run is never in memory as a whole. `labels`
 returns the labels that must accompany a trial's numbers, such as `dpbench.analysis.summary.labels`.
@@ -17,6 +18,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dpbench.records import files
+from dpbench.records.errors import UsageError
 from dpbench.store.export.formats import Labels, jsonl, name, numbered, pick, pyperf, read_run
 from dpbench.store.export.traces import split as split_ranks
 from dpbench.store.export.traces import trace
@@ -44,27 +47,33 @@ def check(
 ) -> None:
     """Raise ValueError if the options of the command `export` cannot be combined.
 
-    `every`, `part` and `split` are the values of --all, --case and --split.
+    `every`, `part` and `split` are the values of the options `all`, `case` and `split`.
     """
     if format != "trace" and (part is not None or split):
-        option = "--split" if split else "--case"
-        raise ValueError(
-            f"{option} can be used with the format trace only, not with {format}; leave out"
-            f" {option}"
+        raise UsageError(
+            "{} can be used with the format trace only, not with {format}",
+            option="split" if split else "case",
+            remedy="leave out {}",
+            format=format,
         )
     if split and (output or every):
-        raise ValueError(
-            f"--split writes one trial into the folder {split}; leave out"
-            f" {'--output' if output else '--all'}"
+        raise UsageError(
+            "{} writes one trial into the folder {folder}",
+            option="split",
+            remedy="leave out {output}" if output else "leave out {all}",
+            folder=split,
         )
     if format == "parquet" and not output:
-        raise ValueError(
-            "parquet is a binary format, which is not written to stdout; give a file with --output"
+        raise UsageError(
+            "parquet is a binary format, which is not written to stdout",
+            option="output",
+            remedy="give a file with {}",
         )
     if format == "pyperf" and every:
-        raise ValueError(
-            "the format pyperf has one run per file; leave out --all, and export each run to a file"
-            " with --run"
+        raise UsageError(
+            "the format pyperf has one run per file",
+            option="all",
+            remedy="leave out {}, and export each run to a file with {run}",
         )
 
 
@@ -96,9 +105,12 @@ def pieces(
         return trace(run.id, run.provenance, picked, labels)
     if len(picked) > 1:
         names = list(dict.fromkeys(name(trial.case) for trial in trials))
-        raise ValueError(
-            f"--split writes one case, but {len(picked)} cases are selected; choose one by number"
-            f" or name with --case: {numbered(names)}"
+        raise UsageError(
+            "{} writes one case, but {number} cases are selected",
+            option="split",
+            remedy="choose one by number or name with {case}: {names}",
+            number=len(picked),
+            names=numbered(names),
         )
     return (f"{path}\n" for path in split_ranks(run.id, run.provenance, picked[0], labels, split))
 
@@ -109,5 +121,5 @@ def write(text: Iterable[str], output: Path | None) -> None:
         sys.stdout.writelines(text)
         sys.stdout.flush()
         return
-    with output.open("w", encoding="utf-8") as out:
+    with files.replacing(output) as part, part.open("w", encoding="utf-8") as out:
         out.writelines(text)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -26,12 +27,16 @@ from dpbench.records import (
     Step,
     Trial,
     Verified,
+    hidden,
     visible,
     words,
 )
+from dpbench.records.errors import UsageError
+from dpbench.records.facts import RunFacts
 from dpbench.records.files import BOM
 from dpbench.records.ledger import Ledger
 from dpbench.records.trial import in_schema
+from dpbench.store.rows import checked
 
 if TYPE_CHECKING:
     from dpbench.store import StoredRun
@@ -103,9 +108,12 @@ def pick(trials: Sequence[Trial], part: str | None = None, *, every: bool = Fals
             ", ".join(f"{trial.case.label}: {trial.fault or trial.status}" for trial in fitting[:8])
             or "no trials"
         )
-        raise ValueError(
+        raise UsageError(
             "the selected cases have no measured trial with usable step times (case and result of"
-            f" each: {ends}); choose other cases with --case, or another run with --run"
+            " each: {ends})",
+            option="case",
+            remedy="choose other cases with {}, or another run with {run}",
+            ends=ends,
         )
     return picked
 
@@ -115,9 +123,12 @@ def _named(names: Sequence[str], part: str) -> list[str]:
         return [names[int(part) - 1]]
     selected = [part] if part in names else [name for name in names if part in name]
     if not selected or part.isdigit():
-        raise ValueError(
-            f"the run has no case {part}; give --case one of these numbers or names:"
-            f" {numbered(names)}"
+        raise UsageError(
+            "the run has no case {part}",
+            option="case",
+            remedy="give {} one of these numbers or names: {names}",
+            part=part,
+            names=numbered(names),
         )
     return selected
 
@@ -128,12 +139,6 @@ def numbered(names: Sequence[str]) -> str:
     The text is "none" if there are no names.
     """
     return "; ".join(f"{number} {name}" for number, name in enumerate(names, 1)) or "none"
-
-
-def nameless(provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's provenance without the host name, which exported files must not reveal."""
-    host = {key: value for key, value in provenance.get("host", {}).items() if key != "name"}
-    return {**provenance, **({"host": host} if host else {})}
 
 
 def jsonl(run_id: str, trials: Iterable[Trial], labels: Labels = lambda trial: ()) -> Iterator[str]:
@@ -158,7 +163,7 @@ def jsonl(run_id: str, trials: Iterable[Trial], labels: Labels = lambda trial: (
                 "memory": [asdict(peak) for peak in trial.memory],
                 "failed_device": trial.failed_device,
                 "setup": dict(trial.setup),
-                "provenance": dict(trial.provenance),
+                "provenance": hidden.shared(trial.provenance),
             }
         )
         yield f"{line}\n"
@@ -204,11 +209,11 @@ class ExportedTrial(msgspec.Struct):
             schema=self.schema,
             source=self.source,
             status=self.status,
-            reason=visible.visible(self.reason, lines=True),
+            reason=hidden.text(visible.visible(self.reason, lines=True)),
             verified=self.verified,
             memory=tuple(Memory(**visible.everywhere(asdict(peak))) for peak in self.memory),
             setup=visible.everywhere(self.setup),
-            provenance=visible.everywhere(self.provenance),
+            provenance=hidden.everywhere(visible.everywhere(self.provenance)),
             round=self.round,
             failed_device=self.failed_device,
             steps=tuple(
@@ -219,7 +224,7 @@ class ExportedTrial(msgspec.Struct):
             {visible.visible(name): s or 0.0 for name, s in step.phases.items()}
             for step in self.steps
         ]
-        return trial.with_ledger(Ledger.recorded(trial.steps, phases))
+        return checked(trial).with_ledger(Ledger.recorded(trial.steps, phases))
 
 
 def read_jsonl(path: Path) -> dict[str, list[Trial]]:
@@ -236,7 +241,7 @@ def read_jsonl(path: Path) -> dict[str, list[Trial]]:
                 by_run.setdefault(visible.visible(exported.run_id), []).append(exported.trial())
                 number += 1
     except (msgspec.MsgspecError, ValueError, EOFError, gzip.BadGzipFile) as error:
-        raise ValueError(
+        raise UsageError(
             f"{path}, line {number}: this is not an export by `dpbench export jsonl`: {error}"
         ) from None
     return by_run
@@ -254,7 +259,7 @@ def read_run(path: Path, run: str = "") -> tuple[StoredRun, list[Trial]]:
     fitting = {name: trials for name, trials in by_run.items() if name.startswith(run)}
     if len(fitting) != 1:
         ids = ", ".join(name[:12] for name in by_run) or "none"
-        raise ValueError(
+        raise UsageError(
             f"{path} has {len(fitting)} runs whose id begins with {run!r}; give the beginning of an"
             f" id: {ids}"
         )
@@ -276,9 +281,12 @@ def pyperf(
             measured = "" if trial.source is Source.MEASURED else f" {trial.source}"
             rounds.setdefault(f"{name(trial.case)}{measured}", {})[trial.round] = trial
     if not rounds:
-        raise ValueError(
-            f"run {run_id[:8]} has no measured trial with usable step times, and pyperf cannot read"
-            " an empty suite; choose another run with --run"
+        raise UsageError(
+            "run {id} has no measured trial with usable step times, and pyperf cannot read an empty"
+            " suite",
+            option="run",
+            remedy="choose another run with {}",
+            id=run_id[:8],
         )
     benchmarks = [
         {
@@ -299,35 +307,41 @@ def pyperf(
 
 
 def _run(number: int, trial: Trial) -> dict[str, Any]:
-    """Return a trial as a run of pyperf: `values` in seconds, `warmups` as (loops, seconds)."""
-    metadata: Metadata = {"round": number, "verified": str(trial.verified)}
+    """Return a trial as a run of pyperf: one value in seconds, and `warmups` as (loops, seconds).
+
+    The value is the median of the timed steps. They are no values of their own, because pyperf
+    takes all values of a benchmark for independent, and the steps of a process are not.
+    """
+    metadata: Metadata = {
+        "round": number,
+        "steps": len(trial.timed),
+        "verified": str(trial.verified),
+    }
     if trial.setup:
         metadata["duration"] = sum(trial.setup.values())
     if trial.started_s:
         metadata["date"] = (
             datetime.fromtimestamp(trial.started_s, UTC).replace(tzinfo=None).isoformat(" ")
         )
-    run: dict[str, Any] = {"metadata": metadata, "values": list(trial.timed)}
+    run: dict[str, Any] = {"metadata": metadata, "values": [statistics.median(trial.timed)]}
     warmups = [(1, step.seconds) for step in trial.steps if step.warmup]
     return run | ({"warmups": warmups} if warmups else {})
 
 
 def _facts(provenance: Mapping[str, Any], first: Metadata) -> Metadata:
     """Return the metadata of a suite: `first`, then the run's facts, with pyperf's names if any."""
-    host = provenance.get("host", {})
-    gpus = provenance.get("gpus", {})
-    packages = provenance.get("packages", {})
-    code = provenance.get("dpbench", {})
+    stated = RunFacts.of(provenance)
+    host, code = stated.host, stated.dpbench
     facts = {
-        "platform": f"{host.get('system', '')} {host.get('machine', '')}",
-        "cpu_model_name": host.get("cpu"),
-        "cpu_count": host.get("cores"),
-        "python_version": provenance.get("python"),
-        "gpus": _counted([gpu.get("name", "") for gpu in gpus.get("gpus", [])]),
-        "gpu_driver": gpus.get("driver"),
-        **{f"{package}_version": version for package, version in packages.items()},
-        "dpbench_version": code.get("version"),
-        "dpbench_commit": f"{code.get('commit', '')}{' (dirty)' if code.get('dirty') else ''}",
+        "platform": f"{host.system} {host.machine}",
+        "cpu_model_name": host.cpu,
+        "cpu_count": host.cores,
+        "python_version": stated.python,
+        "gpus": _counted([gpu.name or "" for gpu in stated.gpus.gpus or ()]),
+        "gpu_driver": stated.gpus.driver,
+        **{f"{package}_version": version for package, version in stated.packages.items()},
+        "dpbench_version": code.version,
+        "dpbench_commit": f"{code.commit or ''}{' (dirty)' if code.dirty else ''}",
     }
     # pyperf rejects values that are empty or have several lines
     plain = {

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dpbench.records import HOST, Phase, Sample, Span, Step, Trial, words
+from dpbench.records import HOST, Phase, Sample, Span, Step, Trial, files, hidden, words
 from dpbench.records.case import MOVING
-from dpbench.store.export.formats import Labels, nameless, title
+from dpbench.records.errors import UsageError
+from dpbench.store.export.formats import Labels, title
 
 _T = TypeVar("_T")
 Timed = tuple[float, float, _T]
@@ -33,7 +34,7 @@ def trace(
     facts = {
         "run_id": run_id,
         "zero_s": zero_s,
-        "provenance": nameless(provenance),
+        "provenance": hidden.shared(provenance),
         "trials": [_facts(pid, trial, labels) for pid, trial in enumerate(trials, 1)],
     }
     yield f'{{"displayTimeUnit": "ms",\n"otherData": {words.dumps(facts)},\n"traceEvents": [\n'
@@ -65,7 +66,7 @@ def _facts(pid: int, trial: Trial, labels: Labels) -> dict[str, Any]:
         "verified": trial.verified,
         "memory": [[m.device, m.peak_bytes, m.source] for m in trial.memory],
         "untimed": untimed,
-        "provenance": dict(trial.provenance),
+        "provenance": hidden.shared(trial.provenance),
     }
 
 
@@ -197,16 +198,22 @@ def split(
     spans = [span for span in trial.spans if span.step in timed]
     devices = sorted({span.device for span in spans} - {HOST})
     if not devices:
-        raise ValueError(
-            f"the trial of {trial.case.label} has no span of a device in a timed step and cannot be"
-            " split by device; choose another case with --case"
+        raise UsageError(
+            "the trial of {label} has no span of a device in a timed step and cannot be split by"
+            " device",
+            option="case",
+            remedy="choose another case with {}",
+            label=trial.case.label,
         )
     folder.mkdir(parents=True, exist_ok=True)
     stale = sorted(path.name for path in folder.iterdir() if path.suffix in (".json", ".gz"))
     if stale:
-        raise ValueError(
-            f"the folder {folder} already contains traces, such as {', '.join(stale[:3])}; give"
-            " --split another folder"
+        raise UsageError(
+            "the folder {folder} already contains traces, such as {stale}",
+            option="split",
+            remedy="give {} another folder",
+            folder=folder,
+            stale=", ".join(stale[:3]),
         )
     facts = {
         "run_id": run_id,
@@ -214,28 +221,42 @@ def split(
         "labels": labels(trial),
         "case": trial.case.to_dict(),
         "note": NOTE,
-        "provenance": {**nameless(provenance), **trial.provenance},
+        "provenance": {**hidden.shared(provenance), **hidden.shared(trial.provenance)},
     }
     zero_s = min(
         [trial.steps[number].start_s for number in timed] + [span.start_s for span in spans]
     )
-    paths = []
-    for device in devices:
-        device_spans = [span for span in spans if span.device == device]
-        paths.append(folder / f"rank-{device}.json")
-        with paths[-1].open("w", encoding="utf-8") as out:
-            # HTA reads the rank from the first line that contains one
-            rank = {"backend": "dpbench", "rank": device, "world_size": len(devices)}
-            out.write(
-                f'{{"schemaVersion": 1,\n"distributedInfo": {json.dumps(rank)},\n"otherData":'
-                f" {json.dumps(facts)},"
-            )
-            out.write('\n"displayTimeUnit": "ms",\n"traceEvents": [\n')
-            out.write(",\n".join(_rank_events(device, trial.steps, device_spans, zero_s)))
-            if device == devices[0]:  # the host's spans are written to the first device's file
-                out.writelines(",\n" + event for event in _host(device, spans, zero_s))
-            out.write("\n]}\n")
+    paths = [folder / f"rank-{device}.json" for device in devices]
+    try:
+        for path, device in zip(paths, devices, strict=True):
+            with files.replacing(path) as part, part.open("w", encoding="utf-8") as out:
+                out.writelines(_rank(device, devices, trial.steps, spans, facts, zero_s))
+    except OSError:
+        for path in paths:  # HTA would read a part of the ranks as all of them
+            path.unlink(missing_ok=True)
+        raise
     return paths
+
+
+def _rank(
+    device: int,
+    devices: Sequence[int],
+    steps: Sequence[Step],
+    spans: Sequence[Span],
+    facts: Mapping[str, Any],
+    zero_s: float,
+) -> Iterator[str]:
+    """Yield the text of a device's file; that of the first device has the host's spans."""
+    device_spans = [span for span in spans if span.device == device]
+    # HTA reads the rank from the first line that contains one
+    rank = {"backend": "dpbench", "rank": device, "world_size": len(devices)}
+    yield f'{{"schemaVersion": 1,\n"distributedInfo": {json.dumps(rank)},\n"otherData":'
+    yield f" {json.dumps(facts)},"
+    yield '\n"displayTimeUnit": "ms",\n"traceEvents": [\n'
+    yield ",\n".join(_rank_events(device, steps, device_spans, zero_s))
+    if device == devices[0]:
+        yield from (",\n" + event for event in _host(device, spans, zero_s))
+    yield "\n]}\n"
 
 
 def _rank_events(

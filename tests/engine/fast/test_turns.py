@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpbench.engine import DataParallel, TrainStep
-from dpbench.engine.fast import turns
-from dpbench.engine.fast.turns import AGAIN, KEPT, LONG_S, Turns
+from dpbench.engine.fast.turns import AGAIN, KEPT, LONG_S, TurnsIfFaster
 from dpbench.hardware.devices.host import install
 from dpbench.records import Phase
 from dpbench.records.schedule import Schedule
@@ -29,17 +28,17 @@ FREE_AND_TURNS = pytest.mark.parametrize("taken", [False, True], ids=["free", "i
 
 def always(monkeypatch: pytest.MonkeyPatch, taken: bool) -> None:
     """Let all runs after the first be in turns, or none."""
-    monkeypatch.setattr(Turns, "choose", lambda self, _: setattr(self, "taken", taken))
+    monkeypatch.setattr(TurnsIfFaster, "choose", lambda self, _: setattr(self, "taken", taken))
 
 
-def begun() -> Turns:
+def begun() -> TurnsIfFaster:
     """Return turns after the first run, which does not count."""
-    turn = Turns()
+    turn = TurnsIfFaster()
     turn.choose(1.0e-3)
     return turn
 
 
-def kinds(turn: Turns, count: int, *, free: float, in_turns: float) -> list[bool]:
+def kinds(turn: TurnsIfFaster, count: int, *, free: float, in_turns: float) -> list[bool]:
     """Return the kind of each of `count` runs, which take so many seconds in each kind."""
     taken = []
     for _ in range(count):
@@ -199,7 +198,7 @@ def test_the_mark_of_a_forward_does_not_include_the_wait_for_its_turn(
 def test_replicas_that_wait_for_each_other_in_forward_are_not_kept_waiting(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "PATIENCE_S", 0.05)
+    monkeypatch.setattr("dpbench.engine.turn.PATIENCE_S", 0.05)
     together = threading.Barrier(2)
 
     def meet(module: Any, x: Tensor) -> Tensor:
@@ -211,13 +210,13 @@ def test_replicas_that_wait_for_each_other_in_forward_are_not_kept_waiting(
     with TrainStep(module, F.mse_loss, OPTIMIZERS["sgd"], TWO, schedule) as step:
         for _ in range(4):
             step(x, x)
-        turn = step._runner._workers.turn
+        turn = step._runner.workers.turn
         assert not any(kinds(turn, 2 * AGAIN, free=2.0, in_turns=1.0))
 
 
 def test_a_forward_that_fails_passes_its_turn_on(monkeypatch: pytest.MonkeyPatch) -> None:
     always(monkeypatch, True)
-    monkeypatch.setattr(turns, "PATIENCE_S", 60.0)
+    monkeypatch.setattr("dpbench.engine.turn.PATIENCE_S", 60.0)
     fails = threading.Event()
 
     def forward(module: Any, x: Tensor) -> Tensor:
@@ -239,7 +238,9 @@ def test_a_forward_that_fails_passes_its_turn_on(monkeypatch: pytest.MonkeyPatch
 def test_replicas_of_other_devices_than_the_host_take_no_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Turns, "__enter__", lambda self: pytest.fail("a turn on an accelerator"))
+    monkeypatch.setattr(
+        TurnsIfFaster, "of", lambda self, i: pytest.fail("a turn on an accelerator")
+    )
     install()
     x = torch.randn(4, 4, device="lazy:0")
     for schedule in ("pool", "fastest"):

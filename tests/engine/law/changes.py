@@ -333,7 +333,7 @@ def sync(loop: Loop, k: int) -> None:
     loop.sync()
 
 
-CHANGES: list[Change] = [
+OF_OPTIMIZERS: tuple[Change, ...] = (
     change_rates,
     add_group,
     clear_state,
@@ -341,14 +341,21 @@ CHANGES: list[Change] = [
     replace_state,
     read_state,
     hook_the_optimizer,
+    assign_transposed,
+    assign_resized,
+    transpose_gradients,
+    wrap_step,
+)
+"""The changes that need the groups or the state of a torch.optim.Optimizer."""
+
+CHANGES: list[Change] = [
+    *OF_OPTIMIZERS,
     freeze_layer,
     freeze_all_but_one,
     thaw,
     freeze_one,
     write_under_no_grad,
     assign_data,
-    assign_transposed,
-    assign_resized,
     clamp_data,
     write_numpy,
     hook_parameter,
@@ -364,7 +371,5 @@ CHANGES: list[Change] = [
     sync,
     hook_node,
     hook_all,
-    transpose_gradients,
     step_other_optimizer,
-    wrap_step,
 ]

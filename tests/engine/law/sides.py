@@ -12,6 +12,7 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +21,7 @@ from dpbench.engine.train_step import TrainStep
 from dpbench.records.schedule import FASTEST, SELECTED, Schedule
 from tests.engine.chunked import PlainStep
 from tests.engine.law.compare import assert_same, sums_exactly
+from tests.engine.law.interrupts import Interrupted
 from tests.engine.nets import OPTIMIZERS, Net
 
 KEPT = (Schedule.LOCAL, Schedule.ALLREDUCE, Schedule.SHARDED)
@@ -53,6 +55,11 @@ class Loop:
             optimizer.add_param_group({"params": [self.held], "lr": 1e-3})
         return optimizer
 
+    @property
+    def is_bare(self) -> bool:
+        """Return whether the optimizer has only what a plain loop needs: no groups, no state."""
+        return not isinstance(self.optimizer, torch.optim.Optimizer)
+
     def sync(self) -> None:
         """Announce that weights were written past torch."""
 
@@ -85,6 +92,8 @@ class Plain(Loop, PlainStep):
     @property
     def needs_complete_gradients(self) -> bool:
         """Return whether something reads the complete gradients, or an optimizer leaves some."""
+        if self.is_bare:
+            return True
         stepped = {p for group in self.optimizer.param_groups for p in group["params"]}
         return (
             self._accumulate > 1
@@ -173,6 +182,13 @@ class Ours(Loop):
         self.train.close()
 
 
+class Holder:
+    """A batch that is neither a tensor nor a container."""
+
+    def __init__(self, inputs: Any) -> None:
+        self.inputs = inputs
+
+
 # ---------------------------------------------------------------- comparison
 
 
@@ -181,11 +197,16 @@ def content(loop: Loop) -> dict[str, Any]:
     attributes = {
         f"{place}.{name}": value
         for place, module in loop.module.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, bool | int | float | str)
+        for name, value in plain_attributes(module).items()
     }
     tensors = (*loop.module.named_parameters(), *loop.module.named_buffers())
     return attributes | {name: tensor.detach() for name, tensor in tensors}
+
+
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module that are numbers or texts."""
+    kinds = bool | int | float | str
+    return {name: value for name, value in vars(module).items() if isinstance(value, kinds)}
 
 
 def optimizer_state(loop: Loop) -> dict[str, Any]:
@@ -276,12 +297,50 @@ class Pair:
         """Compare parameters and buffers within rounding, and take over the engine's side."""
         ours, plain = self.ours.module.state_dict(), self.plain.module.state_dict()
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-6, equal_nan=True)
-        self.plain.module.load_state_dict(ours)
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """Give the plain side the weights, buffers, gradients and optimizer state of the engine.
+
+        A forward on one device may have counted in an attribute before it was interrupted.
+        """
+        self.plain.module.load_state_dict(self.ours.module.state_dict())
+        for mine, theirs in zip(
+            self.ours.module.modules(), self.plain.module.modules(), strict=True
+        ):
+            vars(theirs).update(plain_attributes(mine))
         self.plain.optimizer.load_state_dict(copy.deepcopy(self.ours.optimizer.state_dict()))
         for mine, theirs in zip(
             self.ours.module.parameters(), self.plain.module.parameters(), strict=True
         ):
-            theirs.grad = theirs.grad if mine.grad is None else mine.grad.clone()
+            theirs.grad = None if mine.grad is None else mine.grad.clone()
+
+    def interrupt(self, inputs: Any, target: Any, place: int) -> bool:
+        """Interrupt a step of the engine at this place; return whether it ended there.
+
+        What an interrupted step has done cannot be compared: the next steps are.
+        """
+        threads, getter = torch.get_num_threads(), torch.get_rng_state
+        with Interrupted(place) as interrupted:
+            try:
+                loss = self.ours.train(inputs, target)
+            except KeyboardInterrupt:
+                loss = None
+            except RuntimeError as error:
+                # Python's Condition releases a lock that it had not yet acquired again
+                if not isinstance(error.__context__, KeyboardInterrupt):
+                    raise
+                loss = None
+        assert torch.is_grad_enabled(), "gradients are off after an interrupt"
+        assert torch.get_num_threads() == threads, "threads are missing after an interrupt"
+        assert torch.get_rng_state == getter, "a function of torch is replaced after an interrupt"
+        if loss is None:
+            assert interrupted.raised
+            self._take_over()
+            self.ours.log.clear()
+        else:
+            self._compare(loss, self.plain.step(inputs, target))
+        return loss is None
 
     def move(self, schedule: str, *, same_optimizer: bool) -> None:
         """Close the engine's side and go on with this schedule, or with one that can run."""
@@ -295,9 +354,20 @@ class Pair:
 
     def can_have(self, schedule: str) -> bool:
         """Return whether a schedule can run the loop as it is now."""
-        if schedule in KEPT and not hasattr(self.plain.criterion, "reduction"):
+        if schedule in KEPT and (
+            self.plain.is_bare or not hasattr(self.plain.criterion, "reduction")
+        ):
             return False
         return not (schedule in EVERYWHERE and self.plain.needs_complete_gradients)
+
+    def refuse(self, inputs: Any, target: Any) -> None:
+        """Give the engine a batch whose rows it cannot reach; nothing changes but gradients."""
+        with pytest.raises((TypeError, Refused), match="rows"):
+            self.ours.train(Holder(inputs), target)
+        if self.plain.updated:
+            self.plain.optimizer.zero_grad()
+            self.ours.optimizer.zero_grad()
+        self.check()
 
     def fail(
         self, inputs: Any, target: Any, trap: Callable[[Any], None], kind: type[BaseException]
@@ -323,7 +393,7 @@ class Pair:
             self._check_log()
         self.ours.log.clear()
         self.plain.log.clear()
-        if self._watch or state:
+        if (self._watch or state) and not self.plain.is_bare:
             assert_same(optimizer_state(self.ours), optimizer_state(self.plain), "optimizer.state")
             assert_same(ordered(self.ours), ordered(self.plain), "optimizer.state_dict()")
 

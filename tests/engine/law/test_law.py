@@ -50,7 +50,7 @@ class Training(RuleBasedStateMachine):
         devices=st.sampled_from([2, 3, 1]),
         module=st.sampled_from(list(nets.MODULES)),
         criterion=st.sampled_from(list(nets.CRITERIA)),
-        optimizer=st.sampled_from([*nets.OPTIMIZERS, *nets.FUSED]),
+        optimizer=st.sampled_from([*nets.OPTIMIZERS, *nets.FUSED, "two in one object"]),
         dtype=st.sampled_from([torch.float32, torch.float64]),
         accumulate=st.sampled_from([1, 2]),
         clip_norm=st.sampled_from([None, None, 0.5]),
@@ -74,6 +74,9 @@ class Training(RuleBasedStateMachine):
             self.patched.setattr(update, "ONE_BY_ONE_BYTES", 0)
         if criterion == "regularised" and schedule in KEPT:
             criterion = "mse"  # a local loss is a sum over rows
+        if optimizer in nets.OTHERS:  # they have no groups, and named schedules refuse them
+            more["hold"] = False
+            schedule = FASTEST if schedule in KEPT else schedule
         if schedule in EVERYWHERE and (
             more["accumulate"] > 1 or more["clip_norm"] is not None or more["hold"]
         ):
@@ -84,7 +87,7 @@ class Training(RuleBasedStateMachine):
         self.pair = Pair(
             lambda: nets.MODULES[module]().to(dtype),
             nets.CRITERIA[criterion],
-            (nets.OPTIMIZERS | nets.FUSED)[optimizer],
+            (nets.OPTIMIZERS | nets.FUSED | nets.OTHERS)[optimizer],
             schedule,
             devices=devices,
             **more,
@@ -136,6 +139,8 @@ class Training(RuleBasedStateMachine):
     @rule(change=st.sampled_from(CHANGES), k=SMALL)
     def change(self, change: Change, k: int) -> None:
         Training.rules += 1
+        if self.pair.plain.is_bare and change in law_changes.OF_OPTIMIZERS:
+            return
         if not (self.failed and change is law_changes.assign_resized):
             self.pair.do(change, k)
 
@@ -157,6 +162,21 @@ class Training(RuleBasedStateMachine):
         self.pair.fail(inputs, target, trap, error)
         # torch may keep the graph of a failed backward, and with it the shapes of parameters
         self.failed = True
+
+    @rule(place=st.integers(1, 3000), again=st.booleans())
+    def interrupt(self, place: int, again: bool) -> None:
+        Training.rules += 1
+        if not self.pair.can_have(self.pair.ours.asked):
+            self.pair.move(FASTEST, same_optimizer=True)
+        for _ in range(1 + again):
+            if self.pair.interrupt(*self.batch(0), place):
+                self.failed = True
+
+    @rule()
+    def give_a_batch_out_of_reach(self) -> None:
+        Training.rules += 1
+        if self.devices > 1 and self.pair.can_have(self.pair.ours.asked):
+            self.pair.refuse(*self.batch(0))
 
     @rule(schedule=st.sampled_from(SCHEDULES), same_optimizer=st.booleans())
     def move(self, schedule: str, same_optimizer: bool) -> None:

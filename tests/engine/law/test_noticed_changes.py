@@ -497,6 +497,16 @@ def test_threads_that_call_one_wrapper_get_their_own_rows(schedule: str) -> None
     assert wrong == []
 
 
+@wrapper_schedules
+def test_a_wrapper_whose_module_is_replaced_runs_the_new_one(schedule: str) -> None:
+    inputs = batch(0, 8, nn.MSELoss())[0]
+    wrapped = DataParallel(Plain(), ["cpu", "cpu"], schedule=schedule)
+    before = wrapped(*inputs)
+    wrapped.module = Plain()
+    assert not torch.equal(wrapped(*inputs), before)
+    assert torch.equal(wrapped(*inputs), DataParallel(wrapped.module, ["cpu", "cpu"])(*inputs))
+
+
 @pytest.mark.parametrize("schedule", list(SELECTED))
 def test_a_wrapper_that_has_run_can_still_be_copied(schedule: str) -> None:
     wrapped = DataParallel(Plain(), ["cpu", "cpu"], schedule=schedule)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from dpbench.engine import DataParallel
+from dpbench.engine.fast import stages
 from dpbench.engine.fast.pool import Pool
 from dpbench.engine.fast.stages import in_stages
 from dpbench.engine.parallel_apply import Spawn, Workers
@@ -97,18 +98,24 @@ class LastFirst:
         self.other: threading.Thread | None = None
         workers = self
 
-        class Meeting(threading.Barrier):
-            def wait(self, timeout: float | None = None) -> int:
-                if threading.current_thread() is workers.other:
+        class Meeting(stages.Meeting):
+            def goes_on(self, i: int) -> bool:
+                if i == 1:
                     workers.arrived.set()
-                    return super().wait(timeout)
-                order = super().wait(timeout)
+                    return super().goes_on(i)
+                decision = super().goes_on(i)
                 workers.other.join(10)
-                return order
+                return decision
 
-        monkeypatch.setattr(threading, "Barrier", Meeting)
+        monkeypatch.setattr(stages, "Meeting", Meeting)
 
-    def run(self, job: Callable[[int], None], count: int, starting: Any = None) -> None:
+    def run(
+        self,
+        job: Callable[[int], None],
+        count: int,
+        starting: Any = None,
+        stop: Callable[[], None] | None = None,
+    ) -> None:
         self.other = threading.Thread(target=job, args=(1,))
         self.other.start()
         assert self.arrived.wait(10)

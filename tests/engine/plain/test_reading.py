@@ -114,10 +114,12 @@ def test_few_functions_stand_between_a_step_and_what_it_does() -> None:
         torchs = third(lambda: loss(wrapped(inputs), where).backward(), TORCHS)
     for name, found in (("TrainStep", step), ("DataParallel", wrapper), ("torch", torchs)):
         print(f"{name}: {found}")
-    assert step.hops["module"] <= 6
-    assert wrapper.hops["module"] <= 6
+    # two of them, `Calls.make` and `Team.do`, let an interrupt end a step at any place
+    assert step.hops["module"] <= 8
+    assert wrapper.hops["module"] <= 8
     assert step.hops["copy of a weight"] <= 7
-    assert len(step.files) <= 15
-    assert len(step.functions) <= 61
-    assert len(wrapper.files) <= 12
-    assert len(wrapper.functions) <= 58
+    # of these, two files and six functions watch what forwards write
+    assert len(step.files) <= 18
+    assert len(step.functions) <= 77
+    assert len(wrapper.files) <= 14
+    assert len(wrapper.functions) <= 73

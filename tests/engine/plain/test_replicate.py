@@ -28,12 +28,62 @@ def test_replicas_share_what_is_no_tensor_and_no_child() -> None:
     inner = nn.Linear(2, 2)
     module = Call(lambda m, x: x, listed=[inner], inner=inner)
     module.method = inner.forward
-    module.register_forward_hook(lambda *_: None)
     for replica in replicate(module, TWO):
         assert replica.listed is module.listed  # still the originals
         assert replica.inner is not inner
         assert replica.method.__self__ is inner
-        assert replica._forward_hooks is module._forward_hooks
+
+
+def hook(*_: Any, **__: Any) -> None:
+    """Do nothing."""
+
+
+HOOKS: dict[str, Callable[[nn.Module], Any]] = {
+    "forward": lambda m: m.register_forward_hook(hook, with_kwargs=True, always_call=True),
+    "before forward": lambda m: m.register_forward_pre_hook(hook, with_kwargs=True),
+    "backward": lambda m: m.register_full_backward_hook(hook),
+    "before backward": lambda m: m.register_full_backward_pre_hook(hook),
+    "state dict": lambda m: m.register_state_dict_post_hook(hook),
+    "before state dict": lambda m: m.register_state_dict_pre_hook(hook),
+    "loading": lambda m: m.register_load_state_dict_post_hook(hook),
+    "before loading": lambda m: m.register_load_state_dict_pre_hook(hook),
+}
+
+
+def hooks_of(module: nn.Module) -> dict[str, dict[int, Any]]:
+    """Return all hooks of a module by the dict that holds them."""
+    return {name: dict(value) for name, value in vars(module).items() if "_hooks" in name}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_replicas_have_the_modules_hooks_in_dicts_of_their_own(kind: str) -> None:
+    module = nn.Linear(2, 2)
+    HOOKS[kind](module)
+    before = hooks_of(module)
+    first, second = replicate(module, TWO)
+    assert hooks_of(first) == hooks_of(second) == before
+    HOOKS[kind](first)
+    assert hooks_of(first) != before
+    assert hooks_of(second) == hooks_of(module) == before
+
+
+def test_a_buffer_that_a_replica_registers_leaves_no_trace_in_the_module() -> None:
+    module = nn.Linear(2, 2)
+    replicate(module, TWO)[1].register_buffer("mask", torch.ones(2), persistent=False)
+    assert not module._non_persistent_buffers_set
+
+
+def test_the_handle_of_a_hook_that_forward_adds_removes_it() -> None:
+    def tapped(m: Any, x: Tensor) -> Tensor:
+        handle = m.layer.register_forward_hook(lambda module, args, out: out + 1)
+        once = m.layer(x)
+        handle.remove()
+        out: Tensor = m.layer(x) - once
+        return out
+
+    module = Call(tapped, layer=nn.Linear(2, 2))
+    assert torch.allclose(DataParallel(module, TWO)(torch.ones(4, 2)), -torch.ones(4, 2))
+    assert not module.layer._forward_hooks
 
 
 def test_weights_of_replicas_are_no_parameters() -> None:

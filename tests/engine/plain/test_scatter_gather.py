@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections import Counter, OrderedDict, defaultdict
+import types
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from dataclasses import InitVar, dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -145,11 +147,91 @@ def test_gathered_dataclass_instances_are_copies_whose_constructor_does_not_run(
     assert (batch.made, vars(batch)["name"]) == ([1], "kept")
 
 
-def test_objects_that_hold_tensors_are_shared() -> None:
-    class Graph:
-        def __init__(self) -> None:
-            self.x = torch.zeros(7, 2)
+class Encoding(UserDict[str, Any]):
+    """What a tokenizer returns: a dict with other attributes, whose keys are attributes too."""
 
+    def __init__(self, data: dict[str, Any], origin: str) -> None:
+        super().__init__(data)
+        self.origin = origin
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["data"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def to(self, device: str) -> Encoding:
+        self.data = {name: value.to(device) for name, value in self.data.items()}
+        return self
+
+
+def test_a_user_dict_is_cut_and_gathered_as_a_dict() -> None:
+    whole = Encoding({"x": torch.arange(5.0), "name": "a"}, "here")
+    pieces = scatter(whole, TWO)
+    for piece, rows in zip(pieces, (slice(0, 3), slice(3, 5)), strict=True):
+        assert (type(piece), piece.origin, piece["name"]) == (Encoding, "here", "a")
+        assert torch.equal(piece.x, torch.arange(5.0)[rows])
+    assert torch.equal(whole.x, torch.arange(5.0))
+    del whole.data["name"], pieces[0].data["name"], pieces[1].data["name"]
+    assert torch.equal(gather(pieces, "cpu").to("cpu").x, whole.x)
+
+
+class Graph:
+    """A batch whose tensors no container leads to."""
+
+    def __init__(self, nested: bool = False) -> None:
+        self.store = Graph() if nested else {"x": torch.zeros(7, 2)}
+
+
+class InSlots:
+    __slots__ = ("x",)
+
+    def __init__(self) -> None:
+        self.x = torch.zeros(7)
+
+
+UNREACHABLE = {
+    "an object": Graph(),
+    "an object in an object": Graph(nested=True),
+    "an object with slots": InSlots(),
+    "a list of samples": [Graph(), Graph()],
+    "an array": torch.zeros(3).numpy(),
+    "a mapping": types.MappingProxyType({"x": torch.zeros(7)}),
+    "a deque": deque([torch.zeros(7)]),
+}
+
+
+@pytest.mark.parametrize("batch", UNREACHABLE.values(), ids=UNREACHABLE)
+def test_a_batch_whose_tensors_cannot_be_reached_is_refused(batch: Any) -> None:
+    kind = type(batch[0] if isinstance(batch, list) else batch).__name__
+    for value in (batch, (batch, 3), {"batch": batch}):
+        with pytest.raises(TypeError, match=rf"{kind}.*rows.*lists or dicts"):
+            scatter(value, TWO)
+    for piece in scatter((0, batch), ["cpu"]) + scatter((torch.zeros(4), batch), TWO):
+        wholes, parts = (batch, piece[1]) if isinstance(batch, list) else ([batch], [piece[1]])
+        assert all(map(operator.is_, parts, wholes))
+
+
+def test_arguments_without_rows_are_shared() -> None:
+    values: Any = (3, "text", {1, 2}, Options(), nn.Linear(2, 2), Graph, len, np.float32(1), [None])
+    for piece in scatter(values, TWO):
+        assert all(map(operator.is_, piece[:8], values[:8]))
+
+
+def test_a_tensor_with_one_row_per_device_among_others_is_cut_and_said() -> None:
+    said: list[str] = []
+    (first, _) = scatter((torch.zeros(4), torch.tensor([5.0, 6.0])), TWO, say=said.append)
+    assert first[1].tolist() == [5.0]
+    assert "2" in said[0]
+    assert "4" in said[0]
+    scatter((torch.zeros(2), torch.zeros(2)), TWO, say=said.append)
+    scatter((torch.zeros(4), torch.zeros(4)), TWO, say=said.append)
+    assert len(said) == 1
+    with pytest.warns(UserWarning, match="one row"):
+        scatter((torch.zeros(4), torch.zeros(2)), TWO)
+
+
+def test_objects_that_hold_tensors_are_shared_beside_a_batch() -> None:
     graph = Graph()
     array = torch.zeros(3).numpy()
     for piece in scatter((torch.zeros(4), graph, array), TWO):

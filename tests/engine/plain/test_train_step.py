@@ -6,7 +6,7 @@ import contextlib
 import copy
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,10 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dpbench.engine import TrainStep
+from dpbench.hardware.device import Device
 from dpbench.records import Phase
+from dpbench.records.case import MOVING
+from dpbench.records.errors import UsageError
+from tests.engine import rungs
 from tests.engine.chunked import PlainStep
 from tests.engine.law.compare import same
-from tests.engine.nets import NETS, conv, cpus, every_count, made, mlp
+from tests.engine.nets import NETS, TWO, conv, cpus, every_count, made, mlp
 from tests.engine.plain.test_data_parallel import Awkward
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -238,6 +242,26 @@ def test_marks_name_every_phase_on_its_device_in_order() -> None:
     assert mark.still_open() == {}
 
 
+def test_devices_that_send_are_marked_with_the_one_that_receives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def at_work(self: Device, sources: Sequence[Device]) -> list[int]:
+        return [self.index, *(one.index for one in sources if one.index != self.index)]
+
+    monkeypatch.setattr(Device, "at_work", at_work)
+    mark = Recorder()
+    module, x = made("conv", 7)
+    TrainStep(module, F.mse_loss, OPTIMIZERS["sgd"], cpus(3), schedule="reference", mark=mark)(
+        x, torch.randn(7, 5)
+    )
+    for phase in MOVING:
+        opened = [device for name, device in mark.opened() if name == phase.value]
+        assert {*opened} == {0, 1, 2}, phase
+        if phase in (Phase.SCATTER, Phase.REPLICATE):  # the first device sends to each other
+            assert opened.count(0) >= 3
+    assert mark.still_open() == {}
+
+
 def closed_before_reduce(mark: Recorder) -> bool:
     """Return whether every backward span is closed when the reduction opens."""
     opened = Counter()
@@ -322,3 +346,85 @@ def test_a_gradient_inside_the_loss_keeps_the_phases_apart() -> None:
     )
     assert mark.still_open() == {}
     assert closed_before_reduce(mark)
+
+
+class Weighted(nn.Module):
+    """The loss in forward, with weights of the classes beside the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        return (self.last(x) * weights[0]).sum(1) + labels
+
+
+def test_one_row_per_device_that_was_cut_is_said_once_in_the_note() -> None:
+    x, weights = (torch.ones(8, 6), torch.arange(8)), torch.ones(2)
+    make = lambda ps: torch.optim.SGD(ps, 0.1)  # noqa: E731
+    with TrainStep(Weighted(), lambda out, _: out.mean(), make, TWO) as step:
+        assert "one row" not in step.note
+        for _ in range(2):
+            step((*x, weights), None)
+            assert step.note.count("one row") == 1
+
+
+# -- arguments
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, *, scale: Tensor, steps: int = 1) -> Tensor:
+        return self.last(torch.tanh(self.first(x * scale * steps)))
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+@rungs.every("schedule")
+def test_a_dict_of_inputs_is_the_keyword_arguments_of_forward(schedule: str) -> None:
+    torch.manual_seed(0)
+    x, scale, target = torch.randn(8, 6), torch.rand(8, 1), torch.randint(3, (8,))
+    plain, module = (Named() for _ in range(2))
+    module.load_state_dict(plain.state_dict())
+    optimizer = sgd(plain.parameters())
+    with TrainStep(module, F.cross_entropy, sgd, cpus(2), schedule) as step:
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(plain(x, scale=scale, steps=2), target)
+            loss.backward()
+            optimizer.step()
+            got = step({"x": x, "scale": scale, "steps": 2}, target)
+            torch.testing.assert_close(got, loss.detach())
+    for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_names_that_forward_does_not_have_are_an_error_that_says_how_to_pass_the_dict(
+    devices: int,
+) -> None:
+    class OfDict(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 3)
+
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:
+            return self.layer(batch["x"])
+
+    inputs, target = {"x": torch.randn(4, 6)}, torch.randint(3, (4,))
+    with TrainStep(OfDict(), F.cross_entropy, sgd, cpus(devices)) as step:
+        with pytest.raises(UsageError, match=r"OfDict.*\(inputs,\)"):
+            step(inputs, target)
+        assert step((inputs,), target).isfinite()
+
+
+def test_an_optimizer_in_place_of_a_function_is_an_error_with_the_way_out() -> None:
+    module = nn.Linear(6, 3)
+    given: Any = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match=r"optimizer_fn.*SGD.*lambda"):
+        TrainStep(module, F.cross_entropy, given, cpus(1))

@@ -117,6 +117,7 @@ def check_coalesced(place: Place, tensors: list[Tensor]) -> None:
     changes_alone(second)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.11
 def test_broadcast_coalesced(place: Place) -> None:
     """Mirror B, test_broadcast_coalesced: dense and sparse tensors of several dtypes."""
     check_coalesced(place, made(place, [*SPARSE, *DENSE]))

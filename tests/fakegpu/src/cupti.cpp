@@ -3,7 +3,8 @@
 // Faithful: records of kernels, copies, memsets, runtime calls, synchronizations and external
 // correlation ids; what a call launches has the call's correlation id, and each kernel of a
 // replayed graph that of the launch of the graph; streams, contexts and devices have CUDA's
-// numbers; times are in the clock that the profiler registers. Not faithful: a flush delivers what
+// numbers; times are in the clock that the profiler registers, those of GPUs with the offset of
+// FAKECUDA_CUPTI_OFFSET_US. Not faithful: a flush delivers what
 // still runs too, with the end that is booked; host memory is always called pageable; registers,
 // shared memory, occupancy and graph ids are constants or zero; callbacks, metrics and sampling are
 // missing; no record is ever dropped.
@@ -15,6 +16,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <set>
@@ -177,6 +179,12 @@ class ToProfilerClock {
   double rate_ = 1;
 };
 
+// How far the GPUs' clocks are ahead of the host's in the records: CUPTI aligns them only roughly.
+int64_t gpu_offset_ns() {
+  const char* text = getenv("FAKECUDA_CUPTI_OFFSET_US");
+  return text ? static_cast<int64_t>(atof(text) * 1000) : 0;
+}
+
 std::vector<Record> take_records() {
   std::lock_guard lock(guard);
   return std::exchange(records, {});
@@ -190,8 +198,10 @@ void complete(Buffer* filled) {
 template <class R>
 void deliver(R record, const ToProfilerClock& convert, Buffer* target) {
   if constexpr (requires { record.end; }) {
-    record.start = convert(record.start);
-    record.end = convert(record.end);
+    int64_t offset = 0;
+    if constexpr (requires { record.deviceId; }) offset = gpu_offset_ns();
+    record.start = convert(record.start + offset);
+    record.end = convert(record.end + offset);
   }
   if (target->start && target->used + sizeof record > target->size) complete(target);
   if (!target->start) *target = ask_for_buffer();

@@ -1,0 +1,154 @@
+"""Quantities: one record for each number of a case that has an interval, and the rows as records.
+
+Tables, exports, JSON and the table in docs/measuring.md take a number's key, its value and what it
+means from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+
+from dpbench.analysis.summary import PERCENTILES, PHASES, Row
+from dpbench.records import CASE_FIELDS, words
+from dpbench.records.estimate import Estimate
+
+DEVICES = 8
+"""Records have at least this many devices, so that those of different runs have equal names."""
+OWN, COMMON = "own", "common"
+"""The rounds of the case, and those that it and its baseline have."""
+BOOTSTRAP = "bootstrap over rounds"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantity:
+    """The definition of a number of a case.
+
+    `of` returns it from a row, in `unit`; None if the row lacks it. `statistic` says what is
+    computed from the timed steps, `rounds` from which rounds (`OWN` or `COMMON`), and `interval`
+    what Student's interval is made from.
+    """
+
+    key: str
+    unit: str
+    of: Callable[[Row], Estimate | None]
+    statistic: str
+    rounds: str
+    interval: str
+
+    def entries(self, row: Row) -> dict[str, object]:
+        """Return the entries of the number in a record; see `entries`."""
+        return entries(self.key, self.of(row))
+
+
+def _percentile(number: int) -> Quantity:
+    return Quantity(
+        key=f"p{number}",
+        unit="s",
+        of=lambda row: row.percentiles.get(number),
+        statistic=f"median of the rounds' {number} % quantiles",
+        rounds=OWN,
+        interval=BOOTSTRAP,
+    )
+
+
+QUANTITIES = (
+    Quantity(
+        key="step",
+        unit="s",
+        of=attrgetter("step"),
+        statistic="median of the rounds' medians",
+        rounds=OWN,
+        interval=BOOTSTRAP,
+    ),
+    Quantity(
+        key="mean",
+        unit="s",
+        of=attrgetter("mean"),
+        statistic="mean of the rounds' means",
+        rounds=OWN,
+        interval="logarithms of the rounds",
+    ),
+    Quantity(
+        key="throughput",
+        unit="samples/s",
+        of=attrgetter("throughput"),
+        statistic="batch over the mean step",
+        rounds=OWN,
+        interval="that of the mean step",
+    ),
+    Quantity(
+        key="speedup",
+        unit="×",
+        of=attrgetter("speedup"),
+        statistic="centre of the ratios of the rounds' medians",
+        rounds=COMMON,
+        interval="bootstrap, and what others can have taken",
+    ),
+    Quantity(
+        key="efficiency",
+        unit="1",
+        of=attrgetter("efficiency"),
+        statistic="speed-up over the number of devices",
+        rounds=COMMON,
+        interval="that of the speed-up",
+    ),
+    Quantity(
+        key="imbalance",
+        unit="×",
+        of=attrgetter("imbalance"),
+        statistic="device 0's busy time over the others' mean",
+        rounds="own",
+        interval=BOOTSTRAP,
+    ),
+    *map(_percentile, PERCENTILES),
+)
+
+
+def entries(name: str, number: Estimate | None) -> dict[str, object]:
+    """Return the entries of a number in a record; all are None for None.
+
+    They are value, low, high and withheld, the reason why reports do not show it, or None.
+    """
+    parts = {f"{name}_{part}": getattr(number, part, None) for part in ("value", "low", "high")}
+    return parts | {f"{name}_withheld": (number.doubt or None) if number else None}
+
+
+def records(rows: Sequence[Row]) -> list[dict[str, object]]:
+    """Return the numbers of each row by name; every row has the same names.
+
+    Each estimate has the entries of `entries`. The names are the same for every run, except for
+    devices beyond the first eight.
+    """
+    count = max([DEVICES, *(device + 1 for row in rows for device in (*row.busy, *row.memory))])
+    return [_record(row, count) for row in rows]
+
+
+def _record(row: Row, devices: int) -> dict[str, object]:
+    record: dict[str, object] = {f.name: getattr(row.case, f.name) for f in CASE_FIELDS}
+    record |= {
+        "status": row.outcome,
+        "verified": row.verified,
+        "rounds": row.rounds,
+        "steps": row.steps,
+    }
+    for quantity in QUANTITIES:
+        record |= quantity.entries(row)
+    for number in PERCENTILES:
+        if row.step and number not in row.percentiles and row.source.timed:
+            record[f"p{number}_withheld"] = words.NOT_ENOUGH_STEPS
+    record |= {f"phase_{name}_s": row.phases.get(name) for name in PHASES}
+    record |= {f"busy_{device}_s": row.busy.get(device) for device in range(devices)}
+    record |= {f"memory_{device}_bytes": row.memory.get(device) for device in range(devices)}
+    return record | {"scaling": row.scaling, "labels": " ".join(row.labels), "reason": row.reason}
+
+
+def definitions() -> str:
+    """Return the definitions as a Markdown table, which docs/measuring.md contains."""
+    lines = ["| number | unit | from | rounds | interval |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {one.key} | {one.unit} | {one.statistic} | {one.rounds} | {one.interval} |"
+        for one in QUANTITIES
+    ]
+    return "\n".join(lines)

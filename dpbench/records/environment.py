@@ -1,0 +1,223 @@
+"""Environment: the facts on which a measurement depends, and the differences between two of them.
+
+Whatever puts measurements together, or side by side, asks `differences`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import operator
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Self
+
+from dpbench.records import words
+from dpbench.records.facts import Gpu, Surroundings
+from dpbench.records.gpu_names import same_gpu
+from dpbench.records.trial import Source, Trial
+
+UNKNOWN = "unknown"
+FAKES = "fake GPUs"
+"""The name of the fact whether a run is on fake GPUs."""
+ALIKE = 0.05
+"""The largest relative difference of memory at which two machines count as alike."""
+ELSEWHERE = ("ASV_COMMIT", "CUDA_VISIBLE_DEVICES")
+"""The variables whose effect is known otherwise: a key of the code, and the list of GPUs."""
+_FREE_THREADED = (3, 13)
+"""The first Python that can run without a global interpreter lock."""
+
+
+def _fact(
+    name: str,
+    *,
+    forbids: bool = True,
+    alike: Callable[[Any, Any], bool] = operator.eq,
+    shown: Callable[[Any], str] = str,
+) -> Any:
+    """Return the field of a fact, which is unknown by default.
+
+    Measurements may not be mixed where values that are not `alike` differ, unless `forbids` is
+    False.
+    """
+    told = {"name": name, "forbids": forbids, "alike": alike, "shown": shown}
+    return field(default=None, metadata=told)
+
+
+def _same_memory(one: int, other: int) -> bool:
+    return abs(one - other) <= ALIKE * one
+
+
+def _same_gpus(some: Sequence[str], others: Sequence[str]) -> bool:
+    return len(some) == len(others) and all(map(same_gpu, some, others))
+
+
+def _same_limits(some: Sequence[float], others: Sequence[float]) -> bool:
+    """Return whether GPUs have the same limits; their number is another fact."""
+    return some == others or len(some) != len(others)
+
+
+def _listed(values: Sequence[str]) -> str:
+    return ", ".join(values) or "none"
+
+
+def _limits(values: Sequence[float]) -> str:
+    """Return power limits as text, such as "2 x 400 W, 250 W"."""
+    counted = Counter(values).items()
+    return ", ".join(f"{f'{count} x ' * (count > 1)}{limit:.0f} W" for limit, count in counted)
+
+
+def _set(values: frozenset[str]) -> str:
+    return ", ".join(sorted(values)) or "not set"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """The facts on which a measurement depends; a fact that is None is unknown.
+
+    `gpus` are the different names of GPUs, and `power_limits_w` the limits of each GPU in watts.
+    `build` is the build of Python, and `gil` says whether its global interpreter lock is "on" or
+    "off". `variables` are texts NAME=value. The last three facts are of trials: whether GPUs are
+    fake, the kinds of devices, and whether a trace was imported.
+    """
+
+    processor: str | None = _fact("processor")
+    cores: int | None = _fact("cores")
+    memory_bytes: int | None = _fact("memory", forbids=False, alike=_same_memory, shown=words.size)
+    gpus: tuple[str, ...] | None = _fact("GPUs", alike=_same_gpus, shown=_listed)
+    gpu_count: int | None = _fact("number of GPUs")
+    power_limits_w: tuple[float, ...] | None = _fact(
+        "power limits", alike=_same_limits, shown=_limits
+    )
+    driver: str | None = _fact("driver")
+    cuda: str | None = _fact("CUDA")
+    cudnn: str | None = _fact("cuDNN")
+    nccl: str | None = _fact("NCCL")
+    python: str | None = _fact("Python")
+    build: str | None = _fact("build of Python")
+    gil: str | None = _fact("GIL")
+    torch: str | None = _fact("torch")
+    numpy: str | None = _fact("numpy")
+    variables: frozenset[str] | None = _fact("variables", shown=_set)
+    fakes: str | None = _fact(FAKES)
+    devices: str | None = _fact("devices")
+    trace: str | None = _fact("trace")
+
+    @classmethod
+    def of(cls, facts: Surroundings, trials: Sequence[Trial] = ()) -> Self:
+        """Return the environment that a run, a machine or a trial states.
+
+        What the workers of `trials` have told counts more than what the run knew before it.
+        """
+        host, libraries, gpus = facts.host, facts.gpus, facts.gpus.gpus
+        limits = tuple(gpu.power_limit_w for gpu in gpus or () if gpu.power_limit_w is not None)
+
+        def told(name: str, known: Any = None) -> str | None:
+            values = [getattr(one.facts, name) for one in trials]
+            of_workers = {str(one) for one in values if one not in (None, "")}
+            return ", ".join(sorted(of_workers)) or _text(getattr(facts, name)) or _text(known)
+
+        python = told("python")
+        return cls(
+            processor=_text(host.cpu),
+            cores=host.cores,
+            memory_bytes=host.memory_bytes,
+            gpus=None if gpus is None else _names(gpus),
+            gpu_count=None if gpus is None else len(gpus),
+            power_limits_w=limits if limits and len(limits) == len(gpus or ()) else None,
+            driver=_text(libraries.driver),
+            cuda=told("cuda", libraries.cuda),
+            cudnn=told("cudnn", libraries.cudnn),
+            nccl=told("nccl", libraries.nccl),
+            python=python,
+            build=told("python_build"),
+            gil=told("gil") or ("on" if python and _always_locked(python) else None),
+            # launches of earlier versions list the packages of a rank as its software
+            torch=told("torch", (facts.packages or facts.software).get("torch")),
+            numpy=_text(facts.packages.get("numpy")),
+            variables=None if facts.variables is None else _others(facts.variables),
+            **_of_trials(trials),
+        )
+
+    @property
+    def key(self) -> str:
+        """Return a hash of the facts, which differs if one differs that forbids to mix."""
+        facts = [getattr(self, one.name) for one in fields(self) if one.metadata["forbids"]]
+        plain = json.dumps(facts, default=sorted)
+        return hashlib.sha256(plain.encode()).hexdigest()[:16]
+
+
+def _text(value: Any) -> str | None:
+    return None if value in (None, "") else str(value)
+
+
+def _names(gpus: Sequence[Gpu]) -> tuple[str, ...]:
+    return tuple(sorted({gpu.name or "without a name" for gpu in gpus}))
+
+
+def _always_locked(python: str) -> bool:
+    """Return whether this version of Python has a global interpreter lock in every build."""
+    found = re.match(r"(\d+)\.(\d+)", python)
+    return found is not None and (int(found[1]), int(found[2])) < _FREE_THREADED
+
+
+def _others(variables: Mapping[str, str]) -> frozenset[str]:
+    return frozenset(
+        f"{name}={value}" for name, value in variables.items() if name not in ELSEWHERE
+    )
+
+
+def _of_trials(trials: Sequence[Trial]) -> dict[str, str]:
+    if not trials:
+        return {}
+    imported = any(trial.source is Source.IMPORTED for trial in trials)
+    return {
+        "fakes": "yes" if any(trial.on_fake_gpus for trial in trials) else "no",
+        "devices": ", ".join(sorted({trial.case.device_kind for trial in trials})),
+        "trace": "imported" if imported else "none",
+    }
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A fact in which two environments differ, with both values as text.
+
+    `forbids` says whether measurements in both may not be mixed, nor compared unless asked for. A
+    fact that is unknown in one of them never forbids it.
+    """
+
+    name: str
+    before: str
+    after: str
+    forbids: bool
+
+    @property
+    def unknown(self) -> bool:
+        """Return whether one of the environments does not know the fact."""
+        return UNKNOWN in (self.before, self.after)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.before}, then {self.after}"
+
+
+def differences(before: Environment, after: Environment) -> list[Difference]:
+    """Return the facts in which two environments differ, or which only one of them knows."""
+    found = []
+    for one in fields(Environment):
+        first, second = getattr(before, one.name), getattr(after, one.name)
+        known = first is not None and second is not None
+        if first == second or (known and one.metadata["alike"](first, second)):
+            continue
+        if known and isinstance(first, frozenset):
+            first, second = first - second, second - first
+        told, shown = one.metadata["name"], one.metadata["shown"]
+        was, became = (UNKNOWN if value is None else shown(value) for value in (first, second))
+        found.append(Difference(told, was, became, forbids=known and one.metadata["forbids"]))
+    return found
+
+
+def forbidding(before: Environment, after: Environment) -> list[Difference]:
+    """Return those `differences` for which measurements may not be mixed."""
+    return [one for one in differences(before, after) if one.forbids]

@@ -1,0 +1,102 @@
+"""What a measurement depends on: each fact is compared, told in words, and part of the key."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dpbench.records import Case, Trial
+from dpbench.records.environment import (
+    FAKES,
+    UNKNOWN,
+    Environment,
+    differences,
+    forbidding,
+)
+from dpbench.records.facts import RunFacts
+from tests.environments import CHANGED, FACTS, GPUS, OF_TRIALS, TOLD, facts
+
+CPU = Trial(case=Case(model="mlp", strategy="single", batch_size=8))
+HERE = Environment.of(RunFacts.of(FACTS), [CPU])
+
+
+def test_the_readers_are_tested_with_every_fact() -> None:
+    assert {*CHANGED, *OF_TRIALS} == {*TOLD}
+    assert all(value is not None for value in vars(HERE).values())
+
+
+@pytest.mark.parametrize("name", [*CHANGED, *OF_TRIALS])
+def test_each_fact_that_differs_is_told_and_forbids_unless_it_is_the_size_of_memory(
+    name: str,
+) -> None:
+    there = (
+        Environment.of(RunFacts.of(facts(name)), [CPU])
+        if name in CHANGED
+        else Environment.of(RunFacts.of(FACTS), [OF_TRIALS[name](CPU)])
+    )
+    # fake GPUs are another kind of device, too
+    (found,) = (one for one in differences(HERE, there) if name != "fakes" or one.name == FAKES)
+    assert found.name == TOLD[name]
+    assert found.before != found.after
+    assert found.forbids is (name != "memory_bytes")
+    assert (HERE.key != there.key) is found.forbids
+    assert bool(forbidding(there, HERE)) is found.forbids
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_a_fact_that_is_unknown_in_one_of_them_is_told_and_forbids_nothing(name: str) -> None:
+    for before, after in (
+        (HERE, replace(HERE, **{name: None})),
+        (replace(HERE, **{name: None}), HERE),
+    ):
+        (found,) = differences(before, after)
+        assert (found.name, found.forbids, found.unknown) == (TOLD[name], False, True)
+        assert UNKNOWN in (found.before, found.after)
+    assert not differences(replace(HERE, **{name: None}), replace(HERE, **{name: None}))
+
+
+def test_facts_of_earlier_versions_are_unknown_and_none_of_them_is_needed() -> None:
+    assert {*vars(Environment.of(RunFacts.of({}))).values()} == {None}
+    old = Environment.of(RunFacts.of({"python": "3.11.9", "host": {"cpu": "X"}, "gpus": {}}))
+    assert (old.gil, old.build, old.gpus, old.variables) == ("on", None, None, None)
+    assert Environment.of(RunFacts.of({"python": "3.13.0"})).gil is None, (
+        "it may have been built without"
+    )
+    rank = Environment.of(RunFacts.of({"software": {"torch": "2.13", "dpbench": "1"}}))
+    assert rank.torch == "2.13"
+
+
+def test_what_the_workers_told_counts_more_than_what_the_run_knew() -> None:
+    """Only they load torch, an extension of which may have switched the GIL on."""
+    told = {"torch": "2.13.0+cu130", "gil": "on", "cuda": "13.1", "nccl": "2.28", "cudnn": 91100}
+    of_workers = Environment.of(
+        RunFacts.of({**FACTS, "gil": "off"}), [replace(CPU, provenance=told), CPU]
+    )
+    assert of_workers.torch == "2.13.0+cu130"
+    assert (of_workers.gil, of_workers.cuda, of_workers.nccl) == ("on", "13.1", "2.28")
+    assert of_workers.cudnn == "91100"
+    mixed = [replace(CPU, provenance={"torch": one}) for one in ("2.13", "2.14", "2.13")]
+    assert Environment.of(RunFacts.of(FACTS), mixed).torch == "2.13, 2.14"
+
+
+@pytest.mark.parametrize(
+    ("changed", "alike"),
+    [
+        ({"gpus": {**GPUS, "gpus": [{**GPUS["gpus"][0], "name": "NVIDIA A100-SXM4"}] * 2}}, True),
+        ({"variables": {**FACTS["variables"], "CUDA_VISIBLE_DEVICES": "1,0"}}, True),
+        ({"variables": {**FACTS["variables"], "ASV_COMMIT": "abc"}}, True),
+        ({"host": {**FACTS["host"], "memory_bytes": 66 * 2**30}}, True),
+        ({"host": {**FACTS["host"], "name": "another"}}, True),
+        ({"variables": {}}, False),
+    ],
+)
+def test_what_means_the_same_is_no_difference(changed: dict[str, Any], alike: bool) -> None:
+    there = Environment.of(RunFacts.of({**FACTS, **changed}), [CPU])
+    assert (not differences(HERE, there)) is alike
+
+
+def test_only_the_variables_that_differ_are_named() -> None:
+    (found,) = differences(HERE, Environment.of(RunFacts.of(facts("variables")), [CPU]))
+    assert (found.before, found.after) == ("not set", "NCCL_P2P_DISABLE=1")

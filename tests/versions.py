@@ -1,0 +1,47 @@
+"""Versions: the requirements of dpbench in other versions than those of constraints.txt.
+
+`python tests/versions.py lowest` prints the lowest version of each package that pyproject.toml
+declares, and `python tests/versions.py 2.11.0` the usual versions with this torch. `make
+ci-versions` runs the fast tests with both.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+EXTRAS = ("dev", "asv")
+"""The extras that the tests need."""
+LOWEST = "lowest"
+_NAME = re.compile(r"[\w-]+")
+
+
+def declared() -> list[str]:
+    """Return the requirements of dpbench and of its tests."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    every = [*project["dependencies"], *(one for extra in EXTRAS for one in extras[extra])]
+    return [one for one in every if not one.startswith(project["name"])]
+
+
+def requirements(version: str) -> Iterator[str]:
+    """Yield the requirements with the versions to install: `LOWEST`, or a version of torch."""
+    usual = dict(
+        line.lower().split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line
+    )
+    for requirement in declared():
+        name = _NAME.match(requirement)[0]  # type: ignore[index]
+        if version == LOWEST:
+            yield re.sub(r">=([\w.]+).*", r"==\1", requirement)
+        else:
+            yield f"{name}=={version if name == 'torch' else usual[name]}"
+
+
+if __name__ == "__main__":
+    print("\n".join(requirements(sys.argv[1])))
