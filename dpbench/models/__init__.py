@@ -211,10 +211,23 @@ def compile_forward(module: nn.Module) -> None:
     """
     # no process of the compiler outlives a trial
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    # not in older versions of torch
-    has_limit = "recompile_limit" in inspect.signature(torch.compile).parameters
-    limit: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT} if has_limit else {}
-    with_forward(module, lambda forward: torch.compile(forward, **limit))
+    # isolated: where modules of one class share their graphs, two threads that look for theirs at
+    # the same time make torch compile again, though both graphs exist
+    options: dict[str, Any] = {"recompile_limit": RECOMPILE_LIMIT, "isolate_recompiles": True}
+    known = inspect.signature(torch.compile).parameters  # older versions of torch lack some
+    options = {name: value for name, value in options.items() if name in known}
+    with_forward(module, lambda forward: torch.compile(forward, **options))
+
+
+def forget_sizes() -> None:
+    """Forget the sizes that torch.compile has seen in this process, but not its graphs.
+
+    A forward whose class has been compiled for other sizes would get a graph for all sizes, which
+    another module of this class, measured alone, does not get.
+    """
+    from torch._dynamo.pgo import reset_code_state
+
+    reset_code_state()
 
 
 def compilations() -> Counter[str]:

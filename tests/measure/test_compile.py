@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -61,7 +62,8 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         return graph.forward
 
     original = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda one, **limit: original(one, backend=keep))
+    compiled = functools.partial(original, backend=keep)
+    monkeypatch.setattr(torch, "compile", compiled)
     yield seen
     torch.compiler.reset()
 
@@ -196,13 +198,31 @@ def test_ranks_compile(tmp_path: Path) -> None:
     assert done.provenance["compiled"]["graphs"] == 1
 
 
-@pytest.mark.usefixtures("backend")
+def for_all_sizes(inputs: Any) -> bool:
+    return any(isinstance(one, torch.SymInt) for one in inputs)
+
+
 @pytest.mark.slow
-def test_cases_measured_together_compile_apart(tmp_path: Path) -> None:
+def test_cases_measured_together_compile_apart(backend: list[Any], tmp_path: Path) -> None:
     cases = [replace(CASE, batch_size=rows) for rows in (8, 20)]
     for done in trial.run_together(cases, replace(FEW, memory_by_phase=False), tmp_path):
         assert done.verified is Verified.BITWISE, done.reason
         assert done.provenance["compiled"]["graphs"] == 1
+    assert sum(map(for_all_sizes, backend)) == len(cases), "one of each verification"
+
+
+def test_a_module_is_compiled_as_if_it_were_alone(backend: list[Any]) -> None:
+    """Otherwise the second has a graph for all sizes, and two threads may each miss theirs."""
+    called = []
+    for rows in (4, 10):
+        models.forget_sizes()
+        module = Net()
+        models.compile_forward(module)
+        called.append((module, rows))
+        module(torch.ones(rows, 4))
+    for module, rows in called:
+        module(torch.ones(rows, 4))
+    assert [for_all_sizes(inputs) for inputs in backend] == [False, False]
 
 
 def test_compilation_is_an_axis() -> None:

@@ -35,7 +35,7 @@ from dpbench.measure.stopping import Stopping
 from dpbench.measure.worker import profiling
 from dpbench.measure.worker.feed import fed
 from dpbench.measure.worker.profiling import Profile
-from dpbench.models import Model, compilations
+from dpbench.models import Model, compilations, forget_sizes
 from dpbench.records import (
     Case,
     Effort,
@@ -122,6 +122,7 @@ def _compiled(prepared: PreparedCase, step: Step) -> PreparedCase:
     of these passes compiled, and RuntimeError if a step compiled in each of `COMPILING_PASSES`
     passes.
     """
+    forget_sizes()  # those of other cases in this worker
     begun = compilations()
     compile_s = 0.0
     for _ in range(COMPILING_PASSES):
