@@ -31,10 +31,10 @@ class Pace:
     ratio: Estimate
 
     def __str__(self) -> str:
-        interval = f"{words.number(self.ratio.value)}x ({words.interval(self.ratio)})"
         return (
-            f"{self.host} is slow: a step of {self.case.model} on one device takes {interval} as"
-            f" long there as on {self.fastest}, and every rank waits for it"
+            f"{self.host} is slow: a step of {self.case.model} on one device takes"
+            f" {words.times(self.ratio)} as long there as on {self.fastest}, and every rank"
+            " waits for it"
         )
 
     @property

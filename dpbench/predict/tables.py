@@ -177,7 +177,7 @@ def what_ifs_table(what_ifs: Sequence[WhatIf]) -> str:
 
 
 def _gain(one: WhatIf) -> str:
-    return f"{words.number(one.gain)}x"
+    return f"{words.number(one.gain)}×"
 
 
 def _between(one: WhatIf) -> str:

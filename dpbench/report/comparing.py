@@ -65,9 +65,9 @@ def _cells(line: Comparison) -> tuple[Cell, ...]:
     ratio = (Cell(""), Cell(""))
     if not line.ratio.doubt:
         ratio = (
-            Cell(f"{_number(line.ratio.value)}x", sort=repr(line.ratio.value)),
+            Cell(f"{_number(line.ratio.value)}×", sort=repr(line.ratio.value)),
             Cell(
-                f"{_number(line.ratio.low)}-{_number(line.ratio.high)}", sort=repr(line.ratio.low)
+                f"{_number(line.ratio.low)}–{_number(line.ratio.high)}", sort=repr(line.ratio.low)
             ),
         )
     return (
