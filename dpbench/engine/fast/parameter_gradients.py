@@ -27,7 +27,7 @@ class ParameterGradients:
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
         self._hooks = GradientHooks(parameters)
-        self._removed = RemovedHooks([])
+        self._removed = RemovedHooks()
         self._before: list[torch.Tensor | None] = []
 
     @property
@@ -37,9 +37,10 @@ class ParameterGradients:
 
     def set_aside(self) -> None:
         """Remove the gradients of earlier calls, and the hooks."""
+        self._removed.restore()  # an interrupt may have ended `restore`
         self._before = [p.grad for p in self._parameters]
         set_gradients(self._parameters, [None] * len(self._before))
-        self._removed = RemovedHooks(self._hooks.dicts() if self._hooks else [])
+        self._removed.remove(self._hooks.dicts() if self._hooks else [])
 
     def restore(self) -> None:
         """After a failed call, put back what `set_aside` has removed."""
@@ -134,15 +135,24 @@ class GradientHooks:
 
 
 class RemovedHooks:
-    """Hooks on parameters' gradients that the constructor removes, and `restore` puts back."""
+    """Hooks on parameters' gradients that `remove` removes, and `restore` puts back.
 
-    def __init__(self, hooks_of_parameters: Sequence[Hooks]) -> None:
-        self._hooks = [(hooks, dict(hooks)) for hooks in hooks_of_parameters]
-        for hooks, _ in self._hooks:
+    An interrupt may end either at any instruction, so hooks are always in torch's dict or here.
+    """
+
+    def __init__(self) -> None:
+        self._taken: list[tuple[Hooks, Hooks]] = []
+
+    def remove(self, hooks_of_parameters: Sequence[Hooks]) -> None:
+        """Remove the hooks in these dicts of torch's."""
+        self._taken = [(hooks, dict(hooks)) for hooks in hooks_of_parameters]
+        for hooks, _ in self._taken:
             hooks.clear()  # in place: the handles that remove hooks reference these dicts
 
     def restore(self) -> None:
         """Put the hooks back, ahead of the hooks that were added in the meantime."""
-        while self._hooks:
-            hooks, taken = self._hooks.pop()
-            hooks.update({**taken, **hooks})
+        for hooks, taken in self._taken:
+            taken.update(hooks)
+            hooks.clear()
+            hooks.update(taken)
+        self._taken = []

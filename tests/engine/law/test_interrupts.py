@@ -6,9 +6,11 @@ import contextlib
 import itertools
 
 import pytest
+import torch
 from torch import nn
 
 from dpbench.engine import TrainStep
+from dpbench.engine.fast.parameter_gradients import ParameterGradients
 from dpbench.records.schedule import SELECTED, Schedule
 from tests.engine.law.interrupts import Interrupted
 from tests.engine.law.sides import Pair
@@ -65,3 +67,30 @@ def test_an_interrupt_of_the_constructor_leaves_the_module_and_the_optimizer(sch
         assert type(optimizer.state_dict()["state"]) is dict
     with TrainStep(module, nn.MSELoss(), lambda _: optimizer, TWO, schedule) as step:
         step(*batch(1, 8))
+
+
+def hooks_called_after_an_interrupt(place: int) -> tuple[list[str], bool]:
+    """Interrupt the removal of hooks, or their return; return those called then, and whether."""
+    weight = nn.Parameter(torch.ones(2))
+    called: list[str] = []
+    weight.register_hook(lambda gradient: called.append("tensor"))
+    weight.register_post_accumulate_grad_hook(lambda parameter: called.append("accumulated"))
+    gradients = ParameterGradients([weight])
+    with contextlib.suppress(KeyboardInterrupt), Interrupted(place) as interrupted:
+        gradients.set_aside()
+        gradients.restore()
+    gradients.restore()
+    gradients.set_aside()
+    weight.register_hook(lambda gradient: called.append("later"))
+    gradients.restore()
+    weight.sum().backward()
+    return called, interrupted.raised
+
+
+def test_an_interrupt_of_a_step_with_kept_replicas_loses_no_hook() -> None:
+    """Hooks are removed before backward: a lost one would never be called again."""
+    for place in itertools.count(1):
+        called, raised = hooks_called_after_an_interrupt(place)
+        assert called == ["tensor", "later", "accumulated"], place
+        if not raised:
+            return
