@@ -169,7 +169,7 @@ def _watching(nvml: Nvml | None, watched: Watched) -> Iterator[None]:
             for gpu in nvml.gpus:
                 watched.read(gpu)
 
-    thread = threading.Thread(target=read)
+    thread = threading.Thread(target=read, daemon=True)
     thread.start()
     try:
         yield

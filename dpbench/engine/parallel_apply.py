@@ -99,8 +99,9 @@ class Spawn(Workers):
         if count == 1:
             return job(0)
         calls = Calls(job, range(count))
+        # daemons: a thread whose `start` is interrupted can wait for ever, and Python with it
         threads = [
-            threading.Thread(target=calls.make, args=(i,), name=f"replica-{i}")
+            threading.Thread(target=calls.make, args=(i,), name=f"replica-{i}", daemon=True)
             for i in range(count)
         ]
         try:

@@ -80,7 +80,7 @@ def _round(works: Sequence[Work], loops: int, setting: Setting) -> float:
                 work()
             ends[i] = time.perf_counter()
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(works))]
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(works))]
     for thread in threads:
         thread.start()
     for thread in threads:

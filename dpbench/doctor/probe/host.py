@@ -46,7 +46,7 @@ def _new_thread() -> Figure:
     """Return the time to start and to join a Python thread on another core."""
 
     def start() -> None:
-        thread = threading.Thread(target=processes.stay, args=(1,))
+        thread = threading.Thread(target=processes.stay, args=(1,), daemon=True)
         thread.start()
         thread.join()
 

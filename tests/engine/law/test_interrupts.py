@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from tests.engine.law.sides import Pair
 from tests.engine.nets import OPTIMIZERS, TWO, Net, batch
 
 SCHEDULES = [*map(str, Schedule), *SELECTED]
+STARTING = 80
+"""More places than the start of two threads has."""
 
 
 def interrupted(schedule: str, count: int) -> int:
@@ -94,3 +98,17 @@ def test_an_interrupt_of_a_step_with_kept_replicas_loses_no_hook() -> None:
         assert called == ["tensor", "later", "accumulated"], place
         if not raised:
             return
+
+
+def test_a_process_ends_after_interrupts_while_threads_start() -> None:
+    """An interrupt inside `Thread.start` keeps the lock that the new thread needs."""
+    code = f"""
+import contextlib
+from dpbench.engine.parallel_apply import Spawn
+from tests.engine.law.interrupts import Interrupted
+
+for place in range(1, {STARTING}):
+    with contextlib.suppress(KeyboardInterrupt, RuntimeError), Interrupted(place):
+        Spawn().run(lambda i: None, 2)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
