@@ -15,7 +15,6 @@ from dpbench.records import (
     HABITS,
     Case,
     Fault,
-    Source,
     Status,
     disturbance,
     registry,
@@ -145,7 +144,7 @@ def following(
     several = [row for row in question.candidates if row.case.devices > 1]
     best = decision.row if decision.row in several else best_of(several)
     assert best
-    if question.source is Source.PREDICTED:
+    if not question.source.timed:
         return measure([home, best.case], machine=Resources())
     if not has_control(question):
         control = replace(best.case, strategy=registry.of_role(Role.CONTROL), schedule="")
@@ -174,11 +173,11 @@ def _lacking(question: Question, decision: Decision, machine: Resources) -> str:
     basis = decision.basis
     cases = list(dict.fromkeys([home, *(row.case for row in question.rows)]))
     few = home.device_kind == "cuda" and len(machine.gpu_memory_bytes) < 2
-    if question.source is Source.PREDICTED and basis is Basis.OPEN:
+    if not question.source.timed and basis is Basis.OPEN:
         return measure([home, best_of(decision.open).case], machine=Resources())
     if (
         basis in (Basis.EMULATED, Basis.FAKE_GPU)
-        or question.source is Source.PREDICTED
+        or not question.source.timed
         or (basis in ELSEWHERE and few)
     ):
         return predict(home, machine.described)

@@ -144,9 +144,9 @@ class Report:
         return RunFacts.of(self.provenance)
 
     @property
-    def observed(self) -> bool:
-        """Return whether all cases are observed loops, without baseline and reference."""
-        return bool(self.rows) and all(row.case.traits.observed for row in self.rows)
+    def in_parts(self) -> bool:
+        """Return whether the rounds of all cases are parts of one execution, of a user's loop."""
+        return bool(self.rows) and all(row.case.traits.in_parts for row in self.rows)
 
     def trials_of(self, row: summary.Row) -> Sequence[Trial]:
         """Return the trials of a row."""

@@ -14,7 +14,7 @@ from itertools import chain
 
 from dpbench.analysis import hosts, sampled, uneven, validity
 from dpbench.analysis.summary import FAKE_GPU, Row, baseline_in
-from dpbench.records import Case, Source, Status, Trial, fake, words
+from dpbench.records import Case, Status, Trial, fake, words
 from dpbench.records.disturbance import NOISY
 from dpbench.records.facts import RunFacts
 from dpbench.records.grouping import grouped
@@ -201,7 +201,7 @@ def _doubts(seen: Observation) -> Iterator[Said]:
 
 
 def _doubts_of(row: Row) -> Iterator[str]:
-    remedy = "more steps" if row.case.traits.observed else words.REMEDY
+    remedy = "more steps" if row.case.traits.in_parts else words.REMEDY
     if row.case.traits.loads:
         remedy = "more rounds"
     if NOISY in row.labels:
@@ -288,7 +288,7 @@ def _cpu_only(seen: Observation) -> Iterator[Said]:
 
 def _one_thread(seen: Observation) -> Iterator[Said]:
     cpu = _on_cpus(seen)
-    if cpu and not any(row.case.traits.all_cores or row.case.traits.observed for row in cpu):
+    if cpu and not any(row.case.traits.all_cores or row.case.traits.in_parts for row in cpu):
         yield (
             "each logical CPU device has one thread; add the strategy single_all_cores to compare"
             " with one device that uses all cores of the machine",
@@ -320,26 +320,28 @@ def _colocated(seen: Observation) -> Iterator[Said]:
 
 
 def _parts(seen: Observation) -> Iterator[Said]:
-    loops = tuple((row.case, "") for row in seen.rows if row.case.traits.observed and row.step)
+    loops = tuple((row.case, "") for row in seen.rows if row.case.traits.in_parts and row.step)
     if loops:
         yield PARTS, loops
 
 
 def _profiler(seen: Observation) -> Iterator[Said]:
-    imported = [row for row in seen.rows if row.source is Source.IMPORTED and row.step]
-    if imported:
-        yield (
-            f"{Source.IMPORTED.value.upper()}: the profiler that recorded the trace slows the host,"
-            " so steps may be longer than without it",
-            tuple((row.case, "") for row in imported),
+    yield from _by_text(
+        (
+            f"{row.source.upper()}: the profiler that recorded the trace slows the host, so steps"
+            " may be longer than without it",
+            row.case,
         )
+        for row in seen.rows
+        if row.source.profiled and row.step
+    )
 
 
 def _not_understood(seen: Observation) -> Iterator[Said]:
     unknown = {
         (trial.case, part): None
         for trial in seen.trials
-        if (loop := trial.facts.observed)
+        if (loop := trial.facts.loop)
         for part in loop.unknown
     }
     for case, part in unknown:

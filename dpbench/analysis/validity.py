@@ -411,7 +411,7 @@ def _verification(trial: Trial, cores: int) -> Deviation | None:
     None for an observed loop or a DataLoader, in which dpbench computes nothing that could be
     wrong.
     """
-    if trial.case.traits.observed or trial.case.traits.loads:
+    if not trial.case.traits.comparable:
         return None
     return float(list(Verified).index(trial.verified)), {"verified": trial.verified.value}
 

@@ -107,7 +107,7 @@ def answers(
     """Return one answer for each observed loop of a run; none without the rules about them."""
     if not siblings.present("observe"):
         return []
-    mine = [row for row in rows if row.case.traits.observed]
+    mine = [row for row in rows if row.case.traits.judged_alone]
     by_case = {one.row.case: one for one in diagnoses}
     groups = by_key(trials)
     return [_answer(row, groups[row.key], by_case.get(row.case), mine, machine) for row in mine]
@@ -120,7 +120,7 @@ def _answer(
     alike: Sequence[Row],
     machine: Resources,
 ) -> Answer:
-    loop = trials[-1].facts.observed or Observed(command="", reads={})
+    loop = trials[-1].facts.loop or Observed(command="", reads={})
     findings = diagnosis.findings if diagnosis else ()
     problems = [one.evidence for one in findings] + list(diagnosis.open if diagnosis else ())
     timed = [(one, cost) for one in problems if (cost := _cost(one, row))]

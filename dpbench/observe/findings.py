@@ -80,7 +80,7 @@ def _observing(
     judge: Callable[[CaseContext, Observed], Judgement],
 ) -> Callable[[CaseContext], Judgement]:
     """Return a `FindingRule.when` that calls `judge` for observed loops only."""
-    return lambda context: judge(context, context.observed) if context.observed else None
+    return lambda context: judge(context, context.loop) if context.loop else None
 
 
 def _rows(context: CaseContext) -> int:

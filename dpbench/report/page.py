@@ -28,7 +28,7 @@ from dpbench.analysis.answer import Answer
 from dpbench.analysis.findings import text
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
-from dpbench.records import Source, hidden, words
+from dpbench.records import hidden, words
 from dpbench.records.files import write
 from dpbench.report import devices, figures, machine, markdown, naming, swim_lanes, table
 from dpbench.report.section import Section
@@ -207,12 +207,11 @@ def rendered(report: Report, content: Content) -> str:
 
 
 def _card(answer: Answer, rows: Sequence[Row]) -> Card:
-    level = "80%" if answer.source is Source.PREDICTED else "95%"
     return Card(
         subject=answer.subject,
         headline=answer.headline,
         tone=answer.choice.name.lower() if answer.settled else "",
-        columns=("fastest first", "speed-up", level),
+        columns=("fastest first", "speed-up", answer.source.level),
         places=[*_standing(answer)],
         standing=answer.standing,
         sentences=answer.sentences,

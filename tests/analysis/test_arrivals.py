@@ -70,7 +70,7 @@ def test_what_a_late_rank_costs_at_most_is_what_its_lateness_costs(
             ]
         steps = tuple(Step(step_s, number == 0, step_s * (number + 1)) for number in range(12))
         case = replace(RANKS, devices=ranks)
-        loop = stated(observed=Observed(command="python train.py", reads={}))
+        loop = stated(loop=Observed(command="python train.py", reads={}))
         parts.append(Trial(case=case, steps=steps, spans=tuple(spans), provenance=loop))
     merged = merging.merge(parts)
     found = _sizes(merged)

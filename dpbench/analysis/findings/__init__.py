@@ -25,7 +25,7 @@ from dpbench.analysis.findings.rule import (
     contexts,
 )
 from dpbench.analysis.summary import Row
-from dpbench.records import Case, Source, Trial, plan, schedule, siblings, words
+from dpbench.records import Case, Trial, plan, schedule, siblings, words
 from dpbench.records.estimate import Doubt
 from dpbench.records.examination import Examination
 from dpbench.records.names import in_words
@@ -78,14 +78,14 @@ def _about_loops() -> tuple[FindingRule, ...]:
 
 
 def _diagnosis(context: CaseContext) -> Diagnosis:
-    rules = _about_loops() if context.case.traits.observed else RULES
-    if context.row.on_fake_gpus or (context.observed and context.observed.hidden):
+    rules = _about_loops() if context.case.traits.judged_alone else RULES
+    if context.row.on_fake_gpus or (context.loop and context.loop.hidden):
         rules = ()  # times that mean nothing, and unknown phases, are no evidence
     judged = [(rule, rule.when(context)) for rule in rules]
     evidence = [(rule, seen) for rule, seen in judged if isinstance(seen, Evidence)]
     findings = [_finding(context, rule, seen) for rule, seen in evidence if _worth(context, seen)]
     unjudged = [seen.what for _, seen in judged if isinstance(seen, Missing)]
-    unjudged += unclear(context.observed) if context.observed else _doubtful(evidence)
+    unjudged += unclear(context.loop) if context.loop else _doubtful(evidence)
     return Diagnosis(
         row=context.row,
         labels=context.labels,
@@ -111,7 +111,7 @@ def _worth(context: CaseContext, seen: Evidence) -> bool:
     size = seen.size_s
     if size is None:
         return True
-    few = context.row.source is Source.IMPORTED and context.row.doubt is Doubt.ROUNDS
+    few = context.row.source.profiled and context.row.doubt is Doubt.ROUNDS
     sure = not (size.doubt or context.row.doubt) and size.low > 0
     return (few or sure) and size.value >= SMALLEST * context.step_s
 
@@ -126,7 +126,7 @@ def _finding(context: CaseContext, rule: FindingRule, seen: Evidence) -> Finding
         evidence=seen,
         share=seen.size_s.value / context.step_s if seen.size_s else 0.0,
         cures=measured,
-        labels=(*context.labels, *[Source.PREDICTED.upper()] * seen.predicted),
+        labels=(*context.labels, *([] if seen.source.timed else [seen.source.upper()])),
         code=seen.code or code,
         code_for="" if seen.code else applied,
         command=seen.command or (_measure(context, tried) if tried else ""),

@@ -40,9 +40,9 @@ def _heavy(
             return None
         seconds = context.phase(phase.value)
         says = f"{phase.value} takes {percent(seconds.value / context.step_s)} of the step"
-        if context.observed:  # the headline of an observed loop has the share
+        if context.loop:  # the headline of an observed loop has the share
             says = f"the phase {phase.value} of data parallelism in one process"
-        share = context.share(phase.value) if context.observed else None
+        share = context.share(phase.value) if context.loop else None
         return Evidence(says=says, numbers=detail(context, seconds), size_s=seconds, share=share)
 
     return when
@@ -149,10 +149,10 @@ def _unattributed(context: CaseContext) -> Judgement:
         " phases"
     )
     return Evidence(
-        says="the loop runs code that belongs to no phase" if context.observed else taken,
+        says="the loop runs code that belongs to no phase" if context.loop else taken,
         numbers=f"no phase covers {time(seconds.value)}",
         size_s=seconds,
-        share=context.share(UNATTRIBUTED) if context.observed else None,
+        share=context.share(UNATTRIBUTED) if context.loop else None,
     )
 
 

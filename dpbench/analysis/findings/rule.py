@@ -12,7 +12,7 @@ from functools import cached_property
 
 from dpbench.analysis import stats, validity
 from dpbench.analysis.summary import Row, parts, scaled
-from dpbench.records import Case, Phase, Trial, disturbance, plan, registry
+from dpbench.records import Case, Phase, Source, Trial, disturbance, plan, registry
 from dpbench.records.estimate import Estimate
 from dpbench.records.examination import Examination
 from dpbench.records.grouping import grouped
@@ -53,9 +53,9 @@ class CaseContext:
         return self.row.case
 
     @cached_property
-    def observed(self) -> Observed | None:
-        """Return the facts about an observed loop; None if dpbench ran the loop itself."""
-        return self.trials[-1].facts.observed if self.case.traits.observed and self.trials else None
+    def loop(self) -> Observed | None:
+        """Return the facts about a user's loop; None if dpbench ran the loop itself."""
+        return self.trials[-1].facts.loop if self.trials else None
 
     @property
     def step_s(self) -> float:
@@ -270,8 +270,8 @@ def contexts(
     # if other devices were measured too, the emulated ones only compare the engine with torch's
     # DataParallel
     measured = [row for row in measured if row.case.device_kind != "emulated"] or measured
-    diagnosed = [row for row in measured if row.case.traits.observed]
-    several = [row for row in measured if row.case.devices > 1 and not row.case.traits.observed]
+    diagnosed = [row for row in measured if row.case.traits.judged_alone]
+    several = [row for row in measured if row.case.devices > 1 and not row.case.traits.judged_alone]
     for group in grouped((_setting(row.case), row) for row in several).values():
         most = max(row.case.devices for row in group)
         batches = grouped((row.case.batch_size, row) for row in group if row.case.devices == most)
@@ -305,9 +305,9 @@ class Evidence:
 
     `says` is a clause that states the problem, `numbers` the figures behind it. `size_s` is its
     cost in seconds per step, None for memory or time outside the steps. If `measured`, it is the
-    gain of another case; if `predicted`, that of another strategy; otherwise an upper bound of what
-    a remedy can save. `aside` is the problem's time
-    outside the steps, over this time and all steps. `share` is the cost as a fraction of the step;
+    gain of another case; if its `source` is not timed, that of another strategy; otherwise an upper
+    bound of what a remedy can save. `aside` is the problem's time outside the steps, over this time
+    and all steps. `share` is the cost as a fraction of the step;
     None if `size_s` determines it. `code` and `command` apply the remedy to an observed loop.
     """
 
@@ -315,7 +315,7 @@ class Evidence:
     numbers: str
     size_s: Estimate | None
     measured: bool = False
-    predicted: bool = False
+    source: Source = Source.MEASURED
     aside: float = 0.0
     share: Estimate | None = None
     code: str = ""
