@@ -2178,7 +2178,7 @@ FAULTS = (
         "not context.row.phases.get(Phase.DATA.value) or present == WITHOUT_LOADER",
         "not context.row.phases.get(Phase.DATA.value)",
         (
-            "tests/analysis/test_verdict.py::test_a_script_without_a_loader_is_not_told_that_it_waits_for_one",
+            "tests/observe/test_verdict.py::test_a_script_without_a_loader_is_not_told_that_it_waits_for_one",
         ),
     ),
     Fault(

@@ -22,7 +22,7 @@ from dpbench.records import (
     siblings,
 )
 from dpbench.records.estimate import Estimate
-from dpbench.records.options import AUTO, PREDICTABLE, Options
+from dpbench.records.options import AUTO, Options
 from dpbench.records.registry import Role
 from dpbench.records.resources import Resources
 from dpbench.records.trial import CHECK_FAILED
@@ -33,8 +33,6 @@ ENOUGH_ROUNDS = 10
 """The number of rounds for cases whose variation between rounds is unknown."""
 PATIENT_S = 600.0
 """The seconds that a repeated run waits for other processes to leave the cores."""
-GPUS = "rtx-3090-x8"
-"""The described machine for which a prediction is suggested to a user without several GPUs."""
 
 
 def measure(cases: Sequence[Case], *, machine: Resources, **how: Any) -> str:
@@ -88,36 +86,16 @@ def _runs_here(case: Case) -> bool:
 
 
 def predict(case: Case, described: str = "", *, step_s: float = 0.0) -> str:
-    """Return the `dpbench predict` command for the work of `case` on a described machine.
+    """Return the command that predicts the work of `case` on a described machine.
 
-    `described` is the machine's name or file; if empty, predict 1, 2, 4 and 8 GPUs of `GPUS`. With
-    the measured seconds of its step, each GPU processes the samples of the case.
-    Return "" for a precision not in `PREDICTABLE`, a habit that is not the default, a model that
-    brings its own optimizer, or an installation without predictions.
+    `described` is the machine's name or file; if empty, predict the machine of the sibling's
+    choice. With the measured seconds of its step, each GPU processes the samples of the case.
+    Return "" for a case that cannot be predicted, or for an installation without predictions.
     """
-    if not siblings.present("predict"):
-        return ""
-    if case.precision not in PREDICTABLE or case.habits or case.optimizer == "own":
-        return ""
-    precision = ["--precision", case.precision] if case.precision != Case.precision else []
-    # a model that is known by name is "full", the default, and refuses the option
-    size = ["--size", case.size] if case.size != "full" else []
-    return shlex.join(
-        [
-            "dpbench",
-            "predict",
-            "--machine",
-            described or GPUS,
-            "--models",
-            case.model,
-            *size,
-            "--batch-per-device" if step_s else "--batch-sizes",
-            str(case.batch_size),
-            *(["--step-s", f"{step_s:.4g}"] if step_s else []),
-            *([] if described else ["--devices", "1,2,4,8"]),
-            *precision,
-        ]
-    )
+    for command in siblings.added("prediction"):
+        found: str = command(case, described, step_s=step_s)
+        return found
+    return ""
 
 
 def loaders(dataset: str, *, batch_size: int, step_s: float) -> str:

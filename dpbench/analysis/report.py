@@ -20,11 +20,10 @@ from dpbench.analysis import (
     loaders,
     notes,
     summary,
-    verdict,
 )
 from dpbench.analysis.lanes import Lanes
 from dpbench.analysis.statements import FINISHED, OPEN, Statement, made
-from dpbench.records import Case, Trial, hidden
+from dpbench.records import Case, Trial, hidden, siblings
 from dpbench.records.examination import Examination
 from dpbench.records.facts import RunFacts
 from dpbench.records.resources import Resources
@@ -87,7 +86,11 @@ class Report:
             ()
             if loading
             else (
-                *verdict.answers(rows, trials, diagnoses, machine),
+                *(
+                    one
+                    for alone in siblings.added("answers")
+                    for one in alone(rows, trials, diagnoses, machine)
+                ),
                 *answer.answers(rows, machine, again, trials),
             )
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,9 @@ for command in (
     managing.rm,
     managing.merge,
     reading.export,
+    *chain.from_iterable(siblings.added("commands")),
 ):
     cli.add_command(command)
-siblings.modules("commands")
 
 
 def main(arguments: list[str] | None = None) -> None:

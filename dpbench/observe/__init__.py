@@ -10,8 +10,15 @@ from dataclasses import replace
 from itertools import pairwise
 
 from dpbench.records import Trial
+from dpbench.records.siblings import Sibling
 from dpbench.records.trial import only
 
+SIBLING = Sibling(
+    commands="dpbench.observe.commands:COMMANDS",
+    functions={"watch": "dpbench.observe.watching:watch"},
+    rules="dpbench.observe.findings:RULES",
+    answers="dpbench.observe.verdict:answers",
+)
 PARTS = 5
 """The largest number of parts into which the steps of a loop are cut."""
 

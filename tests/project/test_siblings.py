@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,19 @@ def answers(folder: Path, command: str, run: str) -> list[object]:
     assert told.returncode == 0, told.stderr
     found: list[object] = json.loads(told.stdout)["answers"]
     return found
+
+
+def places_of(part: str | Mapping[str, str]) -> list[str]:
+    """Return the places in a field of a sibling, which are one or have names."""
+    return [*filter(None, [part] if isinstance(part, str) else part.values())]
+
+
+def test_all_that_siblings_add_exists() -> None:
+    for sibling in siblings.installed():
+        places = [place for part in vars(sibling).values() for place in places_of(part)]
+        assert places
+        for place in places:
+            assert siblings.at(place) is not None
 
 
 @pytest.mark.slow

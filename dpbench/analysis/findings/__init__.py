@@ -1,16 +1,17 @@
 """Findings: explain the gain from data parallelism, where the time goes, and what would help.
 
-The rules are in phases.py and scale.py, those about observed loops in the packages `observe` and
-`predict`. Each examines one case, preferably that of
-torch.nn.DataParallel on the most devices, and compares it with the other cases of the run. A
-finding is a problem that a rule found, with the gain of the remedy if that was measured. Findings
-are sorted by their cost in seconds per step, the largest first.
+The rules are in phases.py and scale.py, those about cases that are judged alone in siblings. Each
+examines one case, preferably that of torch.nn.DataParallel on the most devices, and compares it
+with the other cases of the run. A finding is a problem that a rule found, with the gain of the
+remedy if that was measured. Findings are sorted by their cost in seconds per step, the largest
+first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from dpbench.analysis import commands, stats
 from dpbench.analysis.findings import phases, scale
@@ -71,14 +72,14 @@ def diagnose(
     return [_diagnosis(context) for context in contexts(rows, trials, machine, examination)]
 
 
-def _about_loops() -> tuple[FindingRule, ...]:
-    """Return the rules for observed loops: those of siblings, and those that compare nothing."""
-    theirs = [rule for one in siblings.modules("findings") for rule in one.RULES]
+def _rules_alone() -> tuple[FindingRule, ...]:
+    """Return the rules on a case by itself: those of siblings, and those that compare nothing."""
+    theirs = chain.from_iterable(siblings.added("rules"))
     return (*theirs, *(rule for rule in RULES if rule.alone))
 
 
 def _diagnosis(context: CaseContext) -> Diagnosis:
-    rules = _about_loops() if context.case.traits.judged_alone else RULES
+    rules = _rules_alone() if context.case.traits.judged_alone else RULES
     if context.row.on_fake_gpus or (context.loop and context.loop.hidden):
         rules = ()  # times that mean nothing, and unknown phases, are no evidence
     judged = [(rule, rule.when(context)) for rule in rules]

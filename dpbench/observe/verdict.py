@@ -17,7 +17,7 @@ from dpbench.analysis.decision import Choice
 from dpbench.analysis.findings import Diagnosis
 from dpbench.analysis.findings.rule import Evidence
 from dpbench.analysis.summary import Row, scaled
-from dpbench.records import Source, Trial, fake, hidden, siblings, words
+from dpbench.records import Source, Trial, fake, hidden, words
 from dpbench.records.disturbance import NOISY
 from dpbench.records.estimate import Doubt, Estimate
 from dpbench.records.observed import Observed, unclear
@@ -104,9 +104,7 @@ def decide(
 def answers(
     rows: Sequence[Row], trials: Sequence[Trial], diagnoses: Sequence[Diagnosis], machine: Resources
 ) -> list[Answer]:
-    """Return one answer for each observed loop of a run; none without the rules about them."""
-    if not siblings.present("observe"):
-        return []
+    """Return one answer for each observed loop of a run; none without one."""
     mine = [row for row in rows if row.case.traits.judged_alone]
     by_case = {one.row.case: one for one in diagnoses}
     groups = by_key(trials)

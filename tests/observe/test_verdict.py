@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-from dpbench.analysis import verdict
 from dpbench.analysis.answer import Answer
 from dpbench.analysis.decision import Choice
 from dpbench.analysis.findings import Diagnosis
 from dpbench.analysis.findings.rule import Finding
 from dpbench.analysis.report import Report
-from dpbench.analysis.verdict import Ground
 from dpbench.cli.own import loaders
 from dpbench.observe import findings as observing
+from dpbench.observe import verdict
+from dpbench.observe.verdict import Ground
 from dpbench.records import Phase, Sample, Source, Trial
 from dpbench.records.activity import EXPOSED
 from dpbench.records.estimate import Estimate
@@ -561,3 +561,13 @@ def test_the_line_of_code_of_a_remedy_runs(line: str, tmp_path, one_rank: None) 
         or model.weight.grad is not None
         or line in (observing.SELDOM, observing.COMPILED)
     )
+
+
+def test_a_watched_loop_with_long_steps_is_not_without_problems() -> None:
+    """No rule knows why the optimizer is slow in some steps, but the steps differ."""
+    found = verdict.decide(Estimate(1, 1, 1, 5), [Estimate(0.01, 0.0, 0.02, 5)], uneven=True)
+    assert (found.choice, found.ground) == (Choice.CHANGE, Ground.UNEVEN)
+    even_steps = verdict.decide(Estimate(1, 1, 1, 5), [Estimate(0.01, 0.0, 0.02, 5)])
+    assert even_steps.ground is Ground.CLEAR
+    loaded = verdict.decide(Estimate(1, 1, 1, 5), [], noisy=True)
+    assert (loaded.choice, loaded.ground) == (Choice.UNKNOWN, Ground.NOISY)
