@@ -115,7 +115,7 @@ def made(
     seen = Observation(rows=rows, trials=trials, facts=facts, status=status, unreadable=unreadable)
     of_kinds = ((kind.key, kind.warns, said) for kind in KINDS for said in kind.find(seen))
     of_checks = (
-        (rule.name, rule.warns, (rule.headline, tuple(details.items())))
+        (rule.key, rule.warns, (rule.headline, tuple(details.items())))
         for rule, details in validity.troubles(trials, seen.cores).items()
     )
     found = [
@@ -494,7 +494,7 @@ KINDS = (
 def definitions() -> str:
     """Return all kinds of statements as a Markdown table, which docs/measuring.md contains."""
     lines = ["| statement | is made if | beside the answer |", "|---|---|---|"]
-    of_checks = ((rule.name, rule.when, rule.warns) for rule in validity.RULES)
+    of_checks = ((rule.key, rule.when, rule.warns) for rule in validity.RULES)
     of_kinds = ((kind.key, kind.when, kind.warns) for kind in KINDS)
     lines += [
         f"| {key} | {when} | {'yes' if warns else ''} |"

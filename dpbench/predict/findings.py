@@ -96,8 +96,9 @@ def alternative(loop: observed_loop.ObservedLoop) -> Prediction:
 
 RULES = (
     FindingRule(
-        name="predicted ddp",
-        when=_ddp,
+        key="predicted ddp",
+        when="one process drives several GPUs, and ddp is predicted to be faster",
+        find=_ddp,
         remedy=(
             "start one process per device with torchrun, use"
             " torch.nn.parallel.DistributedDataParallel, and give each process its own rows: a"

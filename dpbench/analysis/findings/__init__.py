@@ -78,11 +78,18 @@ def _rules_alone() -> tuple[FindingRule, ...]:
     return (*theirs, *(rule for rule in RULES if rule.alone))
 
 
+def definitions() -> str:
+    """Return all rules as a Markdown table, which docs/measuring.md contains."""
+    rules = (*RULES, *chain.from_iterable(siblings.added("rules")))
+    lines = ["| finding | is made if |", "|---|---|"]
+    return "\n".join([*lines, *(f"| {rule.key} | {rule.when} |" for rule in rules)])
+
+
 def _diagnosis(context: CaseContext) -> Diagnosis:
     rules = _rules_alone() if context.case.traits.judged_alone else RULES
     if context.row.on_fake_gpus or (context.loop and context.loop.hidden):
         rules = ()  # times that mean nothing, and unknown phases, are no evidence
-    judged = [(rule, rule.when(context)) for rule in rules]
+    judged = [(rule, rule.find(context)) for rule in rules]
     evidence = [(rule, seen) for rule, seen in judged if isinstance(seen, Evidence)]
     findings = [_finding(context, rule, seen) for rule, seen in evidence if _worth(context, seen)]
     unjudged = [seen.what for _, seen in judged if isinstance(seen, Missing)]
@@ -97,7 +104,7 @@ def _diagnosis(context: CaseContext) -> Diagnosis:
 
 
 def _doubtful(evidence: Sequence[tuple[FindingRule, Evidence]]) -> Iterator[str]:
-    names = [rule.name for rule, seen in evidence if seen.size_s and seen.size_s.doubt]
+    names = [rule.key for rule, seen in evidence if seen.size_s and seen.size_s.doubt]
     if names:
         yield f"the cost of {', '.join(names)} ({words.NOT_ENOUGH}: {words.REMEDY} would help)"
 

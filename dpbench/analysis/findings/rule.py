@@ -336,15 +336,16 @@ Judgement = Evidence | Missing | None
 class FindingRule:
     """The rule for one problem of data parallelism, and its remedy.
 
-    `when` returns evidence if a case has the problem, `Missing` if the run lacks measurements, else
-    None. `schedules` are those to try, the lowest first. A case applies the remedy if its schedule
-    is the first of them or above it, or its strategy has one of the `roles`; `others` returns
-    further such cases, on other work or devices. If `alone`, the rule compares the case with no
-    other, and also judges observed loops.
+    `when` says in words when a case has the problem. `find` returns evidence if it has, `Missing`
+    if the run lacks measurements, else None. `schedules` are those to try, the lowest first. A case
+    applies the remedy if its schedule is the first of them or above it, or its strategy has one of
+    the `roles`; `others` returns further such cases, on other work or devices. If `alone`, the rule
+    compares the case with no other, and also judges observed loops.
     """
 
-    name: str
-    when: Callable[[CaseContext], Judgement]
+    key: str
+    when: str
+    find: Callable[[CaseContext], Judgement]
     remedy: str
     schedules: tuple[Schedule, ...] = ()
     roles: tuple[Role, ...] = ()
