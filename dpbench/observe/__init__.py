@@ -14,7 +14,10 @@ from dpbench.records.siblings import Sibling
 from dpbench.records.trial import only
 
 SIBLING = Sibling(
-    commands="dpbench.observe.commands:COMMANDS",
+    commands={
+        "watch": "dpbench.observe.commands:watch",
+        "import": "dpbench.observe.commands:import_",
+    },
     functions={"watch": "dpbench.observe.watching:watch"},
     rules="dpbench.observe.findings:RULES",
     answers="dpbench.observe.verdict:answers",
