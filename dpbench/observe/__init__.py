@@ -20,6 +20,7 @@ SIBLING = Sibling(
     },
     functions={"watch": "dpbench.observe.watching:watch"},
     rules="dpbench.observe.findings:RULES",
+    statements="dpbench.observe.statements:KINDS",
     answers="dpbench.observe.verdict:answers",
 )
 PARTS = 5

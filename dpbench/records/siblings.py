@@ -21,17 +21,18 @@ class Sibling:
     A place is `package.module:object`; "" adds nothing. `commands` are those of the command line,
     and `functions` those of the module dpbench, by name; `listed` maps what `dpbench list` lists to
     a function that returns its names and descriptions. `rules` is a sequence of rules of findings
-    about cases that are judged alone, and `answers` a function that returns the answers on them.
-    `outlook` predicts, from a step on one GPU, what several would give, and `prediction` returns
-    the command that predicts a case. `section` and `links` are given the text that the package has
-    stored with a run's machine: `section` returns a section of the run's page, and `links` a clause
-    on links between GPUs.
+    about cases that are judged alone, `answers` a function that returns the answers on them, and
+    `statements` a sequence of kinds of statements. `outlook` predicts, from a step on one GPU, what
+    several would give, and `prediction` returns the command that predicts a case. `section` and
+    `links` are given the text that the package has stored with a run's machine: `section` returns a
+    section of the run's page, and `links` a clause on links between GPUs.
     """
 
     commands: Mapping[str, str]
     functions: Mapping[str, str] = field(default_factory=dict)
     listed: Mapping[str, str] = field(default_factory=dict)
     rules: str = ""
+    statements: str = ""
     answers: str = ""
     outlook: str = ""
     prediction: str = ""
