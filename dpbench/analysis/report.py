@@ -24,7 +24,6 @@ from dpbench.analysis import (
 from dpbench.analysis.lanes import Lanes
 from dpbench.analysis.statements import FINISHED, OPEN, Statement, made
 from dpbench.records import Case, Trial, hidden, siblings
-from dpbench.records.examination import Examination
 from dpbench.records.facts import RunFacts
 from dpbench.records.resources import Resources
 from dpbench.records.trial import Key, by_key
@@ -53,8 +52,8 @@ class Report:
     past: Sequence[PastRun] = ()
     loading: loaders.LoaderCurve | None = None
     """The results of `dpbench loaders`; None in another run."""
-    examination: Examination | None = None
-    """The result of `dpbench doctor` on this machine, if the store has one."""
+    machine_result: str = ""
+    """What a sibling has stored on this machine; "" for nothing."""
 
     @classmethod
     def of(
@@ -67,7 +66,7 @@ class Report:
         status: str = FINISHED,
         past: Sequence[PastRun] = (),
         unreadable: Sequence[UnreadableRow] = (),
-        examination: Examination | None = None,
+        machine_result: str = "",
     ) -> Self:
         """Return the report of the run that has these trials.
 
@@ -79,7 +78,7 @@ class Report:
         machine = Resources.of(facts)
         ladders = ladder.ladders(rows, max((trial.facts.looks for trial in trials), default=1))
         loading = loaders.curve(rows, trials)
-        diagnoses = findings.diagnose(rows, trials, machine, examination)
+        diagnoses = findings.diagnose(rows, trials, machine, machine_result)
         command = facts.command
         again = hidden.to_fill_in(command) if status == OPEN else ""
         given = (
@@ -109,7 +108,7 @@ class Report:
             diagnoses=diagnoses,
             past=past,
             loading=loading,
-            examination=examination,
+            machine_result=machine_result,
         )
         return replace(report, answers=tuple(map(report._with_earlier, given)))
 

@@ -4,4 +4,8 @@ from __future__ import annotations
 
 from dpbench.records.siblings import Sibling
 
-SIBLING = Sibling(commands="dpbench.doctor.commands:COMMANDS")
+SIBLING = Sibling(
+    commands={"doctor": "dpbench.doctor.commands:doctor"},
+    section="dpbench.doctor.page:section",
+    links="dpbench.doctor.examination:about_links",
+)

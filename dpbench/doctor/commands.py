@@ -105,6 +105,3 @@ def _write_machine(output: Path, patience: float | None, *, anyway: bool) -> Non
         sys.exit(EXIT_FAILED)
     files.write(output, text)
     click.echo(f"machine file: {output}", err=True)
-
-
-COMMANDS = (doctor,)

@@ -14,9 +14,13 @@ from dpbench.records.siblings import Sibling
 from dpbench.records.trial import only
 
 SIBLING = Sibling(
-    commands="dpbench.observe.commands:COMMANDS",
+    commands={
+        "watch": "dpbench.observe.commands:watch",
+        "import": "dpbench.observe.commands:import_",
+    },
     functions={"watch": "dpbench.observe.watching:watch"},
     rules="dpbench.observe.findings:RULES",
+    statements="dpbench.observe.statements:KINDS",
     answers="dpbench.observe.verdict:answers",
 )
 PARTS = 5

@@ -407,6 +407,3 @@ def _show(store: Path, run_id: str) -> bool:
     where = [] if store == STORE else ["--store", str(store)]
     print_results(shown, shlex.join(["dpbench", "explain", "--run", chosen.id[:8], *where]))
     return try_report(None, shown, store)
-
-
-COMMANDS = (watch, import_)

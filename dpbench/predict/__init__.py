@@ -5,7 +5,7 @@ from __future__ import annotations
 from dpbench.records.siblings import Sibling
 
 SIBLING = Sibling(
-    commands="dpbench.predict.commands:COMMANDS",
+    commands={"predict": "dpbench.predict.commands:predict"},
     listed={"machines": "dpbench.predict.machine:rows"},
     rules="dpbench.predict.findings:RULES",
     outlook="dpbench.predict.outlook:outlook",

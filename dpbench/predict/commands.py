@@ -365,6 +365,3 @@ def _check(
             "--step-s and --from both give the step time on one device: leave out one of them"
         )
     _refuse_without_effect(selected)
-
-
-COMMANDS = (predict,)

@@ -6,6 +6,7 @@ import shlex
 
 from dpbench.records import Case
 from dpbench.records.options import PREDICTABLE
+from dpbench.records.spelling import dashed
 
 GPUS = "rtx-3090-x8"
 """The described machine for which a prediction is suggested to a user without several GPUs."""
@@ -21,22 +22,22 @@ def command(case: Case, described: str = "", *, step_s: float = 0.0) -> str:
     """
     if case.precision not in PREDICTABLE or case.habits or case.optimizer == "own":
         return ""
-    precision = ["--precision", case.precision] if case.precision != Case.precision else []
+    precision = [dashed("precision"), case.precision] if case.precision != Case.precision else []
     # a model that is known by name is "full", the default, and refuses the option
-    size = ["--size", case.size] if case.size != "full" else []
+    size = [dashed("size"), case.size] if case.size != "full" else []
     return shlex.join(
         [
             "dpbench",
             "predict",
-            "--machine",
+            dashed("machine"),
             described or GPUS,
-            "--models",
+            dashed("models"),
             case.model,
             *size,
-            "--batch-per-device" if step_s else "--batch-sizes",
+            dashed("batch_per_device" if step_s else "batch_sizes"),
             str(case.batch_size),
-            *(["--step-s", f"{step_s:.4g}"] if step_s else []),
-            *([] if described else ["--devices", "1,2,4,8"]),
+            *([dashed("step_s"), f"{step_s:.4g}"] if step_s else []),
+            *([] if described else [dashed("devices"), "1,2,4,8"]),
             *precision,
         ]
     )

@@ -18,21 +18,26 @@ SIBLINGS = ("observe", "predict", "doctor")
 class Sibling:
     """What one package adds: places of objects, which are imported on first use.
 
-    A place is `package.module:object`; "" adds nothing. `commands` is a sequence of commands of the
-    command line. `functions` are those of the module dpbench, by name, and `listed` maps what
-    `dpbench list` lists to a function that returns its names and descriptions. `rules` is a
-    sequence of rules of findings about cases that are judged alone, and `answers` a function that
-    returns the answers about them. `outlook` predicts, from a step on one GPU, what several would
-    give, and `prediction` returns the command that predicts a case.
+    A place is `package.module:object`; "" adds nothing. `commands` are those of the command line,
+    and `functions` those of the module dpbench, by name; `listed` maps what `dpbench list` lists to
+    a function that returns its names and descriptions. `rules` is a sequence of rules of findings
+    about cases that are judged alone, `answers` a function that returns the answers on them, and
+    `statements` a sequence of kinds of statements. `outlook` predicts, from a step on one GPU, what
+    several would give, and `prediction` returns the command that predicts a case. `section` and
+    `links` are given the text that the package has stored with a run's machine: `section` returns a
+    section of the run's page, and `links` a clause on links between GPUs.
     """
 
-    commands: str
+    commands: Mapping[str, str]
     functions: Mapping[str, str] = field(default_factory=dict)
     listed: Mapping[str, str] = field(default_factory=dict)
     rules: str = ""
+    statements: str = ""
     answers: str = ""
     outlook: str = ""
     prediction: str = ""
+    section: str = ""
+    links: str = ""
 
 
 def present(package: str) -> bool:
@@ -57,5 +62,5 @@ def added(part: str) -> list[Any]:
 
 
 def named(part: str) -> dict[str, str]:
-    """Return the places of a part that siblings add by name, such as "functions"."""
+    """Return the places of a part that siblings add by name, such as "commands"."""
     return {name: place for one in installed() for name, place in getattr(one, part).items()}

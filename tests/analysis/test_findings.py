@@ -26,7 +26,6 @@ from dpbench.records import (
 )
 from dpbench.records.resources import Resources
 from dpbench.report import markdown, page
-from tests.examined import EXAMINATION
 
 ROUNDS, STEPS = 3, 12
 MODEL = {
@@ -364,37 +363,6 @@ def test_a_slow_link_is_named_with_its_rate(source: int, name: str, phase: str) 
     assert judged("one link is slower", row(3.0))
     assert not judged("one link is slower", row(3.0, spread=0.9))  # the rounds differ too much
     assert name not in found(one(), row(3.0, spread=0.9))
-
-
-def test_a_slow_link_quotes_what_the_doctor_found_about_it() -> None:
-    def copies(a: int, b: int) -> dict[str, Any]:
-        slower = 3.0 if (a, b) == (0, 2) else 1.0
-        return {"source": a, "target": b, "bytes": 2**20, "seconds": [1e-4 * slower] * 3}
-
-    links = [copies(a, b) for a in range(4) for b in range(a + 1, 4)]
-    ids = (4, 5, 6, 7)
-    trials = [
-        replace(
-            trial,
-            case=replace(trial.case, device_kind="cuda", device_ids=ids),
-            provenance={**trial.provenance, "links": links},
-        )
-        for trial in dp(devices=4, reduce=0.010)
-    ]
-
-    def numbers(*gpus: int) -> str:
-        of_pair = replace(EXAMINATION.findings[0], gpus=gpus)
-        examination = replace(EXAMINATION, findings=(of_pair,))
-        (diagnosis,) = findings.diagnose(
-            summary.rows(trials), trials, Resources(cores=8), examination
-        )
-        (slow,) = [one for one in diagnosis.findings if one.rule.key == "slow link"]
-        return slow.evidence.numbers
-
-    assert numbers(4, 6).endswith(
-        "; dpbench doctor found on 2023-11-14: GPU 0 -> GPU 2 direct: 2 GB/s (leave GPU 2 out)"
-    )
-    assert "doctor" not in numbers(0, 2), "device 2 is GPU 6"
 
 
 def test_of_many_slow_links_the_slowest_are_named() -> None:

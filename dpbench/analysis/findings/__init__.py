@@ -28,7 +28,6 @@ from dpbench.analysis.findings.rule import (
 from dpbench.analysis.summary import Row
 from dpbench.records import Case, Trial, plan, schedule, siblings, words
 from dpbench.records.estimate import Doubt
-from dpbench.records.examination import Examination
 from dpbench.records.names import in_words
 from dpbench.records.observed import unclear
 from dpbench.records.registry import Role
@@ -66,10 +65,10 @@ def diagnose(
     rows: Sequence[Row],
     trials: Sequence[Trial],
     machine: Resources,
-    examination: Examination | None = None,
+    machine_result: str = "",
 ) -> list[Diagnosis]:
     """Return the diagnoses of a run: of each observed loop, and of the cases of `contexts`."""
-    return [_diagnosis(context) for context in contexts(rows, trials, machine, examination)]
+    return [_diagnosis(context) for context in contexts(rows, trials, machine, machine_result)]
 
 
 def _rules_alone() -> tuple[FindingRule, ...]:

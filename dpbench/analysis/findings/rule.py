@@ -14,7 +14,6 @@ from dpbench.analysis import stats, validity
 from dpbench.analysis.summary import Row, parts, scaled
 from dpbench.records import Case, Phase, Source, Trial, disturbance, plan, registry
 from dpbench.records.estimate import Estimate
-from dpbench.records.examination import Examination
 from dpbench.records.grouping import grouped
 from dpbench.records.observed import Observed
 from dpbench.records.registry import Role
@@ -31,15 +30,15 @@ COMPUTE = (Phase.FORWARD.value, Phase.BACKWARD.value)
 class CaseContext:
     """The diagnosed case in `row`, and the run's cases with which it is compared.
 
-    `rows` has all measured rows of the run and `trials_of` all trials by case. `examination` is the
-    result of `dpbench doctor` on the machine, if the store has one.
+    `rows` has all measured rows of the run and `trials_of` all trials by case. `machine_result` is
+    what a sibling has stored on the machine.
     """
 
     row: Row
     rows: Mapping[Case, Row]
     trials_of: Mapping[Case, Sequence[Trial]]
     machine: Resources = field(default_factory=Resources)
-    examination: Examination | None = None
+    machine_result: str = ""
     _ratios: dict[Case, Estimate] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -256,7 +255,7 @@ def contexts(
     rows: Sequence[Row],
     trials: Sequence[Trial],
     machine: Resources,
-    examination: Examination | None = None,
+    machine_result: str = "",
 ) -> list[CaseContext]:
     """Return the contexts of the cases to diagnose: training steps only, which remedies change.
 
@@ -279,7 +278,7 @@ def contexts(
 
     rows_of = {row.case: row for row in measured}
     trials_of = by_case(trials)
-    return [CaseContext(row, rows_of, trials_of, machine, examination) for row in diagnosed]
+    return [CaseContext(row, rows_of, trials_of, machine, machine_result) for row in diagnosed]
 
 
 def _setting(case: Case) -> Case:

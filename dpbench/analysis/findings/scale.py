@@ -18,7 +18,7 @@ from dpbench.analysis.findings.rule import (
 )
 from dpbench.analysis.summary import busy_of
 from dpbench.analysis.transfers import SlowLink
-from dpbench.records import HOST, Case, Phase, registry
+from dpbench.records import HOST, Case, Phase, registry, siblings
 from dpbench.records.estimate import Estimate
 from dpbench.records.names import devices, in_words
 from dpbench.records.registry import Parallelism, Role
@@ -28,7 +28,6 @@ from dpbench.records.words import (
     NOT_ENOUGH,
     REMEDY,
     count,
-    day,
     exact,
     number,
     percent,
@@ -170,7 +169,7 @@ def _slow_link(phases: Sequence[Phase], *, to_host: bool) -> Callable[[CaseConte
                 f"a copy of {size(copied)} takes"
                 f" {', '.join(times(one.slower) for one in shown)} as long as over"
                 f" other links; {', '.join(phases)} {verb(len(phases), 'takes', 'take')}"
-                f" {time(moving.value)} of the step{_examined(context, shown)}"
+                f" {time(moving.value)} of the step{_found_before(context, shown)}"
             ),
             size_s=summary.scaled(moving, 1 - 1 / slow[0].slower.value),
         )
@@ -178,17 +177,12 @@ def _slow_link(phases: Sequence[Phase], *, to_host: bool) -> Callable[[CaseConte
     return find
 
 
-def _examined(context: CaseContext, links: Sequence[SlowLink]) -> str:
-    """Return what `dpbench doctor` found about the links on this machine; "" if nothing."""
-    if context.examination is None:
-        return ""
-    found = []
-    for link in links:
-        gpus = frozenset(context.case.gpu(end) for end in link.ends if end != HOST)
-        found += context.examination.about(gpus)
-    said = "; ".join(f"{one.says} ({one.change})" for one in found)
-    when = day(context.examination.started_s)
-    return f"; dpbench doctor found on {when}: {said}" if found else ""
+def _found_before(context: CaseContext, links: Sequence[SlowLink]) -> str:
+    """Return what siblings found about the links on this machine; "" if nothing."""
+    gpus = [frozenset(context.case.gpu(end) for end in link.ends if end != HOST) for link in links]
+    stored = context.machine_result
+    clauses = [about(stored, gpus) for about in (siblings.added("links") if stored else [])]
+    return "".join(f"; {clause}" for clause in clauses if clause)
 
 
 def _memory(context: CaseContext) -> Judgement:
