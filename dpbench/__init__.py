@@ -62,10 +62,9 @@ _HOMES = {
     "load": "dpbench.api.functions",
     "open_trials": "dpbench.api.functions",
     "Run": "dpbench.api.runs",
-    "watch": "dpbench.observe.watching",
 }
-"""The names in `__all__` that `dpbench.engine` does not define, with the modules that define
-them.
+"""The names in `__all__` that neither `dpbench.engine` nor a sibling defines, with the modules that
+define them.
 """
 
 
@@ -77,6 +76,9 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return import_module("dpbench.hardware.provenance").own_version()
     if name in __all__:
+        theirs = import_module("dpbench.records.siblings")
+        if place := theirs.named("functions").get(name):
+            return theirs.at(place)
         return getattr(import_module(_HOMES.get(name, "dpbench.engine")), name)
     raise AttributeError(f"module 'dpbench' has no attribute {name!r}")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dpbench.records.examination import Box, Examination, Finding, Link, MadeCopy
+from dpbench.doctor.examination import Examination, Finding, MadeCopy
+from dpbench.records.boxes import Box, Link
 
 EXAMINATION = Examination(
     started_s=1.7e9,

@@ -1528,7 +1528,7 @@ FAULTS = (
         "a run has the examination of its own machine alone",
         '"SELECT result FROM examination WHERE host=(SELECT host FROM run WHERE rowid=?)"',
         '"SELECT result FROM examination WHERE rowid>=(SELECT 0 FROM run WHERE rowid=?)"',
-        ("tests/store/test_examinations.py::test_the_runs_on_a_machine_have_its_last_examination",),
+        ("tests/store/test_machine_results.py::test_the_runs_on_a_machine_have_its_last_result",),
     ),
     Fault(
         "merged-examination",
@@ -1536,7 +1536,7 @@ FAULTS = (
         '"INSERT INTO examination VALUES (?,?,?) ON CONFLICT(host) DO UPDATE SET"'
         '" started=excluded.started, result=excluded.result WHERE excluded.started>started"',
         '"INSERT OR REPLACE INTO examination VALUES (?,?,?)"',
-        ("tests/store/test_examinations.py::test_a_merge_keeps_the_newer_examination",),
+        ("tests/store/test_machine_results.py::test_a_merge_keeps_the_newer_result",),
     ),
     Fault(
         "quoted-gpus",
@@ -2178,7 +2178,7 @@ FAULTS = (
         "not context.row.phases.get(Phase.DATA.value) or present == WITHOUT_LOADER",
         "not context.row.phases.get(Phase.DATA.value)",
         (
-            "tests/analysis/test_verdict.py::test_a_script_without_a_loader_is_not_told_that_it_waits_for_one",
+            "tests/observe/test_verdict.py::test_a_script_without_a_loader_is_not_told_that_it_waits_for_one",
         ),
     ),
     Fault(

@@ -143,7 +143,7 @@ def loop(
                 provenance={
                     "torch": "2.13.0",
                     "model": MODEL,
-                    **stated(observed=told),
+                    **stated(loop=told),
                     **(facts or {}),
                 },
             )

@@ -131,7 +131,7 @@ class Answer:
         """Return a clause on the time of an epoch and on what the answer saves of it."""
         amount = f"an epoch of {words.count(samples, 'sample')}"
         now, then = self.epoch_s(samples)
-        if self.home.traits.observed:
+        if not self.home.traits.comparable:
             return (
                 f"the steps of {amount} take {words.long_duration(now)}"
                 if now
@@ -168,7 +168,7 @@ class Answer:
         """
         if self._timeless:
             return None, None
-        start = self.row if self.home.traits.observed else self.baseline
+        start = self.baseline if self.home.traits.comparable else self.row
         now = _epoch_s(start, samples)
         other = self.row if self.row is not start else None
         return now, _epoch_s(other, samples)
@@ -182,7 +182,7 @@ class Answer:
         return "emulated devices show host cost only" if host_only else ""
 
     def _no_epoch(self, amount: str) -> str:
-        row = self.row if self.home.traits.observed else self.baseline
+        row = self.baseline if self.home.traits.comparable else self.row
         if self._timeless:
             why = self._timeless
         elif row is None:
@@ -482,7 +482,7 @@ def _failures(rows: Sequence[Row]) -> str:
 def _failure(row: Row) -> str:
     if row.status is Status.OOM and not row.step:
         return "out of memory"
-    if row.step and row.source is Source.PREDICTED:
+    if row.step and not row.source.timed:
         return "its predictions were never compared with measurements"
     return "wrong gradients" if Fault.UNVERIFIED in row.lost else row.outcome
 
@@ -570,7 +570,7 @@ def _loses(row: Row, base: Row) -> str:
 
 
 def _certainty(question: Question, decision: Decision, again: str) -> Iterator[str]:
-    if question.source is Source.PREDICTED:
+    if not question.source.timed:
         yield "predicted, with an 80% interval"
     elif any(map(commands.noisy, decision.open)) and decision.basis is Basis.OPEN:
         yield f"rounds with the label {disturbance.NOISY} give no verdict"

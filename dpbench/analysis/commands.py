@@ -15,7 +15,6 @@ from dpbench.records import (
     HABITS,
     Case,
     Fault,
-    Source,
     Status,
     disturbance,
     registry,
@@ -23,7 +22,7 @@ from dpbench.records import (
     siblings,
 )
 from dpbench.records.estimate import Estimate
-from dpbench.records.options import AUTO, PREDICTABLE, Options
+from dpbench.records.options import AUTO, Options
 from dpbench.records.registry import Role
 from dpbench.records.resources import Resources
 from dpbench.records.trial import CHECK_FAILED
@@ -34,8 +33,6 @@ ENOUGH_ROUNDS = 10
 """The number of rounds for cases whose variation between rounds is unknown."""
 PATIENT_S = 600.0
 """The seconds that a repeated run waits for other processes to leave the cores."""
-GPUS = "rtx-3090-x8"
-"""The described machine for which a prediction is suggested to a user without several GPUs."""
 
 
 def measure(cases: Sequence[Case], *, machine: Resources, **how: Any) -> str:
@@ -89,36 +86,16 @@ def _runs_here(case: Case) -> bool:
 
 
 def predict(case: Case, described: str = "", *, step_s: float = 0.0) -> str:
-    """Return the `dpbench predict` command for the work of `case` on a described machine.
+    """Return the command that predicts the work of `case` on a described machine.
 
-    `described` is the machine's name or file; if empty, predict 1, 2, 4 and 8 GPUs of `GPUS`. With
-    the measured seconds of its step, each GPU processes the samples of the case.
-    Return "" for a precision not in `PREDICTABLE`, a habit that is not the default, a model that
-    brings its own optimizer, or an installation without predictions.
+    `described` is the machine's name or file; if empty, predict the machine of the sibling's
+    choice. With the measured seconds of its step, each GPU processes the samples of the case.
+    Return "" for a case that cannot be predicted, or for an installation without predictions.
     """
-    if not siblings.present("predict"):
-        return ""
-    if case.precision not in PREDICTABLE or case.habits or case.optimizer == "own":
-        return ""
-    precision = ["--precision", case.precision] if case.precision != Case.precision else []
-    # a model that is known by name is "full", the default, and refuses the option
-    size = ["--size", case.size] if case.size != "full" else []
-    return shlex.join(
-        [
-            "dpbench",
-            "predict",
-            "--machine",
-            described or GPUS,
-            "--models",
-            case.model,
-            *size,
-            "--batch-per-device" if step_s else "--batch-sizes",
-            str(case.batch_size),
-            *(["--step-s", f"{step_s:.4g}"] if step_s else []),
-            *([] if described else ["--devices", "1,2,4,8"]),
-            *precision,
-        ]
-    )
+    for command in siblings.added("prediction"):
+        found: str = command(case, described, step_s=step_s)
+        return found
+    return ""
 
 
 def loaders(dataset: str, *, batch_size: int, step_s: float) -> str:
@@ -145,7 +122,7 @@ def following(
     several = [row for row in question.candidates if row.case.devices > 1]
     best = decision.row if decision.row in several else best_of(several)
     assert best
-    if question.source is Source.PREDICTED:
+    if not question.source.timed:
         return measure([home, best.case], machine=Resources())
     if not has_control(question):
         control = replace(best.case, strategy=registry.of_role(Role.CONTROL), schedule="")
@@ -174,11 +151,11 @@ def _lacking(question: Question, decision: Decision, machine: Resources) -> str:
     basis = decision.basis
     cases = list(dict.fromkeys([home, *(row.case for row in question.rows)]))
     few = home.device_kind == "cuda" and len(machine.gpu_memory_bytes) < 2
-    if question.source is Source.PREDICTED and basis is Basis.OPEN:
+    if not question.source.timed and basis is Basis.OPEN:
         return measure([home, best_of(decision.open).case], machine=Resources())
     if (
         basis in (Basis.EMULATED, Basis.FAKE_GPU)
-        or question.source is Source.PREDICTED
+        or not question.source.timed
         or (basis in ELSEWHERE and few)
     ):
         return predict(home, machine.described)

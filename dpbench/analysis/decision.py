@@ -105,7 +105,7 @@ class Question:
             and not row.colocated
             and Fault.UNVERIFIED not in row.lost
             and schedule.available(row.case.schedule)
-            and not (row.source is Source.PREDICTED and row.case.traits.role is Role.OTHER)
+            and (row.source.timed or row.case.traits.role is not Role.OTHER)
         )
 
     @property
@@ -348,7 +348,7 @@ def questions(rows: Iterable[Row]) -> list[Question]:
         row
         for row in rows
         if row.case.options != plan.LIMIT
-        and not (row.case.neighbour or row.case.traits.observed or row.case.traits.loads)
+        and not (row.case.neighbour or not row.case.traits.comparable)
     )
     table = {row.key: row for row in asks}
     groups: dict[tuple[Case, Source, bool], list[Row]] = {}

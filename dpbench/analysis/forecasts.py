@@ -60,7 +60,7 @@ def forecasts(
     ]
     for row, machine in [*((row, "") for row in rows), *predicted]:
         there = measured.get(row.case)
-        if row.source is Source.PREDICTED and row.step and there and there.step:
+        if not row.source.timed and row.step and there and there.step:
             by_case[row.case, machine] = Forecast(
                 case=row.case,
                 machine=machine,

@@ -1,7 +1,7 @@
 """Outlook: what several GPUs would give, for a run on a machine with one.
 
-Replicas that share a GPU show what a schedule costs, and never a speed-up. The package `predict`,
-if it is installed, predicts the speed-up from the measured step.
+Replicas that share a GPU show what a schedule costs, and never a speed-up. A sibling, if it is
+installed, predicts the speed-up from the measured step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def of_question(
     one_gpu = question.home.device_kind == "cuda" and len(machine.gpu_memory_bytes) == 1
     if not one_gpu or decision.basis not in ASKED:
         return None
-    for module in siblings.modules("outlook"):
-        found: Outlook | None = module.outlook(question.home, trials, machine.gpu)
+    for outlook in siblings.added("outlook"):
+        found: Outlook | None = outlook(question.home, trials, machine.gpu)
         return found
     return None

@@ -20,12 +20,10 @@ from dpbench.analysis import (
     loaders,
     notes,
     summary,
-    verdict,
 )
 from dpbench.analysis.lanes import Lanes
 from dpbench.analysis.statements import FINISHED, OPEN, Statement, made
-from dpbench.records import Case, Trial, hidden
-from dpbench.records.examination import Examination
+from dpbench.records import Case, Trial, hidden, siblings
 from dpbench.records.facts import RunFacts
 from dpbench.records.resources import Resources
 from dpbench.records.trial import Key, by_key
@@ -54,8 +52,8 @@ class Report:
     past: Sequence[PastRun] = ()
     loading: loaders.LoaderCurve | None = None
     """The results of `dpbench loaders`; None in another run."""
-    examination: Examination | None = None
-    """The result of `dpbench doctor` on this machine, if the store has one."""
+    machine_result: str = ""
+    """What a sibling has stored on this machine; "" for nothing."""
 
     @classmethod
     def of(
@@ -68,7 +66,7 @@ class Report:
         status: str = FINISHED,
         past: Sequence[PastRun] = (),
         unreadable: Sequence[UnreadableRow] = (),
-        examination: Examination | None = None,
+        machine_result: str = "",
     ) -> Self:
         """Return the report of the run that has these trials.
 
@@ -80,14 +78,18 @@ class Report:
         machine = Resources.of(facts)
         ladders = ladder.ladders(rows, max((trial.facts.looks for trial in trials), default=1))
         loading = loaders.curve(rows, trials)
-        diagnoses = findings.diagnose(rows, trials, machine, examination)
+        diagnoses = findings.diagnose(rows, trials, machine, machine_result)
         command = facts.command
         again = hidden.to_fill_in(command) if status == OPEN else ""
         given = (
             ()
             if loading
             else (
-                *verdict.answers(rows, trials, diagnoses, machine),
+                *(
+                    one
+                    for alone in siblings.added("answers")
+                    for one in alone(rows, trials, diagnoses, machine)
+                ),
                 *answer.answers(rows, machine, again, trials),
             )
         )
@@ -106,7 +108,7 @@ class Report:
             diagnoses=diagnoses,
             past=past,
             loading=loading,
-            examination=examination,
+            machine_result=machine_result,
         )
         return replace(report, answers=tuple(map(report._with_earlier, given)))
 
@@ -144,9 +146,9 @@ class Report:
         return RunFacts.of(self.provenance)
 
     @property
-    def observed(self) -> bool:
-        """Return whether all cases are observed loops, without baseline and reference."""
-        return bool(self.rows) and all(row.case.traits.observed for row in self.rows)
+    def in_parts(self) -> bool:
+        """Return whether the rounds of all cases are parts of one execution, of a user's loop."""
+        return bool(self.rows) and all(row.case.traits.in_parts for row in self.rows)
 
     def trials_of(self, row: summary.Row) -> Sequence[Trial]:
         """Return the trials of a row."""

@@ -1,8 +1,8 @@
 """Statements: what limits the conclusions from a run, and remarks on its figures.
 
-Each kind of statement is a row of `KINDS`, or a rule of `validity`. A statement that `warns` may
-change what an answer says: it stands beside the answer. The others explain figures: they stand in
-`dpbench explain` and in the details of a page.
+Each kind of statement is a row of `KINDS` or of a sibling, or a rule of `validity`. A statement
+that `warns` may change what an answer says: it stands beside the answer. The others explain
+figures: they stand in `dpbench explain` and in the details of a page.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import chain
 
 from dpbench.analysis import hosts, sampled, uneven, validity
 from dpbench.analysis.summary import FAKE_GPU, Row, baseline_in
-from dpbench.records import Case, Source, Status, Trial, fake, words
+from dpbench.records import Case, Status, Trial, fake, siblings, words
 from dpbench.records.disturbance import NOISY
 from dpbench.records.facts import RunFacts
 from dpbench.records.grouping import grouped
@@ -108,14 +108,14 @@ def made(
     status: str = FINISHED,
     unreadable: Sequence[UnreadableRow] = (),
 ) -> list[Statement]:
-    """Return the statements on a run in the order of `KINDS`, those of `validity` after them.
+    """Return the statements on a run in the order of `kinds`, those of `validity` after them.
 
     `status` is that of the run in the store; `unreadable` are the store's unreadable rows.
     """
     seen = Observation(rows=rows, trials=trials, facts=facts, status=status, unreadable=unreadable)
-    of_kinds = ((kind.key, kind.warns, said) for kind in KINDS for said in kind.find(seen))
+    of_kinds = ((kind.key, kind.warns, said) for kind in kinds() for said in kind.find(seen))
     of_checks = (
-        (rule.name, rule.warns, (rule.headline, tuple(details.items())))
+        (rule.key, rule.warns, (rule.headline, tuple(details.items())))
         for rule, details in validity.troubles(trials, seen.cores).items()
     )
     found = [
@@ -201,7 +201,7 @@ def _doubts(seen: Observation) -> Iterator[Said]:
 
 
 def _doubts_of(row: Row) -> Iterator[str]:
-    remedy = "more steps" if row.case.traits.observed else words.REMEDY
+    remedy = "more steps" if row.case.traits.in_parts else words.REMEDY
     if row.case.traits.loads:
         remedy = "more rounds"
     if NOISY in row.labels:
@@ -288,7 +288,7 @@ def _cpu_only(seen: Observation) -> Iterator[Said]:
 
 def _one_thread(seen: Observation) -> Iterator[Said]:
     cpu = _on_cpus(seen)
-    if cpu and not any(row.case.traits.all_cores or row.case.traits.observed for row in cpu):
+    if cpu and not any(row.case.traits.all_cores or row.case.traits.in_parts for row in cpu):
         yield (
             "each logical CPU device has one thread; add the strategy single_all_cores to compare"
             " with one device that uses all cores of the machine",
@@ -320,31 +320,21 @@ def _colocated(seen: Observation) -> Iterator[Said]:
 
 
 def _parts(seen: Observation) -> Iterator[Said]:
-    loops = tuple((row.case, "") for row in seen.rows if row.case.traits.observed and row.step)
+    loops = tuple((row.case, "") for row in seen.rows if row.case.traits.in_parts and row.step)
     if loops:
         yield PARTS, loops
 
 
 def _profiler(seen: Observation) -> Iterator[Said]:
-    imported = [row for row in seen.rows if row.source is Source.IMPORTED and row.step]
-    if imported:
-        yield (
-            f"{Source.IMPORTED.value.upper()}: the profiler that recorded the trace slows the host,"
-            " so steps may be longer than without it",
-            tuple((row.case, "") for row in imported),
+    yield from _by_text(
+        (
+            f"{row.source.upper()}: the profiler that recorded the trace slows the host, so steps"
+            " may be longer than without it",
+            row.case,
         )
-
-
-def _not_understood(seen: Observation) -> Iterator[Said]:
-    unknown = {
-        (trial.case, part): None
-        for trial in seen.trials
-        if (loop := trial.facts.observed)
-        for part in loop.unknown
-    }
-    for case, part in unknown:
-        detail = f"in {words.count(part.steps, 'step')}" if part.steps else ""
-        yield str(part), ((case, detail),)
+        for row in seen.rows
+        if row.source.profiled and row.step
+    )
 
 
 def _code(seen: Observation) -> Iterator[Said]:
@@ -393,12 +383,6 @@ KINDS = (
         when="no round of a case has a result",
         warns=True,
         find=_no_result,
-    ),
-    Kind(
-        key="not_understood",
-        when="dpbench did not understand a part of an observed loop",
-        warns=True,
-        find=_not_understood,
     ),
     Kind(
         key="clocks",
@@ -486,14 +470,21 @@ KINDS = (
         find=_code,
     ),
 )
-"""All kinds of statements but those of `validity.RULES`; those that warn are first."""
+"""The kinds of statements but those of `validity.RULES` and of siblings; those that warn are first.
+"""
+
+
+def kinds() -> list[Kind]:
+    """Return the kinds of statements, with those of siblings; those that warn are first."""
+    theirs = chain.from_iterable(siblings.added("statements"))
+    return sorted((*KINDS, *theirs), key=lambda kind: not kind.warns)
 
 
 def definitions() -> str:
     """Return all kinds of statements as a Markdown table, which docs/measuring.md contains."""
     lines = ["| statement | is made if | beside the answer |", "|---|---|---|"]
-    of_checks = ((rule.name, rule.when, rule.warns) for rule in validity.RULES)
-    of_kinds = ((kind.key, kind.when, kind.warns) for kind in KINDS)
+    of_checks = ((rule.key, rule.when, rule.warns) for rule in validity.RULES)
+    of_kinds = ((kind.key, kind.when, kind.warns) for kind in kinds())
     lines += [
         f"| {key} | {when} | {'yes' if warns else ''} |"
         for key, when, warns in (*of_kinds, *of_checks)

@@ -214,8 +214,8 @@ def add(series: dict[Case, stats.Timed], trial: Trial) -> None:
 
 
 def parts(case: Case, series: stats.Timed) -> stats.Timed:
-    """Return the rounds for estimates; each step is one in an observed loop with few rounds."""
-    if not case.traits.observed or len(series) >= Estimate.ROUNDS:
+    """Return the rounds for estimates; each step is one if one execution has few parts."""
+    if not case.traits.in_parts or len(series) >= Estimate.ROUNDS:
         return series
     steps = [(number, one) for number in sorted(series) for one in series[number]]
     taken = {place: series.taken.get(number, 0.0) for place, (number, _) in enumerate(steps)}
@@ -241,7 +241,7 @@ def _row(case: Case, trials: Sequence[Trial], series: stats.Timed) -> Row:
     series = parts(case, series)
     stated = _stated(good[-1])
     step, mean = (stated, stated) if stated else (stats.median(series), stats.mean(series))
-    if row.source is Source.PREDICTED:
+    if not row.source.timed:
         step = replace(step, n=0)
         mean = replace(mean, n=0)
     busy, source = _busy(good)
@@ -287,7 +287,7 @@ def _percentiles(series: stats.Rounds) -> dict[int, Estimate]:
 def _stated(trial: Trial) -> Estimate | None:
     """Return the predicted step time with its stored 80 % interval, None without one."""
     interval = trial.facts.interval_80_s
-    if trial.source is not Source.PREDICTED or not interval:
+    if trial.source.timed or not interval:
         return None
     low_s, high_s = interval
     return Estimate(trial.steps[-1].seconds, low_s, high_s, 0)
@@ -325,15 +325,13 @@ def labels(trial: Trial) -> tuple[str, ...]:
     case = trial.case
     names = [trial.source.value.upper()]
     # predictions for strategies with Role.OTHER were never compared with measurements
-    if trial.source is Source.PREDICTED and (
-        case.device_kind == "cpu" or case.traits.role is Role.OTHER
-    ):
+    if not trial.source.timed and (case.device_kind == "cpu" or case.traits.role is Role.OTHER):
         names.append("EXPERIMENTAL")
     if case.device_kind != "cuda":
         names.append({"cpu": "CPU-ONLY"}.get(case.device_kind, case.device_kind.upper()))
     if trial.on_fake_gpus:
         names.append(FAKE_GPU)
-    if (loop := trial.facts.observed) and loop.hidden:
+    if (loop := trial.facts.loop) and loop.hidden:
         names.append(UNCLEAR)
     if case.unverified:
         names.append("UNVERIFIED")
@@ -369,7 +367,7 @@ def _compared(
         return row
     work = row.case.batch_size / base.batch_size
     home = rows[base, row.source]
-    if row.source is Source.PREDICTED and row.step and home.step:
+    if not row.source.timed and row.step and home.step:
         ratio = stats.quotient(home.step, row.step, draws[home.key], draws[row.key])
         speedup = scaled(ratio, work)
     else:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from dpbench.analysis import stats, summary
 from dpbench.analysis.summary import Row
-from dpbench.records import Source, Trial, words
+from dpbench.records import Trial, words
 from dpbench.records.estimate import Estimate
 from dpbench.records.grouping import grouped
 
@@ -21,7 +21,7 @@ LEAST = 0.05
 
 def differs(row: Row) -> bool:
     """Return whether the mean step decidedly differs from the median step, by `LEAST` or more."""
-    if row.source is Source.PREDICTED or not row.step or not row.mean or row.step.doubt:
+    if not row.source.timed or not row.step or not row.mean or row.step.doubt:
         return False
     if abs(row.mean.value / row.step.value - 1) < LEAST:
         return False
@@ -59,7 +59,7 @@ def where(trials: Iterable[Trial]) -> str:
 
 def gain_of_means(row: Row, baseline: Row | None) -> Estimate | None:
     """Return the speed of `row` over its baseline's by the means of all timed steps, or None."""
-    if baseline is None or not row.series or not baseline.series or row.source is Source.PREDICTED:
+    if baseline is None or not row.series or not baseline.series or not row.source.timed:
         return None
     ratio = stats.mean_ratio(baseline.series, row.series)
     return summary.scaled(ratio, row.case.batch_size / baseline.case.batch_size)

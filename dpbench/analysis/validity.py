@@ -63,7 +63,7 @@ class Check:
     `about` has further facts as plain data, such as the number of cores or the device.
     """
 
-    name: str
+    key: str
     value: float
     limit: float
     ok: bool
@@ -85,7 +85,7 @@ class ValidityRule:
     words. `warns` is whether a failed check may change what an answer says.
     """
 
-    name: str
+    key: str
     when: str
     limit: float
     measure: Callable[[Trial, int], Deviation | None]
@@ -110,14 +110,14 @@ def check(trial: Trial, cores: int) -> list[Check]:
             value, about = measured
             limit = about.get("limit", rule.limit)
             ok = abs(value) <= limit or rule.doubted(about)
-            checks.append(Check(name=rule.name, value=value, limit=limit, ok=ok, about=about))
+            checks.append(Check(key=rule.key, value=value, limit=limit, ok=ok, about=about))
     return checks
 
 
 def facts(trial: Trial, cores: int) -> dict[str, dict[str, Any]]:
     """Return the results of `check` by name as plain data, as they are stored with the trial."""
     return {
-        one.name: {"value": one.value, "limit": one.limit, "ok": one.ok, **one.about}
+        one.key: {"value": one.value, "limit": one.limit, "ok": one.ok, **one.about}
         for one in check(trial, cores)
     }
 
@@ -127,24 +127,24 @@ def of(trial: Trial, cores: int) -> list[Check]:
     stored = trial.facts.validity
     if stored is None:
         return check(trial, cores)
-    known = {rule.name for rule in RULES}
+    known = {rule.key for rule in RULES}
     return [
-        Check(name=name, value=one["value"], limit=one["limit"], ok=one["ok"], about=one)
-        for name, one in stored.items()
-        if name in known
+        Check(key=key, value=one["value"], limit=one["limit"], ok=one["ok"], about=one)
+        for key, one in stored.items()
+        if key in known
     ]
 
 
 def troubles(trials: Iterable[Trial], cores: int) -> dict[ValidityRule, dict[Case, str]]:
     """Return, by rule and case, the worst failed value and the number of failed rounds as text."""
     seen = grouped(
-        ((result.name, trial.case), result) for trial in trials for result in of(trial, cores)
+        ((result.key, trial.case), result) for trial in trials for result in of(trial, cores)
     )
     by_rule: dict[ValidityRule, dict[Case, str]] = {}
     for rule in RULES:
         for (name, case), checks in seen.items():
             bad = [result for result in checks if not result.ok]
-            if name == rule.name and bad:
+            if name == rule.key and bad:
                 item = rule.item(max(bad, key=lambda result: abs(result.value)))
                 rounds = (
                     f", {len(bad)} of {words.count(len(checks), 'round')}"
@@ -173,7 +173,7 @@ def unchecked(trials: Iterable[Trial], cores: int) -> dict[Case, str]:
 
 
 def _lacks(trial: Trial, cores: int) -> str:
-    done = {result.name for result in of(trial, cores)}
+    done = {result.key for result in of(trial, cores)}
     metered = trial.grouped.series(sampled.ENERGY).keys()
     energy = [sampled.ENERGY] if metered - sampled.energy_j(trial).keys() else []
     return " and ".join([*(name for name in BY_NVML if name not in done), *energy])
@@ -411,7 +411,7 @@ def _verification(trial: Trial, cores: int) -> Deviation | None:
     None for an observed loop or a DataLoader, in which dpbench computes nothing that could be
     wrong.
     """
-    if trial.case.traits.observed or trial.case.traits.loads:
+    if not trial.case.traits.comparable:
         return None
     return float(list(Verified).index(trial.verified)), {"verified": trial.verified.value}
 
@@ -480,7 +480,7 @@ def _fell(check: Check) -> str:
 
 RULES: Sequence[ValidityRule] = (
     ValidityRule(
-        name="verification",
+        key="verification",
         when="the gradients differ from the chunked reference by more than the tolerance",
         warns=True,
         limit=float(list(Verified).index(Verified.WITHIN_TOLERANCE)),
@@ -489,7 +489,7 @@ RULES: Sequence[ValidityRule] = (
         item=lambda check: str(check.about["verified"]).replace("_", " "),
     ),
     ValidityRule(
-        name="averaging",
+        key="averaging",
         when="a gradient of ranks' own losses differs from that of the whole batch",
         warns=True,
         limit=0.0,
@@ -505,7 +505,7 @@ RULES: Sequence[ValidityRule] = (
         ),
     ),
     ValidityRule(
-        name="float32",
+        key="float32",
         when="products have another format than the precision names",
         limit=0.0,
         measure=_float32,
@@ -516,7 +516,7 @@ RULES: Sequence[ValidityRule] = (
         item=lambda check: str(check.about["said"]),
     ),
     ValidityRule(
-        name="no_profile",
+        key="no_profile",
         when="the figures of profiled steps are withheld",
         limit=0.0,
         measure=_unprofiled,
@@ -527,7 +527,7 @@ RULES: Sequence[ValidityRule] = (
         item=lambda check: str(check.about["reason"]),
     ),
     ValidityRule(
-        name="closure",
+        key="closure",
         when="the median share of a step without a phase is above 5 %",
         limit=0.05,
         measure=_closure,
@@ -535,7 +535,7 @@ RULES: Sequence[ValidityRule] = (
         item=_percent,
     ),
     ValidityRule(
-        name="marks",
+        key="marks",
         when="the host time of a step's marks is above 1 % of the median step",
         limit=0.01,
         measure=_marks,
@@ -543,7 +543,7 @@ RULES: Sequence[ValidityRule] = (
         item=_percent,
     ),
     ValidityRule(
-        name="outlasting",
+        key="outlasting",
         when="GPU work beyond a block's steps is above 5 % of them",
         warns=True,
         limit=0.05,
@@ -555,7 +555,7 @@ RULES: Sequence[ValidityRule] = (
         item=_percent,
     ),
     ValidityRule(
-        name="drift",
+        key="drift",
         when="first to last timed step differ by more than 5 % (Theil-Sen slope; Spearman's p"
         " < 0.01)",
         limit=0.05,
@@ -568,7 +568,7 @@ RULES: Sequence[ValidityRule] = (
         item=lambda check: f"{check.value:+.0%} over {words.count(check.about['steps'], 'step')}",
     ),
     ValidityRule(
-        name="throttling",
+        key="throttling",
         when="a GPU was slowed down in more than 5 % of the readings",
         warns=True,
         limit=0.05,
@@ -577,7 +577,7 @@ RULES: Sequence[ValidityRule] = (
         item=lambda check: f"{check.value:.0%}{_on(check)}, {' and '.join(check.about['causes'])}",
     ),
     ValidityRule(
-        name="gpu_clock",
+        key="gpu_clock",
         when="a GPU's clock fell by more than 10 % below its highest, without extreme twentieths",
         warns=True,
         limit=0.10,
@@ -586,7 +586,7 @@ RULES: Sequence[ValidityRule] = (
         item=_fell,
     ),
     ValidityRule(
-        name="cpu_clock",
+        key="cpu_clock",
         when="the CPU's clock fell by more than 10 % below its highest, without extreme twentieths",
         limit=0.10,
         measure=_clock("cpu_clock_hz"),
@@ -594,7 +594,7 @@ RULES: Sequence[ValidityRule] = (
         item=_fell,
     ),
     ValidityRule(
-        name="foreign_gpu",
+        key="foreign_gpu",
         when="other processes held memory of a GPU",
         limit=0.0,
         measure=_foreign_gpu,
@@ -602,7 +602,7 @@ RULES: Sequence[ValidityRule] = (
         item=lambda check: f"{words.size(check.value)}{_on(check)}",
     ),
     ValidityRule(
-        name="foreign_cpu",
+        key="foreign_cpu",
         when="others took more than a tenth of the cores, or than the free cores + 0.25",
         limit=LIMIT,
         measure=_foreign_cpu,
@@ -613,7 +613,7 @@ RULES: Sequence[ValidityRule] = (
         item=_foreign_cores,
     ),
     ValidityRule(
-        name="gpu_in_use",
+        key="gpu_in_use",
         when="others used a GPU for more than 10 % of a second before the round",
         limit=LIMIT,
         measure=_gpu_in_use,
@@ -624,7 +624,7 @@ RULES: Sequence[ValidityRule] = (
         item=lambda check: str(check.about["use"]),
     ),
     ValidityRule(
-        name="oversubscribed",
+        key="oversubscribed",
         when="there are more logical CPU devices than usable cores",
         warns=True,
         limit=0.0,
@@ -636,7 +636,7 @@ RULES: Sequence[ValidityRule] = (
         item=lambda check: f"{words.count(check.about['devices'], 'device')} on {_cores(check)}",
     ),
     ValidityRule(
-        name="clock_error",
+        key="clock_error",
         when="another machine's clock error is above 5 % of the median step",
         limit=0.05,
         measure=_clocks,
@@ -647,7 +647,7 @@ RULES: Sequence[ValidityRule] = (
         item=_percent,
     ),
     ValidityRule(
-        name="peer_access",
+        key="peer_access",
         when="pairs of GPUs have no peer access",
         warns=True,
         limit=0.0,

@@ -36,7 +36,7 @@ def report_of(
         provenance=chosen.provenance,
         past=_past(store, chosen.id, trials, listing(rows)) if store else (),
         unreadable=rows,
-        examination=chosen.examination,
+        machine_result=chosen.machine_result,
     )
 
 

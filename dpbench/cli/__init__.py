@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import sys
+from collections import UserDict
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,15 @@ from dpbench.records import siblings
 from dpbench.records.errors import UsageError, told
 from dpbench.records.files import UnreadableFile
 from dpbench.records.visible import visible
+
+
+class _Found(UserDict[str, Any]):
+    """Commands by name. Those of siblings are places until they are asked for."""
+
+    def __getitem__(self, name: str) -> click.Command:
+        found = self.data[name]
+        command: click.Command = siblings.at(found) if isinstance(found, str) else found
+        return command
 
 
 class _Commands(click.Group):
@@ -43,6 +53,7 @@ class _Commands(click.Group):
 
 @click.group(
     cls=_Commands,
+    commands=_Found(siblings.named("commands")),
     context_settings=options.HELP | {"max_content_width": 100},
 )
 @click.version_option(package_name="torch-dpbench", prog_name="dpbench")
@@ -93,7 +104,6 @@ for command in (
     reading.export,
 ):
     cli.add_command(command)
-siblings.modules("commands")
 
 
 def main(arguments: list[str] | None = None) -> None:

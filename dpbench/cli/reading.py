@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +75,7 @@ KINDS = (
     "models",
     "strategies",
     "schedules",
-    *(("machines",) if siblings.present("predict") else ()),
+    *siblings.named("listed"),
     "metrics",
     "runs",
 )
@@ -88,8 +87,8 @@ def rows(kind: str) -> list[tuple[str, str]]:
 
     `kind` is an argument of `dpbench list`, such as "models".
     """
-    if kind == "machines":
-        found: list[tuple[str, str]] = import_module("dpbench.predict.machine").rows()
+    if place := siblings.named("listed").get(kind):
+        found: list[tuple[str, str]] = siblings.at(place)()
         return found
     if kind == "metrics":
         return sorted(METRICS.items())

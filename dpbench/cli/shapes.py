@@ -318,7 +318,7 @@ class FindingFacts(msgspec.Struct, frozen=True, kw_only=True):
             for cure in finding.cures
         ]
         return cls(
-            rule=finding.rule.name,
+            rule=finding.rule.key,
             problem=finding.evidence.says,
             evidence=finding.evidence.numbers,
             labels=finding.labels,

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from dpbench.analysis.summary import PERCENTILES
-from dpbench.records import Source, names, words
+from dpbench.records import names, words
 from dpbench.records.words import aligned
 from dpbench.report.table import (
     COLUMNS,
@@ -66,7 +66,7 @@ def _table(
 ) -> tuple[list[str], list[str]]:
     """Return the lines of the table with those of the `printed` columns that `shown` keeps."""
     columns, cells, notes = shown(rows, printed)
-    predicted = all(row.source is Source.PREDICTED for row in rows)
+    predicted = not any(row.source.timed for row in rows)
     flat: dict[str, Sequence[str]] = {
         _heading(column, predicted): [
             line[place].text if column.brief else _flat(line[place]) for line in cells

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from dpbench.cli import cli, shapes
+from dpbench.cli import shapes
 from dpbench.cli.options import (
     EXIT_FAILED,
     EXIT_USAGE,
@@ -23,7 +23,7 @@ from dpbench.cli.options import (
 from dpbench.records import files
 
 
-@cli.command(
+@click.command(
     cls=Documented,
     short_help="Find out why this machine is slow for several GPUs.",
     exits={

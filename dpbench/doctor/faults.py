@@ -16,11 +16,12 @@ from itertools import combinations
 from typing import Any
 
 from dpbench.analysis.validity import SLOWDOWNS
+from dpbench.doctor.examination import DIRECT, PINNED, STAGED, Finding
 from dpbench.doctor.system import LANE_BYTES_PER_S, PciDevice, System
 from dpbench.doctor.transfers import Copy, Transfer, copies
 from dpbench.hardware import nvml
 from dpbench.records import HOST, words
-from dpbench.records.examination import DIRECT, PINNED, SLOW, STAGED, Finding
+from dpbench.records.boxes import SLOW
 from dpbench.records.facts import Gpu
 
 KINDS = {"gpu": "GPU", "nic": "network card"}

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
+from dpbench.doctor.examination import DIRECT, PINNED, Finding, MadeCopy
 from dpbench.doctor.faults import Examined
 from dpbench.doctor.system import PciDevice
 from dpbench.hardware.nvml import SWITCH
-from dpbench.records.examination import DIRECT, PINNED, Box, Finding, Link, MadeCopy
+from dpbench.records.boxes import Box, Link
 from dpbench.records.words import count
 
 SOCKETS, SWITCHES, GPUS, BELOW = range(4)

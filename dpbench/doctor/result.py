@@ -6,10 +6,10 @@ import msgspec
 
 from dpbench.analysis.summary import FAKE_GPU
 from dpbench.doctor import faults, picture
+from dpbench.doctor.examination import Examination, MadeCopy
 from dpbench.doctor.faults import Examined
 from dpbench.records import Source, fake
 from dpbench.records.disturbance import NOISY
-from dpbench.records.examination import Examination, MadeCopy
 from dpbench.records.facts import Gpus, RunFacts
 
 

@@ -11,11 +11,11 @@ import msgspec
 
 from dpbench.analysis import summary
 from dpbench.analysis.summary import Row
+from dpbench.doctor.examination import Examination
 from dpbench.doctor.faults import STANDARD, Examined, Steps
 from dpbench.hardware import provenance
 from dpbench.records import Source, words
 from dpbench.records.errors import told
-from dpbench.records.examination import Examination
 from dpbench.records.registry import Role
 from dpbench.records.work import Shapes
 from dpbench.store import Store, StoredRun, StoreError
@@ -89,6 +89,7 @@ def keep(store: Path, host: str, examination: Examination) -> None:
         return
     try:
         with Store.create(store) as opened:
-            opened.keep_examination(host, examination)
+            result = msgspec.json.encode(examination).decode()
+            opened.keep_machine_result(host, examination.started_s, result)
     except StoreError as error:
         log.warning("the result is not kept for the pages of runs, because %s", told(error))

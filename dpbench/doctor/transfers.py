@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass
 from itertools import permutations
 from typing import IO, TYPE_CHECKING
 
+from dpbench.doctor.examination import DIRECT, HANGS, PAGEABLE, PINNED, STAGED
 from dpbench.hardware import processes
 from dpbench.measure.server import environment
 from dpbench.records import HOST
-from dpbench.records.examination import DIRECT, HANGS, PAGEABLE, PINNED, STAGED
 
 if TYPE_CHECKING:
     import torch

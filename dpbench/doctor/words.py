@@ -5,12 +5,11 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
+from dpbench.doctor.examination import DIRECT, STAGED, Examination, Problem
 from dpbench.doctor.faults import Examined
 from dpbench.doctor.system import PciDevice
 from dpbench.hardware import provenance
 from dpbench.records import words
-from dpbench.records.examination import DIRECT, STAGED, Examination, Problem
-from dpbench.report.machine import summary
 
 WIDTH = 100
 
@@ -21,7 +20,7 @@ def text(machine: Examined, examination: Examination) -> str:
     for number, problem in enumerate(examination.problems, 1):
         lines += ["", *_problem(number, problem)]
     if not examination.faults:
-        lines += ["", f"{summary(examination)}."]
+        lines += ["", f"{examination.summary}."]
     lines += ["", _wrapped(f"Checked: {', '.join(examination.checked)}.")]
     if examination.unchecked:
         lines.append(_wrapped(f"Not checked: {'; '.join(examination.unchecked)}."))

@@ -10,8 +10,19 @@ from dataclasses import replace
 from itertools import pairwise
 
 from dpbench.records import Trial
+from dpbench.records.siblings import Sibling
 from dpbench.records.trial import only
 
+SIBLING = Sibling(
+    commands={
+        "watch": "dpbench.observe.commands:watch",
+        "import": "dpbench.observe.commands:import_",
+    },
+    functions={"watch": "dpbench.observe.watching:watch"},
+    rules="dpbench.observe.findings:RULES",
+    statements="dpbench.observe.statements:KINDS",
+    answers="dpbench.observe.verdict:answers",
+)
 PARTS = 5
 """The largest number of parts into which the steps of a loop are cut."""
 

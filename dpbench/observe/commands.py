@@ -21,7 +21,7 @@ import msgspec
 from dpbench.api import STORE
 from dpbench.api.reports import report_of
 from dpbench.api.stored import choose
-from dpbench.cli import cli, shapes
+from dpbench.cli import shapes
 from dpbench.cli.options import (
     EXIT_FAILED,
     EXIT_USAGE,
@@ -112,7 +112,7 @@ class Import(msgspec.Struct, frozen=True, kw_only=True):
     files: Sequence[TraceFile]
 
 
-@cli.command(
+@click.command(
     "import",
     cls=Documented,
     short_help="Import traces of torch.profiler as a run.",
@@ -256,7 +256,7 @@ def _middle(steps: Sequence[StepTime]) -> str:
     )
 
 
-@cli.command(
+@click.command(
     cls=Documented,
     short_help="Run a training script unchanged, and record its steps.",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},

@@ -79,8 +79,8 @@ PLACES = 3
 def _observing(
     judge: Callable[[CaseContext, Observed], Judgement],
 ) -> Callable[[CaseContext], Judgement]:
-    """Return a `FindingRule.when` that calls `judge` for observed loops only."""
-    return lambda context: judge(context, context.observed) if context.observed else None
+    """Return a `FindingRule.find` that calls `judge` for observed loops only."""
+    return lambda context: judge(context, context.loop) if context.loop else None
 
 
 def _rows(context: CaseContext) -> int:
@@ -488,88 +488,100 @@ def _skipped(context: CaseContext, loop: Observed) -> Judgement:
 
 RULES = (
     FindingRule(
-        name="loading",
-        when=_loading,
+        key="loading",
+        when="the loop waits for its DataLoader",
+        find=_loading,
         remedy=(
             "load batches in more worker processes; the command measures how many are enough: put"
             " the file and the name of your dataset into it"
         ),
     ),
     FindingRule(
-        name="between",
-        when=_between,
+        key="between",
+        when="a loop without a DataLoader spends time between its steps",
+        find=_between,
         remedy=(
             "if this time reads or prepares batches, let the worker processes of a DataLoader do it"
             " meanwhile"
         ),
     ),
     FindingRule(
-        name="reads",
-        when=_reads,
+        key="reads",
+        when="the host waits for values from a device",
+        find=_reads,
         remedy=(
             "read values such as the loss only every 10 steps, and keep tensors on the device in"
             " between"
         ),
     ),
     FindingRule(
-        name="pageable",
-        when=_pageable,
+        key="pageable",
+        when="batches are copied to a GPU from memory that is not pinned",
+        find=_pageable,
         remedy=(
             "let the DataLoader pin its batches, and copy them with .to(device, non_blocking=True)"
         ),
     ),
     FindingRule(
-        name="launches",
-        when=_launches,
+        key="launches",
+        when="a profile shows an idle GPU while the host launches its work",
+        find=_launches,
         remedy=(
             "use a bigger batch, or launch fewer and larger kernels: torch.compile or CUDA graphs"
         ),
     ),
     FindingRule(
-        name="reduction",
-        when=_reducing(few_bytes=False),
+        key="reduction",
+        when="ranks add their gradients after the end of backward",
+        find=_reducing(few_bytes=False),
         remedy=(
             "send fewer bytes (bf16 gradients), or reduce less often (no_sync while gradients"
             " accumulate)"
         ),
     ),
     FindingRule(
-        name="reduction of few bytes",
-        when=_reducing(few_bytes=True),
+        key="reduction of few bytes",
+        when=f"the same, at less than {8 * SLOWEST_LINK / 1e9:g} Gbit/s",
+        find=_reducing(few_bytes=True),
         remedy=(
             "reduce less often (no_sync while gradients accumulate), or look for a rank that"
             " arrives late: any link carries these bytes in less time"
         ),
     ),
     FindingRule(
-        name="accumulation",
-        when=_accumulated,
+        key="accumulation",
+        when=f"ranks add their gradients over {MOST_SYNCS} times per update",
+        find=_accumulated,
         remedy=(
             "run all but the last forward and backward of an update inside no_sync() of the"
             " DistributedDataParallel"
         ),
     ),
     FindingRule(
-        name="memory of other ranks",
-        when=_foreign,
+        key="memory of other ranks",
+        when="a rank holds memory on a GPU on which it does not train",
+        find=_foreign,
         remedy=(
             "call torch.cuda.set_device(local_rank) before the first CUDA call, and load"
             " checkpoints with map_location"
         ),
     ),
     FindingRule(
-        name="evaluation",
-        when=_aside("evaluation_s", "evaluation", EVALUATE),
+        key="evaluation",
+        when=f"evaluation takes {percent(ASIDE)} or more of its time and that of all steps",
+        find=_aside("evaluation_s", "evaluation", EVALUATE),
         remedy="evaluate less often, on fewer samples, or under torch.inference_mode()",
     ),
     FindingRule(
-        name="checkpoints",
-        when=_aside("checkpoint_s", "saving checkpoints", SAVE, on_ranks=SAVE_ONCE),
+        key="checkpoints",
+        when=f"saving takes {percent(ASIDE)} or more of its time and that of all steps",
+        find=_aside("checkpoint_s", "saving checkpoints", SAVE, on_ranks=SAVE_ONCE),
         remedy="save checkpoints less often, or from a copy in another thread",
     ),
     FindingRule(
-        name="skipped updates",
-        when=_skipped,
+        key="skipped updates",
+        when="a GradScaler skipped updates",
+        find=_skipped,
         remedy=(
             "begin with a lower scale, use bf16, which needs no scale, or look for the cause of"
             " infinite gradients"

@@ -108,7 +108,7 @@ class ImportedLoop:
     def notes(self) -> tuple[str, ...]:
         """Return sentences about what the traces lack and what is not known of the loop."""
         first = self.traces[0].profile
-        facts = self.trial.facts.observed
+        facts = self.trial.facts.loop
         missing = first.world_size - len(self.traces)
         return (
             *(
@@ -205,7 +205,7 @@ def _trial(traces: Sequence[ImportedTrace], batch_size: int) -> Trial:
             *_arrivals(collectives, traces[0]),
         ),
         provenance={
-            **stated(observed=_observed(traces, common)),
+            **stated(loop=_observed(traces, common)),
             "trace": _facts(traces),
             "gpus": _gpus(traces),
             **_model(traces[0], batch_size),

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from dpbench.analysis.verdict import WORTH
 from dpbench.observe.attribution import Attributed, threads_of
 from dpbench.observe.kineto import DeviceEvent, RuntimeCall, TraceEvents
+from dpbench.observe.verdict import WORTH
 from dpbench.records.activity import CLOCKS_AGREE_S, launches_kernels, may_overlap
 from dpbench.records.files import UnreadableFile
 from dpbench.records.grouping import grouped

@@ -227,7 +227,7 @@ def trials_of(watched: Watched) -> list[Trial]:
         **(stated(float32=loop.products) if loop.products else {}),
         **({"model": dict(loop.model)} if loop.model else {}),
         **(stated(foreign_load=watched.load) if watched.load else {}),
-        **stated(observed=_observed(watched, warm)),
+        **stated(loop=_observed(watched, warm)),
     }
     whole = Trial(
         case=case,

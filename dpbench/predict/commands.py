@@ -12,7 +12,7 @@ from click.core import ParameterSource
 
 from dpbench.api import STORE
 from dpbench.api.stored import choose, list_unreadable
-from dpbench.cli import cli, shapes
+from dpbench.cli import shapes
 from dpbench.cli.options import (
     EXIT_USAGE,
     EXITS,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 DEVICES = (1, 2, 4, 8)
 
 
-@cli.command(
+@click.command(
     cls=Documented,
     short_help="Predict steps on another machine.",
     exits=EXITS | {EXIT_USAGE: "wrong usage, or a machine or model that lacks a needed value"},

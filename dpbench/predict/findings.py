@@ -8,7 +8,7 @@ from dpbench.analysis.stats import quotient
 from dpbench.predict import counts, machine, observed_loop
 from dpbench.predict.cases import Prediction, Predictor
 from dpbench.predict.machine import UnknownMachine
-from dpbench.records import Case, registry
+from dpbench.records import Case, Source, registry
 from dpbench.records.errors import told
 from dpbench.records.estimate import Estimate
 from dpbench.records.gpu_names import same_gpu
@@ -19,7 +19,7 @@ from dpbench.records.words import duration, interval, number, time
 def _ddp(context: CaseContext) -> Judgement:
     """Return evidence on the predicted gain from DistributedDataParallel, a process per device."""
     traits, step = context.case.traits, context.row.step
-    several = traits.observed and traits.threads and context.case.devices > 1
+    several = traits.role is Role.OBSERVED and traits.threads and context.case.devices > 1
     if not several or context.case.device_kind != "cuda" or step is None:
         return None
     loop = observed_loop.of_run(context.trials, context.machine.gpu)
@@ -49,7 +49,7 @@ def _ddp(context: CaseContext) -> Judgement:
             " this GPU"
         ),
         size_s=saved,
-        predicted=True,
+        source=Source.PREDICTED,
         code=DDP,
     )
 
@@ -96,8 +96,9 @@ def alternative(loop: observed_loop.ObservedLoop) -> Prediction:
 
 RULES = (
     FindingRule(
-        name="predicted ddp",
-        when=_ddp,
+        key="predicted ddp",
+        when="one process drives several GPUs, and ddp is predicted to be faster",
+        find=_ddp,
         remedy=(
             "start one process per device with torchrun, use"
             " torch.nn.parallel.DistributedDataParallel, and give each process its own rows: a"

@@ -18,6 +18,7 @@ from dpbench.predict.stored import Stored, fit_profile, of_trials
 from dpbench.predict.work import Profile
 from dpbench.records import HOST, Case, Phase, Source, Span, Trial, fake, ledger
 from dpbench.records.options import PREDICTABLE
+from dpbench.records.registry import Role
 from dpbench.records.work import Sizes
 
 
@@ -59,7 +60,7 @@ class ObservedLoop:
                 f"{fake.WHY}; watch the loop on a real GPU",
             ),
             (
-                any(loop.hidden for trial in self.trials if (loop := trial.facts.observed)),
+                any(loop.hidden for trial in self.trials if (loop := trial.facts.loop)),
                 "its trace leaves the phases unknown (`dpbench explain` says why); record another",
             ),
             (
@@ -160,7 +161,7 @@ def of_run(trials: Sequence[Trial], gpu: str) -> ObservedLoop | None:
     """
     by_case: dict[Case, list[Trial]] = {}
     for trial in trials:
-        if trial.case.traits.observed:
+        if trial.case.traits.role is Role.OBSERVED:
             by_case.setdefault(trial.case, []).append(trial)
     if not by_case:
         return None

@@ -83,9 +83,13 @@ def taken_from(trial: Trial) -> float:
 
 def free_cores(case: Case, cores: int) -> float:
     """Return how many of the `cores` of each machine a case leaves free; 0 if this is unknown."""
-    if case.traits.observed or case.device_kind not in ("cpu", "cuda"):
+    if not _cores_known(case):
         return 0.0
     return max(0.0, cores - needed_cores(case, cores))
+
+
+def _cores_known(case: Case) -> bool:
+    return case.traits.cores_known and case.device_kind in ("cpu", "cuda")
 
 
 def tolerated_in(trial: Trial, cores: int) -> float:
@@ -122,7 +126,7 @@ def tolerated(case: Case, cores: int) -> float:
     a core, and each worker of a DataLoader another one, it is the number that these leave free,
     plus `SPARE_CORES`.
     """
-    if case.traits.observed or case.device_kind not in ("cpu", "cuda"):
+    if not _cores_known(case):
         return LIMIT * cores
     free = free_cores(case, cores) + SPARE_CORES
     return free if case.device_kind == "cuda" else min(LIMIT * cores, free)

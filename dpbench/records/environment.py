@@ -17,7 +17,7 @@ from typing import Any, Self
 from dpbench.records import words
 from dpbench.records.facts import Gpu, Surroundings
 from dpbench.records.gpu_names import same_gpu
-from dpbench.records.trial import Source, Trial
+from dpbench.records.trial import Trial
 
 UNKNOWN = "unknown"
 FAKES = "fake GPUs"
@@ -172,11 +172,11 @@ def _others(variables: Mapping[str, str]) -> frozenset[str]:
 def _of_trials(trials: Sequence[Trial]) -> dict[str, str]:
     if not trials:
         return {}
-    imported = any(trial.source is Source.IMPORTED for trial in trials)
+    profiled = any(trial.source.profiled for trial in trials)
     return {
         "fakes": "yes" if any(trial.on_fake_gpus for trial in trials) else "no",
         "devices": ", ".join(sorted({trial.case.device_kind for trial in trials})),
-        "trace": "imported" if imported else "none",
+        "trace": "imported" if profiled else "none",
     }
 
 

@@ -267,7 +267,7 @@ class TrialFacts(Surroundings, frozen=True, kw_only=True):
     batches_per_epoch: int = 0
     fake_gpus: bool = False
     """Whether the facts of the trial's run describe fake GPUs."""
-    observed: Observed | None = None
+    loop: Observed | None = msgspec.field(default=None, name="observed")
     trace: Traced = Traced()
     machine: str = ""
     """The machine for which the trial is predicted."""
@@ -286,9 +286,10 @@ class TrialFacts(Surroundings, frozen=True, kw_only=True):
 
 
 def stated(**facts: Any) -> dict[str, Any]:
-    """Return facts of a trial by their names in `TrialFacts`, as plain data to store.
+    """Return facts of a trial, given by their names in `TrialFacts`, as plain data to store.
 
     Raises TypeError for an unknown name.
     """
     record = TrialFacts(**facts)
-    return {name: msgspec.to_builtins(getattr(record, name)) for name in facts}
+    stored = dict(zip(record.__struct_fields__, record.__struct_encode_fields__, strict=True))
+    return {stored[name]: msgspec.to_builtins(getattr(record, name)) for name in facts}

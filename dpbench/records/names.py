@@ -43,7 +43,7 @@ def settings(case: Case) -> list[str]:
     ]
     bound = [f"within {words.size(case.device_memory_bytes)}"] if case.device_memory_bytes else []
     return [
-        *([] if case.traits.observed or case.traits.loads else [case.size]),
+        *([case.size] if case.traits.comparable else []),
         *changed,
         *bound,
         *case.habits,

@@ -128,9 +128,24 @@ class Traits:
         return self.role is Role.ALL_CORES
 
     @property
-    def observed(self) -> bool:
-        """Return whether the case is a user's training loop that dpbench did not run itself."""
+    def comparable(self) -> bool:
+        """Return whether the case can have a baseline, and a reference for its gradients."""
+        return self.role not in (Role.OBSERVED, Role.LOADER)
+
+    @property
+    def in_parts(self) -> bool:
+        """Return whether the rounds are consecutive parts of one execution."""
         return self.role is Role.OBSERVED
+
+    @property
+    def judged_alone(self) -> bool:
+        """Return whether findings and the answer are on the case itself, and compare no others."""
+        return self.role is Role.OBSERVED
+
+    @property
+    def cores_known(self) -> bool:
+        """Return whether dpbench knows how many cores a step keeps busy, because it runs it."""
+        return self.role is not Role.OBSERVED
 
     @property
     def loads(self) -> bool:

@@ -42,16 +42,25 @@ ALONE = "step_alone_s"
 
 
 class Source(StrEnum):
-    """The origin of a trial: a measurement, a prediction, or an imported profiler trace."""
+    """The origin of a trial: a measurement, a prediction, or an imported profiler trace.
 
-    MEASURED = "measured"
-    PREDICTED = "predicted"
-    IMPORTED = "imported"
+    `timed` is whether the steps were timed on a machine, `profiled` whether a profiler, which slows
+    the host, ran beside them, and `level` that of the step time's interval.
+    """
 
-    @cached_property
-    def timed(self) -> bool:
-        """Return whether the steps were timed on a machine."""
-        return self is not Source.PREDICTED
+    timed: bool
+    profiled: bool
+    level: str
+
+    MEASURED = "measured", True, False, "95%"
+    PREDICTED = "predicted", False, False, "80%"
+    IMPORTED = "imported", True, True, "95%"
+
+    def __new__(cls, name: str, timed: bool, profiled: bool, level: str) -> Self:  # noqa: D102
+        source = str.__new__(cls, name)
+        source._value_ = name
+        source.timed, source.profiled, source.level = timed, profiled, level
+        return source
 
 
 Key = tuple[Case, Source]

@@ -120,9 +120,9 @@ def facts(before: Report, after: Report, comparisons: Comparisons) -> list[tuple
 
 
 def note(comparisons: Comparisons) -> str:
-    """Return the note on how to read a ratio, and on what intervals of observed loops leave out."""
-    observed = any(line.case.traits.observed for line in comparisons.lines)
-    return f"{NOTE} {statements.PARTS[0].upper()}{statements.PARTS[1:]}." if observed else NOTE
+    """Return the note on how to read a ratio, and on what intervals of one execution leave out."""
+    in_parts = any(line.case.traits.in_parts for line in comparisons.lines)
+    return f"{NOTE} {statements.PARTS[0].upper()}{statements.PARTS[1:]}." if in_parts else NOTE
 
 
 def text(before: Report, after: Report, comparisons: Comparisons) -> str:

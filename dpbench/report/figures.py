@@ -35,8 +35,8 @@ def sections(report: Report, ids: Collection[str] = DRAWN, key: str = "") -> lis
         if report.loading:
             return [loaders.section(report.loading, report.trials, f"{key}loaders")]
         found = [section for name in ids if (section := drawn[name]())]
-    # an observed loop has no baseline, and two runs are compared in some of the sections
-    if report.observed or report.compared:
+    # without a baseline there is no speed-up, and two runs are compared in some of the sections
+    if report.in_parts or report.compared:
         return [section for section in found if section.panels]
     if not report.ladders:
         return found

@@ -1,4 +1,4 @@
-"""Machine: the picture of a machine that `dpbench doctor` examined, for all pages."""
+"""Machine: the picture of a machine, with its boxes and the rates of its links."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from xml.etree import ElementTree
 from markupsafe import Markup
 
 from dpbench.records import words
-from dpbench.records.disturbance import NOISY
-from dpbench.records.examination import Box, Examination, Link
+from dpbench.records.boxes import Box, Link
 
 WIDE, HIGH, GAP, BETWEEN = 148, 60, 14, 50
 """The width and the height of a box, and the gaps beside and below one, in SVG units."""
@@ -19,25 +18,16 @@ LETTERS = 24
 """The number of letters on a line of a box."""
 
 
-def summary(examination: Examination) -> str:
-    """Return the number of faults in words, or that none was found."""
-    if examination.faults:
-        return f"{words.count(examination.faults, 'fault')} found"
-    if NOISY in examination.labels:
-        return "No fault found, but other processes took the cores, which may hide or feign one"
-    return "Nothing wrong found"
-
-
-def picture(examination: Examination) -> Markup:
+def picture(placed: Sequence[Box], links: Sequence[Link]) -> Markup:
     """Return an SVG: sockets on top, then switches, then GPUs and cards, and NVSwitch below.
 
     The colour of a link shows its measured over its promised rate, which is written beside it: blue
-    or, below `examination.SLOW`, red. A link of which one rate is unknown is thin and grey.
+    or, below `boxes.SLOW`, red. A link of which one rate is unknown is thin and grey.
     """
-    boxes = {box.id: box for box in examination.boxes}
+    boxes = {box.id: box for box in placed}
     rows = sorted({box.row for box in boxes.values()})
     tops = {row: EDGE + i * (HIGH + BETWEEN) for i, row in enumerate(rows)}
-    ends = [[boxes[end] for end in link.ends] for link in examination.links]
+    ends = [[boxes[end] for end in link.ends] for link in links]
     arcs = [abs(one.column - other.column) for one, other in ends if one.row == other.row]
     below = BETWEEN + 8 * max(arcs) if arcs else 0
     width = EDGE + (1 + max((box.column for box in boxes.values()), default=0)) * (WIDE + GAP)
@@ -48,10 +38,10 @@ def picture(examination: Examination) -> Markup:
             "viewBox": f"0 0 {width:g} {height:g}",
             "width": f"{width:g}",
             "role": "img",
-            "aria-label": "; ".join(", ".join(box.texts) for box in examination.boxes),
+            "aria-label": "; ".join(", ".join(box.texts) for box in placed),
         },
     )
-    rates = [_draw(svg, link, boxes, tops) for link in examination.links]
+    rates = [_draw(svg, link, boxes, tops) for link in links]
     svg.extend(rate for rate in rates if rate is not None)  # above all lines
     for box in boxes.values():
         _box(svg, _middle(box), tops[box.row], box.texts)

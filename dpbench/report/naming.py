@@ -12,7 +12,7 @@ from typing import Any
 from dpbench.analysis.answer import Answer
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
-from dpbench.records import Case, Source, Trial, hidden, words
+from dpbench.records import Case, Trial, hidden, words
 from dpbench.records.disturbance import NOISY
 from dpbench.records.estimate import Estimate
 from dpbench.records.facts import Code, Gpus, RunFacts
@@ -97,8 +97,8 @@ def rounds(rows: Sequence[Row]) -> str:
     if not counts:
         return "The numbers are predicted, not measured; intervals are 80% intervals."
     least = f"{counts[0]}–" if len(counts) > 1 else ""
-    of = " of one execution" if rows[0].case.traits.observed else ""
-    predicted = any(row.source is Source.PREDICTED for row in rows)
+    of = " of one execution" if rows[0].case.traits.in_parts else ""
+    predicted = not all(row.source.timed for row in rows)
     and_predictions = "; predictions with 80% intervals" if predicted else ""
     return (
         f"Medians with 95% intervals over {least}{words.count(counts[-1], unit(rows[0].case))}{of}"
@@ -107,13 +107,13 @@ def rounds(rows: Sequence[Row]) -> str:
 
 
 def unit(case: Case) -> str:
-    """Return the noun for a series of steps: "part" for an observed loop, otherwise "round"."""
-    return "part" if case.traits.observed else "round"
+    """Return the noun for a series of steps: "part" of one execution, or "round"."""
+    return "part" if case.traits.in_parts else "round"
 
 
 def processes(rows: Sequence[Row]) -> str:
     """Return a sentence on the processes in which the rounds of the rows were measured."""
-    if rows and all(row.case.traits.observed for row in rows):
+    if rows and all(row.case.traits.in_parts for row in rows):
         return "The rounds of an observed loop are consecutive parts of one execution."
     return "Each round ran in a fresh process."
 

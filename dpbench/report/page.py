@@ -28,10 +28,10 @@ from dpbench.analysis.answer import Answer
 from dpbench.analysis.findings import text
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
-from dpbench.records import Source, hidden, words
+from dpbench.records import hidden, siblings, words
 from dpbench.records.files import write
-from dpbench.report import devices, figures, machine, markdown, naming, swim_lanes, table
-from dpbench.report.section import Section
+from dpbench.report import devices, figures, markdown, naming, swim_lanes, table
+from dpbench.report.section import Detail, Section
 from dpbench.report.templates import allowed, template, text_of
 from dpbench.store import inside
 
@@ -164,8 +164,8 @@ def rendered(report: Report, content: Content) -> str:
     sections = _sections(report, styles)
     shown = [part for part in sections if part.id in SHOWN]
     details = [part for part in sections if part.id not in SHOWN]
-    drawn = text_of("machine.css") if report.examination else ""
-    style = f"{text_of('page.css')}{drawn}{styles}"
+    added = _added(report)
+    style = f"{text_of('page.css')}{''.join(part.style for part in added)}{styles}"
     script = text_of("page.js")
     command = report.facts.command
     html = template("page.html").render(
@@ -179,7 +179,7 @@ def rendered(report: Report, content: Content) -> str:
         script=Markup(script),
         command=command,
         badges=naming.badges(report.rows),
-        contents=_contents(shown, details, report, command),
+        contents=_contents(shown, [*details, *added], report, command),
         summary=statements.summary,
         count=words.count,
         intervals=f"{words.INTERVALS} {words.TOGETHER}",
@@ -189,11 +189,11 @@ def rendered(report: Report, content: Content) -> str:
         no_finding=text.no_finding,
         shown=shown,
         details=details,
+        added=added,
         columns_of={} if report.compared else COLUMNS,
         open=OPEN,
         case_id=naming.case_id,
         case_ids=naming.case_ids,
-        machine=machine,
         date=words.minute,
         signs=table.FOOTNOTES,
         footnotes=table.footnotes,
@@ -207,12 +207,11 @@ def rendered(report: Report, content: Content) -> str:
 
 
 def _card(answer: Answer, rows: Sequence[Row]) -> Card:
-    level = "80%" if answer.source is Source.PREDICTED else "95%"
     return Card(
         subject=answer.subject,
         headline=answer.headline,
         tone=answer.choice.name.lower() if answer.settled else "",
-        columns=("fastest first", "speed-up", level),
+        columns=("fastest first", "speed-up", answer.source.level),
         places=[*_standing(answer)],
         standing=answer.standing,
         sentences=answer.sentences,
@@ -237,6 +236,12 @@ def _sections(report: Report, styles: Styles) -> list[Section]:
     )
 
 
+def _added(report: Report) -> list[Detail]:
+    """Return the sections that siblings add on the run's machine."""
+    sections = siblings.added("section") if report.machine_result else []
+    return [found for section in sections if (found := section(report.machine_result))]
+
+
 def _standing(answer: Answer) -> Iterator[Place]:
     """Yield the lines of an answer's ranking, the fastest first; none for a single case."""
     for row in answer.ranking if len(answer.ranking) > 1 else ():
@@ -247,7 +252,7 @@ def _standing(answer: Answer) -> Iterator[Place]:
 
 
 def _contents(
-    shown: Sequence[Section], details: Sequence[Section], report: Report, command: str
+    shown: Sequence[Section], details: Sequence[Section | Detail], report: Report, command: str
 ) -> list[tuple[str, str]]:
     return [
         ("answers", "Answers"),
@@ -256,7 +261,6 @@ def _contents(
         *([("findings", "Causes and remedies")] if report.diagnoses else []),
         ("details", "Details"),
         *((part.id, part.title) for part in details),
-        *([("machine", "The machine")] if report.examination else []),
         ("method", "How it was measured"),
         ("environment", "Environment"),
         *([("reproduce", "Command")] if command else []),

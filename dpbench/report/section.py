@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from markupsafe import Markup
+
 from dpbench.records import Case
 from dpbench.report import naming
 from dpbench.report.table import Table
@@ -23,6 +25,19 @@ class Panel:
     caption: str
     labels: tuple[str, ...]
     cases: Sequence[Case] = ()
+
+
+@dataclass(frozen=True)
+class Detail:
+    """A section that a sibling adds to the details of a page, as HTML below its title.
+
+    `style` is the style sheet of this HTML.
+    """
+
+    id: str
+    title: str
+    html: Markup
+    style: str
 
 
 @dataclass(frozen=True)

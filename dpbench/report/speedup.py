@@ -201,7 +201,7 @@ def _line(axes: Axes, line: Points, nth: int, shift: float, end: float) -> Line2
         "linestyle": DASHES[nth % len(DASHES)],
         "linewidth": 1.8,
     }
-    if "PREDICTED" in row.labels or row.run == "before":
+    if not row.source.timed or row.run == "before":
         look["markerfacecolor"] = svg.BACKGROUND
     places = [point_row.case.devices + shift for point_row, _ in line]
     axes.plot(places, [e.value for _, e in line], **{**look, "marker": ""})  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from matplotlib.path import Path
 from dpbench.analysis.lanes import Bar, Lane, Lanes, PathSegment
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
-from dpbench.records import HOST, UNATTRIBUTED, Phase, Source, words
+from dpbench.records import HOST, UNATTRIBUTED, Phase, words
 from dpbench.records.grouping import grouped, summed
 from dpbench.report import marks, naming, small_multiples, svg
 from dpbench.report.section import Panel, Section
@@ -386,8 +386,8 @@ def _description(timeline: Lanes) -> str:
     critical = ", ".join(f"{name} {words.time(seconds)}" for name, seconds in path.items())
     place = f"step {timeline.step} of {naming.unit(timeline.case)} {timeline.round + 1}"
     count = words.count(timeline.timed, "timed step")
-    predicted = timeline.source is Source.PREDICTED
-    which = "predicted" if predicted else f"{place}, closest to the medians of its {count}"
+    measured = f"{place}, closest to the medians of its {count}"
+    which = measured if timeline.source.timed else "predicted"
     return (
         f"a step of {words.time(timeline.seconds)}, {which}. {'. '.join(lanes)}. Critical path:"
         f" {critical}."

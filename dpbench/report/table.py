@@ -10,7 +10,7 @@ from dpbench.analysis import hosts, quantities, summary
 from dpbench.analysis.ladder import Ladder, Rung, RungGain
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import PERCENTILES, Row
-from dpbench.records import Case, Fault, Source, Status, Trial, Verified, names, plan, words
+from dpbench.records import Case, Fault, Status, Trial, Verified, names, plan, words
 from dpbench.records.environment import UNKNOWN, Environment
 from dpbench.records.estimate import Estimate
 from dpbench.records.grouping import grouped
@@ -111,15 +111,15 @@ def shown(
 ) -> tuple[list[Column], list[list[Cell]], list[str]]:
     """Return the columns that say something about the rows, the cells of each row, and notes.
 
-    Left out are the status if all cases are ok, columns that are empty in all lines, and those that
-    observed loops lack. What several lines share is a note instead: the settings, the kind of
-    device, the result of the verification and the labels.
+    Left out are the status if all cases are ok, columns that are empty in all lines, and those of
+    comparisons if no case has a baseline. What several lines share is a note instead: the settings,
+    the kind of device, the result of the verification and the labels.
     """
     cells = {column.heading: [column.cell(row) for row in rows] for column in columns}
     dropped = {
         name for name, column in cells.items() if rows and not any(one.text for one in column)
     }
-    if all(row.case.traits.observed for row in rows):
+    if not any(row.case.traits.comparable for row in rows):
         dropped |= {*COMPARED}
     if all(row.outcome == Status.OK for row in rows):
         dropped |= {"status"}
@@ -206,9 +206,9 @@ def footnotes(lines: Iterable[Sequence[Cell]]) -> list[str]:
 
 def lead(rows: Sequence[Row]) -> str:
     """Return what the small type of the table of all cases is, and what a speed-up is over."""
-    predicted = [row.source is Source.PREDICTED for row in rows]
-    intervals = "80% intervals" if predicted and all(predicted) else "95% intervals"
-    if any(predicted) and not all(predicted):
+    timed = {row.source.timed for row in rows}
+    intervals = "80% intervals" if timed == {False} else "95% intervals"
+    if len(timed) > 1:
         intervals = "95% intervals, and 80% intervals of predictions"
     return f"In small type: {intervals}. {SPEED_UP}"
 
@@ -450,5 +450,5 @@ COLUMNS = (
 )
 """The columns of the table of all cases."""
 COMPARED = ("speed-up", "efficiency", "verified")
-"""The columns that observed loops lack, because they have no baseline and no reference."""
+"""The columns that say something only about cases with a baseline and a reference."""
 TEXT_COLUMNS = tuple(column.heading for column in COLUMNS if column.text)

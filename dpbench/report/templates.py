@@ -23,9 +23,9 @@ def template(name: str, folder: Path = FOLDER) -> Template:
     return environment.get_template(name)
 
 
-def text_of(name: str) -> str:
-    """Return the text of a file in the folder of the templates."""
-    return (FOLDER / name).read_text(encoding="utf-8")
+def text_of(name: str, folder: Path = FOLDER) -> str:
+    """Return the text of a file in a folder of templates."""
+    return (folder / name).read_text(encoding="utf-8")
 
 
 def allowed(content: str) -> str:

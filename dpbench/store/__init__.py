@@ -21,12 +21,9 @@ from itertools import count, groupby, islice
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
-import msgspec
-
 from dpbench.records import SCHEMA, Case, Status, Trial, hidden, locks, words
 from dpbench.records.environment import Environment, differences
 from dpbench.records.errors import told
-from dpbench.records.examination import Examination
 from dpbench.records.facts import Growth, RunFacts
 from dpbench.records.plan import Parts
 from dpbench.records.spelling import dashed
@@ -429,13 +426,15 @@ class Store:
             (Status.KILLED, run_id, RUNNING),
         )
 
-    def keep_examination(self, host: str, examination: Examination) -> None:
-        """Store the examination of a machine, replacing an earlier one; `host` is its host key."""
-        result = msgspec.json.encode(examination).decode()
+    def keep_machine_result(self, host: str, started_s: float, result: str) -> None:
+        """Store the text of a sibling's result on a machine, replacing an earlier one.
+
+        `host` is the host key of the machine, and `started_s` in seconds since the epoch.
+        """
         with file.transaction(self._db):
             self._db.execute(
                 "INSERT OR REPLACE INTO examination VALUES (?,?,?)",
-                (host, examination.started_s, result),
+                (host, started_s, result),
             )
 
     def runs(self) -> list[StoredRun]:

@@ -96,7 +96,7 @@ def merge(source: file.Connection, target: file.Connection) -> Merged:
     """
     runs = trials = known = 0
     conflicts: list[str] = []
-    _copy_examinations(source, target)
+    _copy_machine_results(source, target)
     for (run_id,) in source.execute("SELECT id FROM run ORDER BY started, rowid").fetchall():
         if not target.execute("SELECT 1 FROM run WHERE id=?", (run_id,)).fetchone():
             copy_run(source, run_id, target)
@@ -126,8 +126,8 @@ def merge(source: file.Connection, target: file.Connection) -> Merged:
     return Merged(runs, trials, known)
 
 
-def _copy_examinations(source: file.Connection, target: file.Connection) -> None:
-    """Copy the examinations of machines that are newer in `source`, or missing in `target`."""
+def _copy_machine_results(source: file.Connection, target: file.Connection) -> None:
+    """Copy the results on machines that are newer in `source`, or missing in `target`."""
     if not rows.columns_of(source, "examination"):
         return
     for row in source.execute("SELECT host, started, result FROM examination"):

@@ -1,7 +1,7 @@
 """Store file: open, identify and migrate the SQLite file, and merge its write-ahead log into it.
 
 Schema history (`PRAGMA user_version`): 1 (first); 2 (memory by phase and kind, the device that
-failed); 3 (checksums of rows); 4 (summaries of trials); 5 (no checksums); 6 (examinations of
+failed); 3 (checksums of rows); 4 (summaries of trials); 5 (no checksums); 6 (results on
 machines); 7 (runs that are being measured have a lock, and no process id).
 """
 

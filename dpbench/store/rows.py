@@ -17,10 +17,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, TypeAlias, TypeVar
 
-import msgspec
-
 from dpbench.records import Case, Sample, Status, Trial, fake, hidden, visible
-from dpbench.records.examination import Examination
 from dpbench.records.facts import RunFacts, stated
 from dpbench.records.series import Samples, Series
 from dpbench.records.trial import in_schema
@@ -95,34 +92,20 @@ def run(db: file.Connection, row: int) -> StoredRun:
             float(started),
             int(rounds),
             hidden.everywhere(visible.loads(provenance)),
-            _examination(_examined(db, row)),
+            _machine_result(db, row),
         )
         check_time(stored.started)
         _ = stored.facts, stored.naming  # raise for facts and names that no run can have
         return stored
 
 
-def _examined(db: file.Connection, row: int) -> str:
-    """Return the JSON of the examination of a run's machine; "" without one."""
+def _machine_result(db: file.Connection, row: int) -> str:
+    """Return what a sibling has stored on a run's machine; "" for nothing."""
     if not columns_of(db, "examination"):
         return ""
     query = "SELECT result FROM examination WHERE host=(SELECT host FROM run WHERE rowid=?)"
     found = db.execute(query, (row,)).fetchone()
     return str(found[0]) if found else ""
-
-
-@lru_cache(maxsize=16)
-def _examination(text: str) -> Examination | None:
-    """Return the examination with this JSON; None, with a warning, if it cannot be read."""
-    if not text:
-        return None
-    try:
-        found = msgspec.convert(visible.loads(text), Examination)
-        check_time(found.started_s)
-    except _DATA as error:
-        log.warning("a result of dpbench doctor is left out, because it is damaged: %s", error)
-        return None
-    return found
 
 
 def trial(db: file.Connection, row: int) -> Trial:

@@ -14,7 +14,6 @@ from typing import Any
 
 from dpbench.records import Trial
 from dpbench.records.errors import UsageError
-from dpbench.records.examination import Examination
 from dpbench.records.facts import RunFacts
 
 PREDICTED = "predicted:"
@@ -100,8 +99,8 @@ class StoredRun:
     """One stored run, without its trials.
 
     `status` is `running`, `finished`, `open` or `interrupted`. `started` is in seconds since the
-    epoch. `rounds` is the number of planned rounds, 0 if it was not fixed. `examination` is the
-    last one of the run's machine, None if the store has none.
+    epoch. `rounds` is the number of planned rounds, 0 if it was not fixed. `machine_result` is
+    the last text that a sibling has stored on the run's machine, "" without one.
     """
 
     id: str
@@ -109,7 +108,7 @@ class StoredRun:
     started: float
     rounds: int
     provenance: Mapping[str, Any]
-    examination: Examination | None = None
+    machine_result: str = ""
 
     @cached_property
     def facts(self) -> RunFacts:

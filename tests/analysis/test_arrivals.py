@@ -70,7 +70,7 @@ def test_what_a_late_rank_costs_at_most_is_what_its_lateness_costs(
             ]
         steps = tuple(Step(step_s, number == 0, step_s * (number + 1)) for number in range(12))
         case = replace(RANKS, devices=ranks)
-        loop = stated(observed=Observed(command="python train.py", reads={}))
+        loop = stated(loop=Observed(command="python train.py", reads={}))
         parts.append(Trial(case=case, steps=steps, spans=tuple(spans), provenance=loop))
     merged = merging.merge(parts)
     found = _sizes(merged)
@@ -89,9 +89,7 @@ def _sizes(trial: Trial) -> dict[str, float]:
     """Return the seconds that each finding costs at most, the first finding first."""
     (diagnosis,) = findings.diagnose(summary.rows([trial]), [trial], Resources())
     return {
-        one.rule.name: one.evidence.size_s.value
-        for one in diagnosis.findings
-        if one.evidence.size_s
+        one.rule.key: one.evidence.size_s.value for one in diagnosis.findings if one.evidence.size_s
     }
 
 
@@ -124,14 +122,14 @@ def test_ranks_of_several_machines_have_several_clocks() -> None:
 def test_a_late_rank_is_found_and_named() -> None:
     merged = merging.merge([rank(0, FIRST, steps=12), rank(1, LAST, steps=12)])
     (diagnosis,) = findings.diagnose(summary.rows([merged]), [merged], Resources())
-    (found,) = [one for one in diagnosis.findings if one.rule.name == "late rank"]
+    (found,) = [one for one in diagnosis.findings if one.rule.key == "late rank"]
     assert found.evidence.says == "ranks wait for each other, most often for rank 1"
     assert "rank 1 arrives last at 22 of 22 collectives" in found.evidence.numbers
     assert found.evidence.size_s is not None
     assert found.evidence.size_s.value == pytest.approx(0.03)
     together = merging.merge([rank(0, LAST, steps=12), rank(1, LAST, steps=12)])
     (diagnosis,) = findings.diagnose(summary.rows([together]), [together], Resources())
-    assert "late rank" not in {one.rule.name for one in diagnosis.findings}
+    assert "late rank" not in {one.rule.key for one in diagnosis.findings}
 
 
 def test_the_ranks_of_aligned_traces_wait_in_each_bucket(tmp_path) -> None:

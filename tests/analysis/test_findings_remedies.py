@@ -26,7 +26,7 @@ def rules() -> list[FindingRule]:
     return [rule for rule in findings.RULES if rule.remedies(case(devices=4, batch=66))]
 
 
-@pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule.key)
 def test_the_command_of_a_remedy_selects_the_cases_that_apply_it(rule: FindingRule) -> None:
     of = case(devices=4, batch=66)
     _, _, *arguments = shlex.split(commands.measure([of, *rule.remedies(of)], machine=Resources()))
@@ -35,7 +35,7 @@ def test_the_command_of_a_remedy_selects_the_cases_that_apply_it(rule: FindingRu
 
 
 def test_most_rules_have_a_remedy_to_run() -> None:
-    without = {rule.name for rule in findings.RULES} - {rule.name for rule in rules()}
+    without = {rule.key for rule in findings.RULES} - {rule.key for rule in rules()}
     # their remedies were measured in the same run, or are in the code of the user
     assert without == {"unattributed", "bigger batch", "slow device", "late rank"}
 

@@ -49,7 +49,7 @@ def test_what_was_read_before_and_after_the_timed_steps_says_nothing_about_them(
     """As the throttling of the verification, or the memory of the copies over links."""
     around = [(99.0, 0x40), (99.5, 0x40), (100.5, 0), (101.0, 0), (101.5, 0), (102.5, 0x40)]
     one = trial(("throttle_reasons", 0, around))
-    (check,) = [c for c in validity.check(one, 8) if c.name == "throttling"]
+    (check,) = [c for c in validity.check(one, 8) if c.key == "throttling"]
     assert (check.value, check.about["readings"]) == (0.0, 3)
 
 
@@ -58,7 +58,7 @@ def test_what_was_read_before_and_after_the_timed_steps_says_nothing_about_them(
 def test_fewer_than_three_readings_say_nothing(metric: str, count: int, said: bool) -> None:
     inside = every(0.3, [4.0 + i for i in range(count)])
     one = trial((metric, 0, [(99.9, 3.0), *inside, (102.1, 9.0)]))
-    found = {check.name for check in validity.check(one, 8)} & {"throttling", "gpu_clock"}
+    found = {check.key for check in validity.check(one, 8)} & {"throttling", "gpu_clock"}
     assert bool(found or sampled.energy_j(one)) is said
 
 

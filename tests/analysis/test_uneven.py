@@ -13,11 +13,9 @@ import pytest
 
 from dpbench import load
 from dpbench.analysis import stats, summary, uneven
-from dpbench.analysis import verdict as verdicts
 from dpbench.analysis.decision import Choice
 from dpbench.analysis.report import Report
 from dpbench.records import Case, Trial, words
-from dpbench.records.estimate import Estimate
 from dpbench.records.ledger import Ledger
 from tests import observed_loops
 from tests.analysis import test_noisy
@@ -99,16 +97,6 @@ def test_the_time_of_long_steps_is_in_its_phase() -> None:
     assert row.phases["optimizer"] / row.mean.value == pytest.approx(0.026 / 0.036, rel=0.01)
     assert uneven.differs(row)
     assert next(iter(uneven.excess(trials))) == "optimizer"
-
-
-def test_a_watched_loop_with_long_steps_is_not_without_problems() -> None:
-    """No rule knows why the optimizer is slow in some steps, but the steps differ."""
-    verdict = verdicts.decide(Estimate(1, 1, 1, 5), [Estimate(0.01, 0.0, 0.02, 5)], uneven=True)
-    assert (verdict.choice, verdict.ground) == (Choice.CHANGE, verdicts.Ground.UNEVEN)
-    even_steps = verdicts.decide(Estimate(1, 1, 1, 5), [Estimate(0.01, 0.0, 0.02, 5)])
-    assert even_steps.ground is verdicts.Ground.CLEAR
-    loaded = verdicts.decide(Estimate(1, 1, 1, 5), [], noisy=True)
-    assert (loaded.choice, loaded.ground) == (Choice.UNKNOWN, verdicts.Ground.NOISY)
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ def trial(
 
 
 def checks(one: Trial, cores: int = 8) -> dict[str, validity.Check]:
-    return {check.name: check for check in validity.check(one, cores)}
+    return {check.key: check for check in validity.check(one, cores)}
 
 
 def bad(one: Trial, cores: int = 8) -> set[str]:
@@ -256,8 +256,8 @@ def test_facts_are_plain_and_read_back_as_they_were() -> None:
 
     one = trial(drifting(0.2), covered=0.5)
     stored = replace(one, provenance={"validity": json.loads(json.dumps(validity.facts(one, 1)))})
-    assert [(c.name, c.value, c.limit, c.ok) for c in validity.of(stored, 8)] == [
-        (c.name, c.value, c.limit, c.ok) for c in validity.check(one, 1)
+    assert [(c.key, c.value, c.limit, c.ok) for c in validity.of(stored, 8)] == [
+        (c.key, c.value, c.limit, c.ok) for c in validity.check(one, 1)
     ]
     assert validity.troubles([stored], 8) == validity.troubles([one], 1)
 

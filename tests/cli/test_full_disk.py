@@ -79,6 +79,7 @@ def test_init_leaves_no_half_model_file(dpbench: Command, tmp_path: Path) -> Non
     assert [*tmp_path.iterdir()] == []
 
 
+@pytest.mark.sibling("doctor")
 def test_a_doctor_that_cannot_write_its_page_says_so_before_it_measures(
     dpbench: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,7 @@ def shown(command):
 SHARED = ("markdown", "jsonl", "csv", "trace", "pyperf", "page", "archive", "list of runs")
 
 
+@pytest.mark.sibling("observe")
 @pytest.mark.parametrize("earlier", [False, True])
 def test_secrets_and_the_host_are_not_shown(command, tmp_path, earlier):
     store = tmp_path / "dpbench.db"
@@ -119,6 +120,7 @@ def test_an_export_that_an_earlier_version_wrote_is_read_without_secrets(tmp_pat
     assert SECRET not in f"{read.reason}{read.provenance}"
 
 
+@pytest.mark.sibling("observe")
 def test_next_says_what_to_fill_in(command, tmp_path):
     observed_run(tmp_path / "dpbench.db")
     [line] = [line for line in command("explain")[1].splitlines() if "watch train.py" in line]

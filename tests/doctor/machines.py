@@ -15,11 +15,11 @@ from typing import Any
 import msgspec
 
 from dpbench.doctor import system
+from dpbench.doctor.examination import DIRECT, PAGEABLE, PINNED, STAGED
 from dpbench.doctor.faults import AllReduce, Examined
 from dpbench.doctor.transfers import Copy, Transfer, copies
 from dpbench.hardware.nvml import SWITCH
 from dpbench.records import HOST
-from dpbench.records.examination import DIRECT, PAGEABLE, PINNED, STAGED
 from dpbench.records.facts import Gpu, NvLinks
 
 GPU, CARD, BRIDGE = "0x030200", "0x020700", "0x060400"

@@ -12,11 +12,11 @@ import pytest
 from click.testing import CliRunner
 
 from dpbench.cli import cli
+from dpbench.doctor.examination import DIRECT
 from dpbench.doctor.examine import examine, without_kernels
 from dpbench.doctor.faults import Examined
 from dpbench.doctor.result import result
 from dpbench.doctor.transfers import Copy
-from dpbench.records.examination import DIRECT
 from dpbench.report.machine import picture
 from tests.doctor import machines
 
@@ -130,7 +130,8 @@ def test_labels_say_what_the_rates_are_worth(ill: Examined) -> None:
 
 
 def drawn(machine: Examined) -> str:
-    return picture(result(machine, 0.0))
+    found = result(machine, 0.0)
+    return picture(found.boxes, found.links)
 
 
 def test_a_slow_link_is_red_in_the_picture(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ import msgspec
 import pytest
 
 from dpbench.doctor import faults
+from dpbench.doctor.examination import DIRECT, PINNED, STAGED
 from dpbench.doctor.faults import AllReduce, Examined, Steps
 from dpbench.doctor.result import result
 from dpbench.doctor.transfers import SILENCE, Copy
 from dpbench.records import HOST
-from dpbench.records.examination import DIRECT, PINNED, STAGED
 from dpbench.records.facts import NvLinks
 from tests.doctor import machines
 

@@ -23,6 +23,7 @@ from click.testing import CliRunner
 
 from dpbench.cli import cli
 from dpbench.doctor import probe, transfers
+from dpbench.doctor.examination import DIRECT, PAGEABLE, PINNED
 from dpbench.doctor.probe import Probe, all_reduce, gpu, host, to_toml
 from dpbench.doctor.probe.figures import Figure, line, time_call, time_together, typical
 from dpbench.doctor.transfers import Copy, Transfer
@@ -30,7 +31,6 @@ from dpbench.hardware import foreign_load, nvml, processes
 from dpbench.hardware.nvml import SWITCH
 from dpbench.hardware.processes import CORES
 from dpbench.predict import machine, profiles
-from dpbench.records.examination import DIRECT, PAGEABLE, PINNED
 from dpbench.records.facts import Gpu, NvLinks
 from dpbench.records.load import Load, Measured, OfCores, UnknownLoad
 from tests.doctor import machines

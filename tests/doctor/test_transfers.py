@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from dpbench.doctor import transfers
+from dpbench.doctor.examination import DIRECT, PAGEABLE, PINNED, STAGED
 from dpbench.doctor.transfers import SILENCE, Copy, copies
 from dpbench.records import HOST
-from dpbench.records.examination import DIRECT, PAGEABLE, PINNED, STAGED
 
 CHILD = """
 import json, sys, time

@@ -153,5 +153,5 @@ def test_a_trial_with_a_lost_record_has_no_busy_times_and_says_so(
     found = {one.metric for one in done.samples}
     assert (KERNELS in found) is not bool(said)
     assert re.search(said, done.provenance.get("no_profile", ""))
-    failed = {rule.name for rule in validity.troubles([done], 8)}
+    failed = {rule.key for rule in validity.troubles([done], 8)}
     assert ("no_profile" in failed) is bool(said)

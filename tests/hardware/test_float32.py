@@ -175,7 +175,7 @@ def test_a_precision_says_what_the_products_really_use(
     found = [
         item
         for rule, items in validity.troubles([trial], 8).items()
-        if rule.name == "float32"
+        if rule.key == "float32"
         for item in items.values()
     ]
     assert len(found) == bool(said)

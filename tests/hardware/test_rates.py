@@ -10,6 +10,7 @@ import torch
 
 from dpbench.analysis import transfers
 from dpbench.doctor import transfers as copies
+from dpbench.doctor.examination import DIRECT, PINNED
 from dpbench.doctor.probe import gpu
 from dpbench.hardware import devices as opened
 from dpbench.hardware import rates
@@ -17,7 +18,6 @@ from dpbench.hardware.device import Device
 from dpbench.hardware.devices import float32, open_devices
 from dpbench.measure.worker import facts
 from dpbench.records import HOST, Case, Trial, Verified
-from dpbench.records.examination import DIRECT, PINNED
 from dpbench.records.work import fastest
 
 SECONDS = (0.02, 0.01, 0.03)

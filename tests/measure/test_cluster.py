@@ -324,7 +324,7 @@ def test_each_machines_ranks_are_compared_with_its_own_cores(cluster: Cluster) -
     )
     same = [asdict(replace(host, machine="boot", cores=1)) for host in TWO]
     one = replace(trial, provenance={**trial.provenance, "hosts": same})
-    assert not {check.name: check for check in validity.check(one, 8)}["oversubscribed"].ok
+    assert not {check.key: check for check in validity.check(one, 8)}["oversubscribed"].ok
 
 
 def test_a_case_of_more_ranks_than_the_launch_has_says_so(cluster: Cluster) -> None:

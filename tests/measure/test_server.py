@@ -113,7 +113,7 @@ def test_ranks_with_a_loss_over_valid_items_are_timed_and_labelled(server, strat
     averaging = found.provenance["averaging"]
     assert averaging["rows"] == 7
     assert 0.001 < averaging["low"] <= averaging["high"] < 1
-    assert "averaging" in {rule.name for rule in validity.troubles([found], 2)}
+    assert "averaging" in {rule.key for rule in validity.troubles([found], 2)}
     assert "averaging" not in trial(server, case("mlp", strategy, 2)).provenance
 
 

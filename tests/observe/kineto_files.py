@@ -32,7 +32,7 @@ def costs_of(path: Path) -> dict[str, float]:
     """Return the seconds of each finding on the loop of a trace, by its rule, the largest first."""
     trials = observe.parts(loop_of(path).trial)
     (diagnosis,) = findings.diagnose(summary.rows(trials), trials, Resources())
-    sizes = {one.rule.name: one.evidence.size_s for one in diagnosis.findings}
+    sizes = {one.rule.key: one.evidence.size_s for one in diagnosis.findings}
     return {name: size.value for name, size in sizes.items() if size}
 
 

@@ -158,7 +158,7 @@ def test_planted_waits_for_data_appear_in_data(tmp_path) -> None:
     trace.op("aten::linear", 138, 150, **{"Sequence number": 1})
     found = loop_of(trace.write(tmp_path / "a.json"))
     assert found.trial.ledger.phases[0]["data"] == pytest.approx(0.1375)
-    facts = found.trial.facts.observed
+    facts = found.trial.facts.loop
     assert facts is not None
     assert facts.loader_workers is None
     first, second = found.notes
@@ -274,7 +274,7 @@ def test_only_the_part_of_a_reduction_that_outlasts_backward_is_reduce(tmp_path)
         "kernel_busy_s": [pytest.approx(0.048)],
     }
     assert trial.case.traits.parallelism is Parallelism.RANKS
-    facts = trial.facts.observed
+    facts = trial.facts.loop
     assert facts is not None
     assert facts.wrapper == "DistributedDataParallel"
 
@@ -390,7 +390,7 @@ def test_data_parallel_has_its_phases_on_every_device(tmp_path) -> None:
         (Phase.REDUCE, 0): pytest.approx(0.010),
     }
     assert trial.readings("kernel_busy_s") == {0: [pytest.approx(0.013)], 1: [pytest.approx(0.042)]}
-    facts = trial.facts.observed
+    facts = trial.facts.loop
     assert facts is not None
     assert facts.wrapper == "DataParallel"
 
@@ -487,7 +487,7 @@ def test_waits_of_ranks_are_no_part_of_exposed_communication(tmp_path, skew_ms) 
 def test_clocks_that_collectives_do_not_align_are_named() -> None:
     found = loop_of(EXCERPTS / "x128-rank0.json.gz", EXCERPTS / "x128-rank1.json.gz")
     assert found.traces[1].aligned is None
-    facts = found.trial.facts.observed
+    facts = found.trial.facts.loop
     assert facts is not None
     assert "clock of rank 1 could not be aligned" in facts.unknown[0].problem
     missing, *problems = found.notes
@@ -780,7 +780,7 @@ def test_a_kernel_without_a_launch_is_busy_and_has_no_phase(tmp_path) -> None:
     trial = loop_of(trace.write(tmp_path / "a.json")).trial
     assert trial.readings("kernel_busy_s") == {0: [pytest.approx(0.02)]}
     assert trial.spans == ()
-    facts = trial.facts.observed
+    facts = trial.facts.loop
     assert facts is not None
     assert "the trace lacks the launch of 1 of 1 kernels and copies" in facts.unknown[0].problem
 
@@ -820,7 +820,7 @@ def test_the_batch_of_a_step_is_that_of_all_its_backward_passes(accumulated, tmp
             trace.op(kind, at_ms + 10, at_ms + 11, **backward, **shaped, **dims)
         trace.note("Optimizer.step#SGD.step", 100 * step + 90, 100 * step + 95)
     (loop,) = imported.load([trace.write(tmp_path / "a.json")], 64)
-    facts = loop.trial.facts.observed
+    facts = loop.trial.facts.loop
     assert facts is not None
     assert facts.updates == accumulated
     model = loop.trial.provenance["model"]

@@ -71,7 +71,7 @@ def test_ranks_whose_trace_shows_no_collective_are_diagnosed_without_their_reduc
     path = changed(tmp_path / "ddp.json", change)
     assert said(path, command, capsys=capsys)
     found = diagnosis_of(loop_of(path))
-    assert "reduction" not in {one.rule.name for one in found.findings}
+    assert "reduction" not in {one.rule.key for one in found.findings}
     (question,) = [text for text in found.unjudged if "communication" in text]
     assert "device 0 shows no collective" in question
 
@@ -100,7 +100,7 @@ def test_a_device_that_is_idle_in_a_step_has_a_reading_of_0_there(tmp_path) -> N
 
 def test_the_work_of_a_step_is_that_of_its_busiest_device(tmp_path) -> None:
     found = diagnosis_of(loop_of(two_devices(tmp_path)))
-    (launches,) = [one.evidence for one in found.findings if one.rule.name == "launches"]
+    (launches,) = [one.evidence for one in found.findings if one.rule.key == "launches"]
     assert launches.size_s is not None
     assert launches.size_s.value == pytest.approx(0.002)
     assert "the GPU needs 8.00 ms" in launches.numbers

@@ -25,7 +25,7 @@ EVERY_WHOLE = sorted(WHOLE.glob("*.json.gz")) if WHOLE.is_dir() else []
 
 
 def notes_of(loop: ImportedLoop) -> list[str]:
-    facts = loop.trial.facts.observed
+    facts = loop.trial.facts.loop
     assert facts is not None
     return [one.problem for one in facts.unknown]
 

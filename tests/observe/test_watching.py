@@ -476,7 +476,7 @@ def test_a_script_that_ends_early_keeps_its_exit_code_and_its_steps(
         found = opened.trials(run.id)
     assert run.naming.name == "mine"
     assert run.naming.tags == {"a": "b"}
-    facts = found[0].facts.observed
+    facts = found[0].facts.loop
     assert facts
     assert facts.command == f"dpbench watch {file} x 16 --name z"
     line = next(
@@ -605,7 +605,7 @@ def test_samplers_that_do_not_start_are_named_and_the_loop_is_stored(
             (second, "no space left"),
             (third, "the order is unknown"),
         ):
-            facts = opened.trials(result.run_id)[0].facts.observed
+            facts = opened.trials(result.run_id)[0].facts.loop
             assert facts
             assert [(one.steps, said in one.problem) for one in facts.unknown[-1:]] == [(0, True)]
 
@@ -783,6 +783,6 @@ def test_the_ranks_of_torchrun_are_one_run(tmp_path: Path) -> None:
         assert (
             min(row[UNATTRIBUTED] / sum(row.values()) for row in found[0].ledger.phases[3:]) < 0.05
         )
-        facts = found[0].facts.observed
+        facts = found[0].facts.loop
         assert facts is not None
         assert facts.wrapper == wrapper

@@ -118,7 +118,7 @@ def watched(folder: Path, source: str) -> tuple[Trial, Observed]:
     assert trained(folder, source, store) == expected
     with Store.read(store) as opened:
         trial = opened.trials(opened.runs()[0].id)[0]
-    facts = trial.facts.observed
+    facts = trial.facts.loop
     assert facts
     return trial, facts
 
@@ -241,7 +241,7 @@ def test_all_ranks_of_ddp_with_nccl_are_one_run(tmp_path: Path) -> None:
     assert (case.devices, case.batch_size, case.device_kind) == (2, 16, "cuda")
     assert case.traits.ranks
     assert clocks(trials[0], *COMPUTED) == {0: {"cuda_event"}, 1: {"cuda_event"}}
-    facts = trials[0].facts.observed
+    facts = trials[0].facts.loop
     assert facts
     assert facts.wrapper == "DistributedDataParallel"
     assert {one.rank for one in facts.held} == {0, 1}

@@ -100,7 +100,7 @@ def test_what_was_recorded_before_the_error_is_stored_with_a_note(path: Path) ->
     assert [one for one in unknown if "in update 8" in one and "ArithmeticError: planted" in one]
     with Store.read(path) as opened:
         (trial,) = opened.trials(opened.runs()[0].id)
-        facts = trial.facts.observed
+        facts = trial.facts.loop
     assert len(trial.steps) == 7
     assert facts
     assert any("planted" in one.problem for one in facts.unknown)

@@ -167,7 +167,7 @@ def test_the_gain_of_ddp_over_data_parallel_is_predicted_from_the_loop_itself(
     assert known.low_s < known.seconds < 0.05
     assert known.seconds < known.high_s < 0.055
     assert "rtx-3090" in known.machine
-    (found,) = (one for one in diagnosis(trials).findings if one.rule.name == "predicted ddp")
+    (found,) = (one for one in diagnosis(trials).findings if one.rule.key == "predicted ddp")
     assert found.labels == ("MEASURED", "PREDICTED")
     assert "is predicted to save" in headline(found)
     assert f"on {known.machine}, the slowest" in found.evidence.numbers
@@ -175,7 +175,7 @@ def test_the_gain_of_ddp_over_data_parallel_is_predicted_from_the_loop_itself(
     assert found.evidence.size_s.value == pytest.approx(0.0599 - known.seconds, abs=2e-4)
     slower = replace(known, seconds=0.07, low_s=0.065, high_s=0.075)
     monkeypatch.setattr(findings, "alternative", lambda loop: slower)
-    assert "predicted ddp" not in {one.rule.name for one in diagnosis(trials).findings}
+    assert "predicted ddp" not in {one.rule.key for one in diagnosis(trials).findings}
 
 
 def test_without_a_described_machine_the_gain_of_ddp_is_a_question_with_its_reason() -> None:

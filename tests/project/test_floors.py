@@ -84,6 +84,8 @@ REPORTED = [
     for path in FILES
     if path.relative_to(ROOT).parts[0] in ("records", "store", "analysis", "report")
 ]
+SIBLINGS_OWN = {".observed", "Source.PREDICTED", "Source.IMPORTED"}
+"""What only siblings name: their cases and their sources."""
 FREE = {"sorted", "min", "max", "sum", "any", "all", "len", "set", "frozenset"}
 """The functions whose result does not depend on the order of their argument."""
 
@@ -111,6 +113,20 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path}:{node.lineno}: imports are absolute"
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def named(tree: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt | ast.arg | ast.alias, str]]:
+    """Yield each name, with its node: of an attribute with its object, an import, a definition."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node, f".{node.attr}"
+            yield node, ast.unparse(node)
+        elif isinstance(node, ast.Name):
+            yield node, node.id
+        elif isinstance(node, ast.arg):
+            yield node, node.arg
+        elif isinstance(node, ast.alias | ast.FunctionDef | ast.ClassDef):
+            yield node, node.name
 
 
 def module_imported(name: str) -> str:
@@ -200,6 +216,21 @@ def test_no_package_imports_a_sibling() -> None:
         if (top := other.partition(".")[0]) in siblings.SIBLINGS and module.partition(".")[0] != top
     }
     assert found == {("dpbench", "observe.watching")}
+
+
+def test_no_package_asks_for_what_only_siblings_make() -> None:
+    """Sources and traits answer what others ask, and a result on a machine is text for others.
+
+    The facts of an observed loop are stored data, whose types are in `records`.
+    """
+    found = [
+        f"{path}:{node.lineno} {name}"
+        for path in FILES
+        if module_of(path).partition(".")[0] not in siblings.SIBLINGS
+        for node, name in named(parsed(path))
+        if name in SIBLINGS_OWN or "examination" in name.lower()
+    ]
+    assert found == []
 
 
 def test_stores_and_opinions_on_them_ask_no_machine() -> None:

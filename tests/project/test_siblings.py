@@ -10,12 +10,14 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
+from dpbench.cli.options import EXIT_UNDECIDED
 from dpbench.records import siblings
-from dpbench.store import Naming
+from dpbench.store import Naming, Store
 from tests import exported
 from tests import observed_loops as loops
 from tests.project.test_floors import imports
@@ -76,6 +78,19 @@ def answers(folder: Path, command: str, run: str) -> list[object]:
     return found
 
 
+def places_of(part: str | Mapping[str, str]) -> list[str]:
+    """Return the places in a field of a sibling, which are one or have names."""
+    return [*filter(None, [part] if isinstance(part, str) else part.values())]
+
+
+def test_all_that_siblings_add_exists() -> None:
+    for sibling in siblings.installed():
+        places = [place for part in vars(sibling).values() for place in places_of(part)]
+        assert places
+        for place in places:
+            assert siblings.at(place) is not None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("package", siblings.SIBLINGS)
 def test_without_a_sibling_its_commands_alone_are_missing(
@@ -92,8 +107,10 @@ def test_without_a_sibling_its_commands_alone_are_missing(
 
 @pytest.mark.slow
 def test_without_all_siblings_everything_else_works(package_alone: Path) -> None:
+    every = listed(package_alone)
     for package in siblings.SIBLINGS:
         shutil.rmtree(package_alone / "dpbench" / package)
+    assert listed(package_alone) == every.difference(*COMMANDS.values())
     axes = ("--models", "mlp", "--devices", "1,2", "--batch-sizes", "8", "--rounds", "1")
     ran = do(package_alone, "run", *axes, "--name", "here")
     assert ran.returncode == 0, ran.stderr
@@ -101,13 +118,29 @@ def test_without_all_siblings_everything_else_works(package_alone: Path) -> None
     for command in ("report", "explain"):
         assert answers(package_alone, command, "@here")
         assert not answers(package_alone, command, "@watched")
-    assert do(package_alone, "list", "strategies").returncode == 0
+    for reading in (
+        ("export", "csv", "--all"),
+        ("export", "trace", "--run", "@watched"),
+        ("list", "strategies"),
+    ):
+        read = do(package_alone, *reading)
+        assert read.returncode == 0, read.stderr
+        assert read.stdout
+    compared = do(package_alone, "compare", "@here", "@here")
+    assert compared.returncode == EXIT_UNDECIDED, "one round decides nothing"
+    page = package_alone / "examined.html"
+    with Store.create(package_alone / "dpbench.db") as store:
+        store.keep_machine_result("h", 1.7e9, "of a sibling that is gone")
+        assert [run.machine_result for run in store.runs()] == ["", "of a sibling that is gone"]
+    assert do(package_alone, "report", "--run", "@watched", "--report", str(page)).returncode == 0
+    assert "of a sibling that is gone" not in page.read_text()
 
 
-def delete_tests_of(package: str, tests: Path) -> None:
-    """Delete the tests of a sibling, and those that import it, or a file deleted before."""
-    shutil.rmtree(tests / package)
-    gone = [f"dpbench.{package}.", f"tests.{package}."]
+def delete_tests_of(packages: Sequence[str], tests: Path) -> None:
+    """Delete the tests of siblings, and those that import one, or a file deleted before."""
+    for package in packages:
+        shutil.rmtree(tests / package)
+    gone = [f"{top}.{package}." for top in ("dpbench", "tests") for package in packages]
     files = {path: [name for _, name in imports(path)] for path in tests.rglob("*.py")}
     while users := [
         path
@@ -122,17 +155,20 @@ def delete_tests_of(package: str, tests: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("package", siblings.SIBLINGS)
-def test_the_remaining_tests_pass_without_a_sibling(
-    package: str, tmp_path: Path, request: pytest.FixtureRequest
+@pytest.mark.parametrize(
+    "packages", [*((one,) for one in siblings.SIBLINGS), siblings.SIBLINGS], ids=",".join
+)
+def test_the_remaining_tests_pass_without_siblings(
+    packages: Sequence[str], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     if not request.config.getoption("all"):
         pytest.skip("minutes long: make test-all runs it")
     copied = tmp_path / "checkout"
     shutil.copytree(CHECKOUT, copied, ignore=shutil.ignore_patterns(*LEFT_OUT))
-    shutil.rmtree(copied / "dpbench" / package)
-    delete_tests_of(package, copied / "tests")
-    others = [one for one in siblings.SIBLINGS if one != package]
+    for package in packages:
+        shutil.rmtree(copied / "dpbench" / package)
+    delete_tests_of(packages, copied / "tests")
+    others = [one for one in siblings.SIBLINGS if one not in packages]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-x", "-q", "--fast", "-p", "no:cacheprovider"]
         + [f"tests/{folder}" for folder in (*UPPER, *others)],

@@ -248,7 +248,7 @@ def test_findings_in_doubt_are_named_and_not_sized() -> None:
     )
     diagnosis = next(one for one in shown.diagnoses if one.row.case == DP)
     assert isinstance(diagnosis, findings.Diagnosis)
-    assert "bigger batch" not in [finding.rule.name for finding in diagnosis.findings]
+    assert "bigger batch" not in [finding.rule.key for finding in diagnosis.findings]
     assert any(
         said.startswith("whether batch 128 scales better (not enough")
         for said in diagnosis.unjudged

@@ -30,7 +30,6 @@ from dpbench.records import (
 )
 from dpbench.records.estimate import Estimate
 from dpbench.report import figures, markdown, naming, page, small_multiples, svg, table
-from tests.examined import EXAMINATION
 from tests.report_rows import (
     HOSTILE,
     PROVENANCE,
@@ -237,29 +236,6 @@ def test_what_users_wrote_stays_text() -> None:
     assert STACK in reasons
     assert {*models} == {HOSTILE, "m"}
     text.encode()
-
-
-def test_an_examined_machine_is_among_the_details() -> None:
-    assert 'id="machine"' not in gpu_page()
-    text = page.render(dataclasses.replace(gpu_run(), examination=EXAMINATION))
-    _, _, details = text.partition('<details id="details">')
-    section = details.partition('<section id="machine">')[2].partition("</section>")[0]
-    assert "2023-11-14 22:13 UTC" in section
-    assert "1 fault found" in section
-    assert EXAMINATION.findings[0].says in unescape(section)
-    assert 'class="link slow"' in section
-    assert '<a href="#machine">' in text
-
-
-def test_texts_of_an_examination_stay_text() -> None:
-    hostile = dataclasses.replace(EXAMINATION.findings[0], says=HOSTILE, change=HOSTILE)
-    boxes = [dataclasses.replace(box, texts=(HOSTILE,)) for box in EXAMINATION.boxes]
-    examination = dataclasses.replace(
-        EXAMINATION, findings=(hostile,), boxes=tuple(boxes), labels=(HOSTILE,)
-    )
-    text = page.render(dataclasses.replace(gpu_run(), examination=examination))
-    assert HOSTILE not in text
-    assert Tags(text).all("script") == Tags(gpu_page()).all("script")
 
 
 def test_every_case_is_in_the_table_and_failures_keep_their_reason() -> None:

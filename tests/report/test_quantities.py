@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import dpbench as dp
-from dpbench.analysis import quantities, statements, summary, validity
+from dpbench.analysis import findings, quantities, statements, summary, validity
 from dpbench.analysis.quantities import QUANTITIES
 from dpbench.analysis.summary import Row
 from dpbench.cli import tables
@@ -121,8 +121,16 @@ def test_the_documents_define_each_number_as_the_code_does() -> None:
     assert table in DOCS.read_text(encoding="utf-8"), f"docs/measuring.md needs:\n{table}"
 
 
+@pytest.mark.sibling("observe")
 def test_the_documents_list_each_statement_with_its_condition() -> None:
     table = statements.definitions()
     assert table in DOCS.read_text(encoding="utf-8"), f"docs/measuring.md needs:\n{table}"
-    keys = [one.key for one in statements.KINDS] + [rule.name for rule in validity.RULES]
+    keys = [one.key for one in statements.kinds()] + [rule.key for rule in validity.RULES]
+    assert len({*keys}) == len(keys)
+
+
+def test_the_documents_list_each_finding_with_its_condition() -> None:
+    table = findings.definitions()
+    assert table in DOCS.read_text(encoding="utf-8"), f"docs/measuring.md needs:\n{table}"
+    keys = re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)
     assert len({*keys}) == len(keys)

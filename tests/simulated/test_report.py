@@ -211,7 +211,7 @@ def test_the_host_runs_ahead_of_its_devices_unless_it_is_slow() -> None:
 def test_a_slow_gpu_is_found_and_named(name: str) -> None:
     *_, report = ran_of(name)
     (diagnosis,) = report.diagnoses
-    (says,) = [one.evidence.says for one in diagnosis.findings if one.rule.name == "slow device"]
+    (says,) = [one.evidence.says for one in diagnosis.findings if one.rule.key == "slow device"]
     assert "device 2 is slow: it is busy 1.99×" in says
     throttled = [
         detail for one in report.warnings if one.key == "throttling" for _, detail in one.cases
@@ -237,7 +237,7 @@ def test_a_slow_device_or_link_costs_at_most_what_it_costs(
     *_, truth, report = ran_of(name)
     lost_s = truth.step_s() - ran_of(healthy)[2].step_s()
     (diagnosis,) = report.diagnoses
-    (found,) = [one.evidence.size_s for one in diagnosis.findings if one.rule.name == rule]
+    (found,) = [one.evidence.size_s for one in diagnosis.findings if one.rule.key == rule]
     assert found is not None
     assert found.value >= lost_s - 0.001 * truth.step_s()
 
@@ -256,7 +256,7 @@ def test_a_slow_link_is_found_and_named_with_its_true_rate(
 ) -> None:
     simulated, trial, _, report = ran_of(name)
     (diagnosis,) = report.diagnoses
-    (says,) = [one.evidence.says for one in diagnosis.findings if "link" in one.rule.name]
+    (says,) = [one.evidence.says for one in diagnosis.findings if "link" in one.rule.key]
     first = "the host" if ends[0] == HOST else f"device {ends[0]}"
     between = f"from {first} to" if "one way" in name else f"between {first} and"
     assert says.startswith(f"the link {between} device {ends[1]} is slow: ")
@@ -287,10 +287,10 @@ def test_links_that_are_faster_than_the_host_queues_copies_have_their_true_rate(
 def test_no_link_is_called_slow_without_reason(name: str) -> None:
     *_, report = ran_of(name)
     found = [
-        one.rule.name
+        one.rule.key
         for found in report.diagnoses
         for one in found.findings
-        if "link" in one.rule.name
+        if "link" in one.rule.key
     ]
     assert found == ["slow host link" if "host" in name else "slow link"] * (
         name.startswith(("slow link", "slow host l"))
@@ -302,5 +302,5 @@ def test_no_gpu_is_called_slow_or_throttled_without_reason(name: str) -> None:
     *_, report = ran_of(name)
     assert not [one for one in report.warnings if one.key in ("throttling", "outlasting")]
     assert "slow device" not in {
-        one.rule.name for found in report.diagnoses for one in found.findings
+        one.rule.key for found in report.diagnoses for one in found.findings
     }

@@ -38,6 +38,6 @@ def test_a_slow_gpu_is_named_by_a_run_through_the_server(
     assert row.busy == pytest.approx(
         {d: np.median(seconds) for d, seconds in enumerate(truth["busy_s"])}, rel=0.01
     )
-    (says,) = [one.evidence.says for one in diagnosis.findings if one.rule.name == "slow device"]
+    (says,) = [one.evidence.says for one in diagnosis.findings if one.rule.key == "slow device"]
     assert "device 2 is slow" in says
-    assert not [one for one in diagnosis.findings if "link" in one.rule.name]
+    assert not [one for one in diagnosis.findings if "link" in one.rule.key]

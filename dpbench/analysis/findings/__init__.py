@@ -1,16 +1,17 @@
 """Findings: explain the gain from data parallelism, where the time goes, and what would help.
 
-The rules are in phases.py and scale.py, those about observed loops in the packages `observe` and
-`predict`. Each examines one case, preferably that of
-torch.nn.DataParallel on the most devices, and compares it with the other cases of the run. A
-finding is a problem that a rule found, with the gain of the remedy if that was measured. Findings
-are sorted by their cost in seconds per step, the largest first.
+The rules are in phases.py and scale.py, those about cases that are judged alone in siblings. Each
+examines one case, preferably that of torch.nn.DataParallel on the most devices, and compares it
+with the other cases of the run. A finding is a problem that a rule found, with the gain of the
+remedy if that was measured. Findings are sorted by their cost in seconds per step, the largest
+first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from dpbench.analysis import commands, stats
 from dpbench.analysis.findings import phases, scale
@@ -25,9 +26,8 @@ from dpbench.analysis.findings.rule import (
     contexts,
 )
 from dpbench.analysis.summary import Row
-from dpbench.records import Case, Source, Trial, plan, schedule, siblings, words
+from dpbench.records import Case, Trial, plan, schedule, siblings, words
 from dpbench.records.estimate import Doubt
-from dpbench.records.examination import Examination
 from dpbench.records.names import in_words
 from dpbench.records.observed import unclear
 from dpbench.records.registry import Role
@@ -65,27 +65,34 @@ def diagnose(
     rows: Sequence[Row],
     trials: Sequence[Trial],
     machine: Resources,
-    examination: Examination | None = None,
+    machine_result: str = "",
 ) -> list[Diagnosis]:
     """Return the diagnoses of a run: of each observed loop, and of the cases of `contexts`."""
-    return [_diagnosis(context) for context in contexts(rows, trials, machine, examination)]
+    return [_diagnosis(context) for context in contexts(rows, trials, machine, machine_result)]
 
 
-def _about_loops() -> tuple[FindingRule, ...]:
-    """Return the rules for observed loops: those of siblings, and those that compare nothing."""
-    theirs = [rule for one in siblings.modules("findings") for rule in one.RULES]
+def _rules_alone() -> tuple[FindingRule, ...]:
+    """Return the rules on a case by itself: those of siblings, and those that compare nothing."""
+    theirs = chain.from_iterable(siblings.added("rules"))
     return (*theirs, *(rule for rule in RULES if rule.alone))
 
 
+def definitions() -> str:
+    """Return all rules as a Markdown table, which docs/measuring.md contains."""
+    rules = (*RULES, *chain.from_iterable(siblings.added("rules")))
+    lines = ["| finding | is made if |", "|---|---|"]
+    return "\n".join([*lines, *(f"| {rule.key} | {rule.when} |" for rule in rules)])
+
+
 def _diagnosis(context: CaseContext) -> Diagnosis:
-    rules = _about_loops() if context.case.traits.observed else RULES
-    if context.row.on_fake_gpus or (context.observed and context.observed.hidden):
+    rules = _rules_alone() if context.case.traits.judged_alone else RULES
+    if context.row.on_fake_gpus or (context.loop and context.loop.hidden):
         rules = ()  # times that mean nothing, and unknown phases, are no evidence
-    judged = [(rule, rule.when(context)) for rule in rules]
+    judged = [(rule, rule.find(context)) for rule in rules]
     evidence = [(rule, seen) for rule, seen in judged if isinstance(seen, Evidence)]
     findings = [_finding(context, rule, seen) for rule, seen in evidence if _worth(context, seen)]
     unjudged = [seen.what for _, seen in judged if isinstance(seen, Missing)]
-    unjudged += unclear(context.observed) if context.observed else _doubtful(evidence)
+    unjudged += unclear(context.loop) if context.loop else _doubtful(evidence)
     return Diagnosis(
         row=context.row,
         labels=context.labels,
@@ -96,7 +103,7 @@ def _diagnosis(context: CaseContext) -> Diagnosis:
 
 
 def _doubtful(evidence: Sequence[tuple[FindingRule, Evidence]]) -> Iterator[str]:
-    names = [rule.name for rule, seen in evidence if seen.size_s and seen.size_s.doubt]
+    names = [rule.key for rule, seen in evidence if seen.size_s and seen.size_s.doubt]
     if names:
         yield f"the cost of {', '.join(names)} ({words.NOT_ENOUGH}: {words.REMEDY} would help)"
 
@@ -111,7 +118,7 @@ def _worth(context: CaseContext, seen: Evidence) -> bool:
     size = seen.size_s
     if size is None:
         return True
-    few = context.row.source is Source.IMPORTED and context.row.doubt is Doubt.ROUNDS
+    few = context.row.source.profiled and context.row.doubt is Doubt.ROUNDS
     sure = not (size.doubt or context.row.doubt) and size.low > 0
     return (few or sure) and size.value >= SMALLEST * context.step_s
 
@@ -126,7 +133,7 @@ def _finding(context: CaseContext, rule: FindingRule, seen: Evidence) -> Finding
         evidence=seen,
         share=seen.size_s.value / context.step_s if seen.size_s else 0.0,
         cures=measured,
-        labels=(*context.labels, *[Source.PREDICTED.upper()] * seen.predicted),
+        labels=(*context.labels, *([] if seen.source.timed else [seen.source.upper()])),
         code=seen.code or code,
         code_for="" if seen.code else applied,
         command=seen.command or (_measure(context, tried) if tried else ""),

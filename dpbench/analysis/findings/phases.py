@@ -30,22 +30,22 @@ SERIAL = 1.25
 def _heavy(
     phase: Phase, detail: Callable[[CaseContext, Estimate], str]
 ) -> Callable[[CaseContext], Judgement]:
-    """Return a `FindingRule.when` whose evidence is the time of DataParallel's `phase`.
+    """Return a `FindingRule.find` whose evidence is the time of DataParallel's `phase`.
 
     `detail` returns a breakdown of this time in seconds as text.
     """
 
-    def when(context: CaseContext) -> Judgement:
+    def find(context: CaseContext) -> Judgement:
         if not context.engine or not context.row.phases.get(phase.value):
             return None
         seconds = context.phase(phase.value)
         says = f"{phase.value} takes {percent(seconds.value / context.step_s)} of the step"
-        if context.observed:  # the headline of an observed loop has the share
+        if context.loop:  # the headline of an observed loop has the share
             says = f"the phase {phase.value} of data parallelism in one process"
-        share = context.share(phase.value) if context.observed else None
+        share = context.share(phase.value) if context.loop else None
         return Evidence(says=says, numbers=detail(context, seconds), size_s=seconds, share=share)
 
-    return when
+    return find
 
 
 def _loading(context: CaseContext) -> Judgement:
@@ -149,17 +149,17 @@ def _unattributed(context: CaseContext) -> Judgement:
         " phases"
     )
     return Evidence(
-        says="the loop runs code that belongs to no phase" if context.observed else taken,
+        says="the loop runs code that belongs to no phase" if context.loop else taken,
         numbers=f"no phase covers {time(seconds.value)}",
         size_s=seconds,
-        share=context.share(UNATTRIBUTED) if context.observed else None,
+        share=context.share(UNATTRIBUTED) if context.loop else None,
     )
 
 
 def _serial(phase: Phase) -> Callable[[CaseContext], Judgement]:
-    """Return a `FindingRule.when` on the time of `phase` in excess of perfect scaling."""
+    """Return a `FindingRule.find` on the time of `phase` in excess of perfect scaling."""
 
-    def when(context: CaseContext) -> Judgement:
+    def find(context: CaseContext) -> Judgement:
         # torch's backward includes the reduction, which has no counterpart on one device
         mixed = phase is Phase.BACKWARD and context.case.traits.reduction is Reduction.IN_BACKWARD
         if not context.engine or mixed or context.case.device_kind == "emulated":
@@ -187,7 +187,7 @@ def _serial(phase: Phase) -> Callable[[CaseContext], Judgement]:
             size_s=lost,
         )
 
-    return when
+    return find
 
 
 def _at_once(context: CaseContext, phase: Phase) -> float | None:
@@ -230,8 +230,9 @@ def _cause(context: CaseContext, phase: Phase, at_once: float | None) -> str:
 
 RULES = (
     FindingRule(
-        name="data",
-        when=_loading,
+        key="data",
+        when="steps wait for a DataLoader",
+        find=_loading,
         remedy=(
             "load batches ahead of the step in more workers; dpbench loaders measures how many are"
             " enough for a dataset"
@@ -239,8 +240,9 @@ RULES = (
         others=lambda case: [replace(case, loader=workers) for workers in (0, 2, 4)],
     ),
     FindingRule(
-        name="replicate",
-        when=_heavy(Phase.REPLICATE, _per_tensor),
+        key="replicate",
+        when="one process copies weights and buffers to all devices in each step",
+        find=_heavy(Phase.REPLICATE, _per_tensor),
         remedy=(
             "keep the replicas between steps: the schedule cached keeps their module trees, and"
             " allreduce also their weights, which every device updates; ddp never replicates"
@@ -250,8 +252,9 @@ RULES = (
         alone=True,
     ),
     FindingRule(
-        name="reduce",
-        when=_heavy(Phase.REDUCE, _per_gradient),
+        key="reduce",
+        when="one process adds the gradients of all devices",
+        find=_heavy(Phase.REDUCE, _per_gradient),
         remedy=(
             "add the gradients on all devices instead of device 0 (allreduce), in one buffer and in"
             " shares, one on each device (sharded), or during backward (ddp)"
@@ -261,8 +264,9 @@ RULES = (
         alone=True,
     ),
     FindingRule(
-        name="scatter",
-        when=_heavy(Phase.SCATTER, _of_batch("input_bytes")),
+        key="scatter",
+        when="one process copies the rows of the batch to all devices",
+        find=_heavy(Phase.SCATTER, _of_batch("input_bytes")),
         remedy=(
             "send fewer bytes (smaller data types, augmentation on the device), use pinned memory,"
             " and send the bytes before the step needs them; with ddp, each rank loads its own rows"
@@ -270,22 +274,25 @@ RULES = (
         roles=(Role.CONTROL,),
     ),
     FindingRule(
-        name="gather",
-        when=_heavy(Phase.GATHER, _of_batch("output_bytes")),
+        key="gather",
+        when="one process copies the outputs of all devices to device 0",
+        find=_heavy(Phase.GATHER, _of_batch("output_bytes")),
         remedy="leave the outputs on their devices and compute the loss there: local, or ddp",
         schedules=(Schedule.LOCAL,),
         roles=(Role.CONTROL,),
         alone=True,
     ),
     FindingRule(
-        name="optimizer",
-        when=_optimizer,
+        key="optimizer",
+        when="device 0 alone updates all weights",
+        find=_optimizer,
         remedy="let every device update its share of the weights, in one buffer (sharded)",
         schedules=(Schedule.SHARDED,),
     ),
     FindingRule(
-        name="unattributed",
-        when=_unattributed,
+        key="unattributed",
+        when="a part of the step belongs to no phase",
+        find=_unattributed,
         remedy=(
             "profile the Python code of the step: hooks, logging and other code run between the"
             " phases that dpbench marks"
@@ -293,8 +300,9 @@ RULES = (
         alone=True,
     ),
     FindingRule(
-        name="serial forward",
-        when=_serial(Phase.FORWARD),
+        key="serial forward",
+        when="one process runs all devices, and forward takes longer than with perfect scaling",
+        find=_serial(Phase.FORWARD),
         remedy=(
             "give each device more work at once (a bigger batch, fewer and larger operators), keep"
             " the threads of forward between steps (pool), or use one process per device (ddp)"
@@ -303,8 +311,9 @@ RULES = (
         roles=(Role.CONTROL,),
     ),
     FindingRule(
-        name="serial backward",
-        when=_serial(Phase.BACKWARD),
+        key="serial backward",
+        when="one process runs all devices, and backward takes longer than with perfect scaling",
+        find=_serial(Phase.BACKWARD),
         remedy=(
             "run each device's backward in a separate thread (local) or a separate process (ddp)"
         ),

@@ -12,9 +12,8 @@ from functools import cached_property
 
 from dpbench.analysis import stats, validity
 from dpbench.analysis.summary import Row, parts, scaled
-from dpbench.records import Case, Phase, Trial, disturbance, plan, registry
+from dpbench.records import Case, Phase, Source, Trial, disturbance, plan, registry
 from dpbench.records.estimate import Estimate
-from dpbench.records.examination import Examination
 from dpbench.records.grouping import grouped
 from dpbench.records.observed import Observed
 from dpbench.records.registry import Role
@@ -31,15 +30,15 @@ COMPUTE = (Phase.FORWARD.value, Phase.BACKWARD.value)
 class CaseContext:
     """The diagnosed case in `row`, and the run's cases with which it is compared.
 
-    `rows` has all measured rows of the run and `trials_of` all trials by case. `examination` is the
-    result of `dpbench doctor` on the machine, if the store has one.
+    `rows` has all measured rows of the run and `trials_of` all trials by case. `machine_result` is
+    what a sibling has stored on the machine.
     """
 
     row: Row
     rows: Mapping[Case, Row]
     trials_of: Mapping[Case, Sequence[Trial]]
     machine: Resources = field(default_factory=Resources)
-    examination: Examination | None = None
+    machine_result: str = ""
     _ratios: dict[Case, Estimate] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -53,9 +52,9 @@ class CaseContext:
         return self.row.case
 
     @cached_property
-    def observed(self) -> Observed | None:
-        """Return the facts about an observed loop; None if dpbench ran the loop itself."""
-        return self.trials[-1].facts.observed if self.case.traits.observed and self.trials else None
+    def loop(self) -> Observed | None:
+        """Return the facts about a user's loop; None if dpbench ran the loop itself."""
+        return self.trials[-1].facts.loop if self.trials else None
 
     @property
     def step_s(self) -> float:
@@ -256,7 +255,7 @@ def contexts(
     rows: Sequence[Row],
     trials: Sequence[Trial],
     machine: Resources,
-    examination: Examination | None = None,
+    machine_result: str = "",
 ) -> list[CaseContext]:
     """Return the contexts of the cases to diagnose: training steps only, which remedies change.
 
@@ -270,8 +269,8 @@ def contexts(
     # if other devices were measured too, the emulated ones only compare the engine with torch's
     # DataParallel
     measured = [row for row in measured if row.case.device_kind != "emulated"] or measured
-    diagnosed = [row for row in measured if row.case.traits.observed]
-    several = [row for row in measured if row.case.devices > 1 and not row.case.traits.observed]
+    diagnosed = [row for row in measured if row.case.traits.judged_alone]
+    several = [row for row in measured if row.case.devices > 1 and not row.case.traits.judged_alone]
     for group in grouped((_setting(row.case), row) for row in several).values():
         most = max(row.case.devices for row in group)
         batches = grouped((row.case.batch_size, row) for row in group if row.case.devices == most)
@@ -279,7 +278,7 @@ def contexts(
 
     rows_of = {row.case: row for row in measured}
     trials_of = by_case(trials)
-    return [CaseContext(row, rows_of, trials_of, machine, examination) for row in diagnosed]
+    return [CaseContext(row, rows_of, trials_of, machine, machine_result) for row in diagnosed]
 
 
 def _setting(case: Case) -> Case:
@@ -305,9 +304,9 @@ class Evidence:
 
     `says` is a clause that states the problem, `numbers` the figures behind it. `size_s` is its
     cost in seconds per step, None for memory or time outside the steps. If `measured`, it is the
-    gain of another case; if `predicted`, that of another strategy; otherwise an upper bound of what
-    a remedy can save. `aside` is the problem's time
-    outside the steps, over this time and all steps. `share` is the cost as a fraction of the step;
+    gain of another case; if its `source` is not timed, that of another strategy; otherwise an upper
+    bound of what a remedy can save. `aside` is the problem's time outside the steps, over this time
+    and all steps. `share` is the cost as a fraction of the step;
     None if `size_s` determines it. `code` and `command` apply the remedy to an observed loop.
     """
 
@@ -315,7 +314,7 @@ class Evidence:
     numbers: str
     size_s: Estimate | None
     measured: bool = False
-    predicted: bool = False
+    source: Source = Source.MEASURED
     aside: float = 0.0
     share: Estimate | None = None
     code: str = ""
@@ -336,15 +335,16 @@ Judgement = Evidence | Missing | None
 class FindingRule:
     """The rule for one problem of data parallelism, and its remedy.
 
-    `when` returns evidence if a case has the problem, `Missing` if the run lacks measurements, else
-    None. `schedules` are those to try, the lowest first. A case applies the remedy if its schedule
-    is the first of them or above it, or its strategy has one of the `roles`; `others` returns
-    further such cases, on other work or devices. If `alone`, the rule compares the case with no
-    other, and also judges observed loops.
+    `when` says in words when a case has the problem. `find` returns evidence if it has, `Missing`
+    if the run lacks measurements, else None. `schedules` are those to try, the lowest first. A case
+    applies the remedy if its schedule is the first of them or above it, or its strategy has one of
+    the `roles`; `others` returns further such cases, on other work or devices. If `alone`, the rule
+    compares the case with no other, and also judges observed loops.
     """
 
-    name: str
-    when: Callable[[CaseContext], Judgement]
+    key: str
+    when: str
+    find: Callable[[CaseContext], Judgement]
     remedy: str
     schedules: tuple[Schedule, ...] = ()
     roles: tuple[Role, ...] = ()

@@ -18,7 +18,7 @@ from dpbench.analysis.findings.rule import (
 )
 from dpbench.analysis.summary import busy_of
 from dpbench.analysis.transfers import SlowLink
-from dpbench.records import HOST, Case, Phase, registry
+from dpbench.records import HOST, Case, Phase, registry, siblings
 from dpbench.records.estimate import Estimate
 from dpbench.records.names import devices, in_words
 from dpbench.records.registry import Parallelism, Role
@@ -28,7 +28,6 @@ from dpbench.records.words import (
     NOT_ENOUGH,
     REMEDY,
     count,
-    day,
     exact,
     number,
     percent,
@@ -143,13 +142,13 @@ def _late(context: CaseContext) -> Judgement:
 
 
 def _slow_link(phases: Sequence[Phase], *, to_host: bool) -> Callable[[CaseContext], Judgement]:
-    """Return a `FindingRule.when` whose evidence is that copies over a link are slower than others.
+    """Return a `FindingRule.find` whose evidence is that copies over a link are slower than others.
 
     If `to_host`, copies from the host are compared. The cost is the time that the slowest link can
     add to `phases`.
     """
 
-    def when(context: CaseContext) -> Judgement:
+    def find(context: CaseContext) -> Judgement:
         timed = transfers.with_links(context.case, context.trials_of)
         found = transfers.slow_links(timed, to_host=to_host)
         if any(one.slower.doubt for one in found):
@@ -170,25 +169,20 @@ def _slow_link(phases: Sequence[Phase], *, to_host: bool) -> Callable[[CaseConte
                 f"a copy of {size(copied)} takes"
                 f" {', '.join(times(one.slower) for one in shown)} as long as over"
                 f" other links; {', '.join(phases)} {verb(len(phases), 'takes', 'take')}"
-                f" {time(moving.value)} of the step{_examined(context, shown)}"
+                f" {time(moving.value)} of the step{_found_before(context, shown)}"
             ),
             size_s=summary.scaled(moving, 1 - 1 / slow[0].slower.value),
         )
 
-    return when
+    return find
 
 
-def _examined(context: CaseContext, links: Sequence[SlowLink]) -> str:
-    """Return what `dpbench doctor` found about the links on this machine; "" if nothing."""
-    if context.examination is None:
-        return ""
-    found = []
-    for link in links:
-        gpus = frozenset(context.case.gpu(end) for end in link.ends if end != HOST)
-        found += context.examination.about(gpus)
-    said = "; ".join(f"{one.says} ({one.change})" for one in found)
-    when = day(context.examination.started_s)
-    return f"; dpbench doctor found on {when}: {said}" if found else ""
+def _found_before(context: CaseContext, links: Sequence[SlowLink]) -> str:
+    """Return what siblings found about the links on this machine; "" if nothing."""
+    gpus = [frozenset(context.case.gpu(end) for end in link.ends if end != HOST) for link in links]
+    stored = context.machine_result
+    clauses = [about(stored, gpus) for about in (siblings.added("links") if stored else [])]
+    return "".join(f"; {clause}" for clause in clauses if clause)
 
 
 def _memory(context: CaseContext) -> Judgement:
@@ -412,8 +406,9 @@ def _multiples(batch: int, devices: int) -> list[int]:
 
 RULES = (
     FindingRule(
-        name="imbalance",
-        when=_busy,
+        key="imbalance",
+        when="device 0 is busy longer than the others on average",
+        find=_busy,
         remedy=(
             "move work from device 0 to the others: the loss (local), the update (sharded), or"
             " rows of the batch (TrainStep's chunk_sizes)"
@@ -423,16 +418,18 @@ RULES = (
         alone=True,
     ),
     FindingRule(
-        name="slow device",
-        when=_slow_device,
+        key="slow device",
+        when=f"a device is busy over {LEVEL} times as long as others with as many rows",
+        find=_slow_device,
         remedy=(
             "look at the clock, temperature and other processes of the slow device; leave it out,"
             " or give it fewer rows of the batch (chunk_sizes=[...] of TrainStep)"
         ),
     ),
     FindingRule(
-        name="late rank",
-        when=_late,
+        key="late rank",
+        when="ranks wait for the last one in collectives of profiled steps",
+        find=_late,
         remedy=(
             "give all ranks equal work: rows, lengths of samples, loading; look at clock, cores and"
             " other processes of the rank that is last most often"
@@ -440,8 +437,9 @@ RULES = (
         alone=True,
     ),
     FindingRule(
-        name="slow link",
-        when=_slow_link((Phase.REPLICATE, Phase.GATHER, Phase.REDUCE), to_host=False),
+        key="slow link",
+        when=f"copies between two devices take over {transfers.SLOW_LINK} times as long as others",
+        find=_slow_link((Phase.REPLICATE, Phase.GATHER, Phase.REDUCE), to_host=False),
         remedy=(
             "let dpbench doctor find out why, or use fewer devices, without the slow link"
             f" ({dashed('device_ids')})"
@@ -449,8 +447,9 @@ RULES = (
         others=_fewer,
     ),
     FindingRule(
-        name="slow host link",
-        when=_slow_link((Phase.SCATTER,), to_host=True),
+        key="slow host link",
+        when=f"copies from the host take over {transfers.SLOW_LINK} times as long as to other GPUs",
+        find=_slow_link((Phase.SCATTER,), to_host=True),
         remedy=(
             "let dpbench doctor compare the PCIe links of the devices, or leave the device out"
             f" ({dashed('device_ids')})"
@@ -458,8 +457,9 @@ RULES = (
         others=_fewer,
     ),
     FindingRule(
-        name="memory",
-        when=_memory,
+        key="memory",
+        when=f"device 0 uses over {LEVEL} times the memory of the others",
+        find=_memory,
         remedy=(
             "leave outputs and loss on their devices (local), shard the optimizer's state"
             " (sharded), or use ddp"
@@ -468,8 +468,9 @@ RULES = (
         alone=True,
     ),
     FindingRule(
-        name="oversubscribed",
-        when=_oversubscribed,
+        key="oversubscribed",
+        when="there are more logical CPU devices than usable cores",
+        find=_oversubscribed,
         remedy=(
             "use at most one device per core, or another machine: these numbers do not show the"
             " gain from more devices"
@@ -477,25 +478,29 @@ RULES = (
         others=_fewer,
     ),
     FindingRule(
-        name="small share",
-        when=_small,
+        key="small share",
+        when="one device takes longer for its share of the batch than that part of the batch takes",
+        find=_small,
         remedy="give each device more samples: a bigger batch, or fewer devices",
         others=lambda case: [*commands.at_batch([case], 2), *_fewer(case)],
     ),
     FindingRule(
-        name="bigger batch",
-        when=_bigger,
+        key="bigger batch",
+        when="a bigger batch of the same run takes less time per sample",
+        find=_bigger,
         remedy="use the bigger batch, if the training converges with it",
     ),
     FindingRule(
-        name="uneven",
-        when=_uneven,
+        key="uneven",
+        when="shares of the batch differ, or a device has none",
+        find=_uneven,
         remedy="choose a batch size that is a multiple of the number of devices",
         others=_even,
     ),
     FindingRule(
-        name="diminishing",
-        when=_diminishing,
+        key="diminishing",
+        when="the gain over the next smaller number of devices is below the ideal one",
+        find=_diminishing,
         remedy="use fewer devices, or first shorten the phases that more devices do not shorten",
         others=_fewer,
     ),

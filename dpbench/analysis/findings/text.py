@@ -85,13 +85,13 @@ def _bullets(answer: Answer, diagnosis: Diagnosis | None, samples: int) -> Itera
     yield from (_filled("  ", line, hang=2) for line in others)
     epoch = answer.epoch(samples) if samples else ""
     costly = [one for one in diagnosis.findings if one.stake] if diagnosis else []
-    observed = answer.home.traits.observed  # the headline of an observed loop names the finding
     largest = (
         f"the most costly finding in {_named(costly[0].row.case)}: {headline(costly[0])}"
         if costly
         else ""
     )
-    cause = [answer.reason, "" if observed else largest]
+    # the headline of a case that is judged alone names the finding
+    cause = [answer.reason, "" if answer.home.traits.judged_alone else largest]
     helping = [one for one in costly if not one.in_vain]
     change = _remedy_clauses(helping[0]) if helping else []
     bullets = {
@@ -121,7 +121,7 @@ def no_finding(diagnosis: Diagnosis) -> str:
         return fake.WHY
     if row.step and row.step.doubt:
         why = f"{words.NOT_ENOUGH} for the time of a step ({words.doubt(row.step)})"
-        remedy = "more steps" if row.case.traits.observed else words.REMEDY
+        remedy = "more steps" if row.case.traits.in_parts else words.REMEDY
         return f"{why}; {remedy} would help"
     return NO_FINDING
 
@@ -176,7 +176,7 @@ def headline(finding: Finding) -> str:
             else f"{finding.evidence.says} (costs memory, not time)"
         )
     kind = "saves" if finding.evidence.measured else "costs at most"
-    if finding.evidence.predicted:
+    if not finding.evidence.source.timed:
         kind = "is predicted to save"
     return f"{finding.evidence.says}: {kind} {about(size)}, {percent(finding.share)} of the step"
 

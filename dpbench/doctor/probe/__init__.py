@@ -23,6 +23,7 @@ import msgspec
 import torch
 
 from dpbench.doctor import transfers
+from dpbench.doctor.examination import DIRECT
 from dpbench.doctor.probe import all_reduce, gpu, host
 from dpbench.doctor.probe.figures import Figure
 from dpbench.doctor.transfers import Say
@@ -31,7 +32,6 @@ from dpbench.measure.server import environment
 from dpbench.records import HOST, fake
 from dpbench.records.disturbance import NOISY, busy, told
 from dpbench.records.errors import UsageError
-from dpbench.records.examination import DIRECT
 from dpbench.records.facts import Gpu, RunFacts
 from dpbench.records.load import Load, Measured, UnknownLoad
 from dpbench.records.spelling import dashed

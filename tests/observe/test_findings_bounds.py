@@ -90,7 +90,5 @@ def sizes(trials: Sequence[Trial]) -> dict[str, float]:
     """Return the seconds per step that each finding costs at most."""
     (diagnosis,) = findings.diagnose(summary.rows(trials), trials, Resources(cores=8))
     return {
-        one.rule.name: one.evidence.size_s.value
-        for one in diagnosis.findings
-        if one.evidence.size_s
+        one.rule.key: one.evidence.size_s.value for one in diagnosis.findings if one.evidence.size_s
     }

@@ -17,7 +17,7 @@ from dpbench.analysis.decision import Choice
 from dpbench.analysis.findings import Diagnosis
 from dpbench.analysis.findings.rule import Evidence
 from dpbench.analysis.summary import Row, scaled
-from dpbench.records import Source, Trial, fake, hidden, siblings, words
+from dpbench.records import Source, Trial, fake, hidden, words
 from dpbench.records.disturbance import NOISY
 from dpbench.records.estimate import Doubt, Estimate
 from dpbench.records.observed import Observed, unclear
@@ -104,10 +104,8 @@ def decide(
 def answers(
     rows: Sequence[Row], trials: Sequence[Trial], diagnoses: Sequence[Diagnosis], machine: Resources
 ) -> list[Answer]:
-    """Return one answer for each observed loop of a run; none without the rules about them."""
-    if not siblings.present("observe"):
-        return []
-    mine = [row for row in rows if row.case.traits.observed]
+    """Return one answer for each observed loop of a run; none without one."""
+    mine = [row for row in rows if row.case.traits.judged_alone]
     by_case = {one.row.case: one for one in diagnoses}
     groups = by_key(trials)
     return [_answer(row, groups[row.key], by_case.get(row.case), mine, machine) for row in mine]
@@ -120,7 +118,7 @@ def _answer(
     alike: Sequence[Row],
     machine: Resources,
 ) -> Answer:
-    loop = trials[-1].facts.observed or Observed(command="", reads={})
+    loop = trials[-1].facts.loop or Observed(command="", reads={})
     findings = diagnosis.findings if diagnosis else ()
     problems = [one.evidence for one in findings] + list(diagnosis.open if diagnosis else ())
     timed = [(one, cost) for one in problems if (cost := _cost(one, row))]

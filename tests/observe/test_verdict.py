@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-from dpbench.analysis import verdict
 from dpbench.analysis.answer import Answer
 from dpbench.analysis.decision import Choice
 from dpbench.analysis.findings import Diagnosis
 from dpbench.analysis.findings.rule import Finding
 from dpbench.analysis.report import Report
-from dpbench.analysis.verdict import Ground
 from dpbench.cli.own import loaders
 from dpbench.observe import findings as observing
+from dpbench.observe import verdict
+from dpbench.observe.verdict import Ground
 from dpbench.records import Phase, Sample, Source, Trial
 from dpbench.records.activity import EXPOSED
 from dpbench.records.estimate import Estimate
@@ -155,7 +155,7 @@ def finding(
     trials: Sequence[Trial], name: str, facts: Mapping[str, Any] = made.FACTS
 ) -> Finding | None:
     _, diagnosis, _ = read(trials, facts)
-    return next((one for one in diagnosis.findings if one.rule.name == name), None)
+    return next((one for one in diagnosis.findings if one.rule.key == name), None)
 
 
 def on_gpu(groups: Sequence[made.Group] = made.PLAIN, **about: Any) -> list[Trial]:
@@ -170,7 +170,7 @@ def test_a_loop_that_waits_for_its_loader_is_told_its_share_and_how_many_workers
         answer.command == "dpbench loaders --dataset train.py:DATASET --batch-size 64 --step-ms 9.7"
     )
     loaders.make_context("loaders", answer.command.split()[2:], resilient_parsing=True)
-    (found,) = (one for one in diagnosis.findings if one.rule.name == "loading")
+    (found,) = (one for one in diagnosis.findings if one.rule.key == "loading")
     assert "num_workers=4" in found.code
     assert "per step with 2 workers" in found.evidence.numbers
     assert answer.labels == ("MEASURED", "CPU-ONLY")
@@ -183,7 +183,7 @@ def test_a_script_without_a_loader_is_not_told_that_it_waits_for_one() -> None:
     assert "waits for its DataLoader" not in answer.text
     assert "41% (41–41%) of the step" in answer.headline
     (found,) = diagnosis.findings
-    assert found.rule.name == "between"
+    assert found.rule.key == "between"
     assert "worker" not in found.evidence.numbers
     assert not found.evidence.command, "there is no dataset to measure"
     # a trace has data where its user named it
@@ -309,7 +309,7 @@ def test_data_parallel_shows_the_phases_that_it_adds_and_how_much_fuller_device_
         groups, four, wrapper="DataParallel", memory=(9 * 2**30, *(3 * 2**30,) * 3), busy=busy
     )
     answer, diagnosis, _ = read(trials, made.GPU_FACTS)
-    names = {one.rule.name for one in diagnosis.findings}
+    names = {one.rule.key for one in diagnosis.findings}
     assert {"replicate", "imbalance", "memory"} <= names
     assert "device 0 uses 3.00× the memory of the others" in answer.memory
     assert "device 0 uses up to 9.00 GiB of 24.0 GiB" in answer.memory
@@ -370,8 +370,8 @@ def test_fewer_bytes_are_no_remedy_of_a_reduction_that_has_few() -> None:
     for gradients, name in ((84, "reduction of few bytes"), (4e6, "reduction")):
         facts = {"model": {"parameter_bytes": gradients}}
         _, diagnosis, _ = read(made.loop(groups, ranks, facts=facts), made.GPU_FACTS)
-        (found,) = (one for one in diagnosis.findings if "reduction" in one.rule.name)
-        assert found.rule.name == name
+        (found,) = (one for one in diagnosis.findings if "reduction" in one.rule.key)
+        assert found.rule.key == name
         assert ("bf16" in found.code + found.rule.remedy) is (name == "reduction")
 
 
@@ -409,7 +409,7 @@ def test_ranks_that_hold_memory_on_the_gpu_of_another_rank_are_found_with_their_
     loaded.assert_called_once_with(tmp_path, map_location="cuda:2")
     two = finding(
         made.loop(of=ranks, held=(*homes, held(3, 0, 2), held(0, 7, 1))),
-        one.rule.name,
+        one.rule.key,
         made.GPU_FACTS,
     )
     assert two
@@ -431,7 +431,7 @@ def test_memory_of_other_ranks_is_no_finding_without_the_processes_of_the_ranks(
 
     def judged(*found: Held, **changes: Any) -> tuple[bool, bool]:
         _, diagnosis, _ = read(made.loop(held=found, **{"of": ranks, **changes}), made.GPU_FACTS)
-        return rule in [one.rule.name for one in diagnosis.findings], silent in diagnosis.unjudged
+        return rule in [one.rule.key for one in diagnosis.findings], silent in diagnosis.unjudged
 
     assert judged(held(0, 0, 9), held(1, 1, 9)) == (False, False)
     assert judged(held(0, 0, 9)) == (False, True)
@@ -453,7 +453,7 @@ def test_evaluation_and_checkpoints_are_compared_with_the_seconds_of_all_steps()
     answer, diagnosis, _ = read(made.loop(evaluation_s=2 * steps_s, noise=0.0))
     assert answer.headline == "evaluation takes 1.02 s, all steps together 510 ms"
     assert answer.command == observing.EVALUATE
-    assert diagnosis.findings[0].rule.name == "evaluation"
+    assert diagnosis.findings[0].rule.key == "evaluation"
     assert not finding(made.loop(evaluation_s=0.1 * steps_s), "evaluation")
     assert finding(made.loop(checkpoint_s=0.5 * steps_s), "checkpoints")
     both, _, _ = read(made.loop(made.with_part(Phase.DATA, 0.02), evaluation_s=0.3 * 52 * 0.0297))
@@ -561,3 +561,13 @@ def test_the_line_of_code_of_a_remedy_runs(line: str, tmp_path, one_rank: None) 
         or model.weight.grad is not None
         or line in (observing.SELDOM, observing.COMPILED)
     )
+
+
+def test_a_watched_loop_with_long_steps_is_not_without_problems() -> None:
+    """No rule knows why the optimizer is slow in some steps, but the steps differ."""
+    found = verdict.decide(Estimate(1, 1, 1, 5), [Estimate(0.01, 0.0, 0.02, 5)], uneven=True)
+    assert (found.choice, found.ground) == (Choice.CHANGE, Ground.UNEVEN)
+    even_steps = verdict.decide(Estimate(1, 1, 1, 5), [Estimate(0.01, 0.0, 0.02, 5)])
+    assert even_steps.ground is Ground.CLEAR
+    loaded = verdict.decide(Estimate(1, 1, 1, 5), [], noisy=True)
+    assert (loaded.choice, loaded.ground) == (Choice.UNKNOWN, Ground.NOISY)

@@ -1,19 +1,29 @@
-"""Examination: what `dpbench doctor` found on a machine, for its JSON, its page and the store."""
+"""Examination: what `dpbench doctor` found on a machine, for its JSON, its page and the store.
+
+A store keeps it as JSON with the machine, for the pages and the findings of the runs there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-from dpbench.records import HOST, words
+import msgspec
+
+from dpbench.records import HOST, visible, words
+from dpbench.records.boxes import Box, Link
+from dpbench.records.disturbance import NOISY
+from dpbench.store.rows import check_time
+
+log = logging.getLogger(__name__)
 
 DIRECT, STAGED, PINNED, PAGEABLE = "direct", "through the host", "pinned", "pageable"
 """The ways of a copy: between two GPUs, or between the host's memory and a GPU."""
 HANGS = "does not end"
 """The beginning of the failure of a copy that hangs."""
-SLOW = 0.5
-"""The share of a link's promised rate, or of the median of its kind, below which it is slow."""
 LISTED = 12
 """The largest number of other links that a problem names."""
 
@@ -93,35 +103,6 @@ class MadeCopy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Box:
-    """A box of the machine's picture: a socket, a switch or a GPU.
-
-    `row` counts from the top, `column` from the left; a box may lie between two columns.
-    """
-
-    id: str
-    row: int
-    column: float
-    texts: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Link:
-    """A link between two boxes of the machine's picture, and its measured over its promised rate.
-
-    `share` is None if one of the two rates is unknown, and 0 if copies are wrong or have no end.
-    """
-
-    ends: tuple[str, str]
-    share: float | None
-
-    @property
-    def slow(self) -> bool:
-        """Return whether the link reaches less than `SLOW` of what it promises."""
-        return self.share is not None and self.share < SLOW
-
-
-@dataclass(frozen=True, kw_only=True)
 class Examination:
     """The result of `dpbench doctor`: the findings, the faults first, and what they are based on.
 
@@ -162,9 +143,14 @@ class Examination:
         """Return the number of problems that a change removes."""
         return sum(problem.first.wrong for problem in self.problems)
 
-    def about(self, gpus: frozenset[int]) -> list[Finding]:
-        """Return the findings about the link between these GPUs, or of this one and the host."""
-        return [finding for finding in self.findings if frozenset(finding.gpus) == gpus]
+    @property
+    def summary(self) -> str:
+        """Return the number of faults in words, or that none was found."""
+        if self.faults:
+            return f"{words.count(self.faults, 'fault')} found"
+        if NOISY in self.labels:
+            return "No fault found, but other processes took the cores, which may hide or feign one"
+        return "Nothing wrong found"
 
     def host_table(self) -> list[tuple[str, ...]]:
         """Return a row per GPU: GB/s from and to the host, and the slower's share of the link."""
@@ -196,3 +182,29 @@ class Examination:
         wanted = (source, target, way)
         found = (one for one in self.copies if (one.source, one.target, one.way) == wanted)
         return next((one.cell for one in found), "")
+
+
+@lru_cache(maxsize=16)
+def read(stored: str) -> Examination | None:
+    """Return the examination with this JSON; None, with a warning, if it cannot be read."""
+    try:
+        found = msgspec.convert(visible.loads(stored), Examination)
+        check_time(found.started_s)
+    except (ValueError, TypeError, RecursionError) as error:
+        log.warning("a result of dpbench doctor is left out, because it is damaged: %s", error)
+        return None
+    return found
+
+
+def about_links(stored: str, links: Sequence[frozenset[int]]) -> str:
+    """Return what a stored examination says about links, as a clause; "" if nothing.
+
+    A link is that between two of CUDA's GPUs, or of one and the host.
+    """
+    examination = read(stored)
+    if examination is None:
+        return ""
+    found = [one for link in links for one in examination.findings if {*one.gpus} == link]
+    said = "; ".join(f"{one.says} ({one.change})" for one in found)
+    when = words.day(examination.started_s)
+    return f"dpbench doctor found on {when}: {said}" if found else ""
