@@ -347,8 +347,7 @@ def questions(rows: Iterable[Row]) -> list[Question]:
     asks = (
         row
         for row in rows
-        if row.case.options != plan.LIMIT
-        and not (row.case.neighbour or not row.case.traits.comparable)
+        if row.case.options != plan.LIMIT and row.case.traits.comparable and not row.case.neighbour
     )
     table = {row.key: row for row in asks}
     groups: dict[tuple[Case, Source, bool], list[Row]] = {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,10 @@ def present(package: str) -> bool:
     return (Path(__file__).parents[1] / package / "__init__.py").is_file()
 
 
-def installed() -> list[Sibling]:
+@cache
+def installed() -> tuple[Sibling, ...]:
     """Import the siblings that this installation has, and return what they add."""
-    return [import_module(f"dpbench.{one}").SIBLING for one in SIBLINGS if present(one)]
+    return tuple(import_module(f"dpbench.{one}").SIBLING for one in SIBLINGS if present(one))
 
 
 def at(place: str) -> Any:

@@ -121,7 +121,7 @@ def processes(rows: Sequence[Row]) -> str:
 def basis(row: Row) -> str:
     """Return the source of a row's numbers as text, such as "3 rounds with 90 steps"."""
     if not row.source.timed:
-        return "predicted, 80% interval"
+        return f"predicted, {row.source.level} interval"
     return f"{words.count(row.rounds, unit(row.case))} with {words.count(row.steps, 'step')}"
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from dpbench.analysis import findings, summary, verdict
+from dpbench.analysis import findings, summary
 from dpbench.analysis.decision import Choice
 from dpbench.cli import main
-from dpbench.observe import imported, kineto, parts, possible
+from dpbench.observe import imported, kineto, parts, possible, verdict
 from dpbench.observe.attribution import attribute
 from dpbench.records import UNATTRIBUTED
 from dpbench.records.activity import CLOCKS_AGREE_S

@@ -54,7 +54,7 @@ class CaseContext:
     @cached_property
     def loop(self) -> Observed | None:
         """Return the facts about a user's loop; None if dpbench ran the loop itself."""
-        return self.trials[-1].facts.loop if self.trials else None
+        return self.trials[-1].facts.loop if self.case.traits.judged_alone and self.trials else None
 
     @property
     def step_s(self) -> float:
@@ -306,8 +306,8 @@ class Evidence:
     cost in seconds per step, None for memory or time outside the steps. If `measured`, it is the
     gain of another case; if its `source` is not timed, that of another strategy; otherwise an upper
     bound of what a remedy can save. `aside` is the problem's time outside the steps, over this time
-    and all steps. `share` is the cost as a fraction of the step;
-    None if `size_s` determines it. `code` and `command` apply the remedy to an observed loop.
+    and all steps. `share` is the cost as a fraction of the step; None if `size_s` determines it.
+    `code` and `command` apply the remedy to an observed loop.
     """
 
     says: str
