@@ -9,9 +9,10 @@ from dpbench.predict import simulation
 from dpbench.predict.constants import DEFAULT, Constants
 from dpbench.predict.machine import Machine
 from dpbench.predict.simulation import Timeline
-from dpbench.predict.tasks import of_step
-from dpbench.predict.work import Profile, Task
+from dpbench.predict.tasks import of_step, only
+from dpbench.predict.work import Profile
 from dpbench.records import Case, Phase
+from dpbench.records.work import Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,28 +55,15 @@ def step(
     the strategy's own step. Raises UnknownMachine as `simulation.step` does.
     """
     simulation.check(case, machine)
-    tasks = only(loop.changed(of_step(case, profile)), phases)
+    tasks = of_phases(loop.changed(of_step(case, profile)), phases)
     return simulation.timeline(tasks, case, profile, machine, constants)
 
 
-def only(tasks: Sequence[Task], phases: Collection[Phase]) -> list[Task]:
-    """Return the tasks of these phases; the tasks of all other phases are removed.
-
-    A task that depends on a removed task inherits the dependencies of the removed task.
-    """
+def of_phases(tasks: Sequence[Task], phases: Collection[Phase]) -> list[Task]:
+    """Return the tasks of these phases; the tasks of all other phases are removed."""
     if set(phases) >= set(Phase):
         return list(tasks)
-    kept: list[Task] = []
-    place: dict[int, tuple[int, ...]] = {}
-    for number, task in enumerate(tasks):
-        after = tuple(dict.fromkeys(at for before in task.after for at in place[before]))
-        beside = tuple(at for before in task.overlap for at in place[before] if at not in after)
-        if task.phase in phases:
-            place[number] = (len(kept),)
-            kept.append(replace(task, after=after, overlap=tuple(dict.fromkeys(beside))))
-        else:
-            place[number] = (*after, *beside)
-    return kept
+    return only(tasks, lambda task: task.phase in phases)
 
 
 def _batch_first(tasks: Sequence[Task]) -> list[Task]:

@@ -19,6 +19,8 @@ from dpbench.records.arguments import call
 from dpbench.records.errors import UnknownName, UsageError
 from dpbench.records.registry import Parallelism, Reduction, Role, Traits
 from dpbench.records.spelling import dashed
+from dpbench.records.work import Group, StepSizes, Task
+from dpbench.strategies._steps import OPTIMIZER_PASSES, Graph, bucket_sizes, buckets
 
 if TYPE_CHECKING:
     import torch
@@ -38,8 +40,16 @@ __all__ = [
     "Role",
     "Parallelism",
     "Reduction",
+    "StepSizes",
+    "Task",
+    "Group",
+    "Graph",
+    "OPTIMIZER_PASSES",
+    "bucket_sizes",
+    "buckets",
     "Updates",
     "load",
+    "described",
     "begin",
     "refusal",
     "AUTOCAST",
@@ -151,6 +161,15 @@ class Strategy:
         """
         raise UsageError(_no_forward(case))
 
+    def describe(self, case: Case, sizes: StepSizes) -> Sequence[Task] | None:
+        """Return what a step copies, computes and reduces, on which devices; None if unknown.
+
+        Predictions of the step's time, and the bytes that it moves, come from this list, which a
+        `Graph` builds. The phases and devices of the timed tasks are those that the step marks.
+        `sizes` are those of the model.
+        """
+        return None
+
     def skip(self, case: Case) -> str:
         """Return the reason why this strategy cannot run a case; an empty string if it can."""
         if self.traits.ranks and case.device_kind == "emulated":
@@ -187,6 +206,16 @@ def load(name: str) -> Strategy:
     """Return the strategy with the given name. Raises LookupError for an unknown name."""
     strategy: Strategy = registry.strategy(name)
     return strategy
+
+
+def described(case: Case, sizes: StepSizes) -> Sequence[Task] | None:
+    """Return the tasks of a case's step; None if its strategy is unknown or does not describe it.
+
+    A stored case may name any file, which is not imported for this.
+    """
+    describe = getattr(registry.imported(case.strategy), "describe", None)
+    tasks: Sequence[Task] | None = describe(case, sizes) if describe else None
+    return tasks
 
 
 def refusal(strategy: Strategy, case: Case) -> str:

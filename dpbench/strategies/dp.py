@@ -10,6 +10,7 @@ from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark
 from dpbench.records.schedule import Schedule, known
 from dpbench.records.spelling import dashed
+from dpbench.records.work import StepSizes, Task
 from dpbench.strategies import (
     Forward,
     Role,
@@ -22,6 +23,7 @@ from dpbench.strategies import (
     scaler_of,
     scheduler_of,
 )
+from dpbench.strategies._chain import of_schedule
 
 if TYPE_CHECKING:
     import torch
@@ -101,6 +103,11 @@ class Engine(Strategy):
         module = model.module.to(devices[0].torch_device)
         schedule = case.schedule or Schedule.REFERENCE
         yield DataParallel(module, list(devices), schedule=schedule, mark=mark)
+
+    def describe(self, case: Case, sizes: StepSizes) -> list[Task] | None:
+        """Return the tasks of a step; None if TrainStep selects the schedule, at run time."""
+        schedule = known(case.schedule or Schedule.REFERENCE)
+        return None if schedule is None else of_schedule(case, sizes, schedule)
 
 
 class _Training(Step):

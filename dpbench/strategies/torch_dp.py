@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Phase, marked
 from dpbench.records.arguments import call
+from dpbench.records.schedule import Schedule
 from dpbench.records.spelling import dashed
+from dpbench.records.work import StepSizes, Task
 from dpbench.strategies import (
     Forward,
     Reduction,
@@ -25,6 +27,7 @@ from dpbench.strategies import (
     precision_of,
     put_all,
 )
+from dpbench.strategies._chain import of_schedule
 
 if TYPE_CHECKING:
     import torch
@@ -99,6 +102,10 @@ class TorchDataParallel(Strategy):
         model.module.to(devices[0].torch_device)
         with on_emulated_devices(case.devices) if case.device_kind == "emulated" else nullcontext():
             yield Marked(model.module, devices, mark)
+
+    def describe(self, case: Case, sizes: StepSizes) -> list[Task]:
+        """Return the tasks of a step, which are those of the engine's schedule `reference`."""
+        return of_schedule(case, sizes, Schedule.REFERENCE, wrapper=True)
 
 
 strategy = TorchDataParallel()
