@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from dpbench.records import HOST, Case, Phase
+from dpbench.records import HOST, Case, Phase, Trial
 from dpbench.records.work import Group, Move, Shapes, StepSizes, Task
 from dpbench.strategies import described
 
@@ -12,16 +13,39 @@ PARTS = ("reduce_scatter", "all_gather")
 """The collectives in which a device has, or gets, one part of the message."""
 
 
-def of_step(case: Case, shapes: Shapes) -> list[Move]:
-    """Return the transfers in one training step, by phase; empty if they are unknown.
+FORWARD_ALONE = (Phase.SCATTER, Phase.REPLICATE, Phase.FORWARD, Phase.GATHER)
+"""The phases of a step that does not train."""
 
-    `shapes` has the sizes of the model's tensors. The transfers are unknown if the strategy does
-    not describe its step. The engine does not if TrainStep selects the schedule, which it does at
-    run time, or if the schedule is that of another version of dpbench.
+
+def of_trial(trial: Trial) -> list[Move]:
+    """Return the moves in one step of a trial's case; empty if they are unknown.
+
+    A trial of an external strategy states them, so that they are known without its code.
     """
+    if trial.facts.moves is not None:
+        return list(trial.facts.moves)
+    shapes = Shapes.of(trial.facts.model)
+    return of_step(trial.case, shapes) if shapes else []
+
+
+def of_step(case: Case, shapes: Shapes) -> list[Move]:
+    """Return the moves of bytes in one step, by phase; empty if unknown.
+
+    `shapes` has the sizes of the model's tensors. The moves are unknown if the replicas share a
+    device, or if the strategy does not describe its step. The engine does not if TrainStep selects
+    the schedule, which it does at run time, or if the schedule is that of another version of
+    dpbench.
+
+    For a case that runs the forward alone, the moves end with the gathering of outputs, and no
+    target is moved.
+    """
+    if case.placement == "colocated":
+        return []
+    shapes = shapes if case.trains else replace(shapes, target_bytes=0.0)
     tasks = described(case, StepSizes(**vars(shapes))) or ()
-    phases = [*Phase]
-    return sorted(_moves(tasks), key=lambda move: phases.index(move.phase))
+    phases = [*(Phase if case.trains else FORWARD_ALONE)]
+    found = [move for move in _moves(tasks) if move.bytes > 0 and move.phase in phases]
+    return sorted(found, key=lambda move: phases.index(move.phase))
 
 
 def _moves(tasks: Sequence[Task]) -> Iterator[Move]:
