@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec import structs
 
 from dpbench.predict import simulation
 from dpbench.predict.constants import DEFAULT, Constants
@@ -70,7 +72,7 @@ def _batch_first(tasks: Sequence[Task]) -> list[Task]:
     copies = [task for task in tasks if task.phase is Phase.SCATTER]
     first = Task(Phase.SCATTER, 0, "copy:host:0", sum(task.amount for task in copies), "bytes")
     moved = [
-        replace(
+        structs.replace(
             task,
             after=tuple(at + 1 for at in task.after),
             overlap=tuple(at + 1 for at in task.overlap),
@@ -84,14 +86,16 @@ def _batch_first(tasks: Sequence[Task]) -> list[Task]:
 
 
 def _from_device_0(task: Task) -> Task:
-    return replace(task, resource=task.resource.replace("host", "0"), after=task.after or (0,))
+    return structs.replace(
+        task, resource=task.resource.replace("host", "0"), after=task.after or (0,)
+    )
 
 
 def _late_reduction(tasks: Sequence[Task]) -> list[Task]:
     last = {task.device: at for at, task in enumerate(tasks) if task.phase is Phase.BACKWARD}
     return [
         (
-            replace(task, after=(*task.after, last[task.device]), overlap=())
+            structs.replace(task, after=(*task.after, last[task.device]), overlap=())
             if task.phase is Phase.REDUCE
             else task
         )

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+from msgspec import structs
+
 from dpbench.predict.work import Profile
 from dpbench.records import Case, registry
 from dpbench.records.errors import UsageError
@@ -51,13 +53,14 @@ def only(tasks: Sequence[Task], keeps: Callable[[Task], bool]) -> list[Task]:
     kept: list[Task] = []
     place: dict[int, tuple[int, ...]] = {}
     for number, task in enumerate(tasks):
-        after = tuple(dict.fromkeys(at for before in task.after for at in place[before]))
-        beside = tuple(at for before in task.overlap for at in place[before] if at not in after)
-        if keeps(task):
-            place[number] = (len(kept),)
-            kept.append(replace(task, after=after, overlap=tuple(dict.fromkeys(beside))))
-        else:
+        after = [at for before in task.after for at in place[before]]
+        beside = [at for before in task.overlap for at in place[before]]
+        if not keeps(task):
             place[number] = (*after, *beside)
+            continue
+        place[number] = (len(kept),)
+        overlap = tuple(dict.fromkeys(at for at in beside if at not in after))
+        kept.append(structs.replace(task, after=tuple(dict.fromkeys(after)), overlap=overlap))
     return kept
 
 

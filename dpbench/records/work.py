@@ -82,8 +82,7 @@ class Group:
     ring: bool = False
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(msgspec.Struct, frozen=True):
     """One part of a step's work: its amount and unit, its resource, and the tasks it waits for.
 
     `after` and `overlap` are indices into the list of the step's tasks. The task starts when all
