@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from dpbench.hardware import processes
@@ -40,6 +41,7 @@ __all__ = [
     "Role",
     "Parallelism",
     "Reduction",
+    "Memory",
     "StepSizes",
     "Task",
     "Group",
@@ -118,6 +120,22 @@ Forward = Callable[..., "torch.Tensor"]
 """The forward alone: a function from the module's positional arguments to its output."""
 
 
+class Memory(StrEnum):
+    """What a strategy keeps allocated on several devices, and for how long.
+
+    A prediction of memory replays these allocations. On one device, they are those of the module
+    alone.
+    """
+
+    UNKNOWN = "unknown"
+    WRAPPER = "wrapper"
+    """Those of torch.nn.DataParallel, whose copies live as long as the autograd graph."""
+    SCHEDULE = "schedule"
+    """Those of the engine's schedules."""
+    RANKS = "ranks"
+    """Each rank has the weights, the gradients and DistributedDataParallel's buckets."""
+
+
 @dataclass(frozen=True)
 class Split:
     """The split of the batch in one step: `rows` has the samples of each forward, in batch order.
@@ -133,10 +151,11 @@ class Split:
 class Strategy:
     """The base class of strategies.
 
-    Subclasses set `traits` and define `start`. The other methods have defaults.
+    Subclasses set `traits` and define `start`. `memory` and the other methods have defaults.
     """
 
     traits: Traits = Traits()
+    memory: Memory = Memory.UNKNOWN
 
     def start(
         self, case: Case, model: Model, devices: Sequence[Device], mark: Mark

@@ -20,7 +20,16 @@ from typing import TYPE_CHECKING, Any
 from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Phase
 from dpbench.records.work import Group, StepSizes, Task
-from dpbench.strategies import Forward, ObservedSpan, Parallelism, Reduction, Role, Strategy, Traits
+from dpbench.strategies import (
+    Forward,
+    Memory,
+    ObservedSpan,
+    Parallelism,
+    Reduction,
+    Role,
+    Strategy,
+    Traits,
+)
 from dpbench.strategies._ranks import RankStep, forward_of_rank
 from dpbench.strategies._steps import Graph, buckets, ring, to_backward
 
@@ -39,6 +48,7 @@ class DistributedDataParallel(Strategy):
         role=Role.CONTROL,
         shared_stream=True,
     )
+    memory = Memory.RANKS
 
     @contextmanager
     def start(

@@ -13,6 +13,7 @@ from dpbench.records.spelling import dashed
 from dpbench.records.work import StepSizes, Task
 from dpbench.strategies import (
     Forward,
+    Memory,
     Role,
     Step,
     Strategy,
@@ -36,6 +37,7 @@ class Engine(Strategy):
     """dpbench's data-parallel engine, `TrainStep`, under the schedule of the case."""
 
     traits = Traits(role=Role.ENGINE)
+    memory = Memory.SCHEDULE
 
     def skip(self, case: Case) -> str:
         """Return the reason why this strategy cannot run a case, or "" if it can.

@@ -18,6 +18,7 @@ from dpbench.records.spelling import dashed
 from dpbench.records.work import StepSizes, Task
 from dpbench.strategies import (
     Forward,
+    Memory,
     Reduction,
     Role,
     StepFunction,
@@ -39,6 +40,7 @@ class TorchDataParallel(Strategy):
     """torch.nn.DataParallel, with marks in the four methods that subclasses may override."""
 
     traits = Traits(role=Role.WRAPPER, reduction=Reduction.IN_BACKWARD, shared_stream=True)
+    memory = Memory.WRAPPER
 
     def skip(self, case: Case) -> str:
         """Return the reason why this strategy cannot run a case, or "" if it can."""
