@@ -15,11 +15,11 @@ from dpbench.predict import network
 from dpbench.predict.constants import DEFAULT, Constants, HostCosts
 from dpbench.predict.machine import Machine
 from dpbench.predict.network import DeviceGroup
-from dpbench.predict.tasks import PASSES, buckets
 from dpbench.predict.work import Cost, Profile
 from dpbench.records import Case, Phase, registry
 from dpbench.records.registry import Role
 from dpbench.records.schedule import Schedule
+from dpbench.strategies import OPTIMIZER_PASSES, buckets
 
 KNOWN = (Role.BASELINE, Role.WRAPPER, Role.ENGINE, Role.CONTROL)
 """The roles of the strategies that have a formula.
@@ -129,7 +129,7 @@ class _Terms:
         """
         late = self.loop.late_reduction
         backward = self.backward(0, overlapped=not late)
-        sizes = buckets(self.p)
+        sizes = buckets(self.p.sizes)
         ended = 0.0
         for number, size in enumerate(sizes):
             ready = backward if late else backward * (number + 1) / len(sizes)
@@ -200,7 +200,7 @@ class _Terms:
         """Return the duration in seconds of the optimizer step on one device."""
         if self.p.optimizer is not None:
             return self.on(Phase.OPTIMIZER, self.p.optimizer.at(self.rows))
-        moved = PASSES.get(self.case.optimizer, 5) * self.p.parameter_bytes / self.memory
+        moved = OPTIMIZER_PASSES.get(self.case.optimizer, 5) * self.p.parameter_bytes / self.memory
         launches = self.host.update_s * self.p.parameter_tensors
         return self.on(Phase.OPTIMIZER, max(moved, launches))
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec import structs
 
 from dpbench.predict import simulation
 from dpbench.predict.constants import DEFAULT, Constants
 from dpbench.predict.machine import Machine
 from dpbench.predict.simulation import Timeline
-from dpbench.predict.tasks import of_step
-from dpbench.predict.work import Profile, Task
+from dpbench.predict.tasks import of_step, only
+from dpbench.predict.work import Profile
 from dpbench.records import Case, Phase
+from dpbench.records.work import Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,35 +57,22 @@ def step(
     the strategy's own step. Raises UnknownMachine as `simulation.step` does.
     """
     simulation.check(case, machine)
-    tasks = only(loop.changed(of_step(case, profile)), phases)
+    tasks = of_phases(loop.changed(of_step(case, profile)), phases)
     return simulation.timeline(tasks, case, profile, machine, constants)
 
 
-def only(tasks: Sequence[Task], phases: Collection[Phase]) -> list[Task]:
-    """Return the tasks of these phases; the tasks of all other phases are removed.
-
-    A task that depends on a removed task inherits the dependencies of the removed task.
-    """
+def of_phases(tasks: Sequence[Task], phases: Collection[Phase]) -> list[Task]:
+    """Return the tasks of these phases; the tasks of all other phases are removed."""
     if set(phases) >= set(Phase):
         return list(tasks)
-    kept: list[Task] = []
-    place: dict[int, tuple[int, ...]] = {}
-    for number, task in enumerate(tasks):
-        after = tuple(dict.fromkeys(at for before in task.after for at in place[before]))
-        beside = tuple(at for before in task.overlap for at in place[before] if at not in after)
-        if task.phase in phases:
-            place[number] = (len(kept),)
-            kept.append(replace(task, after=after, overlap=tuple(dict.fromkeys(beside))))
-        else:
-            place[number] = (*after, *beside)
-    return kept
+    return only(tasks, lambda task: task.phase in phases)
 
 
 def _batch_first(tasks: Sequence[Task]) -> list[Task]:
     copies = [task for task in tasks if task.phase is Phase.SCATTER]
     first = Task(Phase.SCATTER, 0, "copy:host:0", sum(task.amount for task in copies), "bytes")
     moved = [
-        replace(
+        structs.replace(
             task,
             after=tuple(at + 1 for at in task.after),
             overlap=tuple(at + 1 for at in task.overlap),
@@ -96,14 +86,16 @@ def _batch_first(tasks: Sequence[Task]) -> list[Task]:
 
 
 def _from_device_0(task: Task) -> Task:
-    return replace(task, resource=task.resource.replace("host", "0"), after=task.after or (0,))
+    return structs.replace(
+        task, resource=task.resource.replace("host", "0"), after=task.after or (0,)
+    )
 
 
 def _late_reduction(tasks: Sequence[Task]) -> list[Task]:
     last = {task.device: at for at, task in enumerate(tasks) if task.phase is Phase.BACKWARD}
     return [
         (
-            replace(task, after=(*task.after, last[task.device]), overlap=())
+            structs.replace(task, after=(*task.after, last[task.device]), overlap=())
             if task.phase is Phase.REDUCE
             else task
         )

@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from dpbench.analysis import quantities, sampled, stats, summary, transfers
+from dpbench.analysis import quantities, sampled, stats, summary
+from dpbench.analysis.moves import of_trial
 from dpbench.records import Case, Source, Trial, fake, plan, registry, words
 from dpbench.records.estimate import Estimate
 from dpbench.records.grouping import grouped
 from dpbench.records.registry import Role
 from dpbench.records.trial import Key, by_key
-from dpbench.records.work import Shapes, received, sent
+from dpbench.records.work import received, sent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,8 +312,7 @@ def _energy(trial: Trial) -> Figures:
 
 def _moved(trial: Trial) -> Figures:
     """Return the bytes that each device receives and sends in one step, computed from shapes."""
-    shapes = Shapes.of(trial.facts.model)
-    found = transfers.moves(trial.case, shapes) if shapes else []
+    found = of_trial(trial)
     devices = range(len(trial.case.rows)) if found else ()
     return {device: [received(found, device) + sent(found, device)] for device in devices}
 

@@ -1,146 +1,88 @@
-"""Moves: the bytes that one step of a case moves between devices, from the traits of its strategy.
-
-A strategy whose traits are those of no strategy that is described here has no moves: its transfers
-are unknown.
-"""
+"""Moves: the bytes that one step of a case moves between devices, as its strategy describes it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from dpbench.records import HOST, Case, Phase
-from dpbench.records.registry import Role
-from dpbench.records.schedule import Schedule, known
-from dpbench.records.work import Move, Shapes
+from dpbench.records import HOST, Case, Phase, Trial
+from dpbench.records.work import Group, Move, Shapes, StepSizes, Task
+from dpbench.strategies import described
+
+PARTS = ("reduce_scatter", "all_gather")
+"""The collectives in which a device has, or gets, one part of the message."""
 
 
-def of_step(case: Case, shapes: Shapes) -> Iterator[Move]:
-    """Yield the transfers in one training step; none if they are unknown.
+FORWARD_ALONE = (Phase.SCATTER, Phase.REPLICATE, Phase.FORWARD, Phase.GATHER)
+"""The phases of a step that does not train."""
 
-    `shapes` has the sizes of the model's tensors. The transfers are unknown if TrainStep selects
-    the schedule, which it does at run time, and for a schedule of another version of dpbench.
+
+def of_trial(trial: Trial) -> list[Move]:
+    """Return the moves in one step of a trial's case; empty if they are unknown.
+
+    A trial of an external strategy states them, so that they are known without its code.
     """
-    traits = case.traits
-    schedule = known(case.schedule or Schedule.REFERENCE)
-    if traits.role in (Role.BASELINE, Role.ALL_CORES):
-        yield from _alone(case, shapes)
-    elif traits.role is Role.ENGINE and schedule is not None:
-        yield from _scheduled(case, shapes, schedule)
-    elif traits.role is Role.WRAPPER:
-        for move in _scheduled(case, shapes, Schedule.REFERENCE):
-            phase = Phase.BACKWARD if move.phase is Phase.REDUCE else move.phase
-            yield Move(phase, move.source, move.target, move.bytes)
-    elif traits.role is Role.CONTROL:
-        yield from _ddp(case, shapes)
-    elif traits.ranks and traits.shards_weights:
-        yield from _fsdp(case, shapes)
+    if trial.facts.moves is not None:
+        return list(trial.facts.moves)
+    shapes = Shapes.of(trial.facts.model)
+    return of_step(trial.case, shapes) if shapes else []
 
 
-def _alone(case: Case, shapes: Shapes) -> Iterator[Move]:
-    """Yield the transfer of the batch to the device, unless it is there before the step."""
-    if case.inputs != "device":
-        size = case.batch_size * (shapes.input_bytes + shapes.target_bytes)
-        yield Move(Phase.SCATTER, HOST, 0, size)
+def of_step(case: Case, shapes: Shapes) -> list[Move]:
+    """Return the moves of bytes in one step, by phase; empty if unknown.
 
+    `shapes` has the sizes of the model's tensors. The moves are unknown if the replicas share a
+    device, or if the strategy does not describe its step. The engine does not if TrainStep selects
+    the schedule, which it does at run time, or if the schedule is that of another version of
+    dpbench.
 
-def _ddp(case: Case, shapes: Shapes) -> Iterator[Move]:
-    """Yield the transfers of rows and of rank 0's buffers, and a ring all-reduce."""
-    yield from _batch(case, shapes, local=True)
-    count = len(case.rows)
-    for rank in range(1, count):
-        yield Move(Phase.FORWARD, 0, rank, shapes.buffer_bytes)
-    yield from _ring(count, shapes.trainable_bytes)
-
-
-def _fsdp(case: Case, shapes: Shapes) -> Iterator[Move]:
-    """Yield the transfers of rows, and the messages of collectives along a ring.
-
-    The weights are gathered twice, in forward and in backward, and the gradients are reduced once.
+    For a case that runs the forward alone, the moves end with the gathering of outputs, and no
+    target is moved.
     """
-    yield from _batch(case, shapes, local=True)
-    size = len(case.rows)
-    for rank in range(size if size > 1 else 0):
-        ring, following = (size - 1) / size, (rank + 1) % size
-        yield Move(Phase.FORWARD, rank, following, ring * shapes.parameter_bytes)
-        both = shapes.parameter_bytes + shapes.trainable_bytes
-        yield Move(Phase.BACKWARD, rank, following, ring * both)
+    if case.placement == "colocated":
+        return []
+    shapes = shapes if case.trains else replace(shapes, target_bytes=0.0)
+    tasks = described(case, StepSizes(**vars(shapes))) or ()
+    phases = [*(Phase if case.trains else FORWARD_ALONE)]
+    found = [move for move in _moves(tasks) if move.bytes > 0 and move.phase in phases]
+    return sorted(found, key=lambda move: phases.index(move.phase))
 
 
-def _scheduled(case: Case, shapes: Shapes, schedule: Schedule) -> Iterator[Move]:
-    """Yield the transfers of dpbench's engine under a schedule."""
-    yield from _batch(case, shapes, local=schedule.keeps_replicas)
-    if case.devices == 1:
-        return
-    yield from _weights(schedule, shapes, len(case.rows), case.devices)
-    if not schedule.keeps_replicas:
-        yield from _outputs(case, shapes)
-    yield from _gradients(case, schedule, shapes)
-
-
-def _batch(case: Case, shapes: Shapes, *, local: bool) -> Iterator[Move]:
-    """Yield the transfers of the inputs and the target of a batch to the devices.
-
-    If `local`, the rows of the target move to their replicas. Otherwise the whole target moves to
-    device 0, unless the devices are logical CPU devices, which read the host's memory.
-    """
-    on_device = case.inputs == "device"
-    for device, count in enumerate(case.rows):
-        if on_device and (case.traits.ranks or device == 0):
-            continue  # the batch is there before the step
-        size = count * (shapes.input_bytes + shapes.target_bytes * local)
-        yield Move(Phase.SCATTER, 0 if on_device else HOST, device, size)
-    if on_device:
-        return
-    if not local and case.device_kind != "cpu":  # logical CPU devices read the host's memory
-        yield Move(Phase.SCATTER, HOST, 0, case.batch_size * shapes.target_bytes)
-
-
-def _weights(schedule: Schedule, shapes: Shapes, count: int, devices: int) -> Iterator[Move]:
-    """Yield the transfers of weights and buffers to the first `count` of `devices` devices.
-
-    Replicas that update their weights themselves receive only the buffers. Under `sharded`, every
-    device also receives the parts that other devices have updated.
-    """
-    sent = shapes.buffer_bytes + (0 if schedule.updates_everywhere else shapes.parameter_bytes)
-    for device in range(1, count):
-        yield Move(Phase.REPLICATE, 0, device, sent)
-    if schedule is Schedule.SHARDED:
-        yield from _exchanged(Phase.REPLICATE, shapes.trainable_bytes / devices, devices, devices)
-
-
-def _outputs(case: Case, shapes: Shapes) -> Iterator[Move]:
-    for device, rows in enumerate(case.rows[1:], start=1):
-        yield Move(Phase.GATHER, device, 0, rows * shapes.output_bytes)
-        yield Move(Phase.BACKWARD, 0, device, rows * shapes.output_bytes)
-
-
-def _gradients(case: Case, schedule: Schedule, shapes: Shapes) -> Iterator[Move]:
-    """Yield the transfers of the gradients to the devices that update weights.
-
-    Device 0 receives all gradients. Under `allreduce`, every device does: on GPUs by a ring
-    all-reduce. Under `sharded`, every device receives its part. Devices without rows of the batch
-    receive gradients, but send them only in the collectives of GPUs.
-    """
-    collective = case.device_kind == "cuda"
-    count, devices, each = len(case.rows), case.devices, shapes.trainable_bytes
-    if not schedule.updates_everywhere:
-        for device in range(1, count):
-            yield Move(Phase.REDUCE, device, 0, each)
-    elif schedule is Schedule.ALLREDUCE and collective:
-        yield from _ring(devices, each)
-    else:
-        part = each / (devices if schedule is Schedule.SHARDED else 1)
-        yield from _exchanged(Phase.REDUCE, part, devices if collective else count, devices)
-
-
-def _ring(count: int, size: float) -> Iterator[Move]:
-    """Yield the transfers of a ring all-reduce of `size` bytes between `count` devices."""
-    for device in range(count if count > 1 else 0):
-        yield Move(Phase.REDUCE, device, (device + 1) % count, 2 * (count - 1) / count * size)
-
-
-def _exchanged(phase: Phase, each: float, sources: int, targets: int) -> Iterator[Move]:
-    for source in range(sources):
-        for target in range(targets):
+def _moves(tasks: Sequence[Task]) -> Iterator[Move]:
+    """Yield the transfers of copies and collectives; those of all rings of a phase are added."""
+    rings: dict[tuple[Phase, Group, float], float] = {}
+    seen: set[str] = set()
+    for task in tasks:
+        kind, _, ends = task.resource.partition(":")
+        if kind == "copy":
+            source, target = (HOST if end == "host" else int(end) for end in ends.split(":"))
             if source != target:
-                yield Move(phase, source, target, each)
+                yield Move(task.phase, source, target, task.amount)
+        elif task.group and task.resource not in seen:
+            seen.add(task.resource)  # each device of a collective has a task
+            of_kind = kind.removesuffix("_coalesced")
+            if task.group.ring:
+                key = task.phase, task.group, _passes(of_kind, len(task.group.receivers))
+                rings[key] = rings.get(key, 0) + task.amount
+            else:
+                yield from _exchanged(task, task.group, of_kind)
+    for (phase, group, passes), size in rings.items():
+        members = group.receivers
+        for device, following in zip(members, members[1:] + members[:1], strict=True):
+            if device != following:
+                yield Move(phase, device, following, passes * size)
+
+
+def _passes(kind: str, count: int) -> float:
+    """Return how often the message of a ring of `count` devices goes over each of its links."""
+    return (count - 1) / count if kind in PARTS else 2 * (count - 1) / count
+
+
+def _exchanged(task: Task, group: Group, kind: str) -> Iterator[Move]:
+    """Yield the transfers of a collective in which each sender sends to each receiver."""
+    parts = {"all_reduce": 1, **dict.fromkeys(PARTS, len(group.receivers))}
+    size = task.amount / parts[kind] if kind in parts else task.amount
+    for source in group.senders:
+        for target in group.receivers:
+            if source != target:
+                yield Move(task.phase, source, target, size)

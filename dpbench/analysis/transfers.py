@@ -10,11 +10,11 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 
 from dpbench.analysis import stats
-from dpbench.analysis.moves import of_step
+from dpbench.analysis.moves import of_trial
 from dpbench.records import HOST, Case, Phase, Trial
 from dpbench.records.case import MOVING
 from dpbench.records.estimate import Estimate
@@ -27,31 +27,10 @@ from dpbench.records.words import number
 from dpbench.records.work import (
     Move,
     Operations,
-    Shapes,
     fastest,
     received,
     times_links,
 )
-
-FORWARD_ALONE = (Phase.SCATTER, Phase.REPLICATE, Phase.FORWARD, Phase.GATHER)
-"""The phases of a step that does not train."""
-
-
-def moves(case: Case, shapes: Shapes) -> list[Move]:
-    """Return the moves of bytes in one step; empty if unknown or if the replicas share a device.
-
-    For a case that runs the forward alone, the moves end with the gathering of outputs, and no
-    target is moved.
-    """
-    if case.placement == "colocated":
-        return []
-    shapes = shapes if case.trains else replace(shapes, target_bytes=0.0)
-    return [
-        move
-        for move in of_step(case, shapes)
-        if move.bytes > 0 and (case.trains or move.phase in FORWARD_ALONE)
-    ]
-
 
 Floors = dict[tuple[Phase, int], float]
 """The least seconds of a phase on a device, by both."""
@@ -97,7 +76,7 @@ def flows(trials: Iterable[Trial]) -> list[PhaseTraffic]:
     """Return the traffic of each case in each phase that moves bytes, in order of the trials."""
     traffic = []
     for (case, _), group in _grouped(trials).items():
-        moves = _moves(case, group)
+        moves = _moves(group)
         for phase in dict.fromkeys(move.phase for move in moves):
             of_phase = tuple(move for move in moves if move.phase is phase)
             hidden = not _separable(case, phase)
@@ -121,9 +100,9 @@ def _grouped(trials: Iterable[Trial]) -> dict[Key, list[Trial]]:
     return by_key(trial for trial in trials if trial.trusted and trial.timed)
 
 
-def _moves(case: Case, trials: Sequence[Trial]) -> list[Move]:
-    shapes = next((found for trial in trials if (found := Shapes.of(trial.facts.model))), None)
-    return moves(case, shapes) if shapes else []
+def _moves(trials: Iterable[Trial]) -> list[Move]:
+    """Return the moves of the case of all of `trials`; empty if no trial says what moves."""
+    return next(filter(None, map(of_trial, trials)), [])
 
 
 def _separable(case: Case, phase: Phase) -> bool:
@@ -309,7 +288,7 @@ def _by_bytes(case: Case, trials_of: Mapping[Case, Sequence[Trial]]) -> Floors:
     seconds_per_byte = {
         ends: 1 / _rate(copies) for ends, copies in _copies(with_links(case, trials_of)).items()
     }
-    every = _moves(case, trials_of.get(case, ())) if seconds_per_byte else []
+    every = _moves(trials_of.get(case, ())) if seconds_per_byte else []
     unknown = {
         move.phase
         for move in every

@@ -35,8 +35,7 @@ from dpbench.predict.trace import Build, OptimizerFactory, Trace, shapes_of, tra
 from dpbench.predict.work import COALESCED_BYTES, chunks
 from dpbench.records import Case, registry
 from dpbench.records.errors import UsageError
-from dpbench.records.registry import Role
-from dpbench.strategies import OWN, optimizer_of, precision_of
+from dpbench.strategies import OWN, Memory, load, optimizer_of, precision_of
 
 Release = tuple[int, list[int]]
 """A pair (n, numbers): the allocations that are released after the first n backward ops."""
@@ -165,6 +164,8 @@ class WrapperMemory(EngineMemory):
         return sums
 
 
+ENGINES = {Memory.SCHEDULE: EngineMemory, Memory.WRAPPER: WrapperMemory}
+"""The replays of one process that drives several devices."""
 CONTEXT_BYTES = 500 * 2**20
 """The assumed bytes of a CUDA context outside the allocator; a prior, not a measurement.
 
@@ -251,31 +252,31 @@ def tape_of(case: Case, traces: Traces) -> Tape:
     Raises ValueError for a strategy whose memory is not known.
     """
     tape = Tape()
-    role = case.traits.role
     keeps = case.zero_grad == "zero"
+    kind = getattr(registry.imported(case.strategy), "memory", Memory.UNKNOWN)
     # on one device, torch.nn.DataParallel calls the module itself
-    if case.traits.one_device or (role is Role.WRAPPER and len(case.rows) == 1):
+    if case.traits.one_device or (kind is Memory.WRAPPER and len(case.rows) == 1):
         strategy_memory.single(tape, traces.of(case.batch_size), keeps=keeps)
-    elif role in (Role.ENGINE, Role.WRAPPER):
-        schedule = schedule_of(case)
+    elif kind in ENGINES:
         replicas = tuple(traces.of(rows) for rows in case.rows)
         shards = strategy_memory.Shards(traces.of(case.batch_size), replicas, traces.optimizer)
         collective = case.device_kind == "cuda" and case.placement == "spread" and len(replicas) > 1
-        kind = WrapperMemory if role is Role.WRAPPER else strategy_memory.EngineMemory
-        kind(tape, shards, schedule, collective=collective, keeps=keeps).run()
-    elif role is Role.CONTROL:
+        engine = ENGINES[kind]
+        engine(tape, shards, schedule_of(case), collective=collective, keeps=keeps).run()
+    elif kind is Memory.RANKS:
         for device, rows in enumerate(case.rows):
             strategy_memory.ddp(tape, traces.of(rows), device, keeps=keeps)
     else:
-        supported = ", ".join(
-            registry.of_role(role)
-            for role in Role
-            if role not in (Role.OTHER, Role.OBSERVED, Role.LOADER)
-        )
+        supported = ", ".join(filter(_replayed, registry.own("strategies")))
         raise UsageError(
             f"the memory of the strategy {case.strategy!r} is not known; use one of {supported}"
         )
     return tape
+
+
+def _replayed(name: str) -> bool:
+    strategy = load(name)
+    return strategy.traits.one_device or strategy.memory is not Memory.UNKNOWN
 
 
 def needed(

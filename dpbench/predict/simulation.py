@@ -15,10 +15,12 @@ from dpbench.predict.constants import DEFAULT, Constants, HostCosts
 from dpbench.predict.events import SimulatedJob
 from dpbench.predict.machine import Machine, UnknownMachine
 from dpbench.predict.network import DeviceGroup
-from dpbench.predict.tasks import PASSES, of_step
-from dpbench.predict.work import Cost, Profile, Task
+from dpbench.predict.tasks import of_step
+from dpbench.predict.work import Cost, Profile
 from dpbench.records import Case, Phase, Span, registry, words
 from dpbench.records.registry import Role
+from dpbench.records.work import Task
+from dpbench.strategies import OPTIMIZER_PASSES
 
 GIL = "gil"
 LOCAL = "local"
@@ -178,7 +180,9 @@ class _Prices:
         if profile.optimizer is None:
             return 1.0
         moved = (
-            PASSES.get(self._case.optimizer, 5) * profile.parameter_bytes / self.memory_bytes_per_s
+            OPTIMIZER_PASSES.get(self._case.optimizer, 5)
+            * profile.parameter_bytes
+            / self.memory_bytes_per_s
         )
         launches = profile.parameter_tensors * self._host_costs.update_s
         return profile.optimizer.at(self._rows[0]) / max(moved, launches)

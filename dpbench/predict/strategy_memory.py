@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from dpbench.predict.allocator import Names, Tape, clear, gradients_of, settle
 from dpbench.predict.recorder import Op
 from dpbench.predict.trace import Trace
-from dpbench.predict.work import COALESCED_BYTES, DDP_SYNC_BYTES, bucket_sizes, chunks, flat_bytes
+from dpbench.predict.work import COALESCED_BYTES, DDP_SYNC_BYTES, chunks, flat_bytes
 from dpbench.records.schedule import Schedule
+from dpbench.strategies import bucket_sizes
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,16 @@
-"""Work: the cost of a model on a device, the tasks of a step, and how torch groups tensors."""
+"""Work: the cost of a model on a device, and how torch groups tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
-from dpbench.records import Phase
-
-Size = TypeVar("Size", int, float)
+from dpbench.records.work import StepSizes
 
 COALESCED_BYTES = 10 * 2**20
 """The limit of the flat buffers in which torch.nn.parallel.comm copies tensors."""
 DDP_SYNC_BYTES = 250 * 2**20
 """The limit of the messages in which DistributedDataParallel broadcasts weights and buffers."""
-BUCKET_BYTES = 25 * 2**20
-"""The bytes at which a bucket of gradients is full, as in DistributedDataParallel."""
-FIRST_BUCKET_BYTES = 2**20
-"""The bytes at which DistributedDataParallel's first bucket of gradients is full."""
 SLOT_BYTES = 64
 """The alignment of each tensor in a flat buffer."""
 
@@ -32,22 +25,6 @@ def chunks(sizes_bytes: Sequence[int], limit_bytes: int) -> list[list[int]]:
         if runs[-1] and sum(runs[-1]) + size > limit_bytes:
             runs.append([])
         runs[-1].append(size)
-    return [run for run in runs if run]
-
-
-def bucket_sizes(sizes: Sequence[Size]) -> list[list[Size]]:
-    """Return the sizes of the gradients in each bucket of DistributedDataParallel.
-
-    `sizes` are in bytes, in the order in which backward finishes the gradients.
-    """
-    runs: list[list[Size]] = [[]]
-    total, full = 0.0, FIRST_BUCKET_BYTES
-    for size in sizes:
-        runs[-1].append(size)
-        total += size
-        if total >= full:
-            runs.append([])
-            total, full = 0.0, BUCKET_BYTES
     return [run for run in runs if run]
 
 
@@ -107,31 +84,24 @@ class Profile:
         count = max(1, self.parameter_tensors)
         return self.gradient_bytes or (self.parameter_bytes / count,) * count
 
+    @property
+    def sizes(self) -> StepSizes:
+        """Return the sizes from which a strategy describes its step.
 
-@dataclass(frozen=True)
-class Task:
-    """One part of a step's work: its amount and unit, its resource, and the tasks it waits for.
-
-    `after` and `overlap` are indices into the list of the step's tasks. The task starts when all
-    tasks in `after` have ended and all tasks in `overlap` have started. Units are bytes, share (of
-    the kernels of a device's forward or backward), and kinds of operations of the host: launches,
-    modules, tensors, threads and wakes. A resource is one of these:
-
-        device:i                    the stream of device i, which runs one kernel after the other
-        host                        the main thread
-        host:i                      the thread that serves device i
-        gil                         the interpreter lock, shared by the threads of one process
-        copy:a:b                    the link for a copy from a to b
-        all_reduce:k                the k-th collective
-
-    In a copy, a and b are indices of devices, or `host`. The tasks of a collective, one per device,
-    start and end together; its kind is broadcast, reduce, all_reduce, reduce_scatter or all_gather.
-    """
-
-    phase: Phase
-    device: int
-    resource: str
-    amount: float
-    unit: str
-    after: tuple[int, ...] = ()
-    overlap: tuple[int, ...] = ()
+        A profile does not say which parameters have gradients: all count as trained. Nor does it
+        have the bytes of targets, whose copies therefore take no time.
+        """
+        return StepSizes(
+            parameter_tensors=self.parameter_tensors,
+            parameter_bytes=self.parameter_bytes,
+            trainable_bytes=self.parameter_bytes,
+            buffer_tensors=self.buffer_tensors,
+            buffer_bytes=self.buffer_bytes,
+            input_bytes=self.input_bytes,
+            target_bytes=0,
+            output_bytes=self.output_bytes,
+            modules=self.modules,
+            forward_launches=self.forward_launches,
+            backward_launches=self.backward_launches,
+            gradient_sizes=self.gradient_sizes,
+        )

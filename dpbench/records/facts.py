@@ -15,7 +15,7 @@ import msgspec
 
 from dpbench.records.load import GpuLoad, Load
 from dpbench.records.observed import Observed
-from dpbench.records.work import CopyTimes, Operations, Sizes
+from dpbench.records.work import CopyTimes, Move, Operations, Sizes
 
 
 class NvLinks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -260,6 +260,8 @@ class TrialFacts(Surroundings, frozen=True, kw_only=True):
     validity: dict[str, dict[str, Any]] | None = None
     model: Sizes | None = None
     model_check: ModelCheck | None = None
+    moves: tuple[Move, ...] | None = None
+    """The bytes that a step of an external strategy moves; those of dpbench's own are computed."""
     links: tuple[CopyTimes, ...] | None = None
     operations: Operations | None = None
     no_peer_access: list[Any] | None = None

@@ -241,6 +241,22 @@ def strategy(name: str) -> Any:
     return instance
 
 
+def imported(name: str) -> Any:
+    """Return the strategy `name` without importing code of a user; None if that is impossible.
+
+    The code of a file or module is imported once the user has named it to this process. A stored
+    case may name any other.
+    """
+    place = name.rpartition(":")[0]
+    module = _module_of(Path(place)) if place.endswith(".py") else place
+    if module and module not in sys.modules:
+        return None
+    try:
+        return strategy(name)
+    except LookupError:
+        return None
+
+
 @lru_cache(maxsize=1)
 def _installed() -> dict[str, Any]:
     from importlib.metadata import entry_points  # imported late, because it takes 30 ms
@@ -279,6 +295,13 @@ def outside(kind: str, name: str) -> Any:
     return instance
 
 
+def _module_of(path: Path) -> str:
+    """Return the full name of the module of a Python file, in a package for its folder."""
+    folder = str(path.resolve().parent)
+    digest = hashlib.sha256(folder.encode()).hexdigest()[:12]
+    return f"dpbench_outside_{digest}.{path.stem}"
+
+
 def _executed(path: Path) -> Any:
     """Execute a Python file as a module of a package that stands for, and is unique to, its folder.
 
@@ -288,11 +311,12 @@ def _executed(path: Path) -> Any:
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)  # processes that this one spawns get the same path
-    package = f"dpbench_outside_{hashlib.sha256(folder.encode()).hexdigest()[:12]}"
+    name = _module_of(path)
+    package = name.rpartition(".")[0]
     if package not in sys.modules:
         sys.modules[package] = ModuleType(package)
         sys.modules[package].__path__ = [folder]
-    spec = importlib.util.spec_from_file_location(f"{package}.{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

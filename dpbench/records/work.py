@@ -1,4 +1,4 @@
-"""Work: the sizes of a model's tensors, the bytes that a step moves, and the times of copies."""
+"""Work: the sizes of a model's tensors, what a step does and moves, and the times of copies."""
 
 from __future__ import annotations
 
@@ -50,6 +50,68 @@ class Shapes:
         """Return the sizes that a trial states; None if any of them is missing."""
         values: dict[str, Any] = {f.name: getattr(sizes, f.name, None) for f in fields(cls)}
         return None if None in values.values() else cls(**values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSizes(Shapes):
+    """The sizes and numbers from which a strategy describes its step.
+
+    Only times depend on the fields of this class; they are 0 or empty if bytes alone are asked for.
+    `buffer_tensors` is the number of buffers. `forward_launches` and `backward_launches` are the
+    operations that the host submits to a device. `gradient_sizes` are the bytes of the gradients in
+    the order in which backward finishes them.
+    """
+
+    buffer_tensors: int = 0
+    modules: int = 0
+    forward_launches: int = 0
+    backward_launches: int = 0
+    gradient_sizes: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Group:
+    """The devices of a collective, and the way of its bytes.
+
+    In a `ring`, each of the `receivers` sends to the next one. Otherwise each of the `senders`
+    sends to every receiver.
+    """
+
+    senders: tuple[int, ...]
+    receivers: tuple[int, ...]
+    ring: bool = False
+
+
+class Task(msgspec.Struct, frozen=True):
+    """One part of a step's work: its amount and unit, its resource, and the tasks it waits for.
+
+    `after` and `overlap` are indices into the list of the step's tasks. The task starts when all
+    tasks in `after` have ended and all tasks in `overlap` have started. Units are bytes, share (of
+    the kernels of a device's forward or backward), and kinds of operations of the host: launches,
+    modules, tensors, threads and wakes. A resource is one of these:
+
+        device:i                    the stream of device i, which runs one kernel after the other
+        host                        the main thread
+        host:i                      the thread that serves device i
+        gil                         the interpreter lock, shared by the threads of one process
+        copy:a:b                    the link for a copy from a to b
+        all_reduce:k                the k-th collective
+
+    In a copy, a and b are indices of devices, or `host`. The tasks of a collective, one per device,
+    start and end together; its kind is broadcast, reduce, all_reduce, reduce_scatter or all_gather,
+    and `group` has its devices. Its amount is the bytes of the whole message. A task that is not
+    `timed` moves bytes, but predictions leave it out.
+    """
+
+    phase: Phase
+    device: int
+    resource: str
+    amount: float
+    unit: str
+    after: tuple[int, ...] = ()
+    overlap: tuple[int, ...] = ()
+    group: Group | None = None
+    timed: bool = True
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from dpbench.hardware import processes
@@ -19,6 +20,8 @@ from dpbench.records.arguments import call
 from dpbench.records.errors import UnknownName, UsageError
 from dpbench.records.registry import Parallelism, Reduction, Role, Traits
 from dpbench.records.spelling import dashed
+from dpbench.records.work import Group, StepSizes, Task
+from dpbench.strategies._steps import OPTIMIZER_PASSES, Graph, bucket_sizes, buckets
 
 if TYPE_CHECKING:
     import torch
@@ -38,8 +41,17 @@ __all__ = [
     "Role",
     "Parallelism",
     "Reduction",
+    "Memory",
+    "StepSizes",
+    "Task",
+    "Group",
+    "Graph",
+    "OPTIMIZER_PASSES",
+    "bucket_sizes",
+    "buckets",
     "Updates",
     "load",
+    "described",
     "begin",
     "refusal",
     "AUTOCAST",
@@ -108,6 +120,22 @@ Forward = Callable[..., "torch.Tensor"]
 """The forward alone: a function from the module's positional arguments to its output."""
 
 
+class Memory(StrEnum):
+    """What a strategy keeps allocated on several devices, and for how long.
+
+    A prediction of memory replays these allocations. On one device, they are those of the module
+    alone.
+    """
+
+    UNKNOWN = "unknown"
+    WRAPPER = "wrapper"
+    """Those of torch.nn.DataParallel, whose copies live as long as the autograd graph."""
+    SCHEDULE = "schedule"
+    """Those of the engine's schedules."""
+    RANKS = "ranks"
+    """Each rank has the weights, the gradients and DistributedDataParallel's buckets."""
+
+
 @dataclass(frozen=True)
 class Split:
     """The split of the batch in one step: `rows` has the samples of each forward, in batch order.
@@ -123,10 +151,11 @@ class Split:
 class Strategy:
     """The base class of strategies.
 
-    Subclasses set `traits` and define `start`. The other methods have defaults.
+    Subclasses set `traits` and define `start`. `memory` and the other methods have defaults.
     """
 
     traits: Traits = Traits()
+    memory: Memory = Memory.UNKNOWN
 
     def start(
         self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
@@ -150,6 +179,15 @@ class Strategy:
         under a strategy that does not override this method.
         """
         raise UsageError(_no_forward(case))
+
+    def describe(self, case: Case, sizes: StepSizes) -> Sequence[Task] | None:
+        """Return what a step copies, computes and reduces, on which devices; None if unknown.
+
+        Predictions of the step's time, and the bytes that it moves, come from this list, which a
+        `Graph` builds. The phases and devices of the timed tasks are those that the step marks.
+        `sizes` are those of the model.
+        """
+        return None
 
     def skip(self, case: Case) -> str:
         """Return the reason why this strategy cannot run a case; an empty string if it can."""
@@ -187,6 +225,16 @@ def load(name: str) -> Strategy:
     """Return the strategy with the given name. Raises LookupError for an unknown name."""
     strategy: Strategy = registry.strategy(name)
     return strategy
+
+
+def described(case: Case, sizes: StepSizes) -> Sequence[Task] | None:
+    """Return the tasks of a case's step; None if its strategy is unknown or does not describe it.
+
+    A stored case may name any file, which is not imported for this.
+    """
+    describe = getattr(registry.imported(case.strategy), "describe", None)
+    tasks: Sequence[Task] | None = describe(case, sizes) if describe else None
+    return tasks
 
 
 def refusal(strategy: Strategy, case: Case) -> str:

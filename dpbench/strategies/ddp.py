@@ -19,8 +19,19 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Phase
-from dpbench.strategies import Forward, ObservedSpan, Parallelism, Reduction, Role, Strategy, Traits
+from dpbench.records.work import Group, StepSizes, Task
+from dpbench.strategies import (
+    Forward,
+    Memory,
+    ObservedSpan,
+    Parallelism,
+    Reduction,
+    Role,
+    Strategy,
+    Traits,
+)
 from dpbench.strategies._ranks import RankStep, forward_of_rank
+from dpbench.strategies._steps import Graph, buckets, ring, to_backward
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,6 +48,7 @@ class DistributedDataParallel(Strategy):
         role=Role.CONTROL,
         shared_stream=True,
     )
+    memory = Memory.RANKS
 
     @contextmanager
     def start(
@@ -51,6 +63,32 @@ class DistributedDataParallel(Strategy):
     ) -> Iterator[Forward]:
         """Yield the forward of torch's wrapper on this rank's rows, with rank 0's buffers."""
         yield forward_of_rank(case, model, devices[0], mark, wrap)
+
+    def describe(self, case: Case, sizes: StepSizes) -> list[Task]:
+        """Return the tasks of all ranks; a bucket is reduced as soon as it is full."""
+        graph = Graph()
+        ranks = range(len(case.rows))
+        several = len(ranks) > 1
+        pieces = buckets(sizes) if several else [float(sizes.trainable_bytes)]
+        row_bytes = sizes.input_bytes + sizes.target_bytes
+        ready = {
+            i: to_backward(graph, case, sizes, i, len(pieces), row_bytes=row_bytes) for i in ranks
+        }
+        from_0, every = Group((0,), tuple(ranks)), ring(len(ranks))
+        graph.untimed(Phase.FORWARD, 0, "broadcast:buffers", sizes.buffer_bytes, from_0)
+        reduced: dict[int, list[int]] = {i: [] for i in ranks}
+        for number, size in enumerate(pieces):
+            for i in ranks:
+                # the last reduction overlaps with backward, whose span in a trace contains the
+                # hidden part
+                beside = graph.tasks[ready[i][-1]].overlap if number == len(pieces) - 1 else ()
+                waits = [*reduced[i], ready[i][number]]
+                name = f"all_reduce:{number}"
+                done = graph.add(Phase.REDUCE, i, name, size, "bytes", waits, beside, every)
+                reduced[i] = [done]
+        for i in ranks:
+            graph.update(case, sizes, i, f"host:{i}", reduced[i])
+        return graph.tasks
 
 
 def wrap(module: nn.Module, device: Device, **options: Any) -> nn.parallel.DistributedDataParallel:

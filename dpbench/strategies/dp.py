@@ -10,8 +10,10 @@ from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark
 from dpbench.records.schedule import Schedule, known
 from dpbench.records.spelling import dashed
+from dpbench.records.work import StepSizes, Task
 from dpbench.strategies import (
     Forward,
+    Memory,
     Role,
     Step,
     Strategy,
@@ -22,6 +24,7 @@ from dpbench.strategies import (
     scaler_of,
     scheduler_of,
 )
+from dpbench.strategies._chain import of_schedule
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +37,7 @@ class Engine(Strategy):
     """dpbench's data-parallel engine, `TrainStep`, under the schedule of the case."""
 
     traits = Traits(role=Role.ENGINE)
+    memory = Memory.SCHEDULE
 
     def skip(self, case: Case) -> str:
         """Return the reason why this strategy cannot run a case, or "" if it can.
@@ -101,6 +105,11 @@ class Engine(Strategy):
         module = model.module.to(devices[0].torch_device)
         schedule = case.schedule or Schedule.REFERENCE
         yield DataParallel(module, list(devices), schedule=schedule, mark=mark)
+
+    def describe(self, case: Case, sizes: StepSizes) -> list[Task] | None:
+        """Return the tasks of a step; None if TrainStep selects the schedule, at run time."""
+        schedule = known(case.schedule or Schedule.REFERENCE)
+        return None if schedule is None else of_schedule(case, sizes, schedule)
 
 
 class _Training(Step):

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import TYPE_CHECKING
 
 from dpbench.hardware.device import Device
-from dpbench.records import Case, Mark
+from dpbench.records import Case, Mark, Phase
+from dpbench.records.work import StepSizes, Task
 from dpbench.strategies import Forward, Parallelism, Reduction, Strategy, Traits
 from dpbench.strategies._ranks import RankStep, forward_of_rank
+from dpbench.strategies._steps import Graph, buckets, ring, scatter
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,6 +51,53 @@ class FullyShardedDataParallel(Strategy):
         """Yield a forward on this rank's rows that gathers weights; on exit, restore them."""
         yield forward_of_rank(case, model, devices[0], mark, _shard)
         _restore(model.module)
+
+    def describe(self, case: Case, sizes: StepSizes) -> list[Task]:
+        """Return the tasks of all ranks; a unit's collectives run during the compute of others.
+
+        A unit is a group of parameters that one collective gathers. Units are assumed to be as
+        large as DDP's buckets, because the sizes do not say which child has a parameter.
+        """
+        graph = Graph()
+        all_rows = case.rows
+        ranks = range(len(all_rows))
+        reduced = buckets(sizes) if len(ranks) > 1 else []
+        frozen = sizes.parameter_bytes - sizes.trainable_bytes
+        weights = [size + frozen / len(reduced) for size in reduced]
+        parts = max(1, len(reduced))
+        part = (1 / parts, "share")
+        numbers = count()
+        row_bytes = sizes.input_bytes + sizes.target_bytes
+        done = [scatter(graph, case, i, row_bytes) for i in ranks]
+
+        def collective(phase: Phase, kind: str, size: float, after: Sequence[int]) -> list[int]:
+            name = f"{kind}:{next(numbers)}"
+            return graph.each(phase, ranks, name, size, ring(len(ranks)), lambda i: [after[i]])
+
+        for phase, launches, units in (
+            (Phase.FORWARD, sizes.forward_launches, weights[::-1]),
+            (Phase.BACKWARD, sizes.backward_launches, weights),
+        ):
+            # the units' weights are gathered one after the other, ahead of the compute that needs
+            # them
+            gathered: list[list[int]] = []
+            for size in units:
+                before = gathered[-1] if gathered else done
+                gathered.append(collective(phase, "all_gather", size, before))
+            for unit in range(parts):
+                for i in ranks:
+                    needs = [done[i], *([gathered[unit][i]] if gathered else [])]
+                    done[i] = graph.launch(phase, i, f"host:{i}", launches / parts, part, needs)
+                if phase is Phase.BACKWARD and reduced:
+                    last = collective(phase, "reduce_scatter", reduced[unit], done)
+            if phase is Phase.FORWARD:
+                for i in ranks:
+                    output = all_rows[i] * sizes.output_bytes
+                    done[i] = graph.add(Phase.LOSS, i, f"device:{i}", output, "bytes", [done[i]])
+        for i in ranks:
+            ends = [done[i], *([last[i]] if reduced else [])]
+            graph.update(case, sizes, i, f"host:{i}", ends, share=1 / len(ranks))
+        return graph.tasks
 
 
 def _shard(module: nn.Module, device: Device) -> nn.Module:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Phase
 from dpbench.records.arguments import call
+from dpbench.records.work import StepSizes, Task
 from dpbench.strategies import (
     Forward,
     Parallelism,
@@ -20,6 +21,7 @@ from dpbench.strategies import (
     precision_of,
     put_all,
 )
+from dpbench.strategies._steps import alone
 
 if TYPE_CHECKING:
     import torch
@@ -75,6 +77,10 @@ class Single(Strategy):
             return output
 
         yield forward
+
+    def describe(self, case: Case, sizes: StepSizes) -> list[Task]:
+        """Return the tasks of a step on one device."""
+        return alone(case, sizes, row_bytes=sizes.input_bytes + sizes.target_bytes).tasks
 
 
 strategy = Single()

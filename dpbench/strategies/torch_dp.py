@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any
 from dpbench.hardware.device import Device
 from dpbench.records import Case, Mark, Phase, marked
 from dpbench.records.arguments import call
+from dpbench.records.schedule import Schedule
 from dpbench.records.spelling import dashed
+from dpbench.records.work import StepSizes, Task
 from dpbench.strategies import (
     Forward,
+    Memory,
     Reduction,
     Role,
     StepFunction,
@@ -25,6 +28,7 @@ from dpbench.strategies import (
     precision_of,
     put_all,
 )
+from dpbench.strategies._chain import of_schedule
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +40,7 @@ class TorchDataParallel(Strategy):
     """torch.nn.DataParallel, with marks in the four methods that subclasses may override."""
 
     traits = Traits(role=Role.WRAPPER, reduction=Reduction.IN_BACKWARD, shared_stream=True)
+    memory = Memory.WRAPPER
 
     def skip(self, case: Case) -> str:
         """Return the reason why this strategy cannot run a case, or "" if it can."""
@@ -99,6 +104,10 @@ class TorchDataParallel(Strategy):
         model.module.to(devices[0].torch_device)
         with on_emulated_devices(case.devices) if case.device_kind == "emulated" else nullcontext():
             yield Marked(model.module, devices, mark)
+
+    def describe(self, case: Case, sizes: StepSizes) -> list[Task]:
+        """Return the tasks of a step, which are those of the engine's schedule `reference`."""
+        return of_schedule(case, sizes, Schedule.REFERENCE, wrapper=True)
 
 
 strategy = TorchDataParallel()

@@ -14,8 +14,9 @@ import scipy
 import torch
 
 from dpbench import strategies
-from dpbench.analysis import frames, stats, summary, transfers
+from dpbench.analysis import frames, stats, summary
 from dpbench.analysis.findings import text
+from dpbench.analysis.moves import of_step
 from dpbench.analysis.report import Report
 from dpbench.cli import tables
 from dpbench.measure.worker import trial
@@ -291,8 +292,8 @@ def test_the_forward_moves_no_target_and_no_gradients() -> None:
     for strategy in ("single", "dp", "ddp", "torch_dp", "fsdp"):
         case = replace(CASE, strategy=strategy, devices=1 if strategy == "single" else 2)
         case = replace(case, schedule="reference" if strategy == "dp" else "")
-        moves = transfers.moves(case, SHAPES)
+        moves = of_step(case, SHAPES)
         assert {move.phase for move in moves} <= FORWARD
         assert sum(move.bytes for move in moves if move.phase is Phase.SCATTER) == 8 * 40.0
-        trained = transfers.moves(replace(case, mode="train"), SHAPES)
+        trained = of_step(replace(case, mode="train"), SHAPES)
         assert sum(move.bytes for move in trained) > sum(move.bytes for move in moves)

@@ -21,9 +21,9 @@ from dpbench.predict import memory
 from dpbench.predict.allocator import MIB, Allocator, OutOfDeviceMemory, Tape, replay
 from dpbench.predict.memory import DeviceMemory, Traces, largest_batch, needed, tape_of, traces_of
 from dpbench.predict.strategy_memory import EngineMemory
-from dpbench.predict.work import bucket_sizes, chunks
+from dpbench.predict.work import chunks
 from dpbench.records import Case, no_mark
-from dpbench.strategies import optimizer_of, single
+from dpbench.strategies import bucket_sizes, optimizer_of, single
 
 BATCH = 17
 """Odd, so that shards differ."""

@@ -196,7 +196,7 @@ def test_late_reduction_costs_what_overlap_hides() -> None:
 def test_only_some_phases() -> None:
     profile, on = known("dgx-a100")
     tasks = simulation.step(case_of("dp", 4), profile, on).tasks
-    kept = loops.only(tasks, {Phase.FORWARD, Phase.BACKWARD})
+    kept = loops.of_phases(tasks, {Phase.FORWARD, Phase.BACKWARD})
     assert {task.phase for task in kept} == {Phase.FORWARD, Phase.BACKWARD}
     ends = [
         i for i, task in enumerate(kept) if task.phase is Phase.FORWARD and task.unit == "share"

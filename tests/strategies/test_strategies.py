@@ -16,11 +16,12 @@ from dpbench.measure import verification
 from dpbench.measure.server import Server
 from dpbench.measure.worker import trial
 from dpbench.predict.tasks import of_step
-from dpbench.predict.work import Profile, Task
+from dpbench.predict.work import Profile
 from dpbench.records import Case, Effort, Phase, Status, Trial, Verified, no_mark, registry
 from dpbench.records.errors import UsageError
 from dpbench.records.plan import normalise
 from dpbench.records.schedule import Schedule
+from dpbench.records.work import Task
 from dpbench.strategies import OPTIMIZERS, Step, Strategy, begin, load, optimizer_of
 
 NAMES = registry.names("strategies")

@@ -14,6 +14,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
+from dpbench.analysis.moves import of_step
 from dpbench.engine.containers import tensors_in
 from dpbench.hardware import nvml, provenance, rates
 from dpbench.hardware.device import Device
@@ -23,7 +24,7 @@ from dpbench.models import Model, bytes_in, rows_in
 from dpbench.records import Case, Trial, fake
 from dpbench.records.arguments import arguments_of
 from dpbench.records.facts import TrialFacts, stated
-from dpbench.records.work import Operations, times_links
+from dpbench.records.work import Operations, Shapes, Sizes, times_links
 
 LINK_PASSES = 3
 """The passes over all links in a trial; each is a round of their intervals."""
@@ -69,6 +70,16 @@ def of_model(model: Model, batch: tuple[Any, Any]) -> dict[str, float]:
     except Exception:  # a model may raise any error: leave the unknown fact out
         return facts
     return facts
+
+
+def described_moves(case: Case, model: dict[str, float]) -> dict[str, Any]:
+    """Return the bytes that a step of an external strategy moves, if it describes its step.
+
+    `model` has the model's sizes. Readers of the trial do not import the code of the strategy.
+    """
+    shapes = Shapes.of(Sizes(**model)) if case.declared else None
+    moves = of_step(case, shapes) if shapes else []
+    return stated(moves=tuple(moves)) if moves else {}
 
 
 def torch_facts(case: Case, device: Device) -> dict[str, Any]:

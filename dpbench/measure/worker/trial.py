@@ -35,7 +35,13 @@ from dpbench.measure.request import RemoteRank, Request, WorkKind
 from dpbench.measure.verification import Verification
 from dpbench.measure.worker import loaders, memory, model_check, neighbour
 from dpbench.measure.worker.bench import PreparedCase, run_timers, start_timer
-from dpbench.measure.worker.facts import of_model, torch_facts, with_links, with_operations
+from dpbench.measure.worker.facts import (
+    described_moves,
+    of_model,
+    torch_facts,
+    with_links,
+    with_operations,
+)
 from dpbench.models import Model
 from dpbench.records import HOST, Case, Effort, Memory, Status, Trial, Verified
 from dpbench.records.facts import stated
@@ -138,9 +144,10 @@ def prepare(case: Case, strategy: Strategy, rank: RankPlace | None = None) -> Pr
     drawn = _batches(case, model) if case.loader >= 0 else []
     examples = [rows_of(batch, case, rank.rank) if rank else batch for batch in drawn]
     times_s.append(time.perf_counter())
-    facts = torch_facts(case, devices[0]) | (
-        {"model": of_model(model, batches[0])} if leads else {}
-    )
+    facts = torch_facts(case, devices[0])
+    if leads:
+        sizes = of_model(model, batches[0])
+        facts |= {"model": sizes, **described_moves(case, sizes)}
     if verdict.averaging:
         facts |= stated(averaging=verdict.averaging)
     compiling = {"compile_s": verdict.steps_s} if case.compile else {}
