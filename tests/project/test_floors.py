@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from dpbench.records import siblings
+from dpbench.records import registry, siblings
 
 FLOORS = (
     "records",
@@ -44,6 +44,8 @@ NEVER = (("store", "hardware"), ("analysis", "hardware"), ("report", "hardware")
 """The pairs of packages of which the first never imports the second, although it lies below."""
 PLAIN = ("step", "scatter", "replicate", "parallel_apply", "gather", "reduce")
 """The files of the engine that explain DataParallel."""
+DESCRIBED = ("analysis.moves", "predict.tasks", "predict.memory", "predict.strategy_memory")
+"""The files that ask a strategy what its step does."""
 HOMES = {
     "torch": (
         "hardware.device",
@@ -244,6 +246,18 @@ def test_stores_and_opinions_on_them_ask_no_machine() -> None:
 def test_the_explanation_of_dataparallel_comes_before_the_fast_schedules() -> None:
     found = {other for module, other in arrows() if module in {f"engine.{one}" for one in PLAIN}}
     assert [other for other in found if other.startswith("engine.fast")] == []
+
+
+def test_a_step_is_what_its_strategy_says() -> None:
+    """The bytes, the time and the memory of a step follow from no role and no name."""
+    names = registry.own("strategies")
+    for path in FILES:
+        if module_of(path) not in DESCRIBED:
+            continue
+        for node in ast.walk(parsed(path)):
+            assert getattr(node, "attr", "") not in ("role", "of_role"), f"{path}:{node.lineno}"
+            assert not isinstance(node, ast.Constant) or node.value not in names, path
+        assert not [name for _, name in imports(path) if name.endswith(".Role")], path
 
 
 def test_heavy_libraries_have_one_home() -> None:
