@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from markupsafe import Markup
+
 from dpbench.records import Case
 from dpbench.report import naming
 from dpbench.report.table import Table
@@ -19,7 +21,7 @@ class Panel:
     """
 
     title: str
-    svg: str
+    svg: Markup
     caption: str
     labels: tuple[str, ...]
     cases: Sequence[Case] = ()

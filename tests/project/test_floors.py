@@ -66,6 +66,7 @@ HOMES = {
     "pynvml": ("hardware.nvml",),
     "matplotlib": ("report",),
     "pandas": ("analysis",),
+    "xml": ("report.svg",),  # it alone knows the syntax of SVG
 }
 LIGHT = (
     "dpbench",
