@@ -20,6 +20,7 @@ from dpbench.cli.options import (
     option_of,
     store_option,
 )
+from dpbench.cli.showing import check_page
 from dpbench.records import files
 
 
@@ -70,9 +71,9 @@ def doctor(
     from dpbench.doctor.examine import examine
     from dpbench.doctor.result import result
 
-    for file in filter(None, (report, output)):
-        files.check_writable(file)
+    check_page(report)
     if output is not None:
+        files.check_writable(output)
         _write_machine(output, patience, anyway=anyway)
     started_s = time.time()
     machine = examine(_say)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
@@ -85,7 +86,7 @@ def _table(curve: LoaderCurve, trials: Sequence[Trial]) -> Table:
     return Table("Each number of workers", COLUMNS, tuple(lines), text=0, cases=cases)
 
 
-def _drawing(curve: LoaderCurve, key: str) -> str:
+def _drawing(curve: LoaderCurve, key: str) -> Markup:
     points = [point for point in curve.points if naming.drawable(point.row.throughput)]
     rates = [point.row.throughput for point in points if point.row.throughput]
     batch_size = curve.points[0].row.case.batch_size

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from xml.etree import ElementTree
 
 from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.patches import FancyBboxPatch, PathPatch
+from matplotlib.path import Path
 
 from dpbench.records import words
 from dpbench.records.boxes import Box, Link
+from dpbench.records.registry import Role
+from dpbench.report import naming, svg
+from dpbench.report.marks import Drawing
 
 WIDE, HIGH, GAP, BETWEEN = 148, 60, 14, 50
 """The width and the height of a box, and the gaps beside and below one, in SVG units."""
@@ -32,59 +37,66 @@ def picture(placed: Sequence[Box], links: Sequence[Link]) -> Markup:
     below = BETWEEN + 8 * max(arcs) if arcs else 0
     width = EDGE + (1 + max((box.column for box in boxes.values()), default=0)) * (WIDE + GAP)
     height = max(tops.values(), default=0) + HIGH + EDGE + below
-    svg = ElementTree.Element(
-        "svg",
-        {
-            "viewBox": f"0 0 {width:g} {height:g}",
-            "width": f"{width:g}",
-            "role": "img",
-            "aria-label": "; ".join(", ".join(box.texts) for box in placed),
-        },
-    )
-    rates = [_draw(svg, link, boxes, tops) for link in links]
-    svg.extend(rate for rate in rates if rate is not None)  # above all lines
-    for box in boxes.values():
-        _box(svg, _middle(box), tops[box.row], box.texts)
-    return Markup(ElementTree.tostring(svg, encoding="unicode"))
+    with svg.theme():
+        figure = Drawing((width, height))
+        axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))
+        axes.set_axis_off()
+        for link in links:
+            _draw(axes, link, boxes, tops)
+        for box in boxes.values():
+            _box(axes, _middle(box), tops[box.row], box.texts)
+        return svg.render(
+            figure,
+            key="picture",
+            title="The machine",
+            description="; ".join(", ".join(box.texts) for box in placed),
+        )
 
 
 def _middle(box: Box) -> float:
     return EDGE + box.column * (WIDE + GAP) + WIDE / 2
 
 
-def _draw(
-    svg: ElementTree.Element, link: Link, boxes: Mapping[str, Box], tops: Mapping[int, int]
-) -> ElementTree.Element | None:
-    """Draw a link, and return the text of its rate, None without one."""
+def _draw(axes: Axes, link: Link, boxes: Mapping[str, Box], tops: Mapping[int, int]) -> None:
+    """Draw a link and, above all links, its rate if it is known."""
     first, second = sorted((boxes[end] for end in link.ends), key=lambda box: box.row)
     x1, y1 = _middle(first), tops[first.row] + HIGH
     x2, y2 = _middle(second), tops[second.row]
-    look = "unknown" if link.share is None else "slow" if link.slow else "known"
-    middle = (x1 + x2) / 2
+    known = link.share is not None
+    colour = svg.LOSS if link.slow else svg.ROLES[Role.ENGINE] if known else svg.MUTED
+    x, y = (x1 + x2) / 2, (y1 + y2) / 2 + 4
+    line = Path([(x1, y1), (x2, y2)])
     if first.row == second.row:
         deep = BETWEEN - 20 + 8 * abs(second.column - first.column)
-        path = f"M{x1:g} {y1:g}Q{middle:g} {y1 + 2 * deep:g} {x2:g} {y1:g}"
-        place = middle, y1 + deep - 4
-    else:
-        path = f"M{x1:g} {y1:g}L{x2:g} {y2:g}"
-        place = middle, (y1 + y2) / 2 + 4
-    ElementTree.SubElement(svg, "path", {"d": path, "class": f"link {look}"})
-    if link.share is None:
-        return None
-    return _text(place, words.percent(link.share) if link.share else "fails", f"rate {look}")
+        y = y1 + deep - 4
+        line = Path([(x1, y1), (x, y1 + 2 * deep), (x2, y1)], [Path.MOVETO, *[Path.CURVE3] * 2])
+    axes.add_patch(
+        PathPatch(line, facecolor="none", edgecolor=colour, linewidth=3 if known else 1.5)
+    )
+    if link.share is not None:
+        axes.text(
+            x,
+            y,
+            words.percent(link.share) if link.share else "fails",
+            ha="center",
+            fontsize=svg.SMALL,
+            fontweight="bold" if link.slow else "normal",
+            color=colour if link.slow else svg.FOREGROUND,
+            bbox={"facecolor": svg.BACKGROUND, "edgecolor": "none", "pad": 1},
+        )
 
 
-def _box(svg: ElementTree.Element, x: float, y: float, lines: Sequence[str]) -> None:
-    place = {"x": f"{x - WIDE / 2:g}", "y": f"{y:g}", "width": str(WIDE), "height": str(HIGH)}
-    ElementTree.SubElement(svg, "rect", {**place, "rx": "6", "class": "box"})
-    shown = [text if len(text) <= LETTERS else f"{text[: LETTERS - 1]}…" for text in lines if text]
+def _box(axes: Axes, x: float, y: float, lines: Sequence[str]) -> None:
+    edge = FancyBboxPatch(
+        (x - WIDE / 2, y),
+        WIDE,
+        HIGH,
+        boxstyle="round,pad=0,rounding_size=6",
+        facecolor=svg.CARD,
+        edgecolor=svg.MUTED,
+    )
+    axes.add_patch(edge)
+    shown = [naming.clip(text, LETTERS) for text in lines if text]
     first = y + HIGH / 2 - 16 * (len(shown) - 1) / 2 + 4
     for number, text in enumerate(shown):
-        svg.append(_text((x, first + 16 * number), text))
-
-
-def _text(place: tuple[float, float], text: str, look: str = "name") -> ElementTree.Element:
-    x, y = place
-    element = ElementTree.Element("text", {"x": f"{x:g}", "y": f"{y:g}", "class": look})
-    element.text = text
-    return element
+        axes.text(x, first + 16 * number, text, ha="center", fontsize=svg.SMALL)

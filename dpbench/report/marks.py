@@ -1,7 +1,7 @@
 """Marks: the texts and the cases of a drawing's artists, by which the page explains and filters it.
 
 Matplotlib writes the `gid` of an artist as the id of its SVG group. The functions here choose the
-`gid`, and turn it into attributes of the group.
+`gid`; `svg.render` turns the mark into attributes of the group.
 """
 
 from __future__ import annotations
@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from xml.etree import ElementTree
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dpbench.records import Case
-from dpbench.report import naming
 
 
 @dataclass
@@ -89,20 +87,3 @@ def in_lane(axes: Axes, number: int) -> Iterator[None]:
     for artist in axes.get_children():
         if artist not in before:
             _mark(artist).lane = number
-
-
-def hook(target: ElementTree.Element, gid: str, figure: Drawing) -> None:
-    """Give an SVG element the attributes that follow from the mark of its artist.
-
-    An artist with a text gives `data-bar` and a title, which browsers show while the pointer is on
-    the group; one with cases gives their ids as `data-cases`; one in a lane gives the lane's number
-    as `data-lane`, unless the figure has no lanes.
-    """
-    mark = figure.marks.get(gid, Mark())
-    if mark.lane is not None and figure.lanes:
-        target.set("data-lane", str(mark.lane))
-    if mark.cases:
-        target.set("data-cases", naming.case_ids(mark.cases))
-    if mark.text:
-        target.set("data-bar", "")
-        ElementTree.SubElement(target, "title").text = naming.plain(mark.text)

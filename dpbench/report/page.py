@@ -12,9 +12,8 @@ reports/latest/index.html     the page of the newest run in which at least one c
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -60,33 +59,6 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
 OPEN = 24
 """The largest number of lines of a table that is expanded when the page opens."""
 FACTS = "run.json"
-
-
-class Styles:
-    """The style sheet of the drawings: each distinct style of their elements becomes a class.
-
-    The page's Content-Security-Policy allows no style in an attribute.
-    """
-
-    def __init__(self) -> None:
-        self._names: dict[str, str] = {}
-
-    def without(self, drawing: str) -> Markup:
-        """Return a drawing whose elements have classes in place of styles.
-
-        Text and attributes of a drawing contain no `<` and no `>`, so the pattern matches only in
-        tags.
-        """
-        # svg.render has escaped all text
-        return Markup(re.sub(r'(<\w[^<>]*?) style="([^"]*)"', self._named, drawing))
-
-    def _named(self, match: re.Match[str]) -> str:
-        name = self._names.setdefault(match[2], f"s{len(self._names)}")
-        return f'{match[1]} class="{name}"'
-
-    def __str__(self) -> str:
-        """Return the style sheet."""
-        return "".join(f".{name}{{{style}}}\n" for style, name in self._names.items())
 
 
 @dataclass(frozen=True)
@@ -160,12 +132,11 @@ def render(report: Report) -> str:
 
 def rendered(report: Report, content: Content) -> str:
     """Return the HTML text of the page that shows a report with this content."""
-    styles = Styles()
-    sections = _sections(report, styles)
+    sections = _sections(report)
     shown = [part for part in sections if part.id in SHOWN]
     details = [part for part in sections if part.id not in SHOWN]
     added = _added(report)
-    style = f"{text_of('page.css')}{''.join(part.style for part in added)}{styles}"
+    style = f"{text_of('page.css')}{''.join(part.style for part in added)}"
     script = text_of("page.js")
     command = report.facts.command
     html = template("page.html").render(
@@ -221,17 +192,10 @@ def _card(answer: Answer, rows: Sequence[Row]) -> Card:
     )
 
 
-def _sections(report: Report, styles: Styles) -> list[Section]:
-    """Return the sections in the order of the page, their drawings with classes for styles."""
-    found = [
-        replace(
-            section,
-            panels=[replace(one, svg=styles.without(one.svg)) for one in section.panels],
-        )
-        for section in (*figures.sections(report), *devices.parts(report))
-    ]
+def _sections(report: Report) -> list[Section]:
+    """Return the sections in the order of the page."""
     return sorted(
-        found,
+        [*figures.sections(report), *devices.parts(report)],
         key=lambda section: ORDER.index(section.id) if section.id in ORDER else len(ORDER),
     )
 

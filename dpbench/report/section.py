@@ -21,7 +21,7 @@ class Panel:
     """
 
     title: str
-    svg: str
+    svg: Markup
     caption: str
     labels: tuple[str, ...]
     cases: Sequence[Case] = ()

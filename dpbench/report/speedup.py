@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -21,6 +22,12 @@ from dpbench.report.section import Panel, Section
 
 LEFT = 0.85
 """The number of devices at which the interval of one device with all cores is drawn."""
+POINTS = 3
+"""A panel has lines from this many different numbers of devices on, 1 included, else lanes."""
+LANE = 36.0
+"""The height of a lane in SVG units."""
+IDEAL: Mapping[str, Any] = {"linestyle": ":", "color": svg.MUTED, "linewidth": 1.6}
+BASELINE = "single: the baseline, 1×"
 LINES = 8
 """The largest number of lines in one panel of speed-ups."""
 MARKERS = {Role.WRAPPER: "^", Role.ENGINE: "o", Role.CONTROL: "s"}
@@ -92,11 +99,65 @@ def _beside(facet: small_multiples.Facet, levels: Iterable[Row]) -> list[Row]:
 
 
 def _panel(facet: small_multiples.Facet, levels: Sequence[Row], key: str) -> Panel:
-    """Return a panel of speed-ups; its values are in the legend, where they cannot overlap."""
+    """Return a panel of speed-ups: lines over the number of devices, or a lane for each case."""
     rows = [*levels, *facet.rows]
+    devices = {1, *(row.case.devices for row in rows)}
+    end = max(*devices, svg.extent(row.speedup for row in rows if row.speedup))
+    figure, values = _lanes(rows, end) if len(devices) < POINTS else _lines(rows, end)
+    scaling, batch = _work(facet.rows[0])
+    work = (
+        f"Weak scaling: batch {batch} per device"
+        if scaling == "weak"
+        else f"Strong scaling: global batch {batch}"
+    )
+    title = f"{facet.title}, weak scaling" if scaling == "weak" else facet.title
+    drawing = svg.render(
+        figure,
+        key=key,
+        title=f"Speed-up against ideal: {title}",
+        description=f"{work}. {'; '.join(values)}.",
+    )
+    return Panel(
+        title,
+        drawing,
+        f"{work}. {naming.rounds(rows)}" if scaling == "weak" else naming.rounds(rows),
+        naming.labels(rows),
+        cases=[row.case for row in rows],
+    )
+
+
+def _lanes(rows: Sequence[Row], end: float) -> tuple[Drawing, list[str]]:
+    """Return a figure with a lane for each case, up to the speed-up `end`, and its values."""
+    said = [_name(row, _counted(row)) for row in rows]
+    values = [words.times(row.speedup) if row.speedup else "" for row in rows]
+    figure, axes, tops = svg.lanes(
+        said, values, [LANE] * len(rows), keys=2, cases=[row.case for row in rows]
+    )
+    for number, (row, top) in enumerate(zip(rows, tops, strict=True)):
+        assert row.speedup is not None
+        e, middle = row.speedup, top + LANE - 11
+        with marks.in_lane(axes, number):
+            if row.case.devices > 1:
+                axes.plot([row.case.devices] * 2, [middle - 6, middle + 6], **IDEAL)
+            look = _look(row, 0)
+            svg.whisker(axes, middle, e.value, (e.low, e.high), end, colour=look["color"])
+            (point,) = axes.plot([e.value], [middle], **look | {"linestyle": ""})
+            marks.explain(point, _said(row, e))
+    base = axes.axvline(1, color=svg.ROLES[Role.BASELINE], linewidth=1.2, label=BASELINE)
+    ideal = Line2D([], [], **IDEAL, label="ideal: the number of devices")
+    axes.set(xlim=(0, end * 1.06), xlabel="speed-up over one device, ×")
+    svg.amounts(axes.xaxis)
+    svg.legend(figure, [ideal, base], 1)
+    return figure, [f"{name}: {value}" for name, value in zip(said, values, strict=True)]
+
+
+def _lines(rows: Sequence[Row], end: float) -> tuple[Drawing, list[str]]:
+    """Return a figure with a line for each strategy, and the entries of its legend.
+
+    The values are in the legend, where they cannot overlap. `end` is the highest speed-up drawn.
+    """
     lines = grouped((_identity(row), (row, row.speedup)) for row in rows if row.speedup)
     most = max(row.case.devices for row in rows)
-    end = max(most, svg.extent(e for line in lines.values() for _, e in line))
     figure, axes, keys = _frame(most, end * 1.06, len(lines))
     numbers: dict[str, count[int]] = {}
     for position, line in enumerate(lines.values()):
@@ -111,24 +172,7 @@ def _panel(facet: small_multiples.Facet, levels: Sequence[Row], key: str) -> Pan
     ):
         for artist in filter(None, (text, handle)):
             marks.own(artist, _cases(line))
-    scaling, batch = _work(facet.rows[0])
-    work = (
-        f"Weak scaling: batch {batch} per device"
-        if scaling == "weak"
-        else f"Strong scaling: global batch {batch}"
-    )
-    title = f"{facet.title}, weak scaling" if scaling == "weak" else facet.title
-    description = f"{work}. {'; '.join(str(one.get_label()) for one in keys)}."
-    drawing = svg.render(
-        figure, key=key, title=f"Speed-up against ideal: {title}", description=description
-    )
-    return Panel(
-        title,
-        drawing,
-        f"{work}. {naming.rounds(rows)}" if scaling == "weak" else naming.rounds(rows),
-        naming.labels(rows),
-        cases=[row.case for row in rows],
-    )
+    return figure, [str(one.get_label()) for one in keys]
 
 
 def _cases(line: Points) -> list[Case]:
@@ -136,9 +180,14 @@ def _cases(line: Points) -> list[Case]:
 
 
 def _said(row: Row, speedup: Estimate) -> str:
-    count = "" if row.case.traits.one_device else f" ×{row.case.devices}"
-    name = " ".join(filter(None, (f"{names.strategy(row.case)}{count}", row.run)))
+    name = " ".join(filter(None, (_counted(row), row.run)))
     return f"{name}: speed-up {words.times(speedup)}, {naming.basis(row)}"
+
+
+def _counted(row: Row) -> str:
+    """Return the strategy and its number of devices."""
+    count = "" if row.case.traits.one_device else f" ×{row.case.devices}"
+    return f"{names.strategy(row.case)}{count}"
 
 
 def _frame(most: int, top: float, lines: int) -> tuple[Drawing, Axes, list[Line2D]]:
@@ -154,24 +203,27 @@ def _frame(most: int, top: float, lines: int) -> tuple[Drawing, Axes, list[Line2
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
     svg.amounts(axes.yaxis, 6)
     axes.grid()
-    (ideal,) = axes.plot(
-        [1, most], [1, most], ":", color=svg.MUTED, linewidth=1.6, label=f"ideal: {most}× on {most}"
-    )
+    (ideal,) = axes.plot([1, most], [1, most], **IDEAL, label=f"ideal: {most}× on {most}")
     (base,) = axes.plot(
         [1],
         [1],
         "D",
         color=svg.ROLES[Role.BASELINE],
         markersize=5.5,
-        label="single: the baseline, 1×",
+        label=BASELINE,
     )
     return figure, axes, [ideal, base]
 
 
-def _name(row: Row, value: str) -> str:
+def _name(row: Row, strategy: str) -> str:
     options = " ".join(f"{name}={value}" for name, value in row.case.options)
     odd = " ".join(f"[{label}]" for label in row.labels if label in svg.ODD)
-    name = " ".join(filter(None, (odd, names.strategy(row.case), options, row.run)))
+    return " ".join(filter(None, (odd, strategy, options, row.run)))
+
+
+def _key(row: Row, value: str) -> str:
+    """Return the entry of the legend for the line that ends at a row."""
+    name = _name(row, names.strategy(row.case))
     return f"{naming.clip(name, svg.COLUMNS - 4 - len(value))}: {value}"
 
 
@@ -180,7 +232,7 @@ def _level(axes: Axes, line: Points, end: float) -> Line2D:
     row, last = line[-1]
     colour = svg.ROLES[Role.ALL_CORES]
     svg.whisker(axes, LEFT, last.value, (last.low, last.high), end, upright=True, colour=colour)
-    label = _name(row, words.times(last))
+    label = _key(row, words.times(last))
     dashes = (3, 3) if row.run == "before" else (8, 3)
     level = axes.axhline(last.value, color=colour, linewidth=1.6, dashes=dashes, label=label)
     marks.explain(level, _said(row, last), _cases(line))
@@ -193,23 +245,28 @@ def _line(axes: Axes, line: Points, nth: int, shift: float, end: float) -> Line2
     The line is shifted to the right by `shift` devices so that intervals do not overlap.
     """
     row, last = line[-1]
+    look = _look(row, nth)
+    places = [point_row.case.devices + shift for point_row, _ in line]
+    axes.plot(places, [e.value for _, e in line], **{**look, "marker": ""})
+    colour = svg.colour(row.case)
+    for place, (point_row, e) in zip(places, line, strict=True):
+        with marks.owned(axes, [point_row.case]):
+            svg.whisker(axes, place, e.value, (e.low, e.high), end, upright=True, colour=colour)
+            (point,) = axes.plot([place], [e.value], **{**look, "linestyle": ""})
+            marks.explain(point, _said(point_row, e), [point_row.case])
+    value = f"{words.times(last)} on {row.case.devices}"
+    return Line2D([], [], label=_key(row, value), **look)
+
+
+def _look(row: Row, nth: int) -> dict[str, Any]:
+    """Return the style of the `nth` line of a strategy, and of its points."""
     first = MARKERS.get(row.case.traits.role, "P")
-    look = {
+    hollow = not row.source.timed or row.run == "before"
+    return {
         "color": svg.colour(row.case),
         "marker": MORE_MARKERS[nth % len(MORE_MARKERS)] if nth else first,
         "markersize": 6,
         "linestyle": DASHES[nth % len(DASHES)],
         "linewidth": 1.8,
+        **({"markerfacecolor": svg.BACKGROUND} if hollow else {}),
     }
-    if not row.source.timed or row.run == "before":
-        look["markerfacecolor"] = svg.BACKGROUND
-    places = [point_row.case.devices + shift for point_row, _ in line]
-    axes.plot(places, [e.value for _, e in line], **{**look, "marker": ""})  # type: ignore[arg-type]
-    colour = svg.colour(row.case)
-    for place, (point_row, e) in zip(places, line, strict=True):
-        with marks.owned(axes, [point_row.case]):
-            svg.whisker(axes, place, e.value, (e.low, e.high), end, upright=True, colour=colour)
-            (point,) = axes.plot([place], [e.value], **{**look, "linestyle": ""})  # type: ignore[arg-type]
-            marks.explain(point, _said(point_row, e), [point_row.case])
-    value = f"{words.times(last)} on {row.case.devices}"
-    return Line2D([], [], label=_name(row, value), **look)  # type: ignore[arg-type]

@@ -1,22 +1,23 @@
-"""SVG: matplotlib figures as small inline drawings that follow the page's theme.
+"""SVG: every drawing is a matplotlib figure, which `render` finishes as a small inline SVG.
 
-Placeholder colours are replaced by CSS variables, and text uses the page's font. Equal figures give
-equal bytes. A drawing refers to no external resources.
+A drawing follows the page's theme: placeholder colours become CSS variables, and text has the
+page's font. Its styles are attributes of its elements, because a page's Content-Security-Policy
+allows no style in an attribute `style`. Equal figures give equal bytes. A drawing refers to no
+external resources.
 """
 
 from __future__ import annotations
 
 import io
-import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import matplotlib as mpl
+from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
@@ -24,11 +25,11 @@ from matplotlib.legend import Legend
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from dpbench.records import UNATTRIBUTED, Case, Phase, words
+from dpbench.records import Case, Phase, words
 from dpbench.records.estimate import Estimate
 from dpbench.records.registry import Role
 from dpbench.report import naming
-from dpbench.report.marks import Drawing, hook, in_lane
+from dpbench.report.marks import Drawing, Mark, in_lane
 
 WIDTH = 420
 """The width of every panel in SVG units (1/72 inch); text of size `SMALL` is legible on a phone."""
@@ -37,7 +38,7 @@ MARGIN, RIGHT = 12.0, 18.0
 TEXT, SMALL = 12.5, 11.0
 COLUMNS = 54
 """The number of letters on a line across a panel, in the widest common sans-serif font."""
-FOREGROUND, GRID, MUTED, BACKGROUND = "#010203", "#010204", "#010205", "#010206"
+FOREGROUND, GRID, MUTED, BACKGROUND, CARD = "#010203", "#010204", "#010205", "#010206", "#010207"
 ROLES = {
     Role.BASELINE: "#020301",
     Role.ALL_CORES: "#020302",
@@ -52,6 +53,7 @@ VARIABLES = {
     GRID: "--grid",
     MUTED: "--muted",
     BACKGROUND: "--bg",
+    CARD: "--card",
     "#020301": "--single",
     "#020302": "--all-cores",
     "#020303": "--torch-dp",
@@ -83,9 +85,8 @@ PHASES: Mapping[str, Look] = {
     Phase.CLIP: Look("#589e48", "#000000", "clip"),
     Phase.OPTIMIZER: Look("#007083", "#ffffff", "opt"),
     Phase.READ: Look("#876147", "#ffffff", "read"),
-    UNATTRIBUTED: Look("none", FOREGROUND, "unattr"),
 }
-"""The look of each phase in every drawing; unattributed time is not filled, and has a dashed edge.
+"""The look of each phase in every drawing.
 
 Every two colours differ by at least 10 in CIEDE2000, also for readers with protanopia, deuteranopia
 or tritanopia. Each colour has a contrast of at least 3 to the background of every theme.
@@ -94,7 +95,6 @@ ODD = ("PREDICTED", "COLOCATED", "EMULATED", "FAKE-GPU")
 """The labels that the legend of a speed-up panel shows with the name of a line."""
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
-    "svg.hashsalt": "dpbench",
     "path.simplify": False,
     "text.parse_math": False,
     "font.family": "DejaVu Sans",
@@ -120,7 +120,6 @@ _STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "axes.unicode_minus": False,
 }
-_XLINK = "{http://www.w3.org/1999/xlink}href"
 
 
 def colour(case: Case) -> str:
@@ -277,16 +276,10 @@ def phase_keys(names: Iterable[str]) -> list[Patch]:
     """Return the handles of a legend for these phases, in the order of `PHASES`."""
     present = set(names)
     return [
-        Patch(**edge(name), facecolor=PHASES[name].fill, label=str(name))
+        Patch(edgecolor=FOREGROUND, linewidth=0.6, facecolor=PHASES[name].fill, label=str(name))
         for name in PHASES
         if name in present
     ]
-
-
-def edge(name: str) -> dict[str, Any]:
-    """Return the style of the edge of a phase's bar, as keyword arguments for matplotlib."""
-    dashes = (0, (2, 1.5)) if PHASES[name].fill == "none" else "-"
-    return {"edgecolor": FOREGROUND, "linewidth": 0.6, "linestyle": dashes}
 
 
 def below(keys: int) -> float:
@@ -317,24 +310,25 @@ def legend(figure: Figure, handles: Sequence[Any], columns: int) -> Legend:
     )
 
 
-def render(figure: Drawing, *, key: str, title: str, description: str) -> str:
-    """Return the figure as the text of an SVG element; `key` makes its ids unique on the page.
+def render(figure: Drawing, *, key: str, title: str, description: str) -> Markup:
+    """Return the figure as an SVG element; `key` makes its ids unique on the page.
 
     The attribute `data-lanes` of the element has the id of each lane's case and the lane's height.
-    `marks.hook` explains the attributes of the groups.
+    `_mark` explains the attributes of its parts.
     """
-    buffer = io.StringIO()
+    buffer = io.BytesIO()
     for artist in figure.findobj():
         # all artists are inside the axes: clip paths would only add bytes
         artist.set_clip_on(False)
-    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    source = ElementTree.fromstring(buffer.getvalue())
-    referred = {
-        href[1:] for element in source.iter() if (href := element.get(_XLINK, "")).startswith("#")
-    }
-    root = _cleaned(source, referred, key, figure)
+    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    # matplotlib makes the ids of markers and images from their content and this salt
+    with mpl.rc_context({"svg.hashsalt": key}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
+    (root,) = _finished(ElementTree.fromstring(buffer.getvalue()), figure)
+    root.remove(root[0])  # matplotlib's style sheet
     root.attrib = {
-        "viewBox": source.attrib["viewBox"],
+        "viewBox": root.attrib["viewBox"],
+        "width": root.attrib["viewBox"].split()[2],
         "role": "img",
         "aria-labelledby": f"{key}-title {key}-desc",
     }
@@ -347,68 +341,66 @@ def render(figure: Drawing, *, key: str, title: str, description: str) -> str:
         child = ElementTree.Element(tag, {"id": f"{key}-{tag}"})
         child.text = naming.plain(text)
         root.insert(position, child)
-    return ElementTree.tostring(root, encoding="unicode")
+    return Markup(ElementTree.tostring(root, encoding="unicode"))
 
 
-def _cleaned(
-    source: ElementTree.Element, referred: set[str], key: str, figure: Drawing
-) -> ElementTree.Element:
-    """Return a copy of an SVG element without namespaces, metadata, style sheets and excess digits.
+def _finished(element: ElementTree.Element, figure: Drawing) -> list[ElementTree.Element]:
+    """Return an element without namespaces, white space, excess digits, and ids not referred to.
 
-    Only the ids in `referred` are kept, with `key` as a prefix.
+    A group that has no effect is replaced by its children.
     """
-    target = ElementTree.Element(source.tag.rpartition("}")[2])
-    target.text, target.tail = (
-        text if text and text.strip() else None for text in (source.text, source.tail)
+    element.tag = element.tag.rpartition("}")[2]
+    element.text = element.text if element.tag == "text" else None
+    element.tail = None
+    element[:] = [part for child in element for part in _finished(child, figure)]
+    attributes = {name.rpartition("}")[2]: value for name, value in element.attrib.items()}
+    if attributes.get("transform", "").startswith("rotate(-0 "):
+        del attributes["transform"]
+    look = _look(attributes.pop("style", ""))
+    places = {name: _rounded(attributes[name]) for name in ("d", "x", "y") if name in attributes}
+    element.attrib = attributes | places | look
+    if element.tag != "path":  # the paths of markers are referred to
+        mark = figure.marks.get(element.attrib.pop("id", ""), Mark())
+        _mark(element, mark, in_lanes=bool(figure.lanes))
+    bare = element.tag == "g" and not (element.attrib and len(element))
+    return [*element] if bare else [element]
+
+
+def _mark(element: ElementTree.Element, mark: Mark, *, in_lanes: bool) -> None:
+    """Give an element the attributes that follow from the mark of its artist.
+
+    An artist with a text gives `data-bar` and a title, which browsers show while the pointer is on
+    the element; one with cases gives their ids as `data-cases`; one in a lane gives the lane's
+    number as `data-lane`, if the figure is `in_lanes`.
+    """
+    if mark.lane is not None and in_lanes:
+        element.set("data-lane", str(mark.lane))
+    if mark.cases:
+        element.set("data-cases", naming.case_ids(mark.cases))
+    if mark.text:
+        element.set("data-bar", "")
+        title = ElementTree.Element("title")
+        title.text = naming.plain(mark.text)
+        element.insert(0, title)
+
+
+def _rounded(places: str) -> str:
+    """Return the words of a path or a coordinate, with two decimals at most."""
+    return " ".join(
+        word if word.isalpha() else f"{float(word):.2f}".rstrip("0").rstrip(".")
+        for word in places.split()
     )
-    for name, value in source.attrib.items():
-        if name == "id":
-            if value in referred:
-                target.set("id", f"{key}-{value}")
-            hook(target, value, figure)
-        elif name == _XLINK:
-            target.set(
-                "href", value.replace("#", f"#{key}-", 1) if value.startswith("#") else value
-            )
-        elif name == "style":
-            target.set("style", _styled(value))
-        elif not (name == "transform" and value.startswith("rotate(-0 ")):
-            target.set(name, _shortened(value))
-    for child in source:
-        if child.tag.rpartition("}")[2] not in ("metadata", "style"):
-            cleaned = _cleaned(child, referred, key, figure)
-            # an empty group, or one without attributes, has no effect
-            bare = cleaned.tag == "g" and not (cleaned.attrib and len(cleaned))
-            target.extend(cleaned if bare else [cleaned])
-    return target
 
 
-def _shortened(value: str) -> str:
-    """Return an attribute with coordinates of two decimals, and paths in their shortest form."""
-    value = re.sub(r"-?\d+\.\d{3,}", lambda match: f"{float(match[0]):.2f}", value)
-    if not re.fullmatch(r"(\s*([ML] \S+ \S+|z))+\s*", value):
-        return value
-    path = ""
-    last = ("", "")
-    for close, command, x, y in re.findall(r"(z)|([ML]) (\S+) (\S+)", value):
-        level = command == "L" and y == last[1]
-        upright = command == "L" and x == last[0]
-        if not (level and upright):
-            path += close or (f"H{x}" if level else f"V{y}" if upright else f"{command}{x} {y}")
-        last = (x, y)
-    return path
-
-
-@lru_cache(maxsize=1024)
-def _styled(style: str) -> str:
-    style = re.sub(
-        r"#0[12]0[0-9a-f]{3}",
-        lambda m: f"var({VARIABLES[m[0]]})" if m[0] in VARIABLES else m[0],
-        style,
-    )
-    # matplotlib writes the font as one property or, in newer versions, as several
-    style = re.sub(r"font: (?:(\d+) )?([\d.]+px) [^;]*", r"font-size: \2; font-weight: \1", style)
-    style = re.sub(
-        r"font-family: [^;]*; ?|font-weight: (?=;|$);? ?|text-anchor: start; ?", "", style
-    )
-    return style.replace(": ", ":").replace("; ", ";")
+def _look(style: str) -> dict[str, str]:
+    """Return the properties of a style, with the page's colours, and without the font's family."""
+    parts = (one.partition(":") for one in style.split(";") if one)
+    look = {name.strip(): value.strip() for name, _, value in parts}
+    if "font" in look:  # the font in one property, by older versions of matplotlib
+        *weight, size = look.pop("font").partition("px")[0].split()
+        look |= {"font-size": f"{size}px", "font-weight": "".join(weight) or "normal"}
+    look.pop("font-family", None)
+    return {
+        name: f"var({VARIABLES[value]})" if value in VARIABLES else value
+        for name, value in look.items()
+    }

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, PathPatch, Rectangle
 from matplotlib.path import Path
@@ -13,7 +14,7 @@ from matplotlib.path import Path
 from dpbench.analysis.lanes import Bar, Lane, Lanes, PathSegment
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
-from dpbench.records import HOST, UNATTRIBUTED, Phase, words
+from dpbench.records import HOST, UNATTRIBUTED, Phase, activity, words
 from dpbench.records.grouping import grouped, summed
 from dpbench.report import marks, naming, small_multiples, svg
 from dpbench.report.section import Panel, Section
@@ -29,6 +30,8 @@ LEFT = 46.0
 PALE = 0.35
 """The opacity of a bar of another step."""
 IDLE: Mapping[str, Any] = {"facecolor": svg.GRID, "edgecolor": "none", "alpha": 0.8}
+NO_PHASE: Mapping[str, Any] = {"facecolor": svg.MUTED, "edgecolor": "none"}
+"""The look of a stretch of the critical path in which no phase is open; it is below the lanes."""
 
 
 def section(report: Report, rows: Sequence[Row], key: str = "lanes") -> Section:
@@ -45,8 +48,10 @@ def section(report: Report, rows: Sequence[Row], key: str = "lanes") -> Section:
         "One median step, device by device",
         "The step closest to the medians of its round. Pale bars belong to other steps; where a"
         " lane is grey, no phase is open on the device. The critical path has the bars that the end"
-        " of the step waited for. A tick in a bar is the least time of its bytes over measured"
-        " links, or of its operations at the measured peak.",
+        " of the step waited for; below the lanes is a line where no phase is open on any of them."
+        " A bar of the optimizer at the start is zero_grad. A bar across several lanes is one"
+        " operation for their devices. A tick at the top of a bar is the least time of its bytes"
+        " over measured links, or of its operations at the measured peak.",
         [_panel(report, facet, f"{key}{i}") for i, facet in enumerate(facets)],
         left_out if facets else "No case has spans of a median step.",
     )
@@ -81,7 +86,7 @@ def _panel(report: Report, facet: small_multiples.Facet, key: str) -> Panel:
     return Panel(facet.title, drawing, _caption(facet, timelines), facet.labels, cases=facet.cases)
 
 
-def _drawing(facet: small_multiples.Facet, timelines: Sequence[Lanes], key: str) -> str:
+def _drawing(facet: small_multiples.Facet, timelines: Sequence[Lanes], key: str) -> Markup:
     captions = [_said(timeline) for timeline in timelines]
     heights = [
         HEAD + sum(lane.rows * ROW + GAP for lane in _shown(timeline)) + GAP
@@ -90,14 +95,17 @@ def _drawing(facet: small_multiples.Facet, timelines: Sequence[Lanes], key: str)
     phases = {
         bar.phase.value for timeline in timelines for lane in _shown(timeline) for bar in lane.bars
     }
-    phases |= {
-        UNATTRIBUTED for timeline in timelines for stretch in timeline.path if stretch.bar is None
-    }
+    unattributed = any(part.bar is None for timeline in timelines for part in timeline.path)
     idle = any(lane.idle for timeline in timelines for lane in timeline.lanes)
     critical = Patch(
         facecolor="none", edgecolor=svg.FOREGROUND, linewidth=1.3, label="critical path"
     )
-    keys = [*svg.phase_keys(phases), *[Patch(**IDLE, label="idle")] * idle, critical]
+    keys = [
+        *svg.phase_keys(phases),
+        *[Patch(**NO_PHASE, label=UNATTRIBUTED)] * unattributed,
+        *[Patch(**IDLE, label="idle")] * idle,
+        critical,
+    ]
     figure, axes, tops = svg.lanes(
         facet.names, captions, heights, keys=-(-len(keys) // 3), left=LEFT, cases=facet.cases
     )
@@ -145,45 +153,78 @@ def _range(shares: Sequence[float]) -> str:
 
 def _timeline(axes: Axes, lanes: Lanes, top: float, width: float) -> None:
     critical = summed((part.bar, part.end_s - part.start_s) for part in lanes.path)
-    edges: dict[int, float] = {}
-    start = top
+    places: dict[Bar, tuple[float, float]] = {}
     for lane in _shown(lanes):
-        edges[lane.device] = top
         svg.write_beside(axes, top + 11, _short(lane.device), LEFT, fontsize=svg.SMALL)
         for begin, end in lane.idle:
-            box = _box(axes, (begin, end), top, lane.rows * ROW, **IDLE)
+            box = _box(axes, (begin, end), (top, top + lane.rows * ROW - 1), **IDLE)
             _write(axes, ("idle",), (begin, end), top, width, svg.MUTED)
             idle = f"{_place(lane.device)} idle{_waits(lanes.path, begin, end)}"
             marks.explain(box, f"{idle}: {_extent(begin, end, lanes.seconds)}")
         for bar in lane.bars:
-            look = svg.PHASES[bar.phase]
             y = top + bar.row * ROW
-            pale = {"alpha": PALE} if bar.step else {}
-            box = _box(axes, (bar.start_s, bar.end_s), y, ROW, facecolor=look.fill, **pale)
-            ink = svg.FOREGROUND if bar.step else look.ink
-            names = (f"joint {bar.phase}",) * bar.joint + (bar.phase.value, look.short)
-            _write(axes, names, (bar.start_s, bar.end_s), y, width, ink)
-            waited = critical.get(bar, 0.0)
-            on_path = f"; critical for {words.time(waited)}" if waited else ""
-            extent = _extent(bar.start_s, bar.end_s, lanes.seconds)
-            floor_s = _floor(lanes, lane, bar)
-            least = f"; it needs {words.time(floor_s)} at least" if floor_s else ""
-            marks.explain(box, f"{_named(bar)} on {_place(bar.device)}: {extent}{on_path}{least}")
-            if floor_s:
-                at_ms = (bar.start_s + floor_s) * 1e3
-                axes.plot([at_ms, at_ms], [y - 1, y + ROW], color=svg.FOREGROUND, linewidth=1.6)
+            places[bar] = y, y + ROW - 1
         top += lane.rows * ROW + GAP
-    _outline(axes, lanes.path, edges, (start, top - GAP))
+    # a joint bar is drawn first, because it crosses lanes in which other bars can be beside it
+    for bars in sorted(_drawn(places), key=len, reverse=True):
+        edges = min(places[bar][0] for bar in bars), max(places[bar][1] for bar in bars)
+        places |= dict.fromkeys(bars, edges)
+        waited_s = sum(critical.get(bar, 0.0) for bar in bars)
+        _bar(axes, lanes, bars, edges, waited_s, width)
+    _outline(axes, lanes.path, places)
+    for part in lanes.path:
+        if part.bar is None:
+            _box(axes, (part.start_s, part.end_s), (top - GAP, top - 1), **NO_PHASE)
 
 
-def _floor(lanes: Lanes, lane: Lane, bar: Bar) -> float:
+def _bar(
+    axes: Axes,
+    lanes: Lanes,
+    bars: Sequence[Bar],
+    edges: tuple[float, float],
+    waited_s: float,
+    width: float,
+) -> None:
+    """Draw `bars`, which are alike, as one, with the tick at its least time if it is known.
+
+    `edges` are its top and its bottom, and `waited_s` is how long the step waited for it.
+    """
+    bar, last, (top, bottom) = bars[0], bars[-1], edges
+    start_s, end_s = min(one.start_s for one in bars), max(one.end_s for one in bars)
+    look = svg.PHASES[bar.phase]
+    pale = {"alpha": PALE} if bar.step else {}
+    box = _box(axes, (start_s, end_s), edges, facecolor=look.fill, **pale)
+    names = (f"joint {bar.phase}",) * bar.joint + (bar.phase.value, look.short)
+    ink = svg.FOREGROUND if bar.step else look.ink
+    _write(axes, names, (start_s, end_s), (top + bottom + 1 - ROW) / 2, width, ink)
+    place = f"devices {bar.device} to {last.device}" if len(bars) > 1 else _place(bar.device)
+    on_path = f"; critical for {words.time(waited_s)}" if waited_s else ""
+    floor_s = _floor(lanes, bar)
+    least = f"; it needs {words.time(floor_s)} at least" if floor_s else ""
+    extent = _extent(start_s, end_s, lanes.seconds)
+    marks.explain(box, f"{_named(bar)} on {place}: {extent}{on_path}{least}")
+    if floor_s:
+        at_ms = (start_s + floor_s) * 1e3
+        axes.plot([at_ms, at_ms], [top - 1, top + 3], color=svg.FOREGROUND, linewidth=1.6)
+
+
+def _drawn(bars: Iterable[Bar]) -> Iterator[Sequence[Bar]]:
+    """Yield the bars that are drawn as one: a bar, or those of one joint operation."""
+    alike = grouped(((bar.phase, bar.step) if bar.joint else bar, bar) for bar in bars)
+    for group in alike.values():
+        for start_s, end_s in activity.union((bar.start_s, bar.end_s) for bar in group):
+            yield [bar for bar in group if start_s <= bar.start_s <= end_s]
+
+
+def _floor(lanes: Lanes, bar: Bar) -> float:
     """Return the least seconds of a bar; 0 if unknown, or for one of several bars.
 
     A floor above the bar's length is none; see `Row.least`.
     """
-    alike = [one for one in lane.bars if one.phase is bar.phase and not one.step]
+    place = bar.phase, bar.device
+    alike = [one for one in _bars_of_step(lanes) if (one.phase, one.device) == place]
     alone = len(alike) == 1 and not bar.step and not bar.joint
-    floor_s = lanes.floors.get((bar.phase, lane.device), 0.0) if alone else 0.0
+    floor_s = lanes.floors.get(place, 0.0) if alone else 0.0
     return floor_s if floor_s <= bar.end_s - bar.start_s else 0.0
 
 
@@ -264,10 +305,14 @@ def _extent(start_s: float, end_s: float, step_s: float) -> str:
 
 
 def _box(
-    axes: Axes, interval: tuple[float, float], y: float, height: float, **look: Any
+    axes: Axes, interval: tuple[float, float], edges: tuple[float, float], **look: Any
 ) -> Rectangle:
+    """Draw and return a box: `interval` is in seconds, and `edges` are its top and its bottom."""
     start, end = interval
-    return svg.bar(axes, (start * 1e3, (end - start) * 1e3), (y, height - 1), linewidth=0, **look)
+    top, bottom = edges
+    return svg.bar(
+        axes, (start * 1e3, (end - start) * 1e3), (top, bottom - top), linewidth=0, **look
+    )
 
 
 def _write(
@@ -285,45 +330,31 @@ def _write(
 
 
 def _outline(
-    axes: Axes,
-    path: Sequence[PathSegment],
-    edges: Mapping[int, float],
-    whole: tuple[float, float],
+    axes: Axes, path: Sequence[PathSegment], places: Mapping[Bar, tuple[float, float]]
 ) -> None:
     """Draw the critical path: an outline around each stretch, and lines where it changes lanes.
 
-    `edges` has the top edge of each lane that is drawn, by device; `whole` are the top and the
-    bottom of all lanes. A stretch without an open phase is a dashed box across all lanes.
+    `places` has the top and the bottom of each bar that is drawn.
     """
-    boxes = [
-        (part, *_edges(part.bar, edges)) for part in path if part.bar and part.bar.device in edges
-    ]
+    boxes = [(part, *places[part.bar]) for part in path if part.bar and part.bar in places]
     outline = [corner for part, top, bottom in boxes for corner in _corners(part, top, bottom)]
     for (before, top, bottom), (after, next_top, next_bottom) in pairwise(boxes):
         if before.end_s == after.start_s and (bottom < next_top or next_bottom < top):
             x = after.start_s * 1e3
             ends = (bottom, next_top) if bottom < next_top else (top, next_bottom)
             outline += [(Path.MOVETO, (x, ends[0])), (Path.LINETO, (x, ends[1]))]
-    gaps = [corner for part in path if part.bar is None for corner in _corners(part, *whole)]
-    for pieces, dashes, width in ((outline, "-", 1.3), (gaps, (0, (2, 1.5)), 0.7)):
-        if pieces:
-            codes, points = zip(*pieces, strict=True)
-            axes.add_patch(
-                PathPatch(
-                    Path(points, codes),
-                    facecolor="none",
-                    edgecolor=svg.FOREGROUND,
-                    linestyle=dashes,
-                    linewidth=width,
-                    joinstyle="miter",
-                    zorder=3,
-                )
+    if outline:
+        codes, points = zip(*outline, strict=True)
+        axes.add_patch(
+            PathPatch(
+                Path(points, codes),
+                facecolor="none",
+                edgecolor=svg.FOREGROUND,
+                linewidth=1.3,
+                joinstyle="miter",
+                zorder=3,
             )
-
-
-def _edges(bar: Bar, edges: Mapping[int, float]) -> tuple[float, float]:
-    top = edges[bar.device] + bar.row * ROW
-    return top, top + ROW - 1
+        )
 
 
 def _corners(part: PathSegment, top: float, bottom: float) -> list[tuple[Any, tuple[float, float]]]:

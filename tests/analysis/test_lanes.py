@@ -231,7 +231,11 @@ def test_a_joint_phase_is_named_as_one_operation_of_all_devices() -> None:
     joint = {(lane.device, bar.phase): bar.joint for lane in of(*rounds).lanes for bar in lane.bars}
     assert {key for key, value in joint.items() if value} == {(0, "backward"), (1, "backward")}
     (panel,) = section(*rounds).panels
-    assert "joint backward on device 1: 6.00 s from 2.00 s on, 60% of the step" in bars(panel.svg)
+    found = bars(panel.svg)
+    said = "joint backward on devices 0 to 1: 6.00 s from 2.00 s on, 60% of the step"
+    both_lanes = found[f"{said}; critical for 6.00 s"]
+    first, second = (box for text, box in found.items() if text.startswith("forward"))
+    assert both_lanes[1::2] == (first[1], second[3])
     assert "joint phase (backward)" in panel.caption
     assert "joint" not in drawn().caption
 
@@ -277,7 +281,8 @@ def drawn() -> Panel:
 
 
 BAR = re.compile(
-    r'<g[^>]* data-bar=""><title>([^<]*)</title><path d="M([\d.]+) ([\d.]+)H([\d.]+)V([\d.]+)[^"]*"'
+    r'<g[^>]* data-bar=""><title>([^<]*)</title>'
+    r'<path d="M ([\d.]+) ([\d.]+) L ([\d.]+) [\d.]+ L [\d.]+ ([\d.]+) [^"]*"'
 )
 
 
@@ -320,12 +325,12 @@ def test_the_outline_is_the_critical_path() -> None:
     panel = drawn()
     found = bars(panel.svg)
     outlines = re.findall(
-        r'd="([^"]*)" style="fill:none;[^"]*stroke:var\(--fg\);stroke-width:([\d.]+)', panel.svg
+        r'd="([^"]*)" fill="none"[^>]* stroke="var\(--fg\)" stroke-width="([\d.]+)"', panel.svg
     )
     (dp,) = [path for path, width in outlines if width == "1.3" and path.count("z") > 1]
     edges = [
         tuple(map(float, box))
-        for box in re.findall(r"M([\d.]+) ([\d.]+)H([\d.]+)V([\d.]+)H[\d.]+V[\d.]+z", dp)
+        for box in re.findall(r"M (\S+) (\S+) L (\S+) \S+ L \S+ (\S+) L \S+ \S+ L \S+ \S+ z", dp)
     ]
     critical = {
         said: box
@@ -342,8 +347,8 @@ def test_the_outline_is_the_critical_path() -> None:
         assert box[0] == pytest.approx(bar[0], abs=0.02)
         assert box[1::2] == pytest.approx(bar[1::2], abs=0.02)
         assert box[2] - box[0] == pytest.approx(seconds * second, abs=0.03)
-    (gaps,) = [path for path, width in outlines if width == "0.7"]
-    assert gaps.count("z") == 2
+    gaps = re.findall(r'<path d="([^"]*)" fill="var\(--muted\)"', panel.svg)
+    assert len(gaps) == 2 + 1, "two in the lanes, and one in the legend"
 
 
 def test_phases_are_written_on_their_bars_and_idle_on_the_gaps() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -17,6 +18,7 @@ from dpbench.doctor.examine import examine, without_kernels
 from dpbench.doctor.faults import Examined
 from dpbench.doctor.result import result
 from dpbench.doctor.transfers import Copy
+from dpbench.report import NoDrawings
 from dpbench.report.machine import picture
 from tests.doctor import machines
 
@@ -107,9 +109,19 @@ def test_the_page_has_a_box_for_each_gpu_and_the_findings(
     texts = [one.text for one in drawn.iter("text")]
     for gpu in range(len(machine.gpus)):
         assert texts.count(f"GPU {gpu}") == 1
-    assert sum(one.get("class") == "box" for one in drawn.iter("rect")) >= len(machine.gpus) + 1
+    boxes = [one for one in drawn.iter("path") if one.get("fill") == "var(--card)"]
+    assert len(boxes) >= len(machine.gpus) + 1
     assert ("Nothing wrong found" in text) is (code == 0)
     assert not re.search(r"https?://|<script", text)
+
+
+def test_a_page_without_matplotlib_is_refused_before_the_examination(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("dpbench.doctor.examine.examine", lambda say: pytest.fail("examined"))
+    done = CliRunner().invoke(cli, ["doctor", "--report", str(tmp_path / "page.html")])
+    assert isinstance(done.exception, NoDrawings)
 
 
 def test_load_alone_is_no_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -129,6 +141,10 @@ def test_labels_say_what_the_rates_are_worth(ill: Examined) -> None:
     assert result(fakes, 0.0).labels == ("MEASURED", "FAKE-GPU")
 
 
+LINK, SLOW = 'fill="none" stroke=', 'fill="none" stroke="var(--loss)"'
+"""What is in the SVG of each link, and of each slow one."""
+
+
 def drawn(machine: Examined) -> str:
     found = result(machine, 0.0)
     return picture(found.boxes, found.links)
@@ -136,27 +152,27 @@ def drawn(machine: Examined) -> str:
 
 def test_a_slow_link_is_red_in_the_picture(tmp_path: Path) -> None:
     machine = machines.examined(tmp_path, "2x3090")
-    assert "link slow" not in drawn(machine)
+    assert SLOW not in drawn(machine)
     slow = machines.with_transfer(machine, machines.UP, bytes_per_s=3e9)
-    assert drawn(slow).count("link slow") == 1
+    assert drawn(slow).count(SLOW) == 1
 
 
 def test_nvlinks_are_drawn_between_gpus_or_to_their_switch(tmp_path: Path) -> None:
     machine = machines.examined(tmp_path / "pairs", "4x behind a switch")
-    plain = drawn(machine).count("<path")
+    plain = drawn(machine).count(LINK)
     bridged = machines.with_bridges(machine)
-    assert drawn(bridged).count("<path") == plain + 2
+    assert drawn(bridged).count(LINK) == plain + 2
     assert ">85%<" in drawn(bridged)
     slow = machines.with_transfer(bridged, Copy(2, 3, DIRECT), bytes_per_s=5e9)
-    assert drawn(slow).count("link slow") == 1
+    assert drawn(slow).count(SLOW) == 1
     dgx = machines.examined(tmp_path / "dgx", "DGX")
     switched = drawn(machines.with_nvswitch(dgx))
-    assert switched.count("<path") == drawn(dgx).count("<path") + 8
+    assert switched.count(LINK) == drawn(dgx).count(LINK) + 8
     assert ">NVSwitch<" in switched
 
 
 def test_a_pair_that_a_finding_names_is_drawn(ill: Examined) -> None:
-    assert "link slow" in drawn(ill)
+    assert SLOW in drawn(ill)
     assert ">fails<" in drawn(ill)
 
 

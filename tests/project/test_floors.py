@@ -68,6 +68,7 @@ HOMES = {
     "pynvml": ("hardware.nvml",),
     "matplotlib": ("report",),
     "pandas": ("analysis",),
+    "xml": ("report.svg",),  # it alone knows the syntax of SVG
 }
 LIGHT = (
     "dpbench",

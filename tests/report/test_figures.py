@@ -25,7 +25,7 @@ from tests.report_rows import (
 )
 
 
-def test_speedup_says_weak_or_strong_and_draws_all_cores_as_a_level() -> None:
+def test_speedup_says_weak_or_strong_and_names_all_cores() -> None:
     section = part(of_rows(colocated_cpu_and_weak()), "speedup")
     strong, weak = section.panels
     assert "Strong scaling: global batch 64" in strong.svg
@@ -35,7 +35,7 @@ def test_speedup_says_weak_or_strong_and_draws_all_cores_as_a_level() -> None:
     for panel in section.panels:
         assert "single_all_cores: 1.67×" in panel.svg
         assert "var(--all-cores)" in panel.svg
-        assert "ideal: 2× on 2" in panel.svg
+        assert "ideal: the number of devices" in panel.svg
     speedups = [
         column.cell(row).text
         for column in table.COLUMNS
@@ -43,6 +43,20 @@ def test_speedup_says_weak_or_strong_and_draws_all_cores_as_a_level() -> None:
         if column.heading == "speed-up"
     ]
     assert [text for text in speedups if "weak" in text] == ["0.833× weak"]
+
+
+def test_from_three_numbers_of_devices_on_speedups_are_lines_and_all_cores_a_level() -> None:
+    case = Case(model="mlp", strategy="dp", batch_size=64)
+    rows = [made(dataclasses.replace(case, devices=n), 0.01 / n, 0.01) for n in (1, 2, 4)]
+    rows.append(made(dataclasses.replace(case, strategy="single_all_cores"), 0.006, 0.01))
+    (few,) = part(of_rows([rows[0], rows[1], rows[3]]), "speedup").panels
+    assert {"dp ×1", "dp ×2", "single_all_cores"} <= set(re.findall(r">([^<>]+)</text>", few.svg))
+    assert len(few.svg.partition('data-lanes="')[2].partition('"')[0].split()) == 3
+    (panel,) = part(of_rows(rows), "speedup").panels
+    assert "data-lane" not in panel.svg
+    assert {"ideal: 4× on 4", "single_all_cores: 1.67× (1.62–1.72)"} <= set(
+        re.findall(r">([^<>]+)</text>", panel.svg)
+    )
 
 
 def test_a_ladder_of_schedules_keeps_each_line_in_one_panel() -> None:
@@ -94,8 +108,8 @@ def test_measured_and_predicted_of_one_case_stay_apart() -> None:
     }
     for name in ("lanes", "speedup"):
         assert sections[name][0].labels == ("MEASURED", "PREDICTED")
-    assert ">[PREDICTED] dp: 0.500×" in sections["speedup"][0].svg
-    assert ">dp: 1.00×" in sections["speedup"][0].svg
+    assert ">[PREDICTED] dp ×2</text>" in sections["speedup"][0].svg
+    assert ">dp ×2</text>" in sections["speedup"][0].svg
     assert sections["steps"][0].labels == sections["utilisation"][0].labels == ("MEASURED",)
     assert [len(line.notes) for line in table.all_cases(run).lines] == [1, 0]
 
@@ -116,10 +130,10 @@ def test_a_box_of_a_round_has_its_quartiles_its_median_and_dots_at_its_outliers(
     steps = tuple(Step(one, False, float(i)) for i, one in enumerate(seconds))
     (panel,) = part(of_rows([row], [Trial(case=row.case, steps=steps)]), "steps").panels
     box = re.search(
-        r'data-bar=""><title>([^<]*)</title><path d="M([\d.]+) [\d.]+H([\d.]+)', panel.svg
+        r'data-bar=""><title>([^<]*)</title><path d="M ([\d.]+) [\d.]+ L ([\d.]+)', panel.svg
     )
     assert box[1] == "dp ×1, round 1: median 105 ms of 6 timed steps"
-    (dot,) = re.findall(r'<use[^>]*x="([\d.]+)"[^>]*fill:var\(--dp\)', panel.svg)
+    (dot,) = re.findall(r'<use[^>]*x="([\d.]+)"[^>]*fill="var\(--dp\)', panel.svg)
     scale = (float(box[3]) - float(box[2])) / (117.5 - 92.5)
     assert (float(dot) - float(box[2])) / scale == pytest.approx(200 - 92.5, rel=0.01)
     keys = re.findall(r">([^<>]+)</text>", panel.svg)
@@ -166,7 +180,7 @@ def test_the_colours_of_phases_differ_in_normal_vision_and_under_three_deficienc
         assert found == pytest.approx(difference, abs=5e-5)
     red = colour("srgb-linear", (1, 0, 0)).filter("protan", method="machado").coords()
     assert red == pytest.approx(MACHADO_RED, abs=1e-5)
-    fills = {name: colour(look.fill) for name, look in svg.PHASES.items() if look.fill != "none"}
+    fills = {name: colour(look.fill) for name, look in svg.PHASES.items()}
     assert len(fills) == len(Phase) == 11
     views = {"normal vision": fills}
     for lost in ("protan", "deutan", "tritan"):
@@ -192,7 +206,7 @@ def test_the_lanes_take_the_colours_of_phases_from_one_table() -> None:
     with svg.theme():
         (panel,) = swim_lanes.section(run, [row]).panels
     for phase in Phase:
-        assert f"fill:{svg.PHASES[phase].fill}" in panel.svg, phase
+        assert f'fill="{svg.PHASES[phase].fill}"' in panel.svg, phase
 
 
 def test_a_wide_interval_does_not_rule_the_axis_and_ends_in_an_arrow() -> None:
@@ -210,7 +224,7 @@ def test_a_wide_interval_does_not_rule_the_axis_and_ends_in_an_arrow() -> None:
         lines = speedup.section([steady, row]).panels[0].svg
     assert {"0", "2", "4", "6", "8"} <= set(re.findall(r">(\d+)</text>", lines))
     assert not re.findall(r">(\d\d+)</text>", lines)
-    assert max(float(x) for x in re.findall(r"[MLH](-?[\d.]+)", lines)) <= 420
+    assert max(float(x) for x in re.findall(r"[ML] (-?[\d.]+)", lines)) <= 420
 
 
 def test_a_round_ends_with_an_arrow_where_steps_are_beyond_the_axis() -> None:
