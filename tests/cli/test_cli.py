@@ -185,6 +185,7 @@ HEAVY = (
     "matplotlib",
     "rich",
     "scipy",
+    "networkx",
     "jinja2",
     "psutil",
     "pynvml",

@@ -66,6 +66,7 @@ HOMES = {
     "pynvml": ("hardware.nvml",),
     "matplotlib": ("report",),
     "pandas": ("analysis",),
+    "networkx": ("predict.network",),
 }
 LIGHT = (
     "dpbench",
