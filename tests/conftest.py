@@ -340,9 +340,11 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         gc.freeze()
 
 
-# a suite started in the background inherits an ignored SIGINT, and so would every command that a
-# test interrupts
+# a suite started in the background inherits an ignored SIGINT, one under nohup an ignored SIGHUP,
+# and so would every command to which a test sends them; handlers end where a process starts another
 signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 
 @pytest.fixture(scope="module")

@@ -105,10 +105,7 @@ def cases_of(options: Options, cluster: Cluster | None = None) -> tuple[list[Cas
         "device_memory_bytes": options.device_memory,
         **{name: getattr(options, name) for name in HABITS if hasattr(options, name)},
     }
-    if options.scenario:
-        models = options.models or ("mlp",)
-        cases = plan.seeds(kind, models=models, batch_sizes=swept["batch_sizes"], size=options.size)
-    elif options.together:
+    if options.together:
         cases = _two_models(options, swept)
     elif options.ladder:
         swept["devices"] = options.devices or (max(2, *devices),)
@@ -248,13 +245,6 @@ def _check_together(options: Options, cluster: Cluster | None) -> None:
             ("strategies", "schedules"),
             "{} selects the strategies and the schedules",
             by="ladder",
-        )
-    if options.scenario:
-        selecting = ("together", "strategies", "schedules", "ladder", "devices", "device_ids")
-        options.refuse(
-            (*selecting, "batch_per_device", "precision", *HABITS),
-            "{} selects the cases",
-            by="scenario",
         )
     if options.together:
         options.refuse(

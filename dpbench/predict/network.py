@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 
 from dpbench.predict.constants import DEFAULT, Constants
@@ -80,41 +80,21 @@ def _listed(machine: Machine) -> str:
     return ", ".join(f"{link.a}-{link.b}" for link in machine.links) or "none"
 
 
-def _shortest(
-    links: tuple[Link, ...] | list[Link], source: str, target: str
-) -> tuple[Direction, ...]:
-    beside = _directed(links)
+def _shortest(links: Iterable[Link], source: str, target: str) -> tuple[Direction, ...]:
+    """Return the way with the fewest hops, () if there is none."""
+    import networkx as nx
 
-    def named(name: str) -> list[str]:
-        return [n for n in beside if n.startswith(HOST_NODE)] if name == "host" else [name]
-
+    graph = nx.Graph((link.a, link.b) for link in links)
+    if "host" in (source, target):
+        graph.add_edges_from(("host", node) for node in [*graph] if node.startswith(HOST_NODE))
+    if source not in graph:
+        return ()
     # a route never passes through a GPU
-    return _search(
-        named(source),
-        named(target),
-        lambda here: beside.get(here, ()) if here == source or not here.startswith("gpu") else (),
+    between = graph.subgraph(
+        node for node in graph if node in (source, target) or not node.startswith("gpu")
     )
-
-
-def _search(
-    starts: Sequence[str], ends: Sequence[str], beside: Callable[[str], Iterable[str]]
-) -> tuple[Direction, ...]:
-    """Return the way with the fewest hops from one of the starts to one of the ends, () if none."""
-    came = dict.fromkeys(starts, "")
-    todo = deque(starts)
-    while todo:
-        here = todo.popleft()
-        if here in ends:
-            way = []
-            while came[here]:
-                way.append((came[here], here))
-                here = came[here]
-            return tuple(way[::-1])
-        for other in beside(here):
-            if other not in came:
-                came[other] = here
-                todo.append(other)
-    return ()
+    way = nx.single_source_shortest_path(between, source).get(target, [])
+    return tuple(hop for hop in pairwise(way) if "host" not in hop)
 
 
 @lru_cache(maxsize=1024)
@@ -144,14 +124,23 @@ def nvlink_cut(machine: Machine, count: int) -> float:
     `count` is 2 or more, and the unit is bytes per second in each direction. A collective's rings
     cross every cut, so the minimum cut limits their bandwidth.
     """
+    import networkx as nx
+    from networkx.algorithms.flow import edmonds_karp
+
     gpus = [f"gpu{i}" for i in range(count)]
-    links = [
-        link
-        for link in machine.links
-        if link.kind == "nvlink"
-        and all(end in gpus or not end.startswith("gpu") for end in (link.a, link.b))
-    ]
-    return min(_flow(links, gpus[0], other) for other in gpus[1:])
+    links = _directed(link for link in machine.links if link.kind == "nvlink")
+    graph = nx.Graph()
+    graph.add_nodes_from(gpus)
+    graph.add_weighted_edges_from(
+        ((a, b, rate) for a, ends in links.items() for b, rate in ends.items()), weight="capacity"
+    )
+    graph.remove_nodes_from([n for n in graph if n.startswith("gpu") and n not in gpus])
+    return float(
+        min(
+            nx.maximum_flow_value(graph, gpus[0], other, flow_func=edmonds_karp)
+            for other in gpus[1:]
+        )
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -173,23 +162,6 @@ def ring(machine: Machine, count: int, *, closed: bool) -> tuple[float, str]:
 
 def _processors(way: tuple[Direction, ...]) -> set[str]:
     return {end for direction in way for end in direction if end.startswith(HOST_NODE)}
-
-
-def _flow(links: list[Link], source: str, target: str) -> float:
-    """Return the maximum flow in bytes per second (Edmonds-Karp algorithm)."""
-    room = _directed(links)
-
-    def open_from(here: str) -> list[str]:
-        return [other for other, left in room.get(here, {}).items() if left > 0]
-
-    total = 0.0
-    while way := _search([source], [target], open_from):
-        least = min(room[a][b] for a, b in way)
-        for a, b in way:
-            room[a][b] -= least
-            room[b][a] = room[b].get(a, 0.0) + least
-        total += least
-    return total
 
 
 @dataclass(frozen=True)

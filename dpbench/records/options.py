@@ -199,14 +199,6 @@ class Options:
         "Measure the ladder: all schedules of dp, and the strategies single and ddp. Uses all"
         " available devices unless --devices is given; two models take about three minutes.",
     )
-    scenario: str = _option(
-        "",
-        CASES,
-        "Measure the common situations of multi-GPU training: every strategy, settings of a"
-        " training loop, a DataLoader, the forward alone, two models at once, precisions and"
-        " torch.compile, on two devices; about seven minutes.  [default model: mlp]",
-        choices=("seeds",),
-    )
     together: tuple[str, ...] = _option(
         (),
         CASES,

@@ -125,52 +125,6 @@ def ladder(*, devices: Sequence[int], device_kind: str = "cpu", **axes: Any) -> 
     )
 
 
-def seeds(device_kind: str, **axes: Any) -> list[Case]:
-    """Return the cases of common situations in multi-GPU training, on two devices.
-
-    The situations are: every strategy; the batch in each kind of memory before a step (only on GPUs
-    and emulated devices); loss read in every step or every tenth; gradients filled with zeros;
-    bf16, fp16 and torch.compile; the forward alone, with autograd and under no_grad; batches from a
-    DataLoader without and with workers; each model concurrent with itself. For a CPU, strategies of
-    one process also run on emulated devices. `axes` are further axes of `sweep`.
-    """
-    cases = sweep(
-        strategies=registry.names("strategies"), devices=(2,), device_kind=device_kind, **axes
-    )
-    usual = {
-        "strategies": default_strategies(device_kind),
-        "devices": (2,),
-        "device_kind": device_kind,
-        **axes,
-    }
-    cases += (
-        sweep(read_loss=(1, 10), **usual)
-        + sweep(zero_grad=("zero",), **usual)
-        + sweep(compile=(True,), **usual)
-    )
-    cases += sweep(mode=("forward", "no_grad"), **usual) + sweep(loader=(0, 2), **usual)
-    alone = {**usual, "strategies": (registry.of_role(Role.BASELINE),), "devices": (1,)}
-    cases += [
-        case
-        for model in axes["models"]
-        for case in sweep(**{**alone, "models": (model,)}, neighbour=(model,))
-    ]
-    for precision in ("bf16", "fp16"):
-        cases += sweep(precision=precision, **usual)
-    if device_kind == "cuda":
-        return list(dict.fromkeys([*cases, *sweep(inputs=options.INPUTS, **usual)]))
-    emulated = {"devices": (2,), "device_kind": "emulated", **axes}
-    cases += sweep(strategies=registry.names("strategies"), **emulated)
-    cases += sweep(
-        strategies=default_strategies("emulated"), inputs=("pinned", "device"), **emulated
-    )
-    return list(
-        dict.fromkeys(
-            case for case in cases if case.device_kind != "emulated" or not case.traits.ranks
-        )
-    )
-
-
 def together(models: Sequence[str], **axes: Any) -> list[Case]:
     """Return the cases of two models, each of them alone and concurrent with the other.
 

@@ -26,6 +26,7 @@ from dpbench.report import notebook, svg
 from dpbench.store import Naming, Store, StoredRun, StoreError, export
 from tests import commands, standing_in
 from tests.exported import DP, PROVENANCE, made, stored
+from tests.marked import patience
 
 SINGLE = Case(model="mlp", strategy="single", batch_size=64)
 HOSTILE = "<script>alert(1)</script>"
@@ -471,7 +472,7 @@ def test_a_script_without_a_guard_measures_and_is_run_once(tmp_path: Path) -> No
         env=env,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience(120),
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dpbench.hardware.provenance import version
+from tests.marked import patience
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "scripts" / "system_torch.py"
@@ -18,7 +19,7 @@ SCRIPT = ROOT / "benchmarks" / "scripts" / "system_torch.py"
 
 def _lend(python: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [python, SCRIPT, folder], capture_output=True, text=True, timeout=60, check=False
+        [python, SCRIPT, folder], capture_output=True, text=True, timeout=patience(60), check=False
     )
 
 

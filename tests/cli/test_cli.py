@@ -72,16 +72,11 @@ if siblings.present("predict"):
         (["run", "--strategies", "dp", "--schedules", "refrence"], ["refrence", "reference"]),
         (["run", "--ladder", "--schedules", "cached"], ["--ladder", "leave out --schedules"]),
         (["run", "--ladder", "--strategies", "dp"], ["--ladder", "leave out --strategies"]),
-        (["run", "--scenario", "seeds", "--devices", "2"], ["--scenario", "leave out --devices"]),
         (
-            ["run", "--scenario", "seeds", "--precision", "fp16"],
-            ["--scenario", "leave out --precision"],
+            ["run", "--together", "mlp,lstm", "--read-loss", "5"],
+            ["--together", "leave out --read-loss"],
         ),
-        (
-            ["run", "--scenario", "seeds", "--read-loss", "5"],
-            ["--scenario", "leave out --read-loss"],
-        ),
-        (["run", "--scenario", "seeds", "--compile"], ["--scenario", "leave out --compile"]),
+        (["run", "--together", "mlp,lstm", "--compile"], ["--together", "leave out --compile"]),
         (["run", "--ladder", "--devices", "1"], ["ladder", "--devices 2"]),
         (["run", "--schedules", "pool,zero1"], ["unknown schedule 'zero1'", "cached", "fastest"]),
         (
@@ -190,6 +185,7 @@ HEAVY = (
     "matplotlib",
     "rich",
     "scipy",
+    "networkx",
     "jinja2",
     "psutil",
     "pynvml",

@@ -268,7 +268,7 @@ cli.main()
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=patience(100),
     )
     assert done.returncode == 2
     assert not re.search("^Traceback", done.stderr, re.MULTILINE), (
@@ -325,7 +325,7 @@ def test_a_closed_pipe_ends_a_run_cleanly_or_its_table_alone_and_both_are_said(f
         stderr=subprocess.PIPE,
         text=True,
         check=False,
-        timeout=60,
+        timeout=patience(60),
     )
     os.close(writer)
     assert done.returncode == 128 + signal.SIGPIPE

@@ -25,6 +25,7 @@ from dpbench.hardware.devices import open_devices
 from dpbench.hardware.devices._byte_count import ByteCount, DeviceFull
 from dpbench.hardware.devices._wrapper import EmulatedTensor
 from dpbench.hardware.devices.host import EmulatedDevice, bounded, bytes_only
+from tests.marked import patience
 
 L0, L1 = torch.device("lazy", 0), torch.device("lazy", 1)
 FLOAT = 4
@@ -479,4 +480,4 @@ with contextlib.nullcontext() if "emulated:0" in devices else Mode():
     "devices", [["cpu"] * 4, [f"emulated:{i}" for i in range(4)]], ids=["mode", "emulated"]
 )
 def test_the_first_use_of_an_operator_in_several_threads_does_not_crash(devices: list[str]) -> None:
-    subprocess.run([sys.executable, "-c", FIRST_USE, *devices], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", FIRST_USE, *devices], check=True, timeout=patience(100))

@@ -140,7 +140,7 @@ def test_tree_holds_all_descendants(child, monkeypatch, children_files):
     expected = {root.pid, int(root.stdout.readline()), int(root.stdout.readline())}
     assert host.descendants(root.pid) == expected
     assert expected < host.descendants(os.getpid())
-    root.communicate(b"\n", timeout=5)
+    root.communicate(b"\n", timeout=patience(5))
     assert host.descendants(root.pid) == frozenset()
 
 

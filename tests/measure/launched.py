@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tests.commands import Folder
+from tests.marked import patience
 
 MODELS = """
 import os
@@ -79,7 +80,7 @@ class Launched:
 
     def codes(self, timeout_s: float = 150) -> list[int]:
         """Wait for all processes, and return their exit codes."""
-        return [process.wait(timeout_s) for process in self.processes]
+        return [process.wait(patience(timeout_s)) for process in self.processes]
 
 
 def free_port() -> int:

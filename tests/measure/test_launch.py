@@ -148,6 +148,17 @@ class Group(module.Group):
             time.sleep(4)
         return Answer()
 
+children = []
+for rank in range(3):
+    children.append(os.fork())
+    if not children[-1]:
+        break
+else:  # this process has loaded torch for the ranks
+    ended, *_ = [os.waitpid(pid, 0)[1] for pid in children]
+    sys.exit(os.waitstatus_to_exitcode(ended))
+
+os.environ |= {"RANK": str(rank), "GROUP_RANK": str(rank), "WORLD_SIZE": "3"}
+os.dup2(os.open(f"{rank}.err", os.O_CREAT | os.O_WRONLY), 2)
 with Group(of_environment()) as group:
     if group.launch.rank:
         group.serve()
@@ -166,8 +177,8 @@ with Group(of_environment()) as group:
 def test_a_task_may_outlast_the_time_to_join_and_a_lost_rank_is_named(
     folder: Folder, fault: str
 ) -> None:
-    run = launch(folder, program=("-c", GROUP, fault), nodes=3)
-    assert run.codes(60)[0] == 0, run.err()
+    run = launch(folder, program=("-c", GROUP, fault), nodes=1)
+    assert run.codes() == [0], run.err()
     slow, lost, ranks, reason = json.loads(run.out())
     assert slow == [None, None, None], "a slow task is no failure"
     expected = None if fault == "early" else [None, False, True]

@@ -24,7 +24,7 @@ from dpbench.measure import ranks
 from dpbench.measure.failures import of_end, of_rank
 from dpbench.records import Status
 from dpbench.records.trial import Failure, in_order
-from tests.marked import NAME, Mark, marked
+from tests.marked import NAME, Mark, marked, patience
 from tests.measure.listening import Seen, real_address
 
 ROOT = Path(dpbench.__file__).parent.parent
@@ -55,7 +55,13 @@ def check(works: Sequence[str], variables: Mapping[str, str], prefix: Sequence[s
     env = os.environ | variables | {"PYTHONPATH": str(ROOT)}
     command = [*prefix, sys.executable, "-m", "tests.measure.listening", *works]
     done = subprocess.run(
-        command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
+        command,
+        env=env,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=patience(200),
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     for work, line in zip(works, done.stdout.splitlines(), strict=True):

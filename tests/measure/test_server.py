@@ -24,7 +24,7 @@ from dpbench.measure.ranks import TIMEOUT
 from dpbench.measure.request import UNWRITTEN
 from dpbench.measure.server import Server, WorkerEnd
 from dpbench.records import Case, Effort, Phase, Status, Verified
-from tests.marked import NAME, Mark, marked, poll
+from tests.marked import NAME, Mark, marked, patience, poll
 
 ROOT = Path(dpbench.__file__).parent.parent
 QUICK = Effort(budget_s=0.05, warmup_steps=1, min_steps=2, max_steps=4, block_steps=2)
@@ -598,7 +598,7 @@ def test_the_server_has_run_no_tensor_operation_and_touched_no_cuda(tmp_path):
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         check=True,
-        timeout=60,
+        timeout=patience(60),
     )
     result = json.loads(output.read_text())
     assert result["seen"] == []

@@ -151,7 +151,7 @@ def test_a_dict_batch_with_its_own_loss_and_dropout_of_every_kind_is_verified_bi
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_precision_of_the_scenarios_works_for_a_dict_batch(offer: Any, precision: str) -> None:
+def test_a_lower_precision_works_for_a_dict_batch(offer: Any, precision: str) -> None:
     name = offer(lambda size: OwnLoss(WRAPS["a dict"]), named_rows, None)
     assert verified(name, "single", 1, precision=precision).verified is not Verified.NO
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -61,8 +60,6 @@ class Script:
             text=True,
             timeout=patience(120),
             check=False,
-            # a suite under nohup ignores SIGHUP
-            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
         )
         self.errors = done.stderr
         return done.returncode, [line for line in done.stdout.splitlines() if line[:1] == ">"]

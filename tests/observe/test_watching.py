@@ -36,6 +36,7 @@ from dpbench.records.observed import Held
 from dpbench.records.registry import Role
 from dpbench.store import Store
 from tests.commands import ROOT
+from tests.marked import patience
 from tests.measure.test_clocks import Time, gpus
 from tests.observe.watched_scripts import lent, run
 from tests.recorded_nvml import recorded
@@ -755,7 +756,7 @@ def test_the_ranks_of_torchrun_are_one_run(tmp_path: Path) -> None:
     subprocess.run(
         [*command, "all.py", ",".join(WRAPPERS), ",".join(ports)],
         check=True,
-        timeout=120,
+        timeout=patience(120),
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(Path(dpbench.__file__).parents[1])},
     )

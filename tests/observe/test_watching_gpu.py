@@ -15,6 +15,7 @@ from dpbench.observe import watching
 from dpbench.records import Phase, Trial
 from dpbench.records.observed import Observed
 from dpbench.store import Store
+from tests.marked import patience
 from tests.observe.watched_scripts import run
 
 HEAD = """
@@ -229,7 +230,7 @@ def test_all_ranks_of_ddp_with_nccl_are_one_run(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, *launch, *watch],
         check=True,
-        timeout=120,
+        timeout=patience(120),
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(Path(dpbench.__file__).parents[1])},
     )

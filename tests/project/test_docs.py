@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from benchmarks.scripts import commands_page
 from dpbench.cli import cli
+from tests.marked import patience
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -71,7 +72,7 @@ def test_the_python_of_the_documents_runs(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience(120),
         check=False,
         env={"PYTHONPATH": str(ROOT), "PATH": ""},
     )

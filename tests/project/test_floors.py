@@ -69,6 +69,7 @@ HOMES = {
     "matplotlib": ("report",),
     "pandas": ("analysis",),
     "xml": ("report.svg",),  # it alone knows the syntax of SVG
+    "networkx": ("predict.network",),
 }
 LIGHT = (
     "dpbench",

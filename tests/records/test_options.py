@@ -82,7 +82,7 @@ GIVEN: tuple[dict[str, Any], ...] = (
         "retry": ("failed", "oom"),
     },
     {"loader": (-1, 0, 2), "mode": ("train", "no_grad"), "together": ("mlp", "lstm")},
-    {"scenario": "seeds", "profile": True},
+    {"profile": True},
     {"find_max_batch": True, "device_memory": 1 << 30},
 )
 
@@ -133,7 +133,6 @@ def test_lists_single_values_and_none_are_taken_as_a_caller_means_them() -> None
         ({"patience": -1}, "patience= must be a number of at least 0"),
         ({"device_kind": "gpu"}, "device_kind= must be cpu or cuda or emulated, got 'gpu'"),
         ({"placement": "spraed"}, "did you mean 'spread'"),
-        ({"scenario": "sedes"}, "did you mean 'seeds'"),
         ({"size": "medium"}, "size= must be small or full"),
         ({"precision": "fp8"}, "precision= must be fp32 or .* got 'fp8'"),
         ({"inputs": ["pinned", "disk"]}, "inputs= must be .* got 'disk'"),
@@ -194,7 +193,7 @@ def test_a_name_with_a_comma_which_no_list_can_give_is_refused_as_it_is_given(op
         ({"strategies": ["dp[cahced]"]}, ValueError, "unknown schedule 'cahced'"),
         ({"paired": True, "profile": True}, ValueError, "leave out paired=True"),
         ({"ladder": True, "strategies": "dp"}, ValueError, "leave out strategies="),
-        ({"scenario": "seeds", "read_loss": 5}, ValueError, "leave out read_loss="),
+        ({"together": "mlp,lstm", "read_loss": 5}, ValueError, "leave out read_loss="),
         ({"batch_sizes": 8, "batch_per_device": 8}, ValueError, "and not both"),
     ],
 )

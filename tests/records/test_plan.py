@@ -78,24 +78,6 @@ def test_the_order_of_axes_changes_no_plan(given: dict[str, Any], sizes: list[in
     assert plan.plan_hash(cases, 3) != plan.plan_hash([other, *cases[1:]], 3)
 
 
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_the_scenario_of_the_seeds_has_every_strategy_and_every_habit(kind: str) -> None:
-    cases = plan.seeds(kind, models=("mlp",), batch_sizes=(64,))
-    assert {case.strategy for case in cases} == {*registry.own("strategies")}
-    assert {case.read_loss for case in cases} == {0, 1, 10}
-    assert {"pinned", "device"} <= {case.inputs for case in cases}
-    assert {case.precision for case in cases} == {"fp32", "bf16", "fp16"}
-    assert {case.compile for case in cases} == {False, True}
-    assert {case.zero_grad for case in cases} == {"none", "zero"}
-    assert {case.mode for case in cases} == {"train", "forward", "no_grad"}
-    assert {case.loader for case in cases} == {-1, 0, 2}
-    assert {(case.neighbour, case.strategy) for case in cases if case.neighbour} == {
-        ("mlp", "single")
-    }
-    assert not [case for case in cases if case.device_kind == "emulated" and case.traits.ranks]
-    assert len(cases) == len({case.fingerprint for case in cases})
-
-
 def test_strong_scaling_keeps_the_global_batch() -> None:
     cases = swept(devices=[1, 2, 4], batch_sizes=[64])
     assert {(c.strategy, c.devices, c.batch_size) for c in cases} == {

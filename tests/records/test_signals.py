@@ -23,11 +23,8 @@ from tests.marked import patience
 
 def started(code: str) -> subprocess.Popen[str]:
     """Start Python code that knows dpbench."""
-    default = (  # a suite under nohup ignores it
-        "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
-    )
     return subprocess.Popen(
-        [sys.executable, "-c", default + code],
+        [sys.executable, "-c", code],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -30,6 +30,7 @@ from dpbench.store import DamagedStore, Growth, Naming, Store, StoreError, rows
 from dpbench.store import file as module
 from tests.attacks import container
 from tests.exported import made, stored
+from tests.marked import patience
 from tests.store.test_file import contents
 from tests.store.test_store import CASE, ENDED, begin, make_trial, put, query, same
 
@@ -452,7 +453,9 @@ def test_writers_of_different_runs_share_a_fresh_file(path, child):
         for writer in writers:
             assert writer.stdout.readline() == "there\n"
         (folder / "go").touch()
-        ends = [(writer.wait(timeout=60), writer.stderr.read()[-500:]) for writer in writers]
+        ends = [
+            (writer.wait(timeout=patience(60)), writer.stderr.read()[-500:]) for writer in writers
+        ]
         assert ends == [(0, "")] * len(writers)
         with Store.read(fresh) as store:
             assert len(store.runs()) == len(writers)
@@ -483,7 +486,7 @@ def test_a_process_that_ends_leaves_the_log_of_a_running_writer_alone(path, chil
             assert found == (run_id, Growth())
             before = wal.stat().st_ino
             other = child(visitor, path, number)
-            out, err = other.communicate(timeout=60)
+            out, err = other.communicate(timeout=patience(60))
             assert (out, err) == ("refused, then another run\n", "")
             assert wal.exists()
             assert wal.stat().st_ino == before
@@ -643,7 +646,7 @@ def test_a_read_only_copy_can_be_read(path, child, killed):
                     print(len(store.runs()), len(store.trials()), len(store.trials()[0].steps) > 0)
         """
         reader = child(code, folder / path.name, preexec_fn=without_privilege)
-        out, err = reader.communicate(timeout=60)
+        out, err = reader.communicate(timeout=patience(60))
     finally:
         folder.chmod(0o755)
     assert (out, reader.returncode) == ("1 1 True\n", 0), err
@@ -679,7 +682,7 @@ def test_a_read_only_folder_is_refused(path, child):
     """
     try:
         writer = child(code, folder / "store.db", preexec_fn=without_privilege)
-        out, err = writer.communicate(timeout=60)
+        out, err = writer.communicate(timeout=patience(60))
     finally:
         folder.chmod(0o755)
     assert str(folder / "store.db") in out, err
@@ -812,7 +815,7 @@ def test_a_store_with_a_log_in_a_read_only_folder_is_read_or_refused(path, child
     """
     try:
         out, err = child(code, folder / "store.db", preexec_fn=without_privilege).communicate(
-            timeout=60
+            timeout=patience(60)
         )
     finally:
         folder.chmod(0o755)

@@ -14,6 +14,7 @@ from torch import nn
 from dpbench.engine import TrainStep
 from dpbench.engine.fast.parameter_gradients import ParameterGradients
 from dpbench.records.schedule import SELECTED, Schedule
+from tests.engine import rungs
 from tests.engine.law.interrupts import Interrupted
 from tests.engine.law.sides import Pair
 from tests.engine.nets import OPTIMIZERS, TWO, Net, batch
@@ -47,7 +48,7 @@ def test_a_step_that_was_interrupted_anywhere_goes_on(schedule: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@rungs.every("schedule")
 def test_steps_go_on_after_a_thousand_interrupts(schedule: str) -> None:
     # about four of ten places are passed on a slow machine
     assert interrupted(schedule, 650 // len(SCHEDULES)) > 60
