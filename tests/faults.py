@@ -1960,8 +1960,8 @@ FAULTS = (
     Fault(
         "a stored file",
         "the code of a file that only a stored case names is not imported",
-        "if module and module not in sys.modules:",
-        "if module and False:",
+        "module and module not in sys.modules",
+        "module and False",
         (
             "tests/strategies/test_described.py::test_a_file_that_only_a_stored_case_names_is_not_imported",
         ),
