@@ -245,7 +245,7 @@ def test_a_load_is_noisy_if_it_takes_cores_that_the_case_needs(
     load = Load(foreign=taken_cores / cores, steal=0.0, cores=cores, seconds=3.0)
     one = replace(trial(case, 0, 0.01), provenance=stated(foreign_load=load))
     assert ("NOISY" in summary.labels(one)) is noisy
-    (check,) = [found for found in validity.check(one, cores) if found.name == "foreign_cpu"]
+    (check,) = [found for found in validity.check(one, cores) if found.key == "foreign_cpu"]
     assert check.ok is not noisy
 
 
