@@ -312,7 +312,7 @@ def test_the_cores_matter_to_a_case_on_gpus_as_far_as_it_depends_on_them(
     facts = {} if busy_s is None else {"gpu_busy_s": busy_s}
     one = beside(PAIR, taken, cores, **facts)
     assert disturbance.noisy(one) is noisy
-    (check,) = [found for found in validity.check(one, cores) if found.name == "foreign_cpu"]
+    (check,) = [found for found in validity.check(one, cores) if found.key == "foreign_cpu"]
     assert check.ok is not noisy
     assert ("step" in check.about["by"]) is (busy_s is not None)
 

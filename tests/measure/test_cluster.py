@@ -280,7 +280,7 @@ def test_a_poor_clock_is_a_warning(cluster: Cluster) -> None:
     cluster._group.spread_s = 0.06
     (trial,) = cluster.run_together([CASE], Effort(), 0, 30.0)
     assert [
-        one.name for one in validity.check(trial, 2) if not one.ok and one.name == "clock_error"
+        one.key for one in validity.check(trial, 2) if not one.ok and one.key == "clock_error"
     ]
 
 
@@ -318,7 +318,7 @@ def test_memory_of_another_host_is_not_memory_of_a_device(cluster: Cluster) -> N
 
 def test_each_machines_ranks_are_compared_with_its_own_cores(cluster: Cluster) -> None:
     (trial,) = cluster.run_together([CASE], Effort(), 0, 30.0)
-    checks = {one.name: one for one in validity.check(trial, 1)}
+    checks = {one.key: one for one in validity.check(trial, 1)}
     assert checks["oversubscribed"].ok, (
         "one rank on the two cores of each machine, whatever rank 0 sees"
     )

@@ -77,6 +77,6 @@ def test_work_for_which_no_step_waits_is_labelled_if_it_outlasts_them(
                     line.copy(None, side, copy_s, "Memcpy HtoD")
     case = Case(model="mlp", strategy="single", device_kind="cuda", batch_size=1)
     trial = Trial(case=case, status=Status.OK, steps=clock.steps(), samples=clock.samples())
-    (check,) = [one for one in validity.check(trial, 8) if one.name == "outlasting"]
+    (check,) = [one for one in validity.check(trial, 8) if one.key == "outlasting"]
     assert check.value == pytest.approx(excess, abs=0.01)
     assert check.ok is (excess < 0.05)
