@@ -279,9 +279,7 @@ def test_the_trial_of_rank_0_needs_no_other_clock(
 def test_a_poor_clock_is_a_warning(cluster: Cluster) -> None:
     cluster._group.spread_s = 0.06
     (trial,) = cluster.run_together([CASE], Effort(), 0, 30.0)
-    assert [
-        one.key for one in validity.check(trial, 2) if not one.ok and one.key == "clock_error"
-    ]
+    assert [one.key for one in validity.check(trial, 2) if not one.ok and one.key == "clock_error"]
 
 
 def test_a_rank_that_fails_is_named_with_its_host(cluster: Cluster) -> None:
