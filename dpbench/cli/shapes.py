@@ -159,7 +159,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
 
     `outcome` is "ok" if the case has a result; otherwise, it names what happened, such as "oom",
     "timeout" or "unverified", and `reason` gives the cause. Keys of `busy_s` and `memory_bytes` are
-    device indices.
+    device indices, those of `percentiles_s` are 95 and 99.
     """
 
     label: str
@@ -173,6 +173,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     step: EstimateFacts | None = msgspec.field(name="step_s")
     mean: EstimateFacts | None = msgspec.field(name="mean_s")
     throughput: EstimateFacts | None = msgspec.field(name="samples_per_s")
+    percentiles: Mapping[int, EstimateFacts] = msgspec.field(name="percentiles_s")
     speedup: EstimateFacts | None
     scaling: str
     efficiency: EstimateFacts | None

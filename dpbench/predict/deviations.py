@@ -18,6 +18,7 @@ from pathlib import Path
 from dpbench.predict import network
 from dpbench.predict.constants import column
 from dpbench.predict.machine import Machine
+from dpbench.predict.tasks import Unpredictable
 from dpbench.records import Case
 
 FILE = Path(__file__).parent / "data" / "deviations.json"
@@ -62,9 +63,17 @@ def published() -> Table:
 def of(case: Case, machine: Machine) -> Deviation:
     """Return the deviation of a case on a machine, `NONE` if nothing is left to the prior.
 
-    That is so on one device, and on a machine whose host and all-reduce were both measured.
+    That is so on one device, and on a machine whose host and all-reduce were both measured. Raises
+    Unpredictable if no steps of the case's parallelism were published.
     """
     measured = machine.collective is not None and machine.host.launch_s is not None
     if case.devices == 1 or measured:
         return NONE
-    return published()[case.traits.parallelism][network.link_kind(machine, case.devices)]
+    how = case.traits.parallelism
+    if how not in published():
+        raise Unpredictable(
+            f"the strategy {case.strategy} cannot be predicted on several devices: how much longer"
+            f" than predicted steps take is known for {' and '.join(published())}, and not for its"
+            f" parallelism, {how.value}; measure the strategy instead"
+        )
+    return published()[how][network.link_kind(machine, case.devices)]

@@ -19,7 +19,7 @@ from dpbench.predict.tasks import of_step
 from dpbench.predict.work import Cost, Profile
 from dpbench.records import Case, Phase, Span, registry, words
 from dpbench.records.registry import Role
-from dpbench.records.work import Task
+from dpbench.records.work import COLLECTIVES, Task
 from dpbench.strategies import OPTIMIZER_PASSES
 
 GIL = "gil"
@@ -62,13 +62,6 @@ def jobs_of(
     for way, rate in network.capacities(machine).items():
         capacity[way] = rate
     return jobs, job_of_task, capacity
-
-
-COLLECTIVES = tuple(
-    kind + joined
-    for kind in ("broadcast", "reduce", "all_reduce", "reduce_scatter", "all_gather")
-    for joined in ("", "_coalesced")
-)
 
 
 class _Prices:

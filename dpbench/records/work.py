@@ -82,6 +82,18 @@ class Group:
     ring: bool = False
 
 
+COLLECTIVES = frozenset(
+    kind + joined
+    for kind in ("broadcast", "reduce", "all_reduce", "reduce_scatter", "all_gather")
+    for joined in ("", "_coalesced")
+)
+"""The kinds of collectives; torch joins the tensors of a coalesced one into large messages."""
+RESOURCES = COLLECTIVES | {"device", "host", "gil", "copy"}
+"""The kinds of resources of a task."""
+UNITS = frozenset(("bytes", "share", "launches", "modules", "tensors", "threads", "wakes"))
+"""The units of a task's amount."""
+
+
 class Task(msgspec.Struct, frozen=True):
     """One part of a step's work: its amount and unit, its resource, and the tasks it waits for.
 

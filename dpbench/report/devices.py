@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from dpbench.analysis import forecasts, imbalance, transfers
 from dpbench.analysis.forecasts import Forecast
@@ -26,36 +27,55 @@ def parts(report: Report) -> list[Section]:
     """Return the sections with tables that have lines."""
     trials = small_multiples.order(report.trials)
     predictions = forecasts.forecasts(report.rows, report.past, report.facts)
-    labels = report.labels
-    tables: tuple[tuple[str, str, str, Sequence[Table]], ...] = (
-        ("ladder", "The ladder", table.LEAD, [*map(table.climb, report.ladders)]),
-        ("phases", "Step time by phase", PHASE_TIMES, [table.phases(report.rows)]),
-        ("latency", "Latency", LATENCY, [_latency(report.rows)]),
-        (
+    sections = [
+        Section(
+            "ladder",
+            "The ladder",
+            table.LEAD,
+            tables=[*map(table.climb, report.ladders)],
+            open=True,
+            numbers=("step", "speedup", "phase"),
+        ),
+        Section(
+            "phases",
+            "Step time by phase",
+            PHASE_TIMES,
+            tables=[table.phases(report.rows)],
+            numbers=("step", "phase"),
+        ),
+        Section("latency", "Latency", LATENCY, tables=[_latency(report.rows)]),
+        Section(
             "imbalance",
             "Device 0 against the others",
             IMBALANCE,
-            [_imbalance(imbalance.indexes(trials))],
+            tables=[_imbalance(imbalance.indexes(trials))],
+            numbers=("imbalance", "busy", "memory"),
         ),
-        ("memory-by-phase", "Memory by phase", MEMORY, [_memory(imbalance.footprints(trials))]),
-        ("links", "Bytes over links", LINKS, [_links(transfers.flows(trials))]),
-        ("predicted", "Predicted against measured", FORECASTS, [_forecasts(predictions)]),
-        ("hosts", "Hosts", HOSTS, [table.machines(report)]),
-    )
-    return [
         Section(
-            id,
-            title,
-            lead,
-            tables=content,
-            table_labels=naming.union(
-                one.labels or naming.union(labels.get(case, ()) for case in one.cases or labels)
-                for one in content
-            ),
-        )
-        for id, title, lead, content in tables
-        if any(one.lines for one in content)
+            "memory-by-phase",
+            "Memory by phase",
+            MEMORY,
+            tables=[_memory(imbalance.footprints(trials))],
+        ),
+        Section("links", "Bytes over links", LINKS, tables=[_links(transfers.flows(trials))]),
+        Section(
+            "predicted",
+            "Predicted against measured",
+            FORECASTS,
+            tables=[_forecasts(predictions)],
+        ),
+        Section("hosts", "Hosts", HOSTS, tables=[table.machines(report)]),
     ]
+    return [_labelled(one, report.labels) for one in sections if any(t.lines for t in one.tables)]
+
+
+def _labelled(section: Section, labels: Mapping[Case, tuple[str, ...]]) -> Section:
+    """Return the section with the labels of its tables' cases; of all cases if they name none."""
+    of_tables = (
+        one.labels or naming.union(labels.get(case, ()) for case in one.cases or labels)
+        for one in section.tables
+    )
+    return replace(section, table_labels=naming.union(of_tables))
 
 
 PHASE_TIMES = (

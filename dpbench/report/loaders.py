@@ -46,6 +46,7 @@ def section(curve: LoaderCurve, trials: Sequence[Trial], key: str) -> Section:
         note,
         [_table(curve, trials)] if curve.points else [],
         naming.labels([point.row for point in curve.points]),
+        open=True,
     )
 
 

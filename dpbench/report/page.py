@@ -12,7 +12,7 @@ reports/latest/index.html     the page of the newest run in which at least one c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,28 +34,6 @@ from dpbench.report.section import Detail, Section
 from dpbench.report.templates import allowed, template, text_of
 from dpbench.store import inside
 
-SHOWN = ("loaders", "lanes", "speedup", "ladder")
-"""The ids of the sections that the page shows at once; the others are folded as its details."""
-ORDER = (
-    *SHOWN,
-    "phases",
-    "imbalance",
-    "memory-by-phase",
-    "links",
-    "steps",
-    "utilisation",
-    "predicted",
-    "hosts",
-)
-"""The ids of the sections with drawings or tables, in the order of the page; others come last."""
-COLUMNS: Mapping[str, tuple[str, ...]] = {
-    "speedup": ("speedup", "scaling", "efficiency"),
-    "phases": ("step", "phase"),
-    "imbalance": ("imbalance", "busy", "memory"),
-    "ladder": ("step", "speedup", "phase"),
-    "steps": ("step",),
-}
-"""For each section, the prefixes of the numbers in `frames.frame` that the page's script saves."""
 OPEN = 24
 """The largest number of lines of a table that is expanded when the page opens."""
 FACTS = "run.json"
@@ -132,9 +110,9 @@ def render(report: Report) -> str:
 
 def rendered(report: Report, content: Content) -> str:
     """Return the HTML text of the page that shows a report with this content."""
-    sections = _sections(report)
-    shown = [part for part in sections if part.id in SHOWN]
-    details = [part for part in sections if part.id not in SHOWN]
+    drawn, tabled = figures.sections(report), devices.parts(report)
+    shown = [part for part in (*drawn, *tabled) if part.open]
+    details = [part for part in (*tabled, *drawn) if not part.open]
     added = _added(report)
     style = f"{text_of('page.css')}{''.join(part.style for part in added)}"
     script = text_of("page.js")
@@ -161,7 +139,6 @@ def rendered(report: Report, content: Content) -> str:
         shown=shown,
         details=details,
         added=added,
-        columns_of={} if report.compared else COLUMNS,
         open=OPEN,
         case_id=naming.case_id,
         case_ids=naming.case_ids,
@@ -189,14 +166,6 @@ def _card(answer: Answer, rows: Sequence[Row]) -> Card:
         labels=answer.labels,
         command=answer.command,
         cases=naming.alike(answer, rows),
-    )
-
-
-def _sections(report: Report) -> list[Section]:
-    """Return the sections in the order of the page."""
-    return sorted(
-        [*figures.sections(report), *devices.parts(report)],
-        key=lambda section: ORDER.index(section.id) if section.id in ORDER else len(ORDER),
     )
 
 

@@ -45,7 +45,8 @@ class Section:
     """A section of a report: a text before its panels and its tables (`lead`), and a `note` below.
 
     `table_labels` are the labels of the tables' cases. The note gives the number of cases that are
-    not drawn, and the reason.
+    not drawn, and the reason. The page shows an `open` section at once, and folds the others as its
+    details. `numbers` are the prefixes of the numbers in `frames.frame` that the page can save.
     """
 
     id: str
@@ -55,6 +56,8 @@ class Section:
     note: str = ""
     tables: Sequence[Table] = ()
     table_labels: tuple[str, ...] = ()
+    open: bool = False
+    numbers: tuple[str, ...] = ()
 
     @property
     def labels(self) -> tuple[str, ...]:

@@ -56,6 +56,8 @@ def section(rows: Sequence[Row], key: str = "speedup") -> Section:
         "The step time on one device over that on several, for equal work.",
         [_panel(facet, _beside(facet, levels), f"{key}{i}") for i, facet in enumerate(panels)],
         missing or left_out,
+        open=True,
+        numbers=("speedup", "scaling", "efficiency"),
     )
 
 

@@ -54,6 +54,7 @@ def section(report: Report, rows: Sequence[Row], key: str = "lanes") -> Section:
         " over measured links, or of its operations at the measured peak.",
         [_panel(report, facet, f"{key}{i}") for i, facet in enumerate(facets)],
         left_out if facets else "No case has spans of a median step.",
+        open=True,
     )
 
 

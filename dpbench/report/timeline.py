@@ -209,6 +209,7 @@ def steps(report: Report, rows: Sequence[Row]) -> Section:
         " median step. Warm-up steps do not count.",
         [_steps(report, facet, f"steps{i}") for i, facet in enumerate(panels)],
         left_out if panels else "No steps were recorded.",
+        numbers=("step",),
     )
 
 

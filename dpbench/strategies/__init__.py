@@ -20,7 +20,7 @@ from dpbench.records.arguments import call
 from dpbench.records.errors import UnknownName, UsageError
 from dpbench.records.registry import Parallelism, Reduction, Role, Traits
 from dpbench.records.spelling import dashed
-from dpbench.records.work import Group, StepSizes, Task
+from dpbench.records.work import RESOURCES, UNITS, Group, StepSizes, Task
 from dpbench.strategies._steps import OPTIMIZER_PASSES, Graph, bucket_sizes, buckets
 
 if TYPE_CHECKING:
@@ -230,10 +230,18 @@ def load(name: str) -> Strategy:
 def described(case: Case, sizes: StepSizes) -> Sequence[Task] | None:
     """Return the tasks of a case's step; None if its strategy is unknown or does not describe it.
 
-    A stored case may name any file, which is not imported for this.
+    A stored case may name any file, which is not imported for this. Raises UsageError for a task
+    whose resource or unit is unknown: it would be priced as another.
     """
     describe = getattr(registry.imported(case.strategy), "describe", None)
     tasks: Sequence[Task] | None = describe(case, sizes) if describe else None
+    for task in tasks or ():
+        if task.resource.partition(":")[0] not in RESOURCES or task.unit not in UNITS:
+            raise UsageError(
+                f"the strategy {case.strategy} describes a task of {task.amount:g} {task.unit} on"
+                f" {task.resource!r}: resources begin with one of {', '.join(sorted(RESOURCES))},"
+                f" and units are {', '.join(sorted(UNITS))}"
+            )
     return tasks
 
 

@@ -9,10 +9,12 @@ import pytest
 
 from dpbench.analysis.moves import of_step, of_trial
 from dpbench.measure.worker import trial
-from dpbench.predict import machine, simulation
+from dpbench.predict import counts, machine, simulation
+from dpbench.predict.cases import Predictor
 from dpbench.predict.tasks import Unpredictable
 from dpbench.predict.work import Cost, Profile
 from dpbench.records import HOST, Case, Effort, Phase, Status, Trial, registry
+from dpbench.records.errors import UsageError
 from dpbench.records.facts import stated
 from dpbench.records.registry import Traits
 from dpbench.records.work import Move, Shapes
@@ -23,7 +25,7 @@ MINE = textwrap.dedent('''
     from contextlib import contextmanager
 
     from dpbench.records import Phase
-    from dpbench.strategies import Graph, Group, Strategy, optimizer_of
+    from dpbench.strategies import Graph, Group, Parallelism, Strategy, Traits, optimizer_of
 
 
     class Sending(Strategy):
@@ -65,7 +67,18 @@ MINE = textwrap.dedent('''
             return graph.tasks
 
 
-    sending, described = Sending(), Described()
+    class Exchanging(Described):
+        def describe(self, case, sizes):
+            graph = Graph()
+            graph.add(Phase.REDUCE, 0, "all_to_all:1", 1e9, "bytes")
+            return graph.tasks
+
+
+    class InParts(Described):
+        traits = Traits(parallelism=Parallelism.OTHER)
+
+
+    sending, described, exchanging, in_parts = Sending(), Described(), Exchanging(), InParts()
 ''')
 SHAPES = Shapes(
     parameter_tensors=6,
@@ -127,6 +140,21 @@ def test_a_step_without_a_description_is_refused_with_what_is_missing(folder: Pa
     with pytest.raises(Unpredictable, match=r"add the method describe\(case, sizes\)"):
         simulation.step(case, PROFILE, MACHINE)
     assert of_step(case, SHAPES) == []
+
+
+def test_a_task_of_an_unknown_kind_is_refused(folder: Path) -> None:
+    case = case_of(folder, "exchanging")
+    with pytest.raises(UsageError, match="'all_to_all:1': resources begin with one of all_gather"):
+        simulation.step(case, PROFILE, MACHINE)
+    with pytest.raises(UsageError, match="'all_to_all:1'"):
+        of_step(case, SHAPES)
+
+
+def test_a_parallelism_without_published_steps_is_refused_on_several_devices(folder: Path) -> None:
+    case = case_of(folder, "in_parts")
+    assert simulation.step(case, PROFILE, MACHINE).seconds > 0.75
+    with pytest.raises(Unpredictable, match=r"threads and ranks, and not for .* other"):
+        Predictor(MACHINE, measured={counts.key(case): PROFILE}).predict(case)
 
 
 def test_a_trial_states_the_bytes_of_a_strategy_in_a_file(folder: Path) -> None:
