@@ -1,7 +1,7 @@
 """Quantities: one record for each number of a case that has an interval, and the rows as records.
 
-Tables, exports, JSON and the table in docs/measuring.md take a number's key, its value and what it
-means from here.
+CSV, data frame, the page's file and the table in docs/measuring.md take a number's key, its value
+and what it means from here; a test compares tables and JSON, which read rows, with them.
 """
 
 from __future__ import annotations
