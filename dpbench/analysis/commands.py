@@ -88,9 +88,9 @@ def _runs_here(case: Case) -> bool:
 def predict(case: Case, described: str = "", *, step_s: float = 0.0) -> str:
     """Return the command that predicts the work of `case` on a described machine.
 
-    `described` is the machine's name or file; if empty, predict the machine of the sibling's
-    choice. With the measured seconds of its step, each GPU processes the samples of the case.
-    Return "" for a case that cannot be predicted, or for an installation without predictions.
+    `described` is the machine's name or file; if empty, the sibling chooses the machine. With the
+    measured seconds of its step, each GPU processes the samples of the case. Return "" for a case
+    that cannot be predicted, or for an installation without predictions.
     """
     for command in siblings.added("prediction"):
         found: str = command(case, described, step_s=step_s)

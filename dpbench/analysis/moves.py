@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -23,7 +24,9 @@ def of_trial(trial: Trial) -> list[Move]:
     A trial of an external strategy states them, so that they are known without its code.
     """
     if trial.facts.moves is not None:
-        return list(trial.facts.moves)
+        ends = range(HOST, trial.case.devices)
+        stated = [move for move in trial.facts.moves if {move.source, move.target} <= {*ends}]
+        return [move for move in stated if 0 < move.bytes < math.inf]
     shapes = Shapes.of(trial.facts.model)
     return of_step(trial.case, shapes) if shapes else []
 

@@ -24,6 +24,8 @@ DIRECT, STAGED, PINNED, PAGEABLE = "direct", "through the host", "pinned", "page
 """The ways of a copy: between two GPUs, or between the host's memory and a GPU."""
 HANGS = "does not end"
 """The beginning of the failure of a copy that hangs."""
+MOST = 1000
+"""The largest number of boxes of a picture, and of its rows and columns."""
 LISTED = 12
 """The largest number of other links that a problem names."""
 
@@ -125,6 +127,9 @@ class Examination:
     links: tuple[Link, ...]
 
     def __post_init__(self) -> None:
+        within = [0 <= box.row <= MOST and 0 <= box.column <= MOST for box in self.boxes]
+        if not all(within) or len(within) > MOST:
+            raise ValueError(f"{len(within)} boxes, {within.count(False)} of them outside")
         missing = {end for link in self.links for end in link.ends} - {box.id for box in self.boxes}
         if missing:
             raise ValueError(f"links of the picture end at unknown boxes: {sorted(missing)}")

@@ -120,7 +120,7 @@ class _Prices:
         profile. In backward, the threads of one process slow down each other's launches.
         """
         profile = self._profile
-        rows = self._rows[max(0, task.device)]
+        rows = self._rows[min(max(0, task.device), len(self._rows) - 1)]
         if task.phase is Phase.FORWARD:
             return _capped(spent, profile.forward, rows, self._c.host_share)
         if task.phase is Phase.BACKWARD:

@@ -16,7 +16,7 @@ from dpbench.records.work import Task
 from dpbench.strategies import described
 
 EXCHANGEABLE = 9
-"""From this number of ranks on, which all do the same work, only one is simulated."""
+"""From this number of ranks on, only one is simulated if all do the same work."""
 
 
 class Unpredictable(UsageError):
@@ -25,7 +25,7 @@ class Unpredictable(UsageError):
 
 @lru_cache(maxsize=64)
 def of_step(case: Case, profile: Profile) -> list[Task]:
-    """Return the timed tasks of one step; with `EXCHANGEABLE` or more ranks, of one rank only.
+    """Return the timed tasks of one step; with `EXCHANGEABLE` or more such ranks, of one only.
 
     `profile` has the sizes and costs of the model. The batch always comes from the host. Raises
     Unpredictable for a strategy that does not describe its step.
@@ -41,8 +41,20 @@ def of_step(case: Case, profile: Profile) -> list[Task]:
             " dpbench.strategies.Strategy.describe says, measure the strategy instead, or predict"
             f" one of {known}"
         )
-    one = case.traits.ranks and case.devices >= EXCHANGEABLE
+    one = case.traits.ranks and case.devices >= EXCHANGEABLE and _exchangeable(tasks)
     return only(tasks, lambda task: task.timed and (not one or task.device == 0))
+
+
+def _exchangeable(tasks: Sequence[Task]) -> bool:
+    """Return whether all devices have tasks of the same kinds, and meet in collectives alone."""
+    kinds: dict[int, list[tuple[str, str, str]]] = {}
+    for task in tasks:
+        if any(tasks[other].device != task.device for other in (*task.after, *task.overlap)):
+            return False
+        if task.timed:
+            kind = task.resource.partition(":")[0]
+            kinds.setdefault(task.device, []).append((task.phase, kind, task.unit))
+    return all(one == kinds[0] for one in kinds.values())
 
 
 def only(tasks: Sequence[Task], keeps: Callable[[Task], bool]) -> list[Task]:
@@ -56,7 +68,7 @@ def only(tasks: Sequence[Task], keeps: Callable[[Task], bool]) -> list[Task]:
         after = [at for before in task.after for at in place[before]]
         beside = [at for before in task.overlap for at in place[before]]
         if not keeps(task):
-            place[number] = (*after, *beside)
+            place[number] = tuple(dict.fromkeys((*after, *beside)))
             continue
         place[number] = (len(kept),)
         overlap = tuple(dict.fromkeys(at for at in beside if at not in after))

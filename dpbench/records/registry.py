@@ -96,8 +96,6 @@ class Traits:
     """The number of devices that together hold one replica of the module."""
     shared_stream: bool = False
     """Whether replicas that share a GPU also share one CUDA stream."""
-    shards_weights: bool = False
-    """Whether each rank keeps a part of every weight, and gathers whole weights as torch's FSDP."""
     rounds_gradients: bool = False
     """Whether gradients are rounded to 16 bits for transfers, so that larger errors pass."""
     strategy: str = ""
@@ -244,16 +242,17 @@ def strategy(name: str) -> Any:
 def imported(name: str) -> Any:
     """Return the strategy `name` without importing code of a user; None if that is impossible.
 
-    The code of a file or module is imported once the user has named it to this process. A stored
-    case may name any other.
+    The code of a file, module or distribution is imported once the user has named it to this
+    process. A stored case may name any other.
     """
     place = name.rpartition(":")[0]
-    module = _module_of(Path(place)) if place.endswith(".py") else place
-    if module and module not in sys.modules:
-        return None
     try:
-        return strategy(name)
-    except LookupError:
+        if place:
+            module = _module_of(Path(place)) if place.endswith(".py") else place
+        else:
+            module = "dpbench" if name in own("strategies") else _installed()[name].module
+        return strategy(name) if module in sys.modules else None
+    except (LookupError, ValueError):  # ValueError: no file can have the name of a stored case
         return None
 
 

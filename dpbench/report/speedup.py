@@ -131,7 +131,7 @@ def _panel(facet: small_multiples.Facet, levels: Sequence[Row], key: str) -> Pan
 def _lanes(rows: Sequence[Row], end: float) -> tuple[Drawing, list[str]]:
     """Return a figure with a lane for each case, up to the speed-up `end`, and its values."""
     said = [_name(row, _counted(row)) for row in rows]
-    values = [words.times(row.speedup) if row.speedup else "" for row in rows]
+    values = [words.times(row.speedup) for row in rows if row.speedup]
     figure, axes, tops = svg.lanes(
         said, values, [LANE] * len(rows), keys=2, cases=[row.case for row in rows]
     )

@@ -14,7 +14,7 @@ from matplotlib.path import Path
 from dpbench.analysis.lanes import Bar, Lane, Lanes, PathSegment
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import Row
-from dpbench.records import HOST, UNATTRIBUTED, Phase, activity, words
+from dpbench.records import HOST, UNATTRIBUTED, Phase, words
 from dpbench.records.grouping import grouped, summed
 from dpbench.report import marks, naming, small_multiples, svg
 from dpbench.report.section import Panel, Section
@@ -190,7 +190,7 @@ def _bar(
 
     `edges` are its top and its bottom, and `waited_s` is how long the step waited for it.
     """
-    bar, last, (top, bottom) = bars[0], bars[-1], edges
+    bar, (top, bottom) = bars[0], edges
     start_s, end_s = min(one.start_s for one in bars), max(one.end_s for one in bars)
     look = svg.PHASES[bar.phase]
     pale = {"alpha": PALE} if bar.step else {}
@@ -198,7 +198,7 @@ def _bar(
     names = (f"joint {bar.phase}",) * bar.joint + (bar.phase.value, look.short)
     ink = svg.FOREGROUND if bar.step else look.ink
     _write(axes, names, (start_s, end_s), (top + bottom + 1 - ROW) / 2, width, ink)
-    place = f"devices {bar.device} to {last.device}" if len(bars) > 1 else _place(bar.device)
+    place = ", ".join(_place(one.device) for one in bars)
     on_path = f"; critical for {words.time(waited_s)}" if waited_s else ""
     floor_s = _floor(lanes, bar)
     least = f"; it needs {words.time(floor_s)} at least" if floor_s else ""
@@ -210,11 +210,20 @@ def _bar(
 
 
 def _drawn(bars: Iterable[Bar]) -> Iterator[Sequence[Bar]]:
-    """Yield the bars that are drawn as one: a bar, or those of one joint operation."""
+    """Yield the bars that are drawn as one: a bar, or those of one joint operation.
+
+    A joint operation has one bar on each of its devices, and they overlap.
+    """
     alike = grouped(((bar.phase, bar.step) if bar.joint else bar, bar) for bar in bars)
     for group in alike.values():
-        for start_s, end_s in activity.union((bar.start_s, bar.end_s) for bar in group):
-            yield [bar for bar in group if start_s <= bar.start_s <= end_s]
+        operation: dict[int, Bar] = {}
+        for bar in sorted(group, key=lambda bar: bar.start_s):
+            ended = bool(operation) and bar.start_s >= max(b.end_s for b in operation.values())
+            if ended or bar.device in operation:
+                yield [*operation.values()]
+                operation = {}
+            operation[bar.device] = bar
+        yield [*operation.values()]
 
 
 def _floor(lanes: Lanes, bar: Bar) -> float:

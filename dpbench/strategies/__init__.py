@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.hardware import processes
 from dpbench.hardware.device import Device
-from dpbench.records import Case, Mark, Phase, registry
+from dpbench.records import HOST, Case, Mark, Phase, registry
 from dpbench.records.arguments import call
 from dpbench.records.errors import UnknownName, UsageError
 from dpbench.records.registry import Parallelism, Reduction, Role, Traits
@@ -230,17 +230,20 @@ def load(name: str) -> Strategy:
 def described(case: Case, sizes: StepSizes) -> Sequence[Task] | None:
     """Return the tasks of a case's step; None if its strategy is unknown or does not describe it.
 
-    A stored case may name any file, which is not imported for this. Raises UsageError for a task
-    whose resource or unit is unknown: it would be priced as another.
+    Code of a user that this process has not imported counts as unknown (see `registry.imported`).
+    Raises UsageError for a task whose resource, unit or device is unknown.
     """
     describe = getattr(registry.imported(case.strategy), "describe", None)
     tasks: Sequence[Task] | None = describe(case, sizes) if describe else None
     for task in tasks or ():
-        if task.resource.partition(":")[0] not in RESOURCES or task.unit not in UNITS:
+        kind = task.resource.partition(":")[0]
+        known = kind in RESOURCES and task.unit in UNITS
+        if not known or not HOST <= task.device < case.devices:
             raise UsageError(
                 f"the strategy {case.strategy} describes a task of {task.amount:g} {task.unit} on"
-                f" {task.resource!r}: resources begin with one of {', '.join(sorted(RESOURCES))},"
-                f" and units are {', '.join(sorted(UNITS))}"
+                f" {task.resource!r} of device {task.device}: resources begin with one of"
+                f" {', '.join(sorted(RESOURCES))}, units are {', '.join(sorted(UNITS))}, and there"
+                f" are {case.devices} devices, from 0 on"
             )
     return tasks
 

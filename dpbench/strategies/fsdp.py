@@ -33,7 +33,6 @@ class FullyShardedDataParallel(Strategy):
         parallelism=Parallelism.RANKS,
         reduction=Reduction.IN_BACKWARD,
         shared_stream=True,
-        shards_weights=True,
     )
 
     @contextmanager

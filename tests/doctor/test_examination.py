@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
@@ -105,3 +106,11 @@ def test_a_damaged_examination_is_left_out_with_a_warning(
     assert "damaged" in caplog.text
     text = page.render(replace(gpu_run(), machine_result=run.machine_result))
     assert 'id="machine"' not in text
+
+
+@pytest.mark.parametrize("column", [float("nan"), float("inf"), -1.0, 1e6])
+def test_a_picture_of_another_size_is_left_out(column: float) -> None:
+    assert read(msgspec.json.encode(EXAMINATION).decode()) == EXAMINATION
+    far = msgspec.to_builtins(EXAMINATION)
+    far["boxes"][0]["column"] = column
+    assert read(json.dumps(far)) is None

@@ -32,7 +32,7 @@ PRIVATE = {
     r"_post_accumulate_grad_hooks": "engine/fast/parameter_gradients.py",
     r"_flatten_dense_tensors": "doctor/probe/host.py",
     r"_dump_nccl_trace|_dump_fr_trace": "doctor/probe/all_reduce.py",
-    r"torch\._dynamo\.utils": "models/__init__.py",
+    r"torch\._dynamo\.(?:utils|pgo)": "models/__init__.py",
     r"FakeTensorMode": "predict/trace.py",
     r"_make_wrapper_subclass|_disabled_torch_function_impl|DispatchKeySet": (
         "hardware/devices/_wrapper.py"
@@ -66,6 +66,7 @@ def test_private_parts_exist_in_this_torch() -> None:
     assert hasattr(parametrize, "_cache_enabled"), where
     assert hasattr(torch._subclasses.fake_tensor, "FakeTensorMode"), where
     assert importlib.util.find_spec("torch._dynamo.utils"), where
+    assert importlib.util.find_spec("torch._dynamo.pgo"), where
     leaf = torch.zeros(1, requires_grad=True)
     assert leaf._post_accumulate_grad_hooks is None, where
     assert hasattr(torch.Tensor, "_make_wrapper_subclass"), where

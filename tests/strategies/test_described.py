@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import textwrap
+from dataclasses import replace
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -11,13 +13,14 @@ from dpbench.analysis.moves import of_step, of_trial
 from dpbench.measure.worker import trial
 from dpbench.predict import counts, machine, simulation
 from dpbench.predict.cases import Predictor
-from dpbench.predict.tasks import Unpredictable
+from dpbench.predict.tasks import EXCHANGEABLE, Unpredictable, only
 from dpbench.predict.work import Cost, Profile
 from dpbench.records import HOST, Case, Effort, Phase, Status, Trial, registry
 from dpbench.records.errors import UsageError
 from dpbench.records.facts import stated
 from dpbench.records.registry import Traits
 from dpbench.records.work import Move, Shapes
+from dpbench.strategies import Graph
 
 MINE = textwrap.dedent('''
     """Training on device 0, which then sends its weights to the others."""
@@ -78,7 +81,25 @@ MINE = textwrap.dedent('''
         traits = Traits(parallelism=Parallelism.OTHER)
 
 
+    class InTurn(Described):
+        """Each rank waits for the one before."""
+
+        traits = Traits(parallelism=Parallelism.RANKS)
+
+        def describe(self, case, sizes):
+            graph, last = Graph(), []
+            for rank in range(case.devices):
+                last = [graph.launch(Phase.FORWARD, rank, f"host:{rank}", 1, (1.0, "share"), last)]
+            return graph.tasks
+
+
+    class Failing(Described):
+        def describe(self, case, sizes):
+            return 1 / len(sizes.gradient_sizes)
+
+
     sending, described, exchanging, in_parts = Sending(), Described(), Exchanging(), InParts()
+    in_turn, failing = InTurn(), Failing()
 ''')
 SHAPES = Shapes(
     parameter_tensors=6,
@@ -144,7 +165,7 @@ def test_a_step_without_a_description_is_refused_with_what_is_missing(folder: Pa
 
 def test_a_task_of_an_unknown_kind_is_refused(folder: Path) -> None:
     case = case_of(folder, "exchanging")
-    with pytest.raises(UsageError, match="'all_to_all:1': resources begin with one of all_gather"):
+    with pytest.raises(UsageError, match="'all_to_all:1' of device 0: resources begin with one of"):
         simulation.step(case, PROFILE, MACHINE)
     with pytest.raises(UsageError, match="'all_to_all:1'"):
         of_step(case, SHAPES)
@@ -155,6 +176,45 @@ def test_a_parallelism_without_published_steps_is_refused_on_several_devices(fol
     assert simulation.step(case, PROFILE, MACHINE).seconds > 0.75
     with pytest.raises(Unpredictable, match=r"threads and ranks, and not for .* other"):
         Predictor(MACHINE, measured={counts.key(case): PROFILE}).predict(case)
+
+
+@pytest.mark.parametrize("devices", [EXCHANGEABLE - 1, EXCHANGEABLE, 40])
+def test_ranks_that_wait_for_each_other_are_all_simulated(folder: Path, devices: int) -> None:
+    case = case_of(folder, "in_turn", devices=devices, batch_size=8 * devices)
+    timeline = simulation.step(case, PROFILE, machine.load("dgx-a100-x512"))
+    assert timeline.seconds >= 0.25 * devices
+
+
+def test_removed_tasks_hand_on_each_dependency_once() -> None:
+    graph, last = Graph(), list[int]()
+    for _ in range(40):
+        last = [graph.launch(Phase.FORWARD, 0, "host", 1, (1.0, "share"), last)]
+    graph.add(Phase.LOSS, 1, "device:1", 1, "bytes", last)
+    (kept,) = only(graph.tasks, lambda task: task.device == 1)
+    assert kept.after == ()
+
+
+def test_an_error_of_a_description_costs_no_measurement(folder: Path) -> None:
+    effort = Effort(budget_s=9.0, warmup_steps=1, min_steps=2, max_steps=2, block_steps=1)
+    case = case_of(folder, "failing", devices=2, device_kind="cpu")
+    done = trial.run(case, effort, folder)
+    assert (done.status, done.facts.moves) == (Status.OK, None)
+
+
+def test_stored_moves_that_cannot_be_are_left_out() -> None:
+    good = Move(Phase.REDUCE, 1, HOST, 7.0)
+    bad = [replace(good, source=2), replace(good, target=-2), replace(good, bytes=-1.0)]
+    case = Case(model="mlp", strategy="dp", batch_size=8, devices=2)
+    assert of_trial(Trial(case=case, provenance=stated(moves=(good, *bad)))) == [good]
+
+
+def test_a_distribution_that_only_a_stored_case_names_is_not_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entry = EntryPoint("theirs", "dpbench_test_absent:strategy", registry.GROUP)
+    monkeypatch.setattr(registry, "_installed", lambda: {"theirs": entry})
+    for name in ("theirs", "nobody", "\0.py:strategy"):
+        assert of_step(Case(model="mlp", strategy=name, batch_size=8, devices=2), SHAPES) == []
 
 
 def test_a_trial_states_the_bytes_of_a_strategy_in_a_file(folder: Path) -> None:

@@ -80,8 +80,12 @@ def _rules_alone() -> tuple[FindingRule, ...]:
 def definitions() -> str:
     """Return all rules as a Markdown table, which docs/measuring.md contains."""
     rules = (*RULES, *chain.from_iterable(siblings.added("rules")))
-    lines = ["| finding | is made if |", "|---|---|"]
-    return "\n".join([*lines, *(f"| {rule.key} | {rule.when} |" for rule in rules)])
+    theirs = _rules_alone()
+    lines = ["| finding | is made if | of |", "|---|---|---|"]
+    for rule in rules:
+        cases = ["cases"] * (rule in RULES) + ["loops"] * (rule in theirs)
+        lines.append(f"| {rule.key} | {rule.when} | {', '.join(cases)} |")
+    return "\n".join(lines)
 
 
 def _diagnosis(context: CaseContext) -> Diagnosis:

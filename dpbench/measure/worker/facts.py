@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from itertools import combinations
@@ -25,6 +26,8 @@ from dpbench.records import Case, Trial, fake
 from dpbench.records.arguments import arguments_of
 from dpbench.records.facts import TrialFacts, stated
 from dpbench.records.work import Operations, Shapes, Sizes, times_links
+
+log = logging.getLogger(__name__)
 
 LINK_PASSES = 3
 """The passes over all links in a trial; each is a round of their intervals."""
@@ -75,10 +78,15 @@ def of_model(model: Model, batch: tuple[Any, Any]) -> dict[str, float]:
 def described_moves(case: Case, model: dict[str, float]) -> dict[str, Any]:
     """Return the bytes that a step of an external strategy moves, if it describes its step.
 
-    `model` has the model's sizes. Readers of the trial do not import the code of the strategy.
+    `model` has the model's sizes. Readers of the trial do not import the code of the strategy. An
+    error of this code costs no measurement.
     """
     shapes = Shapes.of(Sizes(**model)) if case.declared else None
-    moves = of_step(case, shapes) if shapes else []
+    try:
+        moves = of_step(case, shapes) if shapes else []
+    except Exception as error:
+        log.warning("the bytes that a step of %s moves are unknown: %r", case.strategy, error)
+        return {}
     return stated(moves=tuple(moves)) if moves else {}
 
 
