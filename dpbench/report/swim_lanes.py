@@ -198,7 +198,8 @@ def _bar(
     names = (f"joint {bar.phase}",) * bar.joint + (bar.phase.value, look.short)
     ink = svg.FOREGROUND if bar.step else look.ink
     _write(axes, names, (start_s, end_s), (top + bottom + 1 - ROW) / 2, width, ink)
-    place = ", ".join(_place(one.device) for one in bars)
+    devices = ", ".join(str(one.device) for one in bars)
+    place = f"devices {devices}" if len(bars) > 1 else _place(bar.device)
     on_path = f"; critical for {words.time(waited_s)}" if waited_s else ""
     floor_s = _floor(lanes, bar)
     least = f"; it needs {words.time(floor_s)} at least" if floor_s else ""

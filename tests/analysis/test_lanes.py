@@ -232,7 +232,7 @@ def test_a_joint_phase_is_named_as_one_operation_of_all_devices() -> None:
     assert {key for key, value in joint.items() if value} == {(0, "backward"), (1, "backward")}
     (panel,) = section(*rounds).panels
     found = bars(panel.svg)
-    said = "joint backward on devices 0 to 1: 6.00 s from 2.00 s on, 60% of the step"
+    said = "joint backward on devices 0, 1: 6.00 s from 2.00 s on, 60% of the step"
     both_lanes = found[f"{said}; critical for 6.00 s"]
     first, second = (box for text, box in found.items() if text.startswith("forward"))
     assert both_lanes[1::2] == (first[1], second[3])

@@ -37,7 +37,7 @@ def test_an_examined_machine_is_among_the_details() -> None:
     assert "2023-11-14 22:13 UTC" in section
     assert "1 fault found" in section
     assert EXAMINATION.findings[0].says in unescape(section)
-    assert 'class="link slow"' in section
+    assert 'stroke="var(--loss)"' in section
     assert '<a href="#machine">' in text
 
 
