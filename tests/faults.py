@@ -1544,7 +1544,7 @@ FAULTS = (
         "context.case.gpu(end)",
         "end",
         (
-            "tests/analysis/test_findings.py::test_a_slow_link_quotes_what_the_doctor_found_about_it",
+            "tests/doctor/test_examination.py::test_a_slow_link_quotes_what_the_doctor_found_about_it",
         ),
     ),
     # -- hardware and store
@@ -1960,8 +1960,8 @@ FAULTS = (
     Fault(
         "a stored file",
         "the code of a file that only a stored case names is not imported",
-        "module and module not in sys.modules",
-        "module and False",
+        "strategy(name) if module in sys.modules else None",
+        "strategy(name)",
         (
             "tests/strategies/test_described.py::test_a_file_that_only_a_stored_case_names_is_not_imported",
         ),

@@ -169,7 +169,7 @@ def test_compare_tells_slower_faster_same_and_undecided_by_words_and_exit_code(
             in " ".join(out.split())
         )
     else:
-        assert float(re.search(r"([\d.]+)x", line).group(1)) == pytest.approx(
+        assert float(re.search(r"([\d.]+)×", line).group(1)) == pytest.approx(
             before / after, rel=0.01 + 2 * noise
         )
     assert "mlp dp[reference] x2 batch 64" in line
