@@ -39,10 +39,12 @@ class Graph:
         unit: str,
         after: Iterable[int] = (),
         overlap: Iterable[int] = (),
-        group: Group | None = None,
     ) -> int:
         """Append a task with the given fields of `Task`, and return its index."""
-        task = Task(phase, device, resource, amount, unit, tuple(after), tuple(overlap), group)
+        task = Task(phase, device, resource, amount, unit, tuple(after), tuple(overlap))
+        return self._append(task)
+
+    def _append(self, task: Task) -> int:
         self.tasks.append(task)
         return len(self.tasks) - 1
 
@@ -50,7 +52,7 @@ class Graph:
         self, phase: Phase, device: int, resource: str, amount: float, group: Group | None = None
     ) -> None:
         """Append a copy or collective of `amount` bytes that predictions leave out."""
-        self.tasks.append(Task(phase, device, resource, amount, "bytes", (), (), group, False))
+        self._append(Task(phase, device, resource, amount, "bytes", (), (), group, False))
 
     def launch(
         self,
@@ -87,10 +89,11 @@ class Graph:
         `collective` is its kind and number, such as "all_reduce:3". `after(device)` and
         `overlap(device)` return the fields of this device's task.
         """
-        return [
-            self.add(phase, i, collective, amount, "bytes", after(i), overlap(i), group)
+        tasks = [
+            Task(phase, i, collective, amount, "bytes", (*after(i),), (*overlap(i),), group)
             for i in devices
         ]
+        return [*map(self._append, tasks)]
 
     def update(
         self,

@@ -71,23 +71,30 @@ class DistributedDataParallel(Strategy):
         several = len(ranks) > 1
         pieces = buckets(sizes) if several else [float(sizes.trainable_bytes)]
         row_bytes = sizes.input_bytes + sizes.target_bytes
-        ready = {
-            i: to_backward(graph, case, sizes, i, len(pieces), row_bytes=row_bytes) for i in ranks
-        }
+        ready = [
+            to_backward(graph, case, sizes, i, len(pieces), row_bytes=row_bytes) for i in ranks
+        ]
         from_0, every = Group((0,), tuple(ranks)), ring(len(ranks))
         graph.untimed(Phase.FORWARD, 0, "broadcast:buffers", sizes.buffer_bytes, from_0)
-        reduced: dict[int, list[int]] = {i: [] for i in ranks}
+
+        def all_reduce(number: int, size: float, before: list[int]) -> list[int]:
+            # the last one overlaps with backward, whose span in a trace contains the hidden part
+            last = number == len(pieces) - 1
+            return graph.each(
+                Phase.REDUCE,
+                ranks,
+                f"all_reduce:{number}",
+                size,
+                every,
+                lambda i: [*before[i : i + 1], ready[i][number]],
+                lambda i: graph.tasks[ready[i][-1]].overlap if last else (),
+            )
+
+        reduced: list[int] = []
         for number, size in enumerate(pieces):
-            for i in ranks:
-                # the last reduction overlaps with backward, whose span in a trace contains the
-                # hidden part
-                beside = graph.tasks[ready[i][-1]].overlap if number == len(pieces) - 1 else ()
-                waits = [*reduced[i], ready[i][number]]
-                name = f"all_reduce:{number}"
-                done = graph.add(Phase.REDUCE, i, name, size, "bytes", waits, beside, every)
-                reduced[i] = [done]
+            reduced = all_reduce(number, size, reduced)
         for i in ranks:
-            graph.update(case, sizes, i, f"host:{i}", reduced[i])
+            graph.update(case, sizes, i, f"host:{i}", [reduced[i]])
         return graph.tasks
 
 

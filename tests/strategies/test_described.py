@@ -19,8 +19,9 @@ from dpbench.records import HOST, Case, Effort, Phase, Status, Trial, registry
 from dpbench.records.errors import UsageError
 from dpbench.records.facts import stated
 from dpbench.records.registry import Traits
-from dpbench.records.work import Move, Shapes
+from dpbench.records.work import Move
 from dpbench.strategies import Graph
+from tests.analysis.test_moves import SHAPES
 
 MINE = textwrap.dedent('''
     """Training on device 0, which then sends its weights to the others."""
@@ -101,15 +102,6 @@ MINE = textwrap.dedent('''
     sending, described, exchanging, in_parts = Sending(), Described(), Exchanging(), InParts()
     in_turn, failing = InTurn(), Failing()
 ''')
-SHAPES = Shapes(
-    parameter_tensors=6,
-    parameter_bytes=1200,
-    trainable_bytes=1000,
-    buffer_bytes=40,
-    input_bytes=10,
-    target_bytes=8,
-    output_bytes=6,
-)
 PROFILE = Profile(
     model="mlp",
     parameter_tensors=6,

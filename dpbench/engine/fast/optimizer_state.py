@@ -212,11 +212,7 @@ def _put(
 
     Values that are not elementwise, such as the step count, are copied whole.
     """
-    if (
-        not isinstance(value, torch.Tensor)
-        or name == "step"
-        or value.numel() != shard.weight.numel()
-    ):
+    if not is_elementwise(name, value, shard.weight):
         entry[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
         return
     if name not in entry:
