@@ -159,57 +159,8 @@ class HostCosts:
 
 
 DRAWS = 200
-STATED = {
-    "host_scale": 0.35,
-    "bus_scale": 0.3,
-    "delivered": 3.0,
-    "forward_share": 0.12,
-    "pageable_bytes_per_s": 0.3,
-    "slowdown": 1.0,
-    "variation": 0.7,
-    "launch_s": 0.3,
-}
-"""The priors for a described machine: the standard deviation of each constant's logarithm.
-
-Evidence on the host factor of published runs lies between 1 and 3. The deviation of "slowdown" is
-relative to its value, and the slowdown is never negative: it may be near zero. That of "delivered"
-is the logarithm of the largest reduction.
-"""
-MEASURED = {"host_scale": 0.15, "bus_scale": 0.1}
-"""The priors of a host and of a bus bandwidth that were measured, in place of those in `STATED`."""
-ASSUMED_BUS = 0.6
-"""The prior of a bus bandwidth if the machine's description rests on assumptions."""
-APART = {
-    Parallelism.RANKS: ("launch_s",),
-    Parallelism.THREADS: ("slowdown", "variation"),
-}
-"""The priors that are ignored for each kind of parallelism, as they hardly affect its steps."""
-COMPUTE = "compute"
-"""The prior of the device's computation in a traced or counted profile.
-
-Its standard deviation is in `RESIDUAL`. It changes forward, backward, loss and optimizer before the
-step is simulated, so that it does not cancel in the ratio of steps that also communicate.
-"""
 END = 1.2816
 """The end of the middle 80 % of a normal distribution, in standard deviations."""
-NODES = {COMPUTE: (-END, END), "delivered": (-1.0, -0.6, -0.3), "slowdown": (-1.0, 2.0)}
-"""Where the response of a step to a prior is calculated, in deviations; else at -1 and 1.
-
-A step may hide computation behind copies, so its response to `COMPUTE` is exact at the ends of the
-interval.
-"""
-RESIDUAL = {"measured": 0.02, "given": 0.03, "traced": 0.3, "counted": 0.6}
-"""The standard deviation of log(duration) of a step on one device, by the source of the profile.
-
-For traced and counted profiles it is that of the prior `COMPUTE`.
-
-Durations predicted from traces differ by at most 34 % from four published steps. Those predicted
-from counts were compared with 162 published steps. For half of these, the prediction is too short
-by more than a factor of two: the nets are light, and the hosts are from 2019-21. Of the 34 steps
-that keep a GPU busy, a fifth are predicted with an error of more than 32 %.
-"""
-
-
 FREEDOM = 4
 """The degrees of freedom of Student's t for what machines lose beyond the model.
 
@@ -225,6 +176,94 @@ def students_quantile(share: float) -> float:
     return math.copysign(2 * math.sqrt(max(0.0, root - 1)), share - 0.5)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Prior:
+    """How far constants may be from their values.
+
+    `deviation` is the standard deviation of their logarithm for a described machine; with `linear`,
+    it is relative to their values.
+    """
+
+    deviation: float
+    constants: tuple[str, ...] = ()
+    """The constants that are multiplied by one factor; () for that of the prior's name."""
+    most: float = math.inf
+    """The upper limit of the constants."""
+    linear: bool = False
+    nodes: tuple[float, ...] = (-1.0, 1.0)
+    """Where the response of a step is calculated, in deviations."""
+    quantile: Callable[[float], float] = NormalDist().inv_cdf
+    """The deviation in a share of all draws."""
+    ordered: bool = False
+    """Whether the draws are in the order of their deviations."""
+    without: tuple[Parallelism, ...] = ()
+    """The kinds of parallelism whose steps the constants hardly affect."""
+
+    def factor(self, deviation: float, node: float) -> float:
+        """Return the factor of the constants at `node`, in multiples of `deviation`."""
+        return 1 + deviation * node if self.linear else math.exp(deviation * node)
+
+
+COMPUTE = "compute"
+"""The prior of the device's computation in a traced or counted profile.
+
+Its standard deviation is in `RESIDUAL`. It changes forward, backward, loss and optimizer before the
+step is simulated, so that it does not cancel in the ratio of steps that also communicate.
+"""
+PRIORS = {
+    # evidence on the host factor of published runs lies between 1 and 3
+    "host_scale": Prior(deviation=0.35),
+    "bus_scale": Prior(deviation=0.3),
+    # the deviation is the logarithm of the largest reduction; the last draws are those that deliver
+    # less: see `middle_draws`
+    "delivered": Prior(
+        deviation=3.0,
+        nodes=(-1.0, -0.6, -0.3),
+        quantile=lambda share: min(0.0, 10 * (0.9 - share)),
+        ordered=True,
+    ),
+    "forward_share": Prior(deviation=0.12, most=0.9),
+    "pageable_bytes_per_s": Prior(deviation=0.3),
+    # a slowdown may be near zero, but is never negative
+    "slowdown": Prior(
+        deviation=1.0,
+        constants=("slowdown", "staged_slowdown"),
+        linear=True,
+        nodes=(-1.0, 2.0),
+        quantile=lambda share: max(-1.0, NormalDist().inv_cdf(share)),
+        without=(Parallelism.THREADS,),
+    ),
+    "variation": Prior(deviation=0.7, without=(Parallelism.THREADS,)),
+    "launch_s": Prior(deviation=0.3, without=(Parallelism.RANKS,)),
+}
+"""The priors of the constants, by name."""
+APART = {
+    # a step may hide computation behind copies, so its response is exact at the interval's ends
+    COMPUTE: Prior(deviation=0.0, nodes=(-END, END)),
+    "deviation": Prior(deviation=0.0, quantile=students_quantile),
+}
+"""The priors whose deviations are not constants: those of `RESIDUAL` and `Deviation`."""
+USUAL = Prior(deviation=0.0)
+ASSUMED_BUS = 0.6
+"""The deviation of a bus bandwidth if the machine's description rests on assumptions."""
+MEASURED_HOST, MEASURED_BUS = 0.15, 0.1
+"""The deviations of a host and of a bus bandwidth that were measured."""
+RESIDUAL = {"measured": 0.02, "given": 0.03, "traced": 0.3, "counted": 0.6}
+"""The standard deviation of log(duration) of a step on one device, by the source of the profile.
+
+For traced and counted profiles it is that of the prior `COMPUTE`.
+
+Durations predicted from traces differ by at most 34 % from four published steps. Those predicted
+from counts were compared with 162 published steps. For half of these, the prediction is too short
+by more than a factor of two: the nets are light, and the hosts are from 2019-21. Of the 34 steps
+that keep a GPU busy, a fifth are predicted with an error of more than 32 %.
+"""
+
+
+def _prior(name: str) -> Prior:
+    return PRIORS.get(name) or APART.get(name) or USUAL
+
+
 @lru_cache(maxsize=64)
 def column(name: str) -> tuple[float, ...]:
     """Return the deviation of a prior in each of the `DRAWS` draws, the same at every call.
@@ -232,14 +271,10 @@ def column(name: str) -> tuple[float, ...]:
     The deviations are the quantiles of their distribution in random order. All predictions use the
     same ones, so the errors of two steps with the same cause are correlated.
     """
-    shares = [(number + 0.5) / DRAWS for number in range(DRAWS)]
-    if name == "delivered":  # the last draws are those that deliver less: see `middle_ratio`
-        return tuple(min(0.0, 10 * (0.9 - share)) for share in shares)
-    quantile = students_quantile if name == "deviation" else NormalDist().inv_cdf
-    deviations = [quantile(share) for share in shares]
-    if name == "slowdown":
-        deviations = [max(-1.0, deviation) for deviation in deviations]
-    random.Random(name).shuffle(deviations)
+    prior = _prior(name)
+    deviations = [prior.quantile((number + 0.5) / DRAWS) for number in range(DRAWS)]
+    if not prior.ordered:
+        random.Random(name).shuffle(deviations)
     return tuple(deviations)
 
 
@@ -257,10 +292,11 @@ def drawn(
     """
     draws = [residual * deviation for deviation in column("residual")]
     for name, deviation in priors.items():
+        prior = _prior(name)
         points = [(0.0, 0.0)]
-        for node in NODES.get(name, (-1.0, 1.0)):
-            spread = 1 + deviation * node if name == "slowdown" else math.exp(deviation * node)
-            points.append((node, math.log(max(1e-12, evaluate(name, spread)) / step_s)))
+        for node in prior.nodes:
+            moved_s = evaluate(name, prior.factor(deviation, node))
+            points.append((node, math.log(max(1e-12, moved_s) / step_s)))
         if max(abs(response) for _, response in points) > 1e-9:
             nodes, responses = zip(*sorted(points), strict=True)
             causes = column("residual" if name == COMPUTE else name)
@@ -289,30 +325,25 @@ def interval(step_s: float, draws: Sequence[float]) -> tuple[float, float]:
 
 
 def priors_of(case: Case, machine: Machine) -> dict[str, float]:
-    """Return the priors of the constants that affect a case's step on a machine, by name."""
-    priors = dict(STATED)
+    """Return the deviations of the priors that affect a case's step on a machine, by name."""
+    priors = {
+        name: prior.deviation
+        for name, prior in PRIORS.items()
+        if case.traits.parallelism not in prior.without
+    }
     if machine.assumed:
         priors["bus_scale"] = ASSUMED_BUS
     if machine.host.launch_s is not None:
-        priors["host_scale"] = MEASURED["host_scale"]
+        priors["host_scale"] = MEASURED_HOST
     if machine.collective:
-        priors["bus_scale"] = MEASURED["bus_scale"]
+        priors["bus_scale"] = MEASURED_BUS
         del priors["delivered"]
-    for name in APART.get(case.traits.parallelism, ()):
-        del priors[name]
     return priors
 
 
 def scaled(constants: Constants, name: str, factor: float) -> Constants:
-    """Return the constants with one multiplied by `factor`.
-
-    Names that end in "_share" are limited to 0.9. "slowdown" includes `staged_slowdown`.
-    """
-    if name == "slowdown":
-        return replace(
-            constants,
-            slowdown=constants.slowdown * factor,
-            staged_slowdown=constants.staged_slowdown * factor,
-        )
-    value = getattr(constants, name) * factor
-    return replace(constants, **{name: min(0.9, value) if name.endswith("_share") else value})
+    """Return the constants with those of a prior multiplied by `factor`, up to their limit."""
+    prior = _prior(name)
+    names = prior.constants or (name,)
+    values = {one: min(prior.most, getattr(constants, one) * factor) for one in names}
+    return replace(constants, **values)

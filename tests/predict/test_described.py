@@ -8,7 +8,7 @@ import tomllib
 import pytest
 
 from dpbench.predict import described, machine, network
-from dpbench.predict.constants import ASSUMED_BUS, DEFAULT, STATED, priors_of
+from dpbench.predict.constants import ASSUMED_BUS, DEFAULT, PRIORS, priors_of
 from dpbench.predict.machine import UnknownMachine
 from dpbench.records import Case
 from tests.exported import Command
@@ -146,7 +146,7 @@ def test_what_the_line_does_not_state_is_listed_and_widens_the_bus() -> None:
     assert sure.assumed == ()
     assert unsure.assumed == ("peer access is not stated: the default of this GPU is assumed",)
     case = Case(model="mlp", strategy="ddp", devices=8, batch_size=8, device_kind="cuda")
-    assert priors_of(case, sure)["bus_scale"] == STATED["bus_scale"]
+    assert priors_of(case, sure)["bus_scale"] == PRIORS["bus_scale"].deviation
     assert priors_of(case, unsure)["bus_scale"] == ASSUMED_BUS
     assert "delivered" in priors_of(case, sure)
 

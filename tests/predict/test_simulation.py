@@ -14,7 +14,7 @@ from benchmarks.prediction import formula, loops, named_models
 from benchmarks.prediction.loops import LoopDifferences
 from dpbench.analysis import summary
 from dpbench.predict import cases, counts, machine, network, profiles, simulation, what_if
-from dpbench.predict.constants import DEFAULT, RESIDUAL, STATED, column, drawn, interval
+from dpbench.predict.constants import DEFAULT, PRIORS, RESIDUAL, column, drawn, interval
 from dpbench.predict.deviations import NONE
 from dpbench.predict.machine import Link, UnknownMachine
 from dpbench.predict.work import Cost, Profile
@@ -319,8 +319,8 @@ def test_one_machine_in_ten_delivers_a_part_of_its_links_and_a_slowdown_may_be_z
     slow = [z for z in column("delivered") if z < 0]
     assert len(slow) == len(column("delivered")) / 10
     assert max(column("delivered")) == 0
-    assert 0.045 < math.exp(STATED["delivered"] * min(slow)) < 0.06
-    factors = [1 + STATED["slowdown"] * z for z in column("slowdown")]
+    assert 0.045 < math.exp(PRIORS["delivered"].deviation * min(slow)) < 0.06
+    factors = [1 + PRIORS["slowdown"].deviation * z for z in column("slowdown")]
     assert min(factors) == 0
     assert 0.1 < sum(factor == 0 for factor in factors) / len(factors) < 0.2
     on, case = machine.load("h100-pcie-x8"), case_of("ddp", 8)
@@ -328,7 +328,7 @@ def test_one_machine_in_ten_delivers_a_part_of_its_links_and_a_slowdown_may_be_z
     tenth = [
         draw
         for draw, z in zip(usual.draws, column("delivered"), strict=True)
-        if z < -math.log(5) / STATED["delivered"]
+        if z < -math.log(5) / PRIORS["delivered"].deviation
     ]
     assert min(tenth) > math.log(1.5), "a fifth of the links' rates makes this step much longer"
 
