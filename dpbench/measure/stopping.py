@@ -80,6 +80,11 @@ class Stopping:
         """Add the duration of one step in seconds."""
         self._series.append(seconds)
 
+    def restart(self) -> None:
+        """Count all steps so far as warm-up."""
+        self.least_warmup = max(self.least_warmup, len(self._series))
+        self._noise.clear()
+
     def finished(self) -> bool:
         """Return whether the series has enough steps, and set `reason` if it has."""
         timed = self._series[self.warmup :]

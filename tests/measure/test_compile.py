@@ -165,26 +165,43 @@ def test_steps_that_always_compile_are_not_timed(monkeypatch: pytest.MonkeyPatch
         measured()
 
 
-@pytest.mark.usefixtures("backend")
-def test_steps_that_compile_while_they_are_timed_are_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The 14th forward, in a timed step, takes another path."""
+class Counting(Net):
+    """Its forward takes another path in the calls whose numbers are in `changes`."""
 
-    class Counting(Net):
-        calls = 0
+    changes = range(0)
+    calls = 0
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.norm(self.layer(x)) * (1.0 if self.sign() else -1.0)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.layer(x)) * len(self.path())
 
-        @torch.compiler.disable
-        def sign(self) -> bool:
-            Counting.calls += 1
-            return Counting.calls < 14
+    @torch.compiler.disable
+    def path(self) -> str:
+        """Return a text, because torch.compile may have one graph for all numbers."""
+        Counting.calls += 1
+        return "x" * (1 + sum(Counting.calls >= change for change in self.changes))
 
+
+def counting(monkeypatch: pytest.MonkeyPatch, changes: range) -> Case:
+    """Return a case whose model takes other paths at the calls in `changes`."""
+    monkeypatch.setattr(Counting, "changes", changes)
+    monkeypatch.setattr(Counting, "calls", 0)
     monkeypatch.setattr(small, "build", lambda size: Counting())
-    with pytest.raises(RuntimeError, match="compiled again during the timed steps"):
-        measured(replace(CASE, strategy="single", schedule="", devices=1))
+    return replace(CASE, strategy="single", schedule="", devices=1)
+
+
+@pytest.mark.usefixtures("backend")
+def test_no_timed_step_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The 14th forward is in a timed step, which then belongs to the warm-up, with all before."""
+    usual = measured(counting(monkeypatch, range(0)))
+    done = measured(counting(monkeypatch, range(14, 15)))
+    assert len(done.timed) == len(usual.timed) == FEW.max_steps
+    assert len(done.steps) > len(usual.steps)
+
+
+@pytest.mark.usefixtures("backend")
+def test_steps_that_compile_in_many_blocks_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="compiled again in 10 blocks of steps"):
+        measured(counting(monkeypatch, range(14, 40)))
 
 
 @pytest.mark.usefixtures("backend")

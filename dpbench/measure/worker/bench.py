@@ -65,7 +65,7 @@ SLOW_STEPS = 3
 HEAT_S = 0.5
 """The seconds for which GPUs compute before their steps are timed, but no longer than those."""
 COMPILING_PASSES = 10
-"""The most passes over the batches in which torch.compile may compile."""
+"""The most passes over the batches, and blocks of steps, in which torch.compile may compile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +174,7 @@ class CaseTimer:
         self._block_steps = effort.block_steps
         self._steps_s = 0.0
         self._heat_s = self._second_s = 0.0
-        self._taken = 0
+        self._taken = self._recompiled = 0
         self._profiled_steps = PROFILED_STEPS
         self._slow = False
         self._before: foreign_load.Snapshot | UnknownLoad | None = None
@@ -252,25 +252,37 @@ class CaseTimer:
                 results.append(loss.detach() if isinstance(loss, torch.Tensor) else loss)
                 for span in self._step.observe():
                     self._listener.add(*span)
-        if graphs is not None and graphs != compilations():
-            raise RuntimeError(
-                "torch.compile has compiled again during the timed steps, so their times include"
-                f" compilation: leave out {dashed('compile')}, or remove the model's dependence on"
-                " values that change between steps"
-            )
         self._taken += steps
         if not case.unverified:
             verification.check_results(results, self._taken, trains=case.trains)
         # seconds from the clock, not from the calls: on CUDA, a call returns before its work is
         # done
-        if not self._settled:
-            self._settled = self._step.settled
-            self._stopping.least_warmup = max(self._stopping.least_warmup, self._taken)
         timed = self._listener.steps()[-steps:]
         for one in timed:
             self._stopping.add(one.seconds)
+        if not self._settled:
+            self._settled = self._step.settled
+            self._stopping.restart()
+        if graphs is not None and _agreed(graphs != compilations()):
+            self._compile_again()
         self._steps_s += time.perf_counter() - began_s
         return timed[-1].seconds
+
+    def _compile_again(self) -> None:
+        """Count all steps so far as warm-up, because torch.compile has compiled in the last block.
+
+        Threads that look for their graphs at the same time rarely miss them, so that torch compiles
+        again although nothing has changed. Raises RuntimeError if it has in `COMPILING_PASSES`
+        blocks.
+        """
+        self._recompiled += 1
+        if self._recompiled == COMPILING_PASSES:
+            raise RuntimeError(
+                f"torch.compile has compiled again in {COMPILING_PASSES} blocks of steps, so their"
+                f" times include compilation: leave out {dashed('compile')}, or remove the model's"
+                " dependence on values that change between steps"
+            )
+        self._stopping.restart()
 
     def trial(self, memory: tuple[Memory, ...] = ()) -> Trial:
         """Return the case's trial: all measurements and `memory`, with the warm-up's steps flagged.
