@@ -165,35 +165,29 @@ def test_steps_that_always_compile_are_not_timed(monkeypatch: pytest.MonkeyPatch
         measured()
 
 
-class Counting(Net):
-    """Its forward takes another path in the calls whose numbers are in `changes`."""
+def changing(monkeypatch: pytest.MonkeyPatch, changes: range) -> Case:
+    """Return a case whose model takes other paths at the calls with the numbers in `changes`."""
+    calls = iter(range(1, 10**6))
 
-    changes = range(0)
-    calls = 0
+    class Changing(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.layer(x)) * len(self.path())
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.layer(x)) * len(self.path())
+        @torch.compiler.disable
+        def path(self) -> str:
+            """Return a text, because torch.compile may have one graph for all numbers."""
+            call = next(calls)
+            return "x" * (1 + sum(call >= change for change in changes))
 
-    @torch.compiler.disable
-    def path(self) -> str:
-        """Return a text, because torch.compile may have one graph for all numbers."""
-        Counting.calls += 1
-        return "x" * (1 + sum(Counting.calls >= change for change in self.changes))
-
-
-def counting(monkeypatch: pytest.MonkeyPatch, changes: range) -> Case:
-    """Return a case whose model takes other paths at the calls in `changes`."""
-    monkeypatch.setattr(Counting, "changes", changes)
-    monkeypatch.setattr(Counting, "calls", 0)
-    monkeypatch.setattr(small, "build", lambda size: Counting())
+    monkeypatch.setattr(small, "build", lambda size: Changing())
     return replace(CASE, strategy="single", schedule="", devices=1)
 
 
 @pytest.mark.usefixtures("backend")
 def test_no_timed_step_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The 14th forward is in a timed step, which then belongs to the warm-up, with all before."""
-    usual = measured(counting(monkeypatch, range(0)))
-    done = measured(counting(monkeypatch, range(14, 15)))
+    usual = measured(changing(monkeypatch, range(0)))
+    done = measured(changing(monkeypatch, range(14, 15)))
     assert len(done.timed) == len(usual.timed) == FEW.max_steps
     assert len(done.steps) > len(usual.steps)
 
@@ -201,7 +195,7 @@ def test_no_timed_step_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("backend")
 def test_steps_that_compile_in_many_blocks_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="compiled again in 10 blocks of steps"):
-        measured(counting(monkeypatch, range(14, 40)))
+        measured(changing(monkeypatch, range(14, 40)))
 
 
 @pytest.mark.usefixtures("backend")
