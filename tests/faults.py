@@ -2529,8 +2529,8 @@ FAULTS = (
     Fault(
         "looks",
         "the intervals of a run that stops once its answers are settled hold at all looks together",
-        "stats.together(count * looks)",
-        "stats.together(count)",
+        "stats.joint_level(count * looks)",
+        "stats.joint_level(count)",
         ("tests/measure/test_stopping.py::test_the_looks_widen_the_intervals_that_decide",),
     ),
     Fault(

@@ -166,7 +166,7 @@ def compare(
     Cases that took only a few steps (`Trial.slow`) in one of the runs are left out.
     """
     pairs = [pair for pair in _pairs(before, after, unlike=unlike) if len(_modes(pair)) == 1]
-    level = stats.together(len(pairs), SURE)
+    level = stats.joint_level(len(pairs), SURE)
     lines = []
     for earlier, later in pairs:
         ratio = stats.ratio(measured(earlier), measured(later), paired=False, level=level)

@@ -225,7 +225,7 @@ def of_first(ranked: Sequence[Row]) -> First | None:
         return None
     first, *others = ranked
     of_speedups = max((row.speedup.level for row in ranked if row.speedup), default=0.0)
-    level = stats.together(len(ranked), of_speedups)
+    level = stats.joint_level(len(ranked), of_speedups)
     ratios = [_over(first, row, level) for row in others]
     if not all(one.decides for one in ratios):
         return None

@@ -124,7 +124,8 @@ def _ladder(
         else None
     )
     climbed = sorted(measured, key=lambda row: plan.place(row.case.schedule))
-    level = stats.together((len(climbed) - 1) * looks)  # the gains of all rungs are read together
+    # the gains of all rungs are read together
+    level = stats.joint_level((len(climbed) - 1) * looks)
     rungs = tuple(_climb(climbed, ddp, level))
     fastest = min(rungs, key=lambda rung: (rung.step.doubt is not None, rung.step.value))
     return Ladder(

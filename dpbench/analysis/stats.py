@@ -11,7 +11,7 @@ an interval that spans more than a factor of 4, is in doubt (`Estimate.doubt`); 
 decides nothing.
 
 The interval decides the verdict. Estimates that are judged together have wider intervals
-(Bonferroni, see `together`), so that all contain the true values with 95 %.
+(Bonferroni, see `joint_level`), so that all contain the true values with 95 %.
 
 Other processes lengthen steps. A comparison leaves out the NOISY rounds of both sides if at least
 three rounds remain. In all others, the CPU time that others used bounds what they took: with a part
@@ -394,7 +394,7 @@ def balance(vectors: Vectors) -> Balance:
     # the largest of equal devices is above their mean by chance: all devices' intervals hold
     # together, and that of the largest is between the largest low and the largest high end
     devices = range(pools[0].shape[1])
-    level = together(len(devices))
+    level = joint_level(len(devices))
 
     def of_device(device: int) -> Estimate:
         return estimate(lambda one: one[..., device] / one.mean(axis=-1), level)
@@ -565,7 +565,7 @@ def _quantile(n: Any, level: float) -> Any:
     return scipy.special.stdtrit(np.maximum(n - 1, 1), (1 + level) / 2)
 
 
-def together(count: int, level: float = CONFIDENCE) -> float:
+def joint_level(count: int, level: float = CONFIDENCE) -> float:
     """Return the level of each of `count` intervals that together hold with probability `level`.
 
     This is Bonferroni's method, which holds for any dependence between the estimates.

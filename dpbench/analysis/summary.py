@@ -426,7 +426,7 @@ def speedup_levels(series: Mapping[Case, stats.Rounds], looks: int = 1) -> dict[
     counts = Counter(
         base for case, mine in series.items() if mine and (base := baseline_in(case, series))
     )
-    return {base: stats.together(count * looks) for base, count in counts.items()}
+    return {base: stats.joint_level(count * looks) for base, count in counts.items()}
 
 
 def baseline_in(case: Case, series: Mapping[Case, stats.Rounds]) -> Case | None:

@@ -190,7 +190,7 @@ def test_a_verdict_has_its_reason(
 
 def test_the_interval_that_is_printed_decides_and_holds_for_all_cases_together() -> None:
     lines = comparison.compare(BEFORE, AFTER)
-    assert {line.ratio.level for line in lines} == {stats.together(2, comparison.SURE)}
+    assert {line.ratio.level for line in lines} == {stats.joint_level(2, comparison.SURE)}
     (alone,) = comparison.compare(BEFORE[5:], AFTER[5:])
     (beside,) = [line for line in lines if line.case == alone.case]
     assert beside.ratio.low < alone.ratio.low < alone.ratio.high < beside.ratio.high

@@ -120,21 +120,21 @@ def test_the_intervals_of_equals_that_are_read_together_all_contain_1() -> None:
     families, count, wrong = 40, 20, 0
     for _ in range(families):
         sides = [[simulated(generator, 5, 5, 0.05, 0.01) for _ in range(2)] for _ in range(count)]
-        found = [stats.ratio(*pair, level=stats.together(count)) for pair in sides]
+        found = [stats.ratio(*pair, level=stats.joint_level(count)) for pair in sides]
         wrong += any(not e.low <= 1 <= e.high for e in found)
     assert wrong <= 5, f"{wrong} of {families} families"
 
 
 def test_the_level_of_an_interval_is_students_and_is_divided_among_those_read_together() -> None:
     one, other = simulated(np.random.default_rng(1), 8, 5, 0.05, 0.01), {r: [1.0] for r in range(8)}
-    usual, wide = (stats.ratio(one, other, level=level) for level in (0.95, stats.together(5)))
+    usual, wide = (stats.ratio(one, other, level=level) for level in (0.95, stats.joint_level(5)))
     half = [np.log(e.high / e.low) / 2 for e in (usual, wide)]
     assert half[1] / half[0] == pytest.approx(
         scipy.stats.t.ppf(0.995, 7) / scipy.stats.t.ppf(0.975, 7)
     )
     assert (usual.value, usual.level, wide.level) == (wide.value, 0.95, pytest.approx(0.99))
-    assert [stats.together(1), stats.together(10, 0.99)] == [0.95, pytest.approx(0.999)]
-    seconds = [stats.difference(one, other, level=level) for level in (0.95, stats.together(5))]
+    assert [stats.joint_level(1), stats.joint_level(10, 0.99)] == [0.95, pytest.approx(0.999)]
+    seconds = [stats.difference(one, other, level=level) for level in (0.95, stats.joint_level(5))]
     widths = [e.high - e.low for e in seconds]
     assert widths[1] / widths[0] == pytest.approx(half[1] / half[0])
 
@@ -146,7 +146,7 @@ def test_a_verdict_is_what_the_shown_interval_says() -> None:
         shift = 1 + 0.02 * (number % 8)
         one, other = (simulated(generator, 6, 5, 0.02, 0.01) for _ in range(2))
         faster = {r: [s / shift for s in steps] for r, steps in other.items()}
-        found = stats.ratio(one, faster, level=stats.together(1 + number % 7))
+        found = stats.ratio(one, faster, level=stats.joint_level(1 + number % 7))
         expected = "faster" if found.low > 1 else "slower" if found.high < 1 else "undecided"
         assert stats.verdict(found, margin=0.0) == expected
 

@@ -104,8 +104,8 @@ def test_the_looks_widen_the_intervals_that_decide() -> None:
         next(row.speedup for row in summary.rows(half) if row.case == DDP)
         for half in (trials[:12], trials[12:])
     )
-    assert plain.level == stats.together(2)
-    assert looked.level == stats.together(2 * len(LOOKS))
+    assert plain.level == stats.joint_level(2)
+    assert looked.level == stats.joint_level(2 * len(LOOKS))
 
 
 def test_an_open_number_of_rounds_is_another_plan() -> None:

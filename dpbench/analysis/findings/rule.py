@@ -151,7 +151,7 @@ class CaseContext:
         They hold together at each look of a run that stops once its answers are decided.
         """
         looks = max((trial.facts.looks for trial in self.trials), default=1)
-        return stats.together(len(self.rivals) * looks)
+        return stats.joint_level(len(self.rivals) * looks)
 
     def ratio(self, other: Row) -> Estimate:
         """Return the ratio of the diagnosed case's step time to that of another row.
