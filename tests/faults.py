@@ -1904,8 +1904,8 @@ FAULTS = (
     Fault(
         "weak-scaling",
         "a weak speed-up counts the work of all devices",
-        "return scaled(ratio, case.batch_size / base.batch_size)",
-        "return scaled(ratio, 1.0)",
+        "return ratio.scaled(case.batch_size / base.batch_size)",
+        "return ratio",
         ("tests/analysis/test_summary.py::test_weak_speed_up_compares_equal_work_a_device",),
     ),
     Fault(
@@ -2492,8 +2492,8 @@ FAULTS = (
     Fault(
         "throughput-median",
         "samples per second are those of all timed steps",
-        "scaled(stats.inverse(mean), case.batch_size)",
-        "scaled(stats.inverse(step), case.batch_size)",
+        "mean.inverse.scaled(case.batch_size)",
+        "step.inverse.scaled(case.batch_size)",
         (
             "tests/analysis/test_uneven.py::test_samples_per_second_are_rows_over_the_time_of_all_timed_steps",
         ),

@@ -212,7 +212,7 @@ def _sentence(clause: str) -> str:
 
 def _epoch_s(row: Row | None, samples: int) -> Estimate | None:
     rate = row.throughput if row else None
-    return summary.scaled(stats.inverse(rate), samples) if rate and not rate.doubt else None
+    return rate.inverse.scaled(samples) if rate and not rate.doubt else None
 
 
 def answers(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum, auto
 
 from dpbench.analysis import stats, uneven
-from dpbench.analysis.summary import Row, homes, scaled
+from dpbench.analysis.summary import Row, homes
 from dpbench.records import Case, Fault, Source, Status, plan, schedule
 from dpbench.records.estimate import Doubt, Estimate
 from dpbench.records.names import unusual
@@ -243,7 +243,7 @@ def _over(row: Row, other: Row, level: float) -> Estimate:
     if row.speedup:
         return row.speedup
     assert other.speedup
-    return stats.inverse(other.speedup)
+    return other.speedup.inverse
 
 
 def _timeless(question: Question) -> Basis | None:
@@ -331,7 +331,7 @@ def ratio_of(row: Row, other: Row, *, level: float = stats.CONFIDENCE) -> Estima
     """
     if row.series and other.series:
         found = stats.ratio(other.series, row.series, level=level)
-        return scaled(found, row.case.batch_size / other.case.batch_size)
+        return found.scaled(row.case.batch_size / other.case.batch_size)
     assert row.speedup
     assert other.speedup
     return stats.quotient(row.speedup, other.speedup)

@@ -335,11 +335,6 @@ def quotient(
     return Estimate(value, low, high, n, noisy=disturbed)
 
 
-def inverse(estimate: Estimate) -> Estimate:
-    """Return 1 divided by a ratio."""
-    return replace(estimate, value=1 / estimate.value, low=1 / estimate.high, high=1 / estimate.low)
-
-
 def difference(first: Rounds, second: Rounds, *, level: float = CONFIDENCE) -> Estimate:
     """Return the median of `first` minus the median of `second` in seconds.
 

@@ -257,7 +257,7 @@ def _row(case: Case, trials: Sequence[Trial], series: stats.Timed) -> Row:
         step=step,
         mean=mean,
         percentiles=_percentiles(series) if row.source.timed else {},
-        throughput=scaled(stats.inverse(mean), case.batch_size) if case.batch_size else None,
+        throughput=mean.inverse.scaled(case.batch_size) if case.batch_size else None,
         phases=_phases(good, mean.value),
         busy={device: statistics.median(values) for device, values in busy.items()},
         busy_source=source,
@@ -369,11 +369,11 @@ def _compared(
     home = rows[base, row.source]
     if not row.source.timed and row.step and home.step:
         ratio = stats.quotient(home.step, row.step, draws[home.key], draws[row.key])
-        speedup = scaled(ratio, work)
+        speedup = ratio.scaled(work)
     else:
         speedup = _speedup(row.case, base, series, levels)
         row = _beside(row, home)
-    efficiency = None if row.case.traits.one_device else scaled(speedup, 1 / row.case.devices)
+    efficiency = None if row.case.traits.one_device else speedup.scaled(1 / row.case.devices)
     return replace(
         row, speedup=speedup, scaling="strong" if work == 1 else "weak", efficiency=efficiency
     )
@@ -394,8 +394,8 @@ def _beside(row: Row, home: Row) -> Row:
         row,
         step=step,
         mean=mean,
-        percentiles={number: scaled(one, change) for number, one in row.percentiles.items()},
-        throughput=scaled(stats.inverse(mean), row.case.batch_size) if row.throughput else None,
+        percentiles={number: one.scaled(change) for number, one in row.percentiles.items()},
+        throughput=mean.inverse.scaled(row.case.batch_size) if row.throughput else None,
         phases={name: seconds * change for name, seconds in row.phases.items()},
     )
 
@@ -404,7 +404,7 @@ def _speedup(
     case: Case, base: Case, series: Mapping[Case, stats.Rounds], levels: Mapping[Case, float]
 ) -> Estimate:
     ratio = stats.ratio(series[base], series[case], level=levels[base])
-    return scaled(ratio, case.batch_size / base.batch_size)
+    return ratio.scaled(case.batch_size / base.batch_size)
 
 
 def speedups(series: Mapping[Case, stats.Rounds], looks: int = 1) -> dict[Case, Estimate]:
@@ -448,16 +448,6 @@ def homes(case: Case) -> list[Case]:
         plan.alone(case, batch)
         for batch in ([case.batch_size] if rest else [case.batch_size, share])
     ]
-
-
-def scaled(estimate: Estimate, factor: float) -> Estimate:
-    """Return the estimate with its value and its interval multiplied by `factor`."""
-    return replace(
-        estimate,
-        value=estimate.value * factor,
-        low=estimate.low * factor,
-        high=estimate.high * factor,
-    )
 
 
 def changes(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:

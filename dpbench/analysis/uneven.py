@@ -62,4 +62,4 @@ def gain_of_means(row: Row, baseline: Row | None) -> Estimate | None:
     if baseline is None or not row.series or not baseline.series or not row.source.timed:
         return None
     ratio = stats.mean_ratio(baseline.series, row.series)
-    return summary.scaled(ratio, row.case.batch_size / baseline.case.batch_size)
+    return ratio.scaled(row.case.batch_size / baseline.case.batch_size)

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from dpbench.analysis import commands, summary
+from dpbench.analysis import commands
 from dpbench.analysis.findings.rule import (
     CaseContext,
     Evidence,
@@ -344,7 +344,7 @@ def _accumulated(context: CaseContext, loop: Observed) -> Judgement:
     if not context.row.phases.get(Phase.REDUCE.value):
         return Missing(f"what it costs that {says}: import a trace of torch.profiler")
     seconds = context.phase(Phase.REDUCE.value)
-    needless = summary.scaled(seconds, 1 - 1 / added)
+    needless = seconds.scaled(1 - 1 / added)
     return Evidence(
         says=says,
         numbers=(
@@ -480,7 +480,7 @@ def _skipped(context: CaseContext, loop: Observed) -> Judgement:
             "a GradScaler skips the update of a step whose gradients are not finite:"
             f" {percent(lost)} of the work has no effect"
         ),
-        size_s=summary.scaled(context.row.mean, lost),
+        size_s=context.row.mean.scaled(lost),
         share=Estimate(lost, lost, lost, context.row.mean.n),
         code=SCALE,
     )

@@ -16,7 +16,7 @@ from dpbench.analysis.answer import Answer, highest_peak
 from dpbench.analysis.decision import Choice
 from dpbench.analysis.findings import Diagnosis
 from dpbench.analysis.findings.rule import Evidence
-from dpbench.analysis.summary import Row, scaled
+from dpbench.analysis.summary import Row
 from dpbench.records import Source, Trial, fake, hidden, words
 from dpbench.records.disturbance import NOISY
 from dpbench.records.estimate import Doubt, Estimate
@@ -162,7 +162,7 @@ def _cost(problem: Evidence, row: Row) -> Estimate | None:
         return Estimate(outside, outside, outside, Estimate.ROUNDS)
     if problem.size_s is None or row.mean is None:
         return None
-    return problem.share or scaled(problem.size_s, 1 / row.mean.value)
+    return problem.share or problem.size_s.scaled(1 / row.mean.value)
 
 
 def _subject(row: Row, mine: Sequence[Row], wrapper: str) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from dpbench.analysis.stats import quotient
-from dpbench.analysis.summary import scaled
 from dpbench.predict.cases import Predictor
 from dpbench.records import Case, registry
 from dpbench.records.registry import Role
@@ -74,9 +73,8 @@ def _of(predictor: Predictor, case: Case) -> Iterator[WhatIf]:
         change: str, other: Case, schedule: str = "", changed: Predictor = predictor
     ) -> WhatIf:
         after = changed.predict(other)
-        ratio = scaled(
-            quotient(before.step, after.step, before.draws, after.draws),
-            other.batch_size / now.batch_size,
+        ratio = quotient(before.step, after.step, before.draws, after.draws).scaled(
+            other.batch_size / now.batch_size
         )
         return WhatIf(
             model=case.model,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import ClassVar
+from typing import ClassVar, Self
 
 
 class Doubt(StrEnum):
@@ -65,3 +65,14 @@ class Estimate:
     def coverage(self) -> float:
         """Return the probability with which the interval contains the true value."""
         return 0.8 if self.n == 0 else self.level
+
+    @property
+    def inverse(self) -> Self:
+        """Return 1 divided by a ratio."""
+        return replace(self, value=1 / self.value, low=1 / self.high, high=1 / self.low)
+
+    def scaled(self, factor: float) -> Self:
+        """Return the estimate with its value and its interval multiplied by `factor`."""
+        return replace(
+            self, value=self.value * factor, low=self.low * factor, high=self.high * factor
+        )

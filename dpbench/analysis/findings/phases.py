@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from dpbench.analysis import summary
 from dpbench.analysis.findings.rule import (
     CaseContext,
     Evidence,
@@ -138,7 +137,7 @@ def _optimizer(context: CaseContext) -> Judgement:
             " with equal shares, the update would take"
             f" {time(seconds.value - seconds.value * others)}"
         ),
-        size_s=summary.scaled(seconds, others),
+        size_s=seconds.scaled(others),
     )
 
 

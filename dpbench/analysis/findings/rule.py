@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from dpbench.analysis import stats, validity
-from dpbench.analysis.summary import Row, parts, scaled
+from dpbench.analysis.summary import Row, parts
 from dpbench.records import Case, Phase, Source, Trial, disturbance, plan, registry
 from dpbench.records.estimate import Estimate
 from dpbench.records.grouping import grouped
@@ -163,7 +163,7 @@ class CaseContext:
             speedup = self.row.speedup
             is_baseline = other.case == plan.alone(self.case, self.case.batch_size)
             self._ratios[other.case] = (
-                stats.inverse(speedup)
+                speedup.inverse
                 if speedup and is_baseline
                 else stats.ratio(self.row.series, other.series, level=self.level)
             )
@@ -197,7 +197,7 @@ class CaseContext:
         They are those of the row, which may be those of its baseline's rounds (see
         `summary.rows`).
         """
-        return scaled(self.mean(lambda trial: _timed(trial, names)), self._in_rounds_of_baseline)
+        return self.mean(lambda trial: _timed(trial, names)).scaled(self._in_rounds_of_baseline)
 
     def mean(self, of_trial: Callable[[Trial], Sequence[float]]) -> Estimate:
         """Return the mean of what `of_trial` gives for each timed step of a trial, in seconds."""
@@ -227,7 +227,7 @@ class CaseContext:
         if not diagnosed or not alone:
             return None
         found = stats.mean_difference(diagnosed, alone.scaled(1 / divisor))
-        return scaled(found, self._in_rounds_of_baseline)
+        return found.scaled(self._in_rounds_of_baseline)
 
     def _series(self, case: Case, of_trial: Callable[[Trial], Sequence[float]]) -> stats.Timed:
         trials = [trial for trial in self.trials_of.get(case, ()) if trial.trusted and trial.timed]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from dpbench.analysis import arrivals, commands, stats, summary, transfers
+from dpbench.analysis import arrivals, commands, stats, transfers
 from dpbench.analysis.findings.rule import (
     COMPUTE,
     CaseContext,
@@ -65,7 +65,7 @@ def _busy(context: CaseContext) -> Judgement:
             f"device 0 is busy for {time(row.busy.get(0, 0.0))} per step, the others for"
             f" {time(others_s)} on average ({row.busy_source})"
         ),
-        size_s=summary.scaled(_beyond(e, others_s), factor),
+        size_s=_beyond(e, others_s).scaled(factor),
     )
 
 
@@ -171,7 +171,7 @@ def _slow_link(phases: Sequence[Phase], *, to_host: bool) -> Callable[[CaseConte
                 f" other links; {', '.join(phases)} {verb(len(phases), 'takes', 'take')}"
                 f" {time(moving.value)} of the step{_found_before(context, shown)}"
             ),
-            size_s=summary.scaled(moving, 1 - 1 / slow[0].slower.value),
+            size_s=moving.scaled(1 - 1 / slow[0].slower.value),
         )
 
     return find
@@ -222,7 +222,7 @@ def _oversubscribed(context: CaseContext) -> Judgement:
             f"forward and backward take {time(compute.value)}; with one core per device, they would"
             f" take at least {time(compute.value * (1 - lost))}"
         ),
-        size_s=summary.scaled(compute, lost),
+        size_s=compute.scaled(lost),
     )
 
 
@@ -338,7 +338,7 @@ def _uneven(context: CaseContext) -> Judgement:
             f"samples by device: {', '.join(map(str, rows))}; a multiple of {most} such as "
             f"{' or '.join(map(str, multiples))} splits evenly"
         ),
-        size_s=summary.scaled(compute, lost),
+        size_s=compute.scaled(lost),
     )
 
 
