@@ -122,16 +122,18 @@ def keep(benchmark: Callable[..., Any] | str, params: Sequence[Any], trials: Seq
     )
     try:
         from dpbench.hardware import provenance
-        from dpbench.store import Store
+        from dpbench.store import Identity, Store
 
         facts = provenance.collect()
         facts["dpbench"] = {"version": facts["dpbench"]["version"], "commit": commit}
         facts["command"] = f"asv run --bench '{name}'"
         with Store.create(file) as store:
             run_id, _ = store.begin_run(
-                plan=json.dumps([name, *map(repr, params)]),
-                host=provenance.host_key(facts),
-                code=provenance.code_key(facts),
+                Identity(
+                    json.dumps([name, *map(repr, params)]),
+                    provenance.host_key(facts),
+                    provenance.code_key(facts),
+                ),
                 rounds=len({trial.round for trial in trials}),
                 provenance=facts,
             )

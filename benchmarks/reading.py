@@ -20,7 +20,7 @@ import numpy as np
 from dpbench.analysis import validity
 from dpbench.hardware import provenance
 from dpbench.records import HOST, Case, Memory, Phase, Sample, Span, Step, Trial, Verified
-from dpbench.store import Naming, Store
+from dpbench.store import Identity, Naming, Store
 
 PHASES = {
     "single": (Phase.SCATTER, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.OPTIMIZER),
@@ -109,7 +109,7 @@ def fill(path: Path, count: int, rounds: int, steps: int, samples: int) -> None:
     facts = provenance.collect({"physical_gpus": 0, "gpus": []})
     with Store.create(path, Naming(name="big")) as store:
         run_id, _ = store.begin_run(
-            plan="big", host="host", code="code", rounds=rounds, provenance=facts
+            Identity("big", "host", "code"), rounds=rounds, provenance=facts
         )
         for number in range(rounds):
             for case in chosen:

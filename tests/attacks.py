@@ -105,9 +105,9 @@ def foreign(count: int, call: Call, seed: int = 0) -> list[str]:
 HOLDER = """
 import sys, time
 from pathlib import Path
-from dpbench.store import Store
+from dpbench.store import Identity, Store
 with Store.create(Path(sys.argv[1])) as store:
-    store.begin_run(plan="p", host="h", code="c", rounds=1, provenance={})
+    store.begin_run(Identity("p", "h", "c"), rounds=1, provenance={})
     print("begun", flush=True)
     time.sleep(600)
 """
@@ -201,11 +201,11 @@ def guarded(count: int, call: Call, seed: int = 0) -> list[str]:
 WRITER = """
 import sys, time
 from pathlib import Path
-from dpbench.store import Store
+from dpbench.store import Identity, Store
 from tests.attacks import CASE
 from tests.exported import made
 with Store.create(Path(sys.argv[1])) as store:
-    run_id, _ = store.begin_run(plan="p", host="h", code="c", rounds=1, provenance={})
+    run_id, _ = store.begin_run(Identity("p", "h", "c"), rounds=1, provenance={})
     print("begun", flush=True)
     for number in range(int(sys.argv[2])):
         trial_id = store.begin_trial(run_id, CASE, number)

@@ -13,7 +13,7 @@ import pytest
 
 from dpbench import cli
 from dpbench.records import HOST, Case, Memory, Phase, Sample, Span, Step, Trial, Verified
-from dpbench.store import Naming, Store
+from dpbench.store import Identity, Naming, Store
 
 DP = Case(model="mlp", strategy="dp", devices=2, batch_size=64, schedule="reference")
 PLANNED = (
@@ -92,7 +92,7 @@ def stored(
     with Store.create(path, naming) as store:
         facts = PROVENANCE if provenance is None else provenance
         run_id, _ = store.begin_run(
-            plan=str(time.time_ns()), host="h", code="c", rounds=1, provenance=facts
+            Identity(str(time.time_ns()), "h", "c"), rounds=1, provenance=facts
         )
         for trial in trials:
             store.end_trial(store.begin_trial(run_id, trial.case, trial.round), trial)

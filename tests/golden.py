@@ -26,7 +26,7 @@ from unittest.mock import patch
 
 from dpbench import cli
 from dpbench.records import HOST, UNATTRIBUTED, Phase, Span, Status, Trial, Verified
-from dpbench.store import Store
+from dpbench.store import Identity, Store
 from dpbench.store.export import read_run
 from tests import exported, observed_loops
 from tests.analysis import test_noisy
@@ -86,7 +86,7 @@ def store(path: Path, trials: Sequence[Trial]) -> None:
         patch("time.time", return_value=STARTED_S),
         Store.create(path) as opened,
     ):
-        opened.add(trials, plan="golden", host="golden", code="golden", provenance=facts)
+        opened.add(trials, Identity("golden", "golden", "golden"), provenance=facts)
 
 
 def one_round(name: str, text: str) -> str:

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from dpbench.records import Case, Trial
-from dpbench.store import DamagedStore, Naming, Store, StoreError, UnreadableRow
+from dpbench.store import DamagedStore, Identity, Naming, Store, StoreError, UnreadableRow
 from tests.exported import made, stored
 
 CASE = Case(model="mlp", strategy="single", batch_size=64)
@@ -76,11 +76,11 @@ class Process:
 
         As in the command, the store is also read for the forecast.
         """
-        keys = {"plan": self.generator.choice(PLANS), "host": "h", "code": "c"}
+        identity = Identity(self.generator.choice(PLANS), "h", "c")
         with Store.create(self.store) as opened:
             with Store.read(self.store) as reader:
-                reader.unfinished(Naming(), **keys)
-            run_id, _ = opened.begin_run(**keys, rounds=0, provenance={})
+                reader.unfinished(Naming(), identity)
+            run_id, _ = opened.begin_run(identity, rounds=0, provenance={})
             first = max((number for _, number in opened.done(run_id)), default=-1) + 1
             for number in range(first, first + self.generator.randrange(1, 9)):
                 trial = self._trial(number)

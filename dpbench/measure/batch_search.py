@@ -19,7 +19,7 @@ from dpbench.records import Case, Effort, Status, Trial
 from dpbench.records.errors import UsageError
 from dpbench.records.options import Options
 from dpbench.records.trial import FINAL
-from dpbench.store import FINISHED, INTERRUPTED, Store
+from dpbench.store import FINISHED, INTERRUPTED, Identity, Store
 
 EFFORT = Effort(
     budget_s=0.0,
@@ -112,10 +112,10 @@ def run(
     """
     check(cases)
     facts = collect(None)
-    keys = identity(cases, Fixed(1), facts, paired=False)
-    name = hashlib.sha256(f"find-max-batch {most} {keys['plan']}".encode()).hexdigest()
+    usual = identity(cases, Fixed(1), facts, paired=False)
+    name = hashlib.sha256(f"find-max-batch {most} {usual.plan}".encode()).hexdigest()
     run_id, resumed = store.begin_run(
-        plan=name, host=keys["host"], code=keys["code"], rounds=1, provenance=facts
+        Identity(name, usual.host, usual.code), rounds=1, provenance=facts
     )
     finished = False
     try:

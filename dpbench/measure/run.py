@@ -49,7 +49,7 @@ from dpbench.records.load import GpuLoad, Load, Measured, OfCores
 from dpbench.records.spelling import dashed
 from dpbench.records.words import count
 from dpbench.records.words import time as time_text
-from dpbench.store import FINISHED, INTERRUPTED, OPEN, Store, inside
+from dpbench.store import FINISHED, INTERRUPTED, OPEN, Identity, Store, inside
 
 if TYPE_CHECKING:
     from dpbench.measure.checks import TrialRunner
@@ -184,10 +184,10 @@ def run(
     patience_s = foreign_load.patience(how.patience_s)
     rule = Fixed(how.rounds) if isinstance(how.rounds, int) else how.rounds
     run_id, resumed = store.begin_run(
+        identity(cases, rule, facts, paired=how.paired),
         rounds=rule.name if isinstance(rule.name, int) else 0,
         provenance=facts,
         reopen=bool(how.retry),
-        **identity(cases, rule, facts, paired=how.paired),
     )
     status = INTERRUPTED
     try:
@@ -250,15 +250,11 @@ def collect(cluster: Cluster | None) -> dict[str, Any]:
 
 def identity(
     cases: Sequence[Case], rule: RoundsRule, facts: dict[str, Any], *, paired: bool
-) -> dict[str, Any]:
-    """Return the plan, the host and the code of a run, by which a run to go on with is found."""
+) -> Identity:
+    """Return the identity of a run."""
     parts = plan.Parts.of(cases, rule.name, *["paired"] * paired)
-    return {
-        "plan": parts.whole,
-        "parts": parts,
-        "host": provenance.host_key(facts),
-        "code": provenance.code_key(facts, sources.names_of(cases)),
-    }
+    code = provenance.code_key(facts, sources.names_of(cases))
+    return Identity(parts.whole, provenance.host_key(facts), code, parts)
 
 
 def measured(store: Store, run_id: str, retry: Iterable[str]) -> set[tuple[str, int]]:

@@ -417,13 +417,13 @@ def forecast(
     done: set[tuple[str, int]] = set()
     durations: dict[str, list[float]] = {}
     if path.exists() and path.stat().st_size:
-        keys = run.identity(cases, rule, run.collect(cluster), paired=options.paired)
+        identity = run.identity(cases, rule, run.collect(cluster), paired=options.paired)
         # a row that cannot be read is no reason to measure nothing
         with Store.read(path, lambda row: None) as store:
-            if found := store.unfinished(naming, **keys, reopen=bool(options.retry)):
+            if found := store.unfinished(naming, identity, reopen=bool(options.retry)):
                 run_id, growth = found
                 done = run.measured(store, run_id, options.retry)
-            durations = store.durations(keys["host"], {case.fingerprint for case in cases})
+            durations = store.durations(identity.host, {case.fingerprint for case in cases})
     planned = []
     for case, numbers in run.needed_rounds(cases, rule.least, growth.joined).items():
         earlier = durations.get(case.fingerprint, ())

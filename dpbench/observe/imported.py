@@ -51,7 +51,7 @@ from dpbench.records.observed import (
 )
 from dpbench.records.registry import Parallelism, Reduction
 from dpbench.records.trial import joined, only
-from dpbench.store import Naming, Store
+from dpbench.store import Identity, Naming, Store
 
 LEAST = 3
 """The least number of common collectives that suffices to align two clocks."""
@@ -518,7 +518,7 @@ def store(path: Path, loops: Sequence[ImportedLoop], naming: Naming) -> str:
     rounds = [part for loop in loops for part in parts(loop.trial)]
     with Store.create(path, naming) as opened:
         return opened.add(
-            rounds, plan=plan, host="imported", code=here["dpbench"]["version"], provenance=facts
+            rounds, Identity(plan, "imported", here["dpbench"]["version"]), provenance=facts
         )
 
 

@@ -35,7 +35,7 @@ from dpbench.records.observed import SCRIPT, Held, Observed, Unknown, traits
 from dpbench.records.registry import Parallelism, Reduction
 from dpbench.records.trial import only
 from dpbench.records.words import count, verb
-from dpbench.store import FINISHED, INTERRUPTED, Naming, Store
+from dpbench.store import FINISHED, INTERRUPTED, Identity, Naming, Store
 
 DEADLINE_S = 30.0
 """The seconds for which rank 0 waits for the other ranks after its own script has ended."""
@@ -280,9 +280,9 @@ def store(path: Path, watched: Watched, naming: Naming) -> str:
     with Store.create(path, naming) as opened:
         return opened.add(
             recorded,
-            plan=f"watch {uuid.uuid4().hex}",
-            host=provenance.host_key(facts),
-            code=provenance.code_key(facts),
+            Identity(
+                f"watch {uuid.uuid4().hex}", provenance.host_key(facts), provenance.code_key(facts)
+            ),
             provenance=facts,
             status=INTERRUPTED if watched.interrupted else FINISHED,
         )

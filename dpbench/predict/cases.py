@@ -29,6 +29,7 @@ from dpbench.records import Case, Memory, Source, Span, Status, Step, Trial, pla
 from dpbench.records.estimate import Estimate
 from dpbench.records.facts import stated
 from dpbench.records.registry import Parallelism, Role
+from dpbench.store import Identity
 
 if TYPE_CHECKING:
     from dpbench.predict.memory import Traces
@@ -305,8 +306,6 @@ def keep(path: Path, predictions: Sequence[Prediction], machine: Machine) -> str
     with Store.create(path) as store:
         return store.add(
             [one.trial() for one in predictions],
-            plan=plan.plan_hash(cases, 1),
-            host=f"predicted:{machine.name}",
-            code="",
+            Identity(plan.plan_hash(cases, 1), f"predicted:{machine.name}", ""),
             provenance=facts,
         )

@@ -36,6 +36,7 @@ from dpbench.store.runs import (
     FINISHED,
     LATEST,
     PREDICTED,
+    Identity,
     Naming,
     PastRun,
     StoredRun,
@@ -52,6 +53,7 @@ __all__ = [
     "DamagedStore",
     "Growth",
     "Merged",
+    "Identity",
     "Naming",
     "PastRun",
     "Store",
@@ -225,32 +227,30 @@ class Store:
 
     def begin_run(
         self,
+        identity: Identity,
         *,
-        plan: str,
-        host: str,
-        code: str,
         rounds: int,
         provenance: Mapping[str, Any],
         reopen: bool = False,
-        parts: Parts | None = None,
         started_s: float | None = None,
     ) -> tuple[str, bool]:
         """Return the id of the run to add trials to, and whether it is a resumed run.
 
-        The latest unfinished run with the same plan, name, tags, host and code is resumed, or with
-        `reopen` also a finished one. Without one, the latest run on this host and code is resumed
-        if its cases and rounds are a part of this plan, given as `parts`; the run then has a
-        `growth`. Otherwise a new run is added; a warning says so if there is a run with this plan
-        that is not resumed because its environment differs. Trials of the resumed run that are
-        still `running` become `killed`. `started_s` is the start of a new run in seconds since the
-        epoch (default: now). The run is locked until `end_run`, or until this object is closed.
+        The latest unfinished run with the same identity, name and tags is resumed, or with `reopen`
+        also a finished one. Without one, the latest run on this host and code is resumed if its
+        cases and rounds are a part of this plan; the run then has a `growth`. Otherwise a new run
+        is added; a warning says so if there is a run with this plan that is not resumed because its
+        environment differs. Trials of the resumed run that are still `running` become `killed`.
+        `started_s` is the start of a new run in seconds since the epoch (default: now). The run is
+        locked until `end_run`, or until this object is closed.
         Raises StoreError if another process, or another Store, has locked it.
         """
-        identified = self._naming.identified(plan)
+        identified = self._naming.identified(identity.plan)
+        parts = identity.parts
         provenance = self._naming.added_to(provenance)
         with file.transaction(self._db):
-            same = self._latest(identified, host, code, reopen)
-            earlier = same or self._part(self._naming, host, code, parts)
+            same = self._latest(self._naming, identity, reopen)
+            earlier = same or self._part(self._naming, identity)
             if earlier:
                 self._measure(earlier)
                 self._db.execute("UPDATE run SET status=? WHERE id=?", (RUNNING, earlier))
@@ -273,8 +273,8 @@ class Store:
                 (
                     run_id,
                     identified,
-                    host,
-                    code,
+                    identity.host,
+                    identity.code,
                     RUNNING,
                     started_s or time.time(),
                     rounds,
@@ -296,43 +296,41 @@ class Store:
             self._spare = None
 
     def unfinished(
-        self,
-        naming: Naming,
-        *,
-        plan: str,
-        host: str,
-        code: str,
-        reopen: bool = False,
-        parts: Parts | None = None,
+        self, naming: Naming, identity: Identity, *, reopen: bool = False
     ) -> tuple[str, Growth] | None:
         """Return the id of the run that `begin_run` would resume, and what would be its `growth`.
 
         None if it would add a new run. `naming` has the name and the tags of the run.
         """
         with file.snapshot(self._db):
-            if run_id := self._latest(naming.identified(plan), host, code, reopen):
+            if run_id := self._latest(naming, identity, reopen):
                 return run_id, self.growth(run_id)
-            run_id = self._part(naming, host, code, parts)
+            run_id = self._part(naming, identity)
+            parts = identity.parts
             return (run_id, self._grown(run_id, parts)) if run_id and parts else None
 
-    def _latest(self, plan: str, host: str, code: str, reopen: bool) -> str | None:
+    def _latest(self, naming: Naming, identity: Identity, reopen: bool) -> str | None:
         """Return the id of the run to resume."""
         query = (
             "SELECT id, rowid FROM run WHERE plan=? AND host=? AND code=? AND status<>? ORDER BY"
             " started DESC LIMIT 1"
         )
-        row = self._db.execute(query, (plan, host, code, "" if reopen else FINISHED)).fetchone()
+        plan = naming.identified(identity.plan)
+        unlike = "" if reopen else FINISHED
+        row = self._db.execute(query, (plan, identity.host, identity.code, unlike)).fetchone()
         if row:
             rows.run(self._db, row[1])  # raises for a damaged row
         return row and str(row[0])
 
-    def _part(self, naming: Naming, host: str, code: str, parts: Parts | None) -> str | None:
+    def _part(self, naming: Naming, identity: Identity) -> str | None:
         """Return the id of the latest run on this host and code if it has a part of a plan."""
         query = (
             "SELECT id, rowid, plan, rounds FROM run WHERE host=? AND code=? ORDER BY started DESC"
             " LIMIT 1"
         )
-        row = self._db.execute(query, (host, code)).fetchone() if parts else None
+        parts = identity.parts
+        place = (identity.host, identity.code)
+        row = self._db.execute(query, place).fetchone() if parts else None
         if not row or not parts:
             return None
         smaller = parts.smaller({case for case, _ in self.begun(row[0])}, row[3])
@@ -526,10 +524,8 @@ class Store:
     def add(
         self,
         trials: Sequence[Trial],
+        identity: Identity,
         *,
-        plan: str,
-        host: str,
-        code: str,
         provenance: Mapping[str, Any],
         status: str = FINISHED,
     ) -> str:
@@ -539,9 +535,7 @@ class Store:
         """
         rounds = 1 + max((trial.round for trial in trials), default=0)
         run_id, _ = self.begin_run(
-            plan=plan,
-            host=host,
-            code=code,
+            identity,
             rounds=rounds,
             provenance=provenance,
             started_s=min((trial.started_s for trial in trials), default=None),

@@ -15,6 +15,7 @@ from typing import Any
 from dpbench.records import Trial
 from dpbench.records.errors import UsageError
 from dpbench.records.facts import RunFacts
+from dpbench.records.plan import Parts
 
 PREDICTED = "predicted:"
 """The beginning of the `host` of a run that was predicted for a described machine."""
@@ -47,6 +48,19 @@ def inside(folder: Path, name: str) -> Path:
     if name in ("", ".", "..") or "/" in name or "\0" in name:
         raise ValueError(f"the run's id {name!r} cannot be a part of a path")
     return folder / name
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The plan, the host and the code of a run, by which a run to go on with is found.
+
+    Each is a key. `parts` is the plan whose smaller plans are recognised; None for one without.
+    """
+
+    plan: str
+    host: str
+    code: str
+    parts: Parts | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

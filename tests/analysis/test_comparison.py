@@ -23,7 +23,7 @@ from dpbench.records import Case, Phase, Source, Span, Status, Step, Trial, Veri
 from dpbench.records.estimate import Estimate
 from dpbench.report import comparing as drawing
 from dpbench.report import svg, swim_lanes
-from dpbench.store import Naming, PastRun, Store, StoredRun, export
+from dpbench.store import Identity, Naming, PastRun, Store, StoredRun, export
 from tests import environments
 from tests.exported import is_error
 
@@ -76,7 +76,7 @@ def stored(
 ) -> str:
     with Store.create(path, Naming(name=name)) as store:
         run_id, _ = store.begin_run(
-            plan=str(random.random()), host="h", code="c", rounds=5, provenance=facts
+            Identity(str(random.random()), "h", "c"), rounds=5, provenance=facts
         )
         for one in trials:
             store.end_trial(store.begin_trial(run_id, one.case, one.round), one)

@@ -16,7 +16,7 @@ from dpbench.api.reports import report_of
 from dpbench.api.stored import choose
 from dpbench.records import Case, Source, Step, Trial
 from dpbench.report import markdown, page
-from dpbench.store import Store
+from dpbench.store import Identity, Store
 from tests.trials import trial_of
 
 GPU = Case(
@@ -44,7 +44,7 @@ def add(
         **facts,
     }
     run_id, _ = store.begin_run(
-        plan=f"{commit} {key} {facts}", host=key, code="c", rounds=4, provenance=known
+        Identity(f"{commit} {key} {facts}", key, "c"), rounds=4, provenance=known
     )
     for trial in trials:
         store.end_trial(store.begin_trial(run_id, trial.case, trial.round), trial)

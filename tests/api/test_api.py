@@ -23,7 +23,7 @@ from dpbench.measure import launch
 from dpbench.records import Case, Phase, Status, Step, Trial, Verified
 from dpbench.records.options import Options
 from dpbench.report import notebook, svg
-from dpbench.store import Naming, Store, StoredRun, StoreError, export
+from dpbench.store import Identity, Naming, Store, StoredRun, StoreError, export
 from tests import commands, standing_in
 from tests.exported import DP, PROVENANCE, made, stored
 from tests.marked import patience
@@ -287,7 +287,7 @@ def test_a_run_is_found_by_the_beginning_of_its_id_and_by_its_name(tmp_path: Pat
     path = tmp_path / "dpbench.db"
     first = stored(path, made())
     with Store.create(path, Naming(name="nightly")) as store:
-        second, _ = store.begin_run(plan="p", host="h", code="c", rounds=1, provenance={})
+        second, _ = store.begin_run(Identity("p", "h", "c"), rounds=1, provenance={})
     assert dp.load(path, first[:10]).id == first
     assert {dp.load(path).id, dp.load(path, "@last").id, dp.load(path, "@nightly").id} == {second}
     with pytest.raises(

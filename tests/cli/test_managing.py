@@ -16,7 +16,7 @@ import pytest
 
 from dpbench.cli import shapes
 from dpbench.records import Case, Status, Trial
-from dpbench.store import Naming, Store, StoreError
+from dpbench.store import Identity, Naming, Store, StoreError
 from dpbench.store.copying import PARTS, Merged
 from dpbench.store.file import MIGRATIONS
 from tests import environments
@@ -33,7 +33,7 @@ def add(
     """Store trials as a run of a plan, which is a new plan unless given; return the run's id."""
     with Store.create(path, naming) as store:
         run_id, _ = store.begin_run(
-            plan=plan or str(time.time_ns()), host="h", code="c", rounds=3, provenance=PROVENANCE
+            Identity(plan or str(time.time_ns()), "h", "c"), rounds=3, provenance=PROVENANCE
         )
         for trial in trials:
             store.end_trial(store.begin_trial(run_id, trial.case, trial.round), trial)
@@ -245,7 +245,7 @@ def test_rm_asks(dpbench, three, monkeypatch, said, code, left):
 
 def test_a_run_that_is_measured_now_is_neither_removed_nor_merged(dpbench, three, tmp_path):
     with Store.create(tmp_path / "dpbench.db") as store:
-        busy, _ = store.begin_run(plan="p", host="h", code="c", rounds=1, provenance={})
+        busy, _ = store.begin_run(Identity("p", "h", "c"), rounds=1, provenance={})
         before = rows(tmp_path / "dpbench.db")
         for command in (
             ("rm", busy, three[0], "--yes"),

@@ -14,6 +14,7 @@ from dpbench.cli import cli, options
 from dpbench.measure import run as runner
 from dpbench.measure.run import Outcome
 from dpbench.records.options import OPTIONS, OUTPUT
+from dpbench.store import Identity
 from tests.exported import PROVENANCE, Command, is_error, made, stored
 from tests.records.test_options import parsed
 
@@ -49,9 +50,7 @@ def asked(dpbench: Command, tmp_path, monkeypatch):
         seen: list = []
 
         def run(cases, store, how, **others):
-            run_id, _ = store.begin_run(
-                plan="p", host="h", code="c", rounds=1, provenance=PROVENANCE
-            )
+            run_id, _ = store.begin_run(Identity("p", "h", "c"), rounds=1, provenance=PROVENANCE)
             store.end_run(run_id)
             seen.append(
                 (cases, {**vars(how), **others}, store.runs()[0].naming.command, store.path.name)

@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 
 from dpbench.records import Case, Phase, Span, Status, Step, Trial, Verified, registry, schedule
-from dpbench.store import Store
+from dpbench.store import Identity, Store
 from tests import commands
 from tests.exported import compared, is_error, strict
 
@@ -111,7 +111,7 @@ def fill(
     case = Case(model=model, strategy="dp", devices=2, batch_size=64, schedule="reference")
     with Store.create(path) as store:
         run_id, _ = store.begin_run(
-            plan=str(time.time_ns()), host="h", code="c", rounds=rounds, provenance={}
+            Identity(str(time.time_ns()), "h", "c"), rounds=rounds, provenance={}
         )
         for number in range(rounds):
             level = seconds * (1 + noise * generator.uniform(-1, 1))
@@ -271,7 +271,7 @@ def test_jsonl_has_the_documented_schema_and_phases_that_sum_to_each_step(dpbenc
 def test_a_failed_trial_is_exported_too(dpbench, tmp_path):
     case = Case(model="mlp", strategy="single", batch_size=8)
     with Store.create(tmp_path / "dpbench.db") as store:
-        run_id, _ = store.begin_run(plan="p", host="h", code="c", rounds=1, provenance={})
+        run_id, _ = store.begin_run(Identity("p", "h", "c"), rounds=1, provenance={})
         store.end_trial(
             store.begin_trial(run_id, case, 0),
             Trial(case=case, status=Status.OOM, reason="out\nof 'memory'"),
@@ -393,7 +393,7 @@ def test_list_runs_names_every_run_with_commit_cases_and_status(dpbench, tmp_pat
     first, second = (fill(tmp_path / "other.db", seconds) for seconds in (FAST, SLOW))
     with Store.create(tmp_path / "other.db") as store:
         facts = {"dpbench": {"commit": "0123456789abcdef", "dirty": True}}
-        third, _ = store.begin_run(plan="p", host="h", code="c", rounds=1, provenance=facts)
+        third, _ = store.begin_run(Identity("p", "h", "c"), rounds=1, provenance=facts)
         store.begin_trial(third, Case(model="mlp", strategy="single", batch_size=8), 0)
         store.end_run(third, "interrupted")
     code, out, err = dpbench("list", "runs", "--store", tmp_path / "other.db")

@@ -27,7 +27,7 @@ from dpbench.predict.published import PublishedStep
 from dpbench.predict.what_if import WhatIf
 from dpbench.records import Case, Effort, Status, Trial
 from dpbench.records.options import Options
-from dpbench.store import Store
+from dpbench.store import Identity, Store
 from tests.analysis.test_lanes import ranks_of_which_one_ran_ahead
 from tests.exported import DP, PROVENANCE, is_error, made, stored, strict
 
@@ -61,9 +61,7 @@ def measured(monkeypatch):
     """Replace a run's measurement by one that stores made trials and tells the listener of each."""
 
     def run(cases, store, how, *, listen, **_):
-        run_id, resumed = store.begin_run(
-            plan="p", host="h", code="c", rounds=3, provenance=PROVENANCE
-        )
+        run_id, resumed = store.begin_run(Identity("p", "h", "c"), rounds=3, provenance=PROVENANCE)
         listen(Started(run_id, 6, 0))
         listen(Note("a note"))
         for number, trial in enumerate(trials(), 1):
@@ -208,9 +206,7 @@ def test_the_expected_time_is_that_of_earlier_trials_of_this_machine_only(
     path = tmp_path / "dpbench.db"
     for host, stage_s in (("here", 2.0), ("there", 50.0)):
         with Store.create(path) as store:
-            run_id, _ = store.begin_run(
-                plan=host, host=host, code="c", rounds=1, provenance=PROVENANCE
-            )
+            run_id, _ = store.begin_run(Identity(host, host, "c"), rounds=1, provenance=PROVENANCE)
             for number, status in enumerate((Status.OK, Status.OK, Status.TIMEOUT)):
                 trial = made(
                     DP,

@@ -357,7 +357,7 @@ def test_a_damaged_run_of_the_same_plan_keeps_no_other_from_beginning(store, mon
 
 @pytest.mark.usefixtures("quick")
 def test_another_machine_of_a_launch_begins_another_run_if_its_environment_changes():
-    def keys(facts):
+    def identity(facts):
         machines = [
             {"name": "a", "machine": "1", "ranks": [0], "facts": one} for one in (HERE, facts)
         ]
@@ -365,8 +365,8 @@ def test_another_machine_of_a_launch_begins_another_run_if_its_environment_chang
             [ONE], Fixed(2), {**HERE, "hosts": {"machines": machines}}, paired=False
         )
 
-    assert keys(HERE) == keys(environments.facts("memory_bytes"))
-    assert keys(HERE)["code"] != keys(environments.facts("nccl"))["code"]
+    assert identity(HERE) == identity(environments.facts("memory_bytes"))
+    assert identity(HERE).code != identity(environments.facts("nccl")).code
 
 
 def test_the_facts_of_a_run_give_every_fact_of_its_environment_but_those_of_gpus():

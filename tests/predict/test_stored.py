@@ -18,7 +18,7 @@ from dpbench.predict.stored import of_trials
 from dpbench.predict.work import Cost
 from dpbench.records import Case, Phase, Source, Span, Step, Trial
 from dpbench.records.registry import Parallelism
-from dpbench.store import Store
+from dpbench.store import Identity, Store
 from tests.exported import Command, command
 
 GPU = "NVIDIA GeForce RTX 3090"
@@ -52,7 +52,7 @@ def write(path: Path, *runs: Sequence[tuple[Case, float]]) -> Path:
         for number, trials in enumerate(runs):
             facts = {"host": {"cpu": "a processor"}, "gpus": {"gpus": [{"name": GPU}]}}
             run, _ = store.begin_run(
-                plan=str(number), host="h", code="c", rounds=1, provenance=facts, reopen=False
+                Identity(str(number), "h", "c"), rounds=1, provenance=facts, reopen=False
             )
             for case, step_s in trials:
                 store.end_trial(store.begin_trial(run, case, 0), trial(case, step_s))
@@ -201,7 +201,7 @@ def test_an_old_prediction_for_logical_cpu_devices_is_shown_with_its_labels(
         }
     }
     with Store.create(tmp_path / "dpbench.db") as store:
-        store.add([old], plan="p", host="predicted:here", code="", provenance=facts)
+        store.add([old], Identity("p", "predicted:here", ""), provenance=facts)
     call = command(tmp_path, monkeypatch, capfd)
     code, said, _ = call("report", "--json")
     assert code == 0

@@ -20,7 +20,7 @@ from dpbench import load
 from dpbench.api.reports import report_of
 from dpbench.cli import showing
 from dpbench.records import Case, Sample, Status
-from dpbench.store import DamagedStore, Store, StoreError, UnreadableRow, file, rows
+from dpbench.store import DamagedStore, Identity, Store, StoreError, UnreadableRow, file, rows
 from tests import hardening
 from tests.attacks import LOSSES, copied, overwrite
 from tests.exported import made, stored
@@ -403,7 +403,7 @@ def test_a_store_that_is_lost_while_a_worker_runs_is_noticed_and_its_trials_are_
 ) -> None:
     """Whoever overwrites the file keeps what he puts there, and the run its trials."""
     with Store.create(path) as opened:
-        run_id, _ = opened.begin_run(plan="p", host="h", code="c", rounds=2, provenance={})
+        run_id, _ = opened.begin_run(Identity("p", "h", "c"), rounds=2, provenance={})
         content = copied(path, how)
         for number in range(before):
             opened.end_trial(
@@ -441,7 +441,7 @@ def test_a_store_that_is_lost_while_a_worker_runs_is_noticed_and_its_trials_are_
 @pytest.mark.parametrize("how", LOSSES)
 def test_a_store_that_is_lost_between_two_trials_is_noticed_before_the_next(path, how) -> None:
     with Store.create(path) as opened:
-        run_id, _ = opened.begin_run(plan="p", host="h", code="c", rounds=2, provenance={})
+        run_id, _ = opened.begin_run(Identity("p", "h", "c"), rounds=2, provenance={})
         content = copied(path, how)
         opened.end_trial(opened.begin_trial(run_id, SINGLE, 0), made(SINGLE))
         there = overwrite(path, how, content)
@@ -464,7 +464,7 @@ def test_a_store_that_is_overwritten_while_a_trial_is_stored_is_noticed_by_readi
         original(db)
 
     with Store.create(path) as opened:
-        run_id, _ = opened.begin_run(plan="p", host="h", code="c", rounds=2, provenance={})
+        run_id, _ = opened.begin_run(Identity("p", "h", "c"), rounds=2, provenance={})
         number = opened.begin_trial(run_id, SINGLE, 0)
         monkeypatch.setattr(file, "checkpoint", overwritten)
         with pytest.raises(StoreError, match="was overwritten"):
@@ -479,7 +479,7 @@ def test_a_kept_store_replaces_no_earlier_one(path) -> None:
     for _ in range(2):
         path.unlink(missing_ok=True)
         with Store.create(path) as opened:
-            run_id, _ = opened.begin_run(plan="p", host="h", code="c", rounds=2, provenance={})
+            run_id, _ = opened.begin_run(Identity("p", "h", "c"), rounds=2, provenance={})
             number = opened.begin_trial(run_id, SINGLE, 0)
             path.unlink()
             with pytest.raises(StoreError, match="deleted"):
@@ -495,7 +495,7 @@ def test_a_trial_without_a_copy_is_told_with_the_option_of_the_command_line(
 
     monkeypatch.setattr(file, "open_spare", full)
     with Store.create(path) as opened:
-        run_id, _ = opened.begin_run(plan="p", host="h", code="c", rounds=2, provenance={})
+        run_id, _ = opened.begin_run(Identity("p", "h", "c"), rounds=2, provenance={})
         opened.end_trial(opened.begin_trial(run_id, SINGLE, 0), made(SINGLE))
     assert "no room: give another file with --store" in caplog.text
 
@@ -503,7 +503,7 @@ def test_a_trial_without_a_copy_is_told_with_the_option_of_the_command_line(
 def test_what_other_writers_change_is_no_loss(path) -> None:
     """Other connections merge the log into the file, and so does a VACUUM."""
     with Store.create(path) as opened:
-        run_id, _ = opened.begin_run(plan="p", host="h", code="c", rounds=2, provenance={})
+        run_id, _ = opened.begin_run(Identity("p", "h", "c"), rounds=2, provenance={})
         for number in range(3):
             trial_id = opened.begin_trial(run_id, SINGLE, number)
             gone = stored(path, made())

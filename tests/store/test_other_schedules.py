@@ -18,7 +18,7 @@ from dpbench.analysis.answer import answers
 from dpbench.records import SCHEMA, Case, Trial, schedule
 from dpbench.records.resources import Resources
 from dpbench.records.trial import EARLIER_ALLREDUCE
-from dpbench.store import Store
+from dpbench.store import Identity, Store
 from dpbench.store.export.formats import read_jsonl
 from tests import exported
 from tests.analysis.test_decision import SINGLE, row
@@ -124,9 +124,11 @@ def ran(schema: int) -> list[Trial]:
 def both(tmp_path: Path) -> tuple[str, str, str]:
     """Return a store with a run of an earlier version and one of this, and the ids of the runs."""
     path = tmp_path / "both.db"
-    facts = {"plan": "p", "host": "h", "code": "c", "provenance": {}}
+    identity = Identity("p", "h", "c")
     with Store.create(path) as opened:
-        earlier, today = (opened.add(ran(schema), **facts) for schema in (2, SCHEMA))
+        earlier, today = (
+            opened.add(ran(schema), identity, provenance={}) for schema in (2, SCHEMA)
+        )
     return str(path), earlier, today
 
 
@@ -150,7 +152,7 @@ def test_a_store_gives_the_earlier_one_another_name_on_every_way_of_reading(both
 def test_a_trial_that_was_begun_has_the_name_of_its_version(tmp_path: Path) -> None:
     path = tmp_path / "begun.db"
     with Store.create(path) as opened:
-        run, _ = opened.begin_run(plan="p", host="h", code="c", rounds=1, provenance={})
+        run, _ = opened.begin_run(Identity("p", "h", "c"), rounds=1, provenance={})
         opened.begin_trial(run, ALLREDUCE, 0)
         assert [case.schedule for case in opened.outcomes(run)] == ["allreduce"]
         # earlier versions stored the schema only when a trial ended

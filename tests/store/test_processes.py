@@ -26,7 +26,7 @@ import dpbench
 from dpbench import load
 from dpbench.records import Case, Status, locks
 from dpbench.records.trial import FINAL
-from dpbench.store import DamagedStore, Growth, Naming, Store, StoreError, rows
+from dpbench.store import DamagedStore, Growth, Identity, Naming, Store, StoreError, rows
 from dpbench.store import file as module
 from tests.attacks import container
 from tests.exported import made, stored
@@ -95,11 +95,11 @@ PREAMBLE = """
 import os, sys, time
 from pathlib import Path
 from dpbench.records import *
-from dpbench.store import Store, StoreError
+from dpbench.store import Identity, Store, StoreError
 path = Path(sys.argv[1])
 case = Case(model="mlp", strategy="dp", batch_size=64)
 def begin(store, plan="plan"):
-    return store.begin_run(plan=plan, host="host", code="code", rounds=3, provenance={})
+    return store.begin_run(Identity(plan, "host", "code"), rounds=3, provenance={})
 def trial(number, n=200):
     steps = tuple(Step(0.5, False, float(i)) for i in range(n))
     spans = tuple(Span(i, Phase.FORWARD, 0, "host", float(i), i + 0.5) for i in range(n))
@@ -482,7 +482,7 @@ def test_a_process_that_ends_leaves_the_log_of_a_running_writer_alone(path, chil
         for number in range(3):
             with Store.read(path) as reader:
                 assert len(reader.trials(run_id)) == number
-            found = store.unfinished(Naming(), plan="plan", host="host", code="code")
+            found = store.unfinished(Naming(), Identity("plan", "host", "code"))
             assert found == (run_id, Growth())
             before = wal.stat().st_ino
             other = child(visitor, path, number)

@@ -26,7 +26,8 @@ from dpbench.records import (
     Verified,
     visible,
 )
-from dpbench.store import Store
+from dpbench.records.plan import Parts
+from dpbench.store import Identity, Store
 
 CASE = Case(model="mlp", strategy="dp", batch_size=64, devices=2, schedule="reference")
 ENDED = [status for status in Status if status is not Status.KILLED]
@@ -66,15 +67,17 @@ def make_trial(**changes) -> Trial:
     return replace(trial, **changes)
 
 
-def begin(store: Store, **changes) -> tuple[str, bool]:
-    keys = {
-        "plan": "plan",
-        "host": "host",
-        "code": "code",
-        "rounds": 3,
-        "provenance": {"command": "run"},
-    }
-    return store.begin_run(**(keys | changes))
+def begin(
+    store: Store,
+    *,
+    plan: str = "plan",
+    host: str = "host",
+    code: str = "code",
+    parts: Parts | None = None,
+    **changes,
+) -> tuple[str, bool]:
+    facts = {"rounds": 3, "provenance": {"command": "run"}}
+    return store.begin_run(Identity(plan, host, code, parts), **(facts | changes))
 
 
 def put(store: Store, run_id: str, trial: Trial) -> int:
@@ -251,7 +254,7 @@ def test_of_a_slot_that_was_measured_again_the_last_trusted_trial_counts_and_all
 ):
     case = Case(model="mlp", strategy="single", batch_size=8)
     with Store.create(path) as store:
-        run_id, _ = store.begin_run(plan="p", host="h", code="c", rounds=1, provenance={})
+        run_id, _ = store.begin_run(Identity("p", "h", "c"), rounds=1, provenance={})
         for number, (status, verified) in enumerate(ends):
             trial_id = store.begin_trial(run_id, case, 0)
             if status is not Status.KILLED:  # left as running: the end of the run kills it

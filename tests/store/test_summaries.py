@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dpbench.records import HOST, Case, Memory, Phase, Sample, Span, Status, Step, Trial
-from dpbench.store import Store, summaries
+from dpbench.store import Identity, Store, summaries
 
 PHASES = (Phase.SCATTER, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.REDUCE, Phase.OPTIMIZER)
 
@@ -57,7 +57,7 @@ def trial(seed: int = 0, steps: int = 30) -> Trial:
 
 def stored(path: Path, *trials: Trial) -> str:
     with Store.create(path) as store:
-        return store.add(trials, plan="p", host="h", code="c", provenance={})
+        return store.add(trials, Identity("p", "h", "c"), provenance={})
 
 
 def change(path: Path, statement: str, *values: object) -> None:
