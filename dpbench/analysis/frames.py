@@ -15,6 +15,7 @@ import pandas as pd
 from dpbench.analysis import imbalance, quantities, summary
 from dpbench.records import CASE_FIELDS, Trial, files
 from dpbench.records.errors import UnknownName
+from dpbench.records.ledger import PHASES
 
 DataFrame = pd.DataFrame
 Columns = dict[str, Sequence[object]]
@@ -69,10 +70,7 @@ def parquet(runs: Sequence[tuple[str, Sequence[Trial]]], path: Path) -> None:
         return {
             **_of_steps(trial),
             "verified": [trial.verified.value] * len(trial.steps),
-            **{
-                f"phase_{phase}_s": [parts.get(phase, 0.0) for parts in split]
-                for phase in summary.PHASES
-            },
+            **{f"phase_{phase}_s": [parts.get(phase, 0.0) for parts in split] for phase in PHASES},
         }
 
     table = pd.concat([_table(run_id, trials, columns) for run_id, trials in runs])

@@ -18,6 +18,7 @@ from dpbench.analysis.moves import of_trial
 from dpbench.records import Case, Source, Trial, fake, plan, registry, words
 from dpbench.records.estimate import Estimate
 from dpbench.records.grouping import grouped
+from dpbench.records.ledger import PHASES
 from dpbench.records.registry import Role
 from dpbench.records.trial import Key, by_key
 from dpbench.records.work import received, sent
@@ -50,7 +51,7 @@ class Footprint:
         """Return the phase in which device 0 has its highest peak."""
         return max(
             self.peaks,
-            key=lambda phase: (self.peaks[phase].get(0, 0), -summary.PHASES.index(phase)),
+            key=lambda phase: (self.peaks[phase].get(0, 0), -PHASES.index(phase)),
         )
 
     @property
@@ -82,9 +83,7 @@ def footprints(trials: Iterable[Trial]) -> list[Footprint]:
                 Footprint(
                     case=case,
                     basis=peaks[-1].source,
-                    peaks={
-                        p: summary.highest(by_phase[p]) for p in summary.PHASES if p in by_phase
-                    },
+                    peaks={p: summary.highest(by_phase[p]) for p in PHASES if p in by_phase},
                     used=used,
                 )
             )

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from dpbench.analysis.summary import PERCENTILES, PHASES, Row
+from dpbench.analysis.summary import PERCENTILES, Row
 from dpbench.records import CASE_FIELDS, words
 from dpbench.records.estimate import Estimate
+from dpbench.records.ledger import PHASES
 
 DEVICES = 8
 """Records have at least this many devices, so that those of different runs have equal names."""

@@ -12,10 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from dpbench.analysis import stats, transfers
 from dpbench.records import (
-    UNATTRIBUTED,
     Case,
     Fault,
-    Phase,
     Source,
     Status,
     Trial,
@@ -25,6 +23,7 @@ from dpbench.records import (
 )
 from dpbench.records.estimate import Doubt, Estimate
 from dpbench.records.grouping import grouped, summed
+from dpbench.records.ledger import PHASES
 from dpbench.records.registry import Role
 from dpbench.records.trial import Key, by_key
 
@@ -33,8 +32,6 @@ PERCENTILES = (95, 99)
 KERNELS = "kernels of profiled steps"
 BUSY_METRICS = {"kernel_busy_s": KERNELS, "busy_s": "thread CPU time"}
 """The metrics from which busy time is taken, the best first, each with its source."""
-PHASES = (*(phase.value for phase in Phase), UNATTRIBUTED)
-"""The names of the parts of a step, in their order."""
 COLOCATED, FAKE_GPU, UNCLEAR = "COLOCATED", "FAKE-GPU", "UNCLEAR"
 
 

@@ -20,6 +20,9 @@ from dpbench.records.case import HOST, MOVING, UNATTRIBUTED, Phase
 from dpbench.records.grouping import summed
 from dpbench.records.series import Span, Step, Value
 
+PHASES = (*(phase.value for phase in Phase), UNATTRIBUTED)
+"""The names of the parts of a step, in their order."""
+
 
 class Ledger:
     """The seconds of one trial's steps by phase, computed on first use."""
@@ -363,7 +366,7 @@ def phases(step: Step, spans: Sequence[Span]) -> dict[str, float]:
 
 
 def _by_phase(charged: Mapping[tuple[str, int], float]) -> dict[str, float]:
-    total = dict.fromkeys([*(phase.value for phase in Phase), UNATTRIBUTED], 0.0)
+    total = dict.fromkeys(PHASES, 0.0)
     for (phase, _), seconds in charged.items():
         total[phase] += seconds
     return {name: seconds for name, seconds in total.items() if seconds or name == UNATTRIBUTED}

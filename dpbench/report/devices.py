@@ -9,9 +9,10 @@ from dpbench.analysis import forecasts, imbalance, transfers
 from dpbench.analysis.forecasts import Forecast
 from dpbench.analysis.imbalance import Footprint, Index
 from dpbench.analysis.report import Report
-from dpbench.analysis.summary import PERCENTILES, PHASES, Row
+from dpbench.analysis.summary import PERCENTILES, Row
 from dpbench.analysis.transfers import PhaseTraffic
 from dpbench.records import Case, names, words
+from dpbench.records.ledger import PHASES
 from dpbench.report import naming, small_multiples, table
 from dpbench.report.section import Section
 from dpbench.report.table import Cell, Table, estimate

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from dpbench.analysis import hosts, quantities, summary
+from dpbench.analysis import hosts, quantities
 from dpbench.analysis.ladder import Ladder, Rung, RungGain
 from dpbench.analysis.report import Report
 from dpbench.analysis.summary import PERCENTILES, Row
@@ -14,6 +14,7 @@ from dpbench.records import Case, Fault, Status, Trial, Verified, names, plan, w
 from dpbench.records.environment import UNKNOWN, Environment
 from dpbench.records.estimate import Estimate
 from dpbench.records.grouping import grouped
+from dpbench.records.ledger import PHASES
 from dpbench.records.registry import Role
 from dpbench.records.schedule import EFFECTS, Schedule
 from dpbench.records.trial import by_key
@@ -269,7 +270,7 @@ def phases(rows: Iterable[Row]) -> Table:
     measured = [
         row for row in small_multiples.order(rows) if row.step and row.phases and not row.doubt
     ]
-    present = [phase for phase in summary.PHASES if any(row.phases.get(phase) for row in measured)]
+    present = [phase for phase in PHASES if any(row.phases.get(phase) for row in measured)]
     lines = tuple(
         (
             Cell(f"{naming.plain(row.case.model)}, {name}"),
