@@ -140,8 +140,13 @@ def summary(some: Sequence[Statement]) -> str:
 
 def _incomplete(seen: Observation) -> Iterator[Said]:
     if seen.status not in (FINISHED, OPEN):
-        again = "repeat the same `dpbench run` command to continue it"
-        yield f"incomplete: the status of this run is {seen.status}; {again}", ()
+        loop = any(row.case.traits.in_parts for row in seen.rows)
+        then = (
+            "its figures are those of the steps before"
+            if loop
+            else "repeat the same `dpbench run` command to continue it"
+        )
+        yield f"incomplete: the status of this run is {seen.status}; {then}", ()
 
 
 def _unknown_load(seen: Observation) -> Iterator[Said]:

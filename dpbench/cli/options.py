@@ -48,7 +48,10 @@ RUN = "@last, @NAME, or the beginning of an id"
 """The ways to name a run of a store."""
 run_option = click.option("--run", "run_id", help=f"The run: {RUN}.  [default: the newest]")
 json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print JSON, which cli/shapes.py describes."
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print JSON, in the form of the module dpbench.cli.shapes.",
 )
 OWN, PROJECT = "dpbench.toml", "pyproject.toml"
 SHARED = ("store", "patience")

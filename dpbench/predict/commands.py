@@ -185,8 +185,6 @@ def predict(as_json: bool, **options: Any) -> None:
             )
         )
     else:
-        if file:
-            click.echo(file)
         tables = _tables(predictor, predictions, found)
         _print(described, [*steps.values()], answered, tables, held, changes)
     if options["store"]:
@@ -330,6 +328,8 @@ def _print(
     changes: Sequence[WhatIf],
 ) -> None:
     click.echo(f"{machine.name}: {machine.description}; all steps below are predictions")
+    for assumption in machine.assumed:
+        click.echo(f"assumed: {assumption}")
     click.echo("".join(f"{one.words}\n" for one in steps))
     click.echo("\n\n".join(tables))
     if held:
