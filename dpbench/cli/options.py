@@ -51,7 +51,7 @@ json_option = click.option(
     "--json",
     "as_json",
     is_flag=True,
-    help="Print JSON, in the form of the module dpbench.cli.shapes.",
+    help="Print JSON; the module dpbench.cli.shapes has its form.",
 )
 OWN, PROJECT = "dpbench.toml", "pyproject.toml"
 SHARED = ("store", "patience")

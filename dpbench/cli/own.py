@@ -80,6 +80,7 @@ def check(
     case = plan.model_check(
         Case(model=model, strategy="", batch_size=batch_size, size=size, optimizer=optimizer)
     )
+    click.echo(f"{model}: a step on one device, then a verified step on two ...", err=True)
     with scratch.folder() as folder, Server(folder) as server:
         checked = server.check(replace(case, batch_size=batch_size, devices=2), limit)
     if as_json:
