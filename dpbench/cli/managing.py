@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -152,13 +153,21 @@ def rm(run_ids: Sequence[str], yes: bool, store: Path) -> None:
         chosen = {run.id: RunFacts.of(run, [*opened.outcomes(run.id)]) for run in named}
     for line in lines([*chosen.values()]):
         click.echo(line, err=True)
-    if not yes:
-        click.confirm(
-            f"Remove {words.count(len(chosen), 'run')} from {store}?", abort=True, err=True
-        )
+    if not yes and not _confirmed(f"Remove {words.count(len(chosen), 'run')} from {store}?"):
+        click.echo("nothing was removed; --yes removes runs without asking", err=True)
+        sys.exit(130)
     with Store.create(store) as opened:
         opened.remove([*chosen])
     click.echo(f"removed {words.count(len(chosen), 'run')} from {store}")
+
+
+def _confirmed(question: str) -> bool:
+    """Return whether the user agrees; no answer is none."""
+    try:
+        return click.confirm(question, err=True)
+    except click.Abort:
+        click.echo(err=True)
+        return False
 
 
 @click.command(

@@ -239,6 +239,7 @@ def test_rm_asks(dpbench, three, monkeypatch, said, code, left):
     ended, out, err = dpbench("rm", "@last")
     assert ended == code
     assert ("removed 1 run" in out) is (left == 2)
+    assert ("--yes" in err) is (left == 3)
     assert three[2][:12] in err
     assert len(dpbench("list", "runs")[1].splitlines()) == left
 
