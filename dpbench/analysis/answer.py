@@ -688,7 +688,7 @@ def _energy(decision: Decision, ranked: Sequence[Row]) -> str:
         if row.energy:
             by_count.setdefault(row.case.gpu_count, row)
     parts = [
-        f"{words.number(row.energy.value)} J ({words.interval(row.energy)}) with {place(row)}"
+        f"{words.joules(row.energy)} with {place(row)}"
         for _, row in sorted(by_count.items())
         if row.energy and not row.energy.doubt
     ]
