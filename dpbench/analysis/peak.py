@@ -49,10 +49,9 @@ def at_peak(trial: Trial) -> AtPeak | None:
     """
     case, facts = trial.case, trial.facts
     counted, sheet, float32 = facts.operations, facts.data_sheet, facts.float32
-    machines = [host.machine for host in facts.hosts]
-    if counted is None or sheet is None or float32 is None or len({*machines}) < len(machines):
+    if counted is None or sheet is None or float32 is None:
         return None
-    if trial.source is not Source.MEASURED or trial.on_fake_gpus:
+    if trial.source is not Source.MEASURED or trial.on_fake_gpus or facts.hosts_share:
         return None
     every = counted.forward + (counted.backward if case.trains else 0.0)
     convolutions = counted.forward_convolutions

@@ -359,8 +359,7 @@ def labels(trial: Trial) -> tuple[str, ...]:
         names.append(UNCLEAR)
     if case.unverified:
         names.append("UNVERIFIED")
-    machines = [host.machine for host in trial.facts.hosts]
-    if case.placement == "colocated" or len({*machines}) < len(machines):
+    if case.placement == "colocated" or trial.facts.hosts_share:
         names.append(COLOCATED)
     if disturbance.noisy(trial):
         names.append(disturbance.NOISY)

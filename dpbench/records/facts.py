@@ -284,6 +284,12 @@ class TrialFacts(Surroundings, frozen=True, kw_only=True):
             msgspec.convert(result, StoredCheck)
 
     @property
+    def hosts_share(self) -> bool:
+        """Return whether several of the hosts are one machine."""
+        machines = [host.machine for host in self.hosts]
+        return len({*machines}) < len(machines)
+
+    @property
     def copies(self) -> tuple[CopyTimes, ...]:
         """Return the timed copies, without those of no bytes or no time, which have no rate."""
         every = self.links or ()

@@ -11,7 +11,7 @@ from dpbench.analysis import peak, statements, summary
 from dpbench.cli import tables
 from dpbench.records import Case, Source, Trial
 from dpbench.records.data_sheets import DataSheet
-from dpbench.records.facts import Products, RunFacts, stated
+from dpbench.records.facts import Products, RunFacts, TrialHost, stated
 from dpbench.records.work import Operations
 from dpbench.report import table
 from tests.trials import trial_of
@@ -118,6 +118,7 @@ def replace_struct(sheet: DataSheet, **peaks: float) -> DataSheet:
         (replace(ALONE, batch_size=0), {}),
         (ALONE, {"fake_gpus": True}),
         (ALONE, {"gpu": "Fake GPU 0"}),
+        (FOUR, {"hosts": (TrialHost("a", "1", (0, 1)), TrialHost("b", "1", (2, 3)))}),
     ],
 )
 def test_there_is_no_share_where_a_part_is_unknown(case: Case, facts: dict[str, Any]) -> None:
