@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from dpbench.analysis import peak, statements, summary
+from dpbench.analysis.report import Report
 from dpbench.cli import tables
 from dpbench.records import Case, Source, Trial
 from dpbench.records.data_sheets import DataSheet
 from dpbench.records.facts import Products, RunFacts, TrialHost, stated
 from dpbench.records.work import Operations
-from dpbench.report import table
+from dpbench.report import markdown, page, table
 from tests.trials import trial_of
 
 ALONE = Case(model="mlp", strategy="single", batch_size=64, device_kind="cuda")
@@ -153,3 +154,14 @@ def test_a_share_above_1_is_not_shown_but_stated_with_both_rates() -> None:
     assert not [
         one for one in statements.made(summary.rows(calm), calm, RunFacts()) if one.key == "peak"
     ]
+
+
+def test_the_source_of_a_foreign_store_is_text_in_every_report() -> None:
+    hostile = DataSheet(gpu="A GPU", flop_per_s=SHEET.flop_per_s, source="<script>1</script>[a](b)")
+    trials = [trial(number=number, data_sheet=hostile) for number in range(3)]
+    report = Report.of(trials, run_id="a", started_s=0.0, provenance={})
+    text = markdown.render(report)
+    assert "of peak" in text
+    assert "<script>" not in text
+    assert "[a](b)" not in text
+    assert "<script>1" not in page.render(report)

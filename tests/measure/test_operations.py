@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from dpbench import models
 from dpbench.hardware.devices import open_devices
+from dpbench.measure.merging import merge
 from dpbench.measure.worker import facts
 from dpbench.measure.worker.facts import operations, with_operations
 from dpbench.models import Model, mlp, resnet18, transformer
-from dpbench.records import Case, data_sheets
+from dpbench.records import Case, Trial, data_sheets
+from dpbench.records.facts import stated
 from dpbench.records.work import Operations
 from tests.trials import trial_of
 
@@ -81,6 +83,9 @@ def test_those_of_a_transformer_are_those_of_its_products_and_its_attention(size
     assert found.forward_convolutions == 0
 
 
+A100 = "NVIDIA A100-SXM4-40GB"
+
+
 class Net(nn.Module):
     """Two products, the second of which has a context and a type of its own."""
 
@@ -142,13 +147,12 @@ def test_a_compiled_forward_has_the_operations_of_the_original() -> None:
     assert replace(found.facts.operations, peak_per_s=0.0) == expected
 
 
-@pytest.mark.parametrize("name", ["mlp", "resnet18", "transformer"])
-def test_counting_changes_neither_weights_nor_buffers_nor_random_numbers(name: str) -> None:
-    model = models.load(name, "small", 0)
+def test_counting_changes_neither_weights_nor_buffers_nor_random_numbers() -> None:
+    layers = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 8)
+    model = own(nn.Sequential(*layers))
     before = {key: value.clone() for key, value in model.module.state_dict().items()}
-    batch = model.batch(4, 0)
     generator = torch.get_rng_state()
-    operations(model, batch)
+    assert isinstance(operations(model, BATCH), Operations)
     assert torch.equal(torch.get_rng_state(), generator)
     after = model.module.state_dict()
     assert after.keys() == before.keys()
@@ -163,12 +167,9 @@ def gpu(name: str, memory_mib: int) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("gpus", "known"),
     [
-        ([gpu("NVIDIA A100-SXM4-40GB", 40536)] * 2, True),
-        ([gpu("NVIDIA A100-SXM4-40GB", 40536), gpu("NVIDIA A100-SXM4-80GB", 81251)], False),
-        (
-            [gpu("NVIDIA A100-SXM4-40GB", 40536), gpu("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 4864)],
-            False,
-        ),
+        ([gpu(A100, 40536)] * 2, True),
+        ([gpu(A100, 40536), gpu("NVIDIA A100-SXM4-80GB", 81251)], False),
+        ([gpu(A100, 40536), gpu(f"{A100} MIG 1g.5gb", 4864)], False),
         ([gpu("Fake GPU", 40536)] * 2, False),
     ],
 )
@@ -179,6 +180,20 @@ def test_gpus_have_a_data_sheet_if_it_is_that_of_all(
     devices: Any = [SimpleNamespace(torch_device=number) for number in range(len(gpus))]
     case = Case(model="mlp", strategy="dp", batch_size=4, devices=2, device_kind="cuda")
     found = facts.data_sheet(case, devices)
-    expected = data_sheets.of_gpu("NVIDIA A100-SXM4-40GB", 40536 * 2**20)
+    expected = data_sheets.of_gpu(A100, 40536 * 2**20)
     assert trial_of(case, [1.0], provenance=found).facts.data_sheet == (expected if known else None)
     assert facts.data_sheet(replace(case, device_kind="cpu"), devices) == {}
+
+
+def test_ranks_have_a_data_sheet_together_if_it_is_that_of_each() -> None:
+    case = Case(model="mlp", strategy="ddp", batch_size=4, devices=2, device_kind="cuda")
+    first, other = (
+        data_sheets.of_gpu(name, 40 * 2**30) for name in (A100, "NVIDIA A100-PCIE-40GB")
+    )
+
+    def part(sheet: data_sheets.DataSheet | None) -> Trial:
+        return trial_of(case, [1.0], provenance=stated(data_sheet=sheet))
+
+    assert merge([part(first), part(first)]).facts.data_sheet == first
+    assert merge([part(first), part(other)]).facts.data_sheet is None
+    assert merge([part(first), part(None)]).facts.data_sheet is None
