@@ -266,7 +266,7 @@ def operations(model: Model, batch: tuple[Any, Any]) -> Operations | str:
             torch.autograd.grad([one.sum() for one in outputs], trained, allow_unused=True)
     except Exception as error:  # a model may raise any error, and its tensors may be of any kind
         return f"torch could not count them: {type(error).__name__}: {error}"
-    by_operator = [one.get_flop_counts()["Global"] for one in (forward, backward)]
+    by_operator = [one.get_flop_counts().get("Global", {}) for one in (forward, backward)]
     every = [sum(counts.values()) / samples for counts in by_operator]
     if not all(every):
         return "torch counted none in forward or in backward"
