@@ -1397,6 +1397,83 @@ FAULTS = (
         ),
     ),
     Fault(
+        "two-for-a-multiply-add",
+        "a multiplication and an addition are two operations",
+        "[sum(counts.values()) / samples for counts in by_operator]",
+        "[sum(counts.values()) / samples / 2 for counts in by_operator]",
+        (
+            "tests/measure/test_operations.py::test_those_of_mlp_are_those_of_its_three_products",
+            "tests/measure/test_operations.py::test_those_of_resnet18_are_the_published_ones",
+        ),
+    ),
+    Fault(
+        "peak-of-the-format",
+        "each part of a step has the peak of the format in which it computes",
+        "(float32.convolution, convolutions)",
+        "(float32.matmul, convolutions)",
+        (
+            "tests/analysis/test_peak.py::test_the_share_is_the_seconds_at_the_peaks_of_the_formats_over_the_step",
+        ),
+    ),
+    Fault(
+        "peak-of-one-gpu",
+        "colocated replicas have one GPU, and its peak",
+        'self.devices if self.placement == "spread" else 1',
+        "self.devices",
+        (
+            "tests/analysis/test_peak.py::test_the_share_is_the_seconds_at_the_peaks_of_the_formats_over_the_step",
+        ),
+        where="records.case.Case.gpu_count",
+    ),
+    Fault(
+        "impossible-share",
+        "a share of peak above 100 % is not shown",
+        "share if share and share.value <= 1 else None",
+        "share",
+        (
+            "tests/analysis/test_peak.py::test_a_share_above_1_is_not_shown_but_stated_with_both_rates",
+        ),
+    ),
+    Fault(
+        "similar-gpu",
+        "a GPU has the data sheet of its name and memory, and never that of a similar GPU",
+        "all(map(SIZE.fullmatch, differing))",
+        "_words(known) <= _words(name)",
+        ("tests/records/test_data_sheets.py::test_a_gpu_that_looks_alike_has_no_sheet",),
+    ),
+    Fault(
+        "memory-of-the-gpu",
+        "of GPUs with equal names, the memory tells the data sheet",
+        'LEAST_MEMORY <= memory_bytes / 2**30 / figures["memory_gib"] <= MOST_MEMORY',
+        "memory_bytes >= 0",
+        ("tests/records/test_data_sheets.py::test_a_gpu_that_looks_alike_has_no_sheet",),
+    ),
+    Fault(
+        "autocast-of-its-own",
+        "a model with an autocast of its own has no share of peak",
+        'types.pop() if len(types) == 1 and not autocast.found else ""',
+        'types.pop() if len(types) == 1 else ""',
+        ("tests/measure/test_operations.py::test_several_types_of_factors_have_no_type_together",),
+    ),
+    Fault(
+        "energy-of-all-gpus",
+        "the energy of a sample is that of all GPUs of the case",
+        "all(device in used for device in range(case.gpu_count))",
+        "bool(used)",
+        (
+            "tests/analysis/test_sampled.py::test_without_the_counter_of_each_gpu_the_energy_is_unknown",
+        ),
+    ),
+    Fault(
+        "energy-between-steps",
+        "the energy of a sample has none that GPUs used between the steps",
+        "sum(trial.timed) < COVERED * (end_s - start_s)",
+        "False",
+        (
+            "tests/analysis/test_sampled.py::test_steps_between_which_gpus_do_other_work_have_no_energy",
+        ),
+    ),
+    Fault(
         "longest-wait",
         "a late rank costs at most the longest wait, not the mean one",
         "seconds[one.step] += max(one.waits_s)",

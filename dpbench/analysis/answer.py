@@ -66,10 +66,10 @@ class Answer:
     decidedly the fastest. `headline` is the choice with its speed-up, and `settled` whether further
     rounds could not change it. `reason` is a clause on DataParallel's speed-up and most costly
     phase, `certainty` on doubts and missing measurements, `memory` on the memory of the recommended
-    case, `earlier` on the same case in an earlier run. `command` is the command to run next. A text
-    is "" if there is nothing to say. `home` is the case on one device with which those in
-    `compared` are compared, and `baseline` its row, None if not measured. `row` is the row of the
-    recommended case, None without one.
+    case, `energy` on the joules of a sample by number of GPUs, `earlier` on the same case in an
+    earlier run. `command` is the command to run next. A text is "" if there is nothing to say.
+    `home` is the case on one device with which those in `compared` are compared, and `baseline` its
+    row, None if not measured. `row` is the row of the recommended case, None without one.
     """
 
     subject: str
@@ -81,6 +81,7 @@ class Answer:
     reason: str = ""
     certainty: str = ""
     memory: str = ""
+    energy: str = ""
     earlier: str = ""
     command: str = ""
     labels: tuple[str, ...] = ()
@@ -123,8 +124,8 @@ class Answer:
 
     @property
     def sentences(self) -> list[str]:
-        """Return what explains the headline: reason, certainty, memory and the earlier run."""
-        clauses = (self.reason, self.certainty, self.memory, self.earlier)
+        """Return what explains the headline, and what else is known of the compared cases."""
+        clauses = (self.reason, self.certainty, self.memory, self.energy, self.earlier)
         return [_sentence(clause) for clause in clauses if clause]
 
     def epoch(self, samples: int) -> str:
@@ -273,6 +274,7 @@ def _answer(
         reason=_reason(question, decision, machine),
         certainty="; ".join(_certainty(question, decision, again if pending else "")),
         memory="; ".join(_memory(question, decision, machine)),
+        energy=_energy(decision, ranked),
         command=(
             again
             if again and pending
@@ -674,6 +676,23 @@ def _memory(question: Question, decision: Decision, machine: Resources) -> Itera
     ]
     if out and decision.basis is not Basis.NO_RESULT:
         yield f"out of memory: {', '.join(out[:3])}"
+
+
+def _energy(decision: Decision, ranked: Sequence[Row]) -> str:
+    """Return a clause on the joules of a sample, for each number of GPUs; "" without any.
+
+    Of several cases on as many GPUs, it is on the recommended one, or else on the fastest.
+    """
+    by_count: dict[int, Row] = {}
+    for row in [*filter(None, [decision.row]), *ranked]:
+        if row.energy:
+            by_count.setdefault(row.case.gpu_count, row)
+    parts = [
+        f"{words.joules(row.energy)} with {place(row)}"
+        for _, row in sorted(by_count.items())
+        if row.energy and not row.energy.doubt
+    ]
+    return f"energy of a sample, by NVML's counters: {', '.join(parts)}" if parts else ""
 
 
 def highest_peak(row: Row, machine: Resources, fits: str = "") -> str:

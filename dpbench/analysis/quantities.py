@@ -96,12 +96,28 @@ QUANTITIES = (
         interval="that of the speed-up",
     ),
     Quantity(
+        key="peak_share",
+        unit="1",
+        of=attrgetter("peak_share"),
+        statistic="seconds of a step's operations at the GPUs' peak, over the step",
+        rounds=OWN,
+        interval="that of the step",
+    ),
+    Quantity(
         key="imbalance",
         unit="×",
         of=attrgetter("imbalance"),
         statistic="device 0's busy time over the others' mean",
         rounds="own",
         interval=BOOTSTRAP,
+    ),
+    Quantity(
+        key="energy",
+        unit="J/sample",
+        of=attrgetter("energy"),
+        statistic="mean of the rounds' energies of all GPUs, by NVML's counters",
+        rounds=OWN,
+        interval="the rounds",
     ),
     *map(_percentile, PERCENTILES),
 )

@@ -31,6 +31,11 @@ AVERAGE = "utilization_ratio"
 """The metric of a GPU's utilisation that is an average of the driver."""
 ENERGY = "energy_j"
 """The metric of a GPU's energy since the driver was loaded."""
+COVERED = 0.9
+"""The least share of the time from the first to the last timed step that the steps must fill.
+
+Blocks of other cases lie between the steps of cases that are timed together.
+"""
 POWER_LIMIT = "power_limit_w"
 """The metric of the power limit that the driver enforces."""
 
@@ -90,6 +95,23 @@ def energy_j(trial: Trial) -> dict[int, float]:
         for device, mean_w in means_w.items()
         if mean_w is not None
     }
+
+
+def joules_per_sample(trial: Trial) -> float | None:
+    """Return the energy that all GPUs of a case used for a sample during the timed steps.
+
+    None if the energy of one of them or the number of samples is unknown, or if the GPUs did much
+    between the steps.
+    """
+    case, (start_s, end_s) = trial.case, trial.window
+    samples = len(trial.timed) * case.batch_size
+    if case.device_kind != "cuda" or not samples:
+        return None
+    used = energy_j(trial)
+    known = all(device in used for device in range(case.gpu_count))
+    if not known or sum(trial.timed) < COVERED * (end_s - start_s):
+        return None
+    return sum(used[device] for device in range(case.gpu_count)) / samples
 
 
 def _ratios(series: Series) -> Iterator[Stretch]:

@@ -248,6 +248,24 @@ def _uneven(seen: Observation) -> Iterator[Said]:
         )
 
 
+def _peak(seen: Observation) -> Iterator[Said]:
+    cases = []
+    for row in seen.rows:
+        if row.impossible_share:
+            assert row.step
+            assert row.at_peak
+            one = row.at_peak
+            reached = one.operations / row.step.value / one.gpus / 1e12
+            said = f"{words.number(reached)} TFLOP/s on each GPU, but {one.source}"
+            cases.append((row.case, f"{words.percent(row.impossible_share.value)}: {said}"))
+    if cases:
+        yield (
+            "a step would reach more than 100% of the peak of its GPUs, so the operations that"
+            " torch counts or the peaks of the data sheet are wrong, and the share is not shown",
+            tuple(cases),
+        )
+
+
 def _clocks(seen: Observation) -> Iterator[Said]:
     clocks: dict[Case, dict[int, float]] = {}
     for trial in seen.trials:
@@ -425,6 +443,12 @@ KINDS = (
         when=f"mean and median step decidedly differ by {100 * uneven.LEAST:.0f} % or more",
         warns=False,
         find=_uneven,
+    ),
+    Kind(
+        key="peak",
+        when="operations and step time would give more than 100 % of the peak of the GPUs",
+        warns=False,
+        find=_peak,
     ),
     Kind(
         key="cpu_only",

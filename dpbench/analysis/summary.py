@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from dpbench.analysis import stats, transfers
+from dpbench.analysis import peak, sampled, stats, transfers
+from dpbench.analysis.peak import AtPeak
 from dpbench.records import (
     Case,
     Fault,
@@ -50,7 +51,8 @@ class Row:
     they are known (`transfers.floors`). `speedup` compares with `single` at equal global work
     (`scaling` is "strong") or at equal work per device ("weak"); the intervals of all speed-ups
     over one baseline hold together. `efficiency` is the speed-up over the number of devices. `busy`
-    is the time in which a device computes.
+    is the time in which a device computes. `at_peak` is the step at the peaks of its GPUs,
+    and `energy` the joules that all GPUs use for a sample.
     `memory` has the peaks of the devices, and `host_bytes` is the host's. `imbalance` and
     `memory_imbalance` are the ratios of device 0's busy time and memory to the others' mean.
     `reason` explains why a round gave no result. `fault` is set if no round gave a result although
@@ -79,6 +81,8 @@ class Row:
     floors: transfers.Floors = field(default_factory=dict)
     busy: Mapping[int, float] = field(default_factory=dict)
     busy_source: str = ""
+    at_peak: AtPeak | None = None
+    energy: Estimate | None = None
     memory: Mapping[int, int] = field(default_factory=dict)
     memory_source: str = ""
     host_bytes: int = 0
@@ -117,6 +121,24 @@ class Row:
     def doubt(self) -> Doubt | None:
         """Return why the step time must not be shown; None if it may be or is missing."""
         return self.step.doubt if self.step else None
+
+    @property
+    def peak_share(self) -> Estimate | None:
+        """Return the share of the GPUs' peak that a step reaches; None if unknown or above 1."""
+        share = self._peak_share
+        return share if share and share.value <= 1 else None
+
+    @property
+    def impossible_share(self) -> Estimate | None:
+        """Return a share of peak above 1, whose operations or peak must be wrong."""
+        share = self._peak_share
+        return share if share and not share.value <= 1 else None
+
+    @property
+    def _peak_share(self) -> Estimate | None:
+        if self.step is None or self.at_peak is None:
+            return None
+        return scaled(stats.inverse(self.step), self.at_peak.seconds)
 
     def least(self, phase: str) -> float:
         """Return the least seconds of a phase, on the device that needs most; 0 if unknown.
@@ -258,6 +280,8 @@ def _row(case: Case, trials: Sequence[Trial], series: stats.Timed) -> Row:
         phases=_phases(good, mean.value),
         busy={device: statistics.median(values) for device, values in busy.items()},
         busy_source=source,
+        at_peak=next(filter(None, map(peak.at_peak, good)), None),
+        energy=_energy(good),
         memory={device: size for device, size in memory.items() if device >= 0},
         memory_source=next((m.source for t in good for m in t.memory if m.device >= 0), ""),
         host_bytes=max((size for device, size in memory.items() if device < 0), default=0),
@@ -332,8 +356,7 @@ def labels(trial: Trial) -> tuple[str, ...]:
         names.append(UNCLEAR)
     if case.unverified:
         names.append("UNVERIFIED")
-    machines = [host.machine for host in trial.facts.hosts]
-    if case.placement == "colocated" or len({*machines}) < len(machines):
+    if case.placement == "colocated" or trial.facts.hosts_share:
         names.append(COLOCATED)
     if disturbance.noisy(trial):
         names.append(disturbance.NOISY)
@@ -483,6 +506,16 @@ def _busy(trials: Sequence[Trial]) -> tuple[dict[int, list[float]], str]:
         if seconds:
             return dict(sorted(seconds.items())), source
     return {}, ""
+
+
+def _energy(trials: Sequence[Trial]) -> Estimate | None:
+    """Return the joules per sample; None if no round's are known. See `stats.Timed.quiet`."""
+    every = {trial.round: sampled.joules_per_sample(trial) for trial in trials}
+    known = {number: [joules] for number, joules in every.items() if joules is not None}
+    if not known:
+        return None
+    quiet = stats.Timed(known, disturbance.by_round(trials)[0]).quiet
+    return replace(stats.average(quiet), noisy=bool(quiet.noisy))
 
 
 def _imbalance(trials: Sequence[Trial], source: str) -> Estimate | None:

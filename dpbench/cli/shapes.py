@@ -177,11 +177,13 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     speedup: EstimateFacts | None
     scaling: str
     efficiency: EstimateFacts | None
+    peak_share: EstimateFacts | None
     phases: Mapping[str, float] = msgspec.field(name="phases_s")
     busy: Mapping[int, float] = msgspec.field(name="busy_s")
     memory: Mapping[int, int] = msgspec.field(name="memory_bytes")
     host_bytes: int
     imbalance: EstimateFacts | None
+    energy: EstimateFacts | None = msgspec.field(name="j_per_sample")
 
 
 class AnswerFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -204,6 +206,7 @@ class AnswerFacts(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     certainty: str
     memory: str
+    energy: str
     earlier: str
     command: str
     labels: Sequence[str]

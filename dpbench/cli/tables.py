@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 LEVEL = "95 %"
 OF_LATENCIES = ("model", "strategy", "devices", "batch", "rounds, steps")
 """The columns of the table of latencies that other tables have, too."""
-LEFT_OUT = ("imbalance", "efficiency", "samples/s")
+LEFT_OUT = ("imbalance", "efficiency", "of peak", "samples/s")
 """The columns that a narrow terminal lacks, the first to be left out first."""
 
 

@@ -31,16 +31,18 @@ def merge(parts: Sequence[Trial], hosts: Sequence[TrialHost] = ()) -> Trial:
     have one clock, each rank's waits for the last one in a reduction are added. `hosts` are the
     machines of the ranks; it is empty if they share one. A machine's memory is the sum of its
     ranks' resident sets. The duration of each setup stage is that of the slowest rank, and the
-    verification result is the worst.
+    verification result is the worst. Ranks with unlike GPUs have no data sheet together.
     """
     if len(parts) == 1:
         return parts[0]
     steps, spans = joined(_without_waits(parts))
     reasons = [part.facts.no_profile for part in parts if part.facts.no_profile]
-    withheld = stated(no_profile=reasons[0]) if reasons else {}
+    changed = stated(no_profile=reasons[0]) if reasons else {}
+    if any(part.facts.data_sheet != parts[0].facts.data_sheet for part in parts):
+        changed |= stated(data_sheet=None)
     order = list(Verified)
     return replace(
-        parts[0].adding(withheld),
+        parts[0].adding(changed),
         verified=max((part.verified for part in parts), key=order.index),
         steps=steps,
         spans=spans,

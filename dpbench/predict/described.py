@@ -1,6 +1,6 @@
 """Described: the machine file of a line of text, such as "8x A100 PCIe 40GB, 2 sockets, PCIe 4".
 
-The figures of a GPU come from the table `data/gpus.toml`. Properties of the machine that the text
+The figures of a GPU come from the table of data sheets. Properties of the machine that the text
 does not state get common values, and are listed under `assumed` in the file. The machines that come
 with dpbench are such lines.
 """
@@ -16,6 +16,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from dpbench.records.data_sheets import table
 from dpbench.records.errors import UnknownName, UsageError
 from dpbench.records.words import count as counted
 
@@ -59,12 +60,6 @@ MESH += " 6-7:2"
 """Pairs of the eight V100 of a DGX-1, with the number of their NVLinks (`nvidia-smi topo -m`)."""
 STATION = "0-1:1 0-2:1 0-3:2 1-2:2 1-3:1 2-3:1"
 """Those of the four V100 of a DGX Station; which pairs have two links is assumed."""
-
-
-@lru_cache(maxsize=1)
-def table() -> Mapping[str, Any]:
-    """Return the content of `data/gpus.toml`."""
-    return tomllib.loads((DATA / "gpus.toml").read_text(encoding="utf-8"))
 
 
 @lru_cache(maxsize=1)

@@ -20,6 +20,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import msgspec
 
 from dpbench.predict import described
+from dpbench.records import data_sheets
 from dpbench.records.errors import UnknownName, UsageError
 from dpbench.records.files import UnreadableFile, text_of
 from dpbench.records.registry import unknown
@@ -154,7 +155,7 @@ def rows() -> list[tuple[str, str]]:
     found = [
         (name, f"{one.description} ({count(one.devices, 'GPU')})") for name, one in loaded.items()
     ]
-    for name, gpu in described.table()["gpu"].items():
+    for name, gpu in data_sheets.table()["gpu"].items():
         if "fp16" in gpu.get("tflops", {}):
             memory = f"{gpu['memory_gib']} GiB at {gpu['memory']} GB/s"
             found.append(

@@ -158,10 +158,14 @@ class Case:
         return self.device_ids[device] if device < len(self.device_ids) else device
 
     @property
+    def gpu_count(self) -> int:
+        """Return the number of the case's GPUs on all machines; colocated replicas have one."""
+        return self.devices if self.placement == "spread" else 1
+
+    @property
     def gpus(self) -> tuple[int, ...]:
-        """Return CUDA's numbers of the case's GPUs; colocated replicas have one."""
-        count = self.devices if self.placement == "spread" else 1
-        return self.device_ids[:count] or tuple(range(count))
+        """Return CUDA's numbers of the case's GPUs."""
+        return self.device_ids[: self.gpu_count] or tuple(range(self.gpu_count))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults: new ones do not change old records."""
@@ -322,7 +326,7 @@ class Effort:
     memory_by_phase: bool = True
     """Whether two additional steps measure each device's memory peak in each phase.
 
-    The peak of a device in FLOP/s is then timed, too.
+    A sample's operations are then counted, and the peak of a device in FLOP/s is timed, too.
     """
     profile: bool = True
     """Whether additional steps on GPUs are profiled."""

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import msgspec
 
+from dpbench.records.data_sheets import DataSheet
 from dpbench.records.load import GpuLoad, Load
 from dpbench.records.observed import Observed
 from dpbench.records.work import CopyTimes, Move, Operations, Sizes
@@ -264,6 +265,8 @@ class TrialFacts(Surroundings, frozen=True, kw_only=True):
     """The bytes that a step of an external strategy moves; those of dpbench's own are computed."""
     links: tuple[CopyTimes, ...] | None = None
     operations: Operations | None = None
+    data_sheet: DataSheet | None = None
+    """That of the case's GPUs; None for unlike or unknown GPUs, and those of other makers."""
     no_peer_access: list[Any] | None = None
     gpu_uuids: tuple[str, ...] = ()
     batches_per_epoch: int = 0
@@ -279,6 +282,12 @@ class TrialFacts(Surroundings, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for result in (self.validity or {}).values():
             msgspec.convert(result, StoredCheck)
+
+    @property
+    def hosts_share(self) -> bool:
+        """Return whether several of the hosts are one machine."""
+        machines = [host.machine for host in self.hosts]
+        return len({*machines}) < len(machines)
 
     @property
     def copies(self) -> tuple[CopyTimes, ...]:

@@ -6,6 +6,8 @@ import re
 
 _LEFT_OUT = re.compile(r"nvidia|tesla|geforce|amd|instinct|generation|sxm\d*|hbm\d\w*|\d+gb")
 """Matches the words that one name of a GPU has and another one leaves out."""
+SIZE = re.compile(r"\d+gb")
+"""Matches a word that states a size of memory."""
 
 
 def same_gpu(one: str, other: str) -> bool:
@@ -18,12 +20,13 @@ def same_gpu(one: str, other: str) -> bool:
 
 
 def _model(name: str) -> set[str]:
-    return {word for word in _words(name) if not _LEFT_OUT.fullmatch(word)}
+    return {word for word in words(name) if not _LEFT_OUT.fullmatch(word)}
 
 
 def _sizes(name: str) -> set[str]:
-    return {word for word in _words(name) if re.fullmatch(r"\d+gb", word)}
+    return {word for word in words(name) if SIZE.fullmatch(word)}
 
 
-def _words(name: str) -> list[str]:
+def words(name: str) -> list[str]:
+    """Return the words of a name, in lower case."""
     return re.findall(r"[a-z0-9]+", name.lower())

@@ -31,6 +31,7 @@ _BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 RESIDUE_S = 1e-12
 """Shorter durations are residues of rounding, written as 0: no clock is finer than a nanosecond."""
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+_JOULES = ((1.0, "J"), (1e-3, "mJ"), (1e-6, "µJ"))
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -126,8 +127,12 @@ def time_unit(value: float) -> tuple[float, str]:
     It is the largest unit in which the rounded duration is at least 1; ns for shorter durations,
     and ms for 0.
     """
+    return _unit(value, _TIMES)
+
+
+def _unit(value: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
     rounded = float(f"{abs(value):.3g}") if value else 1e-3
-    return next((pair for pair in _TIMES if rounded >= pair[0]), _TIMES[-1])
+    return next((pair for pair in units if rounded >= pair[0]), units[-1])
 
 
 def day(seconds: float) -> str:
@@ -194,6 +199,14 @@ def _duration(estimate: Estimate, scale: float, unit: str) -> str:
         for seconds in (estimate.value, estimate.low, estimate.high)
     )
     return f"{value} {unit} ({low}–{high})"
+
+
+def joules(estimate: Estimate) -> str:
+    """Return an estimated energy in joules and its interval in one unit; see `withheld`."""
+    if estimate.doubt:
+        return withheld(estimate)
+    scale, unit = _unit(estimate.value, _JOULES)
+    return f"{number(estimate.value / scale)} {unit} ({interval(estimate, 1 / scale)})"
 
 
 def part(phase: str) -> str:

@@ -180,12 +180,19 @@ class CopyTimes:
 class Operations:
     """The floating-point operations of a sample in forward and backward, and a device's peak.
 
-    The peak is the best rate of large matrix products, per second, in the precision of the case.
+    `forward_convolutions` and `backward_convolutions` are those of convolutions among them, and
+    `dtype` is torch's type of the factors of all of them, such as "float32"; "" if they have
+    several types, or if the model has an autocast of its own. All three are unknown in trials of
+    earlier versions. The peak is the best rate of large matrix products, per second, in the
+    precision of the case.
     """
 
     forward: float
     backward: float
     peak_per_s: float
+    forward_convolutions: float = 0.0
+    backward_convolutions: float = 0.0
+    dtype: str = ""
 
 
 def middle_draws(draws: Sequence[float]) -> tuple[float, float]:

@@ -59,7 +59,11 @@ def _badges(report: Report) -> Iterator[str]:
 def _cases(report: Report) -> list[str]:
     columns, lines, notes = table.all_cases(report)
     cells = ([_cell(cell) for cell in line.cells] for line in lines)
-    return [_table(columns, cells), "\n".join(_notes(lines)), "\n".join(notes)]
+    return [
+        _table(columns, cells),
+        "\n".join(_notes(lines)),
+        "\n".join(_said(note, 4000) for note in notes),
+    ]
 
 
 def _said(text: str, columns: int = 1000) -> str:

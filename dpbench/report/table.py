@@ -142,6 +142,12 @@ def shown(
     notes = [f"all cases: {', '.join(shared)}"] if shared else []
     if any(column.heading == "imbalance" for column in kept):
         notes.append("imbalance: device 0's busy time over the mean of the other devices")
+    if any(column.heading == "of peak" for column in kept):
+        sources = {row.at_peak.source: None for row in rows if row.at_peak and row.peak_share}
+        notes.append(
+            "of peak: a step's operations, as torch counts those of the model, at the peak of its"
+            f" GPUs, over the measured step. IMPORTED: {'; '.join(sources)}"
+        )
     return kept, lines, [*notes, *footnotes(lines)]
 
 
@@ -192,8 +198,8 @@ def percentiles(row: Row) -> list[Cell]:
     return cells
 
 
-def efficiency(estimated: Estimate | None) -> Cell:
-    """Return the cell of an efficiency in percent; empty for None or one in doubt."""
+def share(estimated: Estimate | None) -> Cell:
+    """Return the cell of a share in percent; empty for None or one in doubt."""
     if estimated is None or estimated.doubt:
         return Cell("")
     return Cell(words.percent(estimated.value), sort=repr(estimated.value))
@@ -442,7 +448,8 @@ COLUMNS = (
     Column(heading="ms/step", cell=lambda row: estimate(row.step, 1e3), interval=True),
     Column(heading="samples/s", cell=_rate),
     Column(heading="speed-up", cell=_speedup, interval=True),
-    Column(heading="efficiency", cell=lambda row: efficiency(row.efficiency)),
+    Column(heading="efficiency", cell=lambda row: share(row.efficiency)),
+    Column(heading="of peak", cell=lambda row: share(row.peak_share)),
     Column(heading="imbalance", cell=lambda row: estimate(row.imbalance, unit="×"), brief=True),
     Column(heading="peak memory", cell=_memory, printed=False),
     Column(heading="verified", cell=verified, text=True),

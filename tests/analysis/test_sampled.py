@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 
-from dpbench.analysis import imbalance, sampled, statements, summary, validity
+from dpbench.analysis import answer, imbalance, sampled, statements, summary, validity
 from dpbench.analysis.report import Report
 from dpbench.hardware import nvml, samplers
 from dpbench.hardware.samplers import nvml as nvml_sampler
 from dpbench.measure import run as module
-from dpbench.records import HOST, Case, Sample, Status, Step, Trial, Verified
-from dpbench.records.facts import RunFacts
+from dpbench.records import HOST, Case, Sample, Status, Step, Trial, Verified, disturbance
+from dpbench.records.facts import RunFacts, stated
+from dpbench.records.load import GpuLoad
+from dpbench.records.resources import Resources
 from dpbench.report import timeline
 from tests.recorded_nvml import recorded
 
@@ -246,3 +248,74 @@ def test_clocks_that_nvml_does_not_tell_are_no_difference() -> None:
     trials = [clocked(ALONE, n, 1.98e9) for n in range(3)]
     trials += [trial(case=PAIR, round=n) for n in range(3)]
     assert caveat(trials, "clocks") is None
+
+
+# ---------------------------------------------------------------- energy of a sample
+
+
+def powered(case: Case, *watts: float, number: int = 0, **changed: Any) -> Trial:
+    """Return a trial of two seconds whose GPUs, from 0 on, have counters of these powers."""
+    counters = [
+        ("energy_j", device, [(99.5 + 0.2 * i, 1000 + power * 0.2 * i) for i in range(16)])
+        for device, power in enumerate(watts)
+    ]
+    return trial(*counters, case=case, round=number, **changed)
+
+
+def answered(*trials: Trial) -> str:
+    rows = summary.rows(trials)
+    (found,) = answer.answers(rows, Resources())
+    assert found.energy == "" or f"{found.energy[0].upper()}{found.energy[1:]}." in found.sentences
+    return found.energy
+
+
+def test_the_energy_of_a_sample_is_that_of_all_gpus_over_the_samples() -> None:
+    """160 samples in two seconds: of 300 W, 3.75 J each; of 250 and 200 W, 5.625 J."""
+    alone = [powered(ALONE, 300.0, number=n) for n in range(3)]
+    pair = [powered(PAIR, 250.0, 200.0, number=n) for n in range(3)]
+    assert sampled.joules_per_sample(alone[0]) == pytest.approx(3.75)
+    assert sampled.joules_per_sample(pair[0]) == pytest.approx(5.625)
+    assert answered(*alone, *pair) == (
+        "energy of a sample, by NVML's counters: 3.75 J (3.75–3.75) with one GPU, 5.62 J"
+        " (5.62–5.62) with dp on 2 GPUs"
+    )
+
+
+def test_the_interval_of_an_energy_is_that_of_its_rounds() -> None:
+    """Student's t of 2 degrees is 4.303: 3.75 ± 4.303 * 0.125 / sqrt(3)."""
+    rows = summary.rows([powered(ALONE, 300.0 + 10 * (n - 1), number=n) for n in range(3)])
+    assert rows[0].energy is not None
+    assert rows[0].energy.value == pytest.approx(3.75)
+    half = 4.303 * 0.125 / 3**0.5
+    assert rows[0].energy.low == pytest.approx(3.75 - half, rel=1e-4)
+    assert rows[0].energy.high == pytest.approx(3.75 + half, rel=1e-4)
+
+
+def test_without_the_counter_of_each_gpu_the_energy_is_unknown() -> None:
+    assert sampled.joules_per_sample(powered(PAIR, 250.0)) is None
+    assert sampled.joules_per_sample(powered(ALONE, 300.0, 300.0)) == pytest.approx(3.75)
+    colocated = replace(PAIR, placement="colocated")
+    assert sampled.joules_per_sample(powered(colocated, 300.0)) == pytest.approx(3.75)
+    alone = [powered(ALONE, 300.0, number=n) for n in range(3)]
+    pair = [powered(PAIR, 250.0, number=n) for n in range(3)]
+    assert "2 GPUs" not in answered(*alone, *pair)
+    assert answered(*(trial(case=ALONE, round=n) for n in range(3))) == ""
+
+
+def test_an_energy_in_doubt_is_not_said() -> None:
+    few = [powered(ALONE, 300.0, number=n) for n in range(2)]
+    assert answered(*few) == ""
+    load = GpuLoad(gpu=0, share=0.9, memory_bytes=None, processes=())
+    busy = stated(foreign_gpus=(load,))
+    noisy = [powered(ALONE, 300.0, number=n, provenance=busy) for n in range(3)]
+    quiet = [powered(ALONE, 200.0, number=n) for n in range(3, 6)]
+    assert disturbance.noisy(noisy[0])
+    assert answered(*noisy) == ""
+    assert "2.50 J" in answered(*noisy, *quiet)
+
+
+def test_steps_between_which_gpus_do_other_work_have_no_energy() -> None:
+    """As the blocks of another case in the same process (--paired)."""
+    one = powered(ALONE, 300.0)
+    steps = [replace(step, seconds=step.seconds / 2) for step in one.steps]
+    assert sampled.joules_per_sample(replace(one, steps=tuple(steps))) is None

@@ -48,6 +48,20 @@ def test_a_duration_has_three_digits_and_a_unit_that_fits(seconds: float) -> Non
     assert 1 <= whole < 1000 or said.endswith(" s")
 
 
+@pytest.mark.parametrize(
+    ("joules", "said"),
+    [
+        (3.7, "3.70 J (3.33–4.07)"),
+        (0.9999, "1.00 J (0.900–1.10)"),
+        (0.000596, "596 µJ (536–656)"),
+        (0.0596, "59.6 mJ (53.6–65.6)"),
+    ],
+)
+def test_an_energy_has_one_unit_for_its_value_and_its_interval(joules: float, said: str) -> None:
+    assert words.joules(Estimate(joules, 0.9 * joules, 1.1 * joules, 3)) == said
+    assert words.joules(Estimate(joules, 0.9 * joules, 1.1 * joules, 2)) == words.NOT_ENOUGH
+
+
 @given(sizes)
 def test_a_size_has_three_digits_and_a_unit_that_fits(count: int) -> None:
     said = words.size(count)

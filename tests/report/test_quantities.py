@@ -23,7 +23,12 @@ from dpbench.records import words
 from dpbench.store.export import read_run
 from tests import golden
 
-IN_JSON = {"step": "step_s", "mean": "mean_s", "throughput": "samples_per_s"}
+IN_JSON = {
+    "step": "step_s",
+    "mean": "mean_s",
+    "throughput": "samples_per_s",
+    "energy": "j_per_sample",
+}
 """The keys of `report --json` that differ from those of records."""
 SHOWN = {"step": 1e3, "speedup": 1.0}
 """The numbers that tables show with their interval, each with the factor to the unit there."""

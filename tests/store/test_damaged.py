@@ -184,6 +184,7 @@ TRIAL_FACTS = (
     "model",
     "links",
     "operations",
+    "data_sheet",
     "observed",
     "validity",
     "clock_error_s",

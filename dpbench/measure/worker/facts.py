@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -12,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_map_only
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from dpbench.analysis.moves import of_step
@@ -22,7 +26,7 @@ from dpbench.hardware.device import Device
 from dpbench.hardware.devices import float32
 from dpbench.hardware.readings import reading
 from dpbench.models import Model, bytes_in, rows_in
-from dpbench.records import Case, Trial, fake
+from dpbench.records import Case, Trial, data_sheets, fake
 from dpbench.records.arguments import arguments_of
 from dpbench.records.facts import TrialFacts, stated
 from dpbench.records.work import Operations, Shapes, Sizes, times_links
@@ -116,6 +120,20 @@ def torch_facts(case: Case, device: Device) -> dict[str, Any]:
     return facts
 
 
+def data_sheet(case: Case, devices: Sequence[Device]) -> dict[str, Any]:
+    """Return the data sheet of this process's GPUs as a fact; {} if unknown or not that of all."""
+    if case.device_kind != "cuda":
+        return {}
+    every = reading("the names and the memory of GPUs in torch", _sheets, devices) or [None]
+    known = every[0] is not None and all(one == every[0] for one in every)
+    return stated(data_sheet=every[0]) if known else {}
+
+
+def _sheets(devices: Sequence[Device]) -> list[data_sheets.DataSheet | None]:
+    every = [torch.cuda.get_device_properties(device.torch_device) for device in devices]
+    return [data_sheets.of_gpu(gpu.name, gpu.total_memory) for gpu in every]
+
+
 def _nccl_version() -> str:
     return ".".join(map(str, torch.cuda.nccl.version()))
 
@@ -165,11 +183,12 @@ def with_links(trial: Trial, devices: Sequence[Device]) -> Trial:
 def with_operations(
     trial: Trial, model: Model, batch: tuple[Any, Any], devices: Sequence[Device]
 ) -> Trial:
-    """Return the trial with its `Operations`, unchanged if they are unknown.
+    """Return the trial with its `Operations`, or with the reason if they cannot be counted.
 
     The setup of the returned trial has `peak_s`, the seconds that this took. Fake and emulated
     devices have no peak. The peak is also unknown if torch cannot measure it, for example because
-    the device has too little free memory: the trial is valid without it.
+    the device has too little free memory: the trial is valid without it. The steps must have been
+    timed before, because a user's model may change its state when its operations are counted.
     """
     kind = trial.case.device_kind
     # the driver tells fake GPUs, whatever their names are
@@ -179,45 +198,92 @@ def with_operations(
     if fakes or kind not in ("cpu", "cuda"):
         return trial
     began_s = time.perf_counter()
-    counted = operations(model, batch)
-    if counted is None:
-        return trial
-    forward, backward = counted
+    eager = torch.compiler.set_stance("force_eager") if trial.case.compile else nullcontext()
+    with eager:  # the kernels of a graph are not torch's operators
+        counted = operations(model, batch)
+    if isinstance(counted, str):
+        return trial.adding({"no_operations": counted})
     try:
         peak_per_s = _peak(trial.case, devices[0])
     except RuntimeError:  # such as too little memory, of the device or of the host
         return trial
-    found = Operations(forward=forward, backward=backward, peak_per_s=peak_per_s)
+    found = replace(counted, peak_per_s=peak_per_s)
     return trial.adding(stated(operations=found), peak_s=time.perf_counter() - began_s)
 
 
-def operations(model: Model, batch: tuple[Any, Any]) -> tuple[float, float] | None:
-    """Return the floating-point operations of a sample in forward and in backward.
+class _Factors(TorchDispatchMode):
+    """Notes the types of each operator's floating-point tensors."""
 
-    torch counts those of products, convolutions and attention, of tensors without values. None if
-    it counts none, if the model needs values, as one with packed sequences does, or if an input
-    has no rows.
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.types: dict[Any, set[str]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        found = self.types.setdefault(func.overloadpacket, set())
+        for leaf in tree_leaves(args):
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+                found.add(str(leaf.dtype).removeprefix("torch."))
+        return func(*args, **(kwargs or {}))
+
+
+class _OwnAutocast(TorchFunctionMode):
+    """Notes whether a function is called under autocast; it has no effect on meta tensors."""
+
+    found = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.found |= any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+        return func(*args, **(kwargs or {}))
+
+
+def operations(model: Model, batch: tuple[Any, Any]) -> Operations | str:
+    """Return the floating-point operations of a sample, without a peak, or why they are unknown.
+
+    torch counts those of products, convolutions and attention, of tensors without values: two for
+    a multiplication and an addition. They are unknown if it counts none, if the model needs values,
+    as one with packed sequences does, or if an input has no rows.
     """
 
     def bare(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to("meta").requires_grad_(tensor.requires_grad)
 
     forward, backward = FlopCounterMode(display=False), FlopCounterMode(display=False)
+    factors, autocast = _Factors(), _OwnAutocast()
     try:
         samples = min(2, rows_in(batch))
         given = tree_map_only(torch.Tensor, lambda one: bare(one[:samples]), batch[0])
         weights = {name: bare(one) for name, one in model.module.named_parameters()}
         buffers = {name: bare(one) for name, one in model.module.named_buffers()}
         trained = [one for one in weights.values() if one.requires_grad]
-        with forward:
+        with autocast, factors, forward:
             output = functional_call(model.module, {**weights, **buffers}, *arguments_of(given))
         outputs = [one for one in tensors_in(output) if one.requires_grad]
-        with backward:
+        with factors, backward:
             torch.autograd.grad([one.sum() for one in outputs], trained, allow_unused=True)
-    except Exception:  # a model may raise any error, and its tensors may be of any kind
-        return None
-    counts = forward.get_total_flops() / samples, backward.get_total_flops() / samples
-    return counts if all(counts) else None
+    except Exception as error:  # a model may raise any error, and its tensors may be of any kind
+        return f"torch could not count them: {type(error).__name__}: {error}"
+    by_operator = [one.get_flop_counts().get("Global", {}) for one in (forward, backward)]
+    every = [sum(counts.values()) / samples for counts in by_operator]
+    if not all(every):
+        return "torch counted none in forward or in backward"
+    convolutions = [
+        sum(count for operator, count in counts.items() if "convolution" in str(operator)) / samples
+        for counts in by_operator
+    ]
+    counted = {*by_operator[0], *by_operator[1]}
+    types = {kind for operator in counted for kind in factors.types.get(operator, ())}
+    return Operations(
+        forward=every[0],
+        backward=every[1],
+        peak_per_s=0.0,
+        forward_convolutions=convolutions[0],
+        backward_convolutions=convolutions[1],
+        dtype=types.pop() if len(types) == 1 and not autocast.found else "",
+    )
 
 
 def _peak(case: Case, device: Device) -> float:

@@ -36,6 +36,7 @@ from dpbench.measure.verification import Verification
 from dpbench.measure.worker import loaders, memory, model_check, neighbour
 from dpbench.measure.worker.bench import PreparedCase, run_timers, start_timer
 from dpbench.measure.worker.facts import (
+    data_sheet,
     described_moves,
     of_model,
     torch_facts,
@@ -144,7 +145,7 @@ def prepare(case: Case, strategy: Strategy, rank: RankPlace | None = None) -> Pr
     drawn = _batches(case, model) if case.loader >= 0 else []
     examples = [rows_of(batch, case, rank.rank) if rank else batch for batch in drawn]
     times_s.append(time.perf_counter())
-    facts = torch_facts(case, devices[0])
+    facts = torch_facts(case, devices[0]) | data_sheet(case, devices)
     if leads:
         sizes = of_model(model, batches[0])
         facts |= {"model": sizes, **described_moves(case, sizes)}
