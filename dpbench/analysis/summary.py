@@ -138,7 +138,7 @@ class Row:
     def _peak_share(self) -> Estimate | None:
         if self.step is None or self.at_peak is None:
             return None
-        return scaled(stats.inverse(self.step), self.at_peak.seconds)
+        return self.step.inverse.scaled(self.at_peak.seconds)
 
     def least(self, phase: str) -> float:
         """Return the least seconds of a phase, on the device that needs most; 0 if unknown.
