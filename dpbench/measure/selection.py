@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dpbench.hardware import shared_memory
 from dpbench.measure import run
 from dpbench.measure.budget import SHARED, assumed_s, fitting, on_gpus
 from dpbench.measure.stopping import Fixed, RoundsRule, UntilDecided
@@ -130,8 +131,19 @@ def cases_of(options: Options, cluster: Cluster | None = None) -> tuple[list[Cas
             words.count(most, "device"),
             words.count(usable_cores(), "core"),
         )
+    if small := _small_memory(cases):
+        log.warning("%s: %s; %s", small, shared_memory.COST, shared_memory.read().change)
     quick_s = ONE_GPU_BUDGET_S if one_gpu else QUICK_BUDGET_S[kind]
     return cases, options.budget or (quick_s if options.quick else None)
+
+
+def _small_memory(cases: Iterable[Case]) -> str:
+    """Return that /dev/shm is too small if a case needs it; "" otherwise."""
+    needed = any(
+        case.loader > 0 or (case.device_kind == "cuda" and case.traits.ranks and case.devices > 1)
+        for case in cases
+    )
+    return shared_memory.read().small if needed else ""
 
 
 def default_kind() -> str:
