@@ -39,7 +39,8 @@ SETTLE_S = 300.0
 GPU_MODELS = {"resnet18": "tf32", "transformer": "bf16"}
 """The models of such a run on GPUs, in full size, each with the precision in which it is trained.
 
-GPUs older than Ampere have neither: there, the precision is fp32.
+Where a GPU lacks the precision, it is fp32: NVIDIA's before Ampere lack both. On AMD's GPUs, tf32
+would say little, because torch's convolutions do not use it there.
 """
 GPU_BATCH, SMALL_GPU_BATCH, SMALL_GPU_BYTES = 64, 16, 8e9
 """The samples per device of such a run, and those on GPUs with less memory than the third value.
@@ -47,7 +48,6 @@ GPU_BATCH, SMALL_GPU_BATCH, SMALL_GPU_BYTES = 64, 16, 8e9
 In fp32, the strategy that needs most memory needs 7.1 GiB with 64 samples on each of 4 GPUs, and
 3.5 GiB with 16, as `dpbench predict` says.
 """
-AMPERE = (8, 0)
 SHORT_S = 0.75
 """The seconds of timed steps of a trial on a CPU, in a run that ends with its answers settled."""
 LEFT_OUT = (
@@ -209,15 +209,17 @@ def _trained_on_gpus(options: Options, ids: Sequence[int | str]) -> list[dict[st
 
     if (options.size, options.precision) != (Options.size, Options.precision):
         return [{}]
-    gpus = [gpu for gpu in of_torch().gpus if not ids or gpu["index"] in ids]
+    usable = of_torch()
+    gpus = [gpu for gpu in usable.gpus if not ids or gpu["index"] in ids]
     least_bytes = min(gpu["memory_bytes"] for gpu in gpus)
-    old = min(tuple(gpu["capability"]) for gpu in gpus) < AMPERE
     batch = SMALL_GPU_BATCH if least_bytes < SMALL_GPU_BYTES else GPU_BATCH
     return [
         {
             "models": (model,),
             "size": "full",
-            "precision": "fp32" if old else precision,
+            "precision": precision
+            if all(usable.vendor.trains_in(precision, gpu) for gpu in gpus)
+            else "fp32",
             "batch_sizes": (),
             "batch_per_device": (batch,),
         }
