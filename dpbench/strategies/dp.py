@@ -67,8 +67,8 @@ class Engine(Strategy):
             )
         if case.device_kind == "emulated" and schedule is Schedule.SHARDED:
             return (
-                "the schedule sharded needs devices of the kind cpu or cuda: parameters on emulated"
-                " devices cannot be views of one buffer"
+                "the schedule sharded needs CPU or CUDA devices: parameters on emulated devices"
+                " cannot be views of one buffer"
             )
         return ""
 

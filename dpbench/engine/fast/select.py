@@ -199,7 +199,7 @@ def _flat(training: Training) -> str:
     kind = training.devices[0].torch_device.type
     if kind not in ("cpu", "cuda"):
         return (
-            f"flat buffers need devices of the type cpu or cuda, but this is {kind}, on which"
+            f"flat buffers need CPU or CUDA devices, but the device type is {kind}, on which"
             " parameters cannot be views of one buffer; use the schedule allreduce"
         )
     if kind == "cuda" and any(isinstance(part, nn.RNNBase) for part in module.modules()):
