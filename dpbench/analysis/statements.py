@@ -219,7 +219,8 @@ def _by_text(found: Iterable[tuple[str, Case]]) -> Iterator[Said]:
 
 def _not_checked(seen: Observation) -> Iterator[Said]:
     if lacking := validity.unchecked(seen.trials, seen.cores):
-        unread = vendors.of(seen.facts.gpus.hip or seen.facts.hip).unread
+        stated = (seen.facts.gpus.hip, *(trial.facts.hip for trial in seen.trials))
+        unread = vendors.of(next(filter(None, stated), None)).unread
         few = (
             f"NVML gave fewer than {sampled.READINGS} readings in the timed steps, none before or"
             " after them, or impossible ones"

@@ -428,6 +428,8 @@ class _Session:
             kept = self._fitting(pending, number)
             self._drop([case for case in pending if case not in kept], number)
             pending = kept
+            if not pending:
+                return True
         if number and not self.budget.allows(pending, needed=self._is_needed(pending, number)):
             self._leave_out(pending, number)
             return False

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from dpbench.hardware.devices import float32
-from dpbench.records import vendors
+from dpbench.measure.worker.facts import torch_facts
+from dpbench.records import Case, vendors
 from dpbench.records.facts import Products
 
 AMD_GPUS = [
@@ -87,3 +88,21 @@ def test_the_format_of_amds_convolutions_is_not_guessed(
 def test_a_torch_without_hip_is_nvidias() -> None:
     assert vendors.of(None) is vendors.of("") is vendors.NVIDIA
     assert vendors.of("7.0.51831") is vendors.AMD
+
+
+def test_a_worker_under_rocm_tells_the_version_of_hip_and_that_of_rccl_as_nccls(
+    on, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record has one name per fact; texts name what it is of."""
+    on("gfx942:sramecc+:xnack-")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 26, 6))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 3005000)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: "")
+    device = SimpleNamespace(torch_device=torch.device("cuda", 0))
+    case = Case(model="mlp", strategy="single", batch_size=8, device_kind="cuda")
+    facts = torch_facts(case, device)
+    assert "cuda" not in facts
+    assert (facts["hip"], facts["nccl"], facts["cudnn"]) == ("7.0", "2.26.6", 3005000)
+    assert facts["gpu"] == ""
