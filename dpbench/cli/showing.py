@@ -160,7 +160,7 @@ def expectation(planned: RunForecast) -> str:
             f"of them, {words.count(len(left), 'case')} would not fit into the time budget of"
             f" {words.long_time(planned.budget_s or 0.0)}, and are left out unless trials take less"
             f" time: {', '.join(case.label for case in left)}; the same command goes on with them,"
-            f" and {dashed('budget')} {planned.budget_of_all_s:.0f} measures all at once"
+            f" and {dashed('budget')} {planned.budget_of_all_s} measures all at once"
         )
     if planned.auto:
         lines.append(

@@ -102,13 +102,13 @@ class Budget:
     def _assumed_s(self, case: Case) -> float:
         return assumed_s(case) + self.effort.budget_s
 
-    def fitting(self, parts: Iterable[Sequence[Case]], share: float) -> frozenset[Case]:
-        """Return the cases of the parts whose trials ahead fit into a share of what is left."""
+    def fitting(self, units: Iterable[Sequence[Case]], share: float) -> frozenset[Case]:
+        """Return the cases of the units whose trials ahead fit into a share of what is left."""
 
-        def needed_s(part: Sequence[Case]) -> float:
-            return self.usual_s(Counter({case: self.ahead[case] for case in part}))
+        def needed_s(unit: Sequence[Case]) -> float:
+            return self.usual_s(Counter({case: self.ahead[case] for case in unit}))
 
-        return fitting(parts, needed_s, share * self.left_s)
+        return fitting(units, needed_s, share * self.left_s)
 
     def remaining_s(self) -> float | None:
         """Return the expected seconds of the rest of the run, which never grow; None if unknown."""
@@ -166,19 +166,19 @@ def assumed_s(case: Case) -> float:
 
 
 def fitting(
-    parts: Iterable[Sequence[Case]], needed_s: Callable[[Sequence[Case]], float], budget_s: float
+    units: Iterable[Sequence[Case]], needed_s: Callable[[Sequence[Case]], float], budget_s: float
 ) -> frozenset[Case]:
-    """Return the cases of the parts, the most needed first, that fit into a budget of seconds.
+    """Return the cases of the units, the most needed first, that fit into a budget of seconds.
 
-    A part is taken whole if its seconds, which `needed_s` returns, fit beside those before it. The
-    first part is always taken.
+    A unit is taken whole if its seconds, which `needed_s` returns, fit beside those before it. The
+    first unit is always taken.
     """
     left_s = budget_s
     found: set[Case] = set()
-    for part in parts:
-        seconds = needed_s(part)
+    for unit in units:
+        seconds = needed_s(unit)
         if not found or seconds <= left_s:
-            found.update(part)
+            found.update(unit)
             left_s -= seconds
     return frozenset(found)
 

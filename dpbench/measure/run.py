@@ -130,7 +130,7 @@ class How:
 
     `budget_s` limits the duration of the run in seconds (None: no limit). On CPUs, the timed part
     of each trial is shortened to fit this budget. On GPUs, a rule that goes on until answers are
-    settled leaves out the least needed cases (see `plan.in_parts`), and otherwise, whole rounds
+    settled leaves out the least needed cases (see `plan.units`), and otherwise, whole rounds
     after the first are left out. Trials that have not started when the budget is spent are left
     out, too, but for the first of the call. A rule that goes on until answers are settled begins no
     further round, beyond those that every case needs, that is expected to end more than `settle_s`
@@ -418,7 +418,7 @@ class _Session:
         A case that has begun goes on if at all possible.
         """
         share = 1.0 if number else SHARED
-        fitting = self.budget.fitting(plan.in_parts(self.cases), share)
+        fitting = self.budget.fitting(plan.units(self.cases), share)
         return [case for case in cases if case in fitting]
 
     def _round(self, pending: Sequence[Case], number: int) -> bool:

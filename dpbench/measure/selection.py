@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -389,14 +390,14 @@ class RunForecast:
         """
         if not (self.auto and self.on_gpus and self.budget_s):
             return []
-        parts = plan.in_parts([one.case for one in self.cases])
-        kept = fitting(parts, self._seconds_of, SHARED * self.budget_s)
-        return [case for part in parts for case in part if case not in kept]
+        units = plan.units([one.case for one in self.cases])
+        kept = fitting(units, self._seconds_of, SHARED * self.budget_s)
+        return [case for unit in units for case in unit if case not in kept]
 
     @property
-    def budget_of_all_s(self) -> float:
+    def budget_of_all_s(self) -> int:
         """Return the budget in seconds into which all cases fit at the expected time."""
-        return self.seconds / SHARED
+        return math.ceil(self.seconds / SHARED)
 
     def _seconds_of(self, cases: Sequence[Case]) -> float:
         return sum(

@@ -252,8 +252,11 @@ def core(planned: Iterable[Case]) -> frozenset[Case]:
     return frozenset(found)
 
 
-def in_parts(cases: Sequence[Case]) -> list[tuple[Case, ...]]:
-    """Return the cases by need, in parts: the core of each model, then each other case alone."""
+def units(cases: Sequence[Case]) -> list[tuple[Case, ...]]:
+    """Return the cases by need, in units that are of use only whole.
+
+    They are the `core` of each model, and then each other case alone.
+    """
     needed = core(cases)
     ordered = by_need(cases, cases)
     cores = grouped((case.model, case) for case in ordered if case in needed)

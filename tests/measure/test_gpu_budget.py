@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from dpbench.analysis.decision import Choice
 from dpbench.analysis.report import Report
 from dpbench.api.reports import report_of
 from dpbench.api.stored import choose
+from dpbench.cli.showing import expectation
 from dpbench.hardware import gpus
 from dpbench.measure import budget, selection
 from dpbench.measure import run as runner
@@ -139,6 +140,10 @@ def test_trials_that_take_less_time_than_assumed_leave_nothing_out(
         path, Options(), session.cases, selection.naming(Options()), None, session.budget_s
     )
     assert planned.left_out, "the plan cannot know it"
+    said = expectation(planned)
+    assert all(case.label in said for case in planned.left_out)
+    assert f"--budget {planned.budget_of_all_s} measures all" in said
+    assert not replace(planned, budget_s=planned.budget_of_all_s).left_out
     session.run()
     assert {trial.case for trial in store.trials()} == {*session.cases}
     assert not any("left out" in note for note in session.notes)
@@ -169,14 +174,13 @@ def test_what_a_trial_tells_holds_for_its_number_of_gpus_first() -> None:
     assert found.usual_s({on["ddp", 8]: 1, on["dp", 8]: 1}) == 60.0
 
 
-def test_the_parts_of_a_plan_are_the_cores_of_its_models_and_then_each_other_case(
+def test_the_units_of_a_plan_are_the_cores_of_its_models_and_then_each_other_case(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(gpus, "of_torch", lambda: machine(8))
     cases, _ = selection.cases_of(Options())
     parts = [
-        [(case.model, case.strategy, case.devices) for case in part]
-        for part in plan.in_parts(cases)
+        [(case.model, case.strategy, case.devices) for case in part] for part in plan.units(cases)
     ]
     assert parts[:2] == [
         [(model, "single", 1), (model, "ddp", 8), (model, "dp", 8)]
