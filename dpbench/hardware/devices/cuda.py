@@ -41,7 +41,11 @@ def current_stream(ordinal: int) -> torch.cuda.Stream:
 
 
 HEATING_CYCLES = 10_000_000
-"""The GPU cycles of one kernel of `heat`: 5 to 50 ms at clocks of 2 GHz to 200 MHz."""
+"""The GPU cycles of one kernel of `heat`: 5 to 50 ms at clocks of 2 GHz to 200 MHz.
+
+On AMD's gfx11, torch counts ticks of 100 MHz instead (`spin_kernel` in ATen/cuda/Sleep.cu):
+there, they are 100 ms.
+"""
 
 
 class CudaDevice(Device):
