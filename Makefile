@@ -30,7 +30,8 @@
 
 PYTHON ?= python3
 # the pinned torch is a build for CPUs, so that a machine with a GPU takes that of its Python
-GPU    := $(or $(firstword $(wildcard /dev/nvidia[0-9]*)),$(shell nvidia-smi -L 2>/dev/null))
+GPU    := $(or $(firstword $(wildcard /dev/nvidia[0-9]* /dev/kfd)),$(shell nvidia-smi -L 2>/dev/null),\
+  $(shell rocm-smi --showid 2>/dev/null | grep '^GPU'))
 TORCH  ?= $(if $(GPU),system,pinned)
 VENV   ?= .venv
 BIN    := $(VENV)/bin

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 
-from dpbench.records import signals
+from dpbench.records.errors import NotUnix
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -14,6 +14,11 @@ def main(arguments: list[str] | None = None) -> None:
     If a signal ends the command, the exit code is 128 plus the number of the signal, as in a shell.
     Raises KeyboardInterrupt if one ended a script: the process then ends as that of the script.
     """
+    try:
+        from dpbench.records import signals
+    except NotUnix as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     signals.install()
     try:
         from dpbench import cli

@@ -1636,6 +1636,54 @@ FAULTS = (
         ),
     ),
     Fault(
+        "least-needed-first",
+        "a run on GPUs leaves out cases, and not rounds, where its time is too short",
+        "bounded and self.rule.looks > 1 and self._is_needed(cases, number)",
+        "False",
+        (
+            "tests/measure/test_gpu_budget.py::"
+            "test_a_default_run_ends_in_its_budget_with_a_ranking_on_the_most_gpus",
+        ),
+    ),
+    Fault(
+        "trials-by-size",
+        "what a trial takes is known for its number of GPUs",
+        "(case.devices, seconds)",
+        "(0, seconds)",
+        (
+            "tests/measure/test_gpu_budget.py::"
+            "test_what_a_trial_tells_holds_for_its_number_of_gpus_first",
+        ),
+    ),
+    Fault(
+        "amd-precision",
+        "on AMD's GPUs, a precision depends on the architecture",
+        "self._architectures is None",
+        "True",
+        (
+            "tests/hardware/test_vendors.py::test_amds_gpus_have_tf32_where_torch_says_so",
+            "tests/cli/test_rocm.py::test_the_plan_has_precisions_of_the_card",
+        ),
+        where="records.vendors.Vendor.has",
+    ),
+    Fault(
+        "amd-counters",
+        "under ROCm, NVML is not asked",
+        "not torch_build.vendor().counters",
+        "False",
+        ("tests/cli/test_rocm.py::test_nvml_is_not_asked_under_rocm",),
+    ),
+    Fault(
+        "small-shared-memory",
+        "ranks on several GPUs need /dev/shm",
+        "case.device_kind == 'cuda' and case.traits.ranks and case.devices > 1",
+        "False",
+        (
+            "tests/hardware/test_shared_memory.py::"
+            "test_a_run_whose_processes_need_it_names_its_size_and_the_change",
+        ),
+    ),
+    Fault(
         "slow-by-budget",
         "a small budget makes no case slow",
         "self._second_s > SLOW_S",

@@ -27,7 +27,8 @@ def main(folder: Path) -> None:
     torch = [one for one in lacking if _name(one) == "torch"]
     others = [one for one in lacking if _name(one) != "torch"]
     if torch:
-        print(f"{sys.executable} has no {torch[0]}: install a CUDA build of torch", file=sys.stderr)
+        builds = "install a build of torch for CUDA or ROCm"
+        print(f"{sys.executable} has no {torch[0]}: {builds}", file=sys.stderr)
     if others:
         quoted = " ".join(f"'{one}'" for one in others)
         print(f"packages are missing: {sys.executable} -m pip install {quoted}", file=sys.stderr)

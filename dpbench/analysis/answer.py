@@ -41,6 +41,7 @@ from dpbench.records.names import devices, in_words, unusual
 from dpbench.records.registry import Role
 from dpbench.records.resources import Resources
 from dpbench.records.spelling import dashed
+from dpbench.records.trial import SPENT
 
 NOTABLE = 0.1
 """The least share of the lost time with which an answer names a phase after the first."""
@@ -252,6 +253,7 @@ def _answer(
     decision = decide(question)
     ranked = ranking(question)
     pending = bool(unsettled(question, decision))
+    missing = _unmeasured(question)
     settled = decision.choice is not Choice.UNKNOWN and not pending
     so_far = "" if settled or decision.choice is Choice.UNKNOWN else "so far, "
     measured = {
@@ -272,12 +274,12 @@ def _answer(
         ranking=ranked,
         ranked=_ranked(ranked, by_all_steps=decision.basis is not Basis.UNEVEN),
         reason=_reason(question, decision, machine),
-        certainty="; ".join(_certainty(question, decision, again if pending else "")),
+        certainty="; ".join([*_certainty(question, decision, again if pending else ""), *missing]),
         memory="; ".join(_memory(question, decision, machine)),
         energy=_energy(decision, ranked),
         command=(
             again
-            if again and pending
+            if again and (pending or missing)
             else commands.following(question, decision, machine, measured)
         ),
         labels=tuple(dict.fromkeys([*shown.labels, *[disturbance.NOISY] * noisy])),
@@ -607,6 +609,18 @@ def _certainty(question: Question, decision: Decision, again: str) -> Iterator[s
     yield from _foreign(question, decision)
     if question.home.device_kind == "cpu":
         yield "this says nothing about GPUs"
+
+
+def _unmeasured(question: Question) -> list[str]:
+    """Return a clause on the cases for which the run had no time, if there are some."""
+    names = [_name(row) for row in question.rows if not row.step and row.reason.startswith(SPENT)]
+    if not names:
+        return []
+    more = f" and {len(names) - RANKED} more" if len(names) > RANKED else ""
+    return [
+        f"left out for lack of time: {', '.join(names[:RANKED])}{more}; the same command goes on"
+        " with them"
+    ]
 
 
 def _may_be_small(row: Row | None) -> bool:

@@ -14,7 +14,7 @@ from itertools import chain
 
 from dpbench.analysis import hosts, sampled, uneven, validity
 from dpbench.analysis.summary import FAKE_GPU, Row, baseline_in
-from dpbench.records import Case, Status, Trial, fake, siblings, words
+from dpbench.records import Case, Status, Trial, fake, siblings, vendors, words
 from dpbench.records.disturbance import NOISY
 from dpbench.records.facts import RunFacts
 from dpbench.records.grouping import grouped
@@ -224,11 +224,13 @@ def _by_text(found: Iterable[tuple[str, Case]]) -> Iterator[Said]:
 
 def _not_checked(seen: Observation) -> Iterator[Said]:
     if lacking := validity.unchecked(seen.trials, seen.cores):
-        yield (
-            f"{sampled.NOT_CHECKED}, because NVML gave fewer than {sampled.READINGS} readings in"
-            " the timed steps, none before or after them, or impossible ones",
-            tuple(lacking.items()),
+        stated = (seen.facts.gpus.hip, *(trial.facts.hip for trial in seen.trials))
+        unread = vendors.of(next(filter(None, stated), None)).unread
+        few = (
+            f"NVML gave fewer than {sampled.READINGS} readings in the timed steps, none before or"
+            " after them, or impossible ones"
         )
+        yield f"{sampled.NOT_CHECKED}, because {unread or few}", tuple(lacking.items())
 
 
 def _uneven(seen: Observation) -> Iterator[Said]:

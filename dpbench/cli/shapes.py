@@ -393,20 +393,26 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `dpbench run --dry-run`.
 
     `trials` is the least number of trials to measure. `seconds` is their expected duration, and
-    `basis` the origin of this expectation.
+    `basis` the origin of this expectation. `left_out` has the labels of the cases for which the
+    budget has no time.
     """
 
     forecast: RunForecast
     trials: int
     seconds: float
     basis: str
+    left_out: Sequence[str]
     schema: int = SCHEMA
 
     @classmethod
     def of(cls, planned: RunForecast) -> RunPlan:
         """Return the plan of a run as a record."""
         return cls(
-            forecast=planned, trials=planned.trials, seconds=planned.seconds, basis=planned.basis
+            forecast=planned,
+            trials=planned.trials,
+            seconds=planned.seconds,
+            basis=planned.basis,
+            left_out=[case.label for case in planned.left_out],
         )
 
 

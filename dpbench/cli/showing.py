@@ -13,6 +13,7 @@ import click
 from dpbench.api import stored
 from dpbench.api.reports import write_report
 from dpbench.records import files, words
+from dpbench.records.spelling import dashed
 from dpbench.report import NoDrawings, check_drawings
 
 if TYPE_CHECKING:
@@ -154,6 +155,13 @@ def expectation(planned: RunForecast) -> str:
         ),
         f"expected time: about {words.long_time(planned.seconds)} ({planned.basis})",
     ]
+    if left := planned.left_out:
+        lines.append(
+            f"of them, {words.count(len(left), 'case')} would not fit into the time budget of"
+            f" {words.long_time(planned.budget_s or 0.0)}, and are left out unless trials take less"
+            f" time: {', '.join(case.label for case in left)}; the same command goes on with them,"
+            f" and {dashed('budget')} {planned.budget_of_all_s} measures all at once"
+        )
     if planned.auto:
         lines.append(
             "then more rounds of the cases on which an answer still depends, until"

@@ -21,7 +21,9 @@ from dpbench.cli.options import (
     store_option,
 )
 from dpbench.cli.showing import check_page
+from dpbench.hardware import gpus
 from dpbench.records import files
+from dpbench.records.errors import UsageError
 
 
 @click.command(
@@ -71,6 +73,7 @@ def doctor(
     from dpbench.doctor.examine import examine
     from dpbench.doctor.result import result
 
+    _refuse_others()
     check_page(report)
     if output is not None:
         files.check_writable(output)
@@ -90,6 +93,16 @@ def doctor(
     else:
         click.echo(words.text(machine, found))
     sys.exit(EXIT_WORSE if found.faults else 0)
+
+
+def _refuse_others() -> None:
+    """Raise UsageError for GPUs of which the examination knows neither counters nor links."""
+    vendor = gpus.of_torch().vendor
+    if not vendor.counters and gpus.of_torch().gpus:
+        raise UsageError(
+            f"dpbench doctor examines NVIDIA's GPUs, and this torch uses those of {vendor.maker}:"
+            " their counters and links are not read; dpbench run measures them"
+        )
 
 
 def _say(line: str) -> None:

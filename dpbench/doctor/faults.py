@@ -19,15 +19,14 @@ from dpbench.analysis.validity import SLOWDOWNS
 from dpbench.doctor.examination import DIRECT, PINNED, STAGED, Finding
 from dpbench.doctor.system import LANE_BYTES_PER_S, PciDevice, System
 from dpbench.doctor.transfers import Copy, Transfer, copies
-from dpbench.hardware import nvml
+from dpbench.hardware import nvml, shared_memory
+from dpbench.hardware.shared_memory import SharedMemory
 from dpbench.records import HOST, words
 from dpbench.records.boxes import SLOW
 from dpbench.records.facts import Gpu
 
 KINDS = {"gpu": "GPU", "nic": "network card"}
 """The names of devices that share a switch."""
-SHM_BYTES = 2**30
-"""The least size of /dev/shm for DataLoader workers and NCCL in one container."""
 LOCKED_BYTES = 2**26
 """The least locked memory for network cards that access memory directly."""
 THROTTLING = {bit: SLOWDOWNS[bit] for bit in (0x08, 0x20, 0x40, 0x80)}
@@ -527,21 +526,17 @@ def _redirected(machine: Examined) -> Iterator[Finding]:
 
 
 def _shared_memory(machine: Examined) -> Iterator[Finding]:
-    size = machine.system.shm_bytes
-    if size is not None and size < SHM_BYTES:
+    system = machine.system
+    found = SharedMemory(size_bytes=system.shm_bytes, container=system.container)
+    if found.small:
+        least = words.size(shared_memory.LEAST_BYTES)
         yield Finding(
             name="small /dev/shm",
-            says=f"/dev/shm has only {words.size(size)}",
-            evidence=f"the size of its file system; {words.size(SHM_BYTES)} is a usual least size",
-            cost="DataLoader workers end with a bus error, and NCCL cannot connect ranks",
-            change=(
-                "docker run --shm-size=8g, or --ipc=host"
-                if machine.system.container
-                else "mount -o remount,size=8g /dev/shm as root"
-            ),
-            undo="leave the option out"
-            if machine.system.container
-            else "remount with the old size",
+            says=found.small,
+            evidence=f"the size of its file system; {least} is a usual least size",
+            cost=shared_memory.COST,
+            change=found.change,
+            undo="leave the option out" if found.container else "remount with the old size",
         )
 
 
@@ -601,7 +596,7 @@ def _torch(machine: Examined) -> Iterator[Finding]:
             says="torch cannot use the GPUs of this machine",
             evidence=machine.unused,
             cost="everything runs on the processor",
-            change="install a CUDA build of torch that the driver supports",
+            change="install a build of torch for these GPUs that the driver supports",
             undo="install the earlier build",
         )
     elif build and driver and _version(build) > _version(driver):

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from dpbench.hardware import foreign_load
+from dpbench.hardware import foreign_load, shared_memory
 
 ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 """The address of a PCIe device: domain, bus, device and function."""
@@ -87,15 +87,16 @@ class System:
 def read(root: Path = Path("/"), affinity: Iterable[int] | None = None) -> System:
     """Return what the files below `root` say; `affinity` are the cores of this process if None."""
     cores = os.sched_getaffinity(0) if affinity is None else affinity
+    shared = shared_memory.read(root)
     return System(
         pci=_pci(root),
         nodes=_nodes(root),
         affinity=frozenset(cores),
         iommu=_iommu(root),
-        shm_bytes=_size(root / "dev/shm"),
+        shm_bytes=shared.size_bytes,
         locked_bytes=_locked(root),
         quota=foreign_load.quota(root),
-        container=_container(root),
+        container=shared.container,
     )
 
 
@@ -175,30 +176,8 @@ def _iommu(root: Path) -> str:
     return "passthrough" if through else "translating"
 
 
-def _size(folder: Path) -> int | None:
-    """Return the size of the file system of a folder.
-
-    In a recorded tree, a file `.size` in the folder has it.
-    """
-    recorded = _number(folder / ".size", -1)
-    if recorded >= 0:
-        return recorded
-    try:
-        found = os.statvfs(folder)
-    except OSError:
-        return None
-    return found.f_frsize * found.f_blocks
-
-
 def _locked(root: Path) -> int | None:
     found = re.search(r"Max locked memory\s+(\S+)", _text(root / "proc/self/limits"))
     if not found:
         return None
     return -1 if found[1] == "unlimited" else int(found[1])
-
-
-def _container(root: Path) -> bool:
-    marks = (root / ".dockerenv", root / "run/.containerenv")
-    return any(mark.exists() for mark in marks) or bool(
-        re.search("docker|kubepods|containerd|libpod", _text(root / "proc/1/cgroup"))
-    )

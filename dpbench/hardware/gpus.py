@@ -9,25 +9,28 @@ from __future__ import annotations
 import json
 import logging
 import os
-import runpy
+import platform
 import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from dpbench.hardware import nvml, readings
+from dpbench.hardware import nvml, readings, torch_build
+from dpbench.records import vendors
 from dpbench.records.errors import UnknownName
+from dpbench.records.vendors import Vendor
 
 log = logging.getLogger(__name__)
 
 ASK_LIMIT_S = 120.0
 """The most seconds that torch gets to load and to answer."""
 _DEVICES = Path("/dev")
+_MAYBE = ("name", "architecture")
+"""The facts that a GPU lacks if torch tells none."""
 _QUESTION = """
 import json, warnings
 with warnings.catch_warnings(record=True) as caught:
@@ -36,6 +39,7 @@ with warnings.catch_warnings(record=True) as caught:
     found, unread, error = [], {}, ""
     versions = {
         "cuda": lambda: torch.version.cuda,
+        "hip": lambda: getattr(torch.version, "hip", ""),
         "cudnn": lambda: torch.backends.cudnn.version(),
         "nccl": lambda: ".".join(map(str, torch.cuda.nccl.version())),
     }
@@ -63,11 +67,18 @@ with warnings.catch_warnings(record=True) as caught:
                     "uuid": text(gpu, "uuid"),
                     "memory_bytes": gpu.total_memory,
                     "capability": [gpu.major, gpu.minor],
+                    "architecture": text(gpu, "gcnArchName") if version("hip") else "",
                 })
     except Exception as raised:
         found, error = [], str(raised)
-    said = error or next((str(one.message) for one in caught if "CUDA" in str(one.message)), "")
-print(json.dumps([found, unread, said, {name: version(name) for name in versions}]))
+    texts = [str(one.message) for one in caught]
+    said = error or next((one for one in texts if "CUDA" in one or "HIP" in one), "")
+    try:
+        other = torch.accelerator.current_accelerator(check_available=True)
+    except Exception:
+        other = None
+    other = "" if other is None or other.type == "cuda" else other.type
+print(json.dumps([found, unread, said, {name: version(name) for name in versions}, other]))
 """
 
 
@@ -75,26 +86,39 @@ print(json.dumps([found, unread, said, {name: version(name) for name in versions
 class TorchGpus:
     """The GPUs that torch can use, in the order of CUDA's numbers.
 
-    Each has its `index`, `name`, `uuid` (both empty if torch does not tell it), `memory_bytes` and
-    `capability` (major, minor). If there are none, `missing` says why. `versions` are those of
-    CUDA, cuDNN and NCCL in torch, as far as they are known.
+    Each has its `index`, `name`, `uuid` (both empty if torch does not tell it), `memory_bytes`,
+    `capability` (major, minor) and `architecture` (empty for NVIDIA's). If there are none,
+    `missing` says why, and `other` is the type of another device that torch can use, such as "mps".
+    `versions` are those of CUDA or HIP, and of what AMD's torch has in place of cuDNN and NCCL, as
+    far as they are known.
     """
 
     gpus: tuple[dict[str, Any], ...] = ()
     missing: str = ""
+    other: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def vendor(self) -> Vendor:
+        """Return the maker of the GPUs."""
+        return vendors.of(self.versions.get("hip"))
+
     def alike(self) -> tuple[int, ...]:
-        """Return the CUDA numbers of the largest group of GPUs of one name and size of memory."""
+        """Return the CUDA numbers of the largest group of GPUs of one name and size of memory.
+
+        The architecture tells apart those of AMD that have no name.
+        """
         groups: dict[Any, list[int]] = defaultdict(list)
         for gpu in self.gpus:
-            groups[gpu["name"], round(gpu["memory_bytes"] / 2**30)].append(gpu["index"])
+            kind = gpu["name"], gpu.get("architecture")
+            groups[*kind, round(gpu["memory_bytes"] / 2**30)].append(gpu["index"])
         largest: list[int] = max(groups.values(), key=len, default=[])
         return tuple(largest)
 
     def names(self, ordinals: Sequence[int]) -> str:
         """Return the GPUs with these CUDA numbers as text, such as "0 (T4), 1 (T4)"."""
-        return ", ".join(f"{i} ({self.gpus[i]['name'] or 'without a name'})" for i in ordinals)
+        each = {i: self.gpus[i]["name"] or self.gpus[i].get("architecture") for i in ordinals}
+        return ", ".join(f"{i} ({name or 'without a name'})" for i, name in each.items())
 
     def ordinals(self, uuids: Sequence[str]) -> list[int]:
         """Return the CUDA numbers of the GPUs with these, possibly abbreviated, UUIDs.
@@ -127,8 +151,9 @@ def of_torch() -> TorchGpus:
     name, built_for_gpus = _build()
     if not built_for_gpus:
         return TorchGpus(
-            missing=f"{name} is a build for CPUs; install a CUDA build of torch, or let make take"
-            " one from the Python that runs it: make TORCH=system"
+            missing=f"{name} is a build for CPUs; install a build of torch for"
+            f" {' or '.join(one.platform for one in vendors.ALL)}, or let make take one from the"
+            " Python that runs it: make TORCH=system"
         )
     try:
         answer = subprocess.run(
@@ -140,7 +165,7 @@ def of_torch() -> TorchGpus:
             timeout=ASK_LIMIT_S,
             check=True,
         )
-        gpus, unread, error, versions = json.loads(answer.stdout.splitlines()[-1])
+        gpus, unread, error, versions, other = json.loads(answer.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
         return TorchGpus(missing=f"{name} did not list its GPUs within {ASK_LIMIT_S:.0f} s")
     except subprocess.CalledProcessError as failed:
@@ -150,13 +175,22 @@ def of_torch() -> TorchGpus:
         return TorchGpus(missing=f"the list of GPUs of {name} cannot be read: {failed}")
     for fact, why in unread.items():
         readings.note(f"the {fact} of a GPU in torch", why)
+    known = {name: version for name, version in versions.items() if version}
     if gpus:
-        known = {name: version for name, version in versions.items() if version}
         return TorchGpus(gpus=tuple(gpus), versions=known)
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if hidden is not None and not error:
-        error = f"CUDA_VISIBLE_DEVICES={hidden} shows none"
-    return TorchGpus(missing=f"{name} finds no GPU: {error or 'no driver, or no device'}")
+    if other:
+        supported = " and ".join(one.platform for one in vendors.ALL)
+        finds = f"finds the device {other}, but dpbench supports devices of {supported} only"
+    else:
+        why = error or _hidden(vendors.of(known.get("hip"))) or "no driver, or no device"
+        finds = f"finds no GPU: {why}"
+    return TorchGpus(missing=f"{name} {finds}", other=other)
+
+
+def _hidden(vendor: Vendor) -> str:
+    """Return which variables can hide all GPUs of a maker; "" if none is set."""
+    given = [f"{name}={os.environ[name]}" for name in vendor.hiding if name in os.environ]
+    return f"{', '.join(given)} shows none" if given else ""
 
 
 def unused() -> str:
@@ -166,9 +200,12 @@ def unused() -> str:
     """
     if of_torch().gpus:
         return ""
-    files = sorted(one.name for one in _DEVICES.glob("nvidia[0-9]*"))
-    if files:
-        return f"this machine has a GPU ({_DEVICES / files[0]}), but {of_torch().missing}"
+    if of_torch().other:
+        return of_torch().missing
+    for vendor in vendors.ALL:
+        files = sorted(one.name for pattern in vendor.files for one in _DEVICES.glob(pattern))
+        if files:
+            return f"this machine has a GPU ({_DEVICES / files[0]}), but {of_torch().missing}"
     listed = nvml.describe()["physical_gpus"]
     return f"NVML lists {listed} GPU(s), but {of_torch().missing}" if listed else ""
 
@@ -181,23 +218,27 @@ def describe() -> dict[str, Any]:
     and the memory that NVML does not know. A GPU without a name, as some of AMD, has no `name`.
     """
     usable = of_torch().gpus
-    facts = nvml.describe()
+    vendor = of_torch().vendor
+    facts: dict[str, Any] = {"physical_gpus": 0, "gpus": []}
+    if vendor.counters:
+        facts = nvml.describe()
     by_uuid = {nvml.bare(gpu["uuid"]): gpu for gpu in facts["gpus"] if gpu["uuid"]}
     unknown = [gpu for gpu in usable if nvml.bare(gpu["uuid"]) not in by_uuid]
     if unknown:
+        whose = (
+            f"NVML does not list {len(unknown)} of the {len(usable)} GPUs that torch uses"
+            f" ({nvml.problem() or 'they may be parts of a GPU'})"
+        )
         log.warning(
-            "NVML does not list %d of the %d GPUs that torch uses: their power, clocks, load and"
-            " memory in use are not recorded (%s)",
-            len(unknown),
-            len(usable),
-            nvml.problem() or "they may be parts of a GPU",
+            "%s: their power, clocks, load and memory in use are not recorded",
+            vendor.unread or whose,
         )
     gpus = []
     for gpu in usable:
         listed = by_uuid.get(nvml.bare(gpu["uuid"]), gpu)
         told = {name: gpu[name] for name in ("name", "memory_bytes")} | listed
         gpus.append(
-            {name: value for name, value in told.items() if name != "name" or value}
+            {name: value for name, value in told.items() if name not in _MAYBE or value}
             | {"index": gpu["index"]}
         )
     count = max(facts["physical_gpus"], len(gpus))
@@ -205,13 +246,13 @@ def describe() -> dict[str, Any]:
 
 
 def _build() -> tuple[str, bool]:
-    """Return the name of the installed torch, and whether it is a build for GPUs; load no torch."""
-    try:
-        installed = metadata.distribution("torch")
-    except metadata.PackageNotFoundError:
+    """Return the name of the installed torch, and whether it may find GPUs; load no torch."""
+    named = torch_build.versions()
+    if named is None:
         return "no installed torch", False
-    facts = Path(str(installed.locate_file("torch/version.py")))
-    if not facts.exists():  # a build that runs from its sources: only torch itself knows
-        return f"torch {installed.version}", True
-    named = runpy.run_path(str(facts))
-    return f"torch {named['__version__']}", bool(named.get("cuda") or named.get("hip"))
+    name = f"torch {named['__version__']}"
+    if "cuda" not in named:  # a build that runs from its sources
+        return name, True
+    # torch for macOS has MPS in the build for CPUs
+    others = named.get("xpu") or platform.system() == "Darwin"
+    return name, bool(named.get("cuda") or named.get("hip") or others)

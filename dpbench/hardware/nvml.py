@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from dpbench.hardware import torch_build
 from dpbench.hardware.readings import number, reading, text, truth, whole
 from dpbench.records.errors import UnknownName
 from dpbench.records.facts import Gpu
@@ -583,7 +584,12 @@ def problem() -> str:
 
 
 def _import_library() -> Library | None:
-    """Return pynvml; None, after a warning, if it is missing or is not NVIDIA's."""
+    """Return pynvml; None, after a warning, if it is missing or is not NVIDIA's.
+
+    None, too, if the installed torch is for another maker's GPUs.
+    """
+    if not torch_build.vendor().counters:
+        return None
     try:
         import pynvml
     except ImportError:

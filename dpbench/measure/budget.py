@@ -9,11 +9,12 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from dpbench.measure.stopping import GPU_LEAST_S, LEAST_S
 from dpbench.records import Case, Effort, Status, Trial, words
+from dpbench.records.grouping import grouped
 from dpbench.records.spelling import dashed
 from dpbench.records.words import count
 
@@ -21,6 +22,13 @@ SHARED = 0.9
 """The share of the remaining budget that is divided among the trials; the rest is a reserve."""
 OVERHEAD_S = 1.0
 """The first estimate of a trial's seconds without timed steps; successful trials update it."""
+GPU_S, FURTHER_GPU_S = 4.5, 1.5
+"""The assumed seconds of a trial on one GPU, without timed steps, and those of each further GPU.
+
+They are the start of the runtime and of its libraries, which takes 3 to 5 s, and a context on each
+GPU. That it takes more than a second per GPU was reported of dask-cuda ("LocalCudaCluster
+startup-time scales with >1 second per GPU"). No run of dpbench has measured either.
+"""
 
 
 @dataclass(kw_only=True)
@@ -73,11 +81,34 @@ class Budget:
             self._overhead_s += 0.3 * ((seconds - timed_s) / len(trials) - self._overhead_s)
 
     def usual_s(self, trials: Counter[Case]) -> float:
-        """Return the expected seconds of trials: the mean of the case's, or of all so far."""
-        every = [seconds for each in self._taken_s.values() for seconds in each]
-        usual_s = statistics.mean(every) if every else 0.0
-        means = {case: statistics.mean(each) for case, each in self._taken_s.items()}
-        return sum(number * means.get(case, usual_s) for case, number in trials.items())
+        """Return the expected seconds of trials: the mean of the case's trials so far.
+
+        For other cases, it is the mean of those on as many devices or, without any, what is
+        `assumed_s`, longer or shorter as the trials so far were longer or shorter than assumed.
+        """
+        own = {case: statistics.mean(each) for case, each in self._taken_s.items()}
+        alike = grouped(
+            (case.devices, seconds) for case, each in self._taken_s.items() for seconds in each
+        )
+        means = {devices: statistics.mean(each) for devices, each in alike.items()}
+        scale = statistics.mean(
+            [seconds / self._assumed_s(case) for case, seconds in own.items()] or [1.0]
+        )
+        return sum(
+            number * (own.get(case) or means.get(case.devices) or scale * self._assumed_s(case))
+            for case, number in trials.items()
+        )
+
+    def _assumed_s(self, case: Case) -> float:
+        return assumed_s(case) + self.effort.budget_s
+
+    def fitting(self, units: Iterable[Sequence[Case]], share: float) -> frozenset[Case]:
+        """Return the cases of the units whose trials ahead fit into a share of what is left."""
+
+        def needed_s(unit: Sequence[Case]) -> float:
+            return self.usual_s(Counter({case: self.ahead[case] for case in unit}))
+
+        return fitting(units, needed_s, share * self.left_s)
 
     def remaining_s(self) -> float | None:
         """Return the expected seconds of the rest of the run, which never grow; None if unknown."""
@@ -125,6 +156,31 @@ class Budget:
             f" trials will be left out. Give a larger {dashed('budget')}, or fewer"
             f" {dashed('devices')} or {dashed('models')}"
         )
+
+
+def assumed_s(case: Case) -> float:
+    """Return the assumed seconds of a case's first trial beside those of its timed steps."""
+    if case.device_kind != "cuda":
+        return OVERHEAD_S
+    return GPU_S + FURTHER_GPU_S * (len(set(case.gpus)) - 1)
+
+
+def fitting(
+    units: Iterable[Sequence[Case]], needed_s: Callable[[Sequence[Case]], float], budget_s: float
+) -> frozenset[Case]:
+    """Return the cases of the units, the most needed first, that fit into a budget of seconds.
+
+    A unit is taken whole if its seconds, which `needed_s` returns, fit beside those before it. The
+    first unit is always taken.
+    """
+    left_s = budget_s
+    found: set[Case] = set()
+    for unit in units:
+        seconds = needed_s(unit)
+        if not found or seconds <= left_s:
+            found.update(unit)
+            left_s -= seconds
+    return frozenset(found)
 
 
 def on_gpus(cases: Sequence[Case]) -> bool:

@@ -16,13 +16,14 @@ from dpbench.records.trial import Failure
 NO_MEMORY = (
     "can't allocate memory",
     "CUDA error: out of memory",
+    "HIP error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
 """Texts which show that an error other than an OutOfMemoryError means lack of memory.
 
-Such errors come from the host's allocator, CUDA contexts and libraries; torch has no exception type
-for them.
+Such errors come from the host's allocator, contexts on GPUs and libraries; torch has no exception
+type for them.
 """
 _TORCH_NAMES_THE_GPU = re.compile(r"GPU (\d+) has a total capacity")
 """An OutOfMemoryError has the GPU's ordinal only in its message."""

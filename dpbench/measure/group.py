@@ -21,7 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from dpbench.hardware import foreign_load, processes, provenance, samplers
+from dpbench.hardware import foreign_load, processes, provenance, samplers, torch_build
 from dpbench.hardware.nvml import describe
 from dpbench.measure.launch import Launch
 from dpbench.measure.request import Request
@@ -31,6 +31,7 @@ from dpbench.records import Sample, Status, Trial
 from dpbench.records.errors import UsageError
 from dpbench.records.load import Load
 from dpbench.records.trial import Failure
+from dpbench.records.vendors import AMD
 
 LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 """The environment variable with torch's log level, which torch reads when it is imported."""
@@ -97,10 +98,11 @@ class Member:
             host=launch.host,
             machine=_machine(),
             pid=os.getpid(),
-            sees=json.dumps([cores, os.environ.get("CUDA_VISIBLE_DEVICES", "")]),
+            sees=json.dumps([cores, *(os.environ.get(name, "") for name in AMD.hiding)]),
             cores=tuple(cores),
             facts={
-                **provenance.environment(describe()),
+                # NVML lists no GPU of another maker: which there are is then unknown
+                **provenance.environment(describe() if torch_build.vendor().counters else None),
                 "dpbench": {"version": provenance.own_version()},
             },
         )

@@ -26,7 +26,7 @@ from dpbench.hardware import foreign_load, provenance, samplers
 from dpbench.hardware.gpus import describe
 from dpbench.hardware.nvml import replicas_of
 from dpbench.measure import checks
-from dpbench.measure.budget import Budget, on_gpus
+from dpbench.measure.budget import SHARED, Budget, on_gpus
 from dpbench.measure.noise import Noise
 from dpbench.measure.once import Once
 from dpbench.measure.scratch import folder
@@ -47,6 +47,7 @@ from dpbench.records import (
 from dpbench.records.facts import stated
 from dpbench.records.load import GpuLoad, Load, Measured, OfCores
 from dpbench.records.spelling import dashed
+from dpbench.records.trial import SPENT
 from dpbench.records.words import count
 from dpbench.records.words import time as time_text
 from dpbench.store import FINISHED, INTERRUPTED, OPEN, Identity, Store, inside
@@ -61,8 +62,6 @@ PLANNED = stats.LOOKS[3]
 More rounds of shorter trials settle more answers, because rounds differ more than steps.
 """
 GOES_ON = f"; the same command, also with another {dashed('budget')}, goes on with"
-SPENT = f"not measured, because the run's budget was spent before{GOES_ON} it"
-"""The reason of a case that has no trial."""
 
 
 @dataclass(frozen=True)
@@ -130,11 +129,12 @@ class How:
     each trial (None: the defaults), and `limit_s` the duration of one trial in seconds.
 
     `budget_s` limits the duration of the run in seconds (None: no limit). On CPUs, the timed part
-    of each trial is shortened to fit this budget; on GPUs, whole rounds after the first are left
-    out instead. Trials that have not started when the budget is spent are left out, too, but for
-    the first of the call. A rule that goes on until answers are settled begins no further round,
-    beyond those that every case needs, that is expected to end more than `settle_s` seconds after
-    the call.
+    of each trial is shortened to fit this budget. On GPUs, a rule that goes on until answers are
+    settled leaves out the least needed cases (see `plan.units`), and otherwise, whole rounds
+    after the first are left out. Trials that have not started when the budget is spent are left
+    out, too, but for the first of the call. A rule that goes on until answers are settled begins no
+    further round, beyond those that every case needs, that is expected to end more than `settle_s`
+    seconds after the call.
 
     `patience_s` is the longest wait in seconds, before the first trial, until other processes use
     little of the cores (None: the environment variable DPBENCH_PATIENCE, or the default); it is
@@ -403,8 +403,29 @@ class _Session:
         with self.cluster.workers() if self.cluster else Server(self._scratch) as server:
             yield server
 
+    def _chooses(self, cases: Sequence[Case], number: int) -> bool:
+        """Return whether those cases of a round that do not fit into the budget are left out."""
+        bounded = on_gpus(cases) and math.isfinite(self.budget.left_s) and not self.how.paired
+        return bounded and self.rule.looks > 1 and self._is_needed(cases, number)
+
+    def _fitting(self, cases: Sequence[Case], number: int) -> list[Case]:
+        """Return those of the cases for which the budget has time beside more needed ones.
+
+        A case that has begun goes on if at all possible.
+        """
+        share = 1.0 if number else SHARED
+        fitting = self.budget.fitting(plan.units(self.cases), share)
+        return [case for case in cases if case in fitting]
+
     def _round(self, pending: Sequence[Case], number: int) -> bool:
         """Measure the pending cases of a round, and return whether the run may go on."""
+        if number and self._chooses(pending, number):
+            self._plan(pending, number)
+            kept = self._fitting(pending, number)
+            self._drop([case for case in pending if case not in kept], number)
+            pending = kept
+            if not pending:
+                return True
         if number and not self.budget.allows(pending, needed=self._is_needed(pending, number)):
             self._leave_out(pending, number)
             return False
@@ -413,8 +434,8 @@ class _Session:
             in_use = any(load.busy for load in self.gpu_loads)
             self._look(0.0 if in_use else self.patience_s, pending)
         with self._workers() as server:
-            self._refuse(pending, number, server)
-            pending = [case for case in pending if case in self.cases]
+            if not self._chooses(pending, number):
+                pending = self._refuse(pending, number, server)
             self._plan(pending, number)
             left = self._measured(pending, number, server)
         short = self.budget.shortage()
@@ -424,14 +445,18 @@ class _Session:
             self._leave_out(left, number, rest=True)
         return not left
 
-    def _refuse(self, cases: Sequence[Case], number: int, server: TrialRunner) -> None:
-        """Check the models; store a failed trial of each case whose model fails, and drop it."""
+    def _refuse(self, cases: Sequence[Case], number: int, server: TrialRunner) -> list[Case]:
+        """Check the models, and return the cases whose model passes.
+
+        The others are dropped, each with a failed trial.
+        """
         for line in () if self.budget.spent() else self.models.check(cases, server):
             self.listen(Note(line))
         failed = {case: trial for case in cases if (trial := self.models.failed(case, number))}
         for case, trial in failed.items():
             self.store.end_trial(self.store.begin_trial(self.run_id, case, number), trial)
         self.cases = [case for case in self.cases if case not in failed]
+        return [case for case in cases if case not in failed]
 
     def _plan(self, pending: Sequence[Case], number: int) -> None:
         """Tell the budget which trials are ahead, from the round `number` on."""
@@ -494,10 +519,38 @@ class _Session:
         shuffled = generator.sample(sorted(cases, key=lambda case: case.fingerprint), len(cases))
         if number == 0:
             shuffled = plan.by_need(shuffled, self.cases)
+        if self._chooses(cases, number):
+            return self._measured_by_need(shuffled, number, server)
         groups = self._groups(shuffled)
         while groups and not self.budget.spent():
             self._group(groups.pop(0), number, server)
         return [case for group in groups for case in group]
+
+    def _measured_by_need(
+        self, cases: Sequence[Case], number: int, server: TrialRunner
+    ) -> list[Case]:
+        """Measure the cases that fit into the budget, and leave the others out.
+
+        Each trial may change what fits, because it tells how long others take. A model is checked
+        before its first trial. Return the cases that are left when the budget is spent.
+        """
+        ahead = list(cases)
+        checked: set[str] = set()
+        while ahead and not self.budget.spent():
+            fitting = self._fitting(ahead, number)
+            if not fitting:
+                self._drop(ahead, number)
+                ahead = []
+            elif (model := fitting[0].model) not in checked:
+                checked.add(model)
+                mine = [case for case in ahead if case.model == model]
+                refused = {*mine} - {*self._refuse(mine, number, server)}
+                self._forget(refused)
+                ahead = [case for case in ahead if case not in refused]
+            else:
+                self._group(fitting[:1], number, server)
+                ahead.remove(fitting[0])
+        return ahead
 
     def _groups(self, cases: Sequence[Case]) -> list[tuple[Case, ...]]:
         return plan.side_by_side(cases) if self.how.paired else [(case,) for case in cases]
@@ -555,15 +608,9 @@ class _Session:
         """
         self._total = self._ended
         if not self._is_needed(cases, number):
-            self.open = bool(self.rule.unsettled())
+            self.open = self.open or bool(self.rule.unsettled())
             return
-        self.open = True
-        done = {case for case, _ in self.store.done(self.run_id)}
-        for case in cases:
-            if case.fingerprint not in done:
-                trial = Trial(case=case, status=Status.SKIPPED, reason=SPENT, round=number)
-                trial_id = self.store.begin_trial(self.run_id, case, number)
-                self.store.end_trial(trial_id, trial)
+        self._skip(cases, number)
         last = max(self.needed[case].stop for case in cases)
         rounds = f"rounds {number + 1} to {last}" if number + 1 < last else f"round {number + 1}"
         usual_s = self.budget.usual_s(Counter(cases))
@@ -574,6 +621,40 @@ class _Session:
             f" {time_text(self.budget.left_s)} of the budget is left"
         )
         self.listen(Note(f"{'the rest of ' * rest}{rounds} left out: {why}{GOES_ON} them"))
+
+    def _skip(self, cases: Iterable[Case], number: int) -> None:
+        """Leave the run open, and record the cases that have no trial."""
+        self.open = True
+        done = {case for case, _ in self.store.done(self.run_id)}
+        for case in cases:
+            if case.fingerprint not in done:
+                why = f"{SPENT}{GOES_ON} it"
+                trial = Trial(case=case, status=Status.SKIPPED, reason=why, round=number)
+                trial_id = self.store.begin_trial(self.run_id, case, number)
+                self.store.end_trial(trial_id, trial)
+
+    def _forget(self, cases: Collection[Case]) -> None:
+        """Measure no further trial of the cases."""
+        self.cases = [case for case in self.cases if case not in cases]
+        for case in cases:
+            self.budget.ahead.pop(case, None)
+        self._total = self._ended + self.budget.ahead.total()
+
+    def _drop(self, cases: Sequence[Case], number: int) -> None:
+        """Leave out cases for which the budget has no time beside more needed ones, and say so."""
+        if not cases:
+            return
+        trials = Counter({case: self.budget.ahead[case] for case in cases})
+        needed_s = self.budget.usual_s(trials)
+        self._skip(cases, number)
+        self._forget(cases)
+        self.listen(
+            Note(
+                f"left out: {', '.join(case.label for case in cases)}; their"
+                f" {count(trials.total(), 'trial')} would take about {time_text(needed_s)}, for"
+                f" which the budget has no time beside more needed cases{GOES_ON} them"
+            )
+        )
 
 
 def _checked(trial: Trial) -> Trial:

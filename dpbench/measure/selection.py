@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dpbench.hardware import shared_memory
 from dpbench.measure import run
-from dpbench.measure.budget import OVERHEAD_S, on_gpus
+from dpbench.measure.budget import SHARED, assumed_s, fitting, on_gpus
 from dpbench.measure.stopping import Fixed, RoundsRule, UntilDecided
 from dpbench.records import HABITS, Case, Effort, objects, plan, registry, words
 from dpbench.records.errors import UsageError
@@ -29,7 +31,7 @@ QUICK_BUDGET_S = {"cpu": 110.0, "cuda": 600.0, "emulated": 80.0}
 """The budget in seconds of a run without options that select cases, by device kind.
 
 On a CPU, such a run ends within two minutes, with its start and its page. The budget for GPUs is
-larger, because each trial creates a CUDA context and loads libraries.
+larger, because each trial creates a context on each of its GPUs and loads libraries.
 """
 ONE_GPU_BUDGET_S = 150.0
 """That of such a run on one GPU, where no answer depends on further rounds."""
@@ -38,7 +40,8 @@ SETTLE_S = 300.0
 GPU_MODELS = {"resnet18": "tf32", "transformer": "bf16"}
 """The models of such a run on GPUs, in full size, each with the precision in which it is trained.
 
-GPUs older than Ampere have neither: there, the precision is fp32.
+Where a GPU lacks the precision, it is fp32: NVIDIA's before Ampere lack both. On AMD's GPUs, tf32
+would say little, because torch's convolutions do not use it there.
 """
 GPU_BATCH, SMALL_GPU_BATCH, SMALL_GPU_BYTES = 64, 16, 8e9
 """The samples per device of such a run, and those on GPUs with less memory than the third value.
@@ -46,14 +49,8 @@ GPU_BATCH, SMALL_GPU_BATCH, SMALL_GPU_BYTES = 64, 16, 8e9
 In fp32, the strategy that needs most memory needs 7.1 GiB with 64 samples on each of 4 GPUs, and
 3.5 GiB with 16, as `dpbench predict` says.
 """
-AMPERE = (8, 0)
 SHORT_S = 0.75
 """The seconds of timed steps of a trial on a CPU, in a run that ends with its answers settled."""
-ASSUMED_S = {"cpu": OVERHEAD_S, "cuda": 4.5}
-"""The assumed seconds of a case's first trial beside those of its timed steps.
-
-On GPUs, they are the start of CUDA and of its libraries, which takes 3 to 5 s.
-"""
 LEFT_OUT = (
     "the check of each model, the start of the workers' server in each round, and the wait for idle"
     " cores"
@@ -135,8 +132,19 @@ def cases_of(options: Options, cluster: Cluster | None = None) -> tuple[list[Cas
             words.count(most, "device"),
             words.count(usable_cores(), "core"),
         )
+    if small := _small_memory(cases):
+        log.warning("%s: %s; %s", small, shared_memory.COST, shared_memory.read().change)
     quick_s = ONE_GPU_BUDGET_S if one_gpu else QUICK_BUDGET_S[kind]
     return cases, options.budget or (quick_s if options.quick else None)
+
+
+def _small_memory(cases: Iterable[Case]) -> str:
+    """Return that /dev/shm is too small if a case needs it; "" otherwise."""
+    needed = any(
+        case.loader > 0 or (case.device_kind == "cuda" and case.traits.ranks and case.devices > 1)
+        for case in cases
+    )
+    return shared_memory.read().small if needed else ""
 
 
 def default_kind() -> str:
@@ -202,15 +210,17 @@ def _trained_on_gpus(options: Options, ids: Sequence[int | str]) -> list[dict[st
 
     if (options.size, options.precision) != (Options.size, Options.precision):
         return [{}]
-    gpus = [gpu for gpu in of_torch().gpus if not ids or gpu["index"] in ids]
+    usable = of_torch()
+    gpus = [gpu for gpu in usable.gpus if not ids or gpu["index"] in ids]
     least_bytes = min(gpu["memory_bytes"] for gpu in gpus)
-    old = min(tuple(gpu["capability"]) for gpu in gpus) < AMPERE
     batch = SMALL_GPU_BATCH if least_bytes < SMALL_GPU_BYTES else GPU_BATCH
     return [
         {
             "models": (model,),
             "size": "full",
-            "precision": "fp32" if old else precision,
+            "precision": precision
+            if all(usable.vendor.trains_in(precision, gpu) for gpu in gpus)
+            else "fp32",
             "batch_sizes": (),
             "batch_per_device": (batch,),
         }
@@ -370,9 +380,30 @@ class RunForecast:
     @property
     def seconds(self) -> float:
         """Return the expected seconds of all trials, with an assumed time for unknown ones."""
+        return self._seconds_of([one.case for one in self.cases])
+
+    @property
+    def left_out(self) -> list[Case]:
+        """Return the cases that do not fit into the budget at the expected time, least needed last.
+
+        A run on GPUs with an open number of rounds leaves them out, unless trials take less time.
+        """
+        if not (self.auto and self.on_gpus and self.budget_s):
+            return []
+        units = plan.units([one.case for one in self.cases])
+        kept = fitting(units, self._seconds_of, SHARED * self.budget_s)
+        return [case for unit in units for case in unit if case not in kept]
+
+    @property
+    def budget_of_all_s(self) -> int:
+        """Return the budget in seconds into which all cases fit at the expected time."""
+        return math.ceil(self.seconds / SHARED)
+
+    def _seconds_of(self, cases: Sequence[Case]) -> float:
         return sum(
-            one.left * (self._assumed_s if one.trial_s is None else one.trial_s)
+            one.left * (self._assumed_s(one.case) if one.trial_s is None else one.trial_s)
             for one in self.cases
+            if one.case in cases
         )
 
     @property
@@ -380,25 +411,25 @@ class RunForecast:
         """Return whether the cases use GPUs."""
         return on_gpus([one.case for one in self.cases])
 
-    @property
-    def _assumed_s(self) -> float:
+    def _assumed_s(self, case: Case) -> float:
         effort = effort_of((one.case for one in self.cases), auto=self.auto)
-        return ASSUMED_S["cuda" if self.on_gpus else "cpu"] + effort.budget_s
+        return assumed_s(case) + effort.budget_s
 
     @property
     def basis(self) -> str:
         """Return a text on the origin of `seconds` and on the work that it leaves out."""
         measured = sum(one.trial_s is not None for one in self.cases)
-        new = len(self.cases) - measured
+        new = [self._assumed_s(one.case) for one in self.cases if one.trial_s is None]
         parts = (
             [f"{words.count(measured, 'case')} with earlier trials on this machine"]
             if measured
             else []
         )
         if new:
-            assumed = f"the planner assumes {words.time(self._assumed_s)} per trial"
+            each = " to ".join(words.time(seconds) for seconds in sorted({min(new), max(new)}))
             parts.append(
-                f"{words.count(new, 'case')} without an earlier trial, for which {assumed}"
+                f"{words.count(len(new), 'case')} without an earlier trial, for which the planner"
+                f" assumes {each} per trial"
             )
         return f"{'; '.join(parts)}; not included: {LEFT_OUT}"
 

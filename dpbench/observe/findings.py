@@ -18,7 +18,7 @@ from dpbench.analysis.findings.rule import (
     Judgement,
     Missing,
 )
-from dpbench.records import Case, Phase, Source, Trial
+from dpbench.records import Case, Phase, Source, Trial, vendors
 from dpbench.records.activity import EXPOSED, HOST_READS, HOST_WAITS, KERNELS, RANK_WAIT
 from dpbench.records.estimate import Estimate
 from dpbench.records.observed import WITHOUT_LOADER, Held, Observed
@@ -406,8 +406,11 @@ def _foreign(context: CaseContext, loop: Observed) -> Judgement:
     if not stray:
         silent = context.case.devices - len(homes)
         ranks = f"{silent} of {count(context.case.devices, 'rank')}"
+        built = (trial.facts.hip for trial in context.trials)
+        unread = vendors.of(next(filter(None, built), None)).unread
         question = (
-            f"whether ranks hold memory on GPUs other than their own: NVML did not list {ranks}"
+            "whether ranks hold memory on GPUs other than their own:"
+            f" {unread or f'NVML did not list {ranks}'}"
         )
         return Missing(question) if silent > 0 else None
     gpus = {one.uuid: [other for other in stray if other.uuid == one.uuid] for one in stray}
@@ -527,7 +530,8 @@ RULES = (
         when="a profile shows an idle GPU while the host launches its work",
         find=_launches,
         remedy=(
-            "use a bigger batch, or launch fewer and larger kernels: torch.compile or CUDA graphs"
+            "use a bigger batch, or launch fewer and larger kernels: torch.compile or"
+            " torch.cuda.graph"
         ),
     ),
     FindingRule(

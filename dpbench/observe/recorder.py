@@ -62,8 +62,8 @@ PINNED_READS = 8
 """The number of updates in which the recorder asks if copied tensors are in pinned memory."""
 
 CAPTURED = (
-    "the script captured a CUDA graph: dpbench records nothing during the capture, and takes a"
-    " replay of the graph as a whole, in no phase"
+    "the script captured a graph (torch.cuda.graph): dpbench records nothing during the capture,"
+    " and takes a replay of the graph as a whole, in no phase"
 )
 INTERRUPTED = "interrupted"
 """The note of a part of a span that ends because an inner span begins."""

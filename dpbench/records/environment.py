@@ -18,13 +18,14 @@ from dpbench.records import words
 from dpbench.records.facts import Gpu, Surroundings
 from dpbench.records.gpu_names import same_gpu
 from dpbench.records.trial import Trial
+from dpbench.records.vendors import AMD, NVIDIA
 
 UNKNOWN = "unknown"
 FAKES = "fake GPUs"
 """The name of the fact whether a run is on fake GPUs."""
 ALIKE = 0.05
 """The largest relative difference of memory at which two machines count as alike."""
-ELSEWHERE = ("ASV_COMMIT", "CUDA_VISIBLE_DEVICES")
+ELSEWHERE = ("ASV_COMMIT", *AMD.hiding)
 """The variables whose effect is known otherwise: a key of the code, and the list of GPUs."""
 _FREE_THREADED = (3, 13)
 """The first Python that can run without a global interpreter lock."""
@@ -33,16 +34,17 @@ _FREE_THREADED = (3, 13)
 def _fact(
     name: str,
     *,
+    of_amd: str = "",
     forbids: bool = True,
     alike: Callable[[Any, Any], bool] = operator.eq,
     shown: Callable[[Any], str] = str,
 ) -> Any:
     """Return the field of a fact, which is unknown by default.
 
-    Measurements may not be mixed where values that are not `alike` differ, unless `forbids` is
-    False.
+    Its name is `of_amd`, if given, where all GPUs are AMD's. Measurements may not be mixed where
+    values that are not `alike` differ, unless `forbids` is False.
     """
-    told = {"name": name, "forbids": forbids, "alike": alike, "shown": shown}
+    told = {"name": name, "of_amd": of_amd, "forbids": forbids, "alike": alike, "shown": shown}
     return field(default=None, metadata=told)
 
 
@@ -78,6 +80,8 @@ class Environment:
     """The facts on which a measurement depends; a fact that is None is unknown.
 
     `gpus` are the different names of GPUs, and `power_limits_w` the limits of each GPU in watts.
+    `cuda` is the version of CUDA, or "HIP" and its version, and `cudnn` and `nccl` are those of
+    what AMD's torch has in their place.
     `build` is the build of Python, and `gil` says whether its global interpreter lock is "on" or
     "off". `variables` are texts NAME=value. The last three facts are of trials: whether GPUs are
     fake, the kinds of devices, and whether a trace was imported.
@@ -92,9 +96,9 @@ class Environment:
         "power limits", alike=_same_limits, shown=_limits
     )
     driver: str | None = _fact("driver")
-    cuda: str | None = _fact("CUDA")
-    cudnn: str | None = _fact("cuDNN")
-    nccl: str | None = _fact("NCCL")
+    cuda: str | None = _fact(NVIDIA.runtime, of_amd=AMD.runtime)
+    cudnn: str | None = _fact(NVIDIA.convolutions, of_amd=AMD.convolutions)
+    nccl: str | None = _fact(NVIDIA.collectives, of_amd=AMD.collectives)
     python: str | None = _fact("Python")
     build: str | None = _fact("build of Python")
     gil: str | None = _fact("GIL")
@@ -128,7 +132,7 @@ class Environment:
             gpu_count=None if gpus is None else len(gpus),
             power_limits_w=limits if limits and len(limits) == len(gpus or ()) else None,
             driver=_text(libraries.driver),
-            cuda=told("cuda", libraries.cuda),
+            cuda=told("cuda", libraries.cuda) or _of_amd(told("hip", libraries.hip)),
             cudnn=told("cudnn", libraries.cudnn),
             nccl=told("nccl", libraries.nccl),
             python=python,
@@ -142,11 +146,20 @@ class Environment:
         )
 
     @property
+    def on_amd(self) -> bool:
+        """Return whether the GPUs are AMD's."""
+        return (self.cuda or "").startswith(AMD.runtime)
+
+    @property
     def key(self) -> str:
         """Return a hash of the facts, which differs if one differs that forbids to mix."""
         facts = [getattr(self, one.name) for one in fields(self) if one.metadata["forbids"]]
         plain = json.dumps(facts, default=sorted)
         return hashlib.sha256(plain.encode()).hexdigest()[:16]
+
+
+def _of_amd(version: str | None) -> str | None:
+    return None if version is None else f"{AMD.runtime} {version}"
 
 
 def _text(value: Any) -> str | None:
@@ -213,6 +226,8 @@ def differences(before: Environment, after: Environment) -> list[Difference]:
         if known and isinstance(first, frozenset):
             first, second = first - second, second - first
         told, shown = one.metadata["name"], one.metadata["shown"]
+        if before.on_amd and after.on_amd:
+            told = one.metadata["of_amd"] or told
         was, became = (UNKNOWN if value is None else shown(value) for value in (first, second))
         found.append(Difference(told, was, became, forbids=known and one.metadata["forbids"]))
     return found

@@ -63,6 +63,10 @@ class UnknownName(UsageError, LookupError):
     """A name is given that names nothing, such as a model, a run or a case that does not exist."""
 
 
+class NotUnix(ImportError):
+    """The system lacks what dpbench needs of Unix."""
+
+
 def told(error: BaseException) -> str:
     """Return the text of any error, with options as on the command line."""
     return error.told(dashed) if isinstance(error, OptionError) else str(error)

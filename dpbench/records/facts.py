@@ -58,6 +58,7 @@ class Gpus(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[Gpu, ...] | None = None
     driver: str | None = None
     cuda: Any = None
+    hip: Any = None
     cudnn: Any = None
     nccl: Any = None
 
@@ -87,8 +88,11 @@ class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
     gil: Any = None
     torch: Any = None
     cuda: Any = None
+    hip: Any = None
     cudnn: Any = None
+    """The version of cuDNN, or of what AMD's torch has in its place: see `records.vendors`."""
     nccl: Any = None
+    """That of NCCL, or of what is in its place."""
     gpu: Any = None
     """The name of the first GPU, as torch tells it."""
 

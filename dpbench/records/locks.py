@@ -7,7 +7,6 @@ took it: a forked child closes it, so that no child that lives on keeps it.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from weakref import WeakSet
 
+from dpbench.records.unix import fcntl
 from dpbench.records.visible import visible
 
 _MARK = b"dpbench locks this file as long as it uses what the file stands for\n"

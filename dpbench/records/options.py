@@ -208,7 +208,7 @@ class Options:
     devices: tuple[int, ...] = _option(
         (),
         CASES,
-        "Numbers of devices.  [default: 1,2,4,8, up to the available GPUs; at most 4 without GPUs;"
+        "Numbers of devices.  [default: 1, 2 and all equal GPUs; without GPUs, 1, 2 and at most 4;"
         " colocated: 1,2]",
         least=1,
         most=MOST,
@@ -219,7 +219,12 @@ class Options:
     batch_per_device: tuple[int, ...] = _option(
         (), CASES, "Batch sizes per device (weak scaling).", least=1, most=MOST
     )
-    device_kind: str = _option("", PLACE, "[default: cuda if there is a GPU]", choices=DEVICE_KINDS)
+    device_kind: str = _option(
+        "",
+        PLACE,
+        "cuda: GPUs, those of AMD too.  [default: cuda if there is a GPU]",
+        choices=DEVICE_KINDS,
+    )
     device_ids: tuple[int | str, ...] = _option(
         (),
         PLACE,

@@ -13,6 +13,7 @@ from typing import Any
 from dpbench.records import HABITS, Case, options, registry, schedule
 from dpbench.records.case import TRAIN
 from dpbench.records.errors import UsageError
+from dpbench.records.grouping import grouped
 from dpbench.records.registry import Role
 
 LIMIT = (("role", "limit"),)
@@ -213,18 +214,53 @@ def normalise(case: Case, *, weak_batches: Sequence[int] = ()) -> Case:
 
 
 def by_need(cases: Iterable[Case], planned: Sequence[Case]) -> list[Case]:
-    """Return the cases as answers need them: model by model, as `planned`, the baseline first.
+    """Return the cases as answers need them, the most needed first.
 
-    DataParallel and the control follow; others keep their order.
+    First come the `core` cases, model by model as `planned`, then the others. The baseline is the
+    first of its model; DataParallel and the control follow, on most devices first. Others keep
+    their order.
     """
     models = list(dict.fromkeys(case.model for case in planned))
     roles = [Role.BASELINE, Role.WRAPPER, Role.CONTROL]
+    needed = core(planned)
 
-    def need(case: Case) -> tuple[int, int]:
+    def need(case: Case) -> tuple[bool, int, bool, int, int]:
         role = case.traits.role
-        return models.index(case.model), roles.index(role) if role in roles else len(roles)
+        place = roles.index(role) if role in roles else len(roles)
+        model = models.index(case.model)
+        return case not in needed, model, role is not Role.BASELINE, -case.devices, place
 
     return sorted(cases, key=need)
+
+
+def core(planned: Iterable[Case]) -> frozenset[Case]:
+    """Return the cases without which a model has no ranking on its largest number of devices.
+
+    They are the baseline, its alternative with all cores, and on most devices the engine (or, in a
+    plan without it, DataParallel) and the control: the first that is planned of each.
+    """
+    compared = (Role.ENGINE, Role.WRAPPER), (Role.CONTROL,)
+    found = []
+    for mine in grouped((case.model, case) for case in planned).values():
+        most = max(case.devices for case in mine)
+        widest = [case for case in mine if case.devices == most]
+        for roles, among in (
+            *(((role,), mine) for role in (Role.BASELINE, Role.ALL_CORES)),
+            *((roles, widest) for roles in compared),
+        ):
+            found += [case for role in roles for case in among if case.traits.role is role][:1]
+    return frozenset(found)
+
+
+def units(cases: Sequence[Case]) -> list[tuple[Case, ...]]:
+    """Return the cases by need, in units that are of use only whole.
+
+    They are the `core` of each model, and then each other case alone.
+    """
+    needed = core(cases)
+    ordered = by_need(cases, cases)
+    cores = grouped((case.model, case) for case in ordered if case in needed)
+    return [*map(tuple, cores.values()), *((case,) for case in ordered if case not in needed)]
 
 
 def side_by_side(cases: Sequence[Case]) -> list[tuple[Case, ...]]:

@@ -21,6 +21,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+from dpbench.records import unix  # noqa: F401 (systems without it lack these signals, too)
+
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _FATAL = (signal.SIGTERM, signal.SIGHUP)
 """The signals that end a Python process at once if it has no handler for them."""

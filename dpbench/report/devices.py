@@ -180,17 +180,18 @@ def _index(index: Index) -> tuple[Cell, ...]:
 
 def _memory(footprints: Sequence[Footprint]) -> Table:
     several = [footprint for footprint in footprints if footprint.excess_bytes is not None]
-    lines = tuple(_footprint(footprint) for footprint in several)
+    metered = any(footprint.used for footprint in several)
+    lines = tuple(_footprint(footprint, metered=metered) for footprint in several)
     return Table(
         "Memory by phase",
-        ("case", "source", "excess of device 0", *PHASES, "in use, NVML"),
+        ("case", "source", "excess of device 0", *PHASES, *["in use, NVML"] * metered),
         lines,
         text=2,
         cases=[footprint.case for footprint in several],
     )
 
 
-def _footprint(footprint: Footprint) -> tuple[Cell, ...]:
+def _footprint(footprint: Footprint, *, metered: bool) -> tuple[Cell, ...]:
     excess = footprint.excess_bytes or 0.0
     sign = "−" if excess < 0 else ""
     return (
@@ -198,7 +199,7 @@ def _footprint(footprint: Footprint) -> tuple[Cell, ...]:
         Cell(footprint.basis),
         Cell(f"{sign}{words.size(abs(excess))}", f"peak in {footprint.top}"),
         *(_phase(footprint.peaks.get(phase, {})) for phase in PHASES),
-        _phase(footprint.used),
+        *[_phase(footprint.used)] * metered,
     )
 
 

@@ -17,6 +17,7 @@ from dpbench.records.disturbance import NOISY
 from dpbench.records.estimate import Estimate
 from dpbench.records.facts import Code, Gpus, RunFacts
 from dpbench.records.grouping import grouped
+from dpbench.records.vendors import AMD, NVIDIA
 
 OF_A_TRIAL = ("validity", "foreign_load", "foreign_gpus", "gpu_busy_s", "neighbour_steps", "mark_s")
 """The facts that `environment` leaves out because they differ between trials."""
@@ -213,7 +214,19 @@ def environment(provenance: Mapping[str, Any], trials: Sequence[Trial]) -> list[
     entries = [*_flat(_without(provenance, "self_check"), "")]
     same = (_without(trial.provenance, *OF_A_TRIAL) for trial in trials)
     workers = grouped(pair for facts in same for pair in _flat(facts, "worker."))
-    return entries + [(name, ", ".join(dict.fromkeys(found))) for name, found in workers.items()]
+    every = entries + [(name, ", ".join(dict.fromkeys(found))) for name, found in workers.items()]
+    amd = any(name.endswith(".hip") for name, _ in every)
+    return [(_as_amd(name), value) for name, value in every] if amd else every
+
+
+def _as_amd(name: str) -> str:
+    """Return the name of a fact with AMD's word for what the last part of it names."""
+    path, dot, last = name.rpartition(".")
+    theirs = {
+        NVIDIA.convolutions.lower(): AMD.convolutions,
+        NVIDIA.collectives.lower(): AMD.collectives,
+    }
+    return f"{path}{dot}{theirs.get(last, last)}"
 
 
 def _without(provenance: Mapping[str, Any], *left_out: str) -> dict[str, Any]:

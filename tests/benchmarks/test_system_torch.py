@@ -76,10 +76,14 @@ def test_make_on_a_machine_with_a_gpu_installs_no_torch_for_cpus(
     assert ("pip install" in recipe) is not lends
 
 
-def test_make_finds_a_gpu_that_has_no_device_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tool", "line"),
+    [("nvidia-smi", "GPU 0: Tesla T4"), ("rocm-smi", "GPU[0] : Device Name: MI300X")],
+)
+def test_make_finds_a_gpu_that_has_no_device_file(tmp_path: Path, tool: str, line: str) -> None:
     """As in WSL; no test can make a device file."""
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'GPU 0: Tesla T4'\n")
+    program = tmp_path / tool
+    program.write_text(f"#!/bin/sh\necho '{line}'\n")
     program.chmod(0o755)
     recipe = _recipe(tmp_path, search=f"{tmp_path}:{os.defpath}")
     assert "system_torch.py" in recipe

@@ -19,6 +19,7 @@ from dpbench.cli import shapes
 from dpbench.measure import run as runner
 from dpbench.measure import selection
 from dpbench.measure.batch_search import Found
+from dpbench.measure.budget import OVERHEAD_S
 from dpbench.measure.run import Ended, Note, Outcome, Started
 from dpbench.measure.selection import RunForecast
 from dpbench.predict import machine, tables
@@ -187,7 +188,7 @@ def test_a_dry_run_has_the_cases_the_trials_and_the_basis_of_the_time_and_makes_
         f"{DP.label}  no earlier trial"
     ]
     assert "2 cases in 4 rounds: 8 trials to measure" in out
-    assumed = 8 * (selection.ASSUMED_S["cpu"] + Effort().budget_s)
+    assumed = 8 * (OVERHEAD_S + Effort().budget_s)
     assert (
         f"expected time: about {assumed:.1f} s (2 cases without an earlier trial, for which the"
         " planner" in out
@@ -195,7 +196,7 @@ def test_a_dry_run_has_the_cases_the_trials_and_the_basis_of_the_time_and_makes_
     assert "time budget: 30.0 s" in out
     assert list(tmp_path.iterdir()) == []
     plan = read(shapes.RunPlan, dpbench(*CASES, "--dry-run", "--json")[1])
-    assert (plan.trials, plan.seconds) == (8, 8 * (selection.ASSUMED_S["cpu"] + selection.SHORT_S))
+    assert (plan.trials, plan.seconds) == (8, 8 * (OVERHEAD_S + selection.SHORT_S))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -223,7 +224,7 @@ def test_the_expected_time_is_that_of_earlier_trials_of_this_machine_only(
         for one in found["forecast"]["cases"]
     }
     assert planned == {"single": (None, 0), "dp": (3.5, 2)}
-    assert found["seconds"] == 4 * (3.5 + selection.ASSUMED_S["cpu"] + selection.SHORT_S)
+    assert found["seconds"] == 4 * (3.5 + OVERHEAD_S + selection.SHORT_S)
     assert (found["forecast"]["auto"], found["forecast"]["budget_s"]) == (True, None)
     out = dpbench(*CASES, "--dry-run")[1]
     assert "1 case with earlier trials on this machine; 1 case without" in out

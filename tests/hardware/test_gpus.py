@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dpbench.hardware import gpus, nvml
+from dpbench.hardware import gpus, nvml, torch_build
 from dpbench.measure import selection
 from dpbench.records.facts import RunFacts
 from dpbench.records.options import Options
@@ -246,3 +246,65 @@ def test_by_default_gpus_train_full_models_in_the_precision_of_their_generation(
     assert {(case.size, case.precision, case.batch_size) for case in chosen} == {
         ("small", "fp32", 64)
     }
+
+
+@pytest.mark.usefixtures("no_nvml")
+@pytest.mark.parametrize("device", ["mps", "xpu"])
+def test_a_device_that_dpbench_does_not_support_is_named(
+    torch_with: Given,
+    dpbench: exported.Command,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    device: str,
+) -> None:
+    torch_with()
+    (tmp_path / "torch" / "__init__.py").write_text(
+        "from types import SimpleNamespace\n"
+        "from torch import cuda\n"
+        f"found = SimpleNamespace(type={device!r})\n"
+        "accelerator = SimpleNamespace(current_accelerator=lambda check_available: found)\n"
+    )
+    with caplog.at_level(logging.WARNING):
+        assert {kind for kind, *_ in _cases()} == {"cpu"}
+    (said,) = caplog.messages
+    assert "this run measures the CPU" in said
+    assert f"finds the device {device}, but dpbench supports devices of CUDA and ROCm only" in said
+    code, _, err = dpbench("run", "--device-kind", "cuda", "--dry-run")
+    assert code == 64
+    assert f"finds the device {device}" in err
+
+
+@pytest.mark.parametrize(
+    ("versions", "system", "asked"),
+    [
+        (None, "Linux", False),
+        ({"cuda": None, "hip": None, "xpu": None}, "Linux", False),
+        ({"cuda": None, "hip": None, "xpu": "20250302"}, "Linux", True),
+        ({"cuda": None, "hip": None}, "Darwin", True),
+        ({"cuda": "13.0", "hip": None}, "Linux", True),
+        ({"cuda": None, "hip": "7.0"}, "Linux", True),
+        ({}, "Linux", True),
+    ],
+    ids=["none", "CPU", "XPU", "macOS", "CUDA", "ROCm", "from sources"],
+)
+def test_torch_is_asked_where_its_build_may_find_a_device(
+    monkeypatch: pytest.MonkeyPatch, versions: dict[str, Any] | None, system: str, asked: bool
+) -> None:
+    """Asking loads torch, which takes seconds that a run on the CPU does not need."""
+    named = None if versions is None else {"__version__": "2.13.0", **versions}
+    monkeypatch.setattr(torch_build, "versions", lambda: named)
+    monkeypatch.setattr(gpus.platform, "system", lambda: system)
+    name, may = gpus._build()
+    assert may is asked
+    assert name == ("no installed torch" if versions is None else "torch 2.13.0")
+
+
+def test_a_gpu_of_amd_is_not_left_unused_silently(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(gpus, "_build", lambda: ("torch 2.13.0+cpu", False))
+    (tmp_path / "kfd").touch()
+    monkeypatch.setattr(gpus, "_DEVICES", tmp_path)
+    assert {kind for kind, *_ in _cases()} == {"cpu"}
+    assert "kfd" in caplog.text
+    assert "install a build of torch for CUDA or ROCm" in caplog.text

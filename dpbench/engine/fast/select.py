@@ -204,7 +204,7 @@ def _flat(training: Training) -> str:
         )
     if kind == "cuda" and any(isinstance(part, nn.RNNBase) for part in module.modules()):
         return (
-            "flat buffers cannot hold the weights of RNNs on CUDA, because cuDNN packs them into"
+            "flat buffers cannot hold the weights of RNNs on GPUs, where torch packs them into"
             " one buffer itself; use the schedule allreduce"
         )
     if reason := next(filter(None, map(_unlike_a_view, wanted)), ""):

@@ -19,6 +19,7 @@ from torch.cuda import comm, nccl
 
 from dpbench.hardware.device import Collectives, Device
 from dpbench.hardware.devices._many import copy_all
+from dpbench.records import vendors
 
 _key_of_stream = getattr(torch._C, "_cuda_getCurrentStream", None)  # absent in CPU builds
 _streams: dict[Any, torch.cuda.Stream] = {}
@@ -40,7 +41,11 @@ def current_stream(ordinal: int) -> torch.cuda.Stream:
 
 
 HEATING_CYCLES = 10_000_000
-"""The GPU cycles of one kernel of `heat`: 5 to 50 ms at clocks of 2 GHz to 200 MHz."""
+"""The GPU cycles of one kernel of `heat`: 5 to 50 ms at clocks of 2 GHz to 200 MHz.
+
+On AMD's gfx11, torch counts ticks of 100 MHz instead (`spin_kernel` in ATen/cuda/Sleep.cu):
+there, they are 100 ms.
+"""
 
 
 class CudaDevice(Device):
@@ -184,8 +189,10 @@ class CudaDevice(Device):
         distinct = None not in ordinals and len(set(ordinals)) == len(ordinals) > 1
         blocks = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
         if distinct and blocks and _has_nccl():
+            library = vendors.of(torch.version.hip).collectives
             raise RuntimeError(
-                "CUDA_LAUNCH_BLOCKING is set, but NCCL then hangs if one process uses several GPUs:"
+                f"CUDA_LAUNCH_BLOCKING is set, but {library} then hangs if one process uses several"
+                " GPUs:"
                 " the launch on the first GPU waits for its kernel, which waits for the kernels of"
                 " the other GPUs; unset CUDA_LAUNCH_BLOCKING, or find the error with one GPU or"
                 " with replicas that share a GPU, as in device_ids=[0, 0]"

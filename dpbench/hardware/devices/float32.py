@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from dpbench.records import vendors
 from dpbench.records.facts import Products
+from dpbench.records.vendors import Vendor
 
 IEEE, TF32 = "ieee", "tf32"
-TF32_SINCE = 8
-"""The major compute capability of the first GPUs with TF32, the Ampere generation."""
 OVERRIDE = "NVIDIA_TF32_OVERRIDE"
 """The environment variable that, if it is 0, keeps NVIDIA's libraries from using TF32."""
 
@@ -37,15 +37,17 @@ def products(kind: str, gpu: torch.device | None = None) -> Products:
         )
     if gpu is not None and _first(lambda: impediment(gpu)):
         return Products(IEEE, IEEE)
+    convolution = _first(
+        lambda: backends.cudnn.conv.fp32_precision,
+        lambda: TF32 if backends.cudnn.allow_tf32 else IEEE,
+    )
+    heeded = vendors.of(torch.version.hip).tf32_convolutions
     return Products(
         _first(
             lambda: backends.cuda.matmul.fp32_precision,
             lambda: TF32 if backends.cuda.matmul.allow_tf32 else IEEE,
         ),
-        _first(
-            lambda: backends.cudnn.conv.fp32_precision,
-            lambda: TF32 if backends.cudnn.allow_tf32 else IEEE,
-        ),
+        None if convolution == TF32 and not heeded else convolution,
     )
 
 
@@ -66,15 +68,20 @@ def _first(*readings: Callable[[], str]) -> str | None:
 
 def impediment(gpu: torch.device) -> str:
     """Return why a GPU cannot use TF32; an empty text if it can."""
-    if os.environ.get(OVERRIDE) == "0":
+    vendor = vendors.of(torch.version.hip)
+    if vendor is vendors.NVIDIA and os.environ.get(OVERRIDE) == "0":
         return f"the environment variable {OVERRIDE} is 0, which forbids it"
-    major, minor = torch.cuda.get_device_capability(gpu)
-    if major < TF32_SINCE:
-        return (
-            f"it needs a GPU of compute capability {TF32_SINCE}.0 or higher, and {gpu} has"
-            f" {major}.{minor}"
-        )
-    return ""
+    facts = _facts(gpu, vendor)
+    if vendor.has(TF32, facts):
+        return ""
+    found = facts["architecture"] or ".".join(map(str, facts["capability"]))
+    return f"it needs a GPU of {vendor.needed(TF32)}, and {gpu} has {found}"
+
+
+def _facts(gpu: torch.device, vendor: Vendor) -> dict[str, Any]:
+    """Return the facts of a GPU on which its precisions depend, as `gpus.of_torch` has them."""
+    named = torch.cuda.get_device_properties(gpu).gcnArchName if vendor is vendors.AMD else ""
+    return {"capability": torch.cuda.get_device_capability(gpu), "architecture": named}
 
 
 def allow_tf32() -> None:

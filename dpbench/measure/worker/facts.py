@@ -26,7 +26,7 @@ from dpbench.hardware.device import Device
 from dpbench.hardware.devices import float32
 from dpbench.hardware.readings import reading
 from dpbench.models import Model, bytes_in, rows_in
-from dpbench.records import Case, Trial, data_sheets, fake
+from dpbench.records import Case, Trial, data_sheets, fake, vendors
 from dpbench.records.arguments import arguments_of
 from dpbench.records.facts import TrialFacts, stated
 from dpbench.records.work import Operations, Shapes, Sizes, times_links
@@ -95,7 +95,7 @@ def described_moves(case: Case, model: dict[str, float]) -> dict[str, Any]:
 
 
 def torch_facts(case: Case, device: Device) -> dict[str, Any]:
-    """Return the version and settings of torch and, for GPUs, of CUDA, cuDNN and the GPUs.
+    """Return the version and settings of torch and, for GPUs, of its libraries and the GPUs.
 
     The global interpreter lock is asked for here, because torch may have switched it on.
     """
@@ -108,10 +108,14 @@ def torch_facts(case: Case, device: Device) -> dict[str, Any]:
     }
     if case.device_kind == "cuda":
         gpu = device.torch_device
-        facts["cuda"] = torch.version.cuda
-        facts["cudnn"] = reading("the version of cuDNN", torch.backends.cudnn.version)
+        vendor = vendors.of(torch.version.hip)
+        built = {"cuda": torch.version.cuda, "hip": torch.version.hip}
+        facts |= {name: version for name, version in built.items() if version}
+        facts["cudnn"] = reading(
+            f"the version of {vendor.convolutions}", torch.backends.cudnn.version
+        )
         if dist.is_nccl_available():
-            facts["nccl"] = reading("the version of NCCL", _nccl_version)
+            facts["nccl"] = reading(f"the version of {vendor.collectives}", _nccl_version)
         facts |= {
             "gpu": reading("the name of the GPU in torch", torch.cuda.get_device_name, gpu),
             "no_peer_access": reading("peer access", blocked_pairs, case),
