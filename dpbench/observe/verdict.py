@@ -120,8 +120,8 @@ def _answer(
 ) -> Answer:
     loop = trials[-1].facts.loop or Observed(command="", reads={})
     findings = diagnosis.findings if diagnosis else ()
-    problems = [one.evidence for one in findings] + list(diagnosis.open if diagnosis else ())
-    timed = [(one, cost) for one in problems if (cost := _cost(one, row))]
+    problems = [*findings, *(diagnosis.open if diagnosis else ())]
+    timed = [(one, cost) for one in problems if (cost := _cost(one.evidence, row))]
     affected = max((one.steps for one in loop.unknown), default=0)
     total = sum(len(trial.steps) for trial in trials)
     verdict = (
@@ -135,19 +135,23 @@ def _answer(
             noisy=NOISY in row.labels,
         )
     )
-    problem = timed[verdict.cost] if verdict.cost is not None else None
-    finding = next((one for one in findings if problem and one.evidence is problem[0]), None)
+    problem, cost = timed[verdict.cost] if verdict.cost is not None else (None, None)
+    finding = problem if any(problem is one for one in findings) else None
     decided = finding if verdict.ground is not Ground.FEW else None
     command = decided.command or decided.code if decided else _again(row, loop)
+    named = (problem.evidence, cost) if problem and cost else None
     return Answer(
         subject=_subject(row, alike, loop.wrapper),
         choice=verdict.choice,
+        basis=verdict.ground,
+        problem=problem.rule.key if problem else "",
+        cost=cost,
         home=row.case,
         source=row.source,
-        headline=_headline(row, trials, verdict, problem, loop),
-        reason=_reason(row, trials, verdict, problem),
+        headline=_headline(row, trials, verdict, named, loop),
+        reason=_reason(row, trials, verdict, named),
         certainty="; ".join(_certainty(row, trials, loop, verdict.ground)),
-        memory=_memory(row, problems, machine),
+        memory=_memory(row, [one.evidence for one in problems], machine),
         command=command,
         labels=finding.labels if finding else row.labels,
         compared=frozenset([row.case]),

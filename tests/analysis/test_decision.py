@@ -22,6 +22,7 @@ from dpbench.records import CASE_FIELDS, Case, Fault, Source, Status, Trial, dis
 from dpbench.records.estimate import Estimate
 from dpbench.records.facts import RunFacts
 from dpbench.records.resources import Resources
+from tests.amounts import amounts
 from tests.records.test_options import parsed
 
 USE, STAY, UNKNOWN = Choice.USE, Choice.STAY, Choice.UNKNOWN
@@ -607,14 +608,14 @@ def test_the_memory_is_that_of_the_gpus_of_the_case() -> None:
     full = row("ddp", 2, 1.8, memory={0: 60 * GIB, 1: 50 * GIB}, device_ids=(1, 2))
     facts = {"gpus": {"gpus": [{"memory_bytes": size * GIB} for size in (24, 80, 80)]}}
     answer = only([row("single", device_ids=(1, 2)), full], facts)
-    assert answer.memory == "device 0 uses up to 60.0 GiB of 80.0 GiB, so it fits"
+    assert amounts(answer.memory) == ["0", "60.0 GiB", "80.0 GiB"]
     assert answer.command.endswith("--find-max-batch")  # twice the batch would not fit
 
 
 def test_memory_names_the_capacity_of_the_gpu() -> None:
     full = row("ddp", 2, 1.8, memory={0: 5 * GIB, 1: 4 * GIB})
     answer = only([SINGLE, full], {"gpus": {"gpus": [{"memory_bytes": 24 * GIB}] * 2}})
-    assert answer.memory == "device 0 uses up to 5.00 GiB of 24.0 GiB, so it fits"
+    assert amounts(answer.memory) == ["0", "5.00 GiB", "24.0 GiB"]
 
 
 def test_the_schedules_of_train_step_are_measured_before_other_batches() -> None:
@@ -641,16 +642,12 @@ def test_a_model_that_only_predictions_know_has_no_command_to_measure_it() -> No
 
 def test_an_epoch_is_computed_from_the_throughputs() -> None:
     answer = only([SINGLE, row("ddp", 2, 2.0)], {})  # 640 and 1,280 samples per second
-    assert (
-        answer.epoch(768_000)
-        == "an epoch of 768,000 samples takes 20.0 min (20.0–20.0) on one device and 10.0 min"
-        " (10.0–10.0) with this choice, which saves 10.0 min"
-    )
+    now, then = answer.epoch_s(768_000)
+    assert (now.value, then.value) == (pytest.approx(1200), pytest.approx(600))
+    one, both = ["768,000", "20.0 min", "20.0", "20.0"], ["10.0 min", "10.0", "10.0", "10.0 min"]
+    assert amounts(answer.epoch(768_000)) == [*one, *both]
     stays = only([SINGLE, row("ddp", 2, 0.5)], {})
-    assert (
-        stays.epoch(768_000)
-        == "an epoch of 768,000 samples takes 20.0 min (20.0–20.0) on one device"
-    )
+    assert amounts(stays.epoch(768_000)) == one
 
 
 def test_rounds_of_real_series_are_compared_pairwise() -> None:
