@@ -119,7 +119,7 @@ def test_a_neighbour_that_fails_fails_the_trial(
     monkeypatch.setattr(neighbour, "devices_of", fault)
     done = trial.run(CASE, FIVE, tmp_path)
     assert (done.status, done.steps) == (Status.FAILED, ())
-    assert done.reason.startswith("the model mlp")
+    assert done.reason.startswith("NeighbourFailed: ")
     assert reason in done.reason
 
 
