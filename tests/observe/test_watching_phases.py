@@ -57,7 +57,7 @@ for x, y in batches(12):
     rows = phases_of(found)
     assert len(rows) == 11
     assert all(row[UNATTRIBUTED] > 0.002 and row[Phase.OPTIMIZER] < 0.1e-3 for row in rows)
-    assert "before data" in problems(found)
+    assert "last step and before data" in problems(found)
 
 
 def test_steps_that_include_a_batch_that_the_script_skips_are_counted(tmp_path: Path) -> None:
