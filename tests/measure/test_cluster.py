@@ -330,6 +330,7 @@ def test_a_case_of_more_ranks_than_the_launch_has_says_so(cluster: Cluster) -> N
     (trial,) = cluster.run_together([replace(CASE, devices=4)], Effort(), 0, 30.0)
     assert trial.status is Status.FAILED
     assert amounts(trial.reason) == ["4", "2"]
+    assert trial.reason.endswith("start more processes")
 
 
 def test_default_cases_use_one_rank_one_machine_and_all(cluster: Cluster) -> None:
