@@ -136,7 +136,7 @@ def _answer(
         )
     )
     problem, cost = timed[verdict.cost] if verdict.cost is not None else (None, None)
-    finding = problem if any(problem is one for one in findings) else None
+    finding = problem if problem in findings else None
     decided = finding if verdict.ground is not Ground.FEW else None
     command = decided.command or decided.code if decided else _again(row, loop)
     named = (problem.evidence, cost) if problem and cost else None
