@@ -1,4 +1,4 @@
-"""Golden outputs: the output of the reading commands for each run below reports/.
+"""Golden outputs: what commands print of each run below reports/, of made runs and machines.
 
     python -m tests.golden [RUN...]             print how today's output differs from the recorded
     python -m tests.golden --record [RUN...]    record today's output below tests/golden/
