@@ -1,4 +1,4 @@
-"""Golden outputs: the output of the reading commands for each run below reports/.
+"""Golden outputs: what commands print of each run below reports/, of made runs and machines.
 
     python -m tests.golden [RUN...]             print how today's output differs from the recorded
     python -m tests.golden --record [RUN...]    record today's output below tests/golden/
@@ -21,15 +21,19 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from unittest.mock import patch
 
 from dpbench import cli
 from dpbench.records import HOST, UNATTRIBUTED, Phase, Span, Status, Trial, Verified
+from dpbench.records.observed import Held, Unknown
+from dpbench.records.registry import Parallelism
 from dpbench.store import Identity, Store
 from dpbench.store.export import read_run
 from tests import exported, observed_loops
-from tests.analysis import test_noisy
+from tests.analysis import test_findings, test_noisy, test_uneven
+from tests.measure import test_cluster
 
 REPORTS = Path(__file__).parent.parent / "reports"
 GOLDEN = Path(__file__).parent / "golden"
@@ -144,6 +148,114 @@ def failed_and_noisy() -> list[Trial]:
     return [*trials, *(exported.made(case, number=i, **how) for i, how in enumerate(failures))]
 
 
+def explained(trials: Sequence[Trial]) -> Outputs:
+    """Return what `dpbench explain` prints of a run of these trials and of an epoch."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        store(Path("dpbench.db"), trials)
+        asked = (*COMMANDS["explain --all"], "--samples", "768000")
+        return {" ".join(asked): printed(asked)}
+
+
+def with_findings() -> list[Trial]:
+    """Return a run of four devices on two cores with most findings that compare cases."""
+    case, measured = test_findings.case, test_findings.measured
+    level = test_findings.LEVEL
+    links = [
+        {"source": source, "target": to, "bytes": 2**20, "seconds": [1e-4 * (1 + (to == 2))] * 3}
+        for source in (HOST, 0)
+        for to in range(source + 1, 4)
+    ]
+    slow = dict.fromkeys(("scatter", "replicate", "gather", "reduce"), 0.004)
+    trials = [
+        *test_findings.one(),
+        *measured(case("single", devices=1, batch=16), level),
+        *measured(case("ddp", devices=4), level),
+        *test_findings.dp(devices=2),
+        *measured(case(devices=4, batch=6), level),
+        *measured(case(devices=4, batch=128), level),
+        *measured(
+            case(devices=4),
+            {**level, **slow, "optimizer": 0.002, UNATTRIBUTED: 0.002},
+            busy={0: 0.020, 1: 0.010, 2: 0.015, 3: 0.010},
+            memory=(2**27, *(2**26,) * 3),
+        ),
+    ]
+    host = {"name": "golden", "cores": 2}
+    return [
+        replace(one, provenance={**one.provenance, "host": host, "links": links}) for one in trials
+    ]
+
+
+def with_problems() -> list[Trial]:
+    """Return a run of observed loops, of which each has other problems."""
+    made, loop = observed_loops, observed_loops.loop
+    gpu = partial(made.case, device_kind="cuda")
+    ranks = gpu(model="ranks.py", devices=2, parallelism=Parallelism.RANKS)
+    held = [
+        Held(rank=rank, gpu=on, uuid=f"GPU-{on}", held_bytes=2**29, own=rank == on)
+        for rank, on in ((0, 0), (1, 1), (1, 0))
+    ]
+    groups = [*made.PLAIN[:4], [(Phase.REDUCE, device, 0.004) for device in range(2)]]
+    waits = partial(made.with_part, Phase.DATA)
+    unknown = Unknown(problem="autograd.grad was called", steps=40)
+    trials = [
+        loop(waits(0.007), gpu(model="waits.py"), loader_workers=2),
+        loop(of=gpu(model="open.py"))[:3] + loop(waits(0.0017), gpu(model="open.py"), seed=1)[3:],
+        loop(waits(0.007), gpu(model="few.py"), rounds=1, steps=2),
+        loop(
+            made.with_part(Phase.READ, 0.003), gpu(model="reads.py"), reads={"reads.py:31 item": 50}
+        ),
+        loop(made.with_part(Phase.SCATTER, 0.002, 0), gpu(model="pageable.py"), pinned=False),
+        loop(of=gpu(model="launches.py"), busy={0: 0.003}),
+        loop(groups, ranks, wrapper="DistributedDataParallel", held=held),
+        loop(of=gpu(model="unclear.py"), unknown=(unknown,)),
+        loop(of=gpu(model="late.py"), evaluation_s=2.0, checkpoint_s=0.5, skipped_updates=13),
+    ]
+    return [
+        replace(one, provenance={**one.provenance, **made.GPU_FACTS})
+        for case in trials
+        for one in case
+    ]
+
+
+def with_statements() -> list[Trial]:
+    """Return a run of two unlike machines, of which one is slow, with uneven steps.
+
+    The first trial states the facts of the run, which are none of a trial: its row is unreadable.
+    """
+    machines = [
+        {"name": name, "machine": name * 9, "facts": test_cluster.facts(cores=cores)}
+        for name, cores in (("a", 8), ("b", 4))
+    ]
+    facts = {
+        "host": {"name": "golden", "cores": 8},
+        "hosts": {"machines": machines},
+        "foreign_load": {"unknown": "no counts here"},
+        "dpbench": {"commit": "aaaa1111", "dirty": True},
+    }
+    uneven = test_uneven.rounds(test_uneven.SINGLE, test_uneven.every(4))
+    averaging = {"averaging": {"low": 0.02, "high": 0.131, "rows": 7}}
+    even = test_uneven.rounds(test_uneven.DDP, test_uneven.even)
+    told = [replace(one, provenance={**one.provenance, **averaging}) for one in even]
+    first, *others = [*uneven, *told]
+    slow = [test_cluster.alone(number, ratio) for number, ratio in enumerate((1.49, 1.5, 1.51))]
+    lost = replace(slow[0], round=9, steps=(), samples=(), status=Status.FAILED, reason="planted")
+    return [replace(first, provenance={**first.provenance, **facts}), *others, *slow, lost]
+
+
+def of_doctor() -> Outputs:
+    """Return what `dpbench doctor` prints of each machine with a planted fault."""
+    faults, machines = map(import_module, ("tests.doctor.test_faults", "tests.doctor.machines"))
+    words, result = map(import_module, ("dpbench.doctor.words", "dpbench.doctor.result"))
+    outputs: Outputs = {}
+    for name, (tree, plant, _) in faults.PLANTED.items():
+        with tempfile.TemporaryDirectory() as folder:
+            machine = plant(machines.examined(Path(folder), tree))
+        text = words.text(machine, result.result(machine, STARTED_S))
+        outputs[name] = "1. " + text.partition("\n1. ")[2].partition("\nChecked: ")[0]
+    return outputs
+
+
 def runs() -> dict[str, Callable[[], Outputs]]:
     """Return the functions that render each run's outputs, by the name of its recorded file."""
     stored = {path.parent.name for path in REPORTS.glob(f"*/{TRIALS}")}
@@ -151,6 +263,10 @@ def runs() -> dict[str, Callable[[], Outputs]]:
         **{name: partial(of_report, name) for name in sorted(stored)},
         "made-failed-and-noisy": lambda: of_run(failed_and_noisy()),
         "made-observed": lambda: of_run(observed_loops.loop(observed_loops.parallel())),
+        "made-findings": lambda: explained(with_findings()),
+        "made-problems": lambda: explained(with_problems()),
+        "made-statements": lambda: explained(with_statements()),
+        "doctor": of_doctor,
         "comparisons": of_comparisons,
     }
 

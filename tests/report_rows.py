@@ -9,7 +9,7 @@ import re
 from html.parser import HTMLParser
 
 from dpbench.analysis.answer import Answer
-from dpbench.analysis.decision import Choice
+from dpbench.analysis.decision import Basis, Choice
 from dpbench.analysis.report import Report
 from dpbench.analysis.statements import Statement
 from dpbench.analysis.summary import Row, labels
@@ -160,6 +160,7 @@ def answer(row: Row, **changes) -> Answer:
     found = Answer(
         subject=f"{row.case.model} at batch {row.case.batch_size}",
         choice=Choice.USE,
+        basis=Basis.GAIN,
         headline=(
             f"use {row.case.strategy} on {row.case.devices} devices: {words.times(row.speedup)}"
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from dpbench.analysis import commands, outlook, stats, summary, uneven, validity
 from dpbench.analysis.decision import (
@@ -64,17 +65,23 @@ class Answer:
 
     `subject` names the model and, if a run has several, the settings. `ranking` has the compared
     cases, the fastest first; `ranked` is a clause with their speed-ups and whether the first is
-    decidedly the fastest. `headline` is the choice with its speed-up, and `settled` whether further
-    rounds could not change it. `reason` is a clause on DataParallel's speed-up and most costly
-    phase, `certainty` on doubts and missing measurements, `memory` on the memory of the recommended
-    case, `energy` on the joules of a sample by number of GPUs, `earlier` on the same case in an
-    earlier run. `command` is the command to run next. A text is "" if there is nothing to say.
-    `home` is the case on one device with which those in `compared` are compared, and `baseline` its
-    row, None if not measured. `row` is the row of the recommended case, None without one.
+    decidedly the fastest. `basis` is the reason for the choice (`decision.Basis`; for an observed
+    loop, `Ground`), `headline` the choice with its speed-up, and `settled` whether further rounds
+    could not change it. `problem` is the key of the finding that decides about an observed loop, ""
+    without one, and `cost` the finding's cost as a fraction of the step. `reason` is a clause on
+    DataParallel's speed-up and most costly phase, `certainty` on doubts and missing measurements,
+    `memory` on the memory of the recommended case, `energy` on the joules of a sample by number of
+    GPUs, `earlier` on the same case in an earlier run. `command` is the command to run next. A text
+    is "" if there is nothing to say. `home` is the case on one device with which those in
+    `compared` are compared, and `baseline` its row, None if not measured. `row` is the row of the
+    recommended case, None without one.
     """
 
     subject: str
     choice: Choice
+    basis: StrEnum
+    problem: str = ""
+    cost: Estimate | None = None
     headline: str
     settled: bool = True
     ranking: tuple[Row, ...] = ()
@@ -267,6 +274,7 @@ def _answer(
         source=question.source,
         compared=frozenset(row.case for row in question.others),
         choice=decision.choice,
+        basis=decision.basis,
         row=decision.row,
         baseline=question.baseline,
         settled=settled,

@@ -193,13 +193,18 @@ class AnswerFacts(msgspec.Struct, frozen=True, kw_only=True):
     `case` is the label of the recommended case, null if none. `settled` is whether further rounds
     could not change the choice. `choice` is "use", "stay with one
     device" or "cannot tell"; for an observed loop, "change the loop", "nothing stands out" or
-    "cannot tell". `epoch` states the time of an epoch, if `dpbench explain` was given its number of
-    samples; `epoch_s` has its seconds on one device (for an observed loop, in this loop), and
-    `epoch_choice_s` those with the recommended case. They are null if unknown.
+    "cannot tell". `basis` is the reason for the choice, such as "gain" or "open". `problem` is the
+    rule of the finding that decides about an observed loop, "" if none, and `cost` the finding's
+    cost as a fraction of the step. `epoch` states the time of an epoch, if `dpbench explain` was
+    given its number of samples; `epoch_s` has its seconds on one device (for an observed loop, in
+    this loop), and `epoch_choice_s` those with the recommended case. They are null if unknown.
     """
 
     subject: str
     choice: str
+    basis: str
+    problem: str
+    cost: EstimateFacts | None
     headline: str
     ranked: str
     settled: bool

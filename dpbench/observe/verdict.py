@@ -15,7 +15,7 @@ from dpbench.analysis import decision, uneven
 from dpbench.analysis.answer import Answer, highest_peak
 from dpbench.analysis.decision import Choice
 from dpbench.analysis.findings import Diagnosis
-from dpbench.analysis.findings.rule import Evidence
+from dpbench.analysis.findings.rule import Evidence, Finding
 from dpbench.analysis.summary import Row
 from dpbench.records import Source, Trial, fake, hidden, words
 from dpbench.records.disturbance import NOISY
@@ -120,8 +120,8 @@ def _answer(
 ) -> Answer:
     loop = trials[-1].facts.loop or Observed(command="", reads={})
     findings = diagnosis.findings if diagnosis else ()
-    problems = [one.evidence for one in findings] + list(diagnosis.open if diagnosis else ())
-    timed = [(one, cost) for one in problems if (cost := _cost(one, row))]
+    problems = [*findings, *(diagnosis.open if diagnosis else ())]
+    timed = [(one, cost) for one in problems if (cost := _cost(one.evidence, row))]
     affected = max((one.steps for one in loop.unknown), default=0)
     total = sum(len(trial.steps) for trial in trials)
     verdict = (
@@ -135,19 +135,22 @@ def _answer(
             noisy=NOISY in row.labels,
         )
     )
-    problem = timed[verdict.cost] if verdict.cost is not None else None
-    finding = next((one for one in findings if problem and one.evidence is problem[0]), None)
+    problem, cost = timed[verdict.cost] if verdict.cost is not None else (None, None)
+    finding = problem if problem in findings else None
     decided = finding if verdict.ground is not Ground.FEW else None
     command = decided.command or decided.code if decided else _again(row, loop)
     return Answer(
         subject=_subject(row, alike, loop.wrapper),
         choice=verdict.choice,
+        basis=verdict.ground,
+        problem=problem.rule.key if problem else "",
+        cost=cost,
         home=row.case,
         source=row.source,
-        headline=_headline(row, trials, verdict, problem, loop),
+        headline=_headline(row, trials, verdict, problem, cost, loop),
         reason=_reason(row, trials, verdict, problem),
         certainty="; ".join(_certainty(row, trials, loop, verdict.ground)),
-        memory=_memory(row, problems, machine),
+        memory=_memory(row, [one.evidence for one in problems], machine),
         command=command,
         labels=finding.labels if finding else row.labels,
         compared=frozenset([row.case]),
@@ -180,12 +183,13 @@ def _headline(
     row: Row,
     trials: Sequence[Trial],
     verdict: Verdict,
-    problem: tuple[Evidence, Estimate] | None,
+    problem: Finding | None,
+    cost: Estimate | None,
     loop: Observed,
 ) -> str:
-    if verdict.ground is Ground.COST and problem:
-        evidence, cost = problem
-        return evidence.says if evidence.aside else f"{evidence.says}: {share(cost)} of the step"
+    says = problem.evidence.says if problem else ""
+    if verdict.ground is Ground.COST and problem and cost:
+        return says if problem.evidence.aside else f"{says}: {share(cost)} of the step"
     if verdict.ground is Ground.CLEAR:
         return (
             f"{Choice.KEEP}: no problem that dpbench detects costs {WORTH:.0%} of the step or more"
@@ -197,11 +201,10 @@ def _headline(
         )
     if verdict.ground is Ground.NOISY:
         why = _beside_others(trials)
-        if problem:
-            why += f"; {problem[0].says}, which costs {between(problem[1])} of the step"
-    elif verdict.ground is Ground.OPEN and problem:
-        evidence, cost = problem
-        why = f"{evidence.says}, which costs {between(cost)} of the step"
+        if cost:
+            why += f"; {says}, which costs {between(cost)} of the step"
+    elif verdict.ground is Ground.OPEN and cost:
+        why = f"{says}, which costs {between(cost)} of the step"
     elif verdict.ground is Ground.UNCLEAR:
         why = (
             "dpbench did not understand parts of at least half of the steps:"
@@ -214,9 +217,8 @@ def _headline(
         varies = "the step time varies too much: its interval spans more than a factor of"
         few = f"{steps} {words.verb(row.steps, 'is', 'are')} not enough for an interval"
         why = few if row.step.doubt is Doubt.ROUNDS else f"{varies} {Estimate.WIDEST:.0f} ({steps})"
-        if problem:
-            evidence, cost = problem
-            why = f"{why}; in {words.verb(row.steps, 'it', 'them')}, {evidence.says}:"
+        if cost:
+            why = f"{why}; in {words.verb(row.steps, 'it', 'them')}, {says}:"
             why += f" {words.percent(cost.value)} of the step"
     else:
         why = f"no step has a result ({row.outcome})"
@@ -252,10 +254,10 @@ def _reason(
     row: Row,
     trials: Sequence[Trial],
     verdict: Verdict,
-    problem: tuple[Evidence, Estimate] | None,
+    problem: Finding | None,
 ) -> str:
     if problem:
-        return problem[0].numbers
+        return problem.evidence.numbers
     if verdict.ground is Ground.UNEVEN:
         return uneven.where(trials)
     if verdict.ground is not Ground.CLEAR or not row.phases or row.mean is None:

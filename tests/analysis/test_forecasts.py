@@ -98,10 +98,7 @@ def test_the_newest_prediction_for_this_hardware_stands_beside_the_measurement(b
 def test_the_section_has_values_intervals_errors_and_labels(both: Path) -> None:
     text = page.render(newest(both))
     section = re.search(r'<section id="predicted".*?</section>', text, re.DOTALL)[0]
-    assert (
-        "Predicted against measured: the intervals of the predictions contain 1 of 2 measured step"
-        " times" in section
-    )
+    assert " 1 of 2 " in section, "of the intervals contain the measured time"
     cells = [
         re.sub(r"<[^>]*>", " ", one).split() for one in re.findall(r"<td[^>]*>(.*?)</td>", section)
     ]

@@ -67,8 +67,11 @@ def trial(
     return replace(made, **{"samples": samples, "memory": (Memory(-1, 1000, "rss"),)} | changed)
 
 
+LOST = "out of memory on device cuda:0"
+
+
 def failed(of: Case, status: Status = Status.OOM, **changed: Any) -> Trial:
-    return Trial(case=of, status=status, reason="out of memory on device cuda:0", **changed)
+    return Trial(case=of, status=status, reason=LOST, **changed)
 
 
 def row_of(of: Case, *trials: Trial) -> summary.Row:
@@ -187,7 +190,7 @@ def test_the_baseline_has_no_speed_up_of_its_own_and_all_cores_has() -> None:
 def test_what_did_not_end_well_has_no_number(status: Status) -> None:
     found = row_of(case(), trial(SINGLE), failed(case(), status))
     assert found.status is status
-    assert found.reason == "out of memory on device cuda:0"
+    assert found.reason == LOST
     assert (found.step, found.throughput, found.speedup, found.imbalance) == (
         None,
         None,
@@ -244,7 +247,7 @@ def test_a_round_that_failed_leaves_the_others_and_says_so() -> None:
         case(), trial(case(), 2.0), failed(case(), round=1), trial(case(), 2.0, number=2)
     )
     assert (found.status, found.rounds, found.step.value) == (Status.OK, 2, 2.0)
-    assert found.reason == "out of memory on device cuda:0"
+    assert found.reason == LOST
 
 
 def test_the_last_trial_of_a_round_counts_alone() -> None:

@@ -22,7 +22,7 @@ from dpbench.cli import running
 from dpbench.measure import launch
 from dpbench.records import Case, Phase, Status, Step, Trial, Verified
 from dpbench.records.options import Options
-from dpbench.report import notebook, svg
+from dpbench.report import figures, notebook, svg
 from dpbench.store import Identity, Naming, Store, StoredRun, StoreError, export
 from tests import commands, standing_in
 from tests.exported import DP, PROVENANCE, made, stored
@@ -104,7 +104,8 @@ def test_the_interface_is_listed_and_documented() -> None:
 def test_a_run_has_the_facts_and_results_of_the_command_line(
     run: dp.Run, file: Path, tmp_path: Path
 ) -> None:
-    assert repr(run) == f"<dpbench.Run {run.id[:8]}: 3 cases, finished; MEASURED CPU-ONLY>"
+    assert repr(run).startswith(f"<dpbench.Run {run.id[:8]}: 3 cases, {run.status};")
+    assert repr(run).endswith(" MEASURED CPU-ONLY>")
     assert (run.status, run.provenance["host"]["cpu"]) == ("finished", "EPYC")
     assert run.started is not None
     answer = next(one for one in run.answers if one.subject == "mlp")
@@ -120,8 +121,8 @@ def test_a_run_has_the_facts_and_results_of_the_command_line(
     assert run.explain() == said
     assert run.explain().startswith(run.answers[0].subject)
     everything = " ".join(run.explain(all=True, samples=1000).split())
-    assert "an epoch of 1,000 samples takes" in everything
-    assert "mlp dp[reference] x2 batch 64 [MEASURED CPU-ONLY]" in everything
+    assert answer.epoch(1000) in everything
+    assert f"{run.analysis.diagnoses[0].row.label} [MEASURED CPU-ONLY]" in everything
     assert any("oom" in warning for warning in run.warnings), run.warnings
     page = run.report(tmp_path / "new" / "page.html")
     assert page.read_text().startswith("<!doctype html>")
@@ -216,7 +217,9 @@ def test_the_html_of_a_run_is_small_escaped_and_needs_no_network(run: dp.Run) ->
 def test_a_plot_has_the_swim_lanes_and_the_speed_ups(run: dp.Run) -> None:
     found = Tags(run.plot()._repr_html_())
     assert found.tags.count("svg") == 2
-    assert {"One median step, device by device", "Speed-up against ideal"} <= {*found.said}
+    with svg.theme():
+        titles = {one.id: one.title for one in figures.sections(run.analysis)}
+    assert {titles["lanes"], titles["speedup"]} <= {*found.said}
     assert len(found.ids) == len({*found.ids})
     other = dp.Run(StoredRun("f" * 32, "finished", 0.0, 5, {}), run.trials, None)
     both = found.ids + Tags(other.plot()._repr_html_()).ids
@@ -276,7 +279,7 @@ def test_only_drawings_and_pages_need_matplotlib(file: Path) -> None:
     assert done.returncode == 0, done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 2, done.stderr
-    assert all("install it with pip install matplotlib" in line for line in errors)
+    assert all("pip install matplotlib" in line for line in errors)
     assert not (file.parent / "page.html").exists()
 
 

@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from tests.amounts import amounts
+
 asv = pytest.importorskip("asv", reason="a GPU machine lends its own packages, and may have no asv")
 
 ROOT = Path(__file__).parents[2]
@@ -209,11 +211,12 @@ def test_history_measures_each_commit_and_asv_takes_samples_as_timings(
     turns = re.findall(r" Value ([\d.]+)\n", done.stderr)
     there = ["1.5", "7.5", "4.0"]
     assert turns == [*there, *there[::-1]] * 2, "each round in turn for verbs, then for tiny"
-    assert "no two commits have 3 rounds in common" in done.stderr
-    assert "HEAD has 4 of the 5 requested commits: measuring all of them" in done.stderr
-    assert "Before the package: skipped, it has no dpbench" in done.stderr
-    assert "uncommitted changes in dpbench/ are not measured" in done.stderr
-    assert "the page needs a network; to make it work without" in done.stdout
+    assert "rounds in common" in done.stderr
+    (wanted,) = (line for line in done.stderr.splitlines() if "requested commits" in line)
+    assert amounts(wanted) == ["4", "5"], "the commits that there are"
+    assert "Before the package: skipped" in done.stderr
+    assert "uncommitted changes in dpbench/" in done.stderr
+    assert "the page needs a network" in done.stdout
     for commit, value in ((first, 1.5), (second, 7.5), (third, 7.5)):
         columns = results(project, commit, "track_value")
         assert columns["result"] == [value + 2]
@@ -232,12 +235,13 @@ def test_history_measures_each_commit_and_asv_takes_samples_as_timings(
     index = json.loads((project / ".asv/html/index.json").read_text())
     assert set(index["revision_to_hash"].values()) == {first, second, third}
     assert not list(tools.parent.glob("tmp.*")), "the unpacked commits are gone"
-    assert "expected time: unknown, no benchmark has an earlier quick result" in done.stderr
+    assert "expected time: unknown" in done.stderr
     assert "the page needs no server" in done.stderr
     again = history(project, tools, COMMITS="1", BENCH="value", ROUNDS="2")
     assert again.returncode == 0
-    assert "0 results to measure in 2 rounds, 2 are there already" in again.stderr
-    assert "Value 4.0: every benchmark has a result" in again.stderr
+    (expected,) = (line for line in again.stderr.splitlines() if "results to measure" in line)
+    assert amounts(expected)[:3] == ["0", "2", "2"], "to measure, rounds, measured earlier"
+    assert len(re.findall(r" Value 4\.0: ", again.stderr)) == 1, "nothing is measured for it"
     more = history(project, tools, COMMITS="2", BENCH="verbs.track_value", ROUNDS="3")
     assert more.returncode == 0, more.stdout + more.stderr
     assert re.findall(r" Value ([\d.]+)\n", more.stderr) == there[1:], "only the third round"
@@ -265,7 +269,8 @@ def test_history_fails_when_a_benchmark_does(project: Path, tools: Path) -> None
 def test_history_refuses_nonsense(project: Path, tools: Path) -> None:
     done = history(project, tools, COMMITS="three")
     assert done.returncode == 64
-    assert "COMMITS must be an integer of at least 1, got 'three'" in done.stderr
+    assert "COMMITS must be" in done.stderr
+    assert "'three'" in done.stderr
 
 
 # --------------------------------------------------------------------------------------------------
@@ -404,16 +409,11 @@ def test_the_expected_time_is_that_of_earlier_results_with_the_same_effort(
         "2": {"a.one": {"effort": "quick", "seconds": 4.0, "medians": [[1.0]]}},
     }
     Path(".asv", saving.EFFORTS).write_text(json.dumps(notes))
-    assert (
-        saving.expect([COMMIT, "0" * 40], "a.one")
-        == "2 results to measure in 2 rounds, 0 are there already; expected time: about 12 s"
-        " (medians of earlier quick results)"
-    )
-    assert (
-        saving.expect([COMMIT], "a")
-        == "2 results to measure in 2 rounds, 0 are there already; expected time: at least 6 s"
-        " (medians of earlier quick results); no earlier result: a.two"
-    )
+    one, both = saving.expect([COMMIT, "0" * 40], "a.one"), saving.expect([COMMIT], "a")
+    assert amounts(one) == ["2", "2", "0", "12 s"], "to measure, rounds, measured earlier, time"
+    assert amounts(both) == ["2", "2", "0", "6 s"]
+    assert ("at least" in one, "at least" in both) == (False, True)
+    assert both.endswith(": a.two"), "it has no earlier result with this effort"
     assert "expected time: unknown" in saving.expect([COMMIT], "b")
     assert "no benchmark's name matches" in saving.expect([COMMIT], "resnet18")
 
@@ -449,7 +449,7 @@ def test_page_loads_nothing_from_elsewhere(offline: ModuleType, page: Path, tmp_
     before = page.read_text()
     message = offline.localise(page.parent, vendored(offline, tmp_path))
     text = page.read_text()
-    assert message.startswith("the page needs no network: 10 files")
+    assert amounts(message)[0] == str(len(offline.FILES)) == "10"
     loads = re.findall(r"<(?:script|link|img)\b[^>]*>", text)
     assert len(loads) == len(re.findall(r"<(?:script|link|img)\b[^>]*>", before))
     assert not [tag for tag in loads if "//" in tag]
@@ -480,7 +480,7 @@ def test_page_of_another_asv_stays_and_says_so(
     before = page.read_text()
     message = offline.localise(page.parent, vendored(offline, tmp_path))
     assert page.read_text() == before
-    assert "no local file is known for jquery-9.js" in message
+    assert "jquery-9.js" in message
 
 
 def test_the_data_of_the_page_are_a_script_beside_it(offline: ModuleType, page: Path) -> None:
@@ -504,7 +504,7 @@ def test_the_data_of_the_page_are_a_script_beside_it(offline: ModuleType, page: 
     efforts = {"c": {"b": {"effort": "full"}}, "d": {"b": {"effort": "quick"}}}
     (html.parent / "efforts.json").write_text(json.dumps(efforts))
     for _ in range(2):
-        assert offline.embed(html).startswith("the page needs no server: 1 files")
+        assert amounts(offline.embed(html))[0] == "1", "file"
         assert page.read_text().count('src="asv_data.js"') == 1
     files, found, doubtful = re.findall(
         r"^const \w+ = (.*);$", (html / "asv_data.js").read_text(), re.MULTILINE

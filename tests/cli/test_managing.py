@@ -170,10 +170,8 @@ def test_an_unknown_and_an_ambiguous_run_are_errors_with_the_way_out(dpbench, th
 def test_list_runs_shows_what_a_run_is(dpbench, three):
     lines = dpbench("list", "runs")[1].splitlines()
     assert [line.split()[0] for line in lines] == [one[:12] for one in reversed(three)]
-    assert re.search(
-        r"no commit  2 cases  finished  @nightly  mlp  secret-host  dpbench run --models mlp$",
-        lines[1],
-    )
+    named = ["@nightly", "mlp", "secret-host", "dpbench run --models mlp"]
+    assert re.split("  +", lines[1])[2:] == ["no commit", "2 cases", "finished", *named]
     assert lines[2].endswith("@base     mlp  secret-host  -")
     found = json.loads(dpbench("list", "runs", "--json")[1])
     assert found["schema"] == shapes.SCHEMA
@@ -194,9 +192,8 @@ def test_show_has_the_facts_of_a_run_and_the_status_of_each_case(dpbench, three)
     )
     assert (facts["run"], facts["name"], facts["tags"]) == (three[1], "@nightly", "driver=550")
     assert (facts["command"], facts["host"]) == ("dpbench run --models mlp", "secret-host, EPYC")
-    assert re.search(
-        rf"^  {re.escape(SINGLE.label)} +1 ok, 1 failed  MEASURED CPU-ONLY$", out, re.M
-    )
+    (line,) = (line for line in out.splitlines() if SINGLE.label in line)
+    assert re.split("  +", line)[1:] == [SINGLE.label, "1 ok, 1 failed", "MEASURED CPU-ONLY"]
     found = json.loads(dpbench("show", three[1][:8], "--json")[1])
     assert [(one["label"], one["trials"]) for one in found["cases"]] == [
         (SINGLE.label, {"ok": 1, "failed": 1}),
@@ -396,7 +393,7 @@ def test_copies_that_were_continued_apart_are_not_mixed(copies):
         store.merge(copy)
     said = str(refused.value)
     for case, number in ((SINGLE, 1), (DP, 2)):
-        assert f"run {run_id[:12]}, {case.label}, round {number}: each store has a trial" in said
+        assert f"run {run_id[:12]}, {case.label}, round {number}:" in said
     assert "dpbench rm" in said
     assert rows(path) == before, "nothing is merged, not even the run without a conflict"
     assert extra not in {run for (run,) in query(path, "SELECT id FROM run")}

@@ -40,7 +40,9 @@ def test_a_fault_is_told_with_its_evidence_and_the_way_out(
 ) -> None:
     code, out = told(monkeypatch, ill)
     assert code == 1
-    assert "1. GPU 0 -> GPU 2 direct: bytes arrive changed" in out
+    (finding,) = result(ill, 0.0).findings
+    assert (finding.name, finding.gpus) == ("corrupt transfer", (0, 2))
+    assert f"1. {finding.says}" in " ".join(out.split())
     assert all(f"   {part}: " in out for part in ("evidence", "cost", "change", "undo"))
     table = out.partition("direct copies in GB/s")[2].splitlines()[1:7]
     assert [line.split() for line in table if line.startswith("GPU 0")] == [
@@ -125,11 +127,13 @@ def test_a_page_without_matplotlib_is_refused_before_the_examination(
 
 
 def test_load_alone_is_no_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    machine = machines.examined(tmp_path, "2x3090")
-    code, out = told(monkeypatch, replace(machine, busy="90% of the cores"))
+    busy = replace(machines.examined(tmp_path, "2x3090"), busy="90% of the cores")
+    code, out = told(monkeypatch, busy)
     assert "Nothing wrong found" not in out
     assert code == 0
-    assert "1. other processes took the cores during the examination (a fact, not a fault)" in out
+    (finding,) = result(busy, 0.0).findings
+    assert (finding.name, finding.wrong) == ("busy cores", False)
+    assert f"1. {finding.says} (a fact" in out
     assert "No fault found, but" in out
     assert "NOISY" in out
 

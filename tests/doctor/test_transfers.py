@@ -11,16 +11,17 @@ from dpbench.doctor.examination import DIRECT, PAGEABLE, PINNED, STAGED
 from dpbench.doctor.transfers import SILENCE, Copy, copies
 from dpbench.records import HOST
 
-CHILD = """
+ERROR = "CUDA error: an illegal memory access"
+CHILD = f"""
 import json, sys, time
-print("{}", flush=True)
+print("{{}}", flush=True)
 for copy in json.load(sys.stdin):
     ends = copy["source"], copy["target"]
     if ends == (0, 1):
         time.sleep(60)
     if ends == (1, 0):
-        sys.exit("CUDA error: an illegal memory access")
-    print(json.dumps({"bytes_per_s": 1e9, "wrong": 3 * (ends == (1, 2))}), flush=True)
+        sys.exit("{ERROR}")
+    print(json.dumps({{"bytes_per_s": 1e9, "wrong": 3 * (ends == (1, 2))}}), flush=True)
 """
 
 
@@ -44,7 +45,7 @@ def test_a_copy_that_hangs_or_ends_its_process_is_named_and_the_rest_is_made(
     assert [one.failure for one in found] == [
         "",
         SILENCE,
-        "CUDA error: an illegal memory access",
+        ERROR,
         "",
         "",
     ]

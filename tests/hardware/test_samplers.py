@@ -107,7 +107,7 @@ def test_late_ticks_are_skipped_and_the_rest_keep_their_place(durations_s, expec
 
 def test_fault_in_a_sampler_ends_its_series_only(caplog):
     with samplers.every(0.01, lambda: 1 // 0):
-        assert poll(lambda: "a series of samples ended early" in caplog.text)
+        assert poll(lambda: "ended early" in caplog.text)
 
 
 def test_interval_must_be_positive():

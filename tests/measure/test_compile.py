@@ -245,7 +245,7 @@ def test_compilation_is_an_axis() -> None:
     }
     cases = plan.sweep(**axes, compile=[False, True])
     assert [case.habits for case in cases] == [(), ("compiled",)] * 2
-    assert cases[1].label == "mlp single x1 batch 8 compiled"
+    assert cases[1].label == f"{cases[0].label} compiled"
     assert plan.alone(cases[3], 8) == cases[1]
     with pytest.raises(
         ValueError, match="cannot trace the tensors of emulated devices: leave out compile="

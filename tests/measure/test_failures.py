@@ -21,6 +21,7 @@ from dpbench.measure.worker import trial as worker
 from dpbench.records import Case, Effort, Status, Trial, Verified
 from dpbench.records.trial import Failure
 from dpbench.strategies import Strategy, load
+from tests.amounts import amounts
 
 
 class Mute(Exception):
@@ -195,7 +196,8 @@ def test_a_trial_whose_model_changes_the_number_of_threads_fails(tmp_path: Path)
     case = Case(model=f"{path}:net", strategy="single", batch_size=4)
     found = worker.run(case, Effort(max_steps=2), tmp_path)
     assert found.status is Status.FAILED
-    assert "number of torch's threads from 1 to 3" in found.reason
+    assert "threads" in found.reason
+    assert amounts(found.reason)[:2] == ["1", "3"]
 
 
 # -- NaN after the first step
@@ -265,7 +267,7 @@ def test_a_trial_whose_training_diverges_fails(tmp_path: Path, strategy: str) ->
     case = Case(model=f"{path}:net", strategy=strategy, batch_size=4, optimizer="own")
     found = worker.run(case, Effort(), tmp_path)
     assert found.status is Status.FAILED
-    assert re.search(r"the loss of step [2-9] contains (NaN|infinity)", found.reason), found.reason
+    assert re.search(r"loss .* [2-9] contains (NaN|infinity)", found.reason), found.reason
 
 
 @pytest.mark.parametrize(("output", "fails"), [(math.nan, True), (-math.inf, False)])

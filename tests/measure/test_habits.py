@@ -34,6 +34,7 @@ from dpbench.records import (
 from dpbench.records.work import Shapes
 from dpbench.report import markdown, small_multiples
 from dpbench.store.export import formats
+from tests.amounts import amounts
 
 EMULATED = Case(model="mlp", strategy="single", batch_size=8, device_kind="emulated")
 FOUR = Effort(budget_s=30, min_steps=12, max_steps=12, warmup_steps=2, block_steps=7)
@@ -179,7 +180,8 @@ def test_each_habit_is_a_case_with_a_baseline_of_the_same_habit() -> None:
         ("loss read every 10",),
         ("inputs device",),
     ]
-    assert cases[5].label.endswith("batch 8 inputs device loss read every 10")
+    assert cases[5].label.endswith(" ".join(("batch 8", *cases[5].habits)))
+    assert cases[5].habits == ("inputs device", "loss read every 10")
     for case in cases[6:]:
         assert plan.alone(case, 8) in cases[:6]
     assert Case(model="mlp", strategy="single", batch_size=8).to_dict().keys() == {
@@ -348,13 +350,12 @@ def test_the_effect_of_each_habit_is_told_apart_from_the_others() -> None:
         *timed(both.without("compile"), 0.012),
         *timed(both.without("compile").without("read_loss"), 0.010),
     ]
-    said = " ".join(Report.of(trials, run_id="r", started_s=0.0, provenance={}).notes)
-    assert said.endswith(
-        "Loop settings, as the step time with the setting divided by the step time without it: "
-        "compiled: 0.600× (0.600–0.600) in mlp single x1 batch 8, "
-        "0.750× (0.750–0.750) in mlp single x1 batch 8 loss read; "
-        "loss read: 1.20× (1.20–1.20) in mlp single x1 batch 8, "
-        "1.50× (1.50–1.50) in mlp single x1 batch 8 compiled. "
-        "Compilation, which no step includes, took at most 4.00 s."
-    ), said
+    settings, compilation = Report.of(trials, run_id="r", started_s=0.0, provenance={}).notes
+    said = {
+        name: amounts(rest)[::4]
+        for name in ("compiled", "loss read")
+        for rest in [settings.partition(f"{name}: ")[2].partition("; ")[0]]
+    }
+    assert said == {"compiled": ["0.600×", "0.750×"], "loss read": ["1.20×", "1.50×"]}
+    assert amounts(compilation) == ["4.00 s"]
     assert Report.of(timed(both, 0.01), run_id="r", started_s=0.0, provenance={}).notes == ()

@@ -10,6 +10,7 @@ from dpbench.measure.budget import Budget
 from dpbench.measure.run import Ended, Note
 from dpbench.records import Case, Status, Verified
 from dpbench.records.load import Load, Measured, UnknownLoad
+from tests.amounts import amounts
 from tests.measure.test_run import CASES, slots
 from tests.runs import run
 from tests.standing_in import QUIET, Server
@@ -35,10 +36,11 @@ def crowded(quick, monkeypatch):
 
 
 def measured(outcome, store):
-    """Return the run's number of trials, how many count, and the reasons to call it noisy."""
+    """Return the run's number of trials, how many count, and why it is noisy, in numbers."""
     (found,) = [one for one in store.runs() if one.id == outcome.run_id]
     every = store.trials(outcome.run_id, superseded=True)
-    return len(every), len(store.trials(outcome.run_id)), found.provenance["noisy"]
+    noisy = {when: amounts(why) for when, why in found.provenance["noisy"].items()}
+    return len(every), len(store.trials(outcome.run_id)), noisy
 
 
 def with_a_budget_of(trials, store, monkeypatch):
@@ -70,30 +72,23 @@ def test_a_trial_that_is_noisy_again_is_kept_and_labelled_and_not_measured_a_thi
 ):
     crowded.update({1, 6})
     outcome = run(CASES[:3], store, rounds=2, patience_s=1)
-    assert measured(outcome, store) == (7, 6, {"during": "1 trial ran under too much foreign load"})
+    assert measured(outcome, store) == (7, 6, {"during": ["1"]})
     content = reports.report_of(store.runs()[0], store.trials(outcome.run_id))
-    assert "NOISY: 1 trial ran under too much foreign load" in map(str, content.remarks)
+    (noisy,) = (one for one in content.remarks if one.key == "noisy")
+    assert amounts(noisy.text) == ["1"]
     assert ["NOISY" in row.labels for row in content.rows].count(True) == 1
 
 
 def test_without_patience_noisy_trials_are_labelled_and_not_repeated(store, crowded):
     crowded.update({1, 4})
     outcome = run(CASES[:3], store, rounds=2, patience_s=0)
-    assert measured(outcome, store) == (
-        6,
-        6,
-        {"during": "2 trials ran under too much foreign load"},
-    )
+    assert measured(outcome, store) == (6, 6, {"during": ["2"]})
 
 
 def test_when_the_budget_is_spent_nothing_is_repeated(store, crowded, monkeypatch):
     crowded.update({0, 1, 2})
     outcome = with_a_budget_of(3, store, monkeypatch)
-    assert measured(outcome, store) == (
-        3,
-        3,
-        {"during": "3 trials ran under too much foreign load"},
-    )
+    assert measured(outcome, store) == (3, 3, {"during": ["3"]})
 
 
 def test_a_repeat_that_fails_replaces_nothing(store, crowded, monkeypatch):
@@ -106,7 +101,7 @@ def test_a_repeat_that_fails_replaces_nothing(store, crowded, monkeypatch):
 
     monkeypatch.setattr(Server, "act", staticmethod(act))
     outcome = run(CASES[:3], store, rounds=1, patience_s=1)
-    assert measured(outcome, store) == (4, 3, {"during": "1 trial ran under too much foreign load"})
+    assert measured(outcome, store) == (4, 3, {"during": ["1"]})
     assert outcome.counts == {Status.OK: 3}
 
 
@@ -139,7 +134,9 @@ def test_an_interrupted_run_is_labelled_as_noisy_as_it_was(store, crowded, monke
     with pytest.raises(KeyboardInterrupt):
         run(CASES[:3], store, rounds=1, patience_s=0)
     (stopped,) = store.runs()
-    assert stopped.provenance["noisy"] == {"during": "1 trial ran under too much foreign load"}
+    assert {when: amounts(why) for when, why in stopped.provenance["noisy"].items()} == {
+        "during": ["1"]
+    }
 
 
 @pytest.mark.usefixtures("quick")
@@ -151,9 +148,9 @@ def test_a_load_before_an_earlier_session_stays_a_reason_for_the_label(store, mo
         with pytest.raises(KeyboardInterrupt):
             run(CASES[:2], store, rounds=1, patience_s=0)
         before = store.runs()[0].provenance["noisy"]["before"]
-        assert before.startswith("other processes took 50%")
-    outcome = run(CASES[:2], store, rounds=1, patience_s=0)
-    assert measured(outcome, store)[2] == {"before": before}, "the same load is told once"
+        assert amounts(before)[0] == "50%"
+    run(CASES[:2], store, rounds=1, patience_s=0)
+    assert store.runs()[0].provenance["noisy"] == {"before": before}, "the same load is told once"
 
 
 def test_what_was_noisy_twice_is_not_repeated_when_the_run_is_opened_again(store, crowded):
@@ -161,17 +158,13 @@ def test_what_was_noisy_twice_is_not_repeated_when_the_run_is_opened_again(store
     first = run(CASES[:3], store, rounds=1, patience_s=1)
     again = run(CASES[:3], store, rounds=1, patience_s=1, retry=["failed"])
     assert (again.run_id, again.resumed) == (first.run_id, True)
-    assert measured(again, store) == (4, 3, {"during": "1 trial ran under too much foreign load"})
+    assert measured(again, store) == (4, 3, {"during": ["1"]})
 
 
 def test_repeats_end_with_the_budget(store, crowded, monkeypatch):
     crowded.update({0, 1, 2})
     outcome = with_a_budget_of(4, store, monkeypatch)
-    assert measured(outcome, store) == (
-        4,
-        3,
-        {"during": "2 trials ran under too much foreign load"},
-    )
+    assert measured(outcome, store) == (4, 3, {"during": ["2"]})
 
 
 def test_side_by_side_the_whole_group_is_measured_again(store, crowded, monkeypatch):
@@ -197,13 +190,15 @@ def test_a_busy_machine_is_waited_for_and_the_run_labelled_when_it_stays_busy(st
     monkeypatch.setattr(foreign_load, "measure", lambda: loads.pop(0))
     outcome = run(CASES[:1], store, rounds=1, patience_s=1e6, listen=heard.append)
     (note,) = [event for event in heard if isinstance(event, Note)]
-    assert note.text.startswith("busy machine: other processes took 50%")
+    assert note.text.startswith("busy machine: ")
+    assert amounts(note.text)[0] == "50%"
     assert measured(outcome, store) == (1, 1, {})
     monkeypatch.setattr(foreign_load, "measure", lambda: BUSY)
     outcome = run(CASES[:1], store, rounds=1, patience_s=0)
     assert list(measured(outcome, store)[2]) == ["before"]
     content = reports.report_of(store.runs()[0], store.trials(outcome.run_id))
-    assert "NOISY: other processes took 50%" in " ".join(map(str, content.remarks))
+    (noisy,) = (one for one in content.remarks if one.key == "noisy")
+    assert amounts(noisy.text)[0] == "50%"
 
 
 @pytest.mark.usefixtures("quick")
@@ -222,10 +217,10 @@ def test_the_wait_for_a_low_load_leaves_half_of_the_budget_for_trials(store, mon
 
 @pytest.mark.usefixtures("quick")
 def test_a_load_that_cannot_be_told_is_not_called_quiet(store, monkeypatch):
-    monkeypatch.setattr(foreign_load, "measure", lambda: UnknownLoad("no counts here"))
+    unknown = UnknownLoad("no counts here")
+    monkeypatch.setattr(foreign_load, "measure", lambda: unknown)
     outcome = run(CASES[:1], store, rounds=1)
     content = reports.report_of(store.runs()[0], store.trials(outcome.run_id))
-    assert "it is unknown whether other processes used the cores: no counts here" in map(
-        str, content.warnings
-    )
+    (warning,) = (one for one in content.warnings if one.key == "unknown_load")
+    assert warning.text.endswith(f": {unknown.unknown}")
     assert "NOISY" not in " ".join(content.notes)

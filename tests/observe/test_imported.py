@@ -18,6 +18,7 @@ from dpbench.records import HOST, Phase, Source, words
 from dpbench.records.activity import Activity, Busy, busy, difference, length, union
 from dpbench.records.registry import Parallelism, Role
 from dpbench.store import Naming, Store
+from tests.amounts import amounts
 from tests.observe.kineto_files import (
     EXCERPTS,
     WHOLE,
@@ -162,7 +163,7 @@ def test_planted_waits_for_data_appear_in_data(tmp_path) -> None:
     assert facts is not None
     assert facts.loader_workers is None
     first, second = found.notes
-    assert first == "the trace does not contain the number of DataLoader workers"
+    assert "DataLoader workers" in first
     assert "intervals of the host" in second
 
 
@@ -489,9 +490,9 @@ def test_clocks_that_collectives_do_not_align_are_named() -> None:
     assert found.traces[1].aligned is None
     facts = found.trial.facts.loop
     assert facts is not None
-    assert "clock of rank 1 could not be aligned" in facts.unknown[0].problem
+    assert amounts(facts.unknown[0].problem)[0] == "1", "its rank"
     missing, *problems = found.notes
-    assert missing == "the traces of 126 of 128 ranks were not given"
+    assert amounts(missing) == ["126", "128"]
     assert problems == [one.problem for one in facts.unknown]
 
 
@@ -768,7 +769,8 @@ def test_numbers_that_json_does_not_know_and_broken_events_are_left_out_with_a_n
     found = kineto.read(path)
     assert len(found.host) == 1
     (note,) = found.notes
-    assert "odd.json: dpbench left out 2 of 4 events" in note
+    assert "odd.json" in note
+    assert amounts(note)[:2] == ["2", "4"]
     assert "event 1, 'aten::mm'" in note
 
 
@@ -782,7 +784,8 @@ def test_a_kernel_without_a_launch_is_busy_and_has_no_phase(tmp_path) -> None:
     assert trial.spans == ()
     facts = trial.facts.loop
     assert facts is not None
-    assert "the trace lacks the launch of 1 of 1 kernels and copies" in facts.unknown[0].problem
+    assert "launch" in facts.unknown[0].problem
+    assert amounts(facts.unknown[0].problem)[:2] == ["1", "1"]
 
 
 @pytest.mark.parametrize("lost", [0, 2])

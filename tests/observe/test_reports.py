@@ -125,11 +125,14 @@ def test_every_command_reads_watched_runs_and_imported_traces(
         assert "Traceback" not in err
         return out
 
-    assert "the loop waits for its DataLoader: 51%" in said("explain", "--all", "--run", "@after")
     assert "nothing stands out" in said("report", "--md", "--run", "@before")
     assert json.loads(said("report", "--json"))["cases"][0]["samples_per_s"] is None
     explained = json.loads(said("explain", "--json", "--run", "@after"))
-    assert explained["answers"][0]["choice"] == "change the loop"
+    (answer,) = explained["answers"]
+    assert (answer["choice"], answer["problem"]) == ("change the loop", "loading")
+    assert answer["cost"]["value"] == pytest.approx(0.51, abs=0.005)
+    said_all = " ".join(said("explain", "--all", "--run", "@after").split())
+    assert answer["headline"] in said_all
     assert explained["diagnoses"][0]["findings"][0]["command"].startswith("dpbench loaders")
     said("report", "--report", tmp_path / "page.html")
     assert "IMPORTED" in (tmp_path / "page.html").read_text()

@@ -45,10 +45,10 @@ def test_reading_a_value_in_the_loop_waits_too(tmp_path, read: str) -> None:
 def test_the_lines_by_which_ranks_take_memory_on_the_first_gpu_are_named(tmp_path) -> None:
     path = tmp_path / "train.py"
     path.write_text("state = torch.load(path)\nnet.cuda(rank)\n")
-    assert [*source.missing_binding(path)] == [
-        "train.py:1 calls torch.load without map_location",
-        "no line of train.py calls torch.cuda.set_device",
-    ]
+    loads, binds = source.missing_binding(path)
+    assert loads.startswith("train.py:1 ")
+    for said, name in ((loads, "torch.load"), (binds, "torch.cuda.set_device")):
+        assert name in said
     path.write_text("torch.cuda.set_device(rank)\ntorch.load(path, map_location='cpu')\n")
     assert [*source.missing_binding(path)] == []
 

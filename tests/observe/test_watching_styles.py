@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dpbench.observe import loop, seams, trials
 from dpbench.observe.recorder import Recorder
 from dpbench.records import UNATTRIBUTED, Phase
+from tests.amounts import amounts
 from tests.observe.watched_scripts import Clock, phases_of, problems, really_watched, watched
 
 
@@ -248,7 +249,8 @@ for epoch in range(3):
     assert found.updates == 4
     assert found.rows == (4 if advance else 16)
     assert found.rows / found.batches == 4
-    assert "3 steps do not call backward 4 times" in problems(found)
+    (last,) = (one for one in found.unknown if "backward" in one.problem)
+    assert amounts(last.problem) == ["3", "4"], "steps that do not call it as often as the others"
 
 
 def test_accumulation_without_a_loader_has_an_unknown_number_of_rows(tmp_path: Path) -> None:
@@ -301,9 +303,7 @@ thread.join()
 """,
     )
     assert not found.steps
-    assert [(one.problem[:40], one.steps) for one in found.unknown] == [
-        ("an optimizer steps in a thread that dpbe", 5)
-    ]
+    assert [("thread" in one.problem, one.steps) for one in found.unknown] == [(True, 5)]
 
 
 def test_watching_breaks_no_graph_of_a_compiled_function(tmp_path: Path) -> None:

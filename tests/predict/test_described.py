@@ -144,7 +144,8 @@ def test_a_number_in_the_name_of_a_gpu_is_no_number_per_node(each: str) -> None:
 def test_what_the_line_does_not_state_is_listed_and_widens_the_bus() -> None:
     sure, unsure = (machine.load(f"8x A100 PCIe{more}") for more in (", P2P", ""))
     assert sure.assumed == ()
-    assert unsure.assumed == ("peer access is not stated: the default of this GPU is assumed",)
+    (assumed,) = unsure.assumed
+    assert assumed.startswith("peer access ")
     case = Case(model="mlp", strategy="ddp", devices=8, batch_size=8, device_kind="cuda")
     assert priors_of(case, sure)["bus_scale"] == PRIORS["bus_scale"].deviation
     assert priors_of(case, unsure)["bus_scale"] == ASSUMED_BUS

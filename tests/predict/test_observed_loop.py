@@ -42,9 +42,8 @@ def test_the_profile_of_one_device_has_the_seconds_of_its_phases() -> None:
     assert found.profile.parameter_bytes == 4e6
     assert found.profile.forward
     assert found.profile.forward.at(64) == pytest.approx(0.004, rel=1e-3)
-    assert found.words.startswith(
-        "train.py: its launches are estimated, and the phases of its steps were MEASURED"
-    )
+    assert found.words.startswith("train.py: its launches are estimated")
+    assert "MEASURED" in found.words
     assert "may be far off" not in found.words
 
 
@@ -137,7 +136,7 @@ def test_the_command_takes_a_run_by_file_and_by_name(
         found = json.loads(out)
         assert [one["case"]["batch_size"] for one in found["cases"]] == [64, 64, 64]
         assert all("PREDICTED" in one["labels"] for one in found["cases"])
-        assert "MEASURED in the user's own loop" in found["measured_steps"][0]
+        assert "MEASURED" in found["measured_steps"][0]
     for arguments, said in (
         (("--from", "@single"), "has no watched or imported loop"),
         (("--from", "@none"), "no run with the name"),

@@ -262,7 +262,8 @@ def test_hard_ddp_cases_from_a_description_and_from_one_workload(
     assert exact.hard_mape is not None
     # 0.10 while a phrase in the notes told which scripts do not overlap, which no user can know
     assert exact.hard_mape <= 0.135
-    assert (apart.strategy, apart.n) == ("ddp, one device at another batch", 107)
+    assert apart.strategy.startswith("ddp, ")
+    assert apart.n == 107
     (taught,) = score.calibrated_lines([one.matched for one in lpt])
     assert taught.hard_n > 100
     assert taught.hard_mape is not None

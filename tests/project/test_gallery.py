@@ -21,7 +21,8 @@ def test_a_run_gets_a_folder_with_its_page_and_trials_and_a_paragraph_in_the_lis
     text = gallery.listed(tmp_path / "reports")
     assert HOSTILE not in text
     assert "What it shows." in text
-    assert "EPYC, 2 cores, GPUs: none; 2 of 2 cases have a result." in text
+    assert "EPYC, 2 cores, GPUs: none;" in text
+    assert "2 of 2 cases" in text
     assert re.findall(r'class="badge ([^"]*)"', text) == ["MEASURED", "CPU-ONLY"]
     assert re.search(r"<p>mlp: on this CPU, [^<]+</p>", text), "the answer of the run"
     assert ">An older study</a>" in text

@@ -128,12 +128,12 @@ def test_without_all_siblings_everything_else_works(package_alone: Path) -> None
         assert read.stdout
     compared = do(package_alone, "compare", "@here", "@here")
     assert compared.returncode == EXIT_UNDECIDED, "one round decides nothing"
-    page = package_alone / "examined.html"
+    page, gone = package_alone / "examined.html", "of a sibling that is gone"
     with Store.create(package_alone / "dpbench.db") as store:
-        store.keep_machine_result("h", 1.7e9, "of a sibling that is gone")
-        assert [run.machine_result for run in store.runs()] == ["", "of a sibling that is gone"]
+        store.keep_machine_result("h", 1.7e9, gone)
+        assert [run.machine_result for run in store.runs()] == ["", gone]
     assert do(package_alone, "report", "--run", "@watched", "--report", str(page)).returncode == 0
-    assert "of a sibling that is gone" not in page.read_text()
+    assert gone not in page.read_text()
 
 
 def delete_tests_of(packages: Sequence[str], tests: Path) -> None:

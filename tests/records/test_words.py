@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from dpbench.records import words
 from dpbench.records.estimate import Doubt, Estimate
+from tests.amounts import amounts
 
 NUMBER = r"[−-]?\d{1,3}(?:,?\d{3})*(?:\.\d+)?"
 SECONDS = {"s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}
@@ -19,7 +20,7 @@ BYTES = {unit: 1024.0**power for power, unit in enumerate(("B", "KiB", "MiB", "G
 
 durations = st.floats(-9, 6).map(lambda power: 10.0**power)
 sizes = st.integers(1, 10**15)
-amounts = st.floats(-9, 15).map(lambda power: 10.0**power)
+magnitudes = st.floats(-9, 15).map(lambda power: 10.0**power)
 
 
 def read(text: str, units: dict[str, float]) -> float:
@@ -73,7 +74,7 @@ def test_a_size_has_three_digits_and_a_unit_that_fits(count: int) -> None:
         assert said == f"{count:,} B"
 
 
-@given(amounts, st.sampled_from([1, -1]))
+@given(magnitudes, st.sampled_from([1, -1]))
 def test_no_number_is_written_with_an_exponent(value: float, sign: int) -> None:
     said = words.number(sign * value)
     assert value_of(said) == pytest.approx(sign * value, rel=0.005)
@@ -84,7 +85,7 @@ def test_no_number_is_written_with_an_exponent(value: float, sign: int) -> None:
     )
 
 
-@given(amounts, amounts)
+@given(magnitudes, magnitudes)
 def test_a_greater_number_never_reads_as_less(one: float, other: float) -> None:
     assume(one < other)
     assert value_of(words.number(one)) <= value_of(words.number(other))
@@ -167,11 +168,8 @@ def test_an_estimate_in_doubt_is_not_written(say: Callable[[Estimate], str]) -> 
     ends = "between 0.400× and 1.70×"
     assert say(Estimate(1.0, 0.9, 1.1, 2)) == "not enough rounds"
     assert wide == (ends if say is words.times else "not enough rounds"), "its ends decide"
-    assert words.doubt(Estimate(1.0, 0.9, 1.1, 1)).startswith("1 round, but at least 3 are needed")
-    assert (
-        words.doubt(Estimate(1.0, 0.4, 1.7, 9))
-        == "the estimate's interval spans more than a factor of 4"
-    )
+    assert amounts(words.doubt(Estimate(1.0, 0.9, 1.1, 1)))[:2] == ["1", "3"]
+    assert amounts(words.doubt(Estimate(1.0, 0.4, 1.7, 9))) == ["4"]
     assert words.doubt(Estimate(1.0, 0.9, 1.1, 3)) == ""
 
 

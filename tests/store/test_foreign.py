@@ -43,7 +43,7 @@ def test_a_run_whose_id_is_not_of_our_form_is_unreadable_and_nothing_outside_is_
     ):
         code, _, err = dpbench(*command)
         assert code != 0, command
-        assert "row 1 of the table run" in err, (command, err)
+        assert f"{path}, row 1 " in err, (command, err)
         (tmp_path / "other.db").unlink(missing_ok=True)
         assert entries(tmp_path) == before, command
     with Store.read(path) as opened, pytest.raises(UnreadableRow, match="id"):

@@ -734,7 +734,7 @@ def test_a_store_that_stays_locked_is_refused_with_the_process_that_has_locked_i
         open_(path)
     assert 30 < clock.now_s < 31
     (said,) = caplog.messages
-    assert re.match(rf"{named}.*; this process waits for at most 30 s$", said)
+    assert re.match(rf"{named}.* 30 s$", said), "the longest time that this process waits"
 
 
 @linux
@@ -821,9 +821,7 @@ def test_a_store_with_a_log_in_a_read_only_folder_is_read_or_refused(path, child
         folder.chmod(0o755)
     assert err == ""
     if changes:
-        assert (
-            "has changes in store.db-wal, which cannot be read in a folder that is read-only: copy"
-            " both" in out
-        )
+        assert "store.db-wal" in out
+        assert "copy both" in out
     else:
         assert out == "1\n"

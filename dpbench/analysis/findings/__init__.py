@@ -50,15 +50,15 @@ class Diagnosis:
     """The explanation of the diagnosed case, whose results are in `row`.
 
     `labels` are those of all compared cases. `findings` are sorted by cost, the largest first.
-    `unjudged` has a text for each question that the run cannot answer. `open` is evidence whose
-    cost is too small or uncertain for a finding.
+    `unjudged` has a text for each question that the run cannot answer. `open` are findings whose
+    cost is too small or uncertain to be shown.
     """
 
     row: Row
     labels: tuple[str, ...]
     findings: tuple[Finding, ...]
     unjudged: tuple[str, ...]
-    open: tuple[Evidence, ...] = ()
+    open: tuple[Finding, ...] = ()
 
 
 def diagnose(
@@ -93,21 +93,22 @@ def _diagnosis(context: CaseContext) -> Diagnosis:
     if context.row.on_fake_gpus or (context.loop and context.loop.hidden):
         rules = ()  # times that mean nothing, and unknown phases, are no evidence
     judged = [(rule, rule.find(context)) for rule in rules]
-    evidence = [(rule, seen) for rule, seen in judged if isinstance(seen, Evidence)]
-    findings = [_finding(context, rule, seen) for rule, seen in evidence if _worth(context, seen)]
+    every = [_finding(context, rule, one) for rule, one in judged if isinstance(one, Evidence)]
+    shown = [finding for finding in every if _worth(context, finding.evidence)]
     unjudged = [seen.what for _, seen in judged if isinstance(seen, Missing)]
-    unjudged += unclear(context.loop) if context.loop else _doubtful(evidence)
+    unjudged += unclear(context.loop) if context.loop else _doubtful(every)
     return Diagnosis(
         row=context.row,
         labels=context.labels,
-        findings=tuple(sorted(findings, key=lambda finding: -finding.stake)),
+        findings=tuple(sorted(shown, key=lambda finding: -finding.stake)),
         unjudged=tuple(unjudged),
-        open=tuple(seen for _, seen in evidence if seen.size_s and not _worth(context, seen)),
+        open=tuple(finding for finding in every if not _worth(context, finding.evidence)),
     )
 
 
-def _doubtful(evidence: Sequence[tuple[FindingRule, Evidence]]) -> Iterator[str]:
-    names = [rule.key for rule, seen in evidence if seen.size_s and seen.size_s.doubt]
+def _doubtful(every: Sequence[Finding]) -> Iterator[str]:
+    sizes = ((finding.rule.key, finding.evidence.size_s) for finding in every)
+    names = [key for key, size_s in sizes if size_s and size_s.doubt]
     if names:
         yield f"the cost of {', '.join(names)} ({words.NOT_ENOUGH}: {words.REMEDY} would help)"
 

@@ -105,9 +105,7 @@ def test_a_tensor_that_was_left_behind_is_named_with_the_call_that_registers_it(
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device") as told:
         run(module)(torch.ones(4, 4))
     text = "\n".join([str(told.value), *getattr(told.value, "__notes__", [])])
-    assert (
-        "the attribute inner.scale is a tensor on cpu, and neither a parameter nor a buffer" in text
-    )
+    assert "inner.scale is a tensor on cpu" in text
     tensor = module.inner.__dict__.pop("scale").to("lazy:0")
     eval(
         cure(text, r"(module\.register_buffer\('scale', tensor\))"),
@@ -142,9 +140,8 @@ def test_too_little_memory_is_recorded_with_the_device_and_a_batch_that_fits_is_
     (full,) = run_together([case], TINY, tmp_path)
     assert full.status is Status.OOM
     assert full.failed_device == 0
-    assert re.match(
-        r"out of memory on .*emulated:0; use a smaller batch, or more devices; error: ", full.reason
-    )
+    assert re.match(r"out of memory on .*emulated:0; ", full.reason)
+    assert "a smaller batch" in full.reason
     assert "bytes" in full.reason
     (smaller,) = run_together([replace(case, batch_size=64)], TINY, tmp_path)
     assert smaller.status is Status.OK, smaller.reason
