@@ -46,6 +46,8 @@ from dpbench.records.trial import SPENT
 
 NOTABLE = 0.1
 """The least share of the lost time with which an answer names a phase after the first."""
+TICK_S = 1e-9
+"""A time below that of any clock, in seconds: what rounding leaves of equal times."""
 MOSTLY = 0.5
 """The share of a step for which a GPU must be idle for an answer to begin with it."""
 _OBSTACLES = {
@@ -564,7 +566,7 @@ def _loses(row: Row, base: Row) -> str:
     assert base.mean
     divisor = row.case.devices * base.case.batch_size / row.case.batch_size
     lost_s = row.mean.value - base.mean.value / divisor
-    if lost_s <= 0:
+    if lost_s < TICK_S:
         return "loses no time against perfect scaling"
     ideal = {name: seconds / divisor for name, seconds in base.phases.items()}
     phases = summary.changes(ideal, row.phases)

@@ -131,7 +131,7 @@ def _worth(context: CaseContext, seen: Evidence) -> bool:
 def _finding(context: CaseContext, rule: FindingRule, seen: Evidence) -> Finding:
     tried = rule.remedies(context.case)
     measured = cures(context, rule)
-    applied, code = _code(measured, tried)
+    applied, code = _code(context.case, measured, tried)
     return Finding(
         rule=rule,
         row=context.row,
@@ -151,16 +151,16 @@ def _measure(context: CaseContext, tried: Sequence[Case]) -> str:
     return commands.measure([alone, context.case, *tried], machine=context.machine)
 
 
-def _code(measured: Sequence[Cure], tried: Sequence[Case]) -> tuple[str, str]:
+def _code(case: Case, measured: Sequence[Cure], tried: Sequence[Case]) -> tuple[str, str]:
     """Return what a remedy uses, and the line of code that applies it; "" if there is none.
 
     It is that of the fastest measured case with the remedy, if decidedly faster; else of the first
-    case in `tried` that is not decidedly slower.
+    case in `tried` that is not decidedly slower. Fewer devices or a larger batch change no code.
     """
     better = [cure.row.case for cure in measured if cure.verdict == "faster"]
     slower = {cure.row.case for cure in measured if cure.verdict == "slower"}
-    best = better[0] if better else next((case for case in tried if case not in slower), None)
-    if best and best.schedule:
+    best = better[0] if better else next((one for one in tried if one not in slower), None)
+    if best and best.schedule and best.schedule != case.schedule:
         return f"the schedule {best.schedule}", TRAIN_STEP.format(best.schedule)
     return (in_words(best), DDP) if best and best.traits.role is Role.CONTROL else ("", "")
 
