@@ -14,6 +14,8 @@ from tests.faults import Fault, main
 
 DEFERRED = ("FAKECUDA_DEFERRED=1", "FAKECUDA_SEED=1")
 CLOCK_ALONE = ("FAKECUDA_NUMERICS=0", "FAKECUDA_DATA=0")
+ACCOUNTS = "tests/gpu/test_accounts.py::"
+OWN_GPU = "tests/gpu/test_own_gpu.py::"
 CALLER = "tests/gpu/test_deferred.py::test_a_step_follows_the_callers_streams"
 
 FAULTS = (
@@ -127,6 +129,97 @@ FAULTS = (
             "tests/measure/test_gpu_state.py::"
             "test_gpus_are_heated_for_the_time_that_the_warm_up_does_not_last",
         ),
+    ),
+    # -- NCCL
+    Fault(
+        "nccl-other-gpu",
+        "a collective runs on the streams of its GPUs",
+        "nccl.all_reduce(tensors, streams=self._streams)",
+        "nccl.all_reduce(tensors, streams=[*self._streams[1:], self._streams[0]])",
+        (f"{ACCOUNTS}test_a_collective_runs_on_the_gpu_of_its_rank[dp-allreduce]",),
+        settings=CLOCK_ALONE,
+    ),
+    Fault(
+        "nccl-other-gpu-deferred",
+        "a collective runs on the streams of its GPUs, also where effects are deferred",
+        "nccl.all_gather(self._parts(tensors), tensors, streams=self._streams)",
+        "nccl.all_gather(self._parts(tensors), tensors, streams=self._streams[::-1])",
+        (f"{OWN_GPU}test_collectives_run_on_streams_of_their_gpus_after_the_work_before_them",),
+        settings=DEFERRED,
+    ),
+    # -- spans
+    Fault(
+        "reduce-wait",
+        "the phase reduce ends when the collectives have ended",
+        "with marked(self._mark, phase, self._indices):\n    self.lead()",
+        "with marked(self._mark, phase, self._indices):\n    pass\nself.lead()",
+        (f"{ACCOUNTS}test_a_collective_ends_within_its_phase[dp-allreduce]",),
+        settings=CLOCK_ALONE,
+    ),
+    Fault(
+        "scatter-wait",
+        "the phase scatter ends when the copy has ended",
+        "with marked(mark, Phase.SCATTER, device.at_work(sources)):\n"
+        "    pieces.append(device.put(chunk))",
+        "with marked(mark, Phase.SCATTER, device.at_work(sources)):\n"
+        "    pass\n"
+        "pieces.append(device.put(chunk))",
+        (f"{ACCOUNTS}test_every_operation_is_launched_in_a_phase[dp-reference]",),
+        settings=CLOCK_ALONE,
+    ),
+    # -- profiles
+    Fault(
+        "profile-last",
+        "a kernel of the profile is credited to the replica on its GPU",
+        "{device.torch_device.index: device.index for device in reversed(devices)}",
+        "{device.torch_device.index: devices[-1].index for device in reversed(devices)}",
+        (f"{OWN_GPU}test_a_profile_credits_every_kernel_to_the_gpu_that_ran_it",),
+        settings=CLOCK_ALONE,
+    ),
+    # -- memory
+    Fault(
+        "peak-of-current",
+        "a peak is that of the device's GPU",
+        "torch.cuda.memory_stats(self.ordinal)",
+        "torch.cuda.memory_stats()",
+        (f"{OWN_GPU}test_a_peak_is_that_of_its_gpu_since_the_last_one",),
+        settings=CLOCK_ALONE,
+    ),
+    Fault(
+        "peak-not-reset",
+        "a peak is that since the last one was taken",
+        "torch.cuda.reset_peak_memory_stats(self.ordinal)",
+        "None",
+        (f"{OWN_GPU}test_a_peak_is_that_of_its_gpu_since_the_last_one",),
+        where="hardware.devices.cuda.CudaDevice.take_peaks",
+        settings=CLOCK_ALONE,
+    ),
+    Fault(
+        "reset-of-current",
+        "a reset forgets the peaks of the device's GPU",
+        "torch.cuda.reset_peak_memory_stats(self.ordinal)",
+        "torch.cuda.reset_peak_memory_stats()",
+        (f"{OWN_GPU}test_a_reset_empties_the_cache_and_forgets_the_peaks_of_its_gpu",),
+        where="hardware.devices.cuda.CudaDevice.reset_memory",
+        settings=CLOCK_ALONE,
+    ),
+    # -- the current GPU
+    Fault(
+        "synchronize-current",
+        "a device waits for its own GPU",
+        "torch.cuda.synchronize(self.ordinal)",
+        "torch.cuda.synchronize()",
+        (f"{OWN_GPU}test_a_device_waits_until_its_gpu_is_idle",),
+        where="hardware.devices.cuda.CudaDevice.synchronize",
+        settings=CLOCK_ALONE,
+    ),
+    Fault(
+        "heat-current",
+        "every GPU is heated, and not the current one",
+        "with device.guard():\n    torch.cuda._sleep(HEATING_CYCLES)",
+        "torch.cuda._sleep(HEATING_CYCLES)",
+        (f"{OWN_GPU}test_every_gpu_is_heated",),
+        settings=CLOCK_ALONE,
     ),
 )
 
