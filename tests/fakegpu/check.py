@@ -48,6 +48,8 @@ TIMED = (
 """Tests that compare times: on fake GPUs, without numbers. Those of the probe take longest."""
 PROFILED = ("tests/gpu/test_profiling.py", "tests/measure/test_profiling.py")
 """Tests of what torch's profiler records, which differs between versions."""
+ACCOUNTS = ("tests/gpu/test_accounts.py", "tests/gpu/test_own_gpu.py")
+"""Tests of what ran on fake GPUs that keep time, also on a busy machine."""
 FIXED_SEEDS = (1, 2)
 FEW_TESTS = '-k "nccl or json"'
 """The tests that gpu-check repeats, to fill its page."""
@@ -91,6 +93,7 @@ def stages(seed: int) -> dict[str, Stage]:
             )
             for name, number in seeds.items()
         },
+        "accounts": Stage((*PYTEST, *ACCOUNTS), 300, CLOCK_ALONE),
         "planted": Stage((sys.executable, "-m", "tests.fakegpu.planted"), 300),
         "conformance": Stage((*PYTEST, *MARKED, *_paths(mirrored)), 300),
         "doctor": Stage((*PYTEST, *_paths([doctor])), 480),

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import pickle
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -20,15 +19,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from dpbench import models
+from dpbench.engine.fast.replica_weights import ReplicaWeights
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import open_devices
 from dpbench.measure import ranks
 from dpbench.measure.clocks import CudaClock
 from dpbench.records import HOST, Case, Phase, Span, Step, no_mark, registry
+from dpbench.records.activity import Interval, difference, union
 from dpbench.records.ledger import phases
 from tests.fakegpu import oplog
 from tests.fakegpu.oplog import NOTE, RECORD, WAIT, Line
@@ -41,7 +43,8 @@ FLOPS_PER_S = 20e12
 COPIED_BYTES = 1 << 28
 COPY_S = 0.0224
 """A fake GPU's seconds to copy them from the host."""
-WARM_UP = 4
+WARM_UP = 12
+"""DistributedDataParallel's logger waits for the GPU in the first ten steps."""
 
 
 class TooSlow(Exception):
@@ -67,7 +70,9 @@ def steps_of(case: Case, devices: Sequence[Device], file: Path, busy_s: float) -
     inputs, target = (tensor.pin_memory() for tensor in model.batch(case.batch_size, 0))
     given = torch.empty(COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
     runner: Any = registry.strategy(case.strategy)
-    with runner.start(case, model, devices, marks.mark) as step:
+    # without numbers, torch.equal says that no two tensors are equal
+    alike = mock.patch.object(ReplicaWeights, "stale", return_value=[])
+    with alike, runner.start(case, model, devices, marks.mark) as step:
         for _ in range(WARM_UP):
             step(inputs, target)
         kept = {device.index: given.to(device.torch_device) for device in devices}
@@ -98,8 +103,12 @@ def steps_of(case: Case, devices: Sequence[Device], file: Path, busy_s: float) -
     return Recorded(oplog.read(path), spans, steps, [one["unattributed"] for one in parts])
 
 
-def of_ranks(case: Case, folder: Path, busy_s: float) -> list[Path]:
-    """Train in a process per rank, and return each rank's file with its `Recorded`."""
+def of_ranks(strategy: str, folder: Path, busy_s: float) -> None:
+    """Train in a process per rank, and print the path of each rank's pickled `Recorded`.
+
+    The calling process must not have initialised CUDA.
+    """
+    case = Case(model="mlp", strategy=strategy, devices=2, batch_size=2 * ROWS, device_kind="cuda")
 
     def entry(rank: int) -> str:
         device = open_devices("cuda", case.devices)[rank]
@@ -109,7 +118,7 @@ def of_ranks(case: Case, folder: Path, busy_s: float) -> list[Path]:
         return str(kept)
 
     backend = registry.strategy(case.strategy).backend(case)
-    return [Path(name) for name in ranks.run(entry, case.devices, folder, backend)]
+    print(*ranks.run(entry, case.devices, folder, backend), sep="\n")
 
 
 def _now() -> float:
@@ -174,7 +183,13 @@ class Launched:
         return (self.line.end_ns - self.line.start_ns) / 1e9
 
 
-Interval = tuple[int, int]
+At = Callable[[Line], float]
+"""A function from the record of an event to its time in nanoseconds."""
+
+
+def in_log(record: Line) -> float:
+    """Return the time of an event on the fake GPUs' clock, in nanoseconds."""
+    return record.end_ns
 
 
 class Account:
@@ -247,12 +262,10 @@ class Account:
         return [one for one in found if one.step]
 
     @cached_property
-    def steps(self) -> list[Interval]:
-        """The begin and end of each step in nanoseconds, that of the busy kernels first."""
+    def _bounds(self) -> list[list[Line]]:
+        """The records at the block's begin, and at each step's end, one per GPU."""
         begins = self._records(range(self._block, 0, -1))
-        bounds = [begins, *(self._records(range(end, len(self._log))) for end in self._ends)]
-        latest = [max(line.end_ns for line in lines) for lines in bounds]
-        return list(itertools.pairwise(latest))
+        return [begins, *(self._records(range(end, len(self._log))) for end in self._ends)]
 
     def _records(self, places: range) -> list[Line]:
         """Return the first records of events at these places by the thread of the first line."""
@@ -261,22 +274,33 @@ class Account:
         records = (line for line in lines if line.kind == RECORD and line.thread == thread)
         return list(itertools.islice(records, self._devices))
 
-    def uncovered_ns(self, step: int) -> int:
-        """Return the nanoseconds of a step in which no mark of it was open on any GPU."""
-        begin, end = self.steps[step]
-        covered = sorted(
-            (max(begin, mark.begin.end_ns), min(end, mark.end.end_ns))
-            for mark in self.marks
-            if mark.step == step
-        )
-        total, reached = 0, begin
-        for start, stop in covered:
-            total += max(0, start - reached)
-            reached = max(reached, stop)
-        return total + max(0, end - reached)
+    def uncovered(self, step: int, at: At) -> list[Interval]:
+        """Return the parts of a step in which no mark of it was open on any GPU."""
+        begin, end = (max(map(at, self._bounds[n])) for n in (step, step + 1))
+        marks = (mark for mark in self.marks if mark.step == step)
+        covered = union((at(mark.begin), at(mark.end)) for mark in marks)
+        return difference([(begin, end)], covered)
 
-    def host_ns(self, gpu: int) -> Callable[[int], float]:
-        """Return a function from a GPU's time to the host's time that dpbench must give it.
+    def outside(self, step: int) -> list[Interval]:
+        """Return the parts of a step in which an operation of no mark ran, and no mark was open."""
+        ran = union(
+            (one.line.start_ns, one.line.end_ns)
+            for one in self.operations
+            if one.step == step and not one.marks
+        )
+        idle = self.uncovered(step, in_log)
+        return difference(idle, difference(idle, ran))
+
+    def on_host(self, record: Line) -> float:
+        """Return the host's time of an event, in nanoseconds, that dpbench must give it."""
+        return self._to_host[record.gpu](record.end_ns)
+
+    @cached_property
+    def _to_host(self) -> dict[int, Callable[[int], float]]:
+        return {line.gpu: self._converted(line.gpu) for line in self._bounds[0]}
+
+    def _converted(self, gpu: int) -> Callable[[int], float]:
+        """Return a function from a GPU's time to the host's, both in nanoseconds.
 
         An anchor is an event that is recorded between two readings of the host's time, of which
         dpbench takes the mean; before the block and after it, each GPU has one. Between them, the
@@ -294,8 +318,3 @@ class Account:
             if len(between) == 1 and between[0].gpu == gpu:
                 seconds = [float(self._log[n].name.split()[1]) for n in (before, after)]
                 yield between[0].end_ns, sum(seconds) / 2 * 1e9
-
-
-if __name__ == "__main__":
-    _case = Case(model="mlp", strategy=sys.argv[1], devices=2, batch_size=16, device_kind="cuda")
-    print(*of_ranks(_case, Path(sys.argv[2]), float(sys.argv[3])), sep="\n")

@@ -19,9 +19,10 @@ import torch
 
 from dpbench.hardware.devices import open_devices
 from dpbench.records import Case, Phase
+from dpbench.records.activity import length
 from dpbench.records.schedule import Schedule
 from tests.commands import ROOT
-from tests.gpu.accounts import ROWS, Account, Launched, Recorded, TooSlow, steps_of
+from tests.gpu.accounts import ROWS, Account, Launched, Recorded, TooSlow, in_log, steps_of
 from tests.gpu.test_times import computes
 
 GPUS = 3
@@ -72,9 +73,18 @@ def in_process(name: str, folder: Path, busy_s: float) -> list[Recorded]:
 
 
 def in_ranks(name: str, folder: Path, busy_s: float) -> list[Recorded]:
-    command = [sys.executable, "-m", "tests.gpu.accounts", name, str(folder), str(busy_s)]
+    text = f"""
+from pathlib import Path
+from tests.gpu.accounts import of_ranks
+of_ranks({name!r}, Path({str(folder)!r}), {busy_s})
+"""
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100
+        [sys.executable, "-c", text],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
     )
     assert done.returncode == 0, done.stderr
     return [pickle.loads(Path(file).read_bytes()) for file in done.stdout.split()]
@@ -111,8 +121,7 @@ def test_a_span_has_the_times_of_its_events(name: str) -> None:
         marks: dict[tuple[int, Phase, int], list[tuple[float, float]]] = {}
         spans: dict[tuple[int, Phase, int], list[tuple[float, float]]] = {}
         for mark in account.marks:
-            host_ns = account.host_ns(mark.begin.gpu)
-            times = host_ns(mark.begin.end_ns), host_ns(mark.end.end_ns)
+            times = account.on_host(mark.begin), account.on_host(mark.end)
             marks.setdefault((mark.step, mark.phase, mark.device), []).append(times)
         for span in recorded.spans:
             if span.device >= 0:
@@ -152,12 +161,17 @@ def test_a_span_covers_the_operations_that_were_launched_in_it(name: str) -> Non
 
 @every_strategy
 def test_time_outside_spans_is_unattributed_to_the_microsecond(name: str) -> None:
-    """No GPU waits for the host, so that it is the time of operations outside of every mark."""
     for recorded, account in accounts(name):
         for step, unattributed_s in enumerate(recorded.unattributed_s):
-            assert unattributed_s * 1e9 == pytest.approx(
-                account.uncovered_ns(step), rel=0, abs=EXACT_NS
-            ), step
+            expected = length(account.uncovered(step, account.on_host))
+            assert unattributed_s * 1e9 == pytest.approx(expected, rel=0, abs=EXACT_NS), step
+
+
+@every_strategy
+def test_without_waits_for_the_host_only_operations_are_outside_spans(name: str) -> None:
+    for recorded, account in accounts(name):
+        for step in range(1, len(recorded.steps)):
+            assert length(account.uncovered(step, in_log)) == length(account.outside(step))
 
 
 OUTSIDE: dict[str, Counter[str]] = {}

@@ -209,10 +209,6 @@ LOCAL, ALLREDUCE, SHARDED = Schedule.LOCAL, Schedule.ALLREDUCE, Schedule.SHARDED
 NEEDING = {
     "reduce.reduce: root.wait(device)": Run(Schedule.REFERENCE, SHARED, "verbs"),
     "reduce.reduce: root.borrow(one)": Run(Schedule.REFERENCE, SHARED, "verbs"),
-    "allreduce._exchange: exchange.wait()": Run(ALLREDUCE, PAIR),
-    "exchange.stage: self._collectives.follow(i)": Run(ALLREDUCE, PAIR),
-    "exchange.lead: self._collectives.lead(i)": Run(ALLREDUCE, PAIR),
-    "exchange.wait: self.lead()": Run(ALLREDUCE, PAIR),
     "exchange._together: self._collectives.follow(i)": Run(SHARDED, PAIR),
     "exchange._together: self._collectives.lead(i)": Run(SHARDED, PAIR),
     "gather.forward: target.wait(device)": Run(Schedule.REFERENCE, SHARED, "verbs"),
