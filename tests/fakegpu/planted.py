@@ -151,11 +151,20 @@ FAULTS = (
     Fault(
         "reduce-wait",
         "the phase reduce ends when the collectives have ended",
+        "with marked(self._mark, phase, self._indices), torch.no_grad():\n"
+        "    for i in range(len(self._devices)):\n"
+        "        self._collectives.follow(i)\n"
         "    for tensors in zip(*buffers, strict=True):\n"
         "        run(list(tensors))\n"
         "    for i in range(len(self._devices)):\n"
         "        self._collectives.lead(i)",
-        "",
+        "with marked(self._mark, phase, self._indices), torch.no_grad():\n"
+        "    for i in range(len(self._devices)):\n"
+        "        self._collectives.follow(i)\n"
+        "    for tensors in zip(*buffers, strict=True):\n"
+        "        run(list(tensors))\n"
+        "for i in range(len(self._devices)):\n"
+        "    self._collectives.lead(i)",
         (f"{ACCOUNTS}test_a_collective_ends_within_its_phase[dp-allreduce]",),
         settings=CLOCK_ALONE,
     ),

@@ -20,6 +20,7 @@ import torch
 from dpbench.hardware.devices import open_devices
 from dpbench.records import Case, Phase
 from dpbench.records.activity import length
+from dpbench.records.case import MOVING
 from dpbench.records.schedule import Schedule
 from tests.commands import ROOT
 from tests.gpu.accounts import ROWS, Account, Launched, Recorded, TooSlow, in_log, steps_of
@@ -157,6 +158,34 @@ def test_a_span_covers_the_operations_that_were_launched_in_it(name: str) -> Non
             if one.marks:
                 latest = max(mark.end.end_ns for mark in one.marks)
                 assert line.end_ns <= latest, told(one)
+
+
+@every_strategy
+def test_what_runs_within_a_span_on_its_stream_was_launched_in_it(name: str) -> None:
+    for _, account in accounts(name):
+        for one in account.operations:
+            here = (one.line.gpu, one.line.stream)
+            within = [
+                mark
+                for mark in account.marks
+                if (mark.begin.gpu, mark.begin.stream) == here and mark.covers(one.line)
+            ]
+            assert {*within} <= {*one.marks}, told(one)
+
+
+@every_strategy
+def test_a_transfer_of_a_phase_that_moves_data_is_on_the_lanes_of_both_gpus(name: str) -> None:
+    for _, account in accounts(name):
+        for one in account.operations:
+            if one.line.kind == "copy" and one.marks and one.marks[0].phase in MOVING:
+                ends = {one.line.source, one.line.target} - {-1}
+                assert ends <= {mark.begin.gpu for mark in one.marks}, told(one)
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_the_gpu_of_a_rank_is_the_current_one(name: str) -> None:
+    for rank, (recorded, _) in enumerate(accounts(name)):
+        assert {line.current for line in recorded.log} == {rank}
 
 
 @every_strategy

@@ -217,8 +217,10 @@ NEEDING = {
     "local_loss.meet: root.borrow([*self._totals, *tensors])": Run(
         Schedule.REFERENCE, SHARED, "summed losses"
     ),
-    "local_loss.backward: device.wait(self._devices[0])": Run(LOCAL, SHARED),
-    "local_loss.backward: device.borrow([self._weight])": Run(Schedule.REFERENCE, SHARED, "losses"),
+    "local_loss._hand_out: device.wait(root)": Run(LOCAL, SHARED),
+    "local_loss._hand_out: device.borrow([self._weight])": Run(
+        Schedule.REFERENCE, SHARED, "losses"
+    ),
     "replica_weights.modules: root.wait(device)": Run(LOCAL, SHARED),
     "replica_weights.refresh: device.wait(root)": Run(LOCAL, SHARED, "host"),
     "replicate.copied: devices[0].wait(device)": Run(Schedule.REFERENCE, SHARED),
