@@ -94,7 +94,7 @@ def stages(seed: int) -> dict[str, Stage]:
             for name, number in seeds.items()
         },
         "accounts": Stage((*PYTEST, *ACCOUNTS), 300, CLOCK_ALONE),
-        "planted": Stage((sys.executable, "-m", "tests.fakegpu.planted"), 300),
+        "planted": Stage((sys.executable, "-m", "tests.fakegpu.planted"), 600),
         "conformance": Stage((*PYTEST, *MARKED, *_paths(mirrored)), 300),
         "doctor": Stage((*PYTEST, *_paths([doctor])), 480),
         "fakes": Stage((*PYTEST, *_paths(fakes)), 300),

@@ -273,7 +273,10 @@ FAULTS = (
         "the phase gather is on the lane of each GPU that copies",
         "marked(mark, Phase.GATHER, destination.at_work(sources))",
         "mark(Phase.GATHER, destination.index)",
-        (f"{ACCOUNTS}test_a_kernel_runs_on_the_gpu_of_its_phase[dp-reference]",),
+        (
+            f"{ACCOUNTS}"
+            "test_a_transfer_of_a_phase_that_moves_data_is_on_the_lanes_of_both_gpus[dp-reference]",
+        ),
         settings=CLOCK_ALONE,
     ),
     Fault(
@@ -314,7 +317,7 @@ FAULTS = (
         "the GPU of a rank is the current one of its process",
         "torch.accelerator.set_device_index(device.torch_device)",
         "pass",
-        (f"{ACCOUNTS}test_a_mark_is_on_the_gpu_of_its_device[ddp]",),
+        (f"{ACCOUNTS}test_the_gpu_of_a_rank_is_the_current_one[ddp]",),
         where="strategies._ranks._make_current",
         settings=CLOCK_ALONE,
     ),

@@ -224,7 +224,7 @@ NEEDING = {
     "replica_weights.modules: root.wait(device)": Run(LOCAL, SHARED),
     "replica_weights.refresh: device.wait(root)": Run(LOCAL, SHARED, "host"),
     "replicate.copied: devices[0].wait(device)": Run(Schedule.REFERENCE, SHARED),
-    "__init__.holding: device.hold()": Run(LOCAL, SHARED),
+    "__init__.holding: device.hold()": Run(ALLREDUCE, SHARED),
     "update.collect: device.wait(other)": Run(ALLREDUCE, SHARED),
     "update.collect: device.borrow([g for g in one if g is not None])": Run(ALLREDUCE, (0, 1, 0)),
     "update.copy: device.wait(self._devices[j])": Run(SHARDED, SHARED),

@@ -79,7 +79,7 @@ class LocalLoss:
         self._totals: list[Any] = [None] * len(pieces)
         self._weights: list[Any] = [None] * len(pieces)
         self._weight: Any = weight
-        self._divisors: list[Any] = [weight] * len(pieces)
+        self._divisors: dict[int, Any] = dict.fromkeys(range(len(pieces)), weight)
         self.split = weight is not None
         self.loss = torch.empty(0)
 
@@ -130,7 +130,7 @@ class LocalLoss:
         device's backward that is queued by then.
         """
         root = self._devices[0]
-        self._divisors = [self._weight] * len(self._devices)
+        self._divisors = dict.fromkeys(self._divisors, self._weight)
         if not isinstance(self._weight, torch.Tensor):
             return
         for i, device in enumerate(self._devices[1:], start=1):
@@ -149,7 +149,7 @@ class LocalLoss:
         total = self._totals[i]
         self._totals[i] = total.detach()  # so that the graph is freed here, on all devices at once
         with self._mark(Phase.LOSS, device.index):
-            scaled = self._scale(_divided(total, self._divisors[i]))
+            scaled = self._scale(_divided(total, self._divisors.pop(i)))
         with self._mark(Phase.BACKWARD, device.index):
             scaled.backward()
 
