@@ -79,7 +79,9 @@ def stages(seed: int) -> dict[str, Stage]:
     doctor = ROOT / "tests/fakegpu/test_doctor.py"
     fakes = sorted({*ROOT.glob("tests/fakegpu/test_*.py")} - {doctor})
     run = ROOT / "tests/gpu/test_run.py"
-    others = [path for path in marked if path not in {*mirrored, *deferred, *fakes, doctor, run}]
+    accounts = [ROOT / name for name in ACCOUNTS]
+    apart = {*mirrored, *deferred, *fakes, *accounts, doctor, run}
+    others = [path for path in marked if path not in apart]
     seeds = {**{str(n): n for n in FIXED_SEEDS}, "drawn": seed}
     return {
         "gpu": Stage(
