@@ -56,9 +56,11 @@ def _library() -> ctypes.CDLL:
 @contextmanager
 def logging(file: Path) -> Iterator[Path]:
     """Log what this process does in the context; yield the log's path, complete at its end."""
+    path = file.with_name(f"{file.name}.{os.getpid()}")
+    path.touch()
     _library().fakecuda_log(os.fsencode(file))
     try:
-        yield file.with_name(f"{file.name}.{os.getpid()}")
+        yield path
     finally:
         _library().fakecuda_log(None)
 

@@ -208,8 +208,9 @@ def test_a_device_waits_until_its_gpu_is_idle(current: int, devices: list[Device
 
 @needs_log
 def test_every_gpu_is_heated(current: int, devices: list[Device], tmp_path: Path) -> None:
-    lines = logged(lambda: cuda.heat(devices, 1e-6), tmp_path)
-    assert [line.gpu for line in lines] == [0, 1, 2]
+    lines = logged(lambda: cuda.heat(devices, 0.05), tmp_path)
+    assert lines
+    assert [line.gpu for line in lines] == [0, 1, 2] * (len(lines) // 3)
 
 
 @needs_log
