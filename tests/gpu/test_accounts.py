@@ -39,6 +39,13 @@ PHASES = {
 }
 """The phase of each of NCCL's kernels in the schedules of dpbench."""
 
+WORK = {
+    "HtoD": {Phase.SCATTER},
+    "gemm": {Phase.FORWARD, Phase.BACKWARD},
+    "SoftMax": {Phase.LOSS, Phase.BACKWARD},
+}
+"""The phases of copies from the host, products and the loss's kernels, by a part of their names."""
+
 pytestmark = [
     pytest.mark.multi_gpu,
     pytest.mark.skipif(
@@ -211,6 +218,19 @@ def test_every_operation_is_launched_in_a_phase(name: str) -> None:
     for _, account in accounts(name):
         outside = Counter(one.line.name for one in account.operations if not one.marks)
         assert outside == OUTSIDE.get(name, Counter())
+
+
+@pytest.mark.parametrize("name", [*IN_PROCESS, "ddp"])
+def test_work_that_its_name_tells_is_launched_in_its_phase(name: str) -> None:
+    """Torch's fsdp copies lists of addresses from the host in forward and backward, too."""
+    for _, account in accounts(name):
+        seen = set()
+        for one in account.operations:
+            for text, phases in WORK.items():
+                if text in one.line.name:
+                    assert {mark.phase for mark in one.marks} <= phases, told(one)
+                    seen |= {(text, mark.phase) for mark in one.marks}
+        assert seen == {(text, phase) for text, phases in WORK.items() for phase in phases}
 
 
 @every_strategy
