@@ -163,7 +163,8 @@ def test_a_span_covers_the_operations_that_were_launched_in_it(name: str) -> Non
             own = [mark for mark in one.marks if (mark.begin.gpu, mark.begin.stream) == here]
             assert all(mark.covers(line) for mark in own), told(one)
             if one.marks:
-                latest = max(mark.end.end_ns for mark in one.marks)
+                on_its_gpu = [mark for mark in one.marks if mark.begin.gpu == line.gpu]
+                latest = max(mark.end.end_ns for mark in on_its_gpu or one.marks)
                 assert line.end_ns <= latest, told(one)
 
 
