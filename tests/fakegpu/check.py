@@ -48,6 +48,8 @@ TIMED = (
 """Tests that compare times: on fake GPUs, without numbers. Those of the probe take longest."""
 PROFILED = ("tests/gpu/test_profiling.py", "tests/measure/test_profiling.py")
 """Tests of what torch's profiler records, which differs between versions."""
+ACCOUNTS = ("tests/gpu/test_accounts.py", "tests/gpu/test_own_gpu.py")
+"""Tests of what ran on fake GPUs that keep time, also on a busy machine."""
 FIXED_SEEDS = (1, 2)
 FEW_TESTS = '-k "nccl or json"'
 """The tests that gpu-check repeats, to fill its page."""
@@ -77,7 +79,9 @@ def stages(seed: int) -> dict[str, Stage]:
     doctor = ROOT / "tests/fakegpu/test_doctor.py"
     fakes = sorted({*ROOT.glob("tests/fakegpu/test_*.py")} - {doctor})
     run = ROOT / "tests/gpu/test_run.py"
-    others = [path for path in marked if path not in {*mirrored, *deferred, *fakes, doctor, run}]
+    accounts = [ROOT / name for name in ACCOUNTS]
+    apart = {*mirrored, *deferred, *fakes, *accounts, doctor, run}
+    others = [path for path in marked if path not in apart]
     seeds = {**{str(n): n for n in FIXED_SEEDS}, "drawn": seed}
     return {
         "gpu": Stage(
@@ -91,7 +95,8 @@ def stages(seed: int) -> dict[str, Stage]:
             )
             for name, number in seeds.items()
         },
-        "planted": Stage((sys.executable, "-m", "tests.fakegpu.planted"), 300),
+        "accounts": Stage((*PYTEST, *ACCOUNTS), 300, CLOCK_ALONE),
+        "planted": Stage((sys.executable, "-m", "tests.fakegpu.planted"), 600),
         "conformance": Stage((*PYTEST, *MARKED, *_paths(mirrored)), 300),
         "doctor": Stage((*PYTEST, *_paths([doctor])), 480),
         "fakes": Stage((*PYTEST, *_paths(fakes)), 300),

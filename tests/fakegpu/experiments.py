@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
+
+from tests.fakegpu import oplog
 
 MIB = 1 << 20
 NON_BLOCKING = 1
@@ -261,7 +265,29 @@ def deferred() -> dict[str, int]:
     }
 
 
-EXPERIMENTS = (visible, effect_orders, captures, hold, processes, clock, deferred)
+def operations() -> dict[str, int]:
+    """Log two kernels, the second of which waits for the first on another stream, and a fill.
+
+    Return this process's id, its main thread's, and the host's times around the launches.
+    """
+    lib, first, second, reached = runtime(), stream(NON_BLOCKING), stream(NON_BLOCKING), event()
+    memory = ctypes.c_void_p()
+    lib.cudaMalloc(ctypes.byref(memory), ctypes.c_size_t(MIB))
+    began = time.perf_counter_ns()
+    oplog.submit(first.value or 0, "first", flops=20e9)
+    lib.cudaEventRecord(reached, first)
+    lib.cudaStreamWaitEvent(second, reached, 0)
+    oplog.note("between")
+    oplog.submit(second.value or 0, "second", flops=20e9)
+    lib.cudaMemsetAsync(memory, 0, ctypes.c_size_t(MIB), second)
+    ended = time.perf_counter_ns()
+    oplog.submit(first.value or 0, "third", flops=20e9)
+    lib.cudaDeviceSynchronize()
+    thread = threading.get_native_id()
+    return {"process": os.getpid(), "thread": thread, "began": began, "ended": ended}
+
+
+EXPERIMENTS = (visible, effect_orders, captures, hold, processes, clock, deferred, operations)
 
 if __name__ == "__main__":
     (experiment,) = (one for one in EXPERIMENTS if one.__name__ == sys.argv[1])

@@ -14,6 +14,8 @@ from tests.faults import Fault, main
 
 DEFERRED = ("FAKECUDA_DEFERRED=1", "FAKECUDA_SEED=1")
 CLOCK_ALONE = ("FAKECUDA_NUMERICS=0", "FAKECUDA_DATA=0")
+ACCOUNTS = "tests/gpu/test_accounts.py::"
+OWN_GPU = "tests/gpu/test_own_gpu.py::"
 CALLER = "tests/gpu/test_deferred.py::test_a_step_follows_the_callers_streams"
 
 FAULTS = (
@@ -127,6 +129,197 @@ FAULTS = (
             "tests/measure/test_gpu_state.py::"
             "test_gpus_are_heated_for_the_time_that_the_warm_up_does_not_last",
         ),
+    ),
+    # -- NCCL
+    Fault(
+        "nccl-other-gpu",
+        "a collective runs on the streams of its GPUs",
+        "nccl.all_reduce(tensors, streams=self._streams)",
+        "nccl.all_reduce(tensors, streams=[*self._streams[1:], self._streams[0]])",
+        (f"{ACCOUNTS}test_a_collective_runs_on_the_gpu_of_its_rank[dp-allreduce]",),
+        settings=CLOCK_ALONE,
+    ),
+    Fault(
+        "nccl-other-gpu-deferred",
+        "a collective runs on the streams of its GPUs, also where effects are deferred",
+        "nccl.all_gather(self._parts(tensors), tensors, streams=self._streams)",
+        "nccl.all_gather(self._parts(tensors), tensors, streams=self._streams[::-1])",
+        (f"{OWN_GPU}test_collectives_run_on_streams_of_their_gpus_after_the_work_before_them",),
+        settings=DEFERRED,
+    ),
+    # -- spans
+    Fault(
+        "reduce-wait",
+        "the phase reduce ends when the collectives have ended",
+        "with marked(self._mark, phase, self._indices), torch.no_grad():\n"
+        "    for i in range(len(self._devices)):\n"
+        "        self._collectives.follow(i)\n"
+        "    for tensors in zip(*buffers, strict=True):\n"
+        "        run(list(tensors))\n"
+        "    for i in range(len(self._devices)):\n"
+        "        self._collectives.lead(i)",
+        "with marked(self._mark, phase, self._indices), torch.no_grad():\n"
+        "    for i in range(len(self._devices)):\n"
+        "        self._collectives.follow(i)\n"
+        "    for tensors in zip(*buffers, strict=True):\n"
+        "        run(list(tensors))\n"
+        "for i in range(len(self._devices)):\n"
+        "    self._collectives.lead(i)",
+        (f"{ACCOUNTS}test_a_collective_ends_within_its_phase[dp-allreduce]",),
+        settings=CLOCK_ALONE,
+    ),
+    Fault(
+        "scatter-wait",
+        "the phase scatter ends when the copy has ended",
+        "with marked(mark, Phase.SCATTER, device.at_work(sources)):\n"
+        "    pieces.append(device.put(chunk))",
+        "with marked(mark, Phase.SCATTER, device.at_work(sources)):\n"
+        "    pass\n"
+        "pieces.append(device.put(chunk))",
+        (f"{ACCOUNTS}test_every_operation_is_launched_in_a_phase[dp-reference]",),
+        settings=CLOCK_ALONE,
+    ),
+    # -- profiles
+    Fault(
+        "profile-last",
+        "a kernel of the profile is credited to the replica on its GPU",
+        "{device.torch_device.index: device.index for device in reversed(devices)}",
+        "{device.torch_device.index: devices[-1].index for device in reversed(devices)}",
+        (f"{OWN_GPU}test_a_profile_credits_every_kernel_to_the_gpu_that_ran_it",),
+        settings=CLOCK_ALONE,
+    ),
+    # -- memory
+    Fault(
+        "peak-of-current",
+        "a peak is that of the device's GPU",
+        "torch.cuda.memory_stats(self.ordinal)",
+        "torch.cuda.memory_stats()",
+        (f"{OWN_GPU}test_a_peak_is_that_of_its_gpu_since_the_last_one",),
+        settings=CLOCK_ALONE,
+    ),
+    Fault(
+        "peak-not-reset",
+        "a peak is that since the last one was taken",
+        "torch.cuda.reset_peak_memory_stats(self.ordinal)",
+        "None",
+        (f"{OWN_GPU}test_a_peak_is_that_of_its_gpu_since_the_last_one",),
+        where="hardware.devices.cuda.CudaDevice.take_peaks",
+        settings=CLOCK_ALONE,
+    ),
+    Fault(
+        "reset-of-current",
+        "a reset forgets the peaks of the device's GPU",
+        "torch.cuda.reset_peak_memory_stats(self.ordinal)",
+        "torch.cuda.reset_peak_memory_stats()",
+        (f"{OWN_GPU}test_a_reset_empties_the_cache_and_forgets_the_peaks_of_its_gpu",),
+        where="hardware.devices.cuda.CudaDevice.reset_memory",
+        settings=CLOCK_ALONE,
+    ),
+    # -- the current GPU
+    Fault(
+        "synchronize-current",
+        "a device waits for its own GPU",
+        "torch.cuda.synchronize(self.ordinal)",
+        "torch.cuda.synchronize()",
+        (f"{OWN_GPU}test_a_device_waits_until_its_gpu_is_idle",),
+        where="hardware.devices.cuda.CudaDevice.synchronize",
+        settings=CLOCK_ALONE,
+    ),
+    Fault(
+        "heat-current",
+        "every GPU is heated, and not the current one",
+        "with device.guard():\n    torch.cuda._sleep(HEATING_CYCLES)",
+        "torch.cuda._sleep(HEATING_CYCLES)",
+        (f"{OWN_GPU}test_every_gpu_is_heated",),
+        settings=CLOCK_ALONE,
+    ),
+    Fault(
+        "nccl-streams-of-one-gpu",
+        "each GPU has a stream for its collectives",
+        "[torch.cuda.Stream(ordinal) for ordinal in self._ordinals]",
+        "[torch.cuda.Stream(self._ordinals[0]) for ordinal in self._ordinals]",
+        (f"{ACCOUNTS}test_a_collective_runs_on_the_gpu_of_its_rank[dp-allreduce]",),
+        settings=CLOCK_ALONE,
+    ),
+    Fault(
+        "nccl-reversed",
+        "a reduce-scatter runs on the streams of its GPUs",
+        "nccl.reduce_scatter(tensors, self._parts(tensors), streams=self._streams)",
+        "nccl.reduce_scatter(tensors, self._parts(tensors), streams=self._streams[::-1])",
+        (f"{ACCOUNTS}test_a_collective_runs_on_the_gpu_of_its_rank[dp-sharded]",),
+        settings=CLOCK_ALONE,
+    ),
+    Fault(
+        "follow-current",
+        "a collective waits for the work of each of its GPUs",
+        "self._streams[i].wait_stream(torch.cuda.current_stream(self._ordinals[i]))",
+        "self._streams[i].wait_stream(torch.cuda.current_stream())",
+        (f"{OWN_GPU}test_collectives_run_on_streams_of_their_gpus_after_the_work_before_them",),
+        settings=CLOCK_ALONE,
+    ),
+    Fault(
+        "gather-closed",
+        "the phase gather lasts until the outputs are joined",
+        "with marked(mark, Phase.GATHER, destination.at_work(sources)):\n"
+        "    return _gather(outputs, destination, sources, dim, ())",
+        "with marked(mark, Phase.GATHER, destination.at_work(sources)):\n"
+        "    pass\n"
+        "return _gather(outputs, destination, sources, dim, ())",
+        (f"{ACCOUNTS}test_every_operation_is_launched_in_a_phase[dp-cached]",),
+        settings=CLOCK_ALONE,
+    ),
+    Fault(
+        "gather-of-the-root",
+        "the phase gather is on the lane of each GPU that copies",
+        "marked(mark, Phase.GATHER, destination.at_work(sources))",
+        "mark(Phase.GATHER, destination.index)",
+        (
+            f"{ACCOUNTS}"
+            "test_a_transfer_of_a_phase_that_moves_data_is_on_the_lanes_of_both_gpus[dp-reference]",
+        ),
+        settings=CLOCK_ALONE,
+    ),
+    Fault(
+        "backward-of-the-root",
+        "a replica's own backward is credited to it",
+        "with self._mark(Phase.BACKWARD, device.index):\n    scaled.backward()",
+        "with self._mark(Phase.BACKWARD, self._devices[0].index):\n    scaled.backward()",
+        (f"{ACCOUNTS}test_a_kernel_runs_on_the_gpu_of_its_phase[dp-local]",),
+        settings=CLOCK_ALONE,
+    ),
+    Fault(
+        "profile-of-another",
+        "an activity of the profile has the device of its GPU",
+        "device = first[one.device_index]",
+        "device = [*first.values()][-1]",
+        (f"{OWN_GPU}test_a_profile_credits_every_kernel_to_the_gpu_that_ran_it",),
+        settings=CLOCK_ALONE,
+    ),
+    Fault(
+        "peak-before-the-step",
+        "the peaks of a step by phase do not begin before it",
+        "for device in self._devices:\n    device.take_peaks()",
+        "pass",
+        (f"{OWN_GPU}test_peaks_by_phase_are_those_of_each_gpu",),
+        where="measure.worker.memory.Peaks.step",
+        settings=CLOCK_ALONE,
+    ),
+    Fault(
+        "stream-of-current",
+        "a device without a stream of its own uses the current one of its GPU",
+        "self._own or self._held or current_stream(self.ordinal)",
+        "self._own or self._held or current_stream(torch.cuda.current_device())",
+        (f"{OWN_GPU}test_a_guard_makes_the_gpu_and_stream_of_its_device_current",),
+        settings=CLOCK_ALONE,
+    ),
+    Fault(
+        "rank-on-gpu-0",
+        "the GPU of a rank is the current one of its process",
+        "torch.accelerator.set_device_index(device.torch_device)",
+        "pass",
+        (f"{ACCOUNTS}test_the_gpu_of_a_rank_is_the_current_one[ddp]",),
+        where="strategies._ranks._make_current",
+        settings=CLOCK_ALONE,
     ),
 )
 

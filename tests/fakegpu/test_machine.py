@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.commands import ROOT
+from tests.fakegpu import oplog
 
 pytestmark = [
     pytest.mark.gpu,
@@ -161,6 +162,34 @@ def test_nvml_sees_the_memory_of_each_process() -> None:
     holder.communicate()
     assert during == [[], [], [[holder.pid, 164 * MIB]]]
     assert found("processes", FAKECUDA_DEVICES="3") == [[], [], []]
+
+
+def test_the_log_says_what_ran_where_and_when(tmp_path: Path) -> None:
+    """A product of 20 GFLOP takes a millisecond at 20 TFLOP/s, after the kernel's 3 µs."""
+    ran = found("operations", FAKECUDA_LOG=str(tmp_path / "log"))
+    (file,) = tmp_path.iterdir()
+    assert file.name == f"log.{ran['process']}"
+    lines = oplog.read(file)
+    said = [(line.kind, line.name) for line in lines]
+    assert said == [
+        ("kernel", "first"),
+        ("record", ""),
+        ("wait", ""),
+        ("note", "between"),
+        ("kernel", "second"),
+        ("memset", "Memset"),
+        ("kernel", "third"),
+    ]
+    first, record, wait, _, second, fill, third = lines
+    assert [line.end_ns - line.start_ns for line in (first, second, third)] == [1_003_000] * 3
+    assert (record.end_ns, wait.end_ns) == (first.end_ns, first.end_ns)
+    assert record.event == wait.event > 0
+    assert first.stream == record.stream == third.stream != second.stream == wait.stream
+    assert first.end_ns <= second.start_ns <= second.end_ns <= fill.start_ns
+    assert fill.end_ns <= third.start_ns  # a GPU runs one kernel at a time
+    assert fill.bytes == MIB
+    assert {(line.gpu, line.current, line.thread) for line in lines} == {(0, 0, ran["thread"])}
+    assert all(ran["began"] <= line.host_ns <= ran["ended"] for line in lines[:-1])
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from unittest import mock
 import torch
 
 import dpbench
-from dpbench.engine.fast.exchange import Exchange
 from dpbench.hardware.devices.cuda import CudaDevice, Nccl
 
 ROOT = Path(dpbench.__file__).parent
@@ -30,7 +29,6 @@ FILES = [
 ORDERING: dict[type, tuple[str, ...]] = {
     CudaDevice: ("wait", "borrow", "_follow", "hold"),
     Nccl: ("follow", "lead"),
-    Exchange: ("wait", "lead"),
     torch.cuda.Stream: ("wait_stream",),
     torch.Tensor: ("record_stream",),
 }

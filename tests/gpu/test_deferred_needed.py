@@ -209,10 +209,6 @@ LOCAL, ALLREDUCE, SHARDED = Schedule.LOCAL, Schedule.ALLREDUCE, Schedule.SHARDED
 NEEDING = {
     "reduce.reduce: root.wait(device)": Run(Schedule.REFERENCE, SHARED, "verbs"),
     "reduce.reduce: root.borrow(one)": Run(Schedule.REFERENCE, SHARED, "verbs"),
-    "allreduce._exchange: exchange.wait()": Run(ALLREDUCE, PAIR),
-    "exchange.stage: self._collectives.follow(i)": Run(ALLREDUCE, PAIR),
-    "exchange.lead: self._collectives.lead(i)": Run(ALLREDUCE, PAIR),
-    "exchange.wait: self.lead()": Run(ALLREDUCE, PAIR),
     "exchange._together: self._collectives.follow(i)": Run(SHARDED, PAIR),
     "exchange._together: self._collectives.lead(i)": Run(SHARDED, PAIR),
     "gather.forward: target.wait(device)": Run(Schedule.REFERENCE, SHARED, "verbs"),
@@ -221,12 +217,14 @@ NEEDING = {
     "local_loss.meet: root.borrow([*self._totals, *tensors])": Run(
         Schedule.REFERENCE, SHARED, "summed losses"
     ),
-    "local_loss.backward: device.wait(self._devices[0])": Run(LOCAL, SHARED),
-    "local_loss.backward: device.borrow([self._weight])": Run(Schedule.REFERENCE, SHARED, "losses"),
+    "local_loss._hand_out: device.wait(root)": Run(LOCAL, SHARED),
+    "local_loss._hand_out: device.borrow([self._weight])": Run(
+        Schedule.REFERENCE, SHARED, "losses"
+    ),
     "replica_weights.modules: root.wait(device)": Run(LOCAL, SHARED),
     "replica_weights.refresh: device.wait(root)": Run(LOCAL, SHARED, "host"),
     "replicate.copied: devices[0].wait(device)": Run(Schedule.REFERENCE, SHARED),
-    "__init__.holding: device.hold()": Run(LOCAL, SHARED),
+    "__init__.holding: device.hold()": Run(ALLREDUCE, SHARED),
     "update.collect: device.wait(other)": Run(ALLREDUCE, SHARED),
     "update.collect: device.borrow([g for g in one if g is not None])": Run(ALLREDUCE, (0, 1, 0)),
     "update.copy: device.wait(self._devices[j])": Run(SHARDED, SHARED),

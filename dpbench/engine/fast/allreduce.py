@@ -146,7 +146,6 @@ class AllReduce(Local):
         each = [*gradients, *idle]
         run_on_devices(lambda i: exchange.stage(i, each[i]), self._devices, self.workers)
         exchange.reduce()
-        exchange.wait()
 
     def _update_all(self, step: Any) -> None:
         workers = ONE_BY_ONE if self._update.one_by_one else self.workers

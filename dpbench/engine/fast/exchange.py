@@ -73,53 +73,44 @@ class Exchange:
             copy_all([views[n] for n in present], list(present.values()))
             for n in given.keys() - present.keys():
                 views[n].zero_()
-            self._collectives.follow(i)
 
     def reduce(self) -> None:
-        """Queue the collectives that sum the gradients of all parameters."""
-        with torch.no_grad():
-            for tensors in zip(*self.buffers, strict=True):
-                if self._everyone:
-                    self._collectives.all_reduce(tensors)
-                else:
-                    self._collectives.reduce_scatter(tensors)
-
-    def wait(self, phase: Phase = Phase.REDUCE) -> None:
-        """Make every device wait for the collectives queued so far, as a part of `phase`."""
-        with marked(self._mark, phase, self._indices):
-            self.lead()
-
-    def lead(self) -> None:
-        """Make every device wait for the collectives queued so far, without recording a phase."""
-        for i in range(len(self._devices)):
-            self._collectives.lead(i)
+        """Sum the staged gradients of all parameters."""
+        calls = self._collectives
+        run = calls.all_reduce if self._everyone else calls.reduce_scatter
+        self._together(run, self.buffers, Phase.REDUCE)
 
     def spread(self, weights: Sequence[Sequence[torch.Tensor]]) -> None:
         """Gather the flat weights in place, after each device has stepped its own part.
 
         `weights[i][f]` is flat buffer f on device i.
         """
-        self._together(self._collectives.all_gather, weights)
+        self._together(self._collectives.all_gather, weights, Phase.REPLICATE)
 
     def broadcast(self, weights: Sequence[Sequence[torch.Tensor]]) -> None:
         """Copy device 0's flat weights to all devices, in place.
 
         `weights[i][f]` is flat buffer f on device i.
         """
-        self._together(lambda tensors: self._collectives.broadcast(tensors, 0), weights)
+        self._together(
+            lambda tensors: self._collectives.broadcast(tensors, 0), weights, Phase.REPLICATE
+        )
 
     def _together(
-        self, run: Callable[[list[torch.Tensor]], None], weights: Sequence[Sequence[torch.Tensor]]
+        self,
+        run: Callable[[list[torch.Tensor]], None],
+        buffers: Sequence[Sequence[torch.Tensor]],
+        phase: Phase,
     ) -> None:
         """Call the collective `run` for each flat buffer, with the tensors of all devices.
 
         The collectives wait for the work already queued on the devices; later work waits for the
         collectives.
         """
-        with marked(self._mark, Phase.REPLICATE, self._indices), torch.no_grad():
+        with marked(self._mark, phase, self._indices), torch.no_grad():
             for i in range(len(self._devices)):
                 self._collectives.follow(i)
-            for tensors in zip(*weights, strict=True):
+            for tensors in zip(*buffers, strict=True):
                 run(list(tensors))
             for i in range(len(self._devices)):
                 self._collectives.lead(i)

@@ -15,7 +15,7 @@ from dpbench.engine.errors import call_on
 from dpbench.engine.fast.losses import Summed
 from dpbench.engine.turn import Turn
 from dpbench.hardware.device import Device
-from dpbench.records import Mark, Phase
+from dpbench.records import Mark, Phase, marked
 
 _LOW = (torch.float16, torch.bfloat16)
 
@@ -79,6 +79,7 @@ class LocalLoss:
         self._totals: list[Any] = [None] * len(pieces)
         self._weights: list[Any] = [None] * len(pieces)
         self._weight: Any = weight
+        self._divisors: dict[int, Any] = dict.fromkeys(range(len(pieces)), weight)
         self.split = weight is not None
         self.loss = torch.empty(0)
 
@@ -120,6 +121,25 @@ class LocalLoss:
             if self._weights[0] is not None:
                 self._weight = _sum(self._weights, root)
             self.loss = self._added()
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Give every device the divisor of the loss.
+
+        A copy that the threads of the other devices made would wait for the part of the first
+        device's backward that is queued by then.
+        """
+        root = self._devices[0]
+        self._divisors = dict.fromkeys(self._divisors, self._weight)
+        if not isinstance(self._weight, torch.Tensor):
+            return
+        for i, device in enumerate(self._devices[1:], start=1):
+            device.wait(root)
+            device.borrow([self._weight])
+            if self._weight.device != device.torch_device:
+                marks = marked(self._mark, Phase.LOSS, device.at_work([root]))
+                with marks, device.guard():
+                    self._divisors[i] = _here(self._weight, device)
 
     def backward(self, i: int) -> None:
         """Run replica i's backward; call this in the thread that ran the replica's forward."""
@@ -128,11 +148,8 @@ class LocalLoss:
         device = self._devices[i]
         total = self._totals[i]
         self._totals[i] = total.detach()  # so that the graph is freed here, on all devices at once
-        if isinstance(self._weight, torch.Tensor):
-            device.wait(self._devices[0])
-            device.borrow([self._weight])
         with self._mark(Phase.LOSS, device.index):
-            scaled = self._scale(_divided(total, _here(self._weight, device)))
+            scaled = self._scale(_divided(total, self._divisors.pop(i)))
         with self._mark(Phase.BACKWARD, device.index):
             scaled.backward()
 

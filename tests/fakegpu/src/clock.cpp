@@ -3,6 +3,7 @@
 // Each GPU has one engine for kernels, one for collectives, and one for copies in each direction;
 // an engine runs one operation at a time, in the order of the calls.
 // Not faithful: kernels that run side by side, priorities, and contention between GPUs.
+#include "oplog.h"
 #include "runtime.h"
 
 #include <sys/prctl.h>
@@ -97,6 +98,7 @@ int64_t occupy(Stream* stream, const Op& op, int64_t not_before) {
   stream->ready = end;
   count(op, stream->device, begin, end);
   if (tracing) activity(op, stream, begin, end, correlation());
+  log_operation(op, stream, begin, end);
   return end;
 }
 

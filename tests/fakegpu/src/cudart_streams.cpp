@@ -1,6 +1,7 @@
 // The CUDA runtime, part 2: streams and events.
 //
 // Not faithful: the per-thread default stream is the default stream.
+#include "oplog.h"
 #include "runtime.h"
 
 #include <algorithm>
@@ -121,6 +122,7 @@ EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event_ha
   }
   stream->ready = std::max(stream->ready, event->time);
   wait_for(stream, event->done);
+  log_event("wait", event, stream);
   return cudaSuccess;
 }
 
@@ -172,6 +174,7 @@ EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t str
   follow_default_stream(stream);
   event->time = std::max(now(), stream->ready);
   event->done = mark(stream);
+  log_event("record", event, stream);
   return cudaSuccess;
 }
 

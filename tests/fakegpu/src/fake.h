@@ -60,7 +60,7 @@ struct Op {
   const char* name = "";
   int64_t duration = 0;
   size_t bytes = 0;
-  int peer = -1, target = -1;    // of a CopyP2P: from, to
+  int peer = -1, target = -1;    // of a CopyP2P: from, to; of a collective: peer is its rank's GPU
   dim3 grid, block;
   std::function<void()> effect;  // what the operation does to memory
 };

@@ -3,6 +3,7 @@
 //
 // Not faithful: MIG, and GPUs that differ.
 #include "fake.h"
+#include "oplog.h"
 
 #include <fcntl.h>
 #include <signal.h>
@@ -291,6 +292,7 @@ void init() {
     read_config();
     open_shared();
     atexit(leave);
+    log_from_setting();
   });
 }
 

@@ -307,6 +307,8 @@ Op kernel(const Collective& collective) {
   Op op;
   op.kind = Kind::Collective;
   op.name = kernel_of(collective.request.verb);
+  op.bytes = bytes_of(collective.request);
+  op.peer = collective.member->device;
   op.duration = kLatencyNs + static_cast<int64_t>(sent_bytes(collective) / rate * 1e9);
   return op;
 }
