@@ -1,5 +1,8 @@
 """Case timer: run a prepared case in blocks of steps under a clock until its series is long enough.
 
+Pairs of further blocks then show what marks cost: the steps of one have marks, those of the other
+have none.
+
 After timing, a few steps are profiled to measure the busy time of GPUs: the length of the union of
 the kernels' intervals (`records.activity`). The spans of a clock show how long a phase occupied a
 device, including waiting; kernels show when the device computed. Communication is counted
@@ -14,6 +17,7 @@ CPUs, the strategy reports this span itself.
 from __future__ import annotations
 
 import gc
+import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -64,6 +68,11 @@ Each block of a slow case has one step, and so has the warm-up.
 SLOW_STEPS = 3
 HEAT_S = 0.5
 """The seconds for which GPUs compute before their steps are timed, but no longer than those."""
+MARK_PAIRS, MARKS_S = 6, 1.0
+"""The pairs of blocks with and without marks, and the most seconds that they take in all.
+
+Steps for which they are too short are so long that marks of some microseconds do not matter.
+"""
 COMPILING_PASSES = 10
 """The most passes over the batches in which torch.compile may compile."""
 
@@ -94,17 +103,16 @@ def start_timer(prepared: PreparedCase, effort: Effort) -> Iterator[CaseTimer]:
     """Start a prepared case's strategy with a clock for its devices, and yield the case's timer."""
     listener = clocks.choose(prepared.devices)
     marking = _Marking()
-    mark = marking if prepared.case.compile else listener.mark
-    with begin(prepared.strategy, prepared.case, prepared.model, prepared.devices, mark) as step:
+    with begin(prepared.strategy, prepared.case, prepared.model, prepared.devices, marking) as step:
         if prepared.case.compile:
             prepared = _compiled(prepared, step)
         marking.mark = listener.mark
-        with fed(prepared.case, step, prepared.examples, listener.mark) as timed:
-            yield CaseTimer(prepared, effort, timed, listener)
+        with fed(prepared.case, step, prepared.examples, marking) as timed:
+            yield CaseTimer(prepared, effort, timed, listener, marking)
 
 
 class _Marking:
-    """A mark that records nothing while torch.compile compiles, and then calls the clock's."""
+    """A mark that records nothing, until it has the mark of a clock."""
 
     def __init__(self) -> None:
         self.mark: Mark = no_mark
@@ -166,11 +174,14 @@ class CaseTimer:
         effort: Effort,
         step: Step,
         listener: clocks.Clock,
+        marking: _Marking,
     ) -> None:
         self._prepared = prepared
         self._effort = effort
         self._step = step
         self._listener = listener
+        self._marking = marking
+        self._mark_pairs: list[tuple[float, float]] = []
         self._block_steps = effort.block_steps
         self._steps_s = 0.0
         self._heat_s = self._second_s = 0.0
@@ -233,32 +244,15 @@ class CaseTimer:
     def _block(self, steps: int) -> float:
         """Take `steps` steps back to back; return the duration of the last step in seconds."""
         case = self._prepared.case
-        batches = self._prepared.batches
-        results = list[Any]()
-        every = case.read_loss
         graphs = compilations() if case.compile else None
         began_s = time.perf_counter()
-        with self._listener.block():
-            for i in range(steps):
-                inputs, target = batches[i % len(batches)]
-                with self._listener.step(warmup=False):
-                    loss = self._step(inputs, target)
-                    if every and (self._taken + i) % every == 0:
-                        # the host waits for the device, as in a loop that prints the loss
-                        loss.item()
-                if not case.trains:
-                    results.clear()  # outputs may be large
-                # detached, because the graph of a loss keeps the activations
-                results.append(loss.detach() if isinstance(loss, torch.Tensor) else loss)
-                for span in self._step.observe():
-                    self._listener.add(*span)
+        results = self._take(steps, self._listener)
         if graphs is not None and graphs != compilations():
             raise RuntimeError(
                 "torch.compile has compiled again during the timed steps, so their times include"
                 f" compilation: leave out {dashed('compile')}, or remove the model's dependence on"
                 " values that change between steps"
             )
-        self._taken += steps
         if not case.unverified:
             verification.check_results(results, self._taken, trains=case.trains)
         # seconds from the clock, not from the calls: on CUDA, a call returns before its work is
@@ -271,6 +265,56 @@ class CaseTimer:
             self._stopping.add(one.seconds)
         self._steps_s += time.perf_counter() - began_s
         return timed[-1].seconds
+
+    def _take(self, steps: int, clock: clocks.Clock) -> Sequence[Any]:
+        """Take `steps` steps back to back under a clock, and return what they returned."""
+        case = self._prepared.case
+        batches = self._prepared.batches
+        results = list[Any]()
+        every = case.read_loss
+        with clock.block():
+            for i in range(steps):
+                inputs, target = batches[i % len(batches)]
+                with clock.step(warmup=False):
+                    loss = self._step(inputs, target)
+                    if every and (self._taken + i) % every == 0:
+                        # the host waits for the device, as in a loop that prints the loss
+                        loss.item()
+                if not case.trains:
+                    results.clear()  # outputs may be large
+                # detached, because the graph of a loss keeps the activations
+                results.append(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+                for span in self._step.observe():
+                    clock.add(*span)
+        self._taken += steps
+        return results
+
+    def weigh_marks(self) -> None:
+        """Take pairs of blocks of steps, with marks and without; their order alternates.
+
+        They have a clock of their own, because their steps do not belong to the series. Of the
+        first pair, which creates its events, nothing is kept.
+        """
+        if not self._effort.marks:
+            return
+        block_s = min(MARKS_S, self._effort.budget_s) / (2 * (1 + MARK_PAIRS))
+        last = self._listener.steps()[-self._block_steps :]
+        step_s = _most(statistics.median(one.seconds for one in last))
+        steps = min(self._block_steps, int(block_s / step_s)) if step_s > 0 else 0
+        if not steps:
+            return
+        clock = clocks.choose(self._prepared.devices)
+        marks: dict[bool, Mark] = {True: clock.mark, False: no_mark}
+        for number in range(1 + MARK_PAIRS):
+            mean_s = dict.fromkeys(marks, 0.0)
+            for marked in sorted(marks, reverse=bool(number % 2)):
+                self._marking.mark = marks[marked]
+                self._take(steps, clock)
+                mean_s[marked] = statistics.mean(one.seconds for one in clock.steps()[-steps:])
+            if number:
+                self._mark_pairs.append((mean_s[True], mean_s[False]))
+            gc.collect()
+        self._marking.mark = self._listener.mark
 
     def trial(self, memory: tuple[Memory, ...] = ()) -> Trial:
         """Return the case's trial: all measurements and `memory`, with the warm-up's steps flagged.
@@ -311,7 +355,7 @@ class CaseTimer:
                 **prepared.facts,
                 **withheld,
                 **load,
-                **stated(slow=self._slow, mark_s=clocks.mark_s(prepared.devices)),
+                **stated(slow=self._slow, mark_pairs=tuple(self._mark_pairs)),
             },
         )
 
@@ -370,6 +414,8 @@ def run_timers(timers: Sequence[CaseTimer]) -> None:
                 timer.block()
             turn.reverse()
             gc.collect()
+        for timer in timers:
+            timer.weigh_marks()
     finally:
         gc.enable()
         if freezes:
@@ -382,11 +428,16 @@ def _is_first() -> bool:
 
 def _agreed(finished: bool) -> bool:
     """Return whether `finished` is True in at least one rank; all ranks must call this."""
+    return bool(_most(finished))
+
+
+def _most(value: float) -> float:
+    """Return the largest value of any rank; all ranks must call this."""
     if not dist.is_initialized():
-        return finished
-    flag = torch.tensor(int(finished))
-    dist.all_reduce(flag, dist.ReduceOp.MAX)
-    return bool(flag.item())
+        return value
+    found = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found.item())
 
 
 def _busy_samples(profile: Iterable[Iterable[Activity]]) -> Iterator[Sample]:

@@ -1,0 +1,284 @@
+"""GPU claims: what convinces a sceptic of dpbench's figures on a GPU, as checks of measurements.
+
+`gpu_truth.py` measures, and `gpu_check.py` prints the result of each check. A check without its
+measurement has no result. docs/first-gpu-run.md has the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Evidence = Mapping[str, Any]
+"""What gpu_truth.py has measured so far, by name."""
+Found = tuple[bool, str]
+"""Whether a claim is right, and the numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """A claim about dpbench's figures.
+
+    `evidence` and `right_if` say how it is checked. `judge` raises LookupError without the
+    measurement. `timed` is whether it needs true times, which fake GPUs do not have.
+    """
+
+    key: str
+    claim: str
+    evidence: str
+    right_if: str
+    judge: Callable[[Evidence], Found]
+    timed: bool = True
+
+    def line(self, evidence: Evidence) -> tuple[bool | None, str]:
+        """Return whether the claim is right, None if unknown, and a line that says so."""
+        try:
+            right, numbers = self.judge(evidence)
+        except LookupError:
+            return None, f"{self.claim}: not checked"
+        said = f"{'yes' if right else 'no'}, {numbers}"
+        if self.timed and evidence.get("fake"):
+            return None, f"{self.claim}: not checked, FAKE-GPU ({said})"
+        return right, f"{self.claim}: {said}"
+
+
+def table() -> str:
+    """Return the table of docs/first-gpu-run.md."""
+    rows = [f"| {one.claim} | {one.evidence} | {one.right_if} |" for one in CLAIMS]
+    return "\n".join(["| claim | evidence | right if |", "|---|---|---|", *rows])
+
+
+def _differ(value: float, by: float, low: float, high: float) -> Found:
+    """Return whether the ratio of two values is within limits, and their difference."""
+    return low <= value / by <= high, f"{value / by - 1:+.2%}"
+
+
+def _trials(evidence: Evidence) -> Sequence[Mapping[str, Any]]:
+    """Return the trials. Raises LookupError without any, or if one has failed."""
+    found: Sequence[Mapping[str, Any]] = evidence["trials"]
+    if not found or any(one["status"] != "ok" for one in found):
+        raise LookupError("trials")
+    return found
+
+
+def _every(wrong: Iterator[str], numbers: str) -> Found:
+    found = [*wrong]
+    return not found, "; ".join(found) or numbers
+
+
+def _alone(evidence: Evidence) -> Mapping[str, Any]:
+    return next(one for one in _trials(evidence) if one["strategy"] == "single")
+
+
+def _step_time(evidence: Evidence) -> Found:
+    return _differ(evidence["events_s"], evidence["host_s"], 0.995, 1.005)
+
+
+def _plain_loop(evidence: Evidence) -> Found:
+    return _differ(_alone(evidence)["step_s"], evidence["bare_s"], 0.98, 1.02)
+
+
+def _interval(found: Mapping[str, float]) -> str:
+    return f"{found['value']:+.2%} ({found['low']:+.2%} to {found['high']:+.2%})"
+
+
+def _marks(evidence: Evidence) -> Found:
+    weighed = {one["label"]: one["marks"] for one in _trials(evidence) if one["marks"]}
+    if {one["label"] for one in _trials(evidence)} - {*weighed}:
+        raise LookupError("marks")
+    numbers = "; ".join(f"{label} {_interval(one)}" for label, one in weighed.items())
+    return all(one["value"] <= 0.01 for one in weighed.values()), numbers
+
+
+def _sampler(evidence: Evidence) -> Found:
+    return evidence["sampler"]["value"] <= 0.005, _interval(evidence["sampler"])
+
+
+def _margins(evidence: Evidence) -> dict[str, float]:
+    return {
+        f"{phase} of {label}": one["span_s"] - one["kernels_s"]
+        for label, phases in evidence["profiled"].items()
+        for phase, one in phases.items()
+    }
+
+
+def _cover(evidence: Evidence) -> Found:
+    margins = _margins(evidence)
+    least = min(margins, key=margins.__getitem__, default="")
+    margin_s = margins[least]
+    return margin_s >= -20e-6, f"least margin {margin_s * 1e6:+.1f} us in {least}"
+
+
+def _full(evidence: Evidence) -> Found:
+    phases = evidence["profiled"]["single"]
+    computing = [phases[name] for name in ("forward", "backward", "optimizer")]
+    share = sum(one["kernels_s"] for one in computing) / sum(one["span_s"] for one in computing)
+    return share >= 0.9, f"{share:.1%}"
+
+
+def _ledger(evidence: Evidence) -> Found:
+    own = _alone(evidence)["phases_s"]
+    long = {name: seconds for name, seconds in evidence["spans_s"].items() if seconds > 1e-3}
+    off = {name: own.get(name, 0.0) / seconds - 1 for name, seconds in long.items()}
+    most = max(off, key=lambda name: abs(off[name]), default="")
+    return abs(off[most]) <= 0.05, f"{off[most]:+.1%} in {most}"
+
+
+def _kept(evidence: Evidence) -> Found:
+    off_s = evidence["off_s"]
+    reasons = [one["no_profile"] for one in _trials(evidence) if one["no_profile"]]
+    reasons += [evidence["withheld"]] if evidence["withheld"] else []
+    if reasons or off_s is None:
+        return False, "; ".join(dict.fromkeys(reasons)) or "no kernel has a launch"
+    numbers = f"{off_s * 1e6:+.1f} us, of which {evidence['tolerance_s'] * 1e6:.0f} are tolerated"
+    return off_s <= 5e-6, numbers
+
+
+def _data_parallel(evidence: Evidence) -> Found:
+    found = evidence["paired"]
+    return 0.95 <= 1 + found["value"] <= 1.05, _interval(found)
+
+
+def _energy(evidence: Evidence) -> Found:
+    found = evidence["energy"]
+    right, numbers = _differ(found["counter_j"], found["integral_j"], 0.95, 1.05)
+    return right, f"{numbers} of {found['integral_j']:.0f} J in {found['seconds']:.1f} s"
+
+
+def _memory(evidence: Evidence) -> Found:
+    above = dict[str, float]()
+    for one in _trials(evidence):
+        whole = {(device, kind): peak for device, phase, kind, peak in one["memory"] if not phase}
+        for device, phase, kind, peak in one["memory"]:
+            if phase and (device, kind) in whole:
+                above[f"{phase} of {one['label']}"] = peak / whole[device, kind] - 1
+    most = max(above, key=above.__getitem__, default="")
+    return above[most] <= 0.02, f"at most {above[most]:+.1%}, in {most}"
+
+
+def _labels(evidence: Evidence) -> Found:
+    def wrong() -> Iterator[str]:
+        for one in _trials(evidence):
+            if (one["devices"] > 1) != ("COLOCATED" in one["labels"]):
+                yield f"{one['label']} is labelled {' '.join(one['labels'])}"
+            if bool(evidence["fake"]) != ("FAKE-GPU" in one["labels"]):
+                yield f"{one['label']}: FAKE-GPU does not fit the driver"
+            if not one["gpu"] or one["gpu"] != evidence["gpu"]:
+                yield f"{one['label']}: the GPU is {one['gpu']}, not {evidence['gpu']}"
+
+    return _every(wrong(), f"{len(_trials(evidence))} trials on {evidence['gpu']}")
+
+
+def _clocks(evidence: Evidence) -> Found:
+    def wrong() -> Iterator[str]:
+        for one in _trials(evidence):
+            if lacking := {"gpu_clock", "throttling"} - {*one["checks"]}:
+                yield f"{one['label']}, round {one['round'] + 1}: no {' and '.join(lacking)}"
+
+    return _every(wrong(), f"{len(_trials(evidence))} trials")
+
+
+CLAIMS: Sequence[Claim] = (
+    Claim(
+        key="step_time",
+        claim="a step's time is true within 0.5 %",
+        evidence="40 steps by CUDA events, and by the host's clock around them, synchronised",
+        right_if="they differ by at most 0.5 %",
+        judge=_step_time,
+    ),
+    Claim(
+        key="plain_loop",
+        claim="`single` is a plain loop",
+        evidence="the step of `single` in a trial, and of the same loop without marks, in another"
+        " process",
+        right_if="they differ by at most 2 %",
+        judge=_plain_loop,
+    ),
+    Claim(
+        key="marks",
+        claim="marks are cheap",
+        evidence="blocks of steps with and without marks in turn, in a trial of `single`, `dp` and"
+        " `torch_dp`",
+        right_if="steps are at most 1 % longer in each",
+        judge=_marks,
+    ),
+    Claim(
+        key="sampler",
+        claim="the sampler is cheap",
+        evidence="blocks of steps beside the sampler's process and without it in turn",
+        right_if="steps are at most 0.5 % longer",
+        judge=_sampler,
+    ),
+    Claim(
+        key="phases_cover",
+        claim="phases cover their kernels within 20 us",
+        evidence="each phase by CUDA events, and the kernels launched in it by CUPTI, in the same"
+        " steps of `single` and `dp`",
+        right_if="no phase is more than 20 us shorter than its kernels",
+        judge=_cover,
+    ),
+    Claim(
+        key="phases_full",
+        claim="kernels fill the phases that compute",
+        evidence="forward, backward and optimizer of `single` in these steps",
+        right_if="kernels are at least 90 % of them",
+        judge=_full,
+    ),
+    Claim(
+        key="ledger",
+        claim="the phases of a step are no artefact",
+        evidence="the phases of `single` in a trial, and by CUDA events in another process",
+        right_if="each above 1 ms differs by at most 5 %",
+        judge=_ledger,
+    ),
+    Claim(
+        key="profile",
+        claim="the profiler's figures are kept",
+        evidence="the reason why they are withheld, in each trial; how long before its launch a"
+        " kernel begins, or after its step it ends",
+        right_if="there is no reason, and it is at most 5 us",
+        judge=_kept,
+        timed=False,
+    ),
+    Claim(
+        key="data_parallel",
+        claim="`dp[reference]` is as fast as nn.DataParallel",
+        evidence="rounds of `dp` and `torch_dp` in one process, two replicas on one GPU",
+        right_if="the ratio of their steps is 0.95 to 1.05",
+        judge=_data_parallel,
+    ),
+    Claim(
+        key="energy",
+        claim="the energy is true within 5 %",
+        evidence="NVML's energy counter, and the integral of its power readings, over some seconds"
+        " of steps",
+        right_if="they differ by at most 5 %",
+        judge=_energy,
+    ),
+    Claim(
+        key="memory",
+        claim="no phase needs more memory than its step",
+        evidence="the peaks of phases, and of whole steps, in each trial",
+        right_if="no phase is above the whole by more than 2 %",
+        judge=_memory,
+        timed=False,
+    ),
+    Claim(
+        key="labels",
+        claim="each trial is labelled as what it is",
+        evidence="labels and GPU of each trial",
+        right_if="COLOCATED with two replicas alone, FAKE-GPU with a fake driver alone, and the"
+        " GPU's name",
+        judge=_labels,
+        timed=False,
+    ),
+    Claim(
+        key="clocks",
+        claim="clock and throttling of the GPU are checked",
+        evidence="the checks of each trial",
+        right_if="both were made in each",
+        judge=_clocks,
+        timed=False,
+    ),
+)
