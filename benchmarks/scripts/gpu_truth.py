@@ -133,7 +133,8 @@ def profiled(loop: Loop) -> dict[str, Any]:
 
     loop.mark = mark
     with clock.block():
-        events = profiling.record(step, loop.devices, PROFILED)
+        # replicas' forwards run in other threads
+        events = profiling.record(step, loop.devices, PROFILED, all_threads=True)
     loop.mark = no_mark
     calls = {one.id: one.time_range for one in events if profiling.is_call(one)}
     kernels = [one for one in events if profiling.is_activity(one) and one.id in calls]
@@ -206,17 +207,17 @@ def measured() -> Iterator[dict[str, Any]]:
     options = {"models": model, "size": size, "precision": precision, "batch_per_device": batch}
     options |= {"placement": "colocated", "quiet": True}
     with tempfile.TemporaryDirectory() as folder:
-        plain = dpbench.run(
-            strategies=["single", "dp", "torch_dp"],
-            devices=[1, 2],
-            rounds=ROUNDS,
-            store=Path(folder) / "plain.db",
-            **options,
-        )
-        yield {"trials": [told(one) for one in plain.trials]}
+        trials: list[Trial] = []
+        for names, count in ((["single"], 1), (["dp", "torch_dp"], 2)):
+            store = Path(folder) / f"{count}.db"
+            run = dpbench.run(
+                strategies=names, devices=count, rounds=ROUNDS, store=store, **options
+            )
+            trials += run.trials
+        yield {"trials": [told(one) for one in trials]}
         pair = dpbench.run(
             strategies=["dp", "torch_dp"],
-            devices=[2],
+            devices=2,
             rounds=PAIRED_ROUNDS,
             paired=True,
             store=Path(folder) / "paired.db",

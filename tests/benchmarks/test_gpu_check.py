@@ -195,7 +195,7 @@ EVIDENCE: dict[str, Any] = {
     "paired": {"value": 0.02, "low": 0.01, "high": 0.03},
     "events_s": 0.4001,
     "host_s": 0.4,
-    "spans_s": {"forward": 0.003, "backward": 0.006, "optimizer": 0.0001},
+    "spans_s": {"forward": 0.003, "backward": 0.006, "optimizer": 0.0002},
     "bare_s": 0.0099,
     "sampler": {"value": 0.001, "low": 0.0, "high": 0.002},
     "energy": {"counter_j": 3000.0, "integral_j": 3060.0, "seconds": 5.0},
@@ -209,14 +209,17 @@ EVIDENCE: dict[str, Any] = {
     "off_s": -4.1e-6,
     "withheld": "",
 }
-Path_ = tuple[str | int, ...]
-WRONG: dict[str, list[tuple[Path_, Any]]] = {
+Place = tuple[str | int, ...]
+WRONG: dict[str, list[tuple[Place, Any]]] = {
     "step_time": [(("events_s",), 0.4021), (("events_s",), 0.3979)],
     "plain_loop": [(("bare_s",), 0.0097)],
-    "marks": [(("trials", 1, "marks", "value"), 0.0101)],
-    "sampler": [(("sampler", "value"), 0.0051)],
+    "marks": [(("trials", 1, "marks"), {"value": 0.02, "low": 0.0101, "high": 0.03})],
+    "sampler": [(("sampler",), {"value": 0.006, "low": 0.0051, "high": 0.007})],
     "phases_cover": [(("profiled", "single", "forward", "kernels_s"), 0.003021)],
-    "phases_full": [(("profiled", "single", "backward", "kernels_s"), 0.005)],
+    "phases_full": [
+        (("profiled", "single", "backward", "kernels_s"), 0.005),
+        (("spans_s", "backward"), 0.005),
+    ],
     "ledger": [(("trials", 0, "phases_s", "forward"), 0.0032)],
     "profile": [
         (("off_s",), 6e-6),
@@ -224,7 +227,10 @@ WRONG: dict[str, list[tuple[Path_, Any]]] = {
         (("withheld",), "lost"),
         (("off_s",), None),
     ],
-    "data_parallel": [(("paired", "value"), 0.051), (("paired", "value"), -0.051)],
+    "data_parallel": [
+        (("paired",), {"value": 0.06, "low": 0.051, "high": 0.07}),
+        (("paired",), {"value": -0.06, "low": -0.07, "high": -0.051}),
+    ],
     "energy": [(("energy", "counter_j"), 2900.0)],
     "memory": [(("trials", 0, "memory", 1, 3), 1021)],
     "labels": [
@@ -244,7 +250,7 @@ NUMBERS = {
 }
 
 
-def changed(path: Path_, value: Any) -> dict[str, Any]:
+def changed(path: Place, value: Any) -> dict[str, Any]:
     evidence = copy.deepcopy(EVIDENCE)
     place: Any = evidence
     for name in path[:-1]:
@@ -265,6 +271,22 @@ def test_each_claim_is_right_within_its_limit_wrong_beyond_and_unknown_without_e
         assert right is False
         assert line.startswith(f"{claim.claim}: no, ")
     assert claim.line({"fake": False}) == (None, f"{claim.claim}: not checked")
+
+
+@pytest.mark.parametrize(
+    ("key", "path", "value"),
+    [
+        ("marks", ("trials", 1, "marks", "high"), 0.011),
+        ("sampler", ("sampler", "high"), 0.006),
+        ("data_parallel", ("paired", "high"), 0.06),
+        ("data_parallel", ("paired", "low"), -0.06),
+    ],
+)
+def test_an_interval_with_a_limit_in_it_cannot_tell(key: str, path: Place, value: float) -> None:
+    (claim,) = (one for one in gpu_claims.CLAIMS if one.key == key)
+    right, line = claim.line(changed(path, value))
+    assert right is None
+    assert line.startswith(f"{claim.claim}: cannot tell, ")
 
 
 @pytest.mark.parametrize("claim", gpu_claims.CLAIMS, ids=lambda one: one.key)

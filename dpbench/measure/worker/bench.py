@@ -68,11 +68,8 @@ Each block of a slow case has one step, and so has the warm-up.
 SLOW_STEPS = 3
 HEAT_S = 0.5
 """The seconds for which GPUs compute before their steps are timed, but no longer than those."""
-MARK_PAIRS, MARKS_S = 6, 1.0
-"""The pairs of blocks with and without marks, and the most seconds that they take in all.
-
-Steps for which they are too short are so long that marks of some microseconds do not matter.
-"""
+MARK_PAIRS = 6
+"""The pairs of blocks with and without marks."""
 COMPILING_PASSES = 10
 """The most passes over the batches in which torch.compile may compile."""
 
@@ -293,11 +290,13 @@ class CaseTimer:
         """Take pairs of blocks of steps, with marks and without; their order alternates.
 
         They have a clock of their own, because their steps do not belong to the series. Of the
-        first pair, which creates its events, nothing is kept.
+        first pair, which creates its events, nothing is kept. If the trial's budget is too short
+        for pairs of single steps, there are none: such steps are so long that marks of some
+        microseconds do not matter.
         """
         if not self._effort.marks:
             return
-        block_s = min(MARKS_S, self._effort.budget_s) / (2 * (1 + MARK_PAIRS))
+        block_s = self._effort.budget_s / (2 * (1 + MARK_PAIRS))
         last = self._listener.steps()[-self._block_steps :]
         step_s = _most(statistics.median(one.seconds for one in last))
         steps = min(self._block_steps, int(block_s / step_s)) if step_s > 0 else 0

@@ -85,13 +85,26 @@ def profiled(step: Callable[[], object], devices: Sequence[Device], count: int) 
     return by_step(events, first, count)
 
 
-def record(step: Callable[[], object], devices: Sequence[Device], count: int) -> Sequence[Any]:
+def record(
+    step: Callable[[], object], devices: Sequence[Device], count: int, *, all_threads: bool = False
+) -> Sequence[Any]:
     """Run one step that is not recorded and `count` others; return the events of torch.profiler.
 
-    Raises ProfilerFailed, after all steps, if the profiler fails.
+    Operators and ranges of other threads are recorded with `all_threads` only. Raises
+    ProfilerFailed, after all steps, if the profiler fails.
     """
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    return _typed(_recorded(step, devices, count, activities=kinds))
+    options = {"experimental_config": _everywhere()} if all_threads else {}
+    return _typed(_recorded(step, devices, count, activities=kinds, **options))
+
+
+def _everywhere() -> _ExperimentalConfig:
+    """Return the setting with which the profiler records all threads.
+
+    By default, it leaves out those in which replicas run. Raises TypeError if this torch has no
+    such setting.
+    """
+    return _ExperimentalConfig(profile_all_threads=True)
 
 
 def trace(step: Callable[[], object], devices: Sequence[Device], path: Path) -> None:
@@ -100,8 +113,7 @@ def trace(step: Callable[[], object], devices: Sequence[Device], path: Path) -> 
     Errors of the profiler and of the file are only printed, because the trial is valid without.
     """
     try:
-        # replicas run in other threads, which the profiler leaves out by default
-        everywhere = _ExperimentalConfig(profile_all_threads=True)
+        everywhere = _everywhere()
     except TypeError as error:  # this torch cannot profile all threads
         print(f"no trace was written to {path}: {error}", file=sys.stderr)
         return
