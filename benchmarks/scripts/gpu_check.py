@@ -156,13 +156,12 @@ def ended(command: Sequence[str], limit_s: float, output: Path, folder: Path) ->
     Processes that it has started end with it. `output` gets what they print.
     """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {"DPBENCH_PATIENCE": "0", **os.environ, "PYTHONPATH": path}
     with (
         output.open("w", encoding="utf-8") as log,
         subprocess.Popen(
             command,
             cwd=folder,
-            env=environment,
+            env={**os.environ, "PYTHONPATH": path},
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -54,7 +54,7 @@ def test_cpus_are_not_heated(server: Server) -> None:
 
 @pytest.mark.gpu
 def test_a_trial_records_the_versions_below_torch_and_the_cost_of_marks(server: Server) -> None:
-    found = server.run(ALONE, QUICK, 0, 120.0).provenance
+    found = server.run(ALONE, replace(QUICK, budget_s=5.0), 0, 120.0).provenance
     assert found["gpu"] == torch.cuda.get_device_name(0)
     assert (found["cuda"], found["cudnn"]) == (torch.version.cuda, torch.backends.cudnn.version())
     assert found["nccl"] == ".".join(map(str, torch.cuda.nccl.version()))

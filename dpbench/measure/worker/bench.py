@@ -290,17 +290,17 @@ class CaseTimer:
         """Take pairs of blocks of steps, with marks and without; their order alternates.
 
         They have a clock of their own, because their steps do not belong to the series. Of the
-        first pair, which creates its events, nothing is kept. If the trial's budget is too short
-        for pairs of single steps, there are none: such steps are so long that marks of some
-        microseconds do not matter.
+        first pair, which creates its events, nothing is kept, nor of the first step of a block,
+        before which the devices are idle. If the trial's budget is too short for blocks of two
+        steps, there are none: such steps are so long that marks of some microseconds do not matter.
         """
         if not self._effort.marks:
             return
         block_s = self._effort.budget_s / (2 * (1 + MARK_PAIRS))
         last = self._listener.steps()[-self._block_steps :]
         step_s = _most(statistics.median(one.seconds for one in last))
-        steps = min(self._block_steps, int(block_s / step_s)) if step_s > 0 else 0
-        if not steps:
+        steps = min(self._block_steps, int(block_s / step_s) - 1) if step_s > 0 else 0
+        if steps < 1:
             return
         clock = clocks.choose(self._prepared.devices)
         marks: dict[bool, Mark] = {True: clock.mark, False: no_mark}
@@ -308,7 +308,7 @@ class CaseTimer:
             mean_s = dict.fromkeys(marks, 0.0)
             for marked in sorted(marks, reverse=bool(number % 2)):
                 self._marking.mark = marks[marked]
-                self._take(steps, clock)
+                self._take(1 + steps, clock)
                 mean_s[marked] = statistics.mean(one.seconds for one in clock.steps()[-steps:])
             if number:
                 self._mark_pairs.append((mean_s[True], mean_s[False]))
