@@ -37,8 +37,8 @@ class Claim:
         """Return whether the claim is right, None if unknown, and a line that says so."""
         try:
             right, numbers = self.judge(evidence)
-        except LookupError:
-            return None, f"{self.claim}: not checked"
+        except LookupError as absent:
+            return None, f"{self.claim}: not checked, without {absent.args[0]}"
         said = f"{SAID[right]}, {numbers}"
         if self.timed and evidence.get("fake"):
             return None, f"{self.claim}: not checked, FAKE-GPU ({said})"
@@ -57,10 +57,10 @@ def _differ(value: float, by: float, low: float, high: float) -> Found:
 
 
 def _trials(evidence: Evidence) -> Sequence[Mapping[str, Any]]:
-    """Return the trials. Raises LookupError without any, or if one has failed."""
+    """Return the trials. Raises LookupError if one has failed."""
     found: Sequence[Mapping[str, Any]] = evidence["trials"]
-    if not found or any(one["status"] != "ok" for one in found):
-        raise LookupError("trials")
+    if failed := [one["label"] for one in found if one["status"] != "ok"]:
+        raise LookupError(f"the failed {failed[0]}")
     return found
 
 
@@ -91,8 +91,8 @@ def _within(found: Mapping[str, float], most: float, least: float = -math.inf) -
 
 def _marks(evidence: Evidence) -> Found:
     weighed = {one["label"]: one["marks"] for one in _trials(evidence) if one["marks"]}
-    if {one["label"] for one in _trials(evidence)} - {*weighed}:
-        raise LookupError("marks")
+    if absent := {one["label"] for one in _trials(evidence)} - {*weighed}:
+        raise LookupError(f"the marks of {' and '.join(sorted(absent))}")
     found = {label: _within(one, 0.01) for label, one in weighed.items()}
     every = {right for right, _ in found.values()}
     right = next((one for one in (False, None) if one in every), True)
@@ -113,7 +113,7 @@ def _margins(evidence: Evidence) -> dict[str, float]:
 
 def _cover(evidence: Evidence) -> Found:
     margins = _margins(evidence)
-    least = min(margins, key=margins.__getitem__, default="")
+    least = min(margins, key=margins.__getitem__)
     margin_s = margins[least]
     return margin_s >= -20e-6, f"least margin {margin_s * 1e6:+.1f} us in {least}"
 
@@ -130,7 +130,9 @@ def _ledger(evidence: Evidence) -> Found:
     own = _alone(evidence)["phases_s"]
     long = {name: seconds for name, seconds in evidence["spans_s"].items() if seconds > 1e-3}
     off = {name: own.get(name, 0.0) / seconds - 1 for name, seconds in long.items()}
-    most = max(off, key=lambda name: abs(off[name]), default="")
+    if not off:
+        raise LookupError("a phase above 1 ms")
+    most = max(off, key=lambda name: abs(off[name]))
     return abs(off[most]) <= 0.05, f"{off[most]:+.1%} in {most}"
 
 
@@ -161,7 +163,9 @@ def _memory(evidence: Evidence) -> Found:
         for device, phase, kind, peak in one["memory"]:
             if phase and (device, kind) in whole:
                 above[f"{phase} of {one['label']}"] = peak / whole[device, kind] - 1
-    most = max(above, key=above.__getitem__, default="")
+    if not above:
+        raise LookupError("memory by phase")
+    most = max(above, key=above.__getitem__)
     return above[most] <= 0.02, f"at most {above[most]:+.1%}, in {most}"
 
 
