@@ -28,9 +28,9 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -62,53 +62,45 @@ OPTIONS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tests:
-    """The outcome of a file of tests: the numbers passed and skipped, and an error per failed one.
+Outcome = dict[str, Any]
+"""Of tests: the number `passed`, those `skipped` by reason, and the error of each `failed` one."""
 
-    `last_line` is the last line that pytest printed, if no test was selected or pytest failed.
+
+def outcome(junit: Path, last_line: str) -> Outcome:
+    """Return the outcome in a JUnit file of pytest; without the file, pytest has failed.
+
+    A file of tests that needs a missing package counts as skipped.
     """
+    if not junit.exists():
+        return {"passed": 0, "skipped": {}, "failed": {"pytest": last_line}}
+    passed, skipped, failed = 0, Counter[str](), dict[str, str]()
+    for case in ElementTree.parse(junit).iter("testcase"):
+        bad = next((one for one in case if one.tag in ("failure", "error")), None)
+        left_out = case.find("skipped")
+        reason = left_out.get("message") or "" if left_out is not None else _lacks(bad)
+        if reason:
+            skipped[reason] += 1
+        elif bad is not None:
+            failed[case.get("name", "")] = (bad.get("message") or "").partition("\n")[0][:200]
+        else:
+            passed += 1
+    return {"passed": passed, "skipped": skipped, "failed": failed}
 
-    passed: int = 0
-    skipped: Mapping[str, int] = field(default_factory=dict)
-    failed: Mapping[str, str] = field(default_factory=dict)
-    last_line: str = ""
 
-    def __str__(self) -> str:
-        skipped, failed = sum(self.skipped.values()), len(self.failed)
-        return f"{self.passed} passed, {skipped} skipped, {failed} failed"
+def total(state: Mapping[str, Any]) -> Outcome:
+    """Return the outcome of all files of tests so far."""
+    every = state.get("tests", {}).values()
+    return {
+        "passed": sum(one["passed"] for one in every),
+        "skipped": sum((Counter(one["skipped"]) for one in every), Counter()),
+        "failed": {name: error for one in every for name, error in one["failed"].items()},
+    }
 
-    @classmethod
-    def of(cls, junit: Path, last_line: str = "") -> Tests:
-        """Return the outcome that a JUnit file of pytest has.
 
-        A file of tests that needs a missing package counts as skipped.
-        """
-        passed = 0
-        skipped: dict[str, int] = {}
-        failed: dict[str, str] = {}
-        for case in ElementTree.parse(junit).iter("testcase") if junit.exists() else ():
-            bad = next((one for one in case if one.tag in ("failure", "error")), None)
-            left_out = case.find("skipped")
-            reason = left_out.get("message") or "" if left_out is not None else _lacks(bad)
-            if reason:
-                skipped[reason] = skipped.get(reason, 0) + 1
-            elif bad is not None:
-                failed[case.get("name", "")] = (bad.get("message") or "").partition("\n")[0][:200]
-            else:
-                passed += 1
-        if not junit.exists():
-            failed["pytest"] = last_line
-        return cls(passed=passed, skipped=skipped, failed=failed)
-
-    @classmethod
-    def total(cls, every: Sequence[Tests]) -> Tests:
-        """Return the outcome of several files together."""
-        skipped: dict[str, int] = {}
-        for reason, count in (item for one in every for item in one.skipped.items()):
-            skipped[reason] = skipped.get(reason, 0) + count
-        failed = {name: error for one in every for name, error in one.failed.items()}
-        return cls(passed=sum(one.passed for one in every), skipped=skipped, failed=failed)
+def counted(found: Outcome) -> str:
+    """Return the numbers of an outcome as text."""
+    skipped = sum(found["skipped"].values())
+    return f"{found['passed']} passed, {skipped} skipped, {len(found['failed'])} failed"
 
 
 def _lacks(error: ElementTree.Element | None) -> str:
@@ -260,27 +252,22 @@ def tests(state: State, folder: Path, files: Sequence[str]) -> bool:
         found = tested(file, left_s, folder)
         if found is None and number:
             break  # there was little time left; the next command begins with this file
-        found = found or Tests(failed={file: f"did not end within {left_s:.0f} s"})
-        print(f"{file}: {found}, {time.monotonic() - began_s:.0f} s", flush=True)
-        done[file] = asdict(found)
+        late = {"passed": 0, "skipped": {}, "failed": {file: f"not ended within {left_s:.0f} s"}}
+        done[file] = found or late
+        print(f"{file}: {counted(done[file])}, {time.monotonic() - began_s:.0f} s", flush=True)
         state["left_out"].remove(file)
-    total = outcome(state)
-    return bool(total.passed) and not total.failed
+    found = total(state)
+    return bool(found["passed"]) and not found["failed"]
 
 
-def tested(file: str, limit_s: float, folder: Path) -> Tests | None:
+def tested(file: str, limit_s: float, folder: Path) -> Outcome | None:
     """Return the outcome of a file of tests; None if it did not end."""
     junit, log = folder / "junit.xml", folder / "tests.txt"
     junit.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", *OPTIONS, f"--junitxml={junit}", file]
     if ended(command, limit_s, log, ROOT) is None:
         return None
-    return Tests.of(junit, _last(log))
-
-
-def outcome(state: State) -> Tests:
-    """Return the outcome of all files of tests so far."""
-    return Tests.total([Tests(**one) for one in state.get("tests", {}).values()])
+    return outcome(junit, _last(log))
 
 
 def run(state: State, folder: Path, options: Sequence[str] = RUN) -> bool:
@@ -326,12 +313,10 @@ def page(state: Mapping[str, Any]) -> str:
             yield f"the measurement {reason}"
 
     def of_tests() -> Iterator[str]:
-        total = outcome(state)
-        yield str(total)
-        if not total.passed and not total.failed:
-            yield "no test ran"
-        yield from (f"skipped {count}: {reason}" for reason, count in total.skipped.items())
-        yield from (f"FAILED {name}: {error}" for name, error in total.failed.items())
+        found = total(state)
+        yield counted(found) if found["passed"] or found["failed"] else "no test ran"
+        yield from (f"skipped {count}: {reason}" for reason, count in found["skipped"].items())
+        yield from (f"FAILED {name}: {error}" for name, error in found["failed"].items())
         if files := state["left_out"]:
             yield f"left out, for another --stage tests: {' '.join(files)}"
 
@@ -376,6 +361,8 @@ def main() -> None:
         sys.exit(2)
     if line := lacking(USED):
         print(f"gpu-check: {line}", file=sys.stderr)
+    # the command of a stage ends with this process
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     stored = output.with_suffix(".json")
     adds = given.stage and stored.exists()
     state: State = json.loads(stored.read_text(encoding="utf-8")) if adds else {}

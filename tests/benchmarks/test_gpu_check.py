@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 import shlex
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +41,7 @@ def test_the_page_names_machine_failures_and_run(tmp_path: Path) -> None:
     facts = provenance.collect(nvidia)
     state = state_of(
         facts=gpu_check.described(facts),
-        tests={"tests/test_x.py": vars(gpu_check.Tests.of(junit))},
+        tests={"tests/test_x.py": gpu_check.outcome(junit, "")},
         run={"options": "--rounds 3", "said": "mlp: use ddp on 2 devices"},
     )
     found = gpu_check.page(state)
@@ -101,16 +103,16 @@ def test_all_marked_tests_run_without_a_limit_and_what_needs_another_package_is_
     state = state_of()
     assert gpu_check.tests(state, checkout, [])
     assert {*state["tests"]} == {"tests/test_one.py", "tests/test_lacking.py"}
-    found = gpu_check.outcome(state)
-    assert (found.passed, found.failed) == (2, {})
-    assert found.skipped == {"No module named 'not_installed_here'": 1}
+    found = gpu_check.total(state)
+    assert (found["passed"], found["failed"]) == (2, {})
+    assert found["skipped"] == {"No module named 'not_installed_here'": 1}
 
 
 def test_a_file_that_cannot_import_this_repository_is_a_failure(checkout: Path) -> None:
     (checkout / "tests" / "test_gone.py").write_text("import dpbench.gone  # mark.gpu")
     state = state_of()
     assert not gpu_check.tests(state, checkout, [])
-    assert [*gpu_check.outcome(state).failed.values()] == ["collection failure"]
+    assert [*gpu_check.total(state)["failed"].values()] == ["collection failure"]
 
 
 @pytest.mark.parametrize("why", ["none is marked", "pytest refuses its settings"])
@@ -132,14 +134,14 @@ def test_files_that_no_time_is_left_for_are_named_and_the_next_command_runs_them
     """The first file of a command that does not end has failed: more time will not help it."""
     (checkout / "tests" / "test_hangs.py").write_text("import time; time.sleep(99)  # mark.gpu")
     found: dict[str, Any] = {
-        "tests/test_one.py": gpu_check.Tests(passed=1),
+        "tests/test_one.py": {"passed": 1, "skipped": {}, "failed": {}},
         "tests/test_lacking.py": None,
     }
     limits = []
 
-    def tested(file: str, limit_s: float, folder: Path) -> gpu_check.Tests | None:
+    def tested(file: str, limit_s: float, folder: Path) -> gpu_check.Outcome | None:
         limits.append(limit_s)
-        return found.get(file, gpu_check.Tests(passed=2))
+        return found.get(file, {"passed": 2, "skipped": {}, "failed": {}})
 
     monkeypatch.setattr(gpu_check, "tested", tested)
     monkeypatch.setattr(
@@ -151,8 +153,8 @@ def test_files_that_no_time_is_left_for_are_named_and_the_next_command_runs_them
     assert "another --stage tests: tests/test_lacking.py c" in gpu_check.page(state)
     assert not gpu_check.tests(state, checkout, [])
     assert state["left_out"] == []
-    assert [*gpu_check.outcome(state).failed] == ["tests/test_lacking.py"]
-    assert gpu_check.outcome(state).passed == 3
+    assert [*gpu_check.total(state)["failed"]] == ["tests/test_lacking.py"]
+    assert gpu_check.total(state)["passed"] == 3
     assert gpu_check.tests(state, checkout, ["tests/test_one.py"]) is False
     assert max(limits) <= gpu_check.STAGE_S < 540
 
@@ -164,8 +166,39 @@ def test_what_does_not_end_is_stopped_with_all_that_it_has_started(tmp_path: Pat
     assert gpu_check.ended(command, 0.5, tmp_path / "log", tmp_path) is None
     assert gpu_check.ended([sys.executable, "-c", "1 / 0"], 30, tmp_path / "log", tmp_path) == 1
     assert gpu_check._last(tmp_path / "log") == "ZeroDivisionError: division by zero"
-    subprocess.run([sys.executable, "-c", "import time; time.sleep(4)"], check=True)
+    time.sleep(4)
     assert not (tmp_path / "late").exists()
+
+
+STOPPED = """
+import signal, sys
+from pathlib import Path
+from benchmarks.scripts import gpu_check
+from dpbench.hardware import gpus
+
+def stage(state, folder):
+    wait = "import sys, time; print('begun', flush=True); time.sleep(3); open(sys.argv[1], 'w')"
+    gpu_check.ended([sys.executable, "-c", wait, sys.argv.pop()], 60, Path("log"), Path())
+
+gpu_check.machine = stage
+gpus.of_torch = lambda: gpus.TorchGpus(gpus=({"index": 0},))
+gpu_check.main()
+"""
+
+
+def test_a_command_that_is_stopped_ends_the_process_of_its_stage(tmp_path: Path) -> None:
+    late = tmp_path / "late"
+    command = [sys.executable, "-c", STOPPED, "--stage", "facts", "page.txt", str(late)]
+    environment = {**os.environ, "PYTHONPATH": str(gpu_check.ROOT)}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment) as process:
+        log = tmp_path / "log"
+        while not (log.exists() and log.read_text()):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(30) == 143
+    time.sleep(4)
+    assert not late.exists()
 
 
 # -- claims
