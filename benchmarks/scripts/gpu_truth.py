@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,8 @@ from dpbench.measure.worker import profiling
 from dpbench.records import HOST, Case, Mark, Phase, Trial, activity, fake, no_mark
 from dpbench.records.facts import RunFacts
 
-ROUNDS, PAIRED_ROUNDS = 3, 4
+ROUNDS, PAIRED_ROUNDS, BATCH = 3, 4, 64
+BOTH = ("dp", "torch_dp")
 STEPS, TURNS, WARMUP, PROFILED = 40, 8, 10, 5
 """The steps of a block, turns of two kinds of blocks, and steps before and under the profiler."""
 ENERGY_S = 5.0
@@ -197,72 +198,71 @@ def energy(loop: Loop, step_s: float) -> dict[str, float] | None:
 
 def measured() -> Iterator[dict[str, Any]]:
     """Yield measurements by name, one after the other."""
-    facts = RunFacts.of({"gpus": gpus.describe()})
-    is_fake = fake.fake_gpus(facts)
-    first = gpus.of_torch().gpus[0]
-    yield {"fake": is_fake, "gpu": first["name"], "tolerance_s": activity.CLOCKS_AGREE_S}
-    model, size = ("mlp", "small") if is_fake else ("resnet18", "full")
-    precision = "tf32" if first["capability"][0] >= float32.TF32_SINCE else "fp32"
-    batch = 64
-    options = {"models": model, "size": size, "precision": precision, "batch_per_device": batch}
-    options |= {"placement": "colocated", "quiet": True}
+    is_fake = fake.fake_gpus(RunFacts.of({"gpus": gpus.describe()}))
+    gpu = gpus.of_torch().gpus[0]
+    yield {"fake": is_fake, "gpu": gpu["name"], "tolerance_s": activity.CLOCKS_AGREE_S}
+    case = Case(
+        model="mlp" if is_fake else "resnet18",
+        size="small" if is_fake else "full",
+        precision="tf32" if gpu["capability"][0] >= float32.TF32_SINCE else "fp32",
+        strategy="single",
+        batch_size=BATCH,
+        device_kind="cuda",
+    )
     with tempfile.TemporaryDirectory() as folder:
-        trials: list[Trial] = []
-        for names, count in ((["single"], 1), (["dp", "torch_dp"], 2)):
-            store = Path(folder) / f"{count}.db"
-            run = dpbench.run(
-                strategies=names, devices=count, rounds=ROUNDS, store=store, **options
-            )
-            trials += run.trials
-        yield {"trials": [told(one) for one in trials]}
-        pair = dpbench.run(
-            strategies=["dp", "torch_dp"],
-            devices=2,
-            rounds=PAIRED_ROUNDS,
-            paired=True,
-            store=Path(folder) / "paired.db",
-            **options,
-        )
-        dp, torch_dp = (
-            {one.round: one.timed for one in pair.trials if one.case.strategy == name}
-            for name in ("dp", "torch_dp")
-        )
-        if any(dp.values()) and any(torch_dp.values()):
-            yield {"paired": share(stats.ratio(dp, torch_dp))}
-    if precision == "tf32":
-        float32.allow_tf32()
-    found: dict[str, Any] = {"profiled": {}, "off_s": None, "withheld": ""}
-    for strategy, count in (("single", 1), ("dp", 2)):
-        case = Case(
-            model=model,
-            size=size,
-            precision=precision,
-            strategy=strategy,
-            devices=count,
-            batch_size=batch * count,
-            device_kind="cuda",
-            placement="colocated" if count > 1 else "spread",
-            schedule="reference" if strategy == "dp" else "",
-        )
+        yield {
+            "trials": [told(one) for one in [*trials(case, folder), *trials(case, folder, *BOTH)]]
+        }
+        if case.precision == "tf32":
+            float32.allow_tf32()
         with started(case) as loop:
-            if strategy == "single":
-                clock = CudaClock(loop.devices)
-                loop.mark = clock.mark
-                steps_s, host_s = loop.block(clock, STEPS)
-                yield {"events_s": sum(steps_s), "host_s": host_s}
-                spans = by_phase(clock, range(STEPS))
-                yield {"spans_s": {name: statistics.median(each) for name, each in spans.items()}}
-                loop.mark = no_mark
-                step_s, ratio = sampled(loop)
-                yield {"bare_s": step_s, "sampler": share(ratio)}
-                if joules := energy(loop, step_s):
-                    yield {"energy": joules}
-            one = profiled(loop)
-        found["profiled"][strategy] = one["phases"]
-        offs = [seconds for seconds in (found["off_s"], one["off_s"]) if seconds is not None]
-        found |= {"off_s": max(offs, default=None)}
-        found |= {"withheld": found["withheld"] or one["withheld"]}
-    yield found
+            yield from alone(loop)
+            found = profiled(loop)
+        two = {"strategy": "dp", "schedule": "reference", "devices": 2, "placement": "colocated"}
+        with started(replace(case, batch_size=2 * BATCH, **two)) as loop:
+            other = profiled(loop)
+        offs = [one["off_s"] for one in (found, other) if one["off_s"] is not None]
+        yield {
+            "profiled": {"single": found["phases"], "dp": other["phases"]},
+            "off_s": max(offs, default=None),
+            "withheld": found["withheld"] or other["withheld"],
+        }
+        pair = trials(case, folder, *BOTH, rounds=PAIRED_ROUNDS, paired=True)
+    series = [{one.round: one.timed for one in pair if one.case.strategy == name} for name in BOTH]
+    if all(any(rounds.values()) for rounds in series):
+        yield {"paired": share(stats.ratio(*series))}
+
+
+def trials(case: Case, folder: str, *both: str, **options: Any) -> Sequence[Trial]:
+    """Return trials of a case or, of strategies with two replicas, on the same GPU."""
+    return dpbench.run(
+        models=case.model,
+        size=case.size,
+        precision=case.precision,
+        batch_per_device=BATCH,
+        strategies=[*both] or case.strategy,
+        devices=2 if both else 1,
+        placement="colocated",
+        store=Path(folder) / "trials.db",
+        quiet=True,
+        patience=0,
+        **{"rounds": ROUNDS, **options},
+    ).trials
+
+
+def alone(loop: Loop) -> Iterator[dict[str, Any]]:
+    """Yield what is measured of the plain loop on one GPU."""
+    clock = CudaClock(loop.devices)
+    loop.mark = clock.mark
+    steps_s, host_s = loop.block(clock, STEPS)
+    loop.mark = no_mark
+    yield {"events_s": sum(steps_s), "host_s": host_s}
+    spans = by_phase(clock, range(STEPS))
+    yield {"spans_s": {name: statistics.median(each) for name, each in spans.items()}}
+    step_s, ratio = sampled(loop)
+    yield {"bare_s": step_s, "sampler": share(ratio)}
+    if joules := energy(loop, step_s):
+        yield {"energy": joules}
 
 
 def share(ratio: stats.Estimate) -> dict[str, float]:
