@@ -142,8 +142,8 @@ def _kept(evidence: Evidence) -> Found:
     reasons += [evidence["withheld"]] if evidence["withheld"] else []
     if reasons or off_s is None:
         return False, "; ".join(dict.fromkeys(reasons)) or "no kernel has a launch"
-    numbers = f"{off_s * 1e6:+.1f} us, of which {evidence['tolerance_s'] * 1e6:.0f} are tolerated"
-    return off_s <= 5e-6, numbers
+    tolerated = f"dpbench tolerates {evidence['tolerance_s'] * 1e6:.0f} us"
+    return off_s <= 5e-6, f"kernels are at most {off_s * 1e6:+.1f} us outside; {tolerated}"
 
 
 def _data_parallel(evidence: Evidence) -> Found:
