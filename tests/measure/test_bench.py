@@ -128,7 +128,7 @@ class Ticking(strategies.Strategy):
 
 
 @pytest.mark.parametrize(("marks", "budget_s"), [(True, 1.0), (False, 1.0), (True, 0.0)])
-def test_blocks_with_marks_are_beside_blocks_without_and_outside_of_the_series(
+def test_steps_with_marks_are_beside_steps_without_and_outside_of_the_series(
     marks: bool, budget_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticking = Ticking()
@@ -148,4 +148,4 @@ def test_blocks_with_marks_are_beside_blocks_without_and_outside_of_the_series(
     assert len(found.spans) == MARKS * len(found.steps)
     assert max(span.step for span in found.spans) == len(found.steps) - 1
     taken = ticking.steps - len(found.steps)
-    assert taken == (2 * (1 + bench.MARK_PAIRS) * (1 + effort.block_steps) if pairs else 0)
+    assert taken == (4 * (1 + bench.MARK_PAIRS) if pairs else 0)

@@ -14,7 +14,7 @@ from dpbench.analysis import imbalance, summary, transfers
 from dpbench.hardware import foreign_load, rates
 from dpbench.hardware.devices import open_devices
 from dpbench.measure.server import Server
-from dpbench.measure.worker.bench import MARK_PAIRS
+from dpbench.measure.worker.bench import FEW_PAIRS
 from dpbench.records import HOST, Case, Effort, Sample, Status, Step, Trial, Verified
 from dpbench.records.estimate import Doubt
 from dpbench.records.facts import TrialFacts
@@ -58,7 +58,7 @@ def test_a_trial_records_the_versions_below_torch_and_the_cost_of_marks(server: 
     assert found["gpu"] == torch.cuda.get_device_name(0)
     assert (found["cuda"], found["cudnn"]) == (torch.version.cuda, torch.backends.cudnn.version())
     assert found["nccl"] == ".".join(map(str, torch.cuda.nccl.version()))
-    assert len(found["mark_pairs"]) == MARK_PAIRS
+    assert len(found["mark_pairs"]) >= FEW_PAIRS
 
 
 # -- links, profile and memory

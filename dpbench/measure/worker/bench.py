@@ -1,7 +1,6 @@
 """Case timer: run a prepared case in blocks of steps under a clock until its series is long enough.
 
-Pairs of further blocks then show what marks cost: the steps of one have marks, those of the other
-have none.
+Pairs of further steps then show what marks cost: one has marks, the other has none.
 
 After timing, a few steps are profiled to measure the busy time of GPUs: the length of the union of
 the kernels' intervals (`records.activity`). The spans of a clock show how long a phase occupied a
@@ -17,7 +16,6 @@ CPUs, the strategy reports this span itself.
 from __future__ import annotations
 
 import gc
-import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -68,8 +66,8 @@ Each block of a slow case has one step, and so has the warm-up.
 SLOW_STEPS = 3
 HEAT_S = 0.5
 """The seconds for which GPUs compute before their steps are timed, but no longer than those."""
-MARK_PAIRS = 6
-"""The pairs of blocks with and without marks."""
+MARK_PAIRS, FEW_PAIRS = 40, 6
+"""The most and the least pairs of a step with marks and one without."""
 COMPILING_PASSES = 10
 """The most passes over the batches in which torch.compile may compile."""
 
@@ -287,31 +285,27 @@ class CaseTimer:
         return results
 
     def weigh_marks(self) -> None:
-        """Take pairs of blocks of steps, with marks and without; their order alternates.
+        """Take pairs of steps, one with marks and one without, whose order alternates.
 
-        They have a clock of their own, because their steps do not belong to the series. Of the
-        first pair, which creates its events, nothing is kept, nor of the first step of a block,
-        before which the devices are idle. If the trial's budget is too short for blocks of two
-        steps, there are none: such steps are so long that marks of some microseconds do not matter.
+        Each is the second step of a block, because the devices are idle before the first one. The
+        blocks have a clock of their own, because they do not belong to the series; the first pair,
+        which creates its events, is not kept. If the trial's budget is too short for `FEW_PAIRS`,
+        there are none: such steps are so long that marks of some microseconds do not matter.
         """
-        if not self._effort.marks:
-            return
-        block_s = self._effort.budget_s / (2 * (1 + MARK_PAIRS))
-        last = self._listener.steps()[-self._block_steps :]
-        step_s = _most(statistics.median(one.seconds for one in last))
-        steps = min(self._block_steps, int(block_s / step_s) - 1) if step_s > 0 else 0
-        if steps < 1:
+        step_s = _most(self._listener.steps()[-1].seconds)
+        pairs = int(self._effort.budget_s / (4 * step_s)) - 1 if step_s > 0 else 0
+        if not self._effort.marks or pairs < FEW_PAIRS:
             return
         clock = clocks.choose(self._prepared.devices)
         marks: dict[bool, Mark] = {True: clock.mark, False: no_mark}
-        for number in range(1 + MARK_PAIRS):
-            mean_s = dict.fromkeys(marks, 0.0)
+        for number in range(1 + min(pairs, MARK_PAIRS)):
+            taken_s = dict.fromkeys(marks, 0.0)
             for marked in sorted(marks, reverse=bool(number % 2)):
                 self._marking.mark = marks[marked]
-                self._take(1 + steps, clock)
-                mean_s[marked] = statistics.mean(one.seconds for one in clock.steps()[-steps:])
+                self._take(2, clock)
+                taken_s[marked] = clock.steps()[-1].seconds
             if number:
-                self._mark_pairs.append((mean_s[True], mean_s[False]))
+                self._mark_pairs.append((taken_s[True], taken_s[False]))
             gc.collect()
         self._marking.mark = self._listener.mark
 
