@@ -113,6 +113,8 @@ def _margins(evidence: Evidence) -> dict[str, float]:
 
 def _cover(evidence: Evidence) -> Found:
     margins = _margins(evidence)
+    if not margins:
+        raise LookupError("a profile")
     least = min(margins, key=margins.__getitem__)
     margin_s = margins[least]
     return margin_s >= -20e-6, f"least margin {margin_s * 1e6:+.1f} us in {least}"

@@ -2,10 +2,10 @@
 
     python benchmarks/scripts/gpu_truth.py OUTPUT.json
 
-One GPU is enough: two replicas share it. Trials of `dpbench.run` come first, in processes of their
-own; then this process takes the same steps with pieces of dpbench. After each measurement, all so
-far are in OUTPUT.json, by the names that `gpu_claims.py` reads. On fake GPUs, whose times say
-nothing, the model is small.
+One GPU is enough: two replicas share it. `dpbench.run` measures trials in processes of their own,
+and this process takes the same steps with pieces of dpbench. After each measurement, all so far are
+in OUTPUT.json, by the names that `gpu_claims.py` reads. On fake GPUs, whose times say nothing, the
+model is small.
 """
 
 from __future__ import annotations
@@ -133,10 +133,12 @@ def profiled(loop: Loop) -> dict[str, Any]:
             loop.step()
 
     loop.mark = mark
-    with clock.block():
-        # replicas' forwards run in other threads
-        events = profiling.record(step, loop.devices, PROFILED, all_threads=True)
-    loop.mark = no_mark
+    try:
+        with clock.block():
+            # replicas' forwards run in other threads
+            events = profiling.record(step, loop.devices, PROFILED, all_threads=True)
+    except profiling.ProfilerFailed as error:
+        return {"phases": {}, "off_s": None, "withheld": str(error)}
     calls = {one.id: one.time_range for one in events if profiling.is_call(one)}
     kernels = [one for one in events if profiling.is_activity(one) and one.id in calls]
     phases = {}

@@ -345,6 +345,14 @@ def test_a_failed_trial_leaves_what_needs_trials_unchecked_and_is_told() -> None
     assert "- a step's time is true within 0.5 %: yes, +0.02%" in found
 
 
+def test_a_profile_that_failed_leaves_kernels_unchecked_and_is_told() -> None:
+    empty = {"single": {}, "dp": {}}
+    evidence = copy.deepcopy(EVIDENCE) | {"profiled": empty, "off_s": None, "withheld": "no CUPTI"}
+    found = {one.key: one.line(evidence) for one in gpu_claims.CLAIMS}
+    assert found["phases_cover"][0] is found["phases_full"][0] is None
+    assert found["profile"] == (False, "the profiler's figures are kept: no, no CUPTI")
+
+
 def test_the_document_has_the_table_of_claims() -> None:
     table = gpu_claims.table()
     text = (gpu_check.ROOT / "docs" / "first-gpu-run.md").read_text(encoding="utf-8")
