@@ -22,7 +22,8 @@
 # make test-gpu   on any Linux machine: torch's CUDA build on fake GPUs, in the virtual environment .venv-gpu (1.8 GB).
 #                 tests/fakegpu/README.md says what this shows and what it does not; the stages of an earlier torch,
 #                 which end in -2.11, install it in .venv-gpu-211 (1.2 GB)
-# make gpu-check  on a machine with GPUs: the tests that need them and a short run, as one page gpu-check.txt to send back
+# make gpu-check  on a machine with GPUs: whether its figures are true, the tests that need GPUs and a short run, as one
+#                 page gpu-check.txt to send back; benchmarks/scripts/gpu_check.py does the same without make
 #
 # Each target makes the .venv it needs; a second run reuses it. TORCH=system takes torch and all other packages from the
 # Python that runs make, and downloads nothing; it is the default on a machine with a GPU. TORCH=pinned installs a torch

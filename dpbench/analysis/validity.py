@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from dpbench.analysis import sampled
+from dpbench.analysis import sampled, stats
 from dpbench.records import (
     HOST,
     UNATTRIBUTED,
@@ -39,6 +39,8 @@ MEANS = "mean_hz"
 """The fact of the check `gpu_clock` for pairs of a device and its mean clock in a trial."""
 BY_NVML = ("throttling", "gpu_clock")
 """The checks of every trial on GPUs that need readings of NVML in its timed steps."""
+MARKS = 0.01
+"""The largest part of a step that its marks may take."""
 LONG_S = 1.0
 """The least seconds of timed steps for `foreign_gpu`; else a trial's worker may seem foreign."""
 
@@ -379,17 +381,16 @@ def _closure(trial: Trial, cores: int) -> Deviation | None:
 
 
 def _marks(trial: Trial, cores: int) -> Deviation | None:
-    """Return the time that the marks of a step take, as a fraction of the median timed step.
+    """Return by which fraction steps with marks last longer than those beside them without.
 
-    Marks of several threads are summed. None without spans, or if an older version measured it.
+    None if no pairs of blocks were measured.
     """
-    each_s = trial.facts.mark_s
-    timed = {index for index, step in enumerate(trial.steps) if not step.warmup}
-    marks = sum(span.step in timed for span in trial.spans)
-    if not each_s or not marks:
+    pairs = dict(enumerate(trial.facts.mark_pairs))
+    if not pairs:
         return None
-    step_s = statistics.median(trial.steps[index].seconds for index in timed)
-    return (marks / len(timed) * each_s / step_s, {}) if step_s > 0 else None
+    marked, bare = ({i: [pair[side]] for i, pair in pairs.items()} for side in (0, 1))
+    found = stats.ratio(marked, bare)
+    return found.value - 1, {"low": found.low - 1, "high": found.high - 1, "pairs": len(pairs)}
 
 
 def _outlasting(trial: Trial, cores: int) -> Deviation | None:
@@ -536,9 +537,10 @@ RULES: Sequence[ValidityRule] = (
     ),
     ValidityRule(
         key="marks",
-        when="the host time of a step's marks is above 1 % of the median step",
-        limit=0.01,
+        when="steps with marks are decidedly more than 1 % longer than those beside them without",
+        limit=MARKS,
         measure=_marks,
+        doubted=lambda about: about["low"] <= MARKS,
         headline="timing the phases takes more than 1% of the step, which is so much too long",
         item=_percent,
     ),

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 10
+ARCHIVED = "$Format:%H$"
+"""The commit of dpbench, if this file comes from `git archive`, which fills it in."""
 SETTINGS = ("core.fsmonitor=", f"core.hooksPath={os.devnull}")
 """Settings that have precedence over those of the checkout."""
 PLAIN = ("--no-ext-diff", "--no-textconv", "--submodule=short")
@@ -46,6 +48,11 @@ def facts(folder: Path) -> dict[str, Any]:
         return found | ({"changes": hashlib.sha256(changes).hexdigest()[:16]} if changes else {})
     except (OSError, ValueError, subprocess.SubprocessError):
         return {}
+
+
+def own(folder: Path) -> dict[str, Any]:
+    """Return facts about dpbench's own checkout with this folder, or the commit of an archive."""
+    return facts(folder) if ARCHIVED.startswith("$") else {"commit": ARCHIVED}
 
 
 def _without_filters(folder: Path) -> list[str]:

@@ -81,7 +81,7 @@ def collect(gpus: dict[str, Any] | None = None) -> dict[str, Any]:
     """
     return {
         **environment(gpus),
-        "dpbench": {"version": own_version(), **checkout.facts(Path(__file__).parent)},
+        "dpbench": {"version": own_version(), **checkout.own(Path(__file__).parent)},
         "project": checkout.facts(Path()),
         "command": visible(shlex.join(["dpbench", *sys.argv[1:]])),
     }

@@ -30,6 +30,7 @@ EFFORT = Effort(
     slow=False,
     memory_by_phase=False,
     profile=False,
+    marks=False,
     links=False,
 )
 """Each try has one warm-up step, which creates the optimizer's state, and two more steps.

@@ -16,7 +16,6 @@ share.
 from __future__ import annotations
 
 import itertools
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,8 +31,6 @@ from dpbench.records.series import JOINT
 BUSY, OUTLASTING = "busy_s", "outlasting_ratio"
 """Metrics: a device's busy seconds in one step, and work that outlasts the steps."""
 
-MARKS = 100
-"""The number of marks by which `mark_s` tells what one costs."""
 READ_EACH_S, READ_EACH = 0.1, 32
 """The longest interval between readings of CPU time, in seconds and steps; the shorter applies."""
 
@@ -480,19 +477,3 @@ Clock: TypeAlias = HostClock | CudaClock
 def choose(devices: Sequence[Device]) -> Clock:
     """Return a `CudaClock` if the devices have timing events, otherwise a `HostClock`."""
     return HostClock() if devices[0].event() is None else CudaClock(devices)
-
-
-def mark_s(devices: Sequence[Device]) -> float:
-    """Return the host's seconds for one mark: the median of `MARKS` without work inside."""
-    clock = choose(devices)
-    taken = []
-    with clock.block():
-        with clock.step(warmup=True):
-            pass  # in its first step, a `HostClock` also reads the CPU time
-        with clock.step(warmup=False):
-            for _ in range(MARKS):
-                start_s = time.perf_counter()
-                with clock.mark(Phase.FORWARD, devices[0].index):
-                    pass
-                taken.append(time.perf_counter() - start_s)
-    return statistics.median(taken)

@@ -43,19 +43,20 @@ class Once:
     def left(self, effort: Effort, group: Sequence[Case], number: int) -> Effort:
         """Return the effort of a trial without what is measured already.
 
-        The memory by phase and the profile of a case belong to its first round, and the links to
-        one trial. Where gradients are reduced during backward, only the profile shows the phase
-        `reduce`, so each round is profiled.
+        The memory by phase, the cost of marks and the profile of a case belong to its first round,
+        and the links to one trial. Where gradients are reduced during backward, only the profile
+        shows the phase `reduce`, so each round is profiled.
         """
         reduces_in_backward = any(
             case.traits.ranks and case.traits.reduction is registry.Reduction.OVERLAPPED
             for case in group
         )
         unprofiled = any(self._profiled.get(case, (number, 0.0))[0] == number for case in group)
+        first = any(number == self.needed[case].start for case in group)
         return replace(
             effort,
-            memory_by_phase=effort.memory_by_phase
-            and any(number == self.needed[case].start for case in group),
+            memory_by_phase=effort.memory_by_phase and first,
+            marks=effort.marks and first,
             profile=effort.profile and (unprofiled or reduces_in_backward),
             links=effort.links and any(self._unlinked(case, number) for case in group),
             slow=self._slow.get(self._alike(group[0])),

@@ -330,5 +330,7 @@ class Effort:
     """
     profile: bool = True
     """Whether additional steps on GPUs are profiled."""
+    marks: bool = True
+    """Whether additional steps, with and without marks, show what marks cost."""
     links: bool = True
     """Whether copies over the links of the GPUs are timed."""

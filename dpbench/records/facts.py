@@ -240,12 +240,12 @@ class TrialFacts(Surroundings, frozen=True, kw_only=True):
 
     `looks` is how often the trial's run may look at its results to go on or stop: each look is
     another chance of a wrong verdict, for which the intervals are widened. `slow` is whether the
-    trial took only a few steps, because they are long. `mark_s` is the host's time to time one
-    span, and `no_profile` the reason why the figures of profiled steps are withheld. `failed_hosts`
-    has the reasons, by machine, why others could not run a baseline. `gpu_busy_s` is the time in
-    which the busiest GPU computes in a step, by the profiler. `error_draws` are draws of the
-    logarithm of a prediction's error: draw i uses the same random numbers in all predictions, so
-    errors that two steps share cancel in the ratio of the steps.
+    trial took only a few steps, because they are long. `mark_pairs` has the seconds of a step with
+    marks, and of one without beside it. `no_profile` is the reason why the figures of profiled
+    steps are withheld. `failed_hosts` has the reasons, by machine, why others could not run a
+    baseline. `gpu_busy_s` is the time in which the busiest GPU computes in a step, by the profiler.
+    `error_draws` are draws of the logarithm of a prediction's error: draw i uses the same random
+    numbers in all predictions, so errors that two steps share cancel in the ratio of the steps.
     """
 
     hosts: tuple[TrialHost, ...] = ()
@@ -258,7 +258,7 @@ class TrialFacts(Surroundings, frozen=True, kw_only=True):
     foreign_gpus: tuple[GpuLoad, ...] = ()
     """What others used of the case's GPUs before the trial's round."""
     gpu_busy_s: float | None = None
-    mark_s: float | None = None
+    mark_pairs: tuple[tuple[float, float], ...] = ()
     no_profile: str = ""
     float32: Products | None = None
     averaging: Averaging | None = None

@@ -43,6 +43,7 @@ TIMED_STEPS = (
 TIMED = (
     "tests/doctor/test_probe.py",
     "tests/gpu/test_one_gpu.py::test_the_probe_times_every_link",
+    "tests/gpu/test_truth.py",
     *TIMED_STEPS,
 )
 """Tests that compare times: on fake GPUs, without numbers. Those of the probe take longest."""
@@ -51,7 +52,7 @@ PROFILED = ("tests/gpu/test_profiling.py", "tests/measure/test_profiling.py")
 ACCOUNTS = ("tests/gpu/test_accounts.py", "tests/gpu/test_own_gpu.py")
 """Tests of what ran on fake GPUs that keep time, also on a busy machine."""
 FIXED_SEEDS = (1, 2)
-FEW_TESTS = '-k "nccl or json"'
+FEW_TESTS = "tests/measure/test_profiling.py"
 """The tests that gpu-check repeats, to fill its page."""
 
 
@@ -106,10 +107,10 @@ def stages(seed: int) -> dict[str, Stage]:
                 sys.executable,
                 "benchmarks/scripts/gpu_check.py",
                 str(LOGS / "gpu-check.txt"),
+                *("--tests", FEW_TESTS),
                 *("--models", "mlp", "--strategies", "single,dp", "--rounds", "1"),
             ),
-            300,
-            {"PYTEST_ADDOPTS": FEW_TESTS},
+            400,
         ),
         "clock": Stage((*PYTEST, *MARKED, *TIMED), 300, CLOCK_ALONE, alone=True),
         "profile-2.11": Stage((str(BEFORE), *PYTEST[1:], *MARKED, *PROFILED), 120, CLOCK_ALONE),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -150,3 +151,25 @@ def test_a_file_that_was_only_touched_is_not_changed(checkout):
     (checkout / "net.py").write_text("a = 1\n")
     os.utime(checkout / "net.py", (time.time() - 100,) * 2)
     assert provenance.collect()["project"]["dirty"] is False
+
+
+def test_an_archive_of_git_knows_its_commit_without_git(tmp_path):
+    root = Path(__file__).parents[2]
+    head = subprocess.run(
+        ["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    if not head:
+        pytest.skip("this is no checkout")
+    file = "dpbench/hardware/checkout.py"
+    packed = ["git", "-C", str(root), "archive", "HEAD", file]
+    with subprocess.Popen(packed, stdout=subprocess.PIPE) as archive:
+        subprocess.run(["tar", "-x", "-C", str(tmp_path)], stdin=archive.stdout, check=True)
+    code = "import runpy, sys; print(runpy.run_path(sys.argv[1])['own'](None))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / file)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PATH": ""},
+    )
+    assert done.stdout.strip() == str({"commit": head})

@@ -367,7 +367,8 @@ def test_a_try_takes_no_step_but_those_that_show_whether_the_batch_fits(
     batch_search.run([replace(SINGLE, batch_size=4)], store)
     assert efforts
     for effort in efforts:
-        assert (effort.memory_by_phase, effort.profile, effort.links) == (False,) * 3
+        extra = (effort.memory_by_phase, effort.profile, effort.marks, effort.links)
+        assert extra == (False,) * 4
         # a slow case would be profiled too
         assert effort.slow is False
 

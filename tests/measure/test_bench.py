@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from dpbench import strategies
 from dpbench.engine import parallel_apply
 from dpbench.engine.fast.turns import KEPT
+from dpbench.measure import clocks
 from dpbench.measure.failures import of_error
 from dpbench.measure.worker import bench, trial
-from dpbench.records import Case, Effort, Status
+from dpbench.records import Case, Effort, Phase, Status
 
 
 @pytest.mark.parametrize(
@@ -58,7 +63,9 @@ def test_a_trial_leaves_to_the_collector_what_it_had_and_no_more(frozen: bool) -
         seen.append((gc.isenabled(), gc.get_freeze_count() > 0))
         fake.finished = True
 
-    fake = SimpleNamespace(first=block, heat=lambda: None, block=block, finished=False)
+    fake = SimpleNamespace(
+        first=block, heat=lambda: None, block=block, weigh_marks=lambda: None, finished=False
+    )
     gc.unfreeze()
     if frozen:
         gc.freeze()
@@ -91,3 +98,54 @@ def test_steps_in_which_the_engine_tries_alternatives_are_warm_up(
     assert found.status is Status.OK, found.reason
     assert sum(step.warmup for step in found.steps) >= least
     assert len(found.timed) == 4
+
+
+READ_S, STEP_S, MARKS = 1e-5, 1e-3, 5
+
+
+class Ticking(strategies.Strategy):
+    """A strategy whose steps take `STEP_S` and `MARKS` marks, on a clock that takes `READ_S`."""
+
+    def __init__(self) -> None:
+        self.at_s = 0.0
+        self.steps = 0
+
+    def now(self) -> float:
+        self.at_s += READ_S
+        return self.at_s
+
+    @contextmanager
+    def start(self, case: Case, model: Any, devices: Any, mark: Any) -> Iterator[Any]:
+        def step(inputs: Any, target: Any) -> torch.Tensor:
+            self.steps += 1
+            self.at_s += STEP_S * (1 + self.steps / 1000)  # a machine that becomes slower
+            for _ in range(MARKS):
+                with mark(Phase.FORWARD, 0):
+                    pass
+            return torch.tensor(1.0)
+
+        yield step
+
+
+@pytest.mark.parametrize(("marks", "budget_s"), [(True, 1.0), (False, 1.0), (True, 0.0)])
+def test_steps_with_marks_are_beside_steps_without_and_outside_of_the_series(
+    marks: bool, budget_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticking = Ticking()
+    clock = clocks.HostClock
+    monkeypatch.setattr(clocks, "choose", lambda devices: clock(ticking.now, lambda: 0.0))
+    case = Case(model="mlp", strategy="single", batch_size=4, unverified=True)
+    effort = Effort(
+        budget_s=budget_s, min_steps=20, max_steps=20, memory_by_phase=False, marks=marks
+    )
+    found = trial.measure(case, effort, ticking)
+    assert found.status is Status.OK, found.reason
+    pairs = found.facts.mark_pairs
+    assert len(pairs) == (bench.MARK_PAIRS if marks and budget_s else 0)
+    # a mark reads the clock twice
+    extra_s = sum(marked - bare for marked, bare in pairs) / bench.MARK_PAIRS
+    assert extra_s == pytest.approx(2 * MARKS * READ_S if pairs else 0.0)
+    assert len(found.spans) == MARKS * len(found.steps)
+    assert max(span.step for span in found.spans) == len(found.steps) - 1
+    taken = ticking.steps - len(found.steps)
+    assert taken == (4 * (1 + bench.MARK_PAIRS) if pairs else 0)

@@ -552,8 +552,3 @@ def test_events_of_a_mark_that_is_still_open_are_not_reused(time: Time) -> None:
             with clock.mark(B, 0):
                 devices[0].launch(2)
     assert [(s.phase, s.end_s - s.start_s) for s in clock.spans()] == [(B, 2.0), (F, 3.0)] * 3
-
-
-def test_a_mark_costs_some_time_and_leaves_nothing_behind() -> None:
-    (device,) = resolve(["cpu"])
-    assert 0 < clocks.mark_s([device]) < 0.01

@@ -26,7 +26,13 @@ from tests.amounts import amounts
 
 CASE = Case(model="mlp", strategy="single", batch_size=4, loader=0)
 TEN = Effort(
-    budget_s=30, warmup_steps=1, min_steps=8, max_steps=8, block_steps=3, memory_by_phase=False
+    budget_s=30,
+    warmup_steps=1,
+    min_steps=8,
+    max_steps=8,
+    block_steps=3,
+    memory_by_phase=False,
+    marks=False,
 )
 
 

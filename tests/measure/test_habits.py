@@ -70,7 +70,7 @@ def test_the_loss_is_read_in_every_nth_step(every: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(trial, "_verify", lambda *_, **__: Verification(Verified.BITWISE))
     monkeypatch.setattr(Reading, "reads", 0)
     loop = Loop()
-    effort = replace(FOUR, memory_by_phase=False)
+    effort = replace(FOUR, memory_by_phase=False, marks=False)
     done = trial.measure(
         Case(model="mlp", strategy="single", batch_size=4, read_loss=every), effort, loop
     )

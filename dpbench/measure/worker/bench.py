@@ -1,5 +1,7 @@
 """Case timer: run a prepared case in blocks of steps under a clock until its series is long enough.
 
+Pairs of further steps then show what marks cost: one has marks, the other has none.
+
 After timing, a few steps are profiled to measure the busy time of GPUs: the length of the union of
 the kernels' intervals (`records.activity`). The spans of a clock show how long a phase occupied a
 device, including waiting; kernels show when the device computed. Communication is counted
@@ -64,6 +66,8 @@ Each block of a slow case has one step, and so has the warm-up.
 SLOW_STEPS = 3
 HEAT_S = 0.5
 """The seconds for which GPUs compute before their steps are timed, but no longer than those."""
+MARK_PAIRS, FEW_PAIRS = 40, 6
+"""The most and the least pairs of a step with marks and one without."""
 COMPILING_PASSES = 10
 """The most passes over the batches, and blocks of steps, in which torch.compile may compile."""
 
@@ -94,17 +98,16 @@ def start_timer(prepared: PreparedCase, effort: Effort) -> Iterator[CaseTimer]:
     """Start a prepared case's strategy with a clock for its devices, and yield the case's timer."""
     listener = clocks.choose(prepared.devices)
     marking = _Marking()
-    mark = marking if prepared.case.compile else listener.mark
-    with begin(prepared.strategy, prepared.case, prepared.model, prepared.devices, mark) as step:
+    with begin(prepared.strategy, prepared.case, prepared.model, prepared.devices, marking) as step:
         if prepared.case.compile:
             prepared = _compiled(prepared, step)
         marking.mark = listener.mark
-        with fed(prepared.case, step, prepared.examples, listener.mark) as timed:
-            yield CaseTimer(prepared, effort, timed, listener)
+        with fed(prepared.case, step, prepared.examples, marking) as timed:
+            yield CaseTimer(prepared, effort, timed, listener, marking)
 
 
 class _Marking:
-    """A mark that records nothing while torch.compile compiles, and then calls the clock's."""
+    """A mark that records nothing, until it has the mark of a clock."""
 
     def __init__(self) -> None:
         self.mark: Mark = no_mark
@@ -166,11 +169,14 @@ class CaseTimer:
         effort: Effort,
         step: Step,
         listener: clocks.Clock,
+        marking: _Marking,
     ) -> None:
         self._prepared = prepared
         self._effort = effort
         self._step = step
         self._listener = listener
+        self._marking = marking
+        self._mark_pairs: list[tuple[float, float]] = []
         self._block_steps = effort.block_steps
         self._steps_s = 0.0
         self._heat_s = self._second_s = 0.0
@@ -233,26 +239,9 @@ class CaseTimer:
     def _block(self, steps: int) -> float:
         """Take `steps` steps back to back; return the duration of the last step in seconds."""
         case = self._prepared.case
-        batches = self._prepared.batches
-        results = list[Any]()
-        every = case.read_loss
         graphs = compilations() if case.compile else None
         began_s = time.perf_counter()
-        with self._listener.block():
-            for i in range(steps):
-                inputs, target = batches[i % len(batches)]
-                with self._listener.step(warmup=False):
-                    loss = self._step(inputs, target)
-                    if every and (self._taken + i) % every == 0:
-                        # the host waits for the device, as in a loop that prints the loss
-                        loss.item()
-                if not case.trains:
-                    results.clear()  # outputs may be large
-                # detached, because the graph of a loss keeps the activations
-                results.append(loss.detach() if isinstance(loss, torch.Tensor) else loss)
-                for span in self._step.observe():
-                    self._listener.add(*span)
-        self._taken += steps
+        results = self._take(steps, self._listener)
         if not case.unverified:
             verification.check_results(results, self._taken, trains=case.trains)
         # seconds from the clock, not from the calls: on CUDA, a call returns before its work is
@@ -283,6 +272,54 @@ class CaseTimer:
                 " dependence on values that change between steps"
             )
         self._stopping.restart()
+
+    def _take(self, steps: int, clock: clocks.Clock) -> Sequence[Any]:
+        """Take `steps` steps back to back under a clock, and return what they returned."""
+        case = self._prepared.case
+        batches = self._prepared.batches
+        results = list[Any]()
+        every = case.read_loss
+        with clock.block():
+            for i in range(steps):
+                inputs, target = batches[i % len(batches)]
+                with clock.step(warmup=False):
+                    loss = self._step(inputs, target)
+                    if every and (self._taken + i) % every == 0:
+                        # the host waits for the device, as in a loop that prints the loss
+                        loss.item()
+                if not case.trains:
+                    results.clear()  # outputs may be large
+                # detached, because the graph of a loss keeps the activations
+                results.append(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+                for span in self._step.observe():
+                    clock.add(*span)
+        self._taken += steps
+        return results
+
+    def weigh_marks(self) -> None:
+        """Take pairs of steps, one with marks and one without, whose order alternates.
+
+        Each is the second step of a block, because the devices are idle before the first one. The
+        blocks have a clock of their own, because they do not belong to the series; the first pair,
+        which creates its events, is not kept. If the trial's budget is too short for `FEW_PAIRS`,
+        there are none: such steps are so long that marks of some microseconds do not matter.
+        """
+        step_s = _most(self._listener.steps()[-1].seconds)
+        pairs = int(self._effort.budget_s / (4 * step_s)) - 1 if step_s > 0 else 0
+        if not self._effort.marks or pairs < FEW_PAIRS:
+            return
+        clock = clocks.choose(self._prepared.devices)
+        marks: dict[bool, Mark] = {True: clock.mark, False: no_mark}
+        for number in range(1 + min(pairs, MARK_PAIRS)):
+            taken_s = dict.fromkeys(marks, 0.0)
+            for marked in sorted(marks, reverse=bool(number % 2)):
+                self._marking.mark = marks[marked]
+                self._take(2, clock)
+                taken_s[marked] = clock.steps()[-1].seconds
+            if number:
+                self._mark_pairs.append((taken_s[True], taken_s[False]))
+            gc.collect()
+        self._marking.mark = self._listener.mark
 
     def trial(self, memory: tuple[Memory, ...] = ()) -> Trial:
         """Return the case's trial: all measurements and `memory`, with the warm-up's steps flagged.
@@ -323,7 +360,7 @@ class CaseTimer:
                 **prepared.facts,
                 **withheld,
                 **load,
-                **stated(slow=self._slow, mark_s=clocks.mark_s(prepared.devices)),
+                **stated(slow=self._slow, mark_pairs=tuple(self._mark_pairs)),
             },
         )
 
@@ -382,6 +419,8 @@ def run_timers(timers: Sequence[CaseTimer]) -> None:
                 timer.block()
             turn.reverse()
             gc.collect()
+        for timer in timers:
+            timer.weigh_marks()
     finally:
         gc.enable()
         if freezes:
@@ -394,11 +433,16 @@ def _is_first() -> bool:
 
 def _agreed(finished: bool) -> bool:
     """Return whether `finished` is True in at least one rank; all ranks must call this."""
+    return bool(_most(finished))
+
+
+def _most(value: float) -> float:
+    """Return the largest value of any rank; all ranks must call this."""
     if not dist.is_initialized():
-        return finished
-    flag = torch.tensor(int(finished))
-    dist.all_reduce(flag, dist.ReduceOp.MAX)
-    return bool(flag.item())
+        return value
+    found = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found.item())
 
 
 def _busy_samples(profile: Iterable[Iterable[Activity]]) -> Iterator[Sample]:

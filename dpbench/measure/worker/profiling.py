@@ -55,10 +55,15 @@ class ProfilerFailed(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """The GPUs' activities in each profiled step; `withheld` says why there are none."""
+    """The GPUs' activities in each profiled step; `withheld` says why there are none.
+
+    `off_s` is the largest time in seconds by which an activity begins before its launch or ends
+    after its step; below 0, all are inside by at least so much.
+    """
 
     steps: Sequence[Sequence[Activity]] = ()
     withheld: str = ""
+    off_s: float | None = None
 
 
 class _Range(NamedTuple):
@@ -72,13 +77,34 @@ def profiled(step: Callable[[], object], devices: Sequence[Device], count: int) 
     If several replicas share a GPU, its activities have the device index of the first of them.
     Errors of the step, such as out of memory, are raised.
     """
-    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     try:
-        events = _typed(_recorded(step, devices, count, activities=kinds))
+        events = record(step, devices, count)
     except ProfilerFailed as error:
         return Profile(withheld=str(error))
     first = {device.torch_device.index: device.index for device in reversed(devices)}
     return by_step(events, first, count)
+
+
+def record(
+    step: Callable[[], object], devices: Sequence[Device], count: int, *, all_threads: bool = False
+) -> Sequence[Any]:
+    """Run one step that is not recorded and `count` others; return the events of torch.profiler.
+
+    Operators and ranges of other threads are recorded with `all_threads` only. Raises
+    ProfilerFailed, after all steps, if the profiler fails.
+    """
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    options = {"experimental_config": _everywhere()} if all_threads else {}
+    return _typed(_recorded(step, devices, count, activities=kinds, **options))
+
+
+def _everywhere() -> _ExperimentalConfig:
+    """Return the setting with which the profiler records all threads.
+
+    By default, it leaves out those in which replicas run. Raises TypeError if this torch has no
+    such setting.
+    """
+    return _ExperimentalConfig(profile_all_threads=True)
 
 
 def trace(step: Callable[[], object], devices: Sequence[Device], path: Path) -> None:
@@ -87,8 +113,7 @@ def trace(step: Callable[[], object], devices: Sequence[Device], path: Path) -> 
     Errors of the profiler and of the file are only printed, because the trial is valid without.
     """
     try:
-        # replicas run in other threads, which the profiler leaves out by default
-        everywhere = _ExperimentalConfig(profile_all_threads=True)
+        everywhere = _everywhere()
     except TypeError as error:  # this torch cannot profile all threads
         print(f"no trace was written to {path}: {error}", file=sys.stderr)
         return
@@ -156,7 +181,7 @@ def _typed(recorded: torch.profiler.profile) -> Sequence[Any]:
         if event.device_type() == DeviceType.CPU and event.linked_correlation_id() > 0
     }
     for event in events:
-        if _on_host(event) and (event.id, event.name) in linked:
+        if on_host(event) and (event.id, event.name) in linked:
             event.activity_type = RUNTIME
     return events
 
@@ -168,18 +193,18 @@ def by_step(events: Iterable[Any], first: Mapping[int, int], count: int) -> Prof
     the case to a device index; activities of other GPUs are left out.
     """
     try:
-        return Profile(steps=_by_step(events, first, count))
+        return _by_step(events, first, count)
     except ProfilerFailed as error:
         return Profile(withheld=str(error))
 
 
-def _by_step(events: Iterable[Any], first: Mapping[int, int], count: int) -> list[list[Activity]]:
+def _by_step(events: Iterable[Any], first: Mapping[int, int], count: int) -> Profile:
     events = list(events)
-    steps = sorted(_range(one) for one in events if _on_host(one) and one.name == PROFILED)
+    steps = sorted(_range(one) for one in events if on_host(one) and one.name == PROFILED)
     if len(steps) != count:
         raise ProfilerFailed(f"the profiler recorded {len(steps)} of {count} steps")
     found = [one for one in events if is_activity(one)]
-    calls = {one.id: one for one in events if _is_call(one)}
+    calls = {one.id: one for one in events if is_call(one)}
     launched = {one.id for one in found}
     # of a call without a name, nobody knows whether it launches kernels
     lost = sum(launches_kernels(call.name) for id, call in calls.items() if id not in launched)
@@ -191,8 +216,8 @@ def _by_step(events: Iterable[Any], first: Mapping[int, int], count: int) -> lis
         raise ProfilerFailed("the profiler recorded no work of the GPUs; it may not be permitted")
     operators = _operators(events)
     launches = {id: _range(call) for id, call in calls.items()}
-    ahead_s = {
-        gpu: _ahead_s([one for one in found if one.device_index == gpu], launches, steps)
+    off = {
+        gpu: _off([one for one in found if one.device_index == gpu], launches, steps)
         for gpu in first
     }
     within: list[list[Activity]] = [[] for _ in steps]
@@ -201,7 +226,7 @@ def _by_step(events: Iterable[Any], first: Mapping[int, int], count: int) -> lis
             raise ProfilerFailed(f"the profiler recorded no launch of the kernel {one.name}")
         if one.device_index not in first:
             continue
-        start_s, end_s = (at_s - ahead_s[one.device_index] for at_s in _range(one))
+        start_s, end_s = (at_s - off[one.device_index].ahead_s for at_s in _range(one))
         # libraries copy and fill memory by calls that the profiler does not record
         launch = launches.get(one.id, _Range(start_s, end_s))
         place = _place(launch, steps)
@@ -214,7 +239,8 @@ def _by_step(events: Iterable[Any], first: Mapping[int, int], count: int) -> lis
     if any(one != other for one, other in pairwise(kernels)):
         numbers = ", ".join(str(one.total()) for one in kernels)
         raise ProfilerFailed(f"the profiled steps have different numbers of kernels: {numbers}")
-    return within
+    known = [one.most_s for one in off.values() if one.most_s is not None]
+    return Profile(steps=within, off_s=max(known, default=None))
 
 
 def _place(launch: _Range, steps: Sequence[_Range]) -> int | None:
@@ -223,9 +249,14 @@ def _place(launch: _Range, steps: Sequence[_Range]) -> int | None:
     return place if place >= 0 and launch.start_s <= steps[place].end_s else None
 
 
-def _ahead_s(
-    of_gpu: Iterable[Any], launches: Mapping[int, _Range], steps: Sequence[_Range]
-) -> float:
+class _Off(NamedTuple):
+    """How far a GPU's clock is ahead of the host's; `most_s` is `Profile.off_s` of this GPU."""
+
+    ahead_s: float
+    most_s: float | None
+
+
+def _off(of_gpu: Iterable[Any], launches: Mapping[int, _Range], steps: Sequence[_Range]) -> _Off:
     """Return by how many seconds the clock of a GPU is ahead of the host's, as far as it shows.
 
     `of_gpu` are the GPU's activities. Each begins after its launch, and ends before its step, which
@@ -245,7 +276,7 @@ def _ahead_s(
         early.append((launch.start_s - start_s, f"{one.name} begins {{}} before its launch"))
         late.append((end_s - steps[place].end_s, f"{one.name} ends {{}} after its step"))
     if not early:
-        return 0.0
+        return _Off(0.0, None)
     off_s, told = max(*early, *late)
     if off_s > CLOCKS_AGREE_S:
         raise ProfilerFailed(
@@ -253,7 +284,8 @@ def _ahead_s(
             f" most {words.time(CLOCKS_AGREE_S)}"
         )
     least_s, most_s = max(late)[0], -max(early)[0]
-    return (least_s + most_s) / 2 if least_s > most_s else min(max(0.0, least_s), most_s)
+    ahead_s = (least_s + most_s) / 2 if least_s > most_s else min(max(0.0, least_s), most_s)
+    return _Off(ahead_s, off_s)
 
 
 def _operators(events: Iterable[Any]) -> dict[int, Operators]:
@@ -263,7 +295,7 @@ def _operators(events: Iterable[Any]) -> dict[int, Operators]:
         for thread, own in grouped(
             (getattr(one, "thread", 0), Operator(*_range(one), _named(one)))
             for one in events
-            if _on_host(one) and not _is_call(one)
+            if on_host(one) and not is_call(one)
         ).items()
     }
 
@@ -294,14 +326,15 @@ def is_activity(event: Any) -> bool:
     return event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
 
 
-def _on_host(event: Any) -> bool:
+def on_host(event: Any) -> bool:
+    """Return whether an event of torch.profiler is one of the host."""
     return bool(event.device_type == DeviceType.CPU)
 
 
-def _is_call(event: Any) -> bool:
+def is_call(event: Any) -> bool:
     """Return whether an event is a call to CUDA; operators have ids of their own."""
     kind = getattr(event, "activity_type", None)
-    return _on_host(event) and bool(kind in CALLS if kind else _CALL.match(event.name))
+    return on_host(event) and bool(kind in CALLS if kind else _CALL.match(event.name))
 
 
 def _range(event: Any) -> _Range:
