@@ -353,9 +353,9 @@ def pressure() -> dict[str, Any]:
 
 def mixed() -> dict[str, int]:
     """The statuses of calls with parts of two GPUs; GPU 0 is the current one at each call."""
-    lib, nccl = runtime(), ctypes.CDLL("libnccl.so.2")
+    lib = runtime()
     communicators = (ctypes.c_void_p * 2)()
-    assert nccl.ncclCommInitAll(communicators, 2, None) == 0
+    assert lib.ncclCommInitAll(communicators, 2, None) == 0
 
     def made_on(gpu: int) -> tuple[ctypes.c_void_p, ...]:
         lib.cudaSetDevice(gpu)
@@ -370,13 +370,13 @@ def mixed() -> dict[str, int]:
     def reduce(rank: int, data: ctypes.c_void_p, on: ctypes.c_void_p) -> int:
         communicator = ctypes.c_void_p(communicators[rank])
         count = ctypes.c_size_t(8)
-        return int(nccl.ncclAllReduce(data, data, count, FLOAT32, SUM, communicator, on))
+        return int(lib.ncclAllReduce(data, data, count, FLOAT32, SUM, communicator, on))
 
     def grouped() -> int:
-        nccl.ncclGroupStart()
+        lib.ncclGroupStart()
         reduce(0, buffer, other)
         reduce(1, distant, other)
-        return int(nccl.ncclGroupEnd())
+        return int(lib.ncclGroupEnd())
 
     milliseconds = ctypes.c_float()
     return {
@@ -403,9 +403,9 @@ def faults() -> dict[str, Any]:
     """The statuses of calls on two GPUs, and what NVML says of them afterwards."""
     import pynvml
 
-    lib, nccl = runtime(), ctypes.CDLL("libnccl.so.2")
+    lib = runtime()
     communicators = (ctypes.c_void_p * 2)()
-    assert nccl.ncclCommInitAll(communicators, 2, None) == 0
+    assert lib.ncclCommInitAll(communicators, 2, None) == 0
     found: dict[str, Any] = {}
     for gpu in range(2):
         lib.cudaSetDevice(gpu)
@@ -414,12 +414,12 @@ def faults() -> dict[str, Any]:
         found[f"waits {gpu}"] = [lib.cudaDeviceSynchronize(), lib.cudaStreamSynchronize(None)]
     results = []
     for _ in range(3):
-        nccl.ncclGroupStart()
+        lib.ncclGroupStart()
         for communicator in communicators:
             none, count = ctypes.c_void_p(), ctypes.c_size_t(0)
             of = ctypes.c_void_p(communicator)
-            nccl.ncclAllReduce(none, none, count, FLOAT32, SUM, of, none)
-        results.append(nccl.ncclGroupEnd())
+            lib.ncclAllReduce(none, none, count, FLOAT32, SUM, of, none)
+        results.append(lib.ncclGroupEnd())
     found["collectives"] = results
     pynvml.nvmlInit()
 

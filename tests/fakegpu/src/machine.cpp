@@ -35,7 +35,7 @@ static double number(const char* name, const char* text) {
   if (end != text && suffix == "K") return value * (1ull << 10);
   if (end != text && suffix == "M") return value * (1ull << 20);
   if (end != text && suffix == "G") return value * (1ull << 30);
-  refuse(name, text, "not a number, with K, M or G at most");
+  refuse(name, getenv(name), "not a number, with K, M or G at most");
 }
 
 static double setting(const char* name, double otherwise) {

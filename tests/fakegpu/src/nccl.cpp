@@ -769,12 +769,12 @@ ncclResult_t check_gpu(Member& member, const Request& request, const Stream* str
   int gpu = member.device;
   std::string self = rank_text(member.rank, member.size) + ": ";
   if (fake::misplaced(name, "stream", stream->device, "communicator of", gpu)) {
-    return failed(member, ncclUnhandledCudaError, self + "its stream is on another GPU");
+    return failed(ncclUnhandledCudaError, self + "its stream is on another GPU");
   }
   for (const void* buffer : {input, output}) {
     int of_buffer = fake::device_of(buffer);
     if (of_buffer >= 0 && fake::misplaced(name, "buffer", of_buffer, "communicator of", gpu)) {
-      return failed(member, ncclInvalidArgument, self + "a buffer is on another GPU");
+      return failed(ncclInvalidArgument, self + "a buffer is on another GPU");
     }
   }
   cudaError_t error = fake::broken(gpu);
@@ -800,10 +800,9 @@ ncclResult_t call(Request request, const void* input, void* output, ncclComm_t c
   }
   Stream* on = stream_of(*member, stream);
   ncclResult_t checked = check_gpu(*member, request, on, input, output);
-  if (checked != ncclSuccess) {
-    if (depth) refused = checked;
-    return checked;
-  }
+  if (checked != ncclSuccess && depth) refused = checked;
+  // in a group, only a wrong argument shows at once, and all else at the end
+  if (checked != ncclSuccess) return depth && checked != ncclInvalidArgument ? ncclSuccess : checked;
   group.push_back({request, input, output, member, on});
   return depth ? ncclSuccess : run_group();
 }
