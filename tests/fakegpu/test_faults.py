@@ -1,12 +1,15 @@
 """`dpbench run` on fake GPUs that fail: one trial ends with its cause, and the others are measured.
 
-Each run has a machine of its own, on whose GPU 1 one fault happens (FAKECUDA_FAIL_*).
+Each run has a machine of its own, on whose GPU 1 one fault happens (FAKECUDA_FAIL_*). GPUs that
+only disturb each other are measured.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
@@ -14,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import dpbench
-from dpbench.records import Status
+from dpbench.records import Status, Verified
 from tests import commands
 
 pytestmark = [
@@ -26,6 +29,19 @@ pytestmark = [
 ]
 RUN = ("--models", "mlp", "--devices", "2", "--rounds", "1", "--limit", "60", "--quiet")
 REPORT = ("--report", "page.html")
+BOTH = """
+import torch
+from dpbench.measure.failures import of_error
+
+tensors = [torch.ones(8, device=gpu) for gpu in range(2)]
+for gpu in (1, 0):
+    try:
+        for _ in range(9):
+            tensors[gpu].add_(1)
+        torch.cuda.synchronize(gpu)
+    except RuntimeError as error:
+        print(of_error(error).reason.partition("AcceleratorError")[0])
+"""
 
 
 @pytest.fixture
@@ -33,7 +49,7 @@ def folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[commands.Folder]:
     """A folder whose commands have two GPUs without earlier faults."""
-    machine = f"faults-{os.getpid()}-{request.node.callspec.id}"
+    machine = f"faults-{os.getpid()}-{abs(hash(request.node.name))}"
     monkeypatch.setenv("FAKECUDA_MACHINE", machine)
     monkeypatch.setenv("FAKECUDA_DEVICES", "2")
     with commands.folder(tmp_path) as made:
@@ -120,3 +136,37 @@ def test_a_fault_fails_one_trial_with_its_cause_and_the_run_goes_on(
     assert begins.partition(";")[0] in page
     assert says in page
     assert begins.partition(";")[0] in done.stderr
+
+
+def test_gpus_that_all_return_errors_are_all_named(
+    folder: commands.Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA then does not tell which of them has failed first."""
+    monkeypatch.setenv("FAKECUDA_FAIL_LAUNCH", "0-5")
+    monkeypatch.setenv("FAKECUDA_FAIL_ECC", "1-5")
+    done = subprocess.run(
+        [sys.executable, "-c", BOTH], env=folder.env, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.splitlines() == [
+        "on device cuda:1: ",
+        "on one of the devices cuda:0, cuda:1, which all return an error: ",
+    ], done.stderr
+
+
+@pytest.mark.slow
+def test_eight_gpus_that_start_slowly_and_disturb_each_other_are_measured(
+    folder: commands.Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKECUDA_DEVICES", "8")
+    monkeypatch.setenv("FAKECUDA_CONTEXT_S", "0.5")
+    monkeypatch.setenv("FAKECUDA_DELAY_US", "100")
+    monkeypatch.setenv("FAKECUDA_TAKEN", "5-6G")
+    strategies = ("--strategies", "single,dp", "--devices", "8")
+    done = folder.do("run", *RUN, *strategies, *REPORT)
+    assert done.returncode == 0, done.stderr
+    trials = {trial.case.devices: trial for trial in dpbench.load(folder.store).trials}
+    assert {*trials} == {1, 8}
+    for count, trial in trials.items():
+        assert trial.status is Status.OK, trial.reason
+        assert trial.verified is Verified.BITWISE
+        assert sum(trial.setup.values()) > 0.5 * count

@@ -101,7 +101,9 @@ def test_a_gpu_whose_clock_is_off_the_hosts_keeps_its_profile_up_to_100_us(
 
 
 @pytest.mark.parametrize(
-    ("early", "said"), [(2, ""), (8, "no kernel for 2 launches|before its launch")]
+    ("early", "said"),
+    # the profiler of torch 2.11 does not know the name of each launch
+    [(2, ""), (8, "no kernel for 2 launches|different numbers of kernels")],
 )
 def test_early_records_at_the_start_of_a_profile_cost_the_step_that_is_not_recorded(
     early: int, said: str, monkeypatch: pytest.MonkeyPatch
