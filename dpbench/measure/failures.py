@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +25,12 @@ NO_MEMORY = (
 Such errors come from the host's allocator, contexts on GPUs and libraries; torch has no exception
 type for them.
 """
+_kept: list[BaseException] = []
+"""Exceptions of a process whose GPU has failed.
+
+Their frames hold tensors in pinned memory. To free it, torch calls CUDA in a destructor, where an
+error ends the process, before it has reported the failure.
+"""
 _TORCH_NAMES_THE_GPU = re.compile(r"GPU (\d+) has a total capacity")
 """An OutOfMemoryError has the GPU's ordinal only in its message."""
 
@@ -37,8 +43,9 @@ def of_error(error: BaseException, *, device_ids: Sequence[int] = ()) -> Failure
     """Return the failure record of an exception: its status, reason, device and traceback.
 
     The status is `oom` if memory ran out, otherwise `failed`. The reason has the exception's
-    message and, unless memory ran out, the innermost calls. `device_ids` are the ordinals of the
-    case's devices in order (empty: 0, 1 and so on).
+    message and, unless memory ran out, the innermost calls. It begins with the GPU that has failed,
+    if CUDA still tells it. `device_ids` are the ordinals of the case's devices in order (empty:
+    unknown).
     """
     replica = replica_of(error)
     notes = getattr(error, "__notes__", [])
@@ -56,7 +63,10 @@ def of_error(error: BaseException, *, device_ids: Sequence[int] = ()) -> Failure
         )
         reason = f"out of memory on {where}; use a smaller batch, or more devices; error: {text}"
     else:
-        reason = f"{text} [{_frames(raised)}]"
+        failed = _failed_gpus(device_ids)
+        if failed:
+            _kept.append(error)
+        reason = f"{_on(failed)}{text} [{_frames(raised)}]"
     return Failure(
         status=Status.OOM if no_memory else Status.FAILED,
         reason=reason,
@@ -136,6 +146,34 @@ def out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(sign in said(error) for sign in NO_MEMORY)
+
+
+def _failed_gpus(device_ids: Collection[int]) -> list[int]:
+    """Return the ordinals of the GPUs of this process that return an error to every call.
+
+    These are GPUs in `device_ids` and those with memory of this process: the question would make a
+    context on others. It waits for no work.
+    """
+    import torch
+
+    failed = []
+    for gpu in range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ():
+        if gpu not in device_ids and not torch.cuda.memory_reserved(gpu):
+            continue
+        try:
+            torch.cuda.current_stream(gpu).query()
+        except RuntimeError as error:
+            if "capturing" not in said(error):
+                failed.append(gpu)
+    return failed
+
+
+def _on(failed: Sequence[int]) -> str:
+    """Return which GPU has failed, as the beginning of a reason; "" if none has."""
+    names = [f"cuda:{gpu}" for gpu in failed]
+    if len(names) > 1:
+        return f"on one of the devices {', '.join(names)}, which all return an error: "
+    return f"on device {names[0]}: " if names else ""
 
 
 def _ordinal(error: BaseException) -> int | None:

@@ -114,6 +114,8 @@ def join(
     import torch.distributed as dist
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(size)}
+    # else torch's watchdog of NCCL aborts a rank whose GPU fails before the rank can report it
+    os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 

@@ -78,10 +78,11 @@ def stages(seed: int) -> dict[str, Stage]:
     mirrored = [path for path in marked if "tests.engine.conformance" in files[path]]
     deferred = sorted(ROOT.glob("tests/gpu/test_deferred*.py"))
     doctor = ROOT / "tests/fakegpu/test_doctor.py"
-    fakes = sorted({*ROOT.glob("tests/fakegpu/test_*.py")} - {doctor})
+    faults = ROOT / "tests/fakegpu/test_faults.py"
+    fakes = sorted({*ROOT.glob("tests/fakegpu/test_*.py")} - {doctor, faults})
     run = ROOT / "tests/gpu/test_run.py"
     accounts = [ROOT / name for name in ACCOUNTS]
-    apart = {*mirrored, *deferred, *fakes, *accounts, doctor, run}
+    apart = {*mirrored, *deferred, *fakes, *accounts, doctor, faults, run}
     others = [path for path in marked if path not in apart]
     seeds = {**{str(n): n for n in FIXED_SEEDS}, "drawn": seed}
     return {
@@ -101,6 +102,7 @@ def stages(seed: int) -> dict[str, Stage]:
         "conformance": Stage((*PYTEST, *MARKED, *_paths(mirrored)), 300),
         "doctor": Stage((*PYTEST, *_paths([doctor])), 480),
         "fakes": Stage((*PYTEST, *_paths(fakes)), 300),
+        "faults": Stage((*PYTEST, *_paths([faults])), 300),
         "run": Stage((*PYTEST, *_paths([run])), 300),
         "gpu-check": Stage(
             (

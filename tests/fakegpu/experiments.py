@@ -21,6 +21,7 @@ MIB = 1 << 20
 NON_BLOCKING = 1
 GLOBAL, THREAD_LOCAL, RELAXED = 0, 1, 2
 CAPTURE_MODES = {"global": GLOBAL, "thread": THREAD_LOCAL, "relaxed": RELAXED}
+FLOAT32, SUM = 7, 0  # NCCL's numbers
 HostFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
@@ -44,6 +45,32 @@ def event() -> ctypes.c_void_p:
 def malloc(size: int) -> int:
     """The status of an allocation."""
     return int(runtime().cudaMalloc(ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(size)))
+
+
+def allocated(size: int) -> ctypes.c_void_p:
+    made = ctypes.c_void_p()
+    assert runtime().cudaMalloc(ctypes.byref(made), ctypes.c_size_t(size)) == 0
+    return made
+
+
+class Shape(ctypes.Structure):
+    """CUDA's dim3."""
+
+    _fields_ = [(name, ctypes.c_uint) for name in "xyz"]
+
+
+def launch(on: ctypes.c_void_p | None = None) -> int:
+    """The status of the launch of a kernel with one thread."""
+    kernel = ctypes.c_void_p()
+    runtime().cudaLibraryGetKernel(ctypes.byref(kernel), None, b"kernel")
+    one = Shape(1, 1, 1)
+    return int(runtime().cudaLaunchKernel(kernel, one, one, None, ctypes.c_size_t(0), on))
+
+
+def elapsed_s(begin: ctypes.c_void_p, end: ctypes.c_void_p) -> float:
+    milliseconds = ctypes.c_float()
+    assert runtime().cudaEventElapsedTime(ctypes.byref(milliseconds), begin, end) == 0
+    return milliseconds.value / 1e3
 
 
 def in_thread(function: Callable[[], int]) -> int:
@@ -287,7 +314,166 @@ def operations() -> dict[str, int]:
     return {"process": os.getpid(), "thread": thread, "began": began, "ended": ended}
 
 
-EXPERIMENTS = (visible, effect_orders, captures, hold, processes, clock, deferred, operations)
+def drift() -> list[float]:
+    """The seconds that the events of each GPU tell for a copy of 100 MB from the host."""
+    lib, size = runtime(), ctypes.c_size_t(100_000_000)
+    host = ctypes.c_void_p()
+    lib.cudaHostAlloc(ctypes.byref(host), size, 0)
+    found = []
+    for gpu in range(2):
+        lib.cudaSetDevice(gpu)
+        target, begin, end = allocated(size.value), event(), event()
+        launch()  # so that the copy follows at once
+        lib.cudaMemcpyAsync(target, host, ctypes.c_size_t(MIB), 4, None)
+        lib.cudaEventRecord(begin, None)
+        lib.cudaMemcpyAsync(target, host, size, 4, None)
+        lib.cudaEventRecord(end, None)
+        lib.cudaEventSynchronize(end)
+        found.append(elapsed_s(begin, end))
+    return found
+
+
+def delays() -> float:
+    """The seconds of a hundred kernels that wait behind a copy of 100 MB."""
+    lib, size = runtime(), ctypes.c_size_t(100_000_000)
+    host = ctypes.c_void_p()
+    lib.cudaHostAlloc(ctypes.byref(host), size, 0)
+    target, begin, end = allocated(size.value), event(), event()
+    lib.cudaMemcpyAsync(target, host, size, 4, None)
+    lib.cudaEventRecord(begin, None)
+    for _ in range(100):
+        launch()
+    lib.cudaEventRecord(end, None)
+    lib.cudaEventSynchronize(end)
+    return elapsed_s(begin, end)
+
+
+def contexts() -> list[float]:
+    """The seconds of the first and second call on each of two GPUs."""
+    found = []
+    for gpu in (0, 1, 0, 1):
+        began = time.perf_counter()
+        assert runtime().cudaSetDevice(gpu) == 0
+        found.append(time.perf_counter() - began)
+    return found
+
+
+def pressure() -> dict[str, Any]:
+    """Of two GPUs: the free bytes, the status of 1 GiB, and NVML's bytes and processes."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    found: dict[str, Any] = {}
+    for gpu in range(2):
+        runtime().cudaSetDevice(gpu)
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        runtime().cudaMemGetInfo(ctypes.byref(free), ctypes.byref(total))
+        handle = pynvml.nvmlDeviceGetHandleByIndex(gpu)
+        used = pynvml.nvmlDeviceGetMemoryInfo(handle).used
+        listed = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        held = sum(process.usedGpuMemory for process in listed)
+        found[str(gpu)] = [total.value - free.value, malloc(1 << 30), used - held]
+    return found
+
+
+def mixed() -> dict[str, int]:
+    """The statuses of calls with parts of two GPUs; GPU 0 is the current one at each call."""
+    lib = runtime()
+    communicators = (ctypes.c_void_p * 2)()
+    assert lib.ncclCommInitAll(communicators, 2, None) == 0
+
+    def made_on(gpu: int) -> tuple[ctypes.c_void_p, ...]:
+        lib.cudaSetDevice(gpu)
+        return stream(NON_BLOCKING), event(), allocated(MIB)
+
+    own, first, buffer = made_on(0)
+    other, second, distant = made_on(1)
+    lib.cudaEventRecord(second, other)
+    lib.cudaSetDevice(0)
+    lib.cudaEventRecord(first, own)
+
+    def reduce(rank: int, data: ctypes.c_void_p, on: ctypes.c_void_p) -> int:
+        communicator = ctypes.c_void_p(communicators[rank])
+        count = ctypes.c_size_t(8)
+        return int(lib.ncclAllReduce(data, data, count, FLOAT32, SUM, communicator, on))
+
+    def grouped() -> int:
+        lib.ncclGroupStart()
+        reduce(0, buffer, other)
+        reduce(1, distant, other)
+        return int(lib.ncclGroupEnd())
+
+    milliseconds = ctypes.c_float()
+    return {
+        "launch": launch(other),
+        "launch on its own GPU": launch(own),
+        "event": lib.cudaEventRecord(first, other),
+        "elapsed": lib.cudaEventElapsedTime(ctypes.byref(milliseconds), first, second),
+        "wait": lib.cudaStreamWaitEvent(own, second, 0),
+        "collective": reduce(0, buffer, other),
+        "buffer": reduce(0, distant, own),
+        "group": grouped(),
+    }
+
+
+def mixed_memset() -> None:
+    """Sets memory of GPU 1 on a stream of GPU 0, which CUDA does not define."""
+    runtime().cudaSetDevice(1)
+    memory = allocated(MIB)
+    runtime().cudaSetDevice(0)
+    runtime().cudaMemset(memory, 0, ctypes.c_size_t(MIB))
+
+
+def faults() -> dict[str, Any]:
+    """The statuses of calls on two GPUs, and what NVML says of them afterwards."""
+    import pynvml
+
+    lib = runtime()
+    communicators = (ctypes.c_void_p * 2)()
+    assert lib.ncclCommInitAll(communicators, 2, None) == 0
+    found: dict[str, Any] = {}
+    for gpu in range(2):
+        lib.cudaSetDevice(gpu)
+        found[f"allocations {gpu}"] = [malloc(MIB) for _ in range(4)]
+        found[f"launches {gpu}"] = [launch() for _ in range(4)]
+        found[f"waits {gpu}"] = [lib.cudaDeviceSynchronize(), lib.cudaStreamSynchronize(None)]
+    results = []
+    for _ in range(3):
+        lib.ncclGroupStart()
+        for communicator in communicators:
+            none, count = ctypes.c_void_p(), ctypes.c_size_t(0)
+            of = ctypes.c_void_p(communicator)
+            lib.ncclAllReduce(none, none, count, FLOAT32, SUM, of, none)
+        results.append(lib.ncclGroupEnd())
+    found["collectives"] = results
+    pynvml.nvmlInit()
+
+    def told(gpu: int) -> Any:
+        try:
+            return pynvml.nvmlDeviceGetTotalEccErrors(pynvml.nvmlDeviceGetHandleByIndex(gpu), 1, 0)
+        except pynvml.NVMLError as error:
+            return str(error)
+
+    return found | {"NVML": [told(gpu) for gpu in range(2)]}
+
+
+EXPERIMENTS = (
+    visible,
+    effect_orders,
+    captures,
+    hold,
+    processes,
+    clock,
+    deferred,
+    drift,
+    delays,
+    contexts,
+    pressure,
+    mixed,
+    mixed_memset,
+    faults,
+    operations,
+)
 
 if __name__ == "__main__":
     (experiment,) = (one for one in EXPERIMENTS if one.__name__ == sys.argv[1])

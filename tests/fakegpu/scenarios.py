@@ -249,6 +249,28 @@ def scheduled(rank: int, size: int, folder: str) -> dict[str, Any]:
     return {"cycles": cycles}
 
 
+def clocks_apart(rank: int, size: int, folder: str) -> dict[str, Any]:
+    """How long after its launch a kernel of each GPU begins, in the profiler's records."""
+    found = {}
+    for gpu in range(2):
+        values = torch.zeros(8, device=gpu)
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+            time.sleep(0.05)
+            values.add_(1)
+            torch.cuda.synchronize(gpu)
+            time.sleep(0.05)
+        events = profile.profiler.kineto_results.events()
+        (kernel,) = kernels_and_launches(events)[0]
+        (launch,) = (
+            one
+            for one in events
+            if "Launch" in one.name() and one.correlation_id() == kernel.correlation_id()
+        )
+        found[str(gpu)] = (kernel.start_ns() - launch.start_ns()) / 1e9
+    return found
+
+
 def running_over(rank: int, size: int, folder: str) -> dict[str, Any]:
     """A step of warm-up whose kernels still run when the recorded step begins.
 
@@ -368,6 +390,7 @@ SCENARIOS: dict[str, tuple[Callable[[int, int, str], dict[str, Any]], int, dict[
     "clock": (clock, 1, {"FAKECUDA_DATA": "0"}),
     "scheduled": (scheduled, 1, {}),
     "running over": (running_over, 1, {"FAKECUDA_DATA": "0"}),
+    "clocks apart": (clocks_apart, 1, {"FAKECUDA_CUPTI_OFFSET_US": "20000,-30000"}),
     "counters": (counters, 1, {"FAKECUDA_DATA": "0"}),
 }
 

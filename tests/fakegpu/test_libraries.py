@@ -266,6 +266,11 @@ def test_a_profile_after_warm_up_has_a_launch_for_each_kernel(
     assert first["without launch"] == []
 
 
+def test_a_profile_shifts_the_times_of_each_gpu(results: dict[str, list[Any]]) -> None:
+    (found,) = results["clocks apart"]
+    assert found == pytest.approx({"0": 0.02, "1": -0.03}, abs=0.01)
+
+
 def test_what_runs_on_into_a_recorded_step_has_no_launch(results: dict[str, list[Any]]) -> None:
     (found,) = results["running over"]
     assert found["launched"] == found["launches"] == 2

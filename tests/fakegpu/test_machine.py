@@ -9,8 +9,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,9 @@ pytestmark = [
 MACHINE = f"test-{os.getpid()}"
 MIB = 1 << 20
 NO_DEVICE = 100
+OUT_OF_MEMORY, DEVICE_UNAVAILABLE, ECC_UNCORRECTABLE = 2, 46, 214
+INVALID_HANDLE, LAUNCH_FAILURE = 400, 719
+NCCL_CUDA_ERROR, NCCL_SYSTEM_ERROR, NCCL_INVALID_ARGUMENT = 1, 2, 4
 CAPTURE_UNSUPPORTED, CAPTURE_INVALIDATED, CAPTURED_EVENT = 900, 901, 907
 
 
@@ -40,7 +45,16 @@ def _machine_of_its_own() -> Iterator[None]:
         counters.unlink()
 
 
-def start(name: str, **settings: str) -> subprocess.Popen[str]:
+@pytest.fixture
+def machine() -> Iterator[str]:
+    """The name of a machine whose GPUs have had no faults yet."""
+    name = f"{MACHINE}-{uuid.uuid4().hex[:8]}"
+    yield name
+    for counters in Path("/dev/shm").glob(f"fakegpu-*-{name}"):
+        counters.unlink()
+
+
+def start(name: str, machine: str = MACHINE, **settings: str) -> subprocess.Popen[str]:
     inherited = {
         key: value
         for key, value in os.environ.items()
@@ -49,7 +63,7 @@ def start(name: str, **settings: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "tests.fakegpu.experiments", name],
         cwd=ROOT,
-        env=inherited | settings | {"FAKECUDA_MACHINE": MACHINE},
+        env=inherited | settings | {"FAKECUDA_MACHINE": machine},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -57,9 +71,9 @@ def start(name: str, **settings: str) -> subprocess.Popen[str]:
     )
 
 
-def found(name: str, **settings: str) -> Any:
+def found(name: str, machine: str = MACHINE, **settings: str) -> Any:
     """What an experiment found with these settings."""
-    process = start(name, **settings)
+    process = start(name, machine, **settings)
     out, err = process.communicate(timeout=200)
     assert process.returncode == 0, err
     return json.loads(out)
@@ -74,6 +88,7 @@ def clock() -> dict[str, Any]:
         FAKECUDA_DATA="0",
         FAKECUDA_H2D_GBPS="1",
         FAKECUDA_COPY_US="10",
+        FAKECUDA_DRIFT_PPM="0",
     )
 
 
@@ -192,8 +207,137 @@ def test_the_log_says_what_ran_where_and_when(tmp_path: Path) -> None:
     assert all(ran["began"] <= line.host_ns <= ran["ended"] for line in lines[:-1])
 
 
+def test_events_count_the_clock_of_their_gpu() -> None:
+    times = found("drift", FAKECUDA_H2D_GBPS="1", FAKECUDA_DATA="0", FAKECUDA_DRIFT_PPM="200,-300")
+    true_s = 6e-6 + 0.1
+    assert times == pytest.approx([true_s * 1.0002, true_s * 0.9997], rel=1e-6)
+
+
+def test_delays_are_random_and_the_same_for_a_seed() -> None:
+    def seconds(seed: str) -> float:
+        slow = {"FAKECUDA_H2D_GBPS": "1", "FAKECUDA_DATA": "0", "FAKECUDA_DRIFT_PPM": "0"}
+        return float(found("delays", **slow, FAKECUDA_DELAY_US="50", FAKECUDA_SEED=seed))
+
+    first, again, other = seconds("1"), seconds("1"), seconds("2")
+    assert first == again != other
+    kernels_s = 100 * 3e-6
+    for drawn in (first, other):
+        assert kernels_s + 100 * 10e-6 < drawn < kernels_s + 100 * 50e-6
+
+
+def test_each_context_costs_its_time_once() -> None:
+    first, second, again, once_more = found("contexts", FAKECUDA_CONTEXT_S="0.3")
+    assert min(first, second) >= 0.3
+    assert max(again, once_more) < 0.3
+
+
+def test_memory_that_another_container_takes_is_used_by_no_listed_process(machine: str) -> None:
+    gpus = found(
+        "pressure",
+        machine,
+        FAKECUDA_MEMORY="4G",
+        FAKECUDA_CONTEXT="100M",
+        FAKECUDA_TAKEN="1-3G",
+    )
+    context = 100 * MIB
+    assert gpus == {
+        "0": [context, 0, 0],
+        "1": [context + 3072 * MIB, OUT_OF_MEMORY, 3072 * MIB],
+    }
+
+
+@pytest.mark.parametrize("is_deferred", ["0", "1"])
+def test_a_call_with_parts_of_two_gpus_fails_and_says_which(is_deferred: str) -> None:
+    process = start("mixed", FAKECUDA_DEVICES="2", FAKECUDA_DEFERRED=is_deferred)
+    out, err = process.communicate(timeout=60)
+    assert json.loads(out) == {
+        "launch": INVALID_HANDLE,
+        "launch on its own GPU": 0,
+        "event": INVALID_HANDLE,
+        "elapsed": INVALID_HANDLE,
+        "wait": 0,
+        "collective": NCCL_CUDA_ERROR,
+        "buffer": NCCL_INVALID_ARGUMENT,
+        "group": NCCL_CUDA_ERROR,
+    }
+    said = [line for line in err.splitlines() if line.startswith("fakecuda: ")]
+    collective = "fakecuda: ncclAllReduce: stream of GPU 1 used with communicator of GPU 0"
+    assert said == [
+        "fakecuda: kernel: stream of GPU 1 used with the current GPU 0",
+        "fakecuda: cudaEventRecord: stream of GPU 1 used with an event of GPU 0",
+        "fakecuda: cudaEventElapsedTime: event of GPU 1 used with one of GPU 0",
+        collective,
+        "fakecuda: ncclAllReduce: buffer of GPU 1 used with communicator of GPU 0",
+        collective,
+    ]
+
+
+def test_what_cuda_does_not_define_ends_the_process() -> None:
+    process = start("mixed_memset")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGABRT
+    assert "cudaMemset: memory of GPU 1 used with a stream of GPU 0" in err
+
+
+def test_without_faults_every_call_succeeds(machine: str) -> None:
+    assert found("faults", machine, FAKECUDA_DEVICES="2") == {
+        **{f"allocations {gpu}": [0] * 4 for gpu in range(2)},
+        **{f"launches {gpu}": [0] * 4 for gpu in range(2)},
+        **{f"waits {gpu}": [0] * 2 for gpu in range(2)},
+        "collectives": [0] * 3,
+        "NVML": [0, 0],
+    }
+
+
 @pytest.mark.parametrize(
-    ("name", "value"), [("FAKECUDA_DEVICES", "17"), ("FAKECUDA_MEMORY", "1GB")]
+    ("fault", "differs"),
+    [
+        ({"FAKECUDA_FAIL_ALLOC": "1-3"}, {"allocations 1": [0, 0, OUT_OF_MEMORY, OUT_OF_MEMORY]}),
+        (
+            {"FAKECUDA_FAIL_LAUNCH": "1-3"},
+            {
+                "launches 1": [0, 0, 0, LAUNCH_FAILURE],
+                "waits 1": [LAUNCH_FAILURE] * 2,
+                "collectives": [NCCL_CUDA_ERROR] * 3,
+            },
+        ),
+        (
+            {"FAKECUDA_FAIL_ECC": "1-1"},
+            {
+                "launches 1": [0, *[ECC_UNCORRECTABLE] * 3],
+                "waits 1": [ECC_UNCORRECTABLE] * 2,
+                "collectives": [NCCL_CUDA_ERROR] * 3,
+                "NVML": [0, 1],
+            },
+        ),
+        (
+            {"FAKECUDA_FAIL_GPU": "1-2"},
+            {
+                "launches 1": [0, *[DEVICE_UNAVAILABLE] * 3],
+                "waits 1": [DEVICE_UNAVAILABLE] * 2,
+                "collectives": [NCCL_CUDA_ERROR] * 3,
+                "NVML": [0, "GPU is lost"],
+            },
+        ),
+        ({"FAKECUDA_FAIL_NCCL": "1-2"}, {"collectives": [0, *[NCCL_SYSTEM_ERROR] * 2]}),
+    ],
+    ids=lambda value: next(iter(value)),
+)
+def test_the_nth_of_its_kind_fails_and_no_other(
+    fault: dict[str, str], differs: dict[str, Any], machine: str
+) -> None:
+    usual = found("faults", machine, FAKECUDA_DEVICES="2")
+    assert found("faults", machine, FAKECUDA_DEVICES="2", **fault) == usual | differs
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("FAKECUDA_DEVICES", "17"),
+        ("FAKECUDA_MEMORY", "1GB"),
+        ("FAKECUDA_FAIL_ALLOC", "5"),
+        ("FAKECUDA_TAKEN", "1-3GB"),
+    ],
 )
 def test_a_setting_that_cannot_be_is_refused(name: str, value: str) -> None:
     process = start("visible", **{name: value})

@@ -100,6 +100,29 @@ def test_a_gpu_whose_clock_is_off_the_hosts_keeps_its_profile_up_to_100_us(
     assert [len(step) for step in profile.steps] == ([] if said else [1] * STEPS)
 
 
+@pytest.mark.parametrize(
+    ("early", "said"),
+    # the profiler of torch 2.11 does not know the name of each launch
+    [(2, ""), (8, "no kernel for 2 launches|different numbers of kernels")],
+)
+def test_early_records_at_the_start_of_a_profile_cost_the_step_that_is_not_recorded(
+    early: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "fake" not in torch.cuda.get_device_name(0).lower():
+        pytest.skip("the records of a real GPU cannot be set")
+    monkeypatch.setenv("FAKECUDA_CUPTI_EARLY", str(early))
+    values = torch.zeros(2**20, device="cuda")
+
+    def step() -> None:
+        for _ in range(6):
+            values.add_(1.0)
+
+    profile = profiling.profiled(step, open_devices("cuda", 1), STEPS)
+    assert bool(profile.withheld) is bool(said)
+    assert re.search(said, profile.withheld)
+    assert [len(step) for step in profile.steps] == ([] if said else [6] * STEPS)
+
+
 CASE = Case(model="mlp", strategy="single", batch_size=16, device_kind="cuda", unverified=True)
 QUICK = Effort(budget_s=0.05, warmup_steps=1, min_steps=2, max_steps=8, block_steps=4)
 

@@ -29,6 +29,9 @@ pytestmark = pytest.mark.multi_gpu
 
 CLOCK_ONLY = {"FAKECUDA_NUMERICS": "0", "FAKECUDA_DATA": "0"}
 STRATEGIES = Path(__file__).parents[2] / "benchmarks" / "strategies"
+PRODUCTS = 60
+FLOPS = 20e12
+"""Of a fake GPU, per second."""
 TOLERANCE_S = 1e-3
 """The times of two GPUs are converted to the host's clock separately."""
 
@@ -86,6 +89,27 @@ def test_the_phases_of_model_parallel_begin_when_their_inputs_arrive() -> None:
         at = {(span.phase, span.device): span for span in spans}
         for one, following in pairwise(order):
             assert at[one].end_s <= at[following].start_s + TOLERANCE_S
+
+
+@needs_times
+def test_spans_have_the_hosts_seconds_on_gpus_whose_clocks_run_fast_and_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not torch.cuda.get_device_name().startswith("Fake"):
+        pytest.skip("the clock of a real GPU cannot be set")
+    monkeypatch.setenv("FAKECUDA_DRIFT_PPM", "100000,-100000")
+    devices = open_devices("cuda", 2)
+    clock = CudaClock(devices)
+    works = [torch.empty(4096, 4096, device=device.torch_device) for device in devices]
+    with clock.block(), clock.step(warmup=False):
+        for device, work in zip(devices, works, strict=True):
+            with device.guard(), clock.mark(Phase.FORWARD, device.index):
+                for _ in range(PRODUCTS):
+                    work @ work
+    seconds = {span.device: span.end_s - span.start_s for span in clock.spans()}
+    true_s = PRODUCTS * 2 * 4096**3 / FLOPS
+    assert seconds == pytest.approx({0: true_s, 1: true_s}, rel=0.02)
+    assert clock.drift == pytest.approx((1 / 1.1 - 1, 1 / 0.9 - 1), abs=0.02)
 
 
 def torchs_gather(outputs: list[torch.Tensor], devices: list[Device], mark: Mark) -> object:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch._C._autograd import DeviceType
+from torch.autograd.profiler_util import EventList, FunctionEvent
 
 from dpbench.hardware.devices import open_devices
 from dpbench.measure import merging
@@ -381,13 +382,58 @@ def test_a_copy_without_a_launch_is_placed_by_the_corrected_clock() -> None:
     assert [sum(one.name == "Memcpy HtoD" for one in step) for step in steps] == [1, 1, 1]
 
 
+class NestedCalls:
+    """A profiler of two threads without operators, one of which launches within the other's."""
+
+    calls = ((1, 0, 10), (2, 2, 4))
+    """The number, begin and end in microseconds of each call."""
+
+    def __init__(self) -> None:
+        results = SimpleNamespace(
+            events=lambda: map(self._raw, self.calls), trace_start_ns=lambda: 5000
+        )
+        self.profiler = SimpleNamespace(kineto_results=results)
+
+    def events(self) -> EventList:
+        events = EventList(
+            [FunctionEvent(id, "cudaLaunchKernel", 1, *at_us) for id, *at_us in self.calls]
+        )
+        events._build_tree()
+        return events
+
+    def _raw(self, call: tuple[int, int, int]) -> SimpleNamespace:
+        id, start_us, end_us = call
+        return SimpleNamespace(
+            name=lambda: "cudaLaunchKernel",
+            device_type=lambda: HOST,
+            correlation_id=lambda: id,
+            linked_correlation_id=lambda: 0,
+            start_ns=lambda: 5000 + 1000 * start_us,
+            duration_ns=lambda: 1000 * (end_us - start_us),
+            start_thread_id=lambda: 1,
+        )
+
+
+def test_a_launch_that_torch_takes_for_a_duplicate_is_a_launch() -> None:
+    profiler = NestedCalls()
+    assert [one.id for one in profiler.events()] == [1], "torch leaves out the other"
+    found = [
+        (one.id, one.time_range.start, one.time_range.end)
+        for one in profiling._typed(profiler)
+        if profiling._is_call(one)
+    ]
+    assert found == list(profiler.calls)
+
+
 class UntypedProfiler:
     """A profiler as in torch 2.11: its events have no types, and calls of CUDA 13 no names."""
 
     def __init__(self, launch: str) -> None:
         self._launch = launch
         self.profiler = SimpleNamespace(
-            kineto_results=SimpleNamespace(events=lambda: map(self._raw, self._events))
+            kineto_results=SimpleNamespace(
+                events=lambda: map(self._raw, self._events), trace_start_ns=lambda: 0
+            )
         )
         self._events = three_steps()
         for one in self._events:

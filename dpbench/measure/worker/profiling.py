@@ -15,7 +15,7 @@ import re
 import sys
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._C._autograd import DeviceType
 from torch._C._profiler import _ExperimentalConfig
+from torch.autograd.profiler_util import FunctionEvent
 
 from dpbench.hardware.device import Device
 from dpbench.measure.merging import PROFILED
@@ -166,24 +167,47 @@ def _recorded(
 
 
 def _typed(recorded: torch.profiler.profile) -> Sequence[Any]:
-    """Return a profiler's events; the calls to CUDA among them have a type.
+    """Return a profiler's events, with all calls to CUDA; these have a type.
 
     Torch 2.11 does not tell types, and not all calls have a name there. Kineto links each call to
     the operator that makes it, and links no operator.
     """
-    events = recorded.events() or []
+    events = list(recorded.events() or [])
+    results = recorded.profiler and recorded.profiler.kineto_results
+    if not results:
+        return events
+    known = [one for one in results.events() if one.device_type() == DeviceType.CPU]
+    events += _left_out(known, results.trace_start_ns(), events)
     if all(hasattr(event, "activity_type") for event in events):
         return events
-    results = recorded.profiler and recorded.profiler.kineto_results
     linked = {
-        (event.correlation_id(), event.name())
-        for event in (results.events() if results else ())
-        if event.device_type() == DeviceType.CPU and event.linked_correlation_id() > 0
+        (one.correlation_id(), one.name()) for one in known if one.linked_correlation_id() > 0
     }
     for event in events:
         if on_host(event) and (event.id, event.name) in linked:
             event.activity_type = RUNTIME
     return events
+
+
+def _left_out(
+    kineto: Iterable[Any], trace_start_ns: int, events: Iterable[Any]
+) -> Iterator[FunctionEvent]:
+    """Yield the calls to CUDA among Kineto's host events that torch leaves out of its events.
+
+    Of two calls with one name, one within the other, torch takes the inner one for a duplicate. It
+    is none if other threads made them, which torch does not profile.
+    """
+    known = {one.id for one in events if is_call(one)}
+    for one in kineto:
+        if not _CALL.match(one.name()) or one.correlation_id() in known:
+            continue
+        start_us = (one.start_ns() - trace_start_ns) / 1e3
+        end_us = start_us + one.duration_ns() / 1e3
+        call = FunctionEvent(
+            one.correlation_id(), one.name(), one.start_thread_id(), start_us, end_us
+        )
+        call.activity_type = RUNTIME
+        yield call
 
 
 def by_step(events: Iterable[Any], first: Mapping[int, int], count: int) -> Profile:

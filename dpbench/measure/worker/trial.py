@@ -332,7 +332,7 @@ def _caught(case: Case, do: Callable[[], Trial]) -> Trial:
     except RanksFailed as failed:
         return _failed(case, replace(cause_of(failed.failures, case), reason=str(failed)))
     except BaseException as error:
-        return _failed(case, of_error(error, device_ids=case.device_ids))
+        return _failed(case, of_error(error, device_ids=case.gpus))
 
 
 def _run(case: Case, effort: Effort, folder: Path) -> Trial:
@@ -396,12 +396,12 @@ def run_together(cases: Sequence[Case], effort: Effort, folder: Path) -> list[Tr
                 continue
             prepared_cases.append(prepare(case, strategy))
         except BaseException as error:
-            done[case] = _failed(case, of_error(error, device_ids=case.device_ids))
+            done[case] = _failed(case, of_error(error, device_ids=case.gpus))
     try:
         done |= {trial.case: trial for trial in measure_together(prepared_cases, effort)}
     except BaseException as error:
         for case in (prepared.case for prepared in prepared_cases):
-            failure = of_error(error, device_ids=case.device_ids)
+            failure = of_error(error, device_ids=case.gpus)
             reason = (
                 f"{failure.reason} [this error ended the timing of all cases in the same process;"
                 f" number of other cases that failed too: {len(prepared_cases) - 1}]"

@@ -3,6 +3,7 @@
 // Each GPU has one engine for kernels, one for collectives, and one for copies in each direction;
 // an engine runs one operation at a time, in the order of the calls.
 // Not faithful: kernels that run side by side, priorities, and contention between GPUs.
+#include "faults.h"
 #include "oplog.h"
 #include "runtime.h"
 
@@ -10,6 +11,7 @@
 #include <time.h>
 
 #include <algorithm>
+#include <random>
 
 namespace fake {
 
@@ -88,11 +90,19 @@ static void count(const Op& op, int device, int64_t begin, int64_t end) {
   }
 }
 
+// How much later an operation begins than it could (FAKECUDA_DELAY_US).
+static int64_t delay() {
+  static std::mt19937_64 draw(cfg.seed);
+  if (cfg.delay_us <= 0) return 0;
+  return std::uniform_int_distribution<int64_t>(0, static_cast<int64_t>(cfg.delay_us * 1e3))(draw);
+}
+
 int64_t occupy(Stream* stream, const Op& op, int64_t not_before) {
   std::lock_guard lock(mu);
   int64_t* engine = engine_of(devices[stream->device], op.kind);
   int64_t begin = std::max({now(), stream->ready, not_before});
   if (engine) begin = std::max(begin, *engine);
+  begin += delay();
   int64_t end = begin + op.duration;
   if (engine) *engine = end;
   stream->ready = end;
@@ -134,6 +144,7 @@ cudaError_t submit(Stream* stream, Op op) {
       stream->capture->graph->nodes.push_back(std::move(op));
       return cudaSuccess;
     }
+    if (cudaError_t error = count_operation(stream->device, op.kind)) return error;
     follow_default_stream(stream);
     occupy(stream, op);
   }
@@ -146,6 +157,7 @@ constexpr int kStreamSynchronize = 3;
 constexpr int kDeviceSynchronize = 4;
 
 cudaError_t sync_stream(Stream* stream) {
+  if (cudaError_t error = broken(stream->device)) return error;
   int64_t until;
   {
     std::lock_guard lock(mu);
@@ -200,7 +212,9 @@ EXPORT int fakecuda_submit(cudaStream_t stream, const char* name, double flops, 
     op.kind = Kind::Host;
   }
   if (run) op.effect = effect_of(run, drop, data);
-  return submit(resolve(stream), std::move(op));
+  Stream* on = resolve(stream);
+  if (!name && broken(on->device)) return cudaSuccess;  // the call that torch makes next fails
+  return submit(on, std::move(op));
 }
 
 // Gives the next kernel of this thread an effect: a copy between GPUs runs on the source's stream.

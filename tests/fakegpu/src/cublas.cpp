@@ -10,6 +10,7 @@
 #include "abi/cublas.h"
 
 #include "fake.h"
+#include "one_gpu.h"
 
 #include <algorithm>
 #include <utility>
@@ -71,7 +72,9 @@ cublasStatus_t multiply(const char* name, cudaStream_t stream, const Product& pr
   op.duration = fake::kernel_duration(flops, read + written);
   op.block = {256, 1, 1};
   op.grid = {tiles(m), tiles(n), static_cast<unsigned>(batch)};
-  cudaError_t error = fake::submit(fake::resolve(stream), std::move(op));
+  fake::Stream* on = fake::resolve(stream);
+  if (fake::misplaced_kernel(name, on)) return CUBLAS_STATUS_EXECUTION_FAILED;
+  cudaError_t error = fake::submit(on, std::move(op));
   return error == cudaSuccess ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_EXECUTION_FAILED;
 }
 

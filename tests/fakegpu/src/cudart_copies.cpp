@@ -1,6 +1,7 @@
 // The CUDA runtime, part 4: copies and memset. What a copy is follows from its pointers.
 //
 // Not faithful: a copy between GPUs takes time on the source's engine alone.
+#include "one_gpu.h"
 #include "runtime.h"
 
 #include <cstdio>
@@ -93,7 +94,10 @@ static cudaError_t set(void* pointer, int value, size_t bytes, cudaStream_t stre
   op.bytes = bytes;
   op.duration = kernel_duration(0, static_cast<double>(bytes));
   if (moves(bytes)) op.effect = [=] { memset(pointer, value, bytes); };
-  return submit(resolve(stream), std::move(op));
+  Stream* on = resolve(stream);
+  int device = device_of(pointer);
+  if (device >= 0 && misplaced("cudaMemset", "memory", device, "a stream of", on->device)) abort();
+  return submit(on, std::move(op));
 }
 
 }  // namespace fake

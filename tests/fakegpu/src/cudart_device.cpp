@@ -1,6 +1,7 @@
 // The CUDA runtime, part 1: devices, their properties and contexts, errors.
 //
 // Not faithful: properties that no test reads are zero; peer access is one setting for all pairs.
+#include "faults.h"
 #include "runtime.h"
 
 #include <dlfcn.h>
@@ -61,6 +62,7 @@ void context(int device) {
   if (devices[device].context) return;
   devices[device].context = true;
   trace_context(device);
+  sleep_until(now() + static_cast<int64_t>(cfg.context_s * 1e9));
   count_memory(device, static_cast<int64_t>(cfg.context));
 }
 
@@ -191,8 +193,12 @@ static const ErrorText& text_of(cudaError_t error) {
       {cudaErrorInvalidValue, "cudaErrorInvalidValue", "invalid argument"},
       {cudaErrorMemoryAllocation, "cudaErrorMemoryAllocation", "out of memory"},
       {cudaErrorInvalidSymbol, "cudaErrorInvalidSymbol", "invalid device symbol"},
+      {cudaErrorDeviceUnavailable, "cudaErrorDeviceUnavailable",
+       "CUDA-capable device(s) is/are busy or unavailable"},
       {cudaErrorNoDevice, "cudaErrorNoDevice", "no CUDA-capable device is detected"},
       {cudaErrorInvalidDevice, "cudaErrorInvalidDevice", "invalid device ordinal"},
+      {cudaErrorECCUncorrectable, "cudaErrorECCUncorrectable",
+       "uncorrectable ECC error encountered"},
       {cudaErrorPeerAccessUnsupported, "cudaErrorPeerAccessUnsupported",
        "peer access is not supported between these two devices"},
       {cudaErrorInvalidResourceHandle, "cudaErrorInvalidResourceHandle", "invalid resource handle"},
@@ -205,6 +211,7 @@ static const ErrorText& text_of(cudaError_t error) {
        "part or all of the requested memory range is already mapped"},
       {cudaErrorHostMemoryNotRegistered, "cudaErrorHostMemoryNotRegistered",
        "pointer does not correspond to a registered memory region"},
+      {cudaErrorLaunchFailure, "cudaErrorLaunchFailure", "unspecified launch failure"},
       {cudaErrorNotSupported, "cudaErrorNotSupported", "operation not supported"},
       {cudaErrorStreamCaptureUnsupported, "cudaErrorStreamCaptureUnsupported",
        "operation not permitted when stream is capturing"},
@@ -243,6 +250,7 @@ EXPORT cudaError_t cudaGetDevice(int* device) {
 EXPORT cudaError_t cudaSetDevice(int device) {
   if (!valid_device(device)) return fail(cudaErrorInvalidDevice);
   set_device(device);
+  if (cudaError_t error = broken(device)) return error;
   context(device);
   return cudaSuccess;
 }
@@ -301,6 +309,7 @@ EXPORT cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
 EXPORT cudaError_t cudaDeviceSynchronize() {
   init();
   Call call(__func__);
+  if (cudaError_t error = broken(current_device())) return error;
   if (cudaError_t error = forbidden_by_capture()) return error;
   context(current_device());
   sync_device(current_device());

@@ -3,6 +3,7 @@
 //
 // Not faithful: a kernel runs no code. It takes the time that its threads' memory traffic would
 // take; its numbers, if any, come from the plug-in. Occupancy depends on the block's size alone.
+#include "one_gpu.h"
 #include "runtime.h"
 
 #include <algorithm>
@@ -54,7 +55,9 @@ cudaError_t launch(const Kernel* kernel, dim3 grid, dim3 block, cudaStream_t str
   double blocks = static_cast<double>(grid.x) * grid.y * grid.z;
   double threads = blocks * block.x * block.y * block.z;
   op.duration = kernel_duration(0, threads * kBytesPerThread);
-  return submit(resolve(stream), std::move(op));
+  Stream* on = resolve(stream);
+  if (cudaError_t error = misplaced_kernel(op.name, on)) return error;
+  return submit(on, std::move(op));
 }
 
 int resident_blocks(int block_size) { return std::clamp(1536 / std::max(1, block_size), 1, 16); }

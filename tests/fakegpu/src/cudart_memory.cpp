@@ -1,6 +1,7 @@
 // The CUDA runtime, part 3: memory. A GPU's memory is memory of the host whose device is known.
 //
 // Not faithful: no memory is shared by processes, and there are no memory pools.
+#include "faults.h"
 #include "runtime.h"
 
 #include <sys/mman.h>
@@ -47,6 +48,8 @@ static cudaError_t allocate(void** pointer, size_t size, int device) {
   std::lock_guard lock(mu);
   *pointer = nullptr;
   if (size == 0) return cudaSuccess;
+  if (device >= 0)
+    if (cudaError_t error = count_allocation(device)) return error;
   size_t mapped = (size + kGranularity - 1) / kGranularity * kGranularity;
   if (device >= 0 && used_by_all_processes(device) + mapped > cfg.memory)
     return fail(cudaErrorMemoryAllocation);
@@ -86,6 +89,7 @@ static cudaError_t release(void* pointer) {
 static cudaError_t use_current_device() {
   init();
   if (cfg.visible.empty()) return fail(cudaErrorNoDevice);
+  if (cudaError_t error = broken(current_device())) return error;
   if (cudaError_t error = forbidden_by_capture()) return error;
   context(current_device());
   return cudaSuccess;
@@ -137,6 +141,7 @@ EXPORT cudaError_t cudaHostUnregister(void* pointer) {
 
 EXPORT cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   init();
+  if (cudaError_t error = broken(current_device())) return error;
   context(current_device());
   *total = cfg.memory;
   *free = cfg.memory - std::min(cfg.memory, used_by_all_processes(current_device()));

@@ -1,6 +1,9 @@
 // The CUDA runtime, part 2: streams and events.
 //
 // Not faithful: the per-thread default stream is the default stream.
+#include "faults.h"
+#include "gpu_clocks.h"
+#include "one_gpu.h"
 #include "oplog.h"
 #include "runtime.h"
 
@@ -55,6 +58,7 @@ EXPORT cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned f
   init();
   std::lock_guard lock(mu);
   int device = current_device();
+  if (cudaError_t error = broken(device)) return error;
   context(device);
   auto* made = new Stream;
   made->device = device;
@@ -99,6 +103,7 @@ EXPORT cudaError_t cudaStreamQuery(cudaStream_t handle) {
   init();
   if (cudaError_t error = forbidden_by_capture()) return error;
   Stream* stream = resolve(handle);
+  if (cudaError_t error = broken(stream->device)) return error;
   {
     std::lock_guard lock(mu);
     if (now() < stream->ready) return cudaErrorNotReady;
@@ -114,6 +119,7 @@ EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t event_ha
   std::lock_guard lock(mu);
   Stream* stream = resolve(handle);
   Event* event = event_of(event_handle);
+  if (cudaError_t error = broken(stream->device)) return error;
   if (event->capture) return join_capture(stream, event);
   if (!event->recorded) return cudaSuccess;
   if (stream->capture) {
@@ -163,7 +169,9 @@ EXPORT cudaError_t cudaEventRecordWithFlags(cudaEvent_t handle, cudaStream_t str
   std::lock_guard lock(mu);
   Stream* stream = resolve(stream_handle);
   Event* event = event_of(handle);
-  if (event->device != stream->device) return fail(cudaErrorInvalidResourceHandle);
+  if (cudaError_t error = broken(stream->device)) return error;
+  if (misplaced("cudaEventRecord", "stream", stream->device, "an event of", event->device))
+    return fail(cudaErrorInvalidResourceHandle);
   event->recorded = true;
   event->capture = stream->capture;
   if (stream->capture) {
@@ -185,6 +193,7 @@ EXPORT cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 EXPORT cudaError_t cudaEventQuery(cudaEvent_t handle) {
   if (cudaError_t error = forbidden_by_capture()) return error;
   Event* event = event_of(handle);
+  if (cudaError_t error = broken(event->device)) return error;
   if (event->capture) return fail(cudaErrorCapturedEvent);
   if (!event->recorded) return cudaSuccess;
   if (now() < event->time) return cudaErrorNotReady;
@@ -196,6 +205,7 @@ EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   Call call(__func__);
   if (cudaError_t error = forbidden_by_capture()) return error;
   Event* event = event_of(handle);
+  if (cudaError_t error = broken(event->device)) return error;
   if (event->capture) return fail(cudaErrorCapturedEvent);
   if (!event->recorded) return cudaSuccess;
   int64_t began = now();
@@ -210,10 +220,11 @@ EXPORT cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from_handle, cuda
   Event* to = event_of(to_handle);
   bool timed = !((from->flags | to->flags) & cudaEventDisableTiming);
   bool recorded = from->recorded && to->recorded;
-  if (!timed || !recorded || from->device != to->device)
-    return fail(cudaErrorInvalidResourceHandle);
+  bool apart = misplaced("cudaEventElapsedTime", "event", to->device, "one of", from->device);
+  if (!timed || !recorded || apart) return fail(cudaErrorInvalidResourceHandle);
+  if (cudaError_t error = broken(from->device)) return error;
   if (from->capture || to->capture) return fail(cudaErrorCapturedEvent);
   if (now() < std::max(from->time, to->time)) return fail(cudaErrorNotReady);
-  *ms = static_cast<float>((to->time - from->time) / 1e6);
+  *ms = static_cast<float>(counted_ns(from->device, to->time - from->time) / 1e6);
   return cudaSuccess;
 }

@@ -14,6 +14,7 @@
 #include "abi/cudnn.h"
 
 #include "fake.h"
+#include "one_gpu.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -57,7 +58,9 @@ cudnnStatus_t launch(cudnnHandle_t handle, const char* name, double flops, doubl
   op.grid = {64, 1, 1};
   op.block = {256, 1, 1};
   op.duration = fake::kernel_duration(flops, bytes);
-  cudaError_t error = fake::submit(fake::resolve(handle->stream), std::move(op));
+  fake::Stream* on = fake::resolve(handle->stream);
+  if (fake::misplaced_kernel(name, on)) return CUDNN_STATUS_EXECUTION_FAILED;
+  cudaError_t error = fake::submit(on, std::move(op));
   return error == cudaSuccess ? kSuccess : CUDNN_STATUS_EXECUTION_FAILED;
 }
 

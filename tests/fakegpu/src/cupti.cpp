@@ -3,14 +3,14 @@
 // Faithful: records of kernels, copies, memsets, runtime calls, synchronizations and external
 // correlation ids; what a call launches has the call's correlation id, and each kernel of a
 // replayed graph that of the launch of the graph; streams, contexts and devices have CUDA's
-// numbers; times are in the clock that the profiler registers, those of GPUs with the offset of
-// FAKECUDA_CUPTI_OFFSET_US. Not faithful: a flush delivers what
-// still runs too, with the end that is booked; host memory is always called pageable; registers,
+// numbers; times are in the clock that the profiler registers, those of GPUs as gpu_clocks.cpp
+// shifts them. Not faithful: a flush delivers what still runs too, with the end that is booked; host memory is always called pageable; registers,
 // shared memory, occupancy and graph ids are constants or zero; callbacks, metrics and sampling are
 // missing; no record is ever dropped.
 #include "abi/cupti.h"
 
 #include "fake.h"
+#include "gpu_clocks.h"
 
 #include <pthread.h>
 #include <time.h>
@@ -80,6 +80,8 @@ using Record = std::variant<CUpti_ActivityKernel10, CUpti_ActivityMemset4, CUpti
 
 std::mutex guard;  // of everything below
 std::set<int> enabled;
+int64_t enabled_since = 0;    // when the first kind of record was
+int early = 0;                // how many of the next kernels' records are long before their launches
 std::vector<Record> records;  // with times in ns of CLOCK_MONOTONIC
 CUpti_BuffersCallbackRequestFunc request_buffer = nullptr;
 CUpti_BuffersCallbackCompleteFunc complete_buffer = nullptr;
@@ -141,6 +143,7 @@ size_t size_of(CUpti_ActivityKind kind) {
 // ---- the profiler's clock -----------------------------------------------------------------------
 
 constexpr int64_t kShortestBaseNs = 20000000;
+constexpr int64_t kEarlyNs = 10000000000;  // so much are records early: see gpu_clocks.cpp
 
 CUpti_TimestampCallbackFunc profiler_clock = nullptr;
 int64_t origin_ns = 0;       // the time at which the profiler registered its clock,
@@ -179,12 +182,6 @@ class ToProfilerClock {
   double rate_ = 1;
 };
 
-// How far the GPUs' clocks are ahead of the host's in the records: CUPTI aligns them only roughly.
-int64_t gpu_offset_ns() {
-  const char* text = getenv("FAKECUDA_CUPTI_OFFSET_US");
-  return text ? static_cast<int64_t>(atof(text) * 1000) : 0;
-}
-
 std::vector<Record> take_records() {
   std::lock_guard lock(guard);
   return std::exchange(records, {});
@@ -198,10 +195,13 @@ void complete(Buffer* filled) {
 template <class R>
 void deliver(R record, const ToProfilerClock& convert, Buffer* target) {
   if constexpr (requires { record.end; }) {
-    int64_t offset = 0;
-    if constexpr (requires { record.deviceId; }) offset = gpu_offset_ns();
-    record.start = convert(record.start + offset);
-    record.end = convert(record.end + offset);
+    if constexpr (requires { record.deviceId; }) {
+      int device = static_cast<int>(record.deviceId);
+      record.start = fake::profiled_time(device, record.start, enabled_since);
+      record.end = fake::profiled_time(device, record.end, enabled_since);
+    }
+    record.start = convert(record.start);
+    record.end = convert(record.end);
   }
   if (target->start && target->used + sizeof record > target->size) complete(target);
   if (!target->start) *target = ask_for_buffer();
@@ -262,6 +262,14 @@ void activity_api(const char* name, int64_t begin, int64_t end, uint32_t id) {
 
 static void keep_kernel(const Op& op, Stream* stream, int64_t begin, int64_t end, uint32_t id) {
   if (!op.name) return;
+  {
+    std::lock_guard lock(guard);
+    if (early > 0) {
+      early--;
+      begin -= kEarlyNs;
+      end -= kEarlyNs;
+    }
+  }
   auto record = work<CUpti_ActivityKernel10>(stream, begin, end, id);
   record.completed = end;
   record.gridX = op.grid.x;
@@ -359,6 +367,10 @@ void activity_sync(int type, Stream* stream, Event* event, int64_t begin, int64_
 EXPORT CUptiResult cuptiActivityEnable(CUpti_ActivityKind kind) {
   fake::init();
   std::lock_guard lock(guard);
+  if (enabled.empty()) {
+    enabled_since = fake::now();
+    early = fake::early_records();
+  }
   enabled.insert(kind);
   fake::tracing = true;
   return CUPTI_SUCCESS;

@@ -27,6 +27,7 @@ struct Config {
   std::vector<int> visible;        // of these, what CUDA_VISIBLE_DEVICES shows
   size_t memory = 8ull << 30;      // bytes of each GPU
   size_t context = 300ull << 20;   // bytes that a process with a context takes on each GPU
+  size_t taken[kMaxDevices] = {};  // of each GPU: by a process that NVML does not list
   std::string name = "Fake GPU";
   int major = 8, minor = 6;        // compute capability
   int sms = 82;
@@ -39,8 +40,10 @@ struct Config {
   double flops = 20e12;            // per second
   double kernel_us = 3.0;          // the shortest kernel
   double copy_us = 6.0;            // the latency of a copy
+  double context_s = 0;            // what a process waits for each context that it makes
+  double delay_us = 0;             // operations begin up to so much later, at random
   bool deferred = false;           // effects run at synchronization: see deferred.cpp
-  uint64_t seed = 1;               // of the order of deferred effects
+  uint64_t seed = 1;               // of the order of deferred effects, and of delays
   bool trace = false;              // print unsupported calls
   bool data = true;                // large copies move bytes; without, only the clock moves
 };
@@ -48,6 +51,7 @@ extern Config cfg;
 
 void init();  // reads the configuration, once; every entry point may be the first
 int planted(const char* variable, int gpu);  // N if the variable says "GPU-N", otherwise -1
+[[noreturn]] void refuse(const char* variable, const char* text, const char* reason);
 int64_t now();
 void sleep_until(int64_t when);
 

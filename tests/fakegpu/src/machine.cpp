@@ -3,6 +3,7 @@
 //
 // Not faithful: MIG, and GPUs that differ.
 #include "fake.h"
+#include "faults.h"
 #include "oplog.h"
 
 #include <fcntl.h>
@@ -22,15 +23,13 @@ Config cfg;
 
 // ---- configuration ------------------------------------------------------------------------------
 
-[[noreturn]] static void refuse(const char* name, const char* text, const char* reason) {
-  fprintf(stderr, "fakecuda: %s=%s: %s\n", name, text, reason);
+void refuse(const char* variable, const char* text, const char* reason) {
+  fprintf(stderr, "fakecuda: %s=%s: %s\n", variable, text, reason);
   _exit(64);
 }
 
 // A number with an optional K, M or G, which are powers of 1024.
-static double setting(const char* name, double otherwise) {
-  const char* text = getenv(name);
-  if (!text || !*text) return otherwise;
+static double number(const char* name, const char* text) {
   char* end;
   double value = strtod(text, &end);
   std::string suffix = end;
@@ -38,15 +37,27 @@ static double setting(const char* name, double otherwise) {
   if (end != text && suffix == "K") return value * (1ull << 10);
   if (end != text && suffix == "M") return value * (1ull << 20);
   if (end != text && suffix == "G") return value * (1ull << 30);
-  refuse(name, text, "not a number, with K, M or G at most");
+  refuse(name, getenv(name), "not a number, with K, M or G at most");
+}
+
+static double setting(const char* name, double otherwise) {
+  const char* text = getenv(name);
+  return text && *text ? number(name, text) : otherwise;
+}
+
+// The part of "GPU-N" after the hyphen if the variable tells it of this GPU, otherwise null.
+static const char* told_of(const char* variable, int gpu) {
+  const char* text = getenv(variable);
+  if (!text || !*text) return nullptr;
+  char* end;
+  int64_t told = strtol(text, &end, 10);
+  if (end == text || *end != '-') refuse(variable, text, "not a GPU, a hyphen and a number");
+  return told == gpu ? end + 1 : nullptr;
 }
 
 int planted(const char* variable, int gpu) {
-  const char* text = getenv(variable);
-  int first;
-  int second;
-  bool told = text && sscanf(text, "%d-%d", &first, &second) == 2 && first == gpu;
-  return told ? second : -1;
+  const char* text = told_of(variable, gpu);
+  return text ? static_cast<int>(number(variable, text)) : -1;
 }
 
 static void rate(double& bytes_per_second, const char* name) {
@@ -86,6 +97,10 @@ static void read_config() {
     refuse("FAKECUDA_DEVICES", getenv("FAKECUDA_DEVICES"), "more than 16 GPUs");
   cfg.memory = static_cast<size_t>(setting("FAKECUDA_MEMORY", cfg.memory));
   cfg.context = static_cast<size_t>(setting("FAKECUDA_CONTEXT", cfg.context));
+  for (int gpu = 0; gpu < kMaxDevices; gpu++)
+    if (const char* text = told_of("FAKECUDA_TAKEN", gpu))
+      cfg.taken[gpu] = static_cast<size_t>(number("FAKECUDA_TAKEN", text));
+  read_faults();
   if (const char* name = getenv("FAKECUDA_NAME")) cfg.name = name;
   if (const char* text = getenv("FAKECUDA_CC"))
     if (sscanf(text, "%d.%d", &cfg.major, &cfg.minor) != 2) refuse("FAKECUDA_CC", text, "not N.N");
@@ -102,6 +117,8 @@ static void read_config() {
   cfg.flops = setting("FAKECUDA_TFLOPS", cfg.flops / 1e12) * 1e12;
   cfg.kernel_us = setting("FAKECUDA_KERNEL_US", cfg.kernel_us);
   cfg.copy_us = setting("FAKECUDA_COPY_US", cfg.copy_us);
+  cfg.context_s = setting("FAKECUDA_CONTEXT_S", cfg.context_s);
+  cfg.delay_us = setting("FAKECUDA_DELAY_US", cfg.delay_us);
   cfg.deferred = setting("FAKECUDA_DEFERRED", cfg.deferred) != 0;
   cfg.seed = static_cast<uint64_t>(setting("FAKECUDA_SEED", cfg.seed));
   cfg.trace = setting("FAKECUDA_TRACE", cfg.trace) != 0;
@@ -168,6 +185,7 @@ struct Shared {
     // in units of 64
     Cell busy[kBuckets], tx[kBuckets], rx[kBuckets];
     std::atomic<uint64_t> busy_ns, nvlink_sent;
+    Incidents incidents;
   } gpus[kMaxDevices];
 };
 
@@ -259,6 +277,11 @@ void count_nvlink(int device, size_t bytes) {
 
 void count_memory(int device, int64_t bytes) { own_slot()->used[physical_of(device)] += bytes; }
 
+Incidents& incidents(int physical) {
+  init();
+  return shared->gpus[physical].incidents;
+}
+
 double busy_share(int physical, int64_t from, int64_t until) {
   init();
   return std::min(1.0, sum(shared->gpus[physical].busy, from, until) / (until - from));
@@ -276,6 +299,7 @@ Counters counters(int physical) {
   found.rx = sum(gpu.rx, time - kCopyWindow, time) * kCopyUnit / (kCopyWindow / 1e9);
   found.busy_ns = gpu.busy_ns;
   found.nvlink_sent = gpu.nvlink_sent;
+  found.memory = cfg.taken[physical];
   for (auto& process : shared->slots) {
     int pid = process.pid;
     int64_t used = process.used[physical];

@@ -17,7 +17,8 @@
 // all-to-all, gather, operations of the user, windows and non-blocking communicators are missing.
 #include "abi/nccl.h"
 
-#include "fake.h"
+#include "faults.h"
+#include "one_gpu.h"
 
 #include <fcntl.h>
 #include <signal.h>
@@ -200,6 +201,13 @@ ncclResult_t failed(Member& member, ncclResult_t result, const std::string& reas
 
 std::string rank_text(int rank, int size) {
   return "rank " + std::to_string(rank) + " of " + std::to_string(size);
+}
+
+// The error that an earlier error makes of each later call.
+ncclResult_t earlier_error(const Member& member) {
+  if (member.error == ncclSuccess) return ncclSuccess;
+  std::string self = rank_text(member.rank, member.size);
+  return failed(member.error, self + ": an earlier error broke this communicator");
 }
 
 // ---- arithmetic ---------------------------------------------------------------------------------
@@ -620,10 +628,8 @@ bool hangs(const Member& member) {
 // the last rank's stream is ready.
 ncclResult_t exchange(const Collective& collective, int64_t* start) {
   Member& member = *collective.member;
-  if (member.error != ncclSuccess) {
-    std::string self = rank_text(member.rank, member.size);
-    return failed(member.error, self + ": an earlier error broke this communicator");
-  }
+  ncclResult_t earlier = earlier_error(member);
+  if (earlier != ncclSuccess) return earlier;
   World& world = *member.world;
   int number = member.collectives++;
   auto post = [&](int rank) -> Post& { return world.ranks[rank].posts[number % 2]; };
@@ -721,10 +727,13 @@ ncclResult_t leave(ncclComm_t communicator) {
 
 thread_local int depth = 0;
 thread_local std::vector<Collective> group;
+thread_local ncclResult_t refused = ncclSuccess;  // the first error of a call in the group
 
 // The k-th call of each rank of a process belongs to the k-th call of the others.
 ncclResult_t run_group() {
   std::vector<Collective> calls = std::exchange(group, {});
+  ncclResult_t error = std::exchange(refused, ncclSuccess);
+  if (error != ncclSuccess) return error;
   while (!calls.empty()) {
     std::vector<Collective> together;
     std::vector<Collective> rest;
@@ -753,6 +762,33 @@ Stream* stream_of(const Member& member, cudaStream_t stream) {
   return found;
 }
 
+// Checks that stream and buffers are on the communicator's GPU, and that the GPU works.
+ncclResult_t check_gpu(Member& member, const Request& request, const Stream* stream,
+                       const void* input, const void* output) {
+  ncclResult_t earlier = earlier_error(member);
+  if (earlier != ncclSuccess) return earlier;
+  const char* name = name_of(request.verb);
+  int gpu = member.device;
+  std::string self = rank_text(member.rank, member.size) + ": ";
+  if (fake::misplaced(name, "stream", stream->device, "communicator of", gpu)) {
+    return failed(ncclUnhandledCudaError, self + "its stream is on another GPU");
+  }
+  for (const void* buffer : {input, output}) {
+    int of_buffer = fake::device_of(buffer);
+    if (of_buffer >= 0 && fake::misplaced(name, "buffer", of_buffer, "communicator of", gpu)) {
+      return failed(ncclInvalidArgument, self + "a buffer is on another GPU");
+    }
+  }
+  cudaError_t error = fake::broken(gpu);
+  if (error != cudaSuccess) {
+    return failed(member, ncclUnhandledCudaError, self + cudaGetErrorString(error));
+  }
+  if (fake::count_collective(gpu)) {
+    return failed(member, ncclSystemError, self + text_of(request) + " fails");
+  }
+  return ncclSuccess;
+}
+
 ncclResult_t call(Request request, const void* input, void* output, ncclComm_t communicator,
                   cudaStream_t stream) {
   MemberRef member = communicator->member;
@@ -764,7 +800,12 @@ ncclResult_t call(Request request, const void* input, void* output, ncclComm_t c
     std::string reason = " in a communicator of " + std::to_string(member->size) + " ranks";
     return failed(ncclInvalidArgument, text_of(request) + reason);
   }
-  group.push_back({request, input, output, member, stream_of(*member, stream)});
+  Stream* on = stream_of(*member, stream);
+  ncclResult_t checked = check_gpu(*member, request, on, input, output);
+  if (checked != ncclSuccess && depth) refused = checked;
+  // in a group, only a wrong argument shows at once, and all else at the end
+  if (checked != ncclSuccess) return depth && checked != ncclInvalidArgument ? ncclSuccess : checked;
+  group.push_back({request, input, output, member, on});
   return depth ? ncclSuccess : run_group();
 }
 

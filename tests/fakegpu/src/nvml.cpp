@@ -7,10 +7,10 @@
 // FAKECUDA_CLOCK_MHZ, the SM clock falls from 1695 MHz to this many as the GPU is busy for two
 // seconds, with the reason "software power cap". Not faithful: power, energy and temperature follow
 // the busy time alone, and kernels that run at the same time count twice in the energy; the clock
-// changes no kernel's time; the utilization of processes and MIG are missing.
+// changes no kernel's time; the utilization of processes, events and MIG are missing.
 #include "abi/nvml.h"
 
-#include "fake.h"
+#include "faults.h"
 
 #include <strings.h>
 #include <time.h>
@@ -85,6 +85,14 @@ nvmlReturn_t give(T* target, T value) {
   return NVML_SUCCESS;
 }
 
+bool lost(nvmlDevice_t device) { return fake::incidents(physical_of(device)).lost; }
+
+// The handle of a GPU, if it still answers.
+nvmlReturn_t give_gpu(nvmlDevice_t* device, int physical) {
+  if (fake::incidents(physical).lost) return NVML_ERROR_GPU_IS_LOST;
+  return give(device, handle_of(physical));
+}
+
 int64_t wall_clock_us(int64_t monotonic_ns) {
   timespec time;
   clock_gettime(CLOCK_REALTIME, &time);
@@ -96,6 +104,7 @@ int64_t wall_clock_us(int64_t monotonic_ns) {
 template <class Process>
 nvmlReturn_t give_processes(nvmlDevice_t device, unsigned* count, Process* list,
                             const Process& blank) {
+  if (lost(device)) return NVML_ERROR_GPU_IS_LOST;
   Counters found = counters_of(device);
   unsigned room = *count;
   *count = static_cast<unsigned>(found.processes.size());
@@ -133,6 +142,8 @@ EXPORT const char* nvmlErrorString(nvmlReturn_t result) {
       return "Not Found";
     case NVML_ERROR_INSUFFICIENT_SIZE:
       return "Insufficient Size";
+    case NVML_ERROR_GPU_IS_LOST:
+      return "GPU is lost";
   }
   return "Unknown Error";
 }
@@ -158,7 +169,7 @@ EXPORT nvmlReturn_t nvmlDeviceGetCount(unsigned* count) { return nvmlDeviceGetCo
 EXPORT nvmlReturn_t nvmlDeviceGetHandleByIndex_v2(unsigned index, nvmlDevice_t* device) {
   fake::init();
   if (index >= static_cast<unsigned>(cfg.physical)) return NVML_ERROR_INVALID_ARGUMENT;
-  return give(device, handle_of(static_cast<int>(index)));
+  return give_gpu(device, static_cast<int>(index));
 }
 EXPORT nvmlReturn_t nvmlDeviceGetHandleByIndex(unsigned index, nvmlDevice_t* device) {
   return nvmlDeviceGetHandleByIndex_v2(index, device);
@@ -166,7 +177,7 @@ EXPORT nvmlReturn_t nvmlDeviceGetHandleByIndex(unsigned index, nvmlDevice_t* dev
 EXPORT nvmlReturn_t nvmlDeviceGetHandleByUUID(const char* wanted, nvmlDevice_t* device) {
   fake::init();
   for (int physical = 0; physical < cfg.physical; physical++) {
-    if (fake::uuid_text(physical) == wanted) return give(device, handle_of(physical));
+    if (fake::uuid_text(physical) == wanted) return give_gpu(device, physical);
   }
   return NVML_ERROR_NOT_FOUND;
 }
@@ -177,7 +188,7 @@ EXPORT nvmlReturn_t nvmlDeviceGetHandleByPciBusId_v2(const char* wanted, nvmlDev
     fake::pci_bus_id(physical, address, sizeof address);
     const char* with_short_domain = address + 4;
     bool same = strcasecmp(address, wanted) == 0 || strcasecmp(with_short_domain, wanted) == 0;
-    if (same) return give(device, handle_of(physical));
+    if (same) return give_gpu(device, physical);
   }
   return NVML_ERROR_NOT_FOUND;
 }
@@ -185,9 +196,11 @@ EXPORT nvmlReturn_t nvmlDeviceGetIndex(nvmlDevice_t device, unsigned* index) {
   return give(index, static_cast<unsigned>(physical_of(device)));
 }
 EXPORT nvmlReturn_t nvmlDeviceGetUUID(nvmlDevice_t device, char* text, unsigned size) {
+  if (lost(device)) return NVML_ERROR_GPU_IS_LOST;
   return give_text(text, size, fake::uuid_text(physical_of(device)));
 }
-EXPORT nvmlReturn_t nvmlDeviceGetName(nvmlDevice_t, char* text, unsigned size) {
+EXPORT nvmlReturn_t nvmlDeviceGetName(nvmlDevice_t device, char* text, unsigned size) {
+  if (lost(device)) return NVML_ERROR_GPU_IS_LOST;
   return give_text(text, size, cfg.name);
 }
 EXPORT nvmlReturn_t nvmlDeviceGetCudaComputeCapability(nvmlDevice_t, int* major, int* minor) {
@@ -209,12 +222,15 @@ EXPORT nvmlReturn_t nvmlDeviceGetEccMode(nvmlDevice_t, nvmlEnableState_t* curren
 }
 EXPORT nvmlReturn_t nvmlDeviceGetTotalEccErrors(nvmlDevice_t device, int, int,
                                                 unsigned long long* errors) {
-  return give<unsigned long long>(errors, planted("FAKECUDA_ECC_ERRORS", device, 0));
+  if (lost(device)) return NVML_ERROR_GPU_IS_LOST;
+  uint64_t met = fake::incidents(physical_of(device)).ecc_errors;
+  return give<unsigned long long>(errors, planted("FAKECUDA_ECC_ERRORS", device, 0) + met);
 }
 
 // ---- memory and processes -----------------------------------------------------------------------
 
 EXPORT nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory_t* memory) {
+  if (lost(device)) return NVML_ERROR_GPU_IS_LOST;
   uint64_t used = counters_of(device).memory;
   memory->total = cfg.memory;
   memory->used = used;
@@ -223,7 +239,8 @@ EXPORT nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory_t* m
 }
 EXPORT nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, nvmlMemory_v2_t* memory) {
   nvmlMemory_t found;
-  nvmlDeviceGetMemoryInfo(device, &found);
+  nvmlReturn_t result = nvmlDeviceGetMemoryInfo(device, &found);
+  if (result != NVML_SUCCESS) return result;
   memory->total = found.total;
   memory->reserved = 0;
   memory->free = found.free;
@@ -243,6 +260,7 @@ EXPORT nvmlReturn_t nvmlDeviceGetComputeRunningProcesses_v3(nvmlDevice_t device,
 
 EXPORT nvmlReturn_t nvmlDeviceGetUtilizationRates(nvmlDevice_t device,
                                                   nvmlUtilization_t* utilization) {
+  if (lost(device)) return NVML_ERROR_GPU_IS_LOST;
   double percent = counters_of(device).utilization * 100;
   return give(utilization, {rounded(percent), rounded(percent / 2)});
 }
@@ -250,6 +268,7 @@ EXPORT nvmlReturn_t nvmlDeviceGetUtilizationRates(nvmlDevice_t device,
 EXPORT nvmlReturn_t nvmlDeviceGetSamples(nvmlDevice_t device, nvmlSamplingType_t type,
                                          unsigned long long after_us, nvmlValueType_t* value_type,
                                          unsigned* count, nvmlSample_t* samples) {
+  if (lost(device)) return NVML_ERROR_GPU_IS_LOST;
   bool power = type == NVML_TOTAL_POWER_SAMPLES;
   if (!power && type != NVML_GPU_UTILIZATION_SAMPLES) return NVML_ERROR_NOT_SUPPORTED;
   *value_type = NVML_VALUE_TYPE_UNSIGNED_INT;
@@ -269,10 +288,12 @@ EXPORT nvmlReturn_t nvmlDeviceGetSamples(nvmlDevice_t device, nvmlSamplingType_t
   return *count ? NVML_SUCCESS : NVML_ERROR_NOT_FOUND;
 }
 EXPORT nvmlReturn_t nvmlDeviceGetPowerUsage(nvmlDevice_t device, unsigned* milliwatts) {
+  if (lost(device)) return NVML_ERROR_GPU_IS_LOST;
   return give(milliwatts, rounded(watts(counters_of(device).utilization) * 1e3));
 }
 EXPORT nvmlReturn_t nvmlDeviceGetTotalEnergyConsumption(nvmlDevice_t device,
                                                         unsigned long long* millijoules) {
+  if (lost(device)) return NVML_ERROR_GPU_IS_LOST;
   double up_s = static_cast<double>(fake::now()) / 1e9;
   double busy_s = static_cast<double>(counters_of(device).busy_ns) / 1e9;
   double joules = up_s * kIdleWatts + busy_s * (kPeakWatts - kIdleWatts);
@@ -285,10 +306,12 @@ EXPORT nvmlReturn_t nvmlDeviceGetPowerManagementDefaultLimit(nvmlDevice_t, unsig
   return give(milliwatts, rounded(kPeakWatts * 1e3));
 }
 EXPORT nvmlReturn_t nvmlDeviceGetEnforcedPowerLimit(nvmlDevice_t device, unsigned* milliwatts) {
+  if (lost(device)) return NVML_ERROR_GPU_IS_LOST;
   return give(milliwatts, 1000 * planted("FAKECUDA_POWER_LIMIT", device, kPeakWatts));
 }
 EXPORT nvmlReturn_t nvmlDeviceGetClockInfo(nvmlDevice_t device, nvmlClockType_t type,
                                            unsigned* mhz) {
+  if (lost(device)) return NVML_ERROR_GPU_IS_LOST;
   bool memory = type == NVML_CLOCK_MEM;
   if (!busy(device)) return give(mhz, memory ? kIdleMemoryMhz : kIdleSmMhz);
   double sm = kBoostSmMhz - (kBoostSmMhz - hot_sm_mhz()) * heat(device);
@@ -299,6 +322,7 @@ EXPORT nvmlReturn_t nvmlDeviceGetMaxClockInfo(nvmlDevice_t, nvmlClockType_t type
 }
 EXPORT nvmlReturn_t nvmlDeviceGetCurrentClocksEventReasons(nvmlDevice_t device,
                                                            unsigned long long* reasons) {
+  if (lost(device)) return NVML_ERROR_GPU_IS_LOST;
   *reasons = 0;
   if (!busy(device)) {
     *reasons = kReasonGpuIdle;
@@ -312,18 +336,21 @@ EXPORT nvmlReturn_t nvmlDeviceGetCurrentClocksThrottleReasons(nvmlDevice_t devic
   return nvmlDeviceGetCurrentClocksEventReasons(device, reasons);
 }
 EXPORT nvmlReturn_t nvmlDeviceGetTemperature(nvmlDevice_t device, int, unsigned* celsius) {
+  if (lost(device)) return NVML_ERROR_GPU_IS_LOST;
   return give(celsius, rounded(35 + 40 * counters_of(device).utilization));
 }
 EXPORT nvmlReturn_t nvmlDeviceGetTemperatureV(nvmlDevice_t device, nvmlTemperature_t* found) {
   unsigned celsius = 0;
-  nvmlDeviceGetTemperature(device, found->sensor, &celsius);
-  return give(&found->temperature, static_cast<int>(celsius));
+  nvmlReturn_t result = nvmlDeviceGetTemperature(device, found->sensor, &celsius);
+  found->temperature = static_cast<int>(celsius);
+  return result;
 }
 
 // ---- links --------------------------------------------------------------------------------------
 
 EXPORT nvmlReturn_t nvmlDeviceGetPcieThroughput(nvmlDevice_t device, nvmlPcieUtilCounter_t counter,
                                                 unsigned* kilobytes_per_s) {
+  if (lost(device)) return NVML_ERROR_GPU_IS_LOST;
   constexpr int64_t kBlocksForNs = 20'000'000;
   fake::sleep_until(fake::now() + kBlocksForNs);
   Counters found = counters_of(device);
@@ -334,16 +361,19 @@ EXPORT nvmlReturn_t nvmlDeviceGetMaxPcieLinkGeneration(nvmlDevice_t, unsigned* g
   return give(generation, cfg.generation);
 }
 EXPORT nvmlReturn_t nvmlDeviceGetCurrPcieLinkGeneration(nvmlDevice_t device, unsigned* generation) {
+  if (lost(device)) return NVML_ERROR_GPU_IS_LOST;
   return give(generation, busy(device) ? cfg.generation : kPcieIdleGeneration);
 }
 EXPORT nvmlReturn_t nvmlDeviceGetMaxPcieLinkWidth(nvmlDevice_t, unsigned* width) {
   return give(width, cfg.lanes);
 }
 EXPORT nvmlReturn_t nvmlDeviceGetCurrPcieLinkWidth(nvmlDevice_t device, unsigned* width) {
+  if (lost(device)) return NVML_ERROR_GPU_IS_LOST;
   return give(width, planted("FAKECUDA_PCIE_LANES", device, cfg.lanes));
 }
 EXPORT nvmlReturn_t nvmlDeviceGetNvLinkState(nvmlDevice_t device, unsigned link,
                                              nvmlEnableState_t* state) {
+  if (lost(device)) return NVML_ERROR_GPU_IS_LOST;
   if (!cfg.peer || link >= kNvlinks) return NVML_ERROR_NOT_SUPPORTED;
   bool down = planted("FAKECUDA_NVLINK_DOWN", device, kNvlinks) == link;
   return give(state, down ? NVML_FEATURE_DISABLED : NVML_FEATURE_ENABLED);
@@ -354,6 +384,7 @@ EXPORT nvmlReturn_t nvmlDeviceGetNvLinkRemoteDeviceType(nvmlDevice_t, unsigned l
 }
 EXPORT nvmlReturn_t nvmlDeviceGetFieldValues(nvmlDevice_t device, int count,
                                              nvmlFieldValue_t* values) {
+  if (lost(device)) return NVML_ERROR_GPU_IS_LOST;
   for (nvmlFieldValue_t* value = values; value < values + count; value++) {
     value->nvmlReturn = NVML_SUCCESS;
     if (cfg.peer && value->fieldId == kFieldNvlinkSentKiB) {
