@@ -177,7 +177,7 @@ def test_a_loop_on_two_gpus_is_timed_by_the_events_of_both(
 def test_a_captured_step_is_timed_by_its_replays_from_outside(tmp_path: Path) -> None:
     trial, facts = watched(tmp_path, GRAPH)
     assert trial.case.device_kind == "cuda"
-    assert any("CUDA graph" in one.problem for one in facts.unknown)
+    assert any("torch.cuda.graph" in one.problem for one in facts.unknown)
     assert len(trial.steps) > 10  # a step is a replay; the others are in the next trial
     assert clocks(trial, *COMPUTED).keys() <= {0}
     last = max(span.step for span in trial.spans if span.phase is Phase.BACKWARD)
