@@ -201,12 +201,13 @@ def energy(loop: Loop, step_s: float) -> dict[str, float] | None:
 def measured() -> Iterator[dict[str, Any]]:
     """Yield measurements by name, one after the other."""
     is_fake = fake.fake_gpus(RunFacts.of({"gpus": gpus.describe()}))
-    gpu = gpus.of_torch().gpus[0]
+    usable = gpus.of_torch()
+    gpu = usable.gpus[0]
     yield {"fake": is_fake, "gpu": gpu["name"], "tolerance_s": activity.CLOCKS_AGREE_S}
     case = Case(
         model="mlp" if is_fake else "resnet18",
         size="small" if is_fake else "full",
-        precision="tf32" if gpu["capability"][0] >= float32.TF32_SINCE else "fp32",
+        precision="tf32" if usable.vendor.trains_in("tf32", gpu) else "fp32",
         strategy="single",
         batch_size=BATCH,
         device_kind="cuda",
