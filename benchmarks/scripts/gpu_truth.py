@@ -33,6 +33,7 @@ from dpbench.hardware.devices import float32, open_devices
 from dpbench.measure.clocks import CudaClock
 from dpbench.measure.worker import profiling
 from dpbench.records import HOST, Case, Mark, Phase, Trial, activity, fake, no_mark
+from dpbench.records.estimate import Estimate
 from dpbench.records.facts import RunFacts
 
 ROUNDS, PAIRED_ROUNDS, BATCH = 3, 4, 64
@@ -160,7 +161,7 @@ def profiled(loop: Loop) -> dict[str, Any]:
     return {"phases": phases, "off_s": profile.off_s, "withheld": profile.withheld}
 
 
-def sampled(loop: Loop) -> tuple[float, stats.Estimate]:
+def sampled(loop: Loop) -> tuple[float, Estimate]:
     """Return the median step, and the ratio of steps beside the sampler to those without it."""
     clock = CudaClock(loop.devices)
     alone_s, beside_s = dict[int, list[float]](), dict[int, list[float]]()
@@ -268,7 +269,7 @@ def alone(loop: Loop) -> Iterator[dict[str, Any]]:
         yield {"energy": joules}
 
 
-def share(ratio: stats.Estimate) -> dict[str, float]:
+def share(ratio: Estimate) -> dict[str, float]:
     """Return a ratio less 1, with its interval."""
     return {name: asdict(ratio)[name] - 1 for name in ("value", "low", "high")}
 
