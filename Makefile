@@ -30,8 +30,9 @@
 # for CPUs.
 
 PYTHON ?= python3
-# the pinned torch is a build for CPUs, so that a machine with a GPU takes that of its Python
-GPU    := $(or $(firstword $(wildcard /dev/nvidia[0-9]* /dev/kfd)),$(shell nvidia-smi -L 2>/dev/null),\
+# the pinned torch is a build for CPUs, so that a machine with a GPU takes that of its Python; /dev/kfd alone says little,
+# because processors of AMD have it too
+GPU    := $(or $(firstword $(wildcard /dev/nvidia[0-9]*)),$(shell nvidia-smi -L 2>/dev/null),\
   $(shell rocm-smi --showid 2>/dev/null | grep '^GPU'))
 TORCH  ?= $(if $(GPU),system,pinned)
 VENV   ?= .venv

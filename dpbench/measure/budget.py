@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from dpbench.measure.stopping import GPU_LEAST_S, LEAST_S
@@ -49,6 +49,8 @@ class Budget:
     reserved: int = 0
     """The number of trials for which time is reserved."""
     _taken_s: dict[Case, list[float]] = field(default_factory=dict)
+    _first: frozenset[Case] | None = None
+    """The unit with which the call begins; None before it is known."""
     """The seconds of each case's trials that this call has measured."""
     _overhead_s: float = OVERHEAD_S
     _expected_s: float = math.inf
@@ -108,7 +110,10 @@ class Budget:
         def needed_s(unit: Sequence[Case]) -> float:
             return self.usual_s(Counter({case: self.ahead[case] for case in unit}))
 
-        return fitting(units, needed_s, share * self.left_s)
+        found = [*units]
+        if self._first is None:
+            self._first = first_of(found, needed_s)
+        return fitting(found, needed_s, share * self.left_s, self._first)
 
     def remaining_s(self) -> float | None:
         """Return the expected seconds of the rest of the run, which never grow; None if unknown."""
@@ -165,19 +170,29 @@ def assumed_s(case: Case) -> float:
     return GPU_S + FURTHER_GPU_S * (len(set(case.gpus)) - 1)
 
 
+def first_of(
+    units: Iterable[Sequence[Case]], needed_s: Callable[[Sequence[Case]], float]
+) -> frozenset[Case]:
+    """Return the first unit with trials ahead, with which a call begins also if it does not fit."""
+    return next((frozenset(unit) for unit in units if needed_s(unit) > 0), frozenset())
+
+
 def fitting(
-    units: Iterable[Sequence[Case]], needed_s: Callable[[Sequence[Case]], float], budget_s: float
+    units: Iterable[Sequence[Case]],
+    needed_s: Callable[[Sequence[Case]], float],
+    budget_s: float,
+    first: Collection[Case],
 ) -> frozenset[Case]:
     """Return the cases of the units, the most needed first, that fit into a budget of seconds.
 
     A unit is taken whole if its seconds, which `needed_s` returns, fit beside those before it. The
-    first unit is always taken.
+    unit `first` is always taken.
     """
     left_s = budget_s
     found: set[Case] = set()
     for unit in units:
         seconds = needed_s(unit)
-        if not found or seconds <= left_s:
+        if seconds <= left_s or first == {*unit}:
             found.update(unit)
             left_s -= seconds
     return frozenset(found)

@@ -628,7 +628,7 @@ class _Session:
         done = {case for case, _ in self.store.done(self.run_id)}
         for case in cases:
             if case.fingerprint not in done:
-                why = f"{SPENT}{GOES_ON} it"
+                why = f"{SPENT} had no time for it{GOES_ON} it"
                 trial = Trial(case=case, status=Status.SKIPPED, reason=why, round=number)
                 trial_id = self.store.begin_trial(self.run_id, case, number)
                 self.store.end_trial(trial_id, trial)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.hardware import shared_memory
 from dpbench.measure import run
-from dpbench.measure.budget import SHARED, assumed_s, fitting, on_gpus
+from dpbench.measure.budget import SHARED, assumed_s, first_of, fitting, on_gpus
 from dpbench.measure.stopping import Fixed, RoundsRule, UntilDecided
 from dpbench.records import HABITS, Case, Effort, objects, plan, registry, words
 from dpbench.records.errors import UsageError
@@ -358,7 +358,7 @@ class RunForecast:
 
     If `auto` is True, a rule adds rounds, and `rounds` is the least number. `resumes` is the id of
     the run to which the trials would be added; it is empty for a new run. `budget_s` is the time
-    budget of the run in seconds (None: no budget).
+    budget of the run in seconds (None: no budget). If `paired`, one worker measures several cases.
     """
 
     cases: Sequence[PlannedCase]
@@ -366,6 +366,7 @@ class RunForecast:
     auto: bool
     resumes: str
     budget_s: float | None
+    paired: bool = False
 
     @property
     def settle_s(self) -> float:
@@ -388,10 +389,11 @@ class RunForecast:
 
         A run on GPUs with an open number of rounds leaves them out, unless trials take less time.
         """
-        if not (self.auto and self.on_gpus and self.budget_s):
+        if not (self.auto and self.on_gpus and self.budget_s) or self.paired:
             return []
         units = plan.units([one.case for one in self.cases])
-        kept = fitting(units, self._seconds_of, SHARED * self.budget_s)
+        first = first_of(units, self._seconds_of)
+        kept = fitting(units, self._seconds_of, SHARED * self.budget_s, first)
         return [case for unit in units for case in unit if case not in kept]
 
     @property
@@ -467,4 +469,5 @@ def forecast(
         auto=rule.looks > 1,
         resumes=run_id,
         budget_s=budget_s,
+        paired=options.paired,
     )

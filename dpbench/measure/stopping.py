@@ -84,6 +84,7 @@ class Stopping:
         """Count all steps so far as warm-up."""
         self.least_warmup = max(self.least_warmup, len(self._series))
         self._noise.clear()
+        self.reason = ""
 
     def finished(self) -> bool:
         """Return whether the series has enough steps, and set `reason` if it has."""

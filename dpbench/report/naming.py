@@ -19,7 +19,15 @@ from dpbench.records.facts import Code, Gpus, RunFacts
 from dpbench.records.grouping import grouped
 from dpbench.records.vendors import AMD, NVIDIA
 
-OF_A_TRIAL = ("validity", "foreign_load", "foreign_gpus", "gpu_busy_s", "neighbour_steps", "mark_s")
+OF_A_TRIAL = (
+    "validity",
+    "foreign_load",
+    "foreign_gpus",
+    "gpu_busy_s",
+    "neighbour_steps",
+    "mark_pairs",
+    "mark_s",  # of an earlier version
+)
 """The facts that `environment` leaves out because they differ between trials."""
 
 

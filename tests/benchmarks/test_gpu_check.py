@@ -148,7 +148,10 @@ def test_files_that_no_time_is_left_for_are_named_and_the_next_command_runs_them
         gpu_check, "marked", lambda: ["tests/test_one.py", "tests/test_lacking.py", "c"]
     )
     state = state_of()
-    assert gpu_check.tests(state, checkout, [])
+    assert gpu_check.tests(state, checkout, ["tests/test_one.py"])
+    assert state["left_out"] == ["tests/test_lacking.py", "c"]
+    state = state_of()
+    assert not gpu_check.tests(state, checkout, []), "two files have not run"
     assert state["left_out"] == ["tests/test_lacking.py", "c"]
     assert "another --stage tests: tests/test_lacking.py c" in gpu_check.page(state)
     assert not gpu_check.tests(state, checkout, [])

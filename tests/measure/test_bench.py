@@ -149,3 +149,21 @@ def test_steps_with_marks_are_beside_steps_without_and_outside_of_the_series(
     assert max(span.step for span in found.spans) == len(found.steps) - 1
     taken = ticking.steps - len(found.steps)
     assert taken == (4 * (1 + bench.MARK_PAIRS) if pairs else 0)
+
+
+def test_a_step_that_compiles_makes_no_case_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts: Any = SimpleNamespace()
+    timer = bench.CaseTimer(parts, Effort(), parts, parts, parts)
+    seconds = iter([5.0, 2 * bench.SLOW_S, 0.02])
+
+    def block(steps: int) -> float:
+        timer._taken += steps
+        taken_s = next(seconds)
+        if taken_s == 2 * bench.SLOW_S:
+            timer._compiled_at = timer._taken
+        return taken_s
+
+    monkeypatch.setattr(timer, "_block", block)
+    assert not timer.first()
+    timer.slow_down()
+    assert timer._stopping.least_warmup == 2, "steps that compile stay warm-up"

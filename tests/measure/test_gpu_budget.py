@@ -131,6 +131,36 @@ def test_a_default_run_ends_in_its_budget_with_a_ranking_on_the_most_gpus(
 
 
 @pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("budget_s", [25.0, 60.0])
+def test_the_same_command_reaches_the_end_of_a_run_however_short_its_budget_is(
+    store: Store, monkeypatch: pytest.MonkeyPatch, budget_s: float
+) -> None:
+    """Each call measures something, although its trials take longer than its budget."""
+    session = Session(8, lambda used: 5.0 + 1.5 * used, monkeypatch, store)
+    session.budget_s = budget_s
+    measured = 0
+    while not measured or store.runs()[0].status == "open":
+        session.now_s = 0.0
+        session.run()
+        found = sum(trial.status is Status.OK for trial in store.trials())
+        assert found > measured
+        measured = found
+    assert {trial.case for trial in store.trials()} == {*session.cases}
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_run_whose_cases_share_a_worker_leaves_none_out_by_need(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = Session(8, lambda used: 2.0, monkeypatch, store).cases
+    options = Options(paired=True)
+    path = store.path.with_name("none.db")
+    planned = selection.forecast(path, options, cases, selection.naming(options), None, 60.0)
+    assert planned.left_out == []
+    assert replace(planned, paired=False).left_out
+
+
+@pytest.mark.usefixtures("quick")
 def test_trials_that_take_less_time_than_assumed_leave_nothing_out(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 from dpbench.analysis import stats, summary
 from dpbench.analysis.stats import LOOKS
 from dpbench.measure import selection
-from dpbench.measure.stopping import UntilDecided
+from dpbench.measure.stopping import Stopping, UntilDecided
 from dpbench.records import Case, Status, Trial, Verified, plan
 from tests.amounts import amounts
 from tests.trials import trial_of
@@ -257,3 +257,14 @@ def test_a_run_on_a_cpu_that_ends_when_it_is_settled_has_short_trials(
 ) -> None:
     cases = [replace(case, device_kind=kind) for case in (SINGLE, DDP)]
     assert selection.effort_of(cases, auto=rounds == "auto").budget_s == seconds
+
+
+def test_a_series_that_begins_anew_has_not_ended() -> None:
+    rule = Stopping(budget_s=1e9, min_steps=6, max_steps=6)
+    for _ in range(6):
+        rule.add(1.0)
+    assert rule.finished()
+    rule.restart()
+    assert not rule.finished()
+    assert rule.reason == ""
+    assert rule.warmup == 6

@@ -179,8 +179,8 @@ class CaseTimer:
         self._mark_pairs: list[tuple[float, float]] = []
         self._block_steps = effort.block_steps
         self._steps_s = 0.0
-        self._heat_s = self._second_s = 0.0
-        self._taken = self._recompiled = 0
+        self._heat_s = self._second_s = self._marks_s = 0.0
+        self._taken = self._recompiled = self._compiled_at = 0
         self._profiled_steps = PROFILED_STEPS
         self._slow = False
         self._before: foreign_load.Snapshot | UnknownLoad | None = None
@@ -196,10 +196,13 @@ class CaseTimer:
     def first(self) -> bool:
         """Take the first two steps; return whether the case is slow (see `SLOW_S`).
 
-        The second step decides, because the first one also loads libraries and allocates memory.
+        The second step decides, because the first one also loads libraries and allocates memory; a
+        step in which torch.compile has compiled is taken again.
         """
         self._block(1)
         self._second_s = self._block(1)
+        while self._compiled_at == self._taken:
+            self._second_s = self._block(1)
         if self._effort.slow is not None:
             return self._effort.slow
         return _agreed(self._second_s > SLOW_S)
@@ -208,7 +211,7 @@ class CaseTimer:
         """Take one step per block, one warm-up step and `SLOW_STEPS` timed steps; profile one."""
         self._slow = True
         self._block_steps = 1
-        self._stopping.least_warmup = 1
+        self._stopping.least_warmup = max(1, self._compiled_at)
         self._profiled_steps = 1
         self._stopping.min_steps = min(self._effort.min_steps, SLOW_STEPS)
 
@@ -265,6 +268,7 @@ class CaseTimer:
         blocks.
         """
         self._recompiled += 1
+        self._compiled_at = self._taken
         if self._recompiled == COMPILING_PASSES:
             raise RuntimeError(
                 f"torch.compile has compiled again in {COMPILING_PASSES} blocks of steps, so their"
@@ -308,6 +312,7 @@ class CaseTimer:
         pairs = int(self._effort.budget_s / (4 * step_s)) - 1 if step_s > 0 else 0
         if not self._effort.marks or pairs < FEW_PAIRS:
             return
+        began_s = time.perf_counter()
         clock = clocks.choose(self._prepared.devices)
         marks: dict[bool, Mark] = {True: clock.mark, False: no_mark}
         for number in range(1 + min(pairs, MARK_PAIRS)):
@@ -320,6 +325,7 @@ class CaseTimer:
                 self._mark_pairs.append((taken_s[True], taken_s[False]))
             gc.collect()
         self._marking.mark = self._listener.mark
+        self._marks_s = time.perf_counter() - began_s
 
     def trial(self, memory: tuple[Memory, ...] = ()) -> Trial:
         """Return the case's trial: all measurements and `memory`, with the warm-up's steps flagged.
@@ -341,6 +347,7 @@ class CaseTimer:
         profile = self._profile() if profiles else Profile()
         cost = {"profile_s": time.perf_counter() - began_s} if profiles else {}
         cost |= {"heat_s": self._heat_s} if self._heat_s else {}
+        cost |= {"marks_s": self._marks_s} if self._marks_s else {}
         withheld = stated(no_profile=profile.withheld) if profile.withheld else {}
         samples = [*self._listener.samples(), *_busy_samples(profile.steps)]
         for device, each in exposed_reductions(prepared.case, profile.steps).items():
