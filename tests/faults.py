@@ -1274,8 +1274,8 @@ FAULTS = (
     Fault(
         "nameless-launches",
         "a call that Kineto links to an operator launches kernels, whatever its name is",
-        "event.linked_correlation_id() > 0",
-        "event.linked_correlation_id() < 0",
+        "one.linked_correlation_id() > 0",
+        "one.linked_correlation_id() < 0",
         (
             "tests/observe/test_imported_profiled.py::test_a_launch_of_any_name_is_found_by_its_link_to_an_operator",
         ),

@@ -321,10 +321,13 @@ def _predicted(question: Question, decision: Decision, beyond: Outlook, measured
             f"{measured.headline}; from them, {says}" if fakes else _too_small(question) + says
         ),
         reason="" if fakes else _cost_of_schedule(question),
-        certainty=(
-            f"predicted from the step of {words.count(rounds, 'round')}, with 80% intervals, for"
-            f" {words.count(home.batch_size, 'sample')} on each GPU and the links of"
-            f" {beyond.machine}, which are assumed"
+        certainty="; ".join(
+            [
+                f"predicted from the step of {words.count(rounds, 'round')}, with 80% intervals,"
+                f" for {words.count(home.batch_size, 'sample')} on each GPU and the links of"
+                f" {beyond.machine}, which are assumed",
+                *_unmeasured(question),
+            ]
         ),
         command=commands.predict(home, beyond.machine, step_s=beyond.step_s),
         labels=tuple(dict.fromkeys([*beyond.rows[0].labels, *measured.labels])),

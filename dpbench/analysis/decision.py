@@ -256,8 +256,10 @@ def _timeless(question: Question) -> Basis | None:
 def _obstacle(question: Question) -> Basis | None:
     several = question.several
     baseline = question.baseline
+    if not several:
+        return Basis.ONE_DEVICE
     if all(row.colocated for row in several):
-        return Basis.COLOCATED if several else Basis.ONE_DEVICE
+        return Basis.COLOCATED if any(row.step for row in several) else Basis.NO_RESULT
     if not any(schedule.available(row.case.schedule) for row in several):
         return Basis.OTHER_VERSION
     if not any(row.case.devices > 1 for row in question.candidates):

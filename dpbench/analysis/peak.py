@@ -33,6 +33,11 @@ class AtPeak:
     sheet: DataSheet
 
     @property
+    def flop_per_s(self) -> float:
+        """Return the peak of one GPU with the formats of the step's parts, in FLOP/s."""
+        return self.operations / self.seconds / self.gpus
+
+    @property
     def source(self) -> str:
         """Return the peaks of one GPU with their source as text."""
         peaks = " and ".join(

@@ -155,6 +155,7 @@ def _record(row: Row, devices: int) -> dict[str, object]:
     for number in PERCENTILES:
         if row.step and number not in row.percentiles and row.source.timed:
             record[f"p{number}_withheld"] = words.NOT_ENOUGH_STEPS
+    record["peak_source"] = row.peak_source
     record |= {f"phase_{name}_s": row.phases.get(name) for name in PHASES}
     record |= {f"busy_{device}_s": row.busy.get(device) for device in range(devices)}
     record |= {f"memory_{device}_bytes": row.memory.get(device) for device in range(devices)}

@@ -31,7 +31,7 @@ AVERAGE = "utilization_ratio"
 """The metric of a GPU's utilisation that is an average of the driver."""
 ENERGY = "energy_j"
 """The metric of a GPU's energy since the driver was loaded."""
-COVERED = 0.9
+COVERED = 0.98
 """The least share of the time from the first to the last timed step that the steps must fill.
 
 Blocks of other cases lie between the steps of cases that are timed together.
@@ -100,12 +100,12 @@ def energy_j(trial: Trial) -> dict[int, float]:
 def joules_per_sample(trial: Trial) -> float | None:
     """Return the energy that all GPUs of a case used for a sample during the timed steps.
 
-    None if the energy of one of them or the number of samples is unknown, or if the GPUs did much
-    between the steps.
+    None if the energy of one of them or the number of samples is unknown, if the GPUs did much
+    between the steps, and for hosts that are one machine, which may share GPUs.
     """
     case, (start_s, end_s) = trial.case, trial.window
     samples = len(trial.timed) * case.batch_size
-    if case.device_kind != "cuda" or not samples:
+    if case.device_kind != "cuda" or not samples or trial.facts.hosts_share:
         return None
     used = energy_j(trial)
     known = all(device in used for device in range(case.gpu_count))

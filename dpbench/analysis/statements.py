@@ -258,12 +258,16 @@ def _peak(seen: Observation) -> Iterator[Said]:
             assert row.at_peak
             one = row.at_peak
             reached = one.operations / row.step.value / one.gpus / 1e12
-            said = f"{words.number(reached)} TFLOP/s on each GPU, but {one.source}"
+            said = (
+                f"{words.number(reached)} TFLOP/s on each GPU, whose peak for these operations is"
+                f" {words.number(one.flop_per_s / 1e12)} TFLOP/s: {one.source}"
+            )
             cases.append((row.case, f"{words.percent(row.impossible_share.value)}: {said}"))
     if cases:
         yield (
-            "a step would reach more than 100% of the peak of its GPUs, so the operations that"
-            " torch counts or the peaks of the data sheet are wrong, and the share is not shown",
+            "a step would reach more than 100% of the peak of its GPUs, so the library has used"
+            " fewer operations than torch counts, or the GPUs are faster than their data sheet; the"
+            " share is not shown",
             tuple(cases),
         )
 

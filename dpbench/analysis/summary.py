@@ -129,10 +129,17 @@ class Row:
         return share if share and share.value <= 1 else None
 
     @property
+    def peak_source(self) -> str:
+        """Return the label and the source of the peak of `peak_share`; "" without a share."""
+        if self.peak_share is None or self.at_peak is None:
+            return ""
+        return f"{Source.IMPORTED.value.upper()}: {self.at_peak.source}"
+
+    @property
     def impossible_share(self) -> Estimate | None:
-        """Return a share of peak above 1, whose operations or peak must be wrong."""
+        """Return a share of peak that is decidedly above 1; None without one."""
         share = self._peak_share
-        return share if share and not share.value <= 1 else None
+        return share if share and not share.doubt and share.low > 1 else None
 
     @property
     def _peak_share(self) -> Estimate | None:

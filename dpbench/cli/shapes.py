@@ -178,6 +178,7 @@ class CaseResult(msgspec.Struct, frozen=True, kw_only=True):
     scaling: str
     efficiency: EstimateFacts | None
     peak_share: EstimateFacts | None
+    peak_source: str
     phases: Mapping[str, float] = msgspec.field(name="phases_s")
     busy: Mapping[int, float] = msgspec.field(name="busy_s")
     memory: Mapping[int, int] = msgspec.field(name="memory_bytes")
@@ -191,9 +192,9 @@ class AnswerFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     `ranked` has the speed-ups over one device, the fastest first; it is empty for a single case.
     `case` is the label of the recommended case, null if none. `settled` is whether further rounds
-    could not change the choice. `choice` is "use", "stay with one
-    device" or "cannot tell"; for an observed loop, "change the loop", "nothing stands out" or
-    "cannot tell". `basis` is the reason for the choice, such as "gain" or "open". `problem` is the
+    could not change the choice. `choice` is "use", "stay with one device", "predicted from one GPU"
+    or "cannot tell"; for an observed loop, "change the loop", "nothing stands out" or "cannot
+    tell". `basis` is the reason for the choice, such as "gain" or "open". `problem` is the
     rule of the finding that decides about an observed loop, "" if none, and `cost` the finding's
     cost as a fraction of the step. `epoch` states the time of an epoch, if `dpbench explain` was
     given its number of samples; `epoch_s` has its seconds on one device (for an observed loop, in

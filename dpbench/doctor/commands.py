@@ -21,7 +21,6 @@ from dpbench.cli.options import (
     store_option,
 )
 from dpbench.cli.showing import check_page
-from dpbench.hardware import gpus
 from dpbench.records import files
 from dpbench.records.errors import UsageError
 
@@ -97,6 +96,8 @@ def doctor(
 
 def _refuse_others() -> None:
     """Raise UsageError for GPUs of which the examination knows neither counters nor links."""
+    from dpbench.hardware import gpus
+
     vendor = gpus.of_torch().vendor
     if not vendor.counters and gpus.of_torch().gpus:
         raise UsageError(

@@ -144,7 +144,7 @@ def _answer(
         choice=verdict.choice,
         basis=verdict.ground,
         problem=problem.rule.key if problem else "",
-        cost=cost,
+        cost=None if problem and problem.evidence.aside else cost,
         home=row.case,
         source=row.source,
         headline=_headline(row, trials, verdict, problem, cost, loop),

@@ -8,7 +8,6 @@ words.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -39,6 +38,8 @@ class DataSheet(msgspec.Struct, frozen=True, kw_only=True):
 @lru_cache(maxsize=1)
 def table() -> Mapping[str, Any]:
     """Return the content of `data/gpus.toml`."""
+    import tomllib  # every command imports this module
+
     return tomllib.loads((DATA / "gpus.toml").read_text(encoding="utf-8"))
 
 

@@ -325,6 +325,9 @@ SITUATIONS = {
     "replicas share a GPU": Situation(
         [SINGLE, row("dp", 2, 0.8, placement="colocated")], UNKNOWN, None, basis=Basis.COLOCATED
     ),
+    "replicas that would share a GPU have no result": Situation(
+        [SINGLE, lost("dp", 2, placement="colocated")], UNKNOWN, None, basis=Basis.NO_RESULT
+    ),
     "colocated replicas are never recommended": Situation(
         [SINGLE, row("dp", 2, 1.4, placement="colocated")], UNKNOWN, None, basis=Basis.COLOCATED
     ),

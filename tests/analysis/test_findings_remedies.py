@@ -17,7 +17,7 @@ from dpbench.analysis.report import Report
 from dpbench.measure.selection import cases_of
 from dpbench.records.resources import Resources
 from dpbench.records.schedule import Schedule
-from tests.analysis.test_findings import case, dp, one
+from tests.analysis.test_findings import LEVEL, case, dp, found, measured, one
 from tests.records.test_options import parsed
 
 
@@ -50,6 +50,15 @@ def test_the_line_of_code_of_a_remedy_runs(schedule: str) -> None:
     }
     exec(findings.TRAIN_STEP.format(schedule), names)
     assert names["step"](torch.ones(4, 4), torch.zeros(4, 2)) > 0
+
+
+@pytest.mark.parametrize("strategy", ["dp", "ddp"])
+def test_a_remedy_gives_no_code_of_what_the_case_already_is(strategy: str) -> None:
+    """A batch that all devices can share equally needs neither another schedule nor DDP."""
+    uneven = measured(case(strategy, devices=4, batch=65), LEVEL)
+    alone = measured(case("single", devices=1, batch=65), {"forward": 0.001, "backward": 0.001})
+    finding = found(alone, uneven)["uneven"]
+    assert (finding.code, finding.code_for) == ("", "")
 
 
 def test_the_line_of_code_for_ddp_runs(process_group: None) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dpbench.analysis import peak, statements, summary
+from dpbench.analysis import peak, quantities, statements, summary
 from dpbench.analysis.report import Report
 from dpbench.cli import tables
 from dpbench.records import Case, Source, Trial
@@ -142,18 +142,36 @@ def test_the_table_has_the_share_and_names_the_peaks_with_their_source() -> None
 
 
 def test_a_share_above_1_is_not_shown_but_stated_with_both_rates() -> None:
-    """1 ms a step of 192 GFLOP are 192 TFLOP/s."""
+    """1 ms a step of 192 GFLOP are 192 TFLOP/s; the peaks of its parts take 2.88 ms, so 66.7."""
     trials = [trial(seconds=0.001, number=number) for number in range(3)]
     rows = summary.rows(trials)
     assert rows[0].peak_share is None
     assert "of peak" not in tables.table(rows)
     made = statements.made(rows, trials, RunFacts())
     (said,) = [one for one in made if one.key == "peak"]
-    assert "288%: 192 TFLOP/s on each GPU, but A GPU has 160 TFLOP/s in tf32" in str(said)
+    for rate in ("288%", "192 TFLOP/s", "66.7 TFLOP/s"):
+        assert rate in str(said)
+    assert rows[0].peak_source == ""
     calm = [trial(number=number) for number in range(3)]
     assert not [
         one for one in statements.made(summary.rows(calm), calm, RunFacts()) if one.key == "peak"
     ]
+
+
+def test_a_share_above_1_that_is_undecided_is_neither_shown_nor_stated() -> None:
+    trials = [trial(seconds=0.0028 + 1e-4 * number, number=number) for number in range(3)]
+    rows = summary.rows(trials)
+    assert rows[0].step
+    assert rows[0].step.high > rows[0].at_peak.seconds > rows[0].step.low
+    undecided = replace(rows[0], step=replace(rows[0].step, value=0.00281))
+    for one in (undecided, *summary.rows([trial(seconds=0.001)])):
+        assert (one.peak_share, one.impossible_share) == (None, None)
+
+
+def test_a_share_has_its_source_and_label_beside_it_in_records() -> None:
+    (record,) = quantities.records([row()])
+    assert record["peak_source"] == row().peak_source
+    assert row().peak_source.startswith("IMPORTED: A GPU has 160 TFLOP/s")
 
 
 def test_the_source_of_a_foreign_store_is_text_in_every_report() -> None:

@@ -16,7 +16,7 @@ from dpbench.hardware import nvml, samplers
 from dpbench.hardware.samplers import nvml as nvml_sampler
 from dpbench.measure import run as module
 from dpbench.records import HOST, Case, Sample, Status, Step, Trial, Verified, disturbance
-from dpbench.records.facts import RunFacts, stated
+from dpbench.records.facts import RunFacts, TrialHost, stated
 from dpbench.records.load import GpuLoad
 from dpbench.records.resources import Resources
 from dpbench.report import timeline
@@ -321,5 +321,13 @@ def test_an_energy_in_doubt_is_not_said() -> None:
 def test_steps_between_which_gpus_do_other_work_have_no_energy() -> None:
     """As the blocks of another case in the same process (--paired)."""
     one = powered(ALONE, 300.0)
-    steps = [replace(step, seconds=step.seconds / 2) for step in one.steps]
-    assert sampled.joules_per_sample(replace(one, steps=tuple(steps))) is None
+    for share, known in ((0.5, False), (0.95, False), (0.99, True)):
+        steps = [replace(step, seconds=share * step.seconds) for step in one.steps]
+        found = sampled.joules_per_sample(replace(one, steps=tuple(steps)))
+        assert (found is not None) is known
+
+
+def test_hosts_that_are_one_machine_may_share_gpus_and_have_no_energy() -> None:
+    machines = tuple(TrialHost(name, "1", ranks) for name, ranks in (("a", (0,)), ("b", (1,))))
+    shared = powered(PAIR, 250.0, 200.0, provenance=stated(hosts=machines))
+    assert sampled.joules_per_sample(shared) is None

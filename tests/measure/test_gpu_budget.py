@@ -106,6 +106,9 @@ def test_a_default_run_ends_in_its_budget_with_a_ranking_on_the_most_gpus(
     if count == 1:
         assert first.baseline
         assert first.baseline.step
+        mine = {case for case in session.cases if case.model == first.home.model}
+        unmeasured = mine - {trial.case for trial in store.trials() if trial.status is Status.OK}
+        assert ("left out for lack of time" in first.text) is bool(unmeasured)
         return
     ranked = {(row.case.strategy, row.case.devices) for row in first.ranking}
     assert {("single", 1), ("dp", count), ("ddp", count)} <= ranked

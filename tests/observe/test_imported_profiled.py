@@ -420,7 +420,7 @@ def test_a_launch_that_torch_takes_for_a_duplicate_is_a_launch() -> None:
     found = [
         (one.id, one.time_range.start, one.time_range.end)
         for one in profiling._typed(profiler)
-        if profiling._is_call(one)
+        if profiling.is_call(one)
     ]
     assert found == list(profiler.calls)
 

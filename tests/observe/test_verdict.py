@@ -353,6 +353,12 @@ def test_the_loader_of_a_rank_has_its_own_rows_and_a_sampler() -> None:
     assert "Sampler" not in alone.code
 
 
+def test_what_lies_outside_of_the_steps_is_no_fraction_of_them() -> None:
+    given, _, _ = read(made.loop(checkpoint_s=100.0))
+    assert given.problem == "checkpoints"
+    assert given.cost is None
+
+
 def test_only_one_rank_is_told_to_save() -> None:
     ranks = made.case(devices=2, parallelism=Parallelism.RANKS)
     for case, once in ((ranks, True), (made.case(), False)):
@@ -441,7 +447,7 @@ def test_evaluation_and_checkpoints_are_compared_with_the_seconds_of_all_steps()
     steps_s = 52 * made.HEALTHY_S
     answer, diagnosis, _ = read(made.loop(evaluation_s=2 * steps_s, noise=0.0))
     assert (answer.basis, answer.problem) == (Ground.COST, "evaluation")
-    assert answer.cost.value == pytest.approx(2)
+    assert answer.cost is None, "it is no part of the steps"
     assert amounts(answer.headline) == ["1.02 s", "510 ms"]
     assert answer.command == observing.EVALUATE
     assert diagnosis.findings[0].rule.key == "evaluation"

@@ -162,7 +162,9 @@ def _code(case: Case, measured: Sequence[Cure], tried: Sequence[Case]) -> tuple[
     best = better[0] if better else next((one for one in tried if one not in slower), None)
     if best and best.schedule and best.schedule != case.schedule:
         return f"the schedule {best.schedule}", TRAIN_STEP.format(best.schedule)
-    return (in_words(best), DDP) if best and best.traits.role is Role.CONTROL else ("", "")
+    if best and best.traits.role is Role.CONTROL and best.strategy != case.strategy:
+        return in_words(best), DDP
+    return "", ""
 
 
 def cures(context: CaseContext, rule: FindingRule) -> tuple[Cure, ...]:

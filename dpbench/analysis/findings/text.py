@@ -95,7 +95,7 @@ def _bullets(answer: Answer, diagnosis: Diagnosis | None, samples: int) -> Itera
     helping = [one for one in costly if not one.in_vain]
     change = _remedy_clauses(helping[0]) if helping else []
     bullets = {
-        "certainty": [answer.certainty, answer.memory, epoch],
+        "certainty": [answer.certainty, answer.memory, answer.energy, epoch, answer.earlier],
         "cause": cause,
         "change": change,
     }
