@@ -43,6 +43,7 @@ TIMED_STEPS = (
 TIMED = (
     "tests/doctor/test_probe.py",
     "tests/gpu/test_one_gpu.py::test_the_probe_times_every_link",
+    "tests/observe/test_examples.py",
     *TIMED_STEPS,
 )
 """Tests that compare times: on fake GPUs, without numbers. Those of the probe take longest."""
