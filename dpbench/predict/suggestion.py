@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 from dpbench.predict import machine
-from dpbench.records import Case
+from dpbench.records import Case, fake
 from dpbench.records.errors import UnknownName
 from dpbench.records.options import PREDICTABLE
 from dpbench.records.resources import Resources
@@ -48,7 +48,7 @@ def command(case: Case, here: Resources, *, step_s: float = 0.0) -> str:
 
 
 def _suggested(here: Resources) -> str:
-    if not here.gpu_memory_bytes:
+    if not here.gpu_memory_bytes or here.gpu.startswith(fake.NAME):
         return EXAMPLE
     line = f"8x {here.gpu}"
     try:
