@@ -88,7 +88,7 @@ def _runs_here(case: Case) -> bool:
 def predict(case: Case, machine: Resources, *, step_s: float = 0.0) -> str:
     """Return the command that predicts the work of `case` on a described machine.
 
-    If `machine` is none, the sibling chooses one by the GPUs of `machine`. With the measured
+    If `machine` is not a described one, the sibling chooses one by its GPUs. With the measured
     seconds of its step, each GPU processes the samples of the case. Return "" for a case or GPUs
     that cannot be predicted, or for an installation without predictions.
     """

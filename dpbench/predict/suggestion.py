@@ -19,8 +19,8 @@ def command(case: Case, here: Resources, *, step_s: float = 0.0) -> str:
     """Return the `dpbench predict` command for the work of `case` on a described machine.
 
     It is the machine that `here` describes, else eight GPUs of the model here, or `EXAMPLE` where
-    there is no GPU. With the measured seconds of its step, each GPU processes the samples of the
-    case. Return "" for a GPU without a data sheet, a precision not in `PREDICTABLE`, a habit that
+    there is no real GPU. With the measured seconds of its step, each GPU processes the samples of
+    the case. Return "" for a GPU without a data sheet, a precision not in `PREDICTABLE`, a habit that
     is not the default, or a model that brings its own optimizer.
     """
     described = here.described or _suggested(here)
