@@ -10,7 +10,7 @@ import torch
 from torch.profiler import profile, schedule
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SMALL, LARGE = (8, 32768) if DEVICE == "cuda" else (8, 64)
+SMALL, LARGE = (8, 32768) if DEVICE == "cuda" else (256, 512)
 BATCH = LARGE if "--fixed" in sys.argv else SMALL
 
 

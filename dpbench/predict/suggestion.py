@@ -20,8 +20,8 @@ def command(case: Case, here: Resources, *, step_s: float = 0.0) -> str:
 
     It is the machine that `here` describes, else eight GPUs of the model here, or `EXAMPLE` where
     there is no real GPU. With the measured seconds of its step, each GPU processes the samples of
-    the case. Return "" for a GPU without a data sheet, a precision not in `PREDICTABLE`, a habit that
-    is not the default, or a model that brings its own optimizer.
+    the case. Return "" for a GPU without a data sheet, a precision not in `PREDICTABLE`, a habit
+    that is not the default, or a model that brings its own optimizer.
     """
     described = here.described or _suggested(here)
     predictable = case.precision in PREDICTABLE and case.optimizer != "own"
