@@ -270,6 +270,16 @@ def _answer(
     }
     shown = decision.row or (question.candidates or question.rows)[0]
     noisy = any(disturbance.NOISY in row.labels for row in question.rows)
+    command = (
+        again
+        if again and (pending or missing)
+        else commands.following(question, decision, machine, measured)
+    )
+    certainty = [
+        *_certainty(question, decision, again if pending else ""),
+        *_of_gpus(question, machine, command),
+        *missing,
+    ]
     given = Answer(
         subject=_subject(question, all_questions),
         home=question.home,
@@ -284,14 +294,10 @@ def _answer(
         ranking=ranked,
         ranked=_ranked(ranked, by_all_steps=decision.basis is not Basis.UNEVEN),
         reason=_reason(question, decision, machine),
-        certainty="; ".join([*_certainty(question, decision, again if pending else ""), *missing]),
+        certainty="; ".join(certainty),
         memory="; ".join(_memory(question, decision, machine)),
         energy=_energy(decision, ranked),
-        command=(
-            again
-            if again and (pending or missing)
-            else commands.following(question, decision, machine, measured)
-        ),
+        command=command,
         labels=tuple(dict.fromkeys([*shown.labels, *[disturbance.NOISY] * noisy])),
     )
     beyond = outlook.of_question(question, decision, trials, machine)
@@ -329,7 +335,7 @@ def _predicted(question: Question, decision: Decision, beyond: Outlook, measured
                 *_unmeasured(question),
             ]
         ),
-        command=commands.predict(home, beyond.machine, step_s=beyond.step_s),
+        command=commands.predict(home, Resources(described=beyond.machine), step_s=beyond.step_s),
         labels=tuple(dict.fromkeys([*beyond.rows[0].labels, *measured.labels])),
     )
 
@@ -620,8 +626,15 @@ def _certainty(question: Question, decision: Decision, again: str) -> Iterator[s
             f" than this choice by {WORTH - 1:.0%} or more"
         )
     yield from _foreign(question, decision)
-    if question.home.device_kind == "cpu":
-        yield "this says nothing about GPUs"
+
+
+def _of_gpus(question: Question, machine: Resources, command: str) -> Iterator[str]:
+    """Yield that a run on CPUs says nothing about GPUs, and how the next command does."""
+    if question.home.device_kind != "cpu":
+        return
+    named = command.startswith("dpbench predict") and not machine.gpu_memory_bytes
+    then = "; put the name of yours into the next command" if named else ""
+    yield f"this says nothing about GPUs{then}"
 
 
 def _unmeasured(question: Question) -> list[str]:

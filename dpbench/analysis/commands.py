@@ -85,15 +85,15 @@ def _runs_here(case: Case) -> bool:
     return own and schedule.available(case.schedule)
 
 
-def predict(case: Case, described: str = "", *, step_s: float = 0.0) -> str:
+def predict(case: Case, machine: Resources, *, step_s: float = 0.0) -> str:
     """Return the command that predicts the work of `case` on a described machine.
 
-    `described` is the machine's name or file; if empty, the sibling chooses the machine. With the
-    measured seconds of its step, each GPU processes the samples of the case. Return "" for a case
+    If `machine` is not a described one, the sibling chooses one by its GPUs. With the measured
+    seconds of its step, each GPU processes the samples of the case. Return "" for a case or GPUs
     that cannot be predicted, or for an installation without predictions.
     """
     for command in siblings.added("prediction"):
-        found: str = command(case, described, step_s=step_s)
+        found: str = command(case, machine, step_s=step_s)
         return found
     return ""
 
@@ -128,7 +128,7 @@ def following(
         control = replace(best.case, strategy=registry.of_role(Role.CONTROL), schedule="")
         return measure([home, best.case, control], machine=machine)
     if home.device_kind == "cpu":
-        return predict(home)
+        return predict(home, machine)
     full = any(
         2 * peak > machine.memory_of(best.case, device) > 0 for device, peak in best.memory.items()
     )
@@ -158,7 +158,7 @@ def _lacking(question: Question, decision: Decision, machine: Resources) -> str:
         or not question.source.timed
         or (basis in ELSEWHERE and few)
     ):
-        return predict(home, machine.described)
+        return predict(home, machine)
     if basis in ELSEWHERE:
         spread = replace(home, device_ids=())
         roles = (Role.ENGINE, Role.CONTROL)

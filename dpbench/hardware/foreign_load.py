@@ -79,8 +79,8 @@ def wait(
     load = Measured(measure(), of_gpus(gpus))
     if busy(load, cases) and patience_s > 0:
         say(
-            f"busy machine: {told(load, cases)}; dpbench waits up to {patience_s:.0f} s for a low"
-            f" load (see {dashed('patience')})"
+            f"busy machine: {told(load, cases)}. dpbench waits up to {patience_s:.0f} s for a lower"
+            f" load. {dashed('patience', '0')} does not wait."
         )
     while busy(load, cases) and time.monotonic() < deadline_s:
         load = Measured(measure(), of_gpus(gpus))

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import shlex
 
-from dpbench.records import Case
+from dpbench.predict import machine
+from dpbench.records import Case, fake
+from dpbench.records.errors import UnknownName
 from dpbench.records.options import PREDICTABLE
+from dpbench.records.resources import Resources
 from dpbench.records.spelling import dashed
 
-GPUS = "rtx-3090-x8"
-"""The described machine for which a prediction is suggested to a user without several GPUs."""
+EXAMPLE = "rtx-3090-x8"
+"""The described machine of a suggestion to a user without a GPU, who replaces it."""
 
 
-def command(case: Case, described: str = "", *, step_s: float = 0.0) -> str:
+def command(case: Case, here: Resources, *, step_s: float = 0.0) -> str:
     """Return the `dpbench predict` command for the work of `case` on a described machine.
 
-    `described` is the machine's name or file; if empty, predict 1, 2, 4 and 8 GPUs of `GPUS`. With
-    the measured seconds of its step, each GPU processes the samples of the case.
-    Return "" for a precision not in `PREDICTABLE`, a habit that is not the default, or a model that
-    brings its own optimizer.
+    It is the machine that `here` describes, else eight GPUs of the model here, or `EXAMPLE` where
+    there is no real GPU. With the measured seconds of its step, each GPU processes the samples of
+    the case. Return "" for a GPU without a data sheet, a precision not in `PREDICTABLE`, a habit
+    that is not the default, or a model that brings its own optimizer.
     """
-    if case.precision not in PREDICTABLE or case.habits or case.optimizer == "own":
+    described = here.described or _suggested(here)
+    predictable = case.precision in PREDICTABLE and case.optimizer != "own"
+    if not described or not predictable or case.habits:
         return ""
     precision = [dashed("precision"), case.precision] if case.precision != Case.precision else []
     # a model that is known by name is "full", the default, and refuses the option
@@ -30,14 +35,24 @@ def command(case: Case, described: str = "", *, step_s: float = 0.0) -> str:
             "dpbench",
             "predict",
             dashed("machine"),
-            described or GPUS,
+            described,
             dashed("models"),
             case.model,
             *size,
             dashed("batch_per_device" if step_s else "batch_sizes"),
             str(case.batch_size),
             *([dashed("step_s"), f"{step_s:.4g}"] if step_s else []),
-            *([] if described else [dashed("devices"), "1,2,4,8"]),
             *precision,
         ]
     )
+
+
+def _suggested(here: Resources) -> str:
+    if not here.gpu_memory_bytes or here.gpu.startswith(fake.NAME):
+        return EXAMPLE
+    line = f"8x {here.gpu}"
+    try:
+        machine.load(line)
+    except UnknownName:
+        return ""
+    return line

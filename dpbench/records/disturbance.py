@@ -43,7 +43,7 @@ def told(load: Measured, cases: Collection[Case] = ()) -> str:
     found = [str(gpu) for gpu in load.gpus if gpu.busy]
     cores = load.cores
     if isinstance(cores, Load) and (not found or _takes_cores(cores, cases)):
-        found.insert(0, f"{cores}; the limit for the sum is {_limit(cases, cores.cores):.0%}")
+        found.insert(0, f"{cores}, above the limit of {_limit(cases, cores.cores):.0%}")
     return "; ".join(found) or str(cores)
 
 

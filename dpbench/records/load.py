@@ -38,10 +38,9 @@ class Load:
         return self.foreign + self.steal
 
     def __str__(self) -> str:
+        steal = f" and other virtual machines {self.steal:.0%}" if self.steal >= 0.005 else ""
         return (
-            f"other processes took {self.foreign:.0%}, and other virtual machines took"
-            f" {self.steal:.0%}, of the time of {words.count(self.cores, 'core')} during"
-            f" {self.seconds:.1f} s"
+            f"other processes took {self.foreign:.0%}{steal} of {words.count(self.cores, 'core')}"
         )
 
 

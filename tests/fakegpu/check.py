@@ -44,6 +44,7 @@ TIMED = (
     "tests/doctor/test_probe.py",
     "tests/gpu/test_one_gpu.py::test_the_probe_times_every_link",
     "tests/gpu/test_truth.py",
+    "tests/observe/test_examples.py",
     *TIMED_STEPS,
 )
 """Tests that compare times: on fake GPUs, without numbers. Those of the probe take longest."""

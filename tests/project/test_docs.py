@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+import dpbench
 from benchmarks.scripts import commands_page
 from dpbench.cli import cli
 from tests.marked import patience
@@ -19,7 +20,10 @@ from tests.marked import patience
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
-DOCS = sorted((ROOT / "docs").rglob("*.md"))
+DOCS = [
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *(ROOT / name for name in ("SKILL.md", "SECURITY.md", "examples/README.md")),
+]
 PIP_EXTRA = re.compile(r"pip install '([\w-]+)\[(?:([\w-]+)|\{[^}]*\})\]")
 """Matches the distribution and the extra, which is empty if an f-string inserts it."""
 
@@ -130,6 +134,35 @@ def test_every_extra_that_a_text_names_is_one_of_this_distribution() -> None:
     assert [one for one in named if one[1] != project["name"] or one[2] not in extras] == []
 
 
+def test_the_answer_of_the_readme_is_that_of_the_committed_trials() -> None:
+    (shown,) = re.findall(r"```text\n(mlp: .*?)```", README, re.S)
+    answer, *_ = dpbench.open_trials(ROOT / "reports/default/trials.jsonl.gz").answers
+    label = f" [{' '.join(answer.labels)}]"
+    assert " ".join(shown.split()).replace(label, "") == answer.text
+
+
+def test_the_prediction_of_the_readme_is_that_of_the_tutorial() -> None:
+    ((speedup, page),) = re.findall(r"\[only (\S+ \(\S+\)) as\s+fast\]\((.*?)\)", README)
+    assert f"| {speedup} |" in (ROOT / page).read_text().replace("*", "")
+
+
+def test_every_link_of_a_document_leads_to_a_file() -> None:
+    for path in {*ROOT.glob("*.md"), *DOCS}:
+        links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text())
+        missing = [one for one in links if "://" not in one and not (path.parent / one).exists()]
+        assert not missing, path.name
+
+
+def test_the_citation_and_the_skill_are_of_this_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    cited = dict(re.findall(r"^([\w-]+): (.+)$", (ROOT / "CITATION.cff").read_text(), re.M))
+    assert cited["cff-version"] == "1.2.0"
+    assert (cited["version"], cited["license"]) == (project["version"], project["license"])
+    assert {"message", "title", "type"} <= cited.keys()
+    front = (ROOT / "SKILL.md").read_text().split("---\n")[1]
+    assert re.findall(r"^(\w+):", front, re.M) == ["name", "description"]
+
+
 def test_documents_name_only_files_that_exist() -> None:
     text = README + CONTRIBUTING + "".join(path.read_text() for path in DOCS)
     named = set(
@@ -140,7 +173,9 @@ def test_documents_name_only_files_that_exist() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")], ids=lambda path: path.name
+    "path",
+    sorted({*ROOT.glob("*.md"), *DOCS}),
+    ids=lambda path: str(path.relative_to(ROOT)),
 )
 def test_no_line_of_a_document_is_longer_than_120_columns(path: Path) -> None:
     long = [
