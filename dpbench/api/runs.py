@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dpbench.analysis import comparison, frames, stats
+from dpbench.analysis import comparison, frames, quantities, stats
 from dpbench.analysis.answer import Answer
 from dpbench.analysis.comparison import Comparison, Comparisons
 from dpbench.analysis.findings import text
@@ -141,6 +141,15 @@ class Run:
     def samples(self) -> DataFrame:
         """Return a new table with one row per reading of a sampler; empty for exported trials."""
         return frames.samples(self.id, self._trials)
+
+    def summary(self) -> dict[str, float]:
+        """Return the figures of all cases by keys that MLflow, TensorBoard and W&B accept.
+
+        A key such as "mlp/dp/x2/cpu/batch_64/step_s" names the case and ends in the figure and its
+        unit; it is the same in every run. Figures in doubt are left out. docs/integrations.md
+        explains the keys.
+        """
+        return quantities.figures(self.analysis.rows)
 
     def explain(self, *, all: bool = False, samples: int = 0) -> str:
         """Return, for each model, whether to use several devices, why, and which change helps.
