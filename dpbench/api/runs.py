@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dpbench.analysis import comparison, frames, quantities, stats
-from dpbench.analysis.answer import Answer
+from dpbench.analysis.answer import Answers
 from dpbench.analysis.comparison import Comparison, Comparisons
 from dpbench.analysis.findings import text
 from dpbench.analysis.frames import DataFrame
@@ -91,9 +91,12 @@ class Run:
         return report_of(self._stored, self._trials, self._store, self._unreadable)
 
     @property
-    def answers(self) -> Sequence[Answer]:
-        """Return whether to use several devices: one answer per model and setting."""
-        return self.analysis.answers
+    def answers(self) -> Answers:
+        """Return whether to use several devices: one answer per model and setting.
+
+        They print as `dpbench run` prints them.
+        """
+        return Answers(self.analysis.answers)
 
     @property
     def verdict(self) -> str:
@@ -102,7 +105,7 @@ class Run:
             " ".join([answer.text, *(f"[{label}]" for label in answer.labels)])
             for answer in self.answers
         ]
-        return "\n\n".join(paragraphs) or "Nothing was measured."
+        return "\n\n".join(paragraphs) or repr(self.answers)
 
     @property
     def warnings(self) -> Sequence[str]:

@@ -130,6 +130,22 @@ def test_a_run_has_the_facts_and_results_of_the_command_line(
     assert [trial.case for trial in run.trials] == [trial.case for trial in trials(FAILED)]
 
 
+def test_answers_print_as_the_command_prints_them(
+    run: dp.Run, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from dpbench.cli import showing
+
+    showing.print_answers(run.analysis.answers)
+    assert f"\n{run.answers}\n" == capsys.readouterr().out
+    assert repr(run.answers) == str(run.answers)
+    for answer in run.answers:
+        assert [one.strip() for one in repr(answer).splitlines()] == [
+            f"{answer.lines[0]} [{' '.join(answer.labels)}]",
+            *answer.lines[1:],
+        ]
+    assert len(repr(run.answers)) < 2000
+
+
 def test_the_tables_are_tidy_and_agree_with_each_other(run: dp.Run) -> None:
     cases, steps, phases, samples = run.frame, run.steps, run.phases, run.samples
     assert list(cases["strategy"]) == ["dp", "single", "dp"]
@@ -174,7 +190,7 @@ def test_trials_that_give_no_result_say_so_in_the_tables(tmp_path: Path) -> None
     )
     assert list(empty.steps) == list(dp.load(tmp_path / "x.db").steps)
     assert "0 cases" in repr(empty)
-    assert empty.verdict
+    assert empty.verdict == repr(empty.answers) == "Nothing was measured."
 
 
 class Tags(HTMLParser):
