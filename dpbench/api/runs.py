@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dpbench.analysis import comparison, frames, quantities, stats
 from dpbench.analysis.answer import Answers
@@ -21,6 +21,9 @@ from dpbench.records import Trial, files, words
 from dpbench.records.environment import Difference
 from dpbench.report import comparing, naming
 from dpbench.store import Store, StoredRun, UnreadableRow
+
+if TYPE_CHECKING:
+    from dpbench.report.sheet import Sheet
 
 
 class Run:
@@ -171,14 +174,15 @@ class Run:
             full=all,
         )
 
-    def plot(self) -> Plot:
-        """Return the swim lanes of a median step and the speed-ups, which a notebook shows.
+    def plot(self) -> Sheet:
+        """Return the swim lanes of a median step and the speed-ups, as a matplotlib figure.
 
-        For a run of `dpbench loaders`, they are its rates. Raises LookupError without matplotlib.
+        A notebook shows it in its own theme; `savefig` writes a file, such as a PDF. For a run of
+        `dpbench loaders`, it has the rates. Raises LookupError without matplotlib.
         """
         from dpbench.report import notebook
 
-        return Plot(notebook.drawings(self.analysis))
+        return notebook.drawings(self.analysis)
 
     def report(self, path: str | Path) -> Path:
         """Write the report of the run as one HTML file, and return its path.
@@ -216,16 +220,6 @@ class Run:
         from dpbench.report import notebook
 
         return notebook.render(self.analysis)
-
-
-class Plot:
-    """Drawings of a run, which a notebook shows; outside of one, `Run.report` writes them."""
-
-    def __init__(self, html: str) -> None:
-        self._html = html
-
-    def _repr_html_(self) -> str:
-        return self._html
 
 
 class Compared:

@@ -6,6 +6,7 @@ import gzip
 import inspect
 import os
 import random
+import re
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 
 import dpbench as dp
 from dpbench.analysis.findings import text
@@ -240,6 +242,34 @@ def test_a_plot_has_the_swim_lanes_and_the_speed_ups(run: dp.Run) -> None:
     other = dp.Run(StoredRun("f" * 32, "finished", 0.0, 5, {}), run.trials, None)
     both = found.ids + Tags(other.plot()._repr_html_()).ids
     assert len(both) == len({*both}), "a notebook shows several runs"
+
+
+def test_a_plot_is_a_figure_with_the_drawings_of_the_page(run: dp.Run, tmp_path: Path) -> None:
+    figure = run.plot()
+    assert isinstance(figure, Figure)
+    assert [axes.get_xlabel() for axes in figure.axes] == [
+        "milliseconds after the start of the step",
+        "speed-up over one device, ×",
+    ]
+    for name in ("plot.png", "plot.pdf", "plot.svg"):
+        figure.savefig(tmp_path / name, bbox_inches="tight")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "plot.pdf").read_bytes().startswith(b"%PDF")
+    drawn = (tmp_path / "plot.svg").read_text(encoding="utf-8")
+    assert [one for one in svg.VARIABLES if one in drawn] == [], "colours that no theme has"
+    written = {text for _, text in re.findall(r"<text( [^>]*)?>([^<]+)</text>", drawn)}
+    shown = re.findall(r"<text[^>]*>([^<]+)</text>", figure._repr_html_())
+    assert {*shown} <= written, "the texts of the page's drawings"
+    assert sum("[MEASURED CPU-ONLY]" in text for text in written) == 2
+    figure.clear()
+    assert figure.axes == []
+
+
+def test_a_plot_without_a_drawing_says_why(tmp_path: Path) -> None:
+    stored(tmp_path / "none.db", replace(made(SINGLE, verified=Verified.NO), spans=()))
+    figure = dp.load(tmp_path / "none.db").plot()
+    assert figure.axes == []
+    assert "No case has spans of a median step." in figure.texts[0].get_text()
 
 
 def test_a_notebook_has_the_colours_of_the_drawings_in_both_themes() -> None:
