@@ -24,11 +24,10 @@ STEPS = 12
 PAGE = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
 
 
-def code(heading: str) -> dict[str, Any]:
+def code(heading: str, **names: Any) -> dict[str, Any]:
     """Return the names that the code below a heading of the page defines."""
     block = re.search(rf"^## {heading}\n.*?^```python\n(.*?)^```", PAGE, re.M | re.S)
     assert block
-    names: dict[str, Any] = {}
     exec(block[1], names)
     return names
 
@@ -160,6 +159,19 @@ def test_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = accelerator.prepare(net, optimizer, loader)
     code("accelerate")["train"](accelerator, *prepared, nn.functional.cross_entropy)
     assert stored("accelerate") in (STEPS - 1, STEPS)
+
+
+@pytest.mark.slow
+def test_a_model_of_a_notebook_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cloudpickle", reason="pip install '.[notebook]'")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DPBENCH_PATIENCE", "0")
+    names = code("A notebook's own model", __name__="__main__")
+    run = names["run"]
+    assert {(trial.case.model, trial.status.value) for trial in run.trials} == {
+        ("__main__:Net", "ok")
+    }
+    assert {trial.case.strategy for trial in run.trials} == {"single", "dp", "ddp"}
 
 
 LAUNCHED = """
