@@ -61,7 +61,7 @@ _OBSTACLES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Answer:
     """The answer to one question, in words.
 
@@ -138,6 +138,11 @@ class Answer:
         clauses = (self.reason, self.certainty, self.memory, self.energy, self.earlier)
         return [_sentence(clause) for clause in clauses if clause]
 
+    def __repr__(self) -> str:
+        """Return the whole answer as lines, the first with its labels, the others indented."""
+        first, *others = self.lines
+        return "\n  ".join([f"{first} [{' '.join(self.labels)}]", *others])
+
     def epoch(self, samples: int) -> str:
         """Return a clause on the time of an epoch and on what the answer saves of it."""
         amount = f"an epoch of {words.count(samples, 'sample')}"
@@ -205,6 +210,15 @@ class Answer:
         else:
             why = f"{row.case.label} has no result ({row.outcome})"
         return f"the time of {amount} is unknown, because {why}"
+
+
+class Answers(tuple[Answer, ...]):
+    """The answers of a run, which print as text: a blank line is between two answers."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "\n\n".join(map(repr, self)) or "Nothing was measured."
 
 
 def _by_steps(row: Row | None) -> str:

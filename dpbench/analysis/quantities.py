@@ -1,17 +1,21 @@
 """Quantities: one record for each number of a case that has an interval, and the rows as records.
 
-CSV, data frame, the page's file and the table in docs/measuring.md take a number's key, its value
-and what it means from here; a test compares tables and JSON, which read rows, with them.
+CSV, data frame, the page's file, trackers and the table in docs/measuring.md take a number's key,
+its value and what it means from here; a test compares tables and JSON, which read rows, with them.
 """
 
 from __future__ import annotations
 
+import math
+import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
 from dpbench.analysis.summary import PERCENTILES, Row
-from dpbench.records import CASE_FIELDS, words
+from dpbench.records import CASE_FIELDS, names, words
+from dpbench.records.disturbance import NOISY
 from dpbench.records.estimate import Estimate
 from dpbench.records.ledger import PHASES
 
@@ -20,6 +24,15 @@ DEVICES = 8
 OWN, COMMON = "own", "common"
 """The rounds of the case, and those that it and its baseline have."""
 BOOTSTRAP = "bootstrap over rounds"
+WITH_UNIT = {"s": "{}_s", "samples/s": "samples_per_s", "J/sample": "j_per_sample"}
+"""How JSON and trackers spell the key of a number in this unit; in any other, it is the key."""
+SPELLED_APART = (
+    *("model", "strategy", "schedule", "devices", "device_kind", "batch_size", "options"),
+    *("placement", "unverified"),
+)
+"""The fields of a case that `_key` spells apart from the others; labels say the last two."""
+UNKEYED = ("MEASURED", "CPU-ONLY", "EMULATED", NOISY)
+"""The labels that keys leave out: the kind of device says two, and NOISY changes between runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +50,11 @@ class Quantity:
     statistic: str
     rounds: str
     interval: str
+
+    @property
+    def name(self) -> str:
+        """Return the key with the unit in it, as JSON and trackers spell it."""
+        return WITH_UNIT.get(self.unit, "{}").format(self.key)
 
     def entries(self, row: Row) -> dict[str, object]:
         """Return the entries of the number in a record; see `entries`."""
@@ -160,6 +178,53 @@ def _record(row: Row, devices: int) -> dict[str, object]:
     record |= {f"busy_{device}_s": row.busy.get(device) for device in range(devices)}
     record |= {f"memory_{device}_bytes": row.memory.get(device) for device in range(devices)}
     return record | {"scaling": row.scaling, "labels": " ".join(row.labels), "reason": row.reason}
+
+
+def figures(rows: Sequence[Row]) -> dict[str, float]:
+    """Return the numbers of all rows by a key such as "mlp/dp/x2/cpu/batch_64/step_s".
+
+    Numbers in doubt, and those that are not finite, are left out. docs/integrations.md explains the
+    keys, which do not depend on the other rows. If the keys of two cases have the same spelling,
+    both have the beginning of the case's fingerprint, too.
+    """
+    keys = [*map(_key, rows)]
+    uses = Counter(keys)
+    found = {}
+    for row, key in zip(rows, keys, strict=True):
+        own = f"{key}/{row.case.fingerprint[:10]}" if uses[key] > 1 else key
+        for quantity in QUANTITIES:
+            number = quantity.of(row)
+            if number and not number.doubt and math.isfinite(number.value):
+                found[f"{own}/{quantity.name}"] = number.value
+    return found
+
+
+def _key(row: Row) -> str:
+    case = row.case
+    set_to = [(one.name, getattr(case, one.name), one.default) for one in CASE_FIELDS]
+    settings = [
+        *(
+            (name, value)
+            for name, value, usual in set_to
+            if name not in SPELLED_APART and value != usual
+        ),
+        *case.options,
+    ]
+    parts = (
+        case.model,
+        names.strategy(case),
+        f"x{case.devices}",
+        case.device_kind,
+        f"batch_{case.batch}",
+        *(f"{name}_{_spelled(str(value))}" for name, value in settings),
+        *(label.lower() for label in row.labels if label not in UNKEYED),
+    )
+    return "/".join(filter(None, map(_spelled, parts)))
+
+
+def _spelled(text: str) -> str:
+    """Return a text in the characters that trackers take; MLflow refuses a path such as "../x"."""
+    return re.sub(r"[^\w.-]+", "-", text, flags=re.ASCII).strip(".-")
 
 
 def definitions() -> str:

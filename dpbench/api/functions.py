@@ -13,7 +13,8 @@ from typing import Any, get_type_hints
 from dpbench.api import STORE, stored
 from dpbench.api.progress import Detail, Progress
 from dpbench.api.runs import Run
-from dpbench.measure import launch, selection
+from dpbench.measure import handing, launch, selection
+from dpbench.records import session
 from dpbench.records.errors import UsageError
 from dpbench.records.options import OPTIONS, Options
 from dpbench.store import Store, export
@@ -27,9 +28,11 @@ def run(
     `options` are those of `dpbench run`, such as batch_sizes for --batch-sizes, with the same
     defaults; `dpbench run --help` explains them. A list may be one value. Times are in seconds and
     sizes in bytes. `models` and `strategies`, or `model` and `strategy`, take names such as
-    "package.module:name", because the measuring processes import your objects by name. Progress is
-    printed to stderr unless `quiet` is True. After a KeyboardInterrupt, the finished trials are
-    stored, and the same call resumes the run.
+    "package.module:name", because the measuring processes import your objects by name. `model` may
+    be an object with `build`, `batch` and `loss`, such as one of a notebook's cell, which
+    cloudpickle sends to these processes. Progress is printed to stderr unless `quiet` is True.
+    After a KeyboardInterrupt, the finished trials are stored, and the same call resumes the run,
+    unless its model is an object.
 
     Raises TypeError for an unknown argument, ValueError for a wrong one, LookupError for an unknown
     name, and RuntimeError under torchrun or srun, where only the command `dpbench run` can measure.
@@ -40,13 +43,22 @@ def run(
             " run` instead"
         )
     detail = Detail.of(quiet=quiet, verbose=verbose)
-    selected = Options.of(**options)
+    with handing.named(options) as given:
+        return load(store, _measured(Options.of(**given), Path(store), detail))
+
+
+def _measured(selected: Options, path: Path, detail: Detail) -> str:
+    """Measure the cases that the options select, and return the id of the run."""
     if selected.find_max_batch:
         raise UsageError("a search returns no run: use the command `dpbench run --find-max-batch`")
     cases, budget_s = selection.cases_of(selected)
-    path = Path(store)
     store_option = [] if path == STORE else ["--store", str(path)]
     naming = selection.naming(selected, selected.command(*store_option, config=False))
+    again = (
+        "a run of a session's model cannot be resumed"
+        if any(map(session.is_of, selected.models))
+        else "to resume the run, call dpbench.run with the same arguments again"
+    )
     with Store.create(path, naming) as opened, Progress(detail) as progress:
         try:
             outcome = selection.measure(
@@ -54,10 +66,9 @@ def run(
             )
         except KeyboardInterrupt:
             raise KeyboardInterrupt(
-                f"interrupted; the finished trials are stored in {path}; to resume the run, call"
-                " dpbench.run with the same arguments again"
+                f"interrupted; the finished trials are stored in {path}; {again}"
             ) from None
-    return load(path, outcome.run_id)
+    return outcome.run_id
 
 
 _WRITTEN = inspect.signature(run, eval_str=True)

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dpbench.analysis import comparison, frames, stats
-from dpbench.analysis.answer import Answer
+from dpbench.analysis import comparison, frames, quantities, stats
+from dpbench.analysis.answer import Answers
 from dpbench.analysis.comparison import Comparison, Comparisons
 from dpbench.analysis.findings import text
 from dpbench.analysis.frames import DataFrame
@@ -21,6 +21,9 @@ from dpbench.records import Trial, files, words
 from dpbench.records.environment import Difference
 from dpbench.report import comparing, naming
 from dpbench.store import Store, StoredRun, UnreadableRow
+
+if TYPE_CHECKING:
+    from dpbench.report.sheet import Sheet
 
 
 class Run:
@@ -91,9 +94,12 @@ class Run:
         return report_of(self._stored, self._trials, self._store, self._unreadable)
 
     @property
-    def answers(self) -> Sequence[Answer]:
-        """Return whether to use several devices: one answer per model and setting."""
-        return self.analysis.answers
+    def answers(self) -> Answers:
+        """Return whether to use several devices: one answer per model and setting.
+
+        They print as `dpbench run` prints them.
+        """
+        return Answers(self.analysis.answers)
 
     @property
     def verdict(self) -> str:
@@ -102,7 +108,7 @@ class Run:
             " ".join([answer.text, *(f"[{label}]" for label in answer.labels)])
             for answer in self.answers
         ]
-        return "\n\n".join(paragraphs) or "Nothing was measured."
+        return "\n\n".join(paragraphs) or repr(self.answers)
 
     @property
     def warnings(self) -> Sequence[str]:
@@ -142,6 +148,15 @@ class Run:
         """Return a new table with one row per reading of a sampler; empty for exported trials."""
         return frames.samples(self.id, self._trials)
 
+    def summary(self) -> dict[str, float]:
+        """Return the figures of all cases by keys that MLflow, TensorBoard and W&B accept.
+
+        A key such as "mlp/dp/x2/cpu/batch_64/step_s" names the case and ends in the figure and its
+        unit; it is the same in every run. Figures in doubt are left out. docs/integrations.md
+        explains the keys.
+        """
+        return quantities.figures(self.analysis.rows)
+
     def explain(self, *, all: bool = False, samples: int = 0) -> str:
         """Return, for each model, whether to use several devices, why, and which change helps.
 
@@ -159,14 +174,15 @@ class Run:
             full=all,
         )
 
-    def plot(self) -> Plot:
-        """Return the swim lanes of a median step and the speed-ups, which a notebook shows.
+    def plot(self) -> Sheet:
+        """Return the swim lanes of a median step and the speed-ups, as a matplotlib figure.
 
-        For a run of `dpbench loaders`, they are its rates. Raises LookupError without matplotlib.
+        A notebook shows it in its own theme; `savefig` writes a file, such as a PDF. For a run of
+        `dpbench loaders`, it has the rates. Raises LookupError without matplotlib.
         """
         from dpbench.report import notebook
 
-        return Plot(notebook.drawings(self.analysis))
+        return notebook.drawings(self.analysis)
 
     def report(self, path: str | Path) -> Path:
         """Write the report of the run as one HTML file, and return its path.
@@ -204,16 +220,6 @@ class Run:
         from dpbench.report import notebook
 
         return notebook.render(self.analysis)
-
-
-class Plot:
-    """Drawings of a run, which a notebook shows; outside of one, `Run.report` writes them."""
-
-    def __init__(self, html: str) -> None:
-        self._html = html
-
-    def _repr_html_(self) -> str:
-        return self._html
 
 
 class Compared:

@@ -86,9 +86,7 @@ def print_answers(answers: Sequence[Answer], rest: str = "") -> None:
     """
     shown = answers[:ANSWERS] if rest else answers
     for one in shown:
-        first, *others = one.lines
-        lines = [f"{first} [{' '.join(one.labels)}]", *others]
-        click.echo("\n" + "\n  ".join(lines))
+        click.echo(f"\n{one}")
     if len(shown) < len(answers):
         click.echo(f"\n{words.count(len(answers) - len(shown), 'more answer')}: {rest}")
 

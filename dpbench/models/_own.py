@@ -8,6 +8,7 @@ downloaded.
 from __future__ import annotations
 
 import importlib
+import pickle
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from dpbench.records import registry
+from dpbench.records import registry, session
 from dpbench.records.errors import UnknownName
 from dpbench.records.spelling import dashed
 
@@ -151,11 +152,7 @@ def plug(name: str) -> Any:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
-    model = (
-        registry.outside("model", name)
-        if place.endswith(".py")
-        else _imported(name, place, attribute)
-    )
+    model = _found(name, place, attribute)
     if callable(model) and not hasattr(model, "build"):
         raise TypeError(
             f"{_given(name)}: this {type(model).__name__} is not a model object; give an object"
@@ -179,6 +176,15 @@ def plug(name: str) -> Any:
             " function"
         )
     return model
+
+
+def _found(name: str, place: str, attribute: str) -> Any:
+    if session.is_of(name):
+        # cloudpickle has written the file, and pickle reads it
+        return pickle.loads(session.file_of(name).read_bytes())
+    if place.endswith(".py"):
+        return registry.outside("model", name)
+    return _imported(name, place, attribute)
 
 
 def _given(name: str) -> str:

@@ -16,6 +16,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from dpbench.records import session
 from dpbench.records.errors import UnknownName
 from dpbench.records.registry import LIBRARIES, UNPRINTABLE, near
 from dpbench.records.visible import visible
@@ -42,6 +43,9 @@ def check(name: str, option: str) -> None:
     sought = _Sought(visible(name), option)
     if visible(name) != name:
         raise sought.unknown(UNPRINTABLE, "rename the file")
+    if session.is_of(name):
+        session.file_of(name)
+        return
     place, _, attribute = name.rpartition(":")
     in_file = place.endswith(".py")
     if not attribute or not (in_file or all(place.split("."))):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
@@ -52,12 +51,15 @@ def section(curve: LoaderCurve, trials: Sequence[Trial], key: str) -> Section:
 
 def _panel(curve: LoaderCurve, key: str) -> Panel:
     rows = [point.row for point in curve.points]
+    figure = _drawing(curve)
+    said = loaders.said(curve)
     return Panel(
         naming.clip(rows[0].case.model, 90),
-        _drawing(curve, key),
-        " ".join([naming.rounds(rows), *loaders.said(curve)]),
+        svg.render(figure, key=key, title="Rate of a DataLoader", description=" ".join(said)),
+        " ".join([naming.rounds(rows), *said]),
         naming.labels(rows),
         [row.case for row in rows],
+        figure,
     )
 
 
@@ -87,7 +89,7 @@ def _table(curve: LoaderCurve, trials: Sequence[Trial]) -> Table:
     return Table("Each number of workers", COLUMNS, tuple(lines), text=0, cases=cases)
 
 
-def _drawing(curve: LoaderCurve, key: str) -> Markup:
+def _drawing(curve: LoaderCurve) -> marks.Drawing:
     points = [point for point in curve.points if naming.drawable(point.row.throughput)]
     rates = [point.row.throughput for point in points if point.row.throughput]
     batch_size = curve.points[0].row.case.batch_size
@@ -121,12 +123,7 @@ def _drawing(curve: LoaderCurve, key: str) -> Markup:
     svg.amounts(axes.yaxis, 6)
     if keys:
         svg.legend(figure, keys, 1)
-    return svg.render(
-        figure,
-        key=key,
-        title="Rate of a DataLoader",
-        description=" ".join(loaders.said(curve)),
-    )
+    return figure
 
 
 def _knee(axes: Axes, curve: LoaderCurve) -> list[Line2D]:

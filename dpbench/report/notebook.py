@@ -6,6 +6,7 @@ The HTML needs neither a network nor scripts, and all text in it is escaped.
 from __future__ import annotations
 
 import re
+from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
@@ -14,6 +15,9 @@ from dpbench.analysis.comparison import Comparisons
 from dpbench.analysis.report import Report
 from dpbench.report import NoDrawings, check_drawings, comparing, naming, table, templates
 from dpbench.report.section import Section
+
+if TYPE_CHECKING:
+    from dpbench.report.sheet import Sheet
 
 LIGHT, DARK = re.findall(r":root (\{.*?\})", templates.text_of("page.css"), re.DOTALL)[:2]
 """The CSS variables of the page in its light and its dark theme, to which drawings refer."""
@@ -53,13 +57,15 @@ def render(report: Report) -> str:
     )
 
 
-def drawings(report: Report) -> str:
-    """Return the HTML of the swim lanes and the speed-ups of a run.
+def drawings(report: Report) -> Sheet:
+    """Return a figure with the swim lanes and the speed-ups of a run, and with their HTML.
 
-    For a run of `dpbench loaders`, the HTML has its rates instead. Raises NoDrawings without
-    matplotlib.
+    For a run of `dpbench loaders`, it has its rates instead. Raises NoDrawings without matplotlib.
     """
-    return _html(sections=_sections(report, "lanes", "speedup"))
+    sections = _sections(report, "lanes", "speedup")
+    from dpbench.report.sheet import Sheet
+
+    return Sheet(sections, _html(sections=sections))
 
 
 def _sections(report: Report, *ids: str) -> list[Section]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
@@ -11,13 +12,16 @@ from dpbench.records import Case
 from dpbench.report import naming
 from dpbench.report.table import Table
 
+if TYPE_CHECKING:
+    from dpbench.report.marks import Drawing
+
 
 @dataclass(frozen=True)
 class Panel:
     """One drawing with its title, its caption and the labels of its cases.
 
     `cases` are the cases by which the page filters the drawing; without any, the page always shows
-    it.
+    it. `figure` is what `svg` was made from, for the drawings that `Run.plot` shows.
     """
 
     title: str
@@ -25,6 +29,7 @@ class Panel:
     caption: str
     labels: tuple[str, ...]
     cases: Sequence[Case] = ()
+    figure: Drawing | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)

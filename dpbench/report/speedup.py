@@ -125,6 +125,7 @@ def _panel(facet: small_multiples.Facet, levels: Sequence[Row], key: str) -> Pan
         f"{work}. {naming.rounds(rows)}" if scaling == "weak" else naming.rounds(rows),
         naming.labels(rows),
         cases=[row.case for row in rows],
+        figure=figure,
     )
 
 

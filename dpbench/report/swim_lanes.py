@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch, PathPatch, Rectangle
 from matplotlib.path import Path
@@ -83,11 +82,27 @@ def _groups(rows: Sequence[Row]) -> Iterator[list[Row]]:
 
 def _panel(report: Report, facet: small_multiples.Facet, key: str) -> Panel:
     timelines = [lanes for row in facet.rows if (lanes := report.lanes_of(row))]
-    drawing = _drawing(facet, timelines, key)
-    return Panel(facet.title, drawing, _caption(facet, timelines), facet.labels, cases=facet.cases)
+    figure = _drawing(facet, timelines)
+    drawing = svg.render(
+        figure,
+        key=key,
+        title=f"One median step: {facet.title}",
+        description=" ".join(
+            f"{name}: {_description(timeline)}"
+            for name, timeline in zip(facet.names, timelines, strict=True)
+        ),
+    )
+    return Panel(
+        facet.title,
+        drawing,
+        _caption(facet, timelines),
+        facet.labels,
+        cases=facet.cases,
+        figure=figure,
+    )
 
 
-def _drawing(facet: small_multiples.Facet, timelines: Sequence[Lanes], key: str) -> Markup:
+def _drawing(facet: small_multiples.Facet, timelines: Sequence[Lanes]) -> marks.Drawing:
     captions = [_said(timeline) for timeline in timelines]
     heights = [
         HEAD + sum(lane.rows * ROW + GAP for lane in _shown(timeline)) + GAP
@@ -127,15 +142,7 @@ def _drawing(facet: small_multiples.Facet, timelines: Sequence[Lanes], key: str)
             _timeline(axes, timeline, top + HEAD, width)
     svg.amounts(axes.xaxis)
     svg.legend(figure, keys, 3)
-    return svg.render(
-        figure,
-        key=key,
-        title=f"One median step: {facet.title}",
-        description=" ".join(
-            f"{name}: {_description(timeline)}"
-            for name, timeline in zip(facet.names, timelines, strict=True)
-        ),
-    )
+    return figure
 
 
 def _bars_of_step(timeline: Lanes) -> Iterator[Bar]:

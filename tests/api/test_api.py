@@ -6,6 +6,7 @@ import gzip
 import inspect
 import os
 import random
+import re
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 
 import dpbench as dp
 from dpbench.analysis.findings import text
@@ -130,6 +132,22 @@ def test_a_run_has_the_facts_and_results_of_the_command_line(
     assert [trial.case for trial in run.trials] == [trial.case for trial in trials(FAILED)]
 
 
+def test_answers_print_as_the_command_prints_them(
+    run: dp.Run, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from dpbench.cli import showing
+
+    showing.print_answers(run.analysis.answers)
+    assert f"\n{run.answers}\n" == capsys.readouterr().out
+    assert repr(run.answers) == str(run.answers)
+    for answer in run.answers:
+        assert [one.strip() for one in repr(answer).splitlines()] == [
+            f"{answer.lines[0]} [{' '.join(answer.labels)}]",
+            *answer.lines[1:],
+        ]
+    assert len(repr(run.answers)) < 2000
+
+
 def test_the_tables_are_tidy_and_agree_with_each_other(run: dp.Run) -> None:
     cases, steps, phases, samples = run.frame, run.steps, run.phases, run.samples
     assert list(cases["strategy"]) == ["dp", "single", "dp"]
@@ -174,7 +192,7 @@ def test_trials_that_give_no_result_say_so_in_the_tables(tmp_path: Path) -> None
     )
     assert list(empty.steps) == list(dp.load(tmp_path / "x.db").steps)
     assert "0 cases" in repr(empty)
-    assert empty.verdict
+    assert empty.verdict == repr(empty.answers) == "Nothing was measured."
 
 
 class Tags(HTMLParser):
@@ -224,6 +242,34 @@ def test_a_plot_has_the_swim_lanes_and_the_speed_ups(run: dp.Run) -> None:
     other = dp.Run(StoredRun("f" * 32, "finished", 0.0, 5, {}), run.trials, None)
     both = found.ids + Tags(other.plot()._repr_html_()).ids
     assert len(both) == len({*both}), "a notebook shows several runs"
+
+
+def test_a_plot_is_a_figure_with_the_drawings_of_the_page(run: dp.Run, tmp_path: Path) -> None:
+    figure = run.plot()
+    assert isinstance(figure, Figure)
+    assert [axes.get_xlabel() for axes in figure.axes] == [
+        "milliseconds after the start of the step",
+        "speed-up over one device, ×",
+    ]
+    for name in ("plot.png", "plot.pdf", "plot.svg"):
+        figure.savefig(tmp_path / name, bbox_inches="tight")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "plot.pdf").read_bytes().startswith(b"%PDF")
+    drawn = (tmp_path / "plot.svg").read_text(encoding="utf-8")
+    assert [one for one in svg.VARIABLES if one in drawn] == [], "colours that no theme has"
+    written = {text for _, text in re.findall(r"<text( [^>]*)?>([^<]+)</text>", drawn)}
+    shown = re.findall(r"<text[^>]*>([^<]+)</text>", figure._repr_html_())
+    assert {*shown} <= written, "the texts of the page's drawings"
+    assert sum("[MEASURED CPU-ONLY]" in text for text in written) == 2
+    figure.clear()
+    assert figure.axes == []
+
+
+def test_a_plot_without_a_drawing_says_why(tmp_path: Path) -> None:
+    stored(tmp_path / "none.db", replace(made(SINGLE, verified=Verified.NO), spans=()))
+    figure = dp.load(tmp_path / "none.db").plot()
+    assert figure.axes == []
+    assert "No case has spans of a median step." in figure.texts[0].get_text()
 
 
 def test_a_notebook_has_the_colours_of_the_drawings_in_both_themes() -> None:

@@ -21,7 +21,7 @@ from dpbench.measure.worker import loaders as worker
 from dpbench.records import Case, Effort, Status, Step, Trial, disturbance
 from dpbench.records.estimate import Estimate
 from dpbench.records.loading import NEXT_EPOCH, Loading, workers_default
-from dpbench.report import figures
+from dpbench.report import figures, notebook, svg
 from dpbench.store import Store
 from tests.exported import Command, is_error
 
@@ -586,7 +586,7 @@ def test_options_that_cannot_be_measured_are_refused(
     is_error(*dpbench("loaders", *dataset, *arguments))
 
 
-def test_the_plot_has_the_knee_and_the_step() -> None:
+def test_the_plot_has_the_knee_and_the_step(tmp_path: Path) -> None:
     from dpbench.analysis.report import Report
 
     report = Report.of(trials(KNEE, step_s=0.06), run_id="7f" * 16, started_s=1.7e9, provenance={})
@@ -594,6 +594,10 @@ def test_the_plot_has_the_knee_and_the_step() -> None:
     (panel,) = section.panels
     assert "knee: 4 (95 %: 4)" in panel.svg
     assert "the step needs 167 samples/s" in panel.svg
+    notebook.drawings(report).savefig(tmp_path / "plot.svg")
+    plot = (tmp_path / "plot.svg").read_text(encoding="utf-8")
+    assert [one for one in svg.VARIABLES if one in plot] == []
+    assert "knee: 4 (95 %: 4)" in plot
     (table,) = section.tables
     assert [line[0].text for line in table.lines] == ["0", "1", "2", "4", "6", "8"]
     assert [line[4].text for line in table.lines] == ["loader-bound"] * 2 + ["compute-bound"] * 4

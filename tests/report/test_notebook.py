@@ -34,11 +34,12 @@ def test_a_notebook_shows_the_answers_and_the_cases(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(commands.ROOT))
     run_id = stored(tmp_path / "dpbench.db", *trials(FAILED))
-    loading, shown, verdict, table, plot = executed(
+    loading, shown, verdict, answers, table, plot = executed(
         tmp_path,
         "import dpbench as dp\nrun = dp.load()",
         "run",
         "print(run.verdict)",
+        "run.answers",
         "run.steps.groupby('strategy')['seconds'].median()",
         "run.plot()",
     )
@@ -50,5 +51,8 @@ def test_a_notebook_shows_the_answers_and_the_cases(
     assert '<div class="card">mlp<b>' in html
     assert HOSTILE not in html
     assert "\n\nmlp: " in verdict[0]["text"]
+    said = answers[0]["data"]["text/plain"]
+    assert "\n\nmlp: " in said
+    assert "\n  Next: " in said
     assert "single" in table[0]["data"]["text/plain"]
     assert plot[0]["data"]["text/html"].count("<svg ") == 2

@@ -23,13 +23,6 @@ from dpbench.records import words
 from dpbench.store.export import read_run
 from tests import golden
 
-IN_JSON = {
-    "step": "step_s",
-    "mean": "mean_s",
-    "throughput": "samples_per_s",
-    "energy": "j_per_sample",
-}
-"""The keys of `report --json` that differ from those of records."""
 SHOWN = {"step": 1e3, "speedup": 1.0}
 """The numbers that tables show with their interval, each with the factor to the unit there."""
 APART = ("model", "strategy", "batch_size", "devices", "schedule", "mode")
@@ -96,7 +89,7 @@ def test_json_has_the_numbers_of_the_records(made: tuple[list[Row], dict[str, An
     assert in_json.keys() == {row.label for row in rows}
     for row in rows:
         for quantity in QUANTITIES:
-            found, name = in_json[row.label], IN_JSON.get(quantity.key, quantity.key)
+            found, name = in_json[row.label], quantity.name
             if quantity.key.startswith("p"):  # a percentile
                 found, name = found["percentiles_s"], quantity.key[1:]
                 found.setdefault(name, None)
