@@ -15,7 +15,7 @@ WORKERS = 2 if "--fixed" in sys.argv else 0
 
 class SlowDisk(Dataset):
     def __len__(self):
-        return 8 * 60
+        return 32 * 40
 
     def __getitem__(self, index):
         time.sleep(0.002)  # the disk
@@ -24,10 +24,10 @@ class SlowDisk(Dataset):
 
 def main():
     torch.set_num_threads(1)  # the other cores are for the workers
-    layers = [torch.nn.Linear(1024, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 1024)]
+    layers = [torch.nn.Linear(1024, 8192), torch.nn.ReLU(), torch.nn.Linear(8192, 1024)]
     model = torch.nn.Sequential(*layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for inputs, labels in DataLoader(SlowDisk(), batch_size=8, num_workers=WORKERS):
+    for inputs, labels in DataLoader(SlowDisk(), batch_size=32, num_workers=WORKERS):
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(inputs), labels).backward()
         optimizer.step()

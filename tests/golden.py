@@ -26,6 +26,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from dpbench import cli
+from dpbench.cli import tables
 from dpbench.records import HOST, UNATTRIBUTED, Phase, Span, Status, Trial, Verified
 from dpbench.records.observed import Held, Unknown
 from dpbench.records.registry import Parallelism
@@ -256,6 +257,24 @@ def of_doctor() -> Outputs:
     return outputs
 
 
+def of_answers() -> Outputs:
+    """Return the answer to each situation, and what reports say of the peak and of energy."""
+    names = ("test_decision", "test_peak", "test_sampled")
+    decision, peak, sampled = (import_module(f"tests.analysis.{name}") for name in names)
+    outputs: Outputs = {
+        name: "\n".join(decision.only(one.rows, one.facts).lines)
+        for name, one in decision.SITUATIONS.items()
+    }
+    impossible = [peak.trial(seconds=0.001, number=number) for number in range(3)]
+    outputs["share of peak"] = tables.table([peak.row(), peak.row(peak.FOUR)])
+    outputs["above the peak"] = str(peak.stated_of(impossible))
+    outputs["energy"] = sampled.answered(
+        *(sampled.powered(sampled.ALONE, 300.0, number=n) for n in range(3)),
+        *(sampled.powered(sampled.PAIR, 250.0, 200.0, number=n) for n in range(3)),
+    )
+    return outputs
+
+
 def runs() -> dict[str, Callable[[], Outputs]]:
     """Return the functions that render each run's outputs, by the name of its recorded file."""
     stored = {path.parent.name for path in REPORTS.glob(f"*/{TRIALS}")}
@@ -266,6 +285,7 @@ def runs() -> dict[str, Callable[[], Outputs]]:
         "made-findings": lambda: explained(with_findings()),
         "made-problems": lambda: explained(with_problems()),
         "made-statements": lambda: explained(with_statements()),
+        "made-answers": of_answers,
         "doctor": of_doctor,
         "comparisons": of_comparisons,
     }

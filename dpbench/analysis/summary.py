@@ -133,7 +133,7 @@ class Row:
         """Return the label and the source of the peak of `peak_share`; "" without a share."""
         if self.peak_share is None or self.at_peak is None:
             return ""
-        return f"{Source.IMPORTED.value.upper()}: {self.at_peak.source}"
+        return f"IMPORTED: {self.at_peak.source}"
 
     @property
     def impossible_share(self) -> Estimate | None:

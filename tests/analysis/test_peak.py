@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from dpbench.analysis import peak, quantities, statements, summary
 from dpbench.analysis.report import Report
+from dpbench.analysis.statements import Statement
 from dpbench.cli import tables
 from dpbench.records import Case, Source, Trial
 from dpbench.records.data_sheets import DataSheet
@@ -42,6 +44,12 @@ def trial(of: Case = ALONE, seconds: float = 0.01, *, number: int = 0, **facts: 
     known = {"operations": COUNTED, "data_sheet": SHEET, "float32": DEFAULT} | facts
     given = {name: value for name, value in known.items() if value is not None}
     return trial_of(of, [seconds] * 10, round=number, provenance=stated(**given))
+
+
+def stated_of(trials: Sequence[Trial]) -> Statement | None:
+    """Return the statement on an impossible share in a run of these trials."""
+    made = statements.made(summary.rows(trials), trials, RunFacts())
+    return next((one for one in made if one.key == "peak"), None)
 
 
 def row(of: Case = ALONE, seconds: float = 0.01, **facts: Any) -> summary.Row:
@@ -147,15 +155,11 @@ def test_a_share_above_1_is_not_shown_but_stated_with_both_rates() -> None:
     rows = summary.rows(trials)
     assert rows[0].peak_share is None
     assert "of peak" not in tables.table(rows)
-    made = statements.made(rows, trials, RunFacts())
-    (said,) = [one for one in made if one.key == "peak"]
+    said = stated_of(trials)
     for rate in ("288%", "192 TFLOP/s", "66.7 TFLOP/s"):
         assert rate in str(said)
     assert rows[0].peak_source == ""
-    calm = [trial(number=number) for number in range(3)]
-    assert not [
-        one for one in statements.made(summary.rows(calm), calm, RunFacts()) if one.key == "peak"
-    ]
+    assert stated_of([trial(number=number) for number in range(3)]) is None
 
 
 def test_a_share_above_1_that_is_undecided_is_neither_shown_nor_stated() -> None:

@@ -473,7 +473,7 @@ def test_wrong_arguments_leave_no_file(tmp_path: Path, monkeypatch: pytest.Monke
         ({"quiet": True, "verbose": True}, ValueError, "quiet=True and verbose=True"),
         ({"rnds": 2}, TypeError, "did you mean 'rounds'"),
         ({"models": "resnet81"}, LookupError, "give models='file.py:name'"),
-        ({"model": object()}, ValueError, "models= must be names of models"),
+        ({"model": object()}, ValueError, "this object lacks build, batch, loss"),
         ({"model": "absent:net"}, LookupError, "models='absent:net': "),
         ({"model": "absent"}, LookupError, "unknown model 'absent'"),
         ({"models": "no.py:net"}, LookupError, "models='no.py:net': there is no file no.py"),

