@@ -647,7 +647,7 @@ def _of_gpus(question: Question, machine: Resources, command: str) -> Iterator[s
     if question.home.device_kind != "cpu":
         return
     named = command.startswith("dpbench predict") and not machine.gpu_memory_bytes
-    then = "; put the name of yours into the next command" if named else ""
+    then = ": name yours in the next command" if named else ""
     yield f"this says nothing about GPUs{then}"
 
 

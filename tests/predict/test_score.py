@@ -790,5 +790,5 @@ def test_public_figures_of_present_machines_are_inside_the_intervals() -> None:
     table = (public_figures.FIGURES.parent / "README.md").read_text()
     for one in predicted:
         assert f"| {one.published_s * 1e3:.1f} | {one.predicted_s * 1e3:.1f} (" in table, (
-            "write the table anew"
+            "run public_figures.py, and renew the table"
         )
