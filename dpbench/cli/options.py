@@ -61,12 +61,12 @@ EXITS = {0: "done", 2: "a file cannot be read or written", 64: "wrong usage"}
 
 
 if TYPE_CHECKING:
-    _ParamType = click.ParamType[Any]
+    ParamType = click.ParamType[Any]
 else:
-    _ParamType = click.ParamType  # before click 8.4, it takes no type argument
+    ParamType = click.ParamType  # before click 8.4, it takes no type argument
 
 
-class Value(_ParamType):
+class Value(ParamType):
     """The type of an option of a run; `Option.read` converts and checks its texts."""
 
     def __init__(self, option: Option) -> None:

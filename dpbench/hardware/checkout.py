@@ -1,7 +1,8 @@
 """Checkout: the commit and the uncommitted changes of a folder, as git states them.
 
 This is the only module that runs git. A checkout may come from others, and its configuration may
-name programs that git runs: here git runs none of them, and writes and fetches nothing.
+name programs that git runs: here git runs none of them, and fetches nothing. It writes nothing,
+unless a copy of a commit is asked for (`copy_of`).
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_S = 10
+from dpbench.records.errors import UsageError
+
+TIMEOUT_S, COPY_LIMIT_S = 10, 600
 ARCHIVED = "$Format:%H$"
 """The commit of dpbench, if this file comes from `git archive`, which fills it in."""
 SETTINGS = ("core.fsmonitor=", f"core.hooksPath={os.devnull}")
@@ -55,6 +59,78 @@ def own(folder: Path) -> dict[str, Any]:
     return facts(folder) if ARCHIVED.startswith("$") else {"commit": ARCHIVED}
 
 
+def root(folder: Path) -> Path:
+    """Return the top folder of the checkout with this folder; raise UsageError without one."""
+    try:
+        return Path(_text(folder, "rev-parse", "--show-toplevel"))
+    except subprocess.CalledProcessError:
+        raise UsageError(f"{folder} is in no git checkout: change to one") from None
+
+
+def commit_of(folder: Path, name: str) -> str:
+    """Return the commit that a branch, a tag or the beginning of an id names.
+
+    Raises UsageError for a name of no commit, such as one that a shallow clone lacks.
+    """
+    try:
+        return _text(folder, "rev-parse", "--verify", "--end-of-options", f"{name}^{{commit}}")
+    except subprocess.CalledProcessError:
+        shallow = _text(folder, "rev-parse", "--is-shallow-repository") == "true"
+        remedy = (
+            "this clone is shallow: fetch its history with git fetch --unshallow (in a workflow,"
+            " fetch-depth: 0 of actions/checkout)"
+            if shallow
+            else "give a branch, a tag or a commit"
+        )
+        raise UsageError(f"git knows no commit {name!r}: {remedy}") from None
+
+
+@contextmanager
+def copy_of(folder: Path, commit: str, into: Path) -> Iterator[None]:
+    """Check out a commit of a checkout into a new folder, as a worktree, and remove it at the end.
+
+    Worktrees whose folders are gone are forgotten first. Raises OSError if git cannot write it.
+    """
+    _text(folder, "worktree", "prune")
+    try:
+        _text(folder, "worktree", "add", "--detach", "--force", str(into), commit)
+    except subprocess.CalledProcessError as error:
+        raise OSError(f"git could not check out {commit[:12]}: {_why(error)}") from None
+    try:
+        yield
+    finally:
+        _text(folder, "worktree", "remove", "--force", "--force", str(into))
+
+
+def changed(folder: Path) -> list[str]:
+    """Return the paths that differ from the commit: changed, removed, and untracked ones."""
+    tracked = _text(folder, "diff", *PLAIN, SUBMODULES, "--name-only", "-z", "HEAD", "--", ":/")
+    untracked = _text(folder, "ls-files", "--others", "--exclude-standard", "-z", ":/")
+    return [*filter(None, f"{tracked}\0{untracked}".split("\0"))]
+
+
+def ignored(folder: Path) -> list[str]:
+    """Return the ignored paths of a checkout; a folder stands for all that it contains."""
+    listing = ("ls-files", "--others", "--ignored", "--exclude-standard", "--directory", "-z", ":/")
+    return [path.rstrip("/") for path in _text(folder, *listing).split("\0") if path]
+
+
+def submodules(folder: Path, commit: str) -> dict[str, str]:
+    """Return the commit of each submodule that a commit of a checkout names, by its path."""
+    entries = _text(folder, "ls-tree", "-r", "-z", "--full-tree", commit).split("\0")
+    named = [entry.split(maxsplit=3) for entry in entries if entry.startswith("160000 ")]
+    return {path: found for _, _, found, path in named}
+
+
+def _why(error: subprocess.CalledProcessError) -> str:
+    return (error.stderr or b"").decode(errors="replace").strip() or "no reason is known"
+
+
+def _text(folder: Path, *arguments: str) -> str:
+    """Return the output of a command of git that may take longer, with the checkout's filters."""
+    return os.fsdecode(_git(folder, SETTINGS, *arguments, limit_s=COPY_LIMIT_S))
+
+
 def _without_filters(folder: Path) -> list[str]:
     """Return the settings that turn off all filters of a checkout.
 
@@ -71,16 +147,20 @@ def _without_filters(folder: Path) -> list[str]:
 
 
 def _git(
-    folder: Path, settings: Sequence[str], *arguments: str, exits: Sequence[int] = (0,)
+    folder: Path,
+    settings: Sequence[str],
+    *arguments: str,
+    exits: Sequence[int] = (0,),
+    limit_s: float = TIMEOUT_S,
 ) -> bytes:
     """Return the output of a command of git. Raises SubprocessError for other exit codes."""
     given = [word for setting in settings for word in ("-c", setting)]
     command = ["git", "--no-optional-locks", "-C", str(folder), *given, *arguments]
     done = subprocess.run(
-        command, env=_environment(), capture_output=True, timeout=TIMEOUT_S, check=False
+        command, env=_environment(), capture_output=True, timeout=limit_s, check=False
     )
     if done.returncode not in exits:
-        raise subprocess.CalledProcessError(done.returncode, command)
+        raise subprocess.CalledProcessError(done.returncode, command, done.stdout, done.stderr)
     return done.stdout.strip()
 
 

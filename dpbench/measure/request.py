@@ -45,7 +45,8 @@ class Request:
     """The work for one worker process, which is one rank of a trial if there is a `seat`.
 
     The worker writes its trials, log and stacks to `folder`, which the server fills in.
-    `requested_s` is the time of the request in `time.perf_counter` seconds.
+    `requested_s` is the time of the request in `time.perf_counter` seconds. With `turns`, the path
+    of a socket, the worker takes the blocks of steps that the gate asks for (`measure.turns`).
     """
 
     cases: tuple[Case, ...]
@@ -55,6 +56,7 @@ class Request:
     job: WorkKind = WorkKind.MEASURE
     seat: RemoteRank | None = None
     requested_s: float = 0.0
+    turns: str = ""
 
     def to_json(self) -> str:
         """Return the request as one line of JSON."""

@@ -63,11 +63,14 @@ def again_if_killed(attempt: Callable[[], list[Trial]]) -> list[Trial]:
 class Server:
     """The parent's view of the server process, which forks a fresh worker for each request.
 
-    The first request starts the process. On exit, this context manager kills it.
+    The first request starts the process, in `folder` (default: the working folder); it finds
+    modules in `paths` first. On exit, this context manager kills it.
     """
 
-    def __init__(self, scratch: Path) -> None:
+    def __init__(self, scratch: Path, folder: Path | None = None, *paths: Path) -> None:
         self._scratch = scratch
+        self._folder = folder
+        self._paths = paths
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -208,8 +211,9 @@ class Server:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=self._log,
-                    cwd=Path.cwd(),
-                    env=environment() | {"TMPDIR": str(self._scratch), ROOT_PID: str(os.getpid())},
+                    cwd=self._folder or Path.cwd(),
+                    env=environment(*self._paths)
+                    | {"TMPDIR": str(self._scratch), ROOT_PID: str(os.getpid())},
                 )
             self._buffer = b""
             self._soon()
@@ -273,13 +277,14 @@ class Server:
             self._process = None
 
 
-def environment() -> dict[str, str]:
+def environment(*first: Path) -> dict[str, str]:
     """Return the environment variables for a measuring process.
 
     They limit each operation to one thread, make the process import the same copy of dpbench as
-    this process, and let CUDA number GPUs as NVML does, unless the user chose another order.
+    this process, unless one of the folders `first` has another, and let CUDA number GPUs as NVML
+    does, unless the user chose another order.
     """
-    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    paths = [*map(str, first), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     own = {**_THREADS, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONSAFEPATH": "1"}
     return {ORDER: PCI_ORDER, **os.environ, **own}
 

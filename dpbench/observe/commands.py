@@ -32,6 +32,7 @@ from dpbench.cli.options import (
 )
 from dpbench.cli.showing import print_results, try_report
 from dpbench.cli.streams import hand_over, open_streams
+from dpbench.measure.turns import VARIABLE
 from dpbench.records import signals
 from dpbench.records.errors import told
 from dpbench.records.files import UnreadableFile
@@ -325,6 +326,7 @@ class _Watched:
         self._streams = sys.stdout, sys.stderr
         self._stack = ExitStack()
         self._result: WatchResult | None = None
+        self._shows = VARIABLE not in os.environ  # a gate shows results of its own
         self._ended = False
 
     def begin(self) -> None:
@@ -355,7 +357,7 @@ class _Watched:
             if self._result is not None:
                 self._result.interrupted = interrupted
             self._stack.close()
-            shown = self._show()
+            shown = not self._shows or self._show()
             sys.stdout.flush()
         return shown
 

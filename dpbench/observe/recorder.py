@@ -418,6 +418,10 @@ class Recorder:
         except Exception as error:
             self.give_up(error)
 
+    def resume(self) -> None:
+        """Begin the present interval now, because the process has waited since the last update."""
+        self._start = self.now()
+
     def _capturing(self) -> bool:
         """Return whether the current stream captures a CUDA graph, and note it if it does."""
         found = capturing()

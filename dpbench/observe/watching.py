@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import signal
 import sys
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ import torch
 
 from dpbench.hardware import foreign_load, nvml, samplers
 from dpbench.measure import scratch
+from dpbench.measure.turns import Turns
 from dpbench.observe import loop, seams, trials
 from dpbench.observe.recorder import Recorder
 from dpbench.records import HOST, Sample
@@ -79,6 +81,8 @@ def watch(
             seat.clear()
     if live is not None:
         recorder.listeners.append(_line(live))
+    if turns := Turns.of_environment():
+        recorder.listeners.append(_in_turns(recorder, turns))
     with ExitStack() as stack:
         beside = _sampling(stack, seat)
         try:
@@ -239,6 +243,23 @@ def _line(stream: TextIO) -> Callable[[array[float]], None]:
             shown, shown_s = len(ends) - 1, ends[-1]
 
     return show
+
+
+def _in_turns(recorder: Recorder, turns: Turns) -> Callable[[array[float]], None]:
+    """Return a listener that makes the loop wait for its turn after each block of updates."""
+    left = 1
+
+    def take(ends: array[float]) -> None:
+        nonlocal left
+        left -= 1
+        if left:
+            return
+        left = turns.next()
+        if not left:
+            signal.raise_signal(signal.SIGTERM)
+        recorder.resume()
+
+    return take
 
 
 def _write(stream: TextIO, text: str) -> None:

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-SIBLINGS = ("observe", "predict", "doctor")
+SIBLINGS = ("observe", "predict", "doctor", "gating")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,7 @@ from dpbench.hardware.samplers.host import root_pid
 from dpbench.measure import clocks, verification
 from dpbench.measure.merging import exposed_reductions, reductions, silent
 from dpbench.measure.stopping import Stopping
+from dpbench.measure.turns import Turns
 from dpbench.measure.worker import profiling
 from dpbench.measure.worker.feed import fed
 from dpbench.measure.worker.profiling import Profile
@@ -234,6 +235,12 @@ class CaseTimer:
         left = self._effort.max_steps + self._stopping.least_warmup - self._taken
         self._block(max(1, min(self._block_steps, left)))
 
+    def take_turns(self, turns: Turns) -> None:
+        """Take blocks of steps as the gate asks for them."""
+        with without_collections():
+            for steps in turns:
+                self._block(steps)
+
     @property
     def finished(self) -> bool:
         """Return whether the series of this rank, or of any other rank, is long enough."""
@@ -402,17 +409,28 @@ def frozen() -> bool:
     return gc.get_freeze_count() > 0
 
 
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Keep the garbage collector off: a collection would be charged to the phase it interrupts."""
+    gc.collect()
+    freezes = not frozen()  # a worker's server has frozen its large modules, which must stay frozen
+    if freezes:
+        gc.freeze()  # the collections between blocks then skip all objects that exist now
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        if freezes:
+            gc.unfreeze()  # frozen objects in reference cycles would never release their tensors
+
+
 def run_timers(timers: Sequence[CaseTimer]) -> None:
     """Run blocks of steps of all timers in turn until every series is long enough.
 
     The order of the timers is reversed after each pass.
     """
-    gc.collect()
-    freezes = not frozen()  # a worker's server has frozen its large modules, which must stay frozen
-    if freezes:
-        gc.freeze()  # the collections between blocks then skip all objects that exist now
-    gc.disable()  # a collection inside a step would be charged to the phase that it interrupts
-    try:
+    with without_collections():
         # in one worker, all cases are slow if one is: only then can they be compared
         slow = [timer.first() for timer in timers]
         if any(slow):
@@ -428,10 +446,6 @@ def run_timers(timers: Sequence[CaseTimer]) -> None:
             gc.collect()
         for timer in timers:
             timer.weigh_marks()
-    finally:
-        gc.enable()
-        if freezes:
-            gc.unfreeze()  # frozen objects in reference cycles would never release their tensors
 
 
 def _is_first() -> bool:

@@ -32,6 +32,7 @@ from dpbench.measure.failures import Unverified, of_error, of_rank
 from dpbench.measure.merging import merge
 from dpbench.measure.ranks import RanksFailed
 from dpbench.measure.request import RemoteRank, Request, WorkKind
+from dpbench.measure.turns import Turns
 from dpbench.measure.verification import Verification
 from dpbench.measure.worker import loaders, memory, model_check, neighbour
 from dpbench.measure.worker.bench import PreparedCase, run_timers, start_timer
@@ -315,7 +316,17 @@ def work(request: Request) -> list[Trial] | Failure:
         return [_caught(case, lambda: loaders.check(case) if loads else model_check.check(case))]
     if loads:
         return [_caught(case, lambda: loaders.measure(case, request.round, request.folder))]
+    if request.turns:
+        return [_caught(case, lambda: _in_turns(case, request.effort, request.turns))]
     return run_together(request.cases, request.effort, request.folder)
+
+
+def _in_turns(case: Case, effort: Effort, path: str) -> Trial:
+    """Take the blocks of steps that the gate asks for, and return their trial."""
+    prepared = prepare(case, strategies.load(case.strategy))
+    with start_timer(prepared, effort) as timer:
+        timer.take_turns(Turns(path))
+        return timer.trial(_memory(case, prepared.devices))
 
 
 def run(case: Case, effort: Effort, folder: Path) -> Trial:

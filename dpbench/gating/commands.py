@@ -1,0 +1,165 @@
+"""Commands: `dpbench gate`, which decides whether a commit made a training step slower."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from dpbench.cli import shapes
+from dpbench.cli.options import (
+    EXIT_FAILED,
+    EXIT_UNDECIDED,
+    EXIT_USAGE,
+    EXIT_WORSE,
+    Documented,
+    ParamType,
+    json_option,
+    option_of,
+)
+from dpbench.cli.shapes import EstimateFacts
+from dpbench.records.errors import told
+
+CASES = ("models", "strategies", "devices", "batch_sizes", "device_kind", "size", "precision")
+"""The options of a run that select the cases of a gate."""
+
+
+class GateFinding(msgspec.Struct, frozen=True, kw_only=True):
+    """The finding on one step in the JSON of `dpbench gate`: the values of `gating.judge.Finding`.
+
+    Ratios are those of the present step to that of the base, above 1 if it takes more. `phase_s` is
+    the change of the phase that changed most, in seconds per step.
+    """
+
+    name: str
+    answer: str
+    pairs: int
+    wall: EstimateFacts
+    cpu: EstimateFacts
+    memory: EstimateFacts
+    more_memory: bool
+    by_cpu: bool
+    phase: str
+    phase_s: float
+    reason: str
+
+
+class GateVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    """The JSON of `dpbench gate`: its answer is "slower", "not slower" or "cannot tell"."""
+
+    base: str
+    head: str
+    limit: float
+    answer: str
+    worse: bool
+    findings: Sequence[GateFinding]
+    notes: Sequence[str]
+    schema: int = shapes.SCHEMA
+
+
+class _Share(ParamType):
+    """The type of a share between 0 and 1, such as 5% or 0.05."""
+
+    name = "share"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the share of a text; fail for a wrong text."""
+        text, share = str(value).strip(), 0.0
+        with suppress(ValueError):
+            share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        if not 0 < share < 1:
+            self.fail(f"{text} is no share between 0 and 1, such as 5% or 0.05", param, ctx)
+        return share
+
+
+def _case_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for name in reversed(CASES):
+        command = option_of(name)(command)
+    return command
+
+
+@click.command(
+    cls=Documented,
+    short_help="Decide whether a commit made your training step slower.",
+    context_settings={"allow_interspersed_args": False},
+    exits={
+        0: "no step became slower, nor needs more memory",
+        EXIT_WORSE: "at least one step became slower, or needs more memory",
+        EXIT_FAILED: "a step failed, or a file cannot be written",
+        EXIT_UNDECIDED: "no step is known to have become slower, but for some it cannot tell",
+        EXIT_USAGE: "wrong usage, such as an unknown commit",
+    },
+)
+@click.option("--base", default="main", show_default=True, help="A branch, a tag or a commit.")
+@click.option("--script", default="", help="A training script; its arguments come last, after --.")
+@_case_options
+@click.option(
+    "--limit",
+    type=_Share(),
+    default="5%",
+    show_default=True,
+    help="A slow-down, or a growth of memory, below this share is accepted.",
+)
+@click.option(
+    "--budget",
+    type=click.FloatRange(min=1),
+    default=300.0,
+    show_default=True,
+    help="The most seconds; the gate ends as soon as it is decided.",
+)
+@click.option("--md", is_flag=True, help="Print Markdown for a pull request.")
+@json_option
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def gate(
+    base: str,
+    script: str,
+    limit: float,
+    budget: float,
+    md: bool,
+    as_json: bool,
+    arguments: tuple[str, ...],
+    **options: Any,
+) -> None:
+    """Decide whether your project's training step became slower since the commit BASE.
+
+    Give a model (--models model.py:net) or a script (--script train.py -- --epochs 1). dpbench
+    copies your checkout twice, as it was in BASE and as it is now with its uncommitted changes, and
+    lets processes of both take blocks of steps in turn, in the same environment. The answer is
+    "slower", "not slower" or "cannot tell". The copies are removed at the end.
+    """
+    if md and as_json:
+        raise click.UsageError("--md and --json are two formats of stdout: leave out one of them")
+    if bool(script) == bool(options["models"]):
+        raise click.UsageError("give either a model (--models) or a script (--script)")
+    if arguments and not script:
+        raise click.UsageError(f"there is no script that takes the arguments {arguments}")
+    from dpbench.gating import texts
+    from dpbench.gating.judge import Answer
+    from dpbench.gating.pairs import cases, decided
+    from dpbench.gating.sides import SideFailed, watched
+
+    given = {name: value for name, value in options.items() if value}
+    works = [watched(script, arguments)] if script else cases(given)
+
+    def listen(line: str) -> None:
+        click.echo(line, err=True)
+
+    try:
+        verdict = decided(
+            base, works, limit=limit, budget_s=budget, folder=Path.cwd(), listen=listen
+        )
+    except SideFailed as failed:
+        click.echo(f"error: {told(failed)}", err=True)
+        sys.exit(EXIT_FAILED)
+    if as_json:
+        shapes.show(shapes.made(GateVerdict, verdict))
+    else:
+        click.echo((texts.markdown if md else texts.text)(verdict))
+    sys.exit(
+        EXIT_WORSE if verdict.worse else EXIT_UNDECIDED if verdict.answer is Answer.UNKNOWN else 0
+    )

@@ -1,0 +1,130 @@
+"""Judge: whether a step became slower, from pairs of processes that took blocks of it in turn.
+
+A pair gives, for each side, the seconds of a step in several blocks. `analysis.stats.ratio` turns
+pairs into the ratio of the present step to that of the base, with an interval that holds for all
+looks, works and quantities together. The wall time decides: the step is not slower if the interval
+lies below 1 plus the limit, and otherwise slower if it lies above 1. While it decides nothing, CPU
+time may say that the step is slower, because other processes disturb it less. It never says that
+the step is not slower, because it contains no waiting. Memory is judged by the same rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from dpbench.analysis import comparison, stats, summary
+from dpbench.gating.sides import Block
+from dpbench.records import Trial
+from dpbench.records.estimate import Estimate
+
+QUANTITIES = 3
+"""Wall time, CPU time and memory: their intervals hold together."""
+
+
+class Answer(StrEnum):
+    """The three answers, the one that counts most for several works first."""
+
+    SLOWER = "slower"
+    UNKNOWN = "cannot tell"
+    NOT_SLOWER = "not slower"
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The blocks of one side of a pair, without the warm-up, and the trials with all its steps."""
+
+    blocks: Sequence[Block]
+    trials: Sequence[Trial] = ()
+
+    @property
+    def memory_bytes(self) -> int:
+        """Return the peak of its memory."""
+        return max(block.memory_bytes for block in self.blocks)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The two sides of a pair."""
+
+    base: Taken
+    head: Taken
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """The answer on one work after `pairs` pairs, with ratios of the present step to the base.
+
+    `by_cpu` is True if CPU time decided. `phase` is the phase that changed most, by `phase_s`
+    seconds; "" if none is known. `reason` says why there is no answer.
+    """
+
+    name: str
+    answer: Answer
+    pairs: int
+    wall: Estimate
+    cpu: Estimate
+    memory: Estimate
+    more_memory: bool = False
+    by_cpu: bool = False
+    phase: str = ""
+    phase_s: float = 0.0
+    reason: str = ""
+
+    @property
+    def worse(self) -> bool:
+        """Return whether the step became slower or needs more memory."""
+        return self.answer is Answer.SLOWER or self.more_memory
+
+
+def judge(name: str, pairs: Sequence[Pair], *, limit: float, works: int) -> Finding:
+    """Return the finding on a work after a planned number of pairs.
+
+    `limit` is the relative slow-down that is allowed, and `works` the number of works that are
+    judged together.
+    """
+    level = stats.joint_level(works * QUANTITIES * len(stats.LOOKS))
+
+    def ratio(of: Callable[[Taken], Sequence[float]]) -> Estimate:
+        before, after = (
+            {number: of(side) for number, side in enumerate(sides)}
+            for sides in ([pair.base for pair in pairs], [pair.head for pair in pairs])
+        )
+        return stats.ratio(after, before, level=level)
+
+    wall = ratio(lambda side: [block.wall_s for block in side.blocks])
+    cpu = ratio(lambda side: [block.cpu_s for block in side.blocks])
+    memory = ratio(lambda side: [side.memory_bytes])
+    answer = _answer(wall, limit)
+    by_cpu = answer is Answer.UNKNOWN and _answer(cpu, limit) is Answer.SLOWER
+    moved = comparison.moved(
+        [trial for pair in pairs for trial in pair.base.trials],
+        [trial for pair in pairs for trial in pair.head.trials],
+    )
+    phase, phase_s = summary.largest(moved)
+    return Finding(
+        name=name,
+        answer=Answer.SLOWER if by_cpu else answer,
+        pairs=len(pairs),
+        wall=wall,
+        cpu=cpu,
+        memory=memory,
+        more_memory=_answer(memory, limit) is Answer.SLOWER,
+        by_cpu=by_cpu,
+        phase=phase,
+        phase_s=phase_s,
+    )
+
+
+def _answer(ratio: Estimate, limit: float) -> Answer:
+    if not ratio.decides:
+        return Answer.UNKNOWN
+    if ratio.high < 1 + limit:
+        return Answer.NOT_SLOWER
+    return Answer.SLOWER if ratio.low > 1 else Answer.UNKNOWN
+
+
+def whole(found: Sequence[Finding]) -> Answer:
+    """Return the answer on all works together: that of the worst."""
+    return min((one.answer for one in found), key=[*Answer].index)

@@ -1,0 +1,87 @@
+"""Plugin: the fixture `dpbench_gate` of pytest, with which a test fails if its step became slower.
+
+    def test_step(dpbench_gate):
+        model, optimizer, inputs, target = ...
+
+        def step():
+            ...
+
+        dpbench_gate(step)
+
+`pytest --dpbench-base main` compares; without the option, the test takes one step. The fixture runs
+the same test in copies of both commits, whose processes take blocks of steps in turn.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+OPTION = "--dpbench-base"
+EXIT_NOT_FOUND = int(pytest.ExitCode.USAGE_ERROR)
+"""The exit code of pytest if there is no such test."""
+Gate = Callable[..., None]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option with the commit to compare with."""
+    parser.getgroup("dpbench").addoption(
+        OPTION,
+        default="",
+        metavar="COMMIT",
+        help="Let tests with the fixture dpbench_gate compare their steps with this commit.",
+    )
+
+
+@pytest.fixture
+def dpbench_gate(request: pytest.FixtureRequest) -> Gate:
+    """Return a function that fails the test if a step became slower than in the base commit.
+
+    It takes the step, a function without arguments, the relative slow-down `limit` that is allowed,
+    and the most seconds `budget`. The test is skipped if the measurement cannot tell, or if the
+    base has no such test.
+    """
+    from dpbench.measure.turns import VARIABLE, Turns
+
+    base = request.config.getoption(OPTION)
+
+    def gate(step: Callable[[], object], *, limit: float = 0.05, budget: float = 120.0) -> None:
+        if VARIABLE in os.environ:
+            for steps in Turns(os.environ.pop(VARIABLE)):
+                for _ in range(steps):
+                    step()
+        elif base:
+            _compare(request, base, limit, budget)
+        else:
+            step()
+
+    return gate
+
+
+def _compare(request: pytest.FixtureRequest, base: str, limit: float, budget: float) -> None:
+    from dpbench.gating.judge import Answer
+    from dpbench.gating.pairs import decided
+    from dpbench.gating.sides import CommandWork, SideFailed
+
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        pytest.fail("other tests run at the same time: compare steps without -n")
+    test = request.node.nodeid
+    # options of the project's own, such as -n or --cov, would run more than the step
+    words = ["-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", test]
+    mode = f"--import-mode={request.config.getoption('importmode')}"
+    work = CommandWork(test, lambda store: [sys.executable, *words, mode])
+    folder = Path(request.config.rootpath)
+    try:
+        verdict = decided(base, [work], limit=limit, budget_s=budget, folder=folder)
+    except SideFailed as failed:
+        if failed.tree.name == base and failed.exit_status == EXIT_NOT_FOUND:
+            pytest.skip(f"{base} has no such test, so there is nothing to compare with")
+        pytest.fail(str(failed))
+    if verdict.worse:
+        pytest.fail(str(verdict), pytrace=False)
+    if verdict.answer is Answer.UNKNOWN:
+        pytest.skip(str(verdict))
