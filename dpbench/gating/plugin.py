@@ -71,16 +71,21 @@ def _compare(request: pytest.FixtureRequest, base: str, limit: float, budget: fl
         pytest.fail("other tests run at the same time: compare steps without -n")
     test = request.node.nodeid
     # options of the project's own, such as -n or --cov, would run more than the step
-    words = ["-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", test]
+    words = ["-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "-p", __name__]
     mode = f"--import-mode={request.config.getoption('importmode')}"
-    work = CommandWork(test, lambda store: [sys.executable, *words, mode])
+    work = CommandWork(test, lambda store: [sys.executable, *words, mode, test])
     folder = Path(request.config.rootpath)
     try:
         verdict = decided(base, [work], limit=limit, budget_s=budget, folder=folder)
     except SideFailed as failed:
-        if failed.tree.name == base and failed.exit_status == EXIT_NOT_FOUND:
-            pytest.skip(f"{base} has no such test, so there is nothing to compare with")
-        pytest.fail(str(failed))
+        why = str(failed)
+        new = failed.tree.name == base and failed.exit_status == EXIT_NOT_FOUND
+    else:
+        why, new = "", False
+    if new:
+        pytest.skip(f"{base} has no such test, so there is nothing to compare with")
+    if why:
+        pytest.fail(why, pytrace=False)
     if verdict.worse:
         pytest.fail(str(verdict), pytrace=False)
     if verdict.answer is Answer.UNKNOWN:
