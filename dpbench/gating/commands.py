@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
@@ -24,6 +24,9 @@ from dpbench.cli.options import (
 )
 from dpbench.cli.shapes import EstimateFacts
 from dpbench.records.errors import told
+
+if TYPE_CHECKING:
+    from dpbench.gating.judge import Finding
 
 CASES = ("models", "strategies", "devices", "batch_sizes", "device_kind", "size", "precision")
 """The options of a run that select the cases of a gate."""
@@ -146,8 +149,8 @@ def gate(
     given = {name: value for name, value in options.items() if value}
     works = [watched(script, arguments)] if script else cases(given)
 
-    def listen(line: str) -> None:
-        click.echo(line, err=True)
+    def listen(finding: Finding) -> None:
+        click.echo(texts.line(finding), err=True)
 
     try:
         verdict = decided(

@@ -78,11 +78,12 @@ class Finding:
         return self.answer is Answer.SLOWER or self.more_memory
 
 
-def judge(name: str, pairs: Sequence[Pair], *, limit: float, works: int) -> Finding:
-    """Return the finding on a work after a planned number of pairs.
+def look(name: str, pairs: Sequence[Pair], *, limit: float, works: int) -> Finding:
+    """Return the finding on a work after some pairs.
 
     `limit` is the relative slow-down that is allowed, and `works` the number of works that are
-    judged together.
+    judged together. There is an answer after the numbers of pairs in `stats.LOOKS` only: others
+    would need wider intervals.
     """
     level = stats.joint_level(works * QUANTITIES * len(stats.LOOKS))
 
@@ -96,8 +97,9 @@ def judge(name: str, pairs: Sequence[Pair], *, limit: float, works: int) -> Find
     wall = ratio(lambda side: [block.wall_s for block in side.blocks])
     cpu = ratio(lambda side: [block.cpu_s for block in side.blocks])
     memory = ratio(lambda side: [side.memory_bytes])
-    answer = _answer(wall, limit)
-    by_cpu = answer is Answer.UNKNOWN and _answer(cpu, limit) is Answer.SLOWER
+    planned = len(pairs) in stats.LOOKS
+    answer = _answer(wall, limit) if planned else Answer.UNKNOWN
+    by_cpu = planned and answer is Answer.UNKNOWN and _answer(cpu, limit) is Answer.SLOWER
     moved = comparison.moved(
         [trial for pair in pairs for trial in pair.base.trials],
         [trial for pair in pairs for trial in pair.head.trials],
@@ -110,7 +112,7 @@ def judge(name: str, pairs: Sequence[Pair], *, limit: float, works: int) -> Find
         wall=wall,
         cpu=cpu,
         memory=memory,
-        more_memory=_answer(memory, limit) is Answer.SLOWER,
+        more_memory=planned and _answer(memory, limit) is Answer.SLOWER,
         by_cpu=by_cpu,
         phase=phase,
         phase_s=phase_s,

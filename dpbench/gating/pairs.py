@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dpbench.analysis import stats
-from dpbench.gating.judge import Answer, Finding, Pair, Taken, judge, whole
+from dpbench.gating.judge import Answer, Finding, Pair, Taken, look, whole
 from dpbench.gating.sides import Block, CaseWork, Finished, Side, Starter, Work, watched
 from dpbench.gating.trees import Tree, copies, shared
 from dpbench.measure import scratch, selection
@@ -33,7 +33,8 @@ WARMUP_STEPS, WARMUP_S = 5, 0.2
 LIMIT, BUDGET_S = 0.05, 300.0
 """The default of the slow-down that is allowed, and of the seconds of a gate."""
 
-Listener = Callable[[str], None]
+Listener = Callable[[Finding], None]
+"""Is told the finding of each planned look that decides nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +106,7 @@ def decided(
     limit: float = LIMIT,
     budget_s: float = BUDGET_S,
     folder: Path,
-    listen: Listener = lambda text: None,
+    listen: Listener = lambda finding: None,
 ) -> Verdict:
     """Return the verdict on works of the checkout with `folder`."""
     end = time.monotonic() + budget_s
@@ -129,22 +130,19 @@ def _findings(
     found: dict[Work, Finding] = {}
     began = time.monotonic()
     for number in range(stats.LOOKS[-1]):
-        for work in [one for one in starters if one not in found]:
-            listen(f"{work.name}: pair {number + 1}")
+        undecided = [work for work in starters if work not in found]
+        for work in undecided:
             pairs[work].append(pair(starters[work], trees, number))
-        spent_s = (time.monotonic() - began) / (number + 1)
-        last = number + 1 == stats.LOOKS[-1]
-        late = time.monotonic() + spent_s > end
-        for work, taken in pairs.items():
-            if work in found:
-                continue
-            # a look between the planned ones would need wider intervals: it decides nothing
-            one = judge(work.name, taken, limit=limit, works=len(starters))
-            planned = number + 1 in stats.LOOKS
-            if not planned:
-                one = replace(one, answer=Answer.UNKNOWN, by_cpu=False, more_memory=False)
-            if late or last or (planned and one.answer is not Answer.UNKNOWN):
-                found[work] = _explained(one, spent_s) if one.answer is Answer.UNKNOWN else one
+        pair_s = (time.monotonic() - began) / (number + 1)
+        late = time.monotonic() + pair_s > end
+        for work in undecided:
+            one = look(work.name, pairs[work], limit=limit, works=len(starters))
+            if one.answer is not Answer.UNKNOWN:
+                found[work] = one
+            elif late or number + 1 == stats.LOOKS[-1]:
+                found[work] = _explained(one, pair_s)
+            elif number + 1 in stats.LOOKS:
+                listen(one)
         if len(found) == len(starters):
             break
     return [found[work] for work in starters]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dpbench.analysis import stats
 from dpbench.gating.judge import Finding
 from dpbench.gating.pairs import Verdict
 from dpbench.records import words
@@ -12,8 +13,18 @@ MARKER = "<!-- dpbench gate -->"
 
 def text(verdict: Verdict) -> str:
     """Return the answer as lines of text."""
-    lines = [f"{one.name}: {one.answer}, {'; '.join(_facts(one))}" for one in verdict.findings]
-    return "\n".join([*lines, *(f"note: {note}" for note in verdict.notes), _conclusion(verdict)])
+    return "\n".join(
+        [
+            *map(line, verdict.findings),
+            *(f"note: {note}" for note in verdict.notes),
+            _conclusion(verdict),
+        ]
+    )
+
+
+def line(finding: Finding) -> str:
+    """Return the finding on one step as a line of text."""
+    return f"{finding.name}: {finding.answer}, {'; '.join(_facts(finding))}"
 
 
 def markdown(verdict: Verdict) -> str:
@@ -52,7 +63,8 @@ def _ratio(finding: Finding) -> str:
 def _facts(finding: Finding) -> list[str]:
     """Return the clauses on a finding, the ratio of times first."""
     what = "CPU time; its wall time is undecided" if finding.by_cpu else "time"
-    facts = [f"{_ratio(finding)} the {what}, by {words.count(finding.pairs, 'pair')} of processes"]
+    known = f"{_ratio(finding)} the {what}" if finding.pairs >= stats.LOOKS[0] else "no ratio"
+    facts = [f"{known}, by {words.count(finding.pairs, 'pair')} of processes"]
     if finding.phase and finding.worse:
         facts.append(
             f"most of the change in {finding.phase} ({words.signed_time(finding.phase_s)})"
