@@ -2,7 +2,7 @@
 
 A pair gives, for each side, the seconds of a step in several blocks. `analysis.stats.ratio` turns
 pairs into the ratio of the present step to that of the base, with an interval that holds for all
-looks, works and quantities together. The wall time decides: the step is not slower if the interval
+looks, works and quantities together, as those of two runs do. The wall time decides: the step is not slower if the interval
 lies below 1 plus the limit, and otherwise slower if it lies above 1. While it decides nothing, CPU
 time may say that the step is slower, because other processes disturb it less. It never says that
 the step is not slower, because it contains no waiting. Memory is judged by the same rule.
@@ -85,7 +85,7 @@ def look(name: str, pairs: Sequence[Pair], *, limit: float, works: int) -> Findi
     judged together. There is an answer after the numbers of pairs in `stats.LOOKS` only: others
     would need wider intervals.
     """
-    level = stats.joint_level(works * QUANTITIES * len(stats.LOOKS))
+    level = stats.joint_level(works * QUANTITIES * len(stats.LOOKS), comparison.SURE)
 
     def ratio(of: Callable[[Taken], Sequence[float]]) -> Estimate:
         before, after = (
