@@ -18,7 +18,8 @@
 #                 second run measures only the missing results, or all with AGAIN=1; BENCH=REGEX selects benchmarks.
 #                 The commits take turns in ROUNDS=5 rounds, and it prints which differences these decide
 # make docs       the documents as a site, build/site/index.html; a broken link is an error
-# make gate       decide whether this checkout's engine is slower than BASE=main: slower, not slower, or cannot tell
+# make gate       decide whether this checkout's engine is slower than BASE=main: slower, not slower, or cannot tell;
+#                 ARGS= are further options of dpbench gate
 # make test-gpu   on any Linux machine: torch's CUDA build on fake GPUs, in the virtual environment .venv-gpu (1.8 GB).
 #                 tests/fakegpu/README.md says what this shows and what it does not; the stages of an earlier torch,
 #                 which end in -2.11, install it in .venv-gpu-211 (1.2 GB)
@@ -135,7 +136,8 @@ history: $(VENV)/dev.stamp
 	PATH="$(abspath $(BIN)):$$PATH" COMMITS=$(COMMITS) BENCH='$(BENCH)' AGAIN=$(AGAIN) ROUNDS=$(ROUNDS) sh benchmarks/history.sh
 
 gate: $(VENV)/dev.stamp
-	$(BIN)/python benchmarks/scripts/gate.py $(BASE) $(ARGS)
+	$(BIN)/dpbench --no-config gate --base $(BASE) --models mlp,resnet18 --strategies 'dp[reference],dp[local]' \
+	  --devices 2 --device-kind cpu --batch-sizes 16 --budget 600 $(ARGS)
 
 gpu-check: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/scripts/gpu_check.py $(ARGS)

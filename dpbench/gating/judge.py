@@ -1,11 +1,12 @@
 """Judge: whether a step became slower, from pairs of processes that took blocks of it in turn.
 
 A pair gives, for each side, the seconds of a step in several blocks. `analysis.stats.ratio` turns
-pairs into the ratio of the present step to that of the base, with an interval that holds for all
-looks, works and quantities together, as those of two runs do. The wall time decides: the step is not slower if the interval
-lies below 1 plus the limit, and otherwise slower if it lies above 1. While it decides nothing, CPU
-time may say that the step is slower, because other processes disturb it less. It never says that
-the step is not slower, because it contains no waiting. Memory is judged by the same rule.
+pairs into the ratio of the present step to that of the base. As for two runs, the intervals of all
+works, quantities and looks hold together with `comparison.SURE`. The wall time decides: the step is
+not slower if the interval lies below 1 plus the limit, and otherwise slower if it lies above 1.
+While it decides nothing, CPU time may say that the step is slower, because other processes disturb
+it less. It never says that the step is not slower, because it contains no waiting. Memory is judged
+by the same rule.
 """
 
 from __future__ import annotations

@@ -68,7 +68,9 @@ def answers(tries: int, **ratios: float) -> Counter[Answer]:
 
 
 def test_an_unchanged_step_is_not_slower() -> None:
-    assert answers(30) == {Answer.NOT_SLOWER: 30}
+    found = answers(30)
+    assert found[Answer.SLOWER] <= 1  # reports/gate-alarms has the rate
+    assert found[Answer.NOT_SLOWER] >= 29
 
 
 def test_a_slower_step_is_found_and_never_missed() -> None:

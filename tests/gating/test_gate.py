@@ -1,0 +1,240 @@
+"""The gate from end to end: the command, the fixture and the action find a slower step.
+
+The change makes the layers work five times as long, so that few pairs decide while other tests run
+beside them; reports/gate-alarms has the changes of a few per cent. Those marked
+`rest` run with --all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dpbench.analysis import comparison, stats
+from dpbench.gating import judge, pairs, sides
+from tests.gating.projects import BUDGET_S, commit, git, project, slow_down
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
+LIMIT = "60%"
+"""A step beside other tests is known to be unchanged only to this share."""
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    folder = project(tmp_path / "project")
+    (folder / "data").mkdir()
+    (folder / "data" / "kept").write_text("kept")
+    yield folder
+    assert (folder / "data" / "kept").read_text() == "kept"
+    assert len(git(folder, "worktree", "list").splitlines()) == 1
+
+
+def do(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+def gate(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    budget = f"--budget={BUDGET_S}"
+    return do(folder, "-m", "dpbench", "gate", "--base", "base", budget, *words)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize(("times", "code", "answer"), [(1, 0, "not slower"), (5, 1, "slower")])
+def test_a_model(repository: Path, times: int, code: int, answer: str) -> None:
+    slow_down(repository, times)
+    done = gate(repository, "--models", "model.py:net", "--limit", LIMIT, "--json")
+    assert done.returncode == code, done.stderr
+    told = json.loads(done.stdout)
+    assert told["answer"] == answer
+    (found,) = told["findings"]
+    assert found["answer"] == answer
+    assert (found["wall"]["value"] > 1.5) is (times > 1)
+    assert found["memory"]["value"] == pytest.approx(1, abs=0.1)
+    if times > 1:
+        assert found["phase"] in ("forward", "backward")
+        assert found["phase_s"] > 0
+
+
+def test_a_script(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # each process loads torch: three pairs, and an interval that holds with half
+    monkeypatch.setattr(stats, "LOOKS", (3,))
+    monkeypatch.setattr(comparison, "SURE", 0.5)
+    slow_down(repository, 5)
+    work = sides.watched("train.py", ["100000"])
+    told = pairs.decided("base", [work], budget_s=BUDGET_S, folder=repository)
+    (found,) = told.findings
+    assert (told.answer, found.pairs) == (judge.Answer.SLOWER, 3)
+    assert told.worse
+    assert found.phase in ("forward", "backward")
+    assert found.phase_s > 0
+
+
+def test_a_script_that_is_too_short_says_so(repository: Path) -> None:
+    done = gate(repository, "--script", "train.py", "--", "3")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+
+
+def test_a_base_that_fails_says_why(repository: Path) -> None:
+    commit(repository, {"model.py": "raise RuntimeError('no such luck')"}, tag="broken")
+    git(repository, "checkout", "base", "--", "model.py")
+    done = do(repository, "-m", "dpbench", "gate", "--base", "broken", "--models", "model.py:net")
+    assert done.returncode == 2
+    assert "no such luck" in done.stderr
+    assert "broken" in done.stderr
+
+
+def test_both_sides_may_not_run_the_same_code(repository: Path, tmp_path: Path) -> None:
+    loads = "import importlib.util as u, sys\nspec = u.spec_from_file_location('model', {!r})\n"
+    rest = "m = u.module_from_spec(spec)\nsys.modules['model'] = m\nspec.loader.exec_module(m)\n"
+    script = (repository / "train.py").read_text()
+    fixed = loads.format(str(repository / "model.py")) + rest + script
+    commit(repository, {"fixed.py": fixed}, tag="fixed")
+    done = do(
+        repository, "-m", "dpbench", "gate", "--base", "fixed", "--script", "fixed.py", "--", "9999"
+    )
+    assert done.returncode == 64
+    assert str(repository / "model.py") in done.stderr
+
+
+def test_wrong_usage_is_told(repository: Path) -> None:
+    for words in ([], ["--models", "model.py:net", "--script", "train.py"], ["--limit", "no"]):
+        assert gate(repository, *words).returncode == 64
+    assert gate(repository, "--models", "model.py:net", "--strategies", "ddp").returncode == 64
+
+
+@pytest.mark.rest
+def test_the_fixture(repository: Path) -> None:
+    words = ["-m", "pytest", "-q", "-p", "dpbench.gating.plugin", "test_step.py"]
+    assert do(repository, *words).returncode == 0
+    slow_down(repository, 5)
+    done = do(repository, *words, "--dpbench-base", "base")
+    assert done.returncode == 1, done.stdout
+    assert "slower" in done.stdout
+
+
+@pytest.mark.rest
+def test_the_fixture_skips_a_new_test(repository: Path) -> None:
+    (repository / "test_step.py").rename(repository / "test_new.py")
+    words = ["-m", "pytest", "-q", "-p", "dpbench.gating.plugin", "test_new.py"]
+    done = do(repository, *words, "--dpbench-base", "base")
+    assert done.returncode == 0
+    assert "1 skipped" in done.stdout
+
+
+def action(folder: Path, outside: Path, **inputs: str) -> list[int]:
+    """Run the steps of action.yml as a workflow would, without the installation.
+
+    Return their exit codes up to the first failure.
+    """
+    told = yaml.safe_load((ROOT / "action.yml").read_text())
+    given = {name: str(one.get("default", "")) for name, one in told["inputs"].items()} | inputs
+    programs = outside / "programs"
+    programs.mkdir(exist_ok=True)
+    fakes = {
+        "dpbench": f'exec "{sys.executable}" -m dpbench "$@"\n',
+        "gh": f'echo "$@" >> "{outside}/calls"\n'
+        f'case "$*" in *--paginate*) cat "{outside}/ids";; esac\n',
+    }
+    for name, body in fakes.items():
+        (programs / name).write_text(f"#!/bin/sh\n{body}")
+        (programs / name).chmod(0o755)
+    (outside / "ids").touch()
+    written = {name: outside / name for name in ("GITHUB_OUTPUT", "GITHUB_STEP_SUMMARY")}
+    for path in written.values():
+        path.write_text("")
+    codes = []
+    for step in told["runs"]["steps"]:
+        if step["name"] == "Set up":
+            continue
+        outputs = dict(
+            line.partition("=")[::2] for line in written["GITHUB_OUTPUT"].read_text().splitlines()
+        )
+        known = {f"inputs.{name}": value for name, value in given.items()}
+        known |= {f"steps.gate.outputs.{name}": value for name, value in outputs.items()}
+        own = {name: filled(value, known) for name, value in step.get("env", {}).items()}
+        done = subprocess.run(
+            ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]],
+            cwd=folder,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+                **{name: str(path) for name, path in written.items()},
+                **own,
+            },
+            timeout=600,
+            check=False,
+        )
+        codes.append(done.returncode)
+        if done.returncode:
+            break
+    return codes
+
+
+def filled(text: str, known: dict[str, str]) -> str:
+    """Return a text of action.yml with its expressions replaced; unknown ones become empty."""
+    parts = text.split("${{")
+    return parts[0] + "".join(
+        known.get(part.partition("}}")[0].strip(), "") + part.partition("}}")[2]
+        for part in parts[1:]
+    )
+
+
+@pytest.mark.parametrize("times", [1, 5])
+def test_the_action(repository: Path, tmp_path: Path, times: int) -> None:
+    slow_down(repository, times)
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    given = {"base": "base", "model": "model.py:net", "limit": LIMIT, "budget": str(BUDGET_S)}
+    codes = action(repository, outside, **given)
+    assert codes == ([0, 0, 0] if times == 1 else [0, 0, 1])
+    summary = (outside / "GITHUB_STEP_SUMMARY").read_text()
+    answer = "slower" if times > 1 else "not slower"
+    assert f"answer={answer}\n" in (outside / "GITHUB_OUTPUT").read_text()
+    assert answer in summary
+    _, made = (outside / "calls").read_text().splitlines()
+    assert "POST" in made
+
+
+@pytest.mark.rest
+def test_the_action_updates_its_comment_and_takes_a_script(
+    repository: Path, tmp_path: Path
+) -> None:
+    slow_down(repository, 5)
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "ids").write_text("42\n")
+    script = {"base": "base", "script": "train.py 100000", "budget": str(BUDGET_S)}
+    assert action(repository, outside, **script) == [0, 0, 1]
+    _, made = (outside / "calls").read_text().splitlines()
+    assert "PATCH" in made
+    assert "/42" in made
+
+
+def test_the_action_fails_if_the_gate_does(repository: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    assert action(repository, outside, base="nowhere", model="model.py:net") == [64]
+
+
+def test_git_is_needed(repository: Path) -> None:
+    shutil.copytree(repository, repository.parent / "plain", ignore=shutil.ignore_patterns(".git"))
+    done = gate(repository.parent / "plain", "--models", "model.py:net")
+    assert done.returncode == 64
