@@ -28,6 +28,7 @@ __all__ = [
     "load",
     "open_trials",
     "watch",
+    "gate",
     "Run",
     "DataParallel",
     "TrainStep",
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
         replicate,
         scatter,
     )
+    from dpbench.gating.pairs import gate
     from dpbench.observe.watching import watch
 
 _HOMES = {

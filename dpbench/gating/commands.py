@@ -130,7 +130,7 @@ def gate(
 ) -> None:
     """Decide whether your project's training step became slower since the commit BASE.
 
-    Give a model (--models model.py:net) or a script (--script train.py -- --epochs 1). dpbench
+    Give a model (--models model.py:net) or a script (--script train.py -- 1000). dpbench
     copies your checkout twice, as it was in BASE and as it is now with its uncommitted changes, and
     lets processes of both take blocks of steps in turn, in the same environment. The answer is
     "slower", "not slower" or "cannot tell". The copies are removed at the end.

@@ -27,6 +27,7 @@ from dpbench.measure.request import Request
 from dpbench.measure.server import Server, as_trials
 from dpbench.measure.turns import VARIABLE
 from dpbench.records import Case, Effort, Status, Trial, signals
+from dpbench.records.spelling import dashed
 from dpbench.records.visible import visible
 from dpbench.store import Store
 
@@ -277,7 +278,9 @@ class CommandWork:
         def check() -> None:
             if process.poll() is None:
                 return
-            last = visible(log.read_text(errors="replace")[-TAIL:].strip(), lines=True)
+            last = visible(
+                log.read_text(encoding="utf-8", errors="replace")[-TAIL:].strip(), lines=True
+            )
             how = processes.ending(process.returncode)
             kind = SideFailed if process.returncode else Finished
             said = f"the process ended ({how}); its last output: {last or 'none'}"
@@ -315,7 +318,7 @@ def watched(script: str, arguments: Sequence[str]) -> CommandWork:
     """Return the updates of a training script, which `dpbench watch` records."""
 
     def command(store: Path) -> list[str]:
-        words = ["-m", "dpbench", "--no-config", "watch", "--store", str(store), script]
+        words = ["-m", "dpbench", "--no-config", "watch", dashed("store"), str(store), script]
         return [sys.executable, *words, *arguments]
 
     return CommandWork(Path(script).name, command)

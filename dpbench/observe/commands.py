@@ -32,7 +32,6 @@ from dpbench.cli.options import (
 )
 from dpbench.cli.showing import print_results, try_report
 from dpbench.cli.streams import hand_over, open_streams
-from dpbench.measure.turns import VARIABLE
 from dpbench.records import signals
 from dpbench.records.errors import told
 from dpbench.records.files import UnreadableFile
@@ -291,6 +290,7 @@ def watch(
     script handles its signals. If it fails, the exit code is that of the script; if a signal ends
     it, its steps are stored before.
     """
+    from dpbench.measure import turns
     from dpbench.observe import imports
     from dpbench.observe.script import INTERRUPTED, run
     from dpbench.records.options import tags
@@ -302,7 +302,8 @@ def watch(
         )
     command = shlex.join(["dpbench", "watch", *(["-m"] if module else []), script, *arguments])
     naming = Naming(name=name or "", tags=tags(tag), command=command)
-    watched = _Watched(store, Path(script).name, naming)
+    # a gate shows results of its own
+    watched = _Watched(store, Path(script).name, naming, shows=turns.VARIABLE not in os.environ)
     imports.after("torch", watched.begin)
     signals.hand_over(watched.end)
     hand_over()
@@ -316,7 +317,7 @@ def watch(
 class _Watched:
     """A script in this process, watched from its import of torch to its end."""
 
-    def __init__(self, store: Path, script: str, naming: Naming) -> None:
+    def __init__(self, store: Path, script: str, naming: Naming, *, shows: bool) -> None:
         self._store = store
         self._script = script
         self._naming = naming
@@ -326,7 +327,7 @@ class _Watched:
         self._streams = sys.stdout, sys.stderr
         self._stack = ExitStack()
         self._result: WatchResult | None = None
-        self._shows = VARIABLE not in os.environ  # a gate shows results of its own
+        self._shows = shows
         self._ended = False
 
     def begin(self) -> None:

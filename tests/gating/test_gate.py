@@ -120,7 +120,7 @@ def test_wrong_usage_is_told(repository: Path) -> None:
 
 
 @pytest.mark.rest
-def test_the_fixture(repository: Path) -> None:
+def test_the_fixture_finds_a_slower_step(repository: Path) -> None:
     words = ["-m", "pytest", "-q", "-p", "dpbench.gating.plugin", "test_step.py"]
     assert do(repository, *words).returncode == 0
     slow_down(repository, 5)

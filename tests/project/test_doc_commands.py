@@ -30,6 +30,7 @@ SHORTER = {
 ELSEWHERE = {
     "examples/starved_loader.py": "test_a_starved_loader_is_named",
     "doctor": "test_the_command_measures_this_machine",
+    "gate": "test_a_script",
     "--compile": "test_the_time_of_compilation_is_apart_from_the_steps",
     "--find-max-batch": "test_the_command_prints_a_line_a_case",
 }

@@ -33,6 +33,7 @@ FLOORS = (
     "observe",
     "predict",
     "doctor",
+    "gating",
     "dpbench",
     "integrations",
     "__main__",
