@@ -141,16 +141,16 @@ def gate(
         raise click.UsageError("give either a model (--models) or a script (--script)")
     if arguments and not script:
         raise click.UsageError(f"there is no script that takes the arguments {arguments}")
-    from dpbench.gating import texts
     from dpbench.gating.judge import Answer
     from dpbench.gating.pairs import cases, decided
     from dpbench.gating.sides import SideFailed, watched
+    from dpbench.gating.verdict import line
 
     given = {name: value for name, value in options.items() if value}
     works = [watched(script, arguments)] if script else cases(given)
 
     def listen(finding: Finding) -> None:
-        click.echo(texts.line(finding), err=True)
+        click.echo(line(finding), err=True)
 
     try:
         verdict = decided(
@@ -162,7 +162,7 @@ def gate(
     if as_json:
         shapes.show(shapes.made(GateVerdict, verdict))
     else:
-        click.echo((texts.markdown if md else texts.text)(verdict))
+        click.echo(verdict.markdown if md else verdict)
     sys.exit(
         EXIT_WORSE if verdict.worse else EXIT_UNDECIDED if verdict.answer is Answer.UNKNOWN else 0
     )

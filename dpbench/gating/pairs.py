@@ -11,14 +11,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dpbench.analysis import stats
-from dpbench.gating.judge import Answer, Finding, Pair, Taken, look, whole
+from dpbench.gating.judge import Answer, Finding, Pair, Taken, look
 from dpbench.gating.sides import Block, CaseWork, Finished, Side, Starter, Work, watched
 from dpbench.gating.trees import Tree, copies, shared
+from dpbench.gating.verdict import Verdict
 from dpbench.measure import scratch, selection
 from dpbench.records import words
 from dpbench.records.errors import UsageError
@@ -35,32 +36,6 @@ LIMIT, BUDGET_S = 0.05, 300.0
 
 Listener = Callable[[Finding], None]
 """Is told the finding of each planned look that decides nothing."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """The answer of a gate on `base`, with a finding for each work, and the notes."""
-
-    base: str
-    head: str
-    limit: float
-    findings: Sequence[Finding]
-    notes: Sequence[str] = ()
-
-    @property
-    def answer(self) -> Answer:
-        """Return the answer on all works together."""
-        return whole(self.findings)
-
-    @property
-    def worse(self) -> bool:
-        """Return whether a step became slower or needs more memory."""
-        return any(one.worse for one in self.findings)
-
-    def __str__(self) -> str:
-        from dpbench.gating import texts
-
-        return texts.text(self)
 
 
 def gate(

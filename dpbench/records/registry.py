@@ -10,7 +10,6 @@ Plans, predictions and reports depend on the traits of a strategy, never on the 
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -359,5 +358,7 @@ def unknown(kind: str, name: str, known: list[str]) -> str:
 
 def near(name: str, known: Sequence[str]) -> str:
     """Return a question for the known name that is most similar to `name`; "" if none is."""
+    import difflib  # for errors only
+
     found = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean '{found[0]}'?" if found else ""
