@@ -2067,6 +2067,15 @@ FAULTS = (
         ("tests/predict/test_simulation.py::test_an_interval_holds_80_percent",),
     ),
     Fault(
+        "across",
+        "a comparison across a fact refuses every other difference",
+        "one.forbids and one.asked not in self.asked",
+        "one.forbids and not self.asked",
+        (
+            "tests/analysis/test_comparison.py::test_a_difference_that_is_asked_for_is_compared_and_labelled_and_any_other_refused",
+        ),
+    ),
+    Fault(
         "gil",
         "threads that launch at once hand the interpreter over",
         "spent * (1 + self._host_costs.hand_off * others)",
