@@ -2078,11 +2078,38 @@ FAULTS = (
     Fault(
         "gil",
         "threads that launch at once hand the interpreter over",
-        "spent * (1 + self._host_costs.hand_off * others)",
-        "spent",
+        "1 + self._host_costs.hand_off * others",
+        "1",
         (
             "tests/predict/test_simulation.py::test_threads_that_launch_at_once_hand_the_interpreter_over",
         ),
+    ),
+    Fault(
+        "no-gil",
+        "threads launch at the same time where there is no interpreter lock",
+        "not self._machine.host.gil",
+        "False",
+        (
+            "tests/predict/test_simulation.py::test_without_an_interpreter_lock_threads_launch_at_once",
+        ),
+    ),
+    Fault(
+        "no-gil-label",
+        "a step without the interpreter lock has the label NO-GIL",
+        'trial.facts.gil == "off"',
+        "False",
+        (
+            "tests/analysis/test_summary.py::test_a_step_without_the_interpreter_lock_says_so",
+            "tests/predict/test_outlook.py::"
+            "test_a_run_without_the_interpreter_lock_is_continued_without_it",
+        ),
+    ),
+    Fault(
+        "gil-switch",
+        "an import that switches the interpreter lock on is named",
+        "switching(str(message)) or _Watch.module",
+        "_Watch.module",
+        ("tests/hardware/test_interpreter.py::test_the_module_that_switches_the_lock_on_is_noted",),
     ),
     Fault(
         "sibling",

@@ -21,7 +21,7 @@ import msgspec
 from dpbench.doctor import system, transfers
 from dpbench.doctor.faults import AllReduce, Examined
 from dpbench.doctor.probe import all_reduce
-from dpbench.hardware import foreign_load, gpus
+from dpbench.hardware import foreign_load, gpus, interpreter
 from dpbench.hardware.nvml import Nvml, NvmlGpu, open_nvml
 from dpbench.records.disturbance import busy, told
 from dpbench.records.facts import Gpu
@@ -103,6 +103,7 @@ def examine(say: transfers.Say = lambda _: None) -> Examined:
         ),
         memory_bytes_per_s=answer.get("memory_bytes_per_s", 0.0),
         variables=dict(os.environ),
+        switching=answer.get("switching", ""),
     )
 
 
@@ -141,7 +142,7 @@ def _torch() -> dict[str, Any]:
     except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
         return {}
     found: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
-    return found
+    return {**found, "switching": interpreter.switching(answer.stderr)}
 
 
 @dataclass
