@@ -34,7 +34,10 @@ SIZES = (2**20, 2**25)
 EACH_S = 0.2
 """The seconds between two readings of the GPUs' clocks during the copies."""
 _QUESTION = """
-import json, time, torch
+import json, sys, time, torch
+if not getattr(sys, "_is_gil_enabled", lambda: True)():
+    # imports what a training imports, such as triton
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
 count = torch.cuda.device_count() if torch.cuda.is_available() else 0
 peers = [[a, b] for a in range(count) for b in range(count)
          if a != b and torch.cuda.can_device_access_peer(a, b)]

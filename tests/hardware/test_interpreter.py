@@ -8,7 +8,14 @@ from collections.abc import Callable
 
 import pytest
 
+from dpbench.analysis.report import Report
 from dpbench.hardware import interpreter
+from dpbench.hardware.devices import open_devices
+from dpbench.measure.worker.facts import torch_facts
+from dpbench.records import Case
+from tests.trials import trial_of
+
+CASE = Case(model="mlp", strategy="dp", devices=2, batch_size=8)
 
 WARNING = (
     "The global interpreter lock (GIL) has been enabled to load module 'pkg._fast', which has not"
@@ -81,3 +88,26 @@ def test_a_lock_that_was_on_before_was_switched_by_nobody(lock: Callable[[bool],
 def test_a_text_without_the_warning_names_no_module() -> None:
     assert interpreter.switching(f"a line\n{WARNING}\n") == "pkg._fast"
     assert interpreter.switching("RuntimeWarning: the GIL") == ""
+
+
+def test_a_trial_states_the_lock_and_who_switched_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = open_devices("cpu", 1)[0]
+    monkeypatch.setattr(interpreter, "switched_on_by", lambda: "pkg._fast")
+    named = torch_facts(CASE, device)
+    assert (named["gil"], named["gil_switched_on_by"]) == (interpreter.gil(), "pkg._fast")
+    monkeypatch.setattr(interpreter, "switched_on_by", lambda: "")
+    assert "gil_switched_on_by" not in torch_facts(CASE, device)
+
+
+def test_a_report_warns_once_of_each_module_that_switched_the_lock_on() -> None:
+    def stated(module: str) -> list[str]:
+        facts = {"gil": "on", "gil_switched_on_by": module}
+        trials = [trial_of(CASE, [0.01] * 9, round=n, provenance=facts) for n in range(3)]
+        report = Report.of(trials, run_id="1", started_s=1.0, provenance={})
+        said = [one for one in report.statements if one.key == "gil"]
+        assert all(one.warns for one in said)
+        return [one.text for one in said]
+
+    (text,) = stated("pkg._fast")
+    assert "pkg._fast" in text
+    assert stated("") == []
