@@ -1052,7 +1052,7 @@ FAULTS = (
     Fault(
         "fake-comparison",
         "fake GPUs are compared with no real devices",
-        "any(one.name == FAKES for one in forbids)",
+        "any(one.name == FAKES and one.forbids for one in found.differing)",
         "False",
         ("tests/records/test_fake.py::test_a_comparison_of_fake_with_real_gpus_is_refused",),
     ),
