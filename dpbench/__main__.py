@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 
-from dpbench.records.errors import NotUnix
+from dpbench.hardware import interpreter
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -14,6 +14,9 @@ def main(arguments: list[str] | None = None) -> None:
     If a signal ends the command, the exit code is 128 plus the number of the signal, as in a shell.
     Raises KeyboardInterrupt if one ended a script: the process then ends as that of the script.
     """
+    interpreter.watch_gil()  # before any package is imported
+    from dpbench.records.errors import NotUnix
+
     try:
         from dpbench.records import signals
     except NotUnix as error:

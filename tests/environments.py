@@ -47,11 +47,14 @@ CHANGED: dict[str, dict[str, Any]] = {
     "gil": {"gil": "off"},
     "torch": {"packages": {**PACKAGES, "torch": "2.14.0"}},
     "numpy": {"packages": {**PACKAGES, "numpy": "1.26.0"}},
+    "python_variables": {"variables": {"OMP_NUM_THREADS": "1", "PYTHON_GIL": "0"}},
     "variables": {"variables": {"OMP_NUM_THREADS": "1", "NCCL_P2P_DISABLE": "1"}},
 }
 """Per field of `Environment` that a run knows, the facts that differ from `FACTS`."""
 TOLD = {one.name: one.metadata["name"] for one in fields(Environment)}
 """The name in words of each field of `Environment`."""
+ASKED = {one.name: one.metadata["asked"] for one in fields(Environment)}
+"""How a comparison across each field of `Environment` names it."""
 FORBIDS = [name for name in CHANGED if name != "memory_bytes"]
 
 

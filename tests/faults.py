@@ -1052,7 +1052,7 @@ FAULTS = (
     Fault(
         "fake-comparison",
         "fake GPUs are compared with no real devices",
-        "any(one.name == FAKES for one in forbids)",
+        "any(one.name == FAKES and one.forbids for one in found.differing)",
         "False",
         ("tests/records/test_fake.py::test_a_comparison_of_fake_with_real_gpus_is_refused",),
     ),
@@ -2067,13 +2067,49 @@ FAULTS = (
         ("tests/predict/test_simulation.py::test_an_interval_holds_80_percent",),
     ),
     Fault(
+        "across",
+        "a comparison across a fact refuses every other difference",
+        "one.forbids and one.asked not in self.asked",
+        "one.forbids and not self.asked",
+        (
+            "tests/analysis/test_comparison.py::test_a_difference_that_is_asked_for_is_compared_and_labelled_and_any_other_refused",
+        ),
+    ),
+    Fault(
         "gil",
         "threads that launch at once hand the interpreter over",
-        "spent * (1 + self._host_costs.hand_off * others)",
-        "spent",
+        "1 + self._host_costs.hand_off * others",
+        "1",
         (
             "tests/predict/test_simulation.py::test_threads_that_launch_at_once_hand_the_interpreter_over",
         ),
+    ),
+    Fault(
+        "no-gil",
+        "threads launch at the same time where there is no interpreter lock",
+        "not self._machine.host.gil",
+        "False",
+        (
+            "tests/predict/test_simulation.py::test_without_an_interpreter_lock_threads_launch_at_once",
+        ),
+    ),
+    Fault(
+        "no-gil-label",
+        "a step without the interpreter lock has the label NO-GIL",
+        'trial.facts.gil == "off"',
+        "False",
+        (
+            "tests/analysis/test_summary.py::test_a_step_without_the_interpreter_lock_says_so",
+            "tests/predict/test_outlook.py::"
+            "test_a_run_without_the_interpreter_lock_is_continued_without_it",
+        ),
+    ),
+    Fault(
+        "gil-switch",
+        "an import that switches the interpreter lock on is named",
+        "switching(str(message)) or _Watch.module",
+        "_Watch.module",
+        ("tests/hardware/test_interpreter.py::test_the_module_that_switches_the_lock_on_is_noted",),
     ),
     Fault(
         "sibling",

@@ -235,9 +235,13 @@ def with_statements() -> list[Trial]:
         "dpbench": {"commit": "aaaa1111", "dirty": True},
     }
     uneven = test_uneven.rounds(test_uneven.SINGLE, test_uneven.every(4))
-    averaging = {"averaging": {"low": 0.02, "high": 0.131, "rows": 7}}
+    others_told = {
+        "averaging": {"low": 0.02, "high": 0.131, "rows": 7},
+        "gil": "on",
+        "gil_switched_on_by": "numba._dispatcher",
+    }
     even = test_uneven.rounds(test_uneven.DDP, test_uneven.even)
-    told = [replace(one, provenance={**one.provenance, **averaging}) for one in even]
+    told = [replace(one, provenance={**one.provenance, **others_told}) for one in even]
     first, *others = [*uneven, *told]
     slow = [test_cluster.alone(number, ratio) for number, ratio in enumerate((1.49, 1.5, 1.51))]
     lost = replace(slow[0], round=9, steps=(), samples=(), status=Status.FAILED, reason="planted")

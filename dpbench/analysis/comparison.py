@@ -1,20 +1,28 @@
 """Comparison: the ratio of the speeds of two runs of the same cases, its verdict, and the cause.
 
-Runs in unlike environments are compared only if the caller asks for it.
+Runs in unlike environments are compared only if the caller asks for it: across the facts that are
+to differ, or whatever differs.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from dpbench.analysis import stats, summary
 from dpbench.analysis.summary import FAKE_GPU, all_labels, measured, order, shown
 from dpbench.records import Case, Trial, words
-from dpbench.records.environment import FAKES, Difference, Environment, differences
+from dpbench.records.environment import (
+    DEVICES,
+    FAKES,
+    Difference,
+    Environment,
+    asked_for,
+    differences,
+)
 from dpbench.records.errors import UsageError
 from dpbench.records.estimate import Estimate
 from dpbench.records.facts import RunFacts
@@ -58,7 +66,7 @@ class Comparison:
     `before` and `after` are the median step times in seconds. `ratio` is above 1 if the second run
     is faster; `reason` explains the verdict. `phase` changed most, by `phase_s` seconds per step
     (negative if shorter), the fraction `share` of the absolute changes of all phases. `other` is
-    the case in the second run; it differs from `case` only if unlike machines are compared.
+    the case in the second run; it differs from `case` only if unlike devices are compared.
     """
 
     case: Case
@@ -91,17 +99,33 @@ class Comparisons:
 
     `lost` has the reason for each common case without a ratio, such as a missing result.
     `differing` also has facts that forbid no comparison, such as one that a run did not record.
+    `asked` names the facts across which the runs are compared.
     """
 
     lines: Sequence[Comparison]
     lost: Mapping[Case, str]
     differing: Sequence[Difference]
     margin: float
+    asked: Collection[str] = ()
+
+    @property
+    def across(self) -> Sequence[Difference]:
+        """Return the differences that the comparison is about, because they were asked for."""
+        return [one for one in self.differing if one.asked in self.asked and not one.unknown]
 
     @property
     def unlike(self) -> Sequence[Difference]:
-        """Return the facts for which runs are only compared if the caller asks for it."""
-        return [one for one in self.differing if one.forbids]
+        """Return the others for which runs are only compared if the caller allows any."""
+        return [one for one in self.differing if one.forbids and one.asked not in self.asked]
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Return the differences that forbid nothing, and each fact asked for that has none."""
+        known = {one.asked for one in self.differing}
+        return [
+            *(str(one) for one in self.differing if one not in {*self.across, *self.unlike}),
+            *(f"{one}: no recorded difference" for one in sorted({*self.asked} - known)),
+        ]
 
     @property
     def verdicts(self) -> Counter[str]:
@@ -110,40 +134,59 @@ class Comparisons:
 
 
 def between(
-    before: Measured, after: Measured, *, margin: float = stats.MARGIN, unlike: bool = False
+    before: Measured,
+    after: Measured,
+    *,
+    margin: float = stats.MARGIN,
+    across: str | Iterable[str] = (),
+    unlike: bool = False,
 ) -> Comparisons:
     """Return the comparison of two runs.
 
-    `margin` is the relative difference up to which two cases count as the same. Raises ValueError
-    without a common measured case, if only one run is on fake GPUs and, unless `unlike`, if
-    the environments differ in a fact that forbids it.
+    `margin` is the relative difference up to which two cases count as the same. `across` names the
+    facts that may differ because their effect is the question; see `environment.asked_for`. Raises
+    ValueError for a name that is none, without a common measured case, if only one run is on fake
+    GPUs and, unless `unlike`, if the environments differ in another fact that forbids it.
     """
-    differing = unlikes(before, after)
-    forbids = [one for one in differing if one.forbids]
-    unlike = unlike and bool(forbids)
-    if any(one.name == FAKES for one in forbids):
+    found = Comparisons(
+        lines=(),
+        lost={},
+        differing=unlikes(before, after),
+        margin=margin,
+        asked=asked_for(across),
+    )
+    if any(one.name == FAKES and one.forbids for one in found.differing):
         raise UsageError(
             f"one of the two runs is labelled {FAKE_GPU}: the times on fake GPUs mean nothing, and"
             " are not compared with those on real devices; give two runs on real devices"
         )
-    if forbids and not unlike:
-        said = "; ".join(map(str, forbids))
+    if found.unlike and not unlike:
+        asked = [*sorted(found.asked), *(one.asked for one in found.unlike)]
+        names = ",".join(dict.fromkeys(asked))
         raise UsageError(
             "the two runs differ ({said})",
             option="unlike",
             value=True,
-            remedy="give {} to compare them nevertheless",
-            said=said,
+            remedy=f"give {{}} to compare them nevertheless, or {{across:{names}}} if the effect"
+            " of these differences is the question",
+            said="; ".join(map(str, found.unlike)),
         )
-    lines = compare(before.trials, after.trials, margin=margin, unlike=unlike)
-    lost = uncompared(before.trials, after.trials, unlike=unlike)
+    elsewhere = bool(found.unlike) or any(one.asked == DEVICES for one in found.across)
+    lines = compare(
+        before.trials,
+        after.trials,
+        margin=margin,
+        elsewhere=elsewhere,
+        labels=[*["ACROSS"] * bool(found.across), *["UNLIKE"] * bool(found.unlike)],
+    )
+    lost = uncompared(before.trials, after.trials, elsewhere=elsewhere)
     if not lines:
         reasons = "".join(f"; {case.label}: {reason}" for case, reason in lost.items())
         raise UsageError(
             f"the runs {before.run_id[:8]} and {after.run_id[:8]} have no measured case in"
             f" common{reasons}"
         )
-    return Comparisons(lines=lines, lost=lost, differing=differing, margin=margin)
+    return replace(found, lines=lines, lost=lost)
 
 
 def unlikes(before: Measured, after: Measured) -> list[Difference]:
@@ -156,16 +199,18 @@ def compare(
     after: Sequence[Trial],
     *,
     margin: float = stats.MARGIN,
-    unlike: bool = False,
+    elsewhere: bool = False,
+    labels: Sequence[str] = (),
 ) -> list[Comparison]:
     """Return the comparison of every case with results in both runs; above 1, `after` is faster.
 
     `margin` is the relative difference up to which two cases count as the same. The intervals of
-    all ratios hold together with the probability `SURE`. With `unlike`, a case is compared with the
-    same case on another kind of device; emulated devices, whose time is host time only, never are.
-    Cases that took only a few steps (`Trial.slow`) in one of the runs are left out.
+    all ratios hold together with the probability `SURE`. With `elsewhere`, a case is compared with
+    the same case on another kind of device; emulated devices, whose time is host time only, never
+    are. `labels` are added to those of each case. Cases that took only a few steps (`Trial.slow`)
+    in one of the runs are left out.
     """
-    pairs = [pair for pair in _pairs(before, after, unlike=unlike) if len(_modes(pair)) == 1]
+    pairs = [pair for pair in _pairs(before, after, elsewhere=elsewhere) if len(_modes(pair)) == 1]
     level = stats.joint_level(len(pairs), SURE)
     lines = []
     for earlier, later in pairs:
@@ -186,7 +231,7 @@ def compare(
                 phase=phase,
                 phase_s=phase_s,
                 share=abs(phase_s) / total_s if total_s else 0.0,
-                labels=(*all_labels([*shown(earlier), *shown(later)]), *["UNLIKE"] * unlike),
+                labels=(*all_labels([*shown(earlier), *shown(later)]), *labels),
             )
         )
     return sorted(lines, key=lambda line: (ORDER.index(line.verdict), order(line.case)))
@@ -231,10 +276,10 @@ def _timed(case: Case, run: Measured) -> list[Trial]:
 
 
 def _pairs(
-    before: Sequence[Trial], after: Sequence[Trial], *, unlike: bool
+    before: Sequence[Trial], after: Sequence[Trial], *, elsewhere: bool
 ) -> list[tuple[list[Trial], list[Trial]]]:
     """Return the trials in both runs of each case with results in both."""
-    first, second = (_by_case(side, unlike=unlike) for side in (before, after))
+    first, second = (_by_case(side, elsewhere=elsewhere) for side in (before, after))
     return [(earlier, second[key]) for key, earlier in first.items() if key in second]
 
 
@@ -243,15 +288,15 @@ def _modes(pair: tuple[list[Trial], list[Trial]]) -> set[bool]:
     return {trial.facts.slow for trials in pair for trial in shown(trials)}
 
 
-def _by_case(trials: Iterable[Trial], *, unlike: bool) -> dict[Case, list[Trial]]:
+def _by_case(trials: Iterable[Trial], *, elsewhere: bool) -> dict[Case, list[Trial]]:
     """Return the trials of each case with a result.
 
-    If `unlike`, all keys have the same kind of device, except emulated ones, so that GPUs match
+    If `elsewhere`, all keys have the same kind of device, except emulated ones, so that GPUs match
     CPUs.
     """
     chosen: dict[Case, list[Trial]] = {}
     for case, group in by_case(trials).items():
-        real = unlike and case.device_kind != "emulated"
+        real = elsewhere and case.device_kind != "emulated"
         key = replace(case, device_kind="cpu", device_ids=()) if real else case
         timed = [trial for trial in group if trial.source.timed]
         if measured(timed):
@@ -286,12 +331,12 @@ def _reason(ratio: Estimate, verdict: str, count: int, margin: float) -> str:
 
 
 def uncompared(
-    before: Sequence[Trial], after: Sequence[Trial], *, unlike: bool = False
+    before: Sequence[Trial], after: Sequence[Trial], *, elsewhere: bool = False
 ) -> dict[Case, str]:
     """Return the common cases without a comparison, each with the reason."""
     reasons = {
         earlier[-1].case: _in_two_modes(earlier, later)
-        for earlier, later in _pairs(before, after, unlike=unlike)
+        for earlier, later in _pairs(before, after, elsewhere=elsewhere)
         if len(_modes((earlier, later))) > 1
     }
     of_case = {"before": by_case(before), "after": by_case(after)}

@@ -38,6 +38,6 @@ def of_question(
     if not one_gpu or decision.basis not in ASKED:
         return None
     for outlook in siblings.added("outlook"):
-        found: Outlook | None = outlook(question.home, trials, machine.gpu)
+        found: Outlook | None = outlook(question.home, trials, machine)
         return found
     return None

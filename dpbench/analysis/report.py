@@ -75,7 +75,7 @@ class Report:
         """
         rows = summary.rows(trials)
         facts = RunFacts.of(provenance)
-        machine = Resources.of(facts)
+        machine = Resources.of(facts, trials)
         ladders = ladder.ladders(rows, max((trial.facts.looks for trial in trials), default=1))
         loading = loaders.curve(rows, trials)
         diagnoses = findings.diagnose(rows, trials, machine, machine_result)

@@ -340,6 +340,21 @@ def _fake(seen: Observation) -> Iterator[Said]:
         yield f"{FAKE_GPU}: {fake.WHY}; {shows}", ()
 
 
+def _switched(seen: Observation) -> Iterator[Said]:
+    yield from _by_text(
+        (
+            f"the import of {module} switched Python's global interpreter lock on, although this"
+            " Python began without it, so that threads run Python code one at a time; PYTHON_GIL=0"
+            " keeps it off, also where a module is not safe without it",
+            case,
+        )
+        for case, module in dict.fromkeys(
+            (trial.case, trial.facts.gil_switched_on_by) for trial in seen.trials
+        )
+        if module
+    )
+
+
 def _colocated(seen: Observation) -> Iterator[Said]:
     if any(row.case.placement == "colocated" for row in seen.rows):
         yield (
@@ -400,6 +415,12 @@ KINDS = (
         " unlike",
         warns=True,
         find=_machines,
+    ),
+    Kind(
+        key="gil",
+        when="an import switched the interpreter lock on in a Python that began without it",
+        warns=True,
+        find=_switched,
     ),
     Kind(
         key="slow_host",

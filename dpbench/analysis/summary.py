@@ -33,7 +33,7 @@ PERCENTILES = (95, 99)
 KERNELS = "kernels of profiled steps"
 BUSY_METRICS = {"kernel_busy_s": KERNELS, "busy_s": "thread CPU time"}
 """The metrics from which busy time is taken, the best first, each with its source."""
-COLOCATED, FAKE_GPU, UNCLEAR = "COLOCATED", "FAKE-GPU", "UNCLEAR"
+COLOCATED, FAKE_GPU, NO_GIL, UNCLEAR = "COLOCATED", "FAKE-GPU", "NO-GIL", "UNCLEAR"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,6 +357,8 @@ def labels(trial: Trial) -> tuple[str, ...]:
         names.append("EXPERIMENTAL")
     if case.device_kind != "cuda":
         names.append({"cpu": "CPU-ONLY"}.get(case.device_kind, case.device_kind.upper()))
+    if trial.facts.gil == "off":
+        names.append(NO_GIL)
     if trial.on_fake_gpus:
         names.append(FAKE_GPU)
     if (loop := trial.facts.loop) and loop.hidden:

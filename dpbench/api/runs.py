@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -192,20 +192,26 @@ class Run:
         return write_report(Path(path), self.analysis)
 
     def compare(
-        self, after: Run | str | Path, *, margin: float = stats.MARGIN, unlike: bool = False
+        self,
+        after: Run | str | Path,
+        *,
+        margin: float = stats.MARGIN,
+        across: str | Iterable[str] = (),
+        unlike: bool = False,
     ) -> Compared:
         """Return the comparison of this run with the run `after`, as `dpbench compare` makes it.
 
         `after` is a run, or a text that names one in the results file of this run; `dpbench compare
-        --help` explains the names. Relative differences below `margin` count as equal. Raises
-        ValueError if the name is unknown, or if the runs have no measured case in common. Unless
-        `unlike` is True, also raises ValueError if the machines, the kinds of devices or the
-        versions of torch differ.
+        --help` explains the names. Relative differences below `margin` count as equal. `across` has
+        the facts in which the runs may differ, such as "torch" or "python". Raises ValueError if a
+        name is unknown, or if the runs have no measured case in common. Unless `unlike` is True,
+        also raises ValueError if the machines, the kinds of devices or the software differ in
+        another fact.
         """
         if not isinstance(after, Run):
             after = Run(*side(self._store or STORE, str(after)), None)
         comparisons = comparison.between(
-            self.analysis, after.analysis, margin=margin, unlike=unlike
+            self.analysis, after.analysis, margin=margin, across=across, unlike=unlike
         )
         return Compared(self.analysis, after.analysis, comparisons)
 
@@ -236,8 +242,13 @@ class Compared:
         return self._comparisons.lines
 
     @property
+    def across(self) -> Sequence[Difference]:
+        """Return the facts that were asked for, and in which the runs differ."""
+        return self._comparisons.across
+
+    @property
     def unlike(self) -> Sequence[Difference]:
-        """Return the facts in which the runs differ so that they are only compared if asked for."""
+        """Return the other facts in which the runs differ so that only `unlike` compares them."""
         return self._comparisons.unlike
 
     def page(self, path: str | Path) -> Path:

@@ -77,15 +77,17 @@ class ComparedCase(msgspec.Struct, frozen=True, kw_only=True):
 class ComparedRuns(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `dpbench compare`.
 
-    Relative differences below `margin` count as equal. `unlike` has the facts in which the runs
-    differ so that they are only compared with --unlike, and `notes` the others, such as a fact that
-    one of them did not record. `lost` maps the label of each case that is in both runs but
-    has no ratio, such as one without a result in one of them, to the reason.
+    Relative differences below `margin` count as equal. `across` has the differences that were asked
+    for with --across, `unlike` those for which the runs are only compared with --unlike, and
+    `notes` the others, such as a fact that one of them did not record. `lost` maps the label of
+    each case that is in both runs but has no ratio, such as one without a result in one of them, to
+    the reason.
     """
 
     before: ComparedRun
     after: ComparedRun
     margin: float
+    across: Sequence[str]
     unlike: Sequence[str]
     notes: Sequence[str]
     cases: Sequence[ComparedCase]
@@ -116,6 +118,12 @@ class ComparedRuns(msgspec.Struct, frozen=True, kw_only=True):
     help="Relative differences below this margin count as equal.",
 )
 @click.option(
+    "--across",
+    multiple=True,
+    metavar="FACT,...",
+    help="Compare runs that differ in these facts, such as torch or python, but in no others.",
+)
+@click.option(
     "--unlike",
     is_flag=True,
     help="Compare even if machines, kinds of devices or software differ.",
@@ -132,6 +140,7 @@ def compare(
     before: str,
     after: str,
     margin: float,
+    across: tuple[str, ...],
     unlike: bool,
     md: bool,
     as_json: bool,
@@ -146,11 +155,15 @@ def compare(
     that `dpbench export jsonl` wrote. FILE alone names the newest run of a store, or the only run
     of an exported file.
 
-    Without --unlike, the command refuses two runs that differ in a fact on which step times depend:
-    processor, cores, GPUs and their power limits, versions of the driver, CUDA, cuDNN, NCCL, torch,
-    numpy and Python, its build, its GIL (on or off), variables such as NCCL_P2P_DISABLE, and kinds
-    of devices. It also refuses if only one of the runs is an imported trace. A fact that one of the
-    runs did not record is named in a note.
+    The command refuses two runs that differ in a fact on which step times depend: processor, cores,
+    GPUs and their power limits, versions of the driver, CUDA, cuDNN, NCCL, torch, numpy and Python,
+    its build, its GIL (on or off), variables such as NCCL_P2P_DISABLE, and kinds of devices. It
+    also refuses if only one of the runs is an imported trace. A fact that one of the runs did not
+    record is named in a note.
+
+    --across torch compares runs with two versions of torch, and still refuses any other difference;
+    ratios then have the label ACROSS. `python` means version, build, GIL and variables of Python
+    together. --unlike compares whatever differs, with the label UNLIKE.
     """
     if md and as_json:
         raise click.UsageError("--md and --json are two formats of stdout: leave out one of them")
@@ -164,7 +177,7 @@ def compare(
     first, second = (report for _, report in sides)
     if first.run_id == second.run_id:
         click.echo(f"note: {before} and {after} are the same run, {first.run_id[:8]}", err=True)
-    comparisons = comparison.between(first, second, margin=margin, unlike=unlike)
+    comparisons = comparison.between(first, second, margin=margin, across=across, unlike=unlike)
     if as_json:
         both = [ComparedRun.of(*one) for one in sides]
         lost = {case.label: reason for case, reason in comparisons.lost.items()}
@@ -173,8 +186,9 @@ def compare(
                 before=both[0],
                 after=both[1],
                 margin=margin,
+                across=[str(one) for one in comparisons.across],
                 unlike=[str(one) for one in comparisons.unlike],
-                notes=[str(one) for one in comparisons.differing if not one.forbids],
+                notes=comparisons.notes,
                 cases=[shapes.made(ComparedCase, line) for line in comparisons.lines],
                 lost=lost,
             )

@@ -21,7 +21,7 @@ import msgspec
 from dpbench.doctor import system, transfers
 from dpbench.doctor.faults import AllReduce, Examined
 from dpbench.doctor.probe import all_reduce
-from dpbench.hardware import foreign_load, gpus
+from dpbench.hardware import foreign_load, gpus, interpreter
 from dpbench.hardware.nvml import Nvml, NvmlGpu, open_nvml
 from dpbench.records.disturbance import busy, told
 from dpbench.records.facts import Gpu
@@ -34,7 +34,10 @@ SIZES = (2**20, 2**25)
 EACH_S = 0.2
 """The seconds between two readings of the GPUs' clocks during the copies."""
 _QUESTION = """
-import json, time, torch
+import json, sys, time, torch
+if not getattr(sys, "_is_gil_enabled", lambda: True)():
+    # imports what a training imports, such as triton
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
 count = torch.cuda.device_count() if torch.cuda.is_available() else 0
 peers = [[a, b] for a in range(count) for b in range(count)
          if a != b and torch.cuda.can_device_access_peer(a, b)]
@@ -103,6 +106,7 @@ def examine(say: transfers.Say = lambda _: None) -> Examined:
         ),
         memory_bytes_per_s=answer.get("memory_bytes_per_s", 0.0),
         variables=dict(os.environ),
+        switching=answer.get("switching", ""),
     )
 
 
@@ -141,7 +145,7 @@ def _torch() -> dict[str, Any]:
     except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
         return {}
     found: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
-    return found
+    return {**found, "switching": interpreter.switching(answer.stderr)}
 
 
 @dataclass

@@ -82,10 +82,11 @@ class Examined:
     """An examined machine.
 
     `gpus` are the facts of NVML for each GPU that torch can use, in CUDA's order, and `described`
-    the same with those that no rule reads, as plain data. `unused` says why
-    torch cannot use a GPU that is there. `peers` has the ordered pairs of GPUs with peer access,
-    None if unknown. `foreign` has the bytes that other processes hold on each GPU, None for a
-    process if unknown, and `busy` says how much of the cores they took, "" if not too much.
+    the same with those that no rule reads, as plain data. `unused` says why torch cannot use a GPU
+    that is there. `switching` is the module whose import switches Python's interpreter lock on when
+    torch makes an optimizer, "" without one. `peers` has the ordered pairs of GPUs with peer
+    access, None if unknown. `foreign` has the bytes that other processes hold on each GPU, None for
+    a process if unknown, and `busy` says how much of the cores they took, "" if not too much.
     `software` has the versions of torch and what it is built with, and of the driver and the CUDA
     that it supports, each "" if unknown. `no_kernels` are the GPUs for which torch's build has no
     kernels. `memory_bytes_per_s` counts the bytes that a copy in the host's memory reads and
@@ -108,6 +109,7 @@ class Examined:
     no_kernels: Sequence[int] = ()
     memory_bytes_per_s: float = 0.0
     variables: Mapping[str, str] = field(default_factory=dict)
+    switching: str = ""
     steps: Steps = STANDARD
 
     def pci(self, gpu: int) -> PciDevice | None:
@@ -724,6 +726,22 @@ def _states(machine: Examined) -> Iterator[Finding]:
         )
 
 
+def _interpreter_lock(machine: Examined) -> Iterator[Finding]:
+    if machine.switching:
+        yield Finding(
+            name="interpreter lock",
+            says=f"the import of {machine.switching} switches Python's global interpreter lock on,"
+            " although this Python begins without it",
+            evidence="CPython's warning when torch makes an optimizer",
+            cost="threads run Python code one at a time, as the replicas of DataParallel do with"
+            " every other Python",
+            change="a version of this package for Python without the lock; PYTHON_GIL=0 keeps the"
+            " lock off, also where a module is not safe without it",
+            undo="unset PYTHON_GIL",
+            wrong=False,
+        )
+
+
 def _busy(machine: Examined) -> Iterator[Finding]:
     if machine.busy:
         yield Finding(
@@ -764,6 +782,7 @@ RULES: Sequence[Rule] = (
     _redirected,
     _slow_all_reduce,
     _no_peers,
+    _interpreter_lock,
     _busy,
     _foreign,
     _states,

@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from dpbench.hardware import checkout
+from dpbench.hardware import checkout, interpreter
 from dpbench.hardware.readings import reading
 from dpbench.records import sources
 from dpbench.records.environment import Environment
@@ -94,18 +94,10 @@ def environment(gpus: dict[str, Any] | None = None) -> dict[str, Any]:
         "gpus": gpus or {},
         "python": platform.python_version(),
         "python_build": _build_of_python(),
-        "gil": gil(),
+        "gil": interpreter.gil(),
         "packages": {name: found for name in PACKAGES if (found := version(name))},
         "variables": variables(os.environ),
     }
-
-
-def gil() -> str:
-    """Return whether the global interpreter lock is "on" or "off" in this process now.
-
-    An imported extension can switch it on in an interpreter that began without it.
-    """
-    return "on" if getattr(sys, "_is_gil_enabled", lambda: True)() else "off"
 
 
 def _build_of_python() -> str:

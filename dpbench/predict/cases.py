@@ -118,8 +118,9 @@ LAUNCHES = ("host_scale", "launch_s")
 class Prediction:
     """The predicted seconds of a case's step with their 80 % interval, and the step's spans.
 
-    `profile` is the source of the profile ("measured", "given", "traced" or "counted"), and `gpu`
-    the name of the machine's GPUs. `need` is None if the memory was not predicted.
+    `profile` is the source of the profile ("measured", "given", "traced" or "counted"), `gpu` the
+    name of the machine's GPUs, and `gil` whether its Python has the interpreter lock. `need` is
+    None if the memory was not predicted.
     """
 
     case: Case
@@ -130,6 +131,7 @@ class Prediction:
     spans: tuple[Span, ...] = ()
     machine: str = ""
     gpu: str = ""
+    gil: bool = True
     need: Need | None = None
     deviation: Deviation = deviations.NONE
     """What the step includes beyond the model, of which no span tells."""
@@ -148,6 +150,7 @@ class Prediction:
             **stated(
                 machine=self.machine,
                 gpu=self.gpu,
+                gil="on" if self.gil else "off",
                 interval_80_s=(self.low_s, self.high_s),
                 error_draws=tuple(round(draw, 4) for draw in self.draws),
             ),
@@ -235,6 +238,7 @@ class Predictor:
             spans,
             self.machine.name,
             self.machine.gpu.name,
+            self.machine.host.gil,
             deviation=deviation,
             draws=draws,
         )

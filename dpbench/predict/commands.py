@@ -175,6 +175,7 @@ def predict(as_json: bool, **options: Any) -> None:
                 machine=described.name,
                 description=described.description,
                 machine_file=file,
+                assumed=described.assumptions,
                 what_ifs=changes,
                 answers=[shapes.AnswerFacts.of(one) for one in answered],
                 cases=[
@@ -328,7 +329,7 @@ def _print(
     changes: Sequence[WhatIf],
 ) -> None:
     click.echo(f"{machine.name}: {machine.description}; all steps below are predictions")
-    for assumption in machine.assumed:
+    for assumption in machine.assumptions:
         click.echo(f"assumed: {assumption}")
     click.echo("".join(f"{one.words}\n" for one in steps))
     click.echo("\n\n".join(tables))

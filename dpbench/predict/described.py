@@ -38,6 +38,8 @@ TIMES = (
     r"|[abghklptv]b?\d|(?:8|16|\d{4})\b(?! ?g)))"
 )
 """Matches the number of network cards, but not that of GPUs or nodes, nor "PCIe 4 x16"."""
+WITHOUT_GIL = r"\b(?:no|without(?: the| a)?)[ -]gil\b|free[- ]thread"
+"""Matches that Python has no global interpreter lock."""
 PCIE_SOURCE = "NCCL src/graph/topo.h, PCI_BW"
 SOCKET_GB = {4: 48.0, 5: 66.0, 6: 66.0}
 """The rate of the links between two processors in GB/s, by the PCIe generation of the processors.
@@ -304,6 +306,7 @@ def toml(
         f"assumed = {json.dumps(words.assumed)}",
         f"source = {json.dumps(table()['peer'])}",
         "\n[host]\nfactor = 1.0",
+        f"gil = {str(not words.has(WITHOUT_GIL)).lower()}",
         f"staged_bytes_per_s = {staged * GB:.4g}",
         f"source = {json.dumps(HOST_SOURCE)}",
         f"\n[gpu]\nname = {json.dumps(gpu['name'])}",

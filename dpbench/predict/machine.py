@@ -32,6 +32,10 @@ KINDS = ("nvlink", "pcie", "socket", "network")
 HOST_NODE = "cpu"
 """The prefix of processors' names, such as cpu0; as the end of a link, its host memory."""
 
+UNMEASURED_WITHOUT_GIL = (
+    "without the interpreter lock, each operation of the host is assumed to take as long as with"
+    " it, and not longer beside those of other threads"
+)
 Record = TypeVar("Record")
 MOST_GPUS = 256
 """The most GPUs of one node in a description."""
@@ -74,11 +78,14 @@ class Host:
 
     An operation takes `factor` times as long as the predictor's constant, which was measured on
     another machine. A field such as `launch_s` is the duration of one operation on this host, and
-    replaces the constant. `hand_off` is the fraction by which each additional thread slows down the
-    interpreter. None, or 0 for `cores` and the rates, means unknown.
+    replaces the constant. `gil` is whether Python has its global interpreter lock; without it,
+    threads run Python code at the same time. `hand_off` is the fraction by which each additional
+    thread slows down the operations of the others. None, or 0 for `cores` and the rates, means
+    unknown.
     """
 
     factor: Positive = 1.0
+    gil: bool = True
     cores: Annotated[int, msgspec.Meta(ge=0, le=65536)] = 0
     pageable_bytes_per_s: Amount = 0.0
     staged_bytes_per_s: Amount = 0.0
@@ -120,6 +127,13 @@ class Machine:
     nodes: int = 1
     collective: Collective | None = None
     assumed: tuple[str, ...] = ()
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """Return `assumed`, and what is assumed about a host that nobody measured."""
+        if self.host.gil or self.host.launch_s is not None:
+            return self.assumed
+        return (*self.assumed, UNMEASURED_WITHOUT_GIL)
 
     @property
     def devices(self) -> int:

@@ -17,14 +17,15 @@ from dpbench.predict.stored import of_trials
 from dpbench.records import Case, Trial, registry
 from dpbench.records.errors import UnknownName
 from dpbench.records.registry import Role
+from dpbench.records.resources import Resources
 from dpbench.records.work import Sizes
 
 DEVICES = (2, 4, 8)
 """The numbers of GPUs whose steps are predicted."""
 
 
-def outlook(home: Case, trials: Sequence[Trial], gpu: str) -> Outlook | None:
-    """Return the predicted steps of DataParallel and ddp on `DEVICES` GPUs of the model `gpu`.
+def outlook(home: Case, trials: Sequence[Trial], here: Resources) -> Outlook | None:
+    """Return the predicted steps of DataParallel and ddp on `DEVICES` GPUs as the one of `here`.
 
     `home` is the case on one device, and each GPU processes its batch. None if it has no trusted
     trial with the sizes of its model, or other habits than a plain loop, or if the GPU is unknown.
@@ -33,7 +34,7 @@ def outlook(home: Case, trials: Sequence[Trial], gpu: str) -> Outlook | None:
     sizes = next((one.facts.model for one in usable if one.facts.model), Sizes())
     if home.habits or counts.lacking(sizes):
         return None
-    line = f"{DEVICES[-1]}x {gpu}"
+    line = here.with_gpus(DEVICES[-1])
     try:
         target = machine.load(line)
     except UnknownName:

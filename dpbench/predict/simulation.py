@@ -105,12 +105,13 @@ class _Prices:
         others = len(self._rows) - 1
         if task.unit == "launches":
             spent = self._launches(task, spent)
-        if task.resource == GIL:
-            # all threads compete for the interpreter lock
-            return SimulatedJob(
-                0.0, amount=spent * (1 + self._host_costs.hand_off * others), way=(GIL,)
-            )
-        return SimulatedJob(spent, task.resource)
+        if task.resource != GIL:
+            return SimulatedJob(spent, task.resource)
+        spent *= 1 + self._host_costs.hand_off * others
+        if not self._machine.host.gil:
+            return SimulatedJob(spent, f"host:{task.device}")
+        # all threads compete for the interpreter lock
+        return SimulatedJob(0.0, amount=spent, way=(GIL,))
 
     def _launches(self, task: Task, spent: float) -> float:
         """`spent` is the duration in seconds of the launches in forward.

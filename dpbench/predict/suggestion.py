@@ -50,7 +50,7 @@ def command(case: Case, here: Resources, *, step_s: float = 0.0) -> str:
 def _suggested(here: Resources) -> str:
     if not here.gpu_memory_bytes or here.gpu.startswith(fake.NAME):
         return EXAMPLE
-    line = f"8x {here.gpu}"
+    line = here.with_gpus(8)
     try:
         machine.load(line)
     except UnknownName:

@@ -236,6 +236,7 @@ class Predictions(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `dpbench predict`.
 
     `machine_file` is the machine file that was made from a line of text; empty for other machines.
+    `assumed` is what the description of the machine does not state, in words.
     `what_ifs` has the predicted gains from changes of the schedule or of the machine.
     `measured_steps` says for each model predicted from measured steps where they were measured.
     """
@@ -243,6 +244,7 @@ class Predictions(msgspec.Struct, frozen=True, kw_only=True):
     machine: str
     description: str
     machine_file: str
+    assumed: Sequence[str]
     answers: Sequence[shapes.AnswerFacts]
     cases: Sequence[PredictedCase]
     what_ifs: Sequence[WhatIf]

@@ -10,19 +10,23 @@ import json
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 from dpbench.records import words
+from dpbench.records.errors import UnknownName
 from dpbench.records.facts import Gpu, Surroundings
 from dpbench.records.gpu_names import same_gpu
+from dpbench.records.registry import unknown
 from dpbench.records.trial import Trial
 from dpbench.records.vendors import AMD, NVIDIA
 
 UNKNOWN = "unknown"
 FAKES = "fake GPUs"
 """The name of the fact whether a run is on fake GPUs."""
+PYTHON, DEVICES = "python", "devices"
+"""How comparisons name the facts on the interpreter, and on the kinds of devices."""
 ALIKE = 0.05
 """The largest relative difference of memory at which two machines count as alike."""
 ELSEWHERE = ("ASV_COMMIT", *AMD.hiding)
@@ -35,17 +39,30 @@ def _fact(
     name: str,
     *,
     of_amd: str = "",
+    asked: str = "",
     forbids: bool = True,
     alike: Callable[[Any, Any], bool] = operator.eq,
     shown: Callable[[Any], str] = str,
 ) -> Any:
     """Return the field of a fact, which is unknown by default.
 
-    Its name is `of_amd`, if given, where all GPUs are AMD's. Measurements may not be mixed where
-    values that are not `alike` differ, unless `forbids` is False.
+    Its name is `of_amd`, if given, where all GPUs are AMD's. `asked` is how a comparison across the
+    fact names it, by default its name; facts that only change together have one. Measurements may
+    not be mixed where values that are not `alike` differ, unless `forbids` is False.
     """
-    told = {"name": name, "of_amd": of_amd, "forbids": forbids, "alike": alike, "shown": shown}
+    told = {
+        "name": name,
+        "of_amd": of_amd,
+        "asked": asked or _spelled(name),
+        "forbids": forbids,
+        "alike": alike,
+        "shown": shown,
+    }
     return field(default=None, metadata=told)
+
+
+def _spelled(name: str) -> str:
+    return name.lower().replace(" ", "-")
 
 
 def _same_memory(one: int, other: int) -> bool:
@@ -83,8 +100,9 @@ class Environment:
     `cuda` is the version of CUDA, or "HIP" and its version, and `cudnn` and `nccl` are those of
     what AMD's torch has in their place.
     `build` is the build of Python, and `gil` says whether its global interpreter lock is "on" or
-    "off". `variables` are texts NAME=value. The last three facts are of trials: whether GPUs are
-    fake, the kinds of devices, and whether a trace was imported.
+    "off". `python_variables` and `variables` are texts NAME=value, those of the interpreter and all
+    others. The last three facts are of trials: whether GPUs are fake, the kinds of devices, and
+    whether a trace was imported.
     """
 
     processor: str | None = _fact("processor")
@@ -99,14 +117,15 @@ class Environment:
     cuda: str | None = _fact(NVIDIA.runtime, of_amd=AMD.runtime)
     cudnn: str | None = _fact(NVIDIA.convolutions, of_amd=AMD.convolutions)
     nccl: str | None = _fact(NVIDIA.collectives, of_amd=AMD.collectives)
-    python: str | None = _fact("Python")
-    build: str | None = _fact("build of Python")
-    gil: str | None = _fact("GIL")
+    python: str | None = _fact("Python", asked=PYTHON)
+    build: str | None = _fact("build of Python", asked=PYTHON)
+    gil: str | None = _fact("GIL", asked=PYTHON)
+    python_variables: frozenset[str] | None = _fact("variables of Python", asked=PYTHON, shown=_set)
     torch: str | None = _fact("torch")
     numpy: str | None = _fact("numpy")
     variables: frozenset[str] | None = _fact("variables", shown=_set)
     fakes: str | None = _fact(FAKES)
-    devices: str | None = _fact("devices")
+    devices: str | None = _fact("devices", asked=DEVICES)
     trace: str | None = _fact("trace")
 
     @classmethod
@@ -124,6 +143,7 @@ class Environment:
             return ", ".join(sorted(of_workers)) or _text(getattr(facts, name)) or _text(known)
 
         python = told("python")
+        of_python, variables = _variables(facts.variables)
         return cls(
             processor=_text(host.cpu),
             cores=host.cores,
@@ -141,7 +161,8 @@ class Environment:
             # launches of earlier versions list the packages of a rank as its software
             torch=told("torch", (facts.packages or facts.software).get("torch")),
             numpy=_text(facts.packages.get("numpy")),
-            variables=None if facts.variables is None else _others(facts.variables),
+            python_variables=of_python,
+            variables=variables,
             **_of_trials(trials),
         )
 
@@ -176,10 +197,15 @@ def _always_locked(python: str) -> bool:
     return found is not None and (int(found[1]), int(found[2])) < _FREE_THREADED
 
 
-def _others(variables: Mapping[str, str]) -> frozenset[str]:
-    return frozenset(
-        f"{name}={value}" for name, value in variables.items() if name not in ELSEWHERE
-    )
+def _variables(
+    variables: Mapping[str, str] | None,
+) -> tuple[frozenset[str] | None, frozenset[str] | None]:
+    """Return the variables of Python, and the others."""
+    if variables is None:
+        return None, None
+    known = {name: f"{name}={value}" for name, value in variables.items() if name not in ELSEWHERE}
+    of_python = frozenset(text for name, text in known.items() if name.startswith("PYTHON"))
+    return of_python, frozenset(known.values()) - of_python
 
 
 def _of_trials(trials: Sequence[Trial]) -> dict[str, str]:
@@ -193,15 +219,43 @@ def _of_trials(trials: Sequence[Trial]) -> dict[str, str]:
     }
 
 
+ACROSS = tuple(
+    dict.fromkeys(
+        one.metadata["asked"] for one in fields(Environment) if one.metadata["name"] != FAKES
+    )
+)
+"""The names of facts across which runs can be compared; "python" names four of them."""
+_OF_AMD = {
+    _spelled(one.metadata["of_amd"]): one.metadata["asked"]
+    for one in fields(Environment)
+    if one.metadata["of_amd"]
+}
+
+
+def asked_for(texts: str | Iterable[str]) -> frozenset[str]:
+    """Return those of `ACROSS` that texts name, each one or several with commas.
+
+    Raises UnknownName for another name. The names of AMD's libraries are known, too.
+    """
+    every = [texts] if isinstance(texts, str) else texts
+    names = [part.strip().lower() for text in every for part in text.split(",") if part.strip()]
+    for name in names:
+        if name not in {*ACROSS, *_OF_AMD}:
+            raise UnknownName(unknown("fact", name, [*ACROSS]))
+    return frozenset(_OF_AMD.get(name, name) for name in names)
+
+
 @dataclass(frozen=True)
 class Difference:
     """A fact in which two environments differ, with both values as text.
 
+    `asked` is one of `ACROSS`, or else the name of a fact across which nothing is compared.
     `forbids` says whether measurements in both may not be mixed, nor compared unless asked for. A
     fact that is unknown in one of them never forbids it.
     """
 
     name: str
+    asked: str
     before: str
     after: str
     forbids: bool
@@ -229,7 +283,8 @@ def differences(before: Environment, after: Environment) -> list[Difference]:
         if before.on_amd and after.on_amd:
             told = one.metadata["of_amd"] or told
         was, became = (UNKNOWN if value is None else shown(value) for value in (first, second))
-        found.append(Difference(told, was, became, forbids=known and one.metadata["forbids"]))
+        forbids = known and one.metadata["forbids"]
+        found.append(Difference(told, one.metadata["asked"], was, became, forbids=forbids))
     return found
 
 

@@ -86,6 +86,8 @@ class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
     python: Any = None
     python_build: Any = None
     gil: Any = None
+    gil_switched_on_by: str = ""
+    """The module whose import switched the interpreter lock on, in a Python that began without."""
     torch: Any = None
     cuda: Any = None
     hip: Any = None

@@ -109,13 +109,15 @@ def summary(counts: Counter[str]) -> str:
 def facts(before: Report, after: Report, comparisons: Comparisons) -> list[tuple[str, str]]:
     """Return lines on both runs and on each fact in which they differ, with their names.
 
-    The names are "before" and "after" for the runs, "UNLIKE" for each fact that forbids to mix
-    them, and "note" for the others.
+    The names are "before" and "after" for the runs, "ACROSS" for each difference that was asked
+    for, "UNLIKE" for each other one that forbids to mix them, and "note" for the rest.
     """
     return [
         ("before", heading(before)),
         ("after", heading(after)),
-        *(("UNLIKE" if one.forbids else "note", str(one)) for one in comparisons.differing),
+        *(("ACROSS", str(one)) for one in comparisons.across),
+        *(("UNLIKE", str(one)) for one in comparisons.unlike),
+        *(("note", one) for one in comparisons.notes),
     ]
 
 

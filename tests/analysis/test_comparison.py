@@ -190,16 +190,83 @@ def test_unlike_machines_are_refused_and_labelled_if_asked_for(
     assert all("UNLIKE" in line.labels for line in found.lines)
 
 
-@pytest.mark.parametrize("name", [*environments.FORBIDS, *environments.OF_TRIALS])
-def test_each_fact_that_step_times_depend_on_is_refused_and_named(name: str) -> None:
+def differing(name: str) -> tuple[Report, Report]:
+    """Return two reports whose environments differ in one fact."""
     change = environments.OF_TRIALS.get(name, lambda trial: trial)
     now = environments.facts(name) if name in environments.CHANGED else environments.FACTS
     bare = [replace(one, provenance={}) for one in BEFORE]
-    before, after = report(bare, environments.FACTS), report([*map(change, bare)], now)
+    return report(bare, environments.FACTS), report([*map(change, bare)], now)
+
+
+@pytest.mark.parametrize("name", [*environments.CHANGED, *environments.OF_TRIALS])
+def test_a_difference_that_is_asked_for_is_compared_and_labelled_and_any_other_refused(
+    name: str,
+) -> None:
+    before, after = differing(name)
+    asked = environments.ASKED[name]
+    if name == "fakes":  # asked for as devices, they stay uncomparable
+        with pytest.raises(ValueError, match="fake GPUs mean nothing"):
+            comparison.between(before, after, across="devices")
+        return
+    found = comparison.between(before, after, across=asked)
+    assert [one.name for one in found.across] == [environments.TOLD[name]]
+    assert found.lines
+    assert (*found.unlike, *found.notes) == ()
+    assert all(line.labels[-1] == "ACROSS" for line in found.lines)
+    assert ("ACROSS", str(found.across[0])) in drawing.facts(before, after, found)
+    other = "numpy" if asked != "numpy" else "torch"
+    if name in environments.FORBIDS or name in environments.OF_TRIALS:
+        with pytest.raises(ValueError, match=rf"unlike=True .* across='{other},{asked}'"):
+            comparison.between(before, after, across=other)
+
+
+def test_a_difference_that_is_not_asked_for_beside_one_that_is_needs_unlike() -> None:
+    then = environments.FACTS | {"python": "3.13.1"}
+    now = environments.facts("numpy") | {"python": "3.14.2"}
+    before, after = report(BEFORE, then), report(AFTER, now)
+    with pytest.raises(ValueError, match=r"differ \(numpy: .*\); .*across='python,numpy'"):
+        comparison.between(before, after, across="python")
+    found = comparison.between(before, after, across="python", unlike=True)
+    assert [[one.name for one in some] for some in (found.across, found.unlike)] == [
+        ["Python"],
+        ["numpy"],
+    ]
+    assert {line.labels[-2:] for line in found.lines} == {("ACROSS", "UNLIKE")}
+    both = comparison.between(before, after, across=["python", "numpy"], unlike=True)
+    assert (len(both.across), both.unlike) == (2, [])
+    assert {line.labels[-2:] for line in both.lines} == {("CPU-ONLY", "ACROSS")}
+
+
+def test_a_fact_that_is_asked_for_and_does_not_differ_is_said_and_labels_nothing() -> None:
+    before, after = report(BEFORE), report(AFTER)
+    found = comparison.between(before, after, across=["torch", "driver"])
+    assert found.across == []
+    assert [one.partition(":")[0] for one in found.notes] == ["driver", "torch"]
+    assert all(("note", one) in drawing.facts(before, after, found) for one in found.notes)
+    assert not any("ACROSS" in line.labels for line in found.lines)
+    unknown = report(AFTER, FACTS | {"host": {}})
+    of_host = comparison.between(before, unknown, across="cores")
+    assert of_host.across == [], "it may be the same"
+    assert "cores: 2, then unknown" in of_host.notes
+    assert not any("ACROSS" in line.labels for line in of_host.lines)
+
+
+def test_only_a_comparison_across_devices_compares_cases_on_other_devices() -> None:
+    gpus = [replace(one, case=replace(one.case, device_kind="cuda")) for one in AFTER]
+    after = report([*gpus, *AFTER])
+    assert comparison.between(report(BEFORE), report(gpus), across="devices").lines
+    lines = comparison.between(report([*gpus, *BEFORE]), after, across="torch").lines
+    assert len(lines) == 4
+    assert all(line.case == line.other for line in lines)
+
+
+@pytest.mark.parametrize("name", [*environments.FORBIDS, *environments.OF_TRIALS])
+def test_each_fact_that_step_times_depend_on_is_refused_and_named(name: str) -> None:
+    before, after = differing(name)
     with pytest.raises(ValueError, match=environments.TOLD[name]):
         comparison.between(before, after)
     past = PastRun(StoredRun("a" * 32, "finished", 1.0, 5, environments.FACTS), before.trials)
-    assert comparison.earlier(SINGLE, report(bare, environments.FACTS), [past])
+    assert comparison.earlier(SINGLE, before, [past])
     assert comparison.earlier(after.trials[0].case, after, [past]) == ""
 
 
@@ -621,6 +688,37 @@ def test_the_help_says_the_exit_codes(dpbench: Any) -> None:
         "141  the reader",
     ):
         assert meaning in out
+
+
+def test_the_command_compares_across_facts_as_text_as_markdown_as_json_and_in_python(
+    tmp_path: Path, dpbench: Any
+) -> None:
+    first = stored(tmp_path / "dpbench.db", BEFORE)
+    newer = [replace(one, provenance={"torch": "2.14.0+cpu"}) for one in AFTER]
+    second = stored(tmp_path / "dpbench.db", newer)
+    two = (first[:12], second[:12])
+    code, out, err = dpbench("compare", *two, "--across", "numpy")
+    assert (code, out) == (64, "")
+    assert "--across numpy,torch" in err
+    assert "--unlike" in err
+    code, out, err = dpbench("compare", *two, "--across", "torhc")
+    assert (code, out) == (64, "")
+    assert "did you mean 'torch'?" in err
+    said = "torch: 2.13.0+cpu, then 2.14.0+cpu"
+    code, out, err = dpbench("compare", *two, "--across", "torch,numpy")
+    assert (code, err) == (0, "")
+    assert f"ACROSS  {said}" in out
+    assert "note    numpy: " in out
+    assert "compared cases: MEASURED CPU-ONLY ACROSS" in out
+    assert out == dpbench("compare", *two, "--across", "torch", "--across", "numpy")[1]
+    markdown = dpbench("compare", *two, "--across", "torch", "--md")[1]
+    assert said in markdown
+    assert "ACROSS" in markdown.replace(said, "")
+    plain = json.loads(dpbench("compare", *two, "--across", "torch", "--json")[1])
+    assert (plain["across"], plain["unlike"], plain["notes"]) == ([said], [], [])
+    found = dp.load(tmp_path / "dpbench.db", first).compare(second, across="torch")
+    assert [str(one) for one in found.across] == [said]
+    assert "ACROSS" in found._repr_html_()
 
 
 def test_predictions_are_not_compared() -> None:

@@ -207,7 +207,9 @@ def test_a_phase_that_does_not_divide_is_serial(phase: str) -> None:
     assert ("GIL" in seen.evidence.numbers) is (phase == "forward")  # autograd does not hold it
     slow = measured(local, LEVEL | {phase: level + 0.0008})
     unlocked = [replace(one, provenance={**one.provenance, "gil": "off"}) for one in slow]
-    assert "GIL" not in found(one(), unlocked)[name].evidence.numbers
+    without = found(one(), unlocked)[name].evidence.numbers
+    assert "GIL" not in without
+    assert ("reference counts" in without) is (phase == "forward")
 
 
 # stores of earlier versions do not know joint spans

@@ -447,6 +447,13 @@ def test_labels_stand_beside_every_figure(of: Case, source: Source, expected: se
     assert set(row_of(of, given).labels) == expected
 
 
+@pytest.mark.parametrize("gil", ["on", "off", None])
+@pytest.mark.parametrize("source", [Source.MEASURED, Source.PREDICTED])
+def test_a_step_without_the_interpreter_lock_says_so(gil: str | None, source: Source) -> None:
+    given = trial(case(), source=source, provenance={"gil": gil} if gil else {})
+    assert ("NO-GIL" in row_of(case(), given).labels) is (gil == "off")
+
+
 def test_a_frame_has_a_line_a_case_and_no_number_that_is_none() -> None:
     table = summary.rows(
         [trial(SINGLE, 3.0), trial(case(), 2.0, busy={0: 1.0, 1: 0.5}), failed(case("ddp"))]

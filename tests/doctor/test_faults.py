@@ -158,6 +158,11 @@ PLANTED: Mapping[str, tuple[str, Fault, set[str]]] = {
     ),
     "memory errors": ("2x3090", with_gpu(1, ecc_errors=2), {"memory errors"}),
     "unlike ECC": ("2x3090", chain(with_gpu(0, ecc=True), with_gpu(1, ecc=False)), {"ECC"}),
+    "an import that switches the interpreter lock on": (
+        "2x3090",
+        lambda one: replace(one, switching="numpy._core._multiarray_umath"),
+        {"interpreter lock"},
+    ),
     "a divided GPU": ("2x3090", with_gpu(1, mig=True), {"MIG"}),
     "an NVLink that is down": (
         "DGX",

@@ -201,6 +201,22 @@ def test_the_file_is_toml_of_the_measured_machine() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("gil", "ratio", "hand_off"),
+    [(True, 1.0, 0.0), (True, 1.2, 0.2), (False, 0.5, 0.0), (False, 0.6, 0.2), (False, 0.4, 0.0)],
+)
+def test_the_file_says_whether_there_is_an_interpreter_lock_and_what_threads_cost_each_other(
+    gil: bool, ratio: float, hand_off: float
+) -> None:
+    """Two threads need twice the time of one if they take turns, and as long as one if not."""
+    figures = {**FAKE.figures, "long_ops_2_threads_ratio": ratio}
+    host = machine.read(
+        tomllib.loads(to_toml(replace(FAKE, gil=gil, figures=figures))), "here"
+    ).host
+    assert host.gil is gil
+    assert host.hand_off == pytest.approx(hand_off)
+
+
 def test_a_prediction_has_the_rates_of_the_format_and_of_the_hosts_memory() -> None:
     described = machine.read(tomllib.loads(to_toml(FAKE)), "here")
     assert {*described.gpu.flop_per_s} == {"fp32", "bf16"}, "no other format was measured"

@@ -195,3 +195,28 @@ def test_every_listed_machine_can_be_loaded(dpbench: Command) -> None:
     named = [one["name"] for one in json.loads(out)["names"]]
     assert {*machine.names()} < {*named}
     assert all(machine.load(name).gpu.flop_per_s for name in named)
+
+
+@pytest.mark.parametrize(
+    ("line", "gil"),
+    [
+        ("8x A100 SXM, NVSwitch", True),
+        ("8x A100 SXM, NVSwitch, no GIL", False),
+        ("8x A100 SXM, NVSwitch, without the GIL", False),
+        ("8x A100 SXM, NVSwitch, free-threaded Python", False),
+    ],
+)
+def test_a_line_may_say_that_python_has_no_interpreter_lock(line: str, gil: bool) -> None:
+    assert machine.load(line).host.gil is gil
+    assert tomllib.loads(described.toml(line))["host"]["gil"] is gil
+
+
+def test_a_prediction_says_what_it_assumes_of_a_python_without_the_lock(dpbench: Command) -> None:
+    line = ("predict", "--models", "resnet50", "--devices", "1,2", "--machine")
+    for machine_line, assumed in (("2x A100 SXM, NVSwitch", 0), ("2x A100 SXM, no GIL", 1)):
+        code, out, _ = dpbench(*line, machine_line)
+        assert code == 0
+        assert out.count(machine.UNMEASURED_WITHOUT_GIL) == assumed
+        assert ("NO-GIL" in out) is bool(assumed)
+        plain = json.loads(dpbench(*line, machine_line, "--json")[1])
+        assert plain["assumed"].count(machine.UNMEASURED_WITHOUT_GIL) == assumed

@@ -11,6 +11,7 @@ from dpbench.analysis.decision import Choice
 from dpbench.analysis.report import Report
 from dpbench.predict import outlook
 from dpbench.records import Case, Phase, Trial, fake, plan, words
+from dpbench.records.resources import Resources
 from tests.trials import trial_of
 
 STEP_S = 0.050
@@ -65,7 +66,7 @@ def test_one_gpu_is_answered_by_the_speed_ups_of_several_with_their_intervals() 
     assert answer.choice is Choice.PREDICTED
     assert answer.settled
     assert "PREDICTED" in answer.labels
-    beyond = outlook.outlook(HOME, trials(HOME), "NVIDIA H200")
+    beyond = outlook.outlook(HOME, trials(HOME), Resources(gpu="NVIDIA H200"))
     assert beyond
     assert [(row.case.strategy, row.case.devices) for row in beyond.rows] == [
         (strategy, devices) for strategy in ("torch_dp", "ddp") for devices in (2, 4, 8)
@@ -114,3 +115,11 @@ def test_times_of_fake_gpus_decide_nothing_and_their_prediction_says_so() -> Non
     assert answer.choice is Choice.UNKNOWN
     assert fake.WHY in answer.headline
     assert {"PREDICTED", "FAKE-GPU"} <= {*answer.labels}
+
+
+def test_a_run_without_the_interpreter_lock_is_continued_without_it() -> None:
+    with_lock, without = (report("NVIDIA H200", gil=one).answers[0] for one in ("on", "off"))
+    assert "NO-GIL" in without.labels
+    assert "NO-GIL" not in with_lock.labels
+    assert "no GIL" in without.command
+    assert "no GIL" not in with_lock.command

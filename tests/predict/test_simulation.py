@@ -14,7 +14,16 @@ from benchmarks.prediction import formula, loops, named_models
 from benchmarks.prediction.loops import LoopDifferences
 from dpbench.analysis import summary
 from dpbench.predict import cases, counts, machine, network, profiles, simulation, what_if
-from dpbench.predict.constants import DEFAULT, PRIORS, RESIDUAL, column, drawn, interval
+from dpbench.predict.cases import Predictor
+from dpbench.predict.constants import (
+    DEFAULT,
+    PRIORS,
+    RESIDUAL,
+    HostCosts,
+    column,
+    drawn,
+    interval,
+)
 from dpbench.predict.deviations import NONE
 from dpbench.predict.machine import Link, UnknownMachine
 from dpbench.predict.work import Cost, Profile
@@ -133,6 +142,66 @@ def test_threads_that_launch_at_once_hand_the_interpreter_over() -> None:
     profile, on = known("rtx-3090-x8", step_s=0.01, host=4.0)
     costly, free = (seconds(case_of("dp", 8), profile, on, hand_off=cost) for cost in (0.5, 0.0))
     assert free < 0.9 * costly
+
+
+def without_lock(on: machine.Machine, **host: float) -> machine.Machine:
+    return replace(on, host=replace(on.host, gil=False, **host))
+
+
+def test_without_an_interpreter_lock_threads_launch_at_once() -> None:
+    profile, on = known("rtx-3090-x8", step_s=0.01, host=4.0)
+    dp = case_of("dp", 8)
+    locked, unlocked = (simulation.step(dp, profile, one) for one in (on, without_lock(on)))
+    assert unlocked.seconds < locked.seconds
+
+    def launches(timeline: simulation.Timeline) -> list[tuple[float, float]]:
+        return [
+            times
+            for task, times in zip(timeline.tasks, timeline.times, strict=True)
+            if task.resource == simulation.GIL and task.phase is Phase.FORWARD
+        ]
+
+    together = launches(unlocked)
+    assert len(together) == 8
+    assert len({*together}) == 1, "all threads at the same time"
+    (begin, end), (locked_begin, locked_end) = together[0], launches(locked)[0]
+    # without the lock, they end when the last of the eight threads has started
+    assert locked_end - locked_begin > 7 * (end - begin)
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp"])
+def test_a_process_with_one_device_loses_nothing_to_the_interpreter_lock(strategy: str) -> None:
+    profile, on = known("rtx-3090-x8", step_s=0.01, host=4.0)
+    case = case_of(strategy, 1 if strategy == "single" else 8)
+    assert seconds(case, profile, without_lock(on)) == seconds(case, profile, on)
+
+
+def test_without_the_lock_nothing_is_handed_over_unless_threads_were_measured() -> None:
+    profile, on = known("rtx-3090-x8", step_s=0.01, host=4.0)
+    dp, free = case_of("dp", 8), without_lock(on)
+    costs = [HostCosts.of(one.host, DEFAULT).hand_off for one in (on, free)]
+    assert costs == [DEFAULT.hand_off, 0.0]
+    slowed = without_lock(on, hand_off=0.1)
+    assert seconds(dp, profile, slowed) > seconds(dp, profile, free)
+    assert seconds(dp, profile, slowed) < seconds(dp, profile, on)
+
+
+def test_a_host_that_nobody_measured_without_the_lock_is_said_to_be_assumed() -> None:
+    _, on = known("rtx-3090-x8")
+    assumed = {*without_lock(on).assumptions} - {*on.assumptions}
+    assert assumed == {machine.UNMEASURED_WITHOUT_GIL}
+    assert without_lock(on).assumed == on.assumed, "the links are as known as before"
+    assert not {*without_lock(on, launch_s=1e-5).assumptions} - {*on.assumptions}
+
+
+def test_a_prediction_without_the_lock_has_the_label_of_a_measurement_without_it() -> None:
+    _, on = known("rtx-3090-x8")
+    for case in (case_of("dp", 8), case_of("ddp", 8)):
+        locked, unlocked = (
+            summary.labels(Predictor(one, given=(0.05, 32)).predict(case).trial())
+            for one in (on, without_lock(on))
+        )
+        assert {*unlocked} - {*locked} == {"NO-GIL"}
 
 
 def test_uneven_rows_and_devices_without_any() -> None:

@@ -9,14 +9,17 @@ import pytest
 
 from dpbench.records import Case, Trial
 from dpbench.records.environment import (
+    ACROSS,
     FAKES,
     UNKNOWN,
     Environment,
+    asked_for,
     differences,
     forbidding,
 )
 from dpbench.records.facts import RunFacts
-from tests.environments import CHANGED, FACTS, GPUS, OF_TRIALS, TOLD, facts
+from dpbench.records.vendors import AMD
+from tests.environments import ASKED, CHANGED, FACTS, GPUS, OF_TRIALS, TOLD, facts
 
 CPU = Trial(case=Case(model="mlp", strategy="single", batch_size=8))
 HERE = Environment.of(RunFacts.of(FACTS), [CPU])
@@ -100,3 +103,30 @@ def test_what_means_the_same_is_no_difference(changed: dict[str, Any], alike: bo
 def test_only_the_variables_that_differ_are_named() -> None:
     (found,) = differences(HERE, Environment.of(RunFacts.of(facts("variables")), [CPU]))
     assert (found.before, found.after) == ("not set", "NCCL_P2P_DISABLE=1")
+
+
+def test_each_fact_has_a_name_by_which_it_is_asked_for_but_fake_gpus_are_never_compared() -> None:
+    assert {*ACROSS} == {name for fact, name in ASKED.items() if fact != "fakes"}
+    for name in ACROSS:
+        assert asked_for(name) == asked_for([name.upper()]) == {name}
+    with pytest.raises(LookupError, match="unknown fact 'fake-gpus'"):
+        asked_for(ASKED["fakes"])
+
+
+def test_what_belongs_to_the_interpreter_is_asked_for_together() -> None:
+    of_python = {fact for fact, name in ASKED.items() if name == "python"}
+    assert of_python == {"python", "build", "gil", "python_variables"}
+    names = [name for name in ASKED.values() if name != "python"]
+    assert len(names) == len({*names}), "every other fact alone"
+
+
+def test_names_are_given_as_a_list_or_with_commas_and_those_of_amd_mean_the_same_facts() -> None:
+    assert asked_for("torch, cuda") == asked_for(["torch", "cuda"]) == {"torch", "cuda"}
+    assert asked_for(()) == asked_for("") == frozenset()
+    assert asked_for(f"{AMD.runtime},{AMD.collectives}") == {"cuda", "nccl"}
+
+
+def test_a_name_that_is_no_fact_is_an_error_that_lists_the_facts() -> None:
+    with pytest.raises(LookupError, match="did you mean 'torch'") as refused:
+        asked_for("torhc")
+    assert all(name in str(refused.value) for name in ACROSS)

@@ -218,9 +218,14 @@ def _cause(context: CaseContext, phase: Phase, at_once: float | None) -> str:
         f"on average, {at_once:.1f} of {devices} run this phase concurrently, each more slowly than"
         " one device"
     )
-    unlocked = Environment.of(RunFacts(), context.trials).gil == "off"
-    if phase is Phase.BACKWARD or unlocked:  # autograd runs in C++, without the GIL
+    if phase is Phase.BACKWARD:  # autograd runs in C++, without the GIL
         return f"{concurrent} alone"
+    if Environment.of(RunFacts(), context.trials).gil == "off":
+        return (
+            f"{concurrent} alone: no interpreter lock is held, and what threads still share is the"
+            " cores that launch operations, the memory allocator, and the reference counts of"
+            " objects that all replicas use"
+        )
     return (
         f"{concurrent} alone: the operations are small, and launching them needs Python's global"
         " interpreter lock (GIL)"

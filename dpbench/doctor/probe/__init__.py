@@ -27,7 +27,7 @@ from dpbench.doctor.examination import DIRECT
 from dpbench.doctor.probe import all_reduce, gpu, host
 from dpbench.doctor.probe.figures import Figure
 from dpbench.doctor.transfers import Say
-from dpbench.hardware import foreign_load, nvml, processes, provenance
+from dpbench.hardware import foreign_load, interpreter, nvml, processes, provenance
 from dpbench.measure.server import environment
 from dpbench.records import HOST, fake
 from dpbench.records.disturbance import NOISY, busy, told
@@ -69,6 +69,8 @@ class Probe:
     """Whether all GPUs can access each other's memory; False with fewer than two."""
     facts: tuple[Gpu, ...] = ()
     """What NVML says about each GPU; empty if it does not list them."""
+    gil: bool = True
+    """Whether Python has its interpreter lock, with torch imported."""
 
 
 class BusyMachine(RuntimeError):
@@ -152,6 +154,7 @@ def probe(say: Say, *, patience_s: float | None = None, anyway: bool = False) ->
         left_out=tuple(left_out),
         peer_access=bool(pairs) and all(torch.cuda.can_device_access_peer(*one) for one in pairs),
         facts=facts,
+        gil=interpreter.gil() == "on",
     )
     for line in _endings(result):
         say(line)
@@ -250,6 +253,8 @@ def to_toml(result: Probe) -> str:
     how = "; ".join([how, *_endings(result)])
     noisy = f" ({NOISY})" if busy(result.load) else ""
     count = len(result.gpus)
+    # with the lock, two threads that take turns need twice as long as one
+    turns = 1 if result.gil else 2
     what = f"{result.name}, {result.cores} cores: {count} x {result.gpus[0]}{noisy}"
     found = result.figures
     formats = (
@@ -277,7 +282,8 @@ def to_toml(result: Probe) -> str:
         f"module_s = {_number(found['module_replica_s'])}",
         f"tensor_s = {_number(found['tensor_s'])}",
         f"thread_s = {_number(found['thread_s'])}",
-        f"hand_off = {_number(max(0.0, found['long_ops_2_threads_ratio'] - 1))}",
+        f"gil = {str(result.gil).lower()}",
+        f"hand_off = {_number(max(0.0, turns * found['long_ops_2_threads_ratio'] - 1))}",
         "",
         "[[link]]",
         f'between = ["{"gpu0" if count == 1 else f"gpu0-{count - 1}"}", "cpu0"]',

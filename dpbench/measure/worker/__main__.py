@@ -23,6 +23,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from dpbench.hardware import interpreter
+
+if __name__ == "__main__":
+    interpreter.watch_gil()  # before any package is imported
+
 from dpbench.hardware import processes
 from dpbench.records import signals
 

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dpbench.analysis.moves import of_step
 from dpbench.engine.containers import tensors_in
-from dpbench.hardware import nvml, provenance, rates
+from dpbench.hardware import interpreter, nvml, rates
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import float32
 from dpbench.hardware.readings import reading
@@ -97,15 +97,18 @@ def described_moves(case: Case, model: dict[str, float]) -> dict[str, Any]:
 def torch_facts(case: Case, device: Device) -> dict[str, Any]:
     """Return the version and settings of torch and, for GPUs, of its libraries and the GPUs.
 
-    The global interpreter lock is asked for here, because torch may have switched it on.
+    The global interpreter lock is asked for here, because torch or the model's file may have
+    switched it on.
     """
     facts: dict[str, Any] = {
         "torch": torch.__version__,
-        "gil": provenance.gil(),
+        "gil": interpreter.gil(),
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         **stated(float32=float32.products(case.device_kind, device.torch_device)),
     }
+    if module := interpreter.switched_on_by():
+        facts |= stated(gil_switched_on_by=module)
     if case.device_kind == "cuda":
         gpu = device.torch_device
         vendor = vendors.of(torch.version.hip)
