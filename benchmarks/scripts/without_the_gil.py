@@ -1,0 +1,598 @@
+"""Without the GIL: the same steps with and without Python's interpreter lock.
+
+    python -m benchmarks.scripts.without_the_gil SET... [--minutes M] [--folder FOLDER]
+    python -m benchmarks.scripts.without_the_gil --table [--folder FOLDER]
+
+The interpreter must be free-threaded: the only difference between the two sides of a pair is
+PYTHON_GIL=1 or 0. In each round, every case of a set is measured once with and once without the
+lock, in processes forked from two servers that are new in each round; the side that comes first
+changes with every round. FOLDER gets a line per pair in `SET.jsonl.gz`, and a further call goes on
+with it. The sets are `cpu`, `emulated`, `fake-gpus` (tests/fakegpu/README.md, with
+FAKECUDA_NUMERICS=0 FAKECUDA_DATA=0, in an environment with torch's CUDA build) and `control`, whose
+two sides both have the lock: what it shows is noise. Any interpreter can measure it.
+
+Without --folder, the data lie in reports/without-the-gil. `--table` measures nothing: it writes the
+tables, the sentences with numbers and the figure of the report, and the table of
+docs/why-dataparallel-is-slow.md, from the data alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import itertools
+import json
+import os
+import re
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from dpbench.analysis import stats
+from dpbench.hardware import foreign_load, provenance
+from dpbench.measure.server import Server
+from dpbench.records import Case, Effort, Phase, Trial, names, plan, words
+from dpbench.records.environment import Environment, forbidding
+from dpbench.records.estimate import Estimate
+from dpbench.records.facts import RunFacts
+from dpbench.records.grouping import grouped
+from dpbench.records.ledger import PHASES, Ledger
+from dpbench.records.series import Step
+from dpbench.report import svg
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "reports" / "without-the-gil"
+TUTORIAL = ROOT / "docs" / "why-dataparallel-is-slow.md"
+MODELS = {
+    "benchmarks/models/bound.py:host": 16,
+    "benchmarks/models/bound.py:compute": 256,
+}
+"""The rows of each model's batch."""
+ENGINE = [f"dp[{name}]" for name in ("pool", "cached", "local", "allreduce", "sharded")]
+LABELS = {
+    "cpu": "CPU-ONLY",
+    "emulated": "EMULATED",
+    "fake-gpus": "FAKE-GPU",
+    "control": "CPU-ONLY",
+}
+EFFORT = Effort(
+    budget_s=0.4,
+    warmup_steps=3,
+    min_steps=8,
+    max_steps=60,
+    block_steps=4,
+    memory_by_phase=False,
+    profile=False,
+    marks=False,
+    links=False,
+)
+LIMIT_S = 120.0
+
+
+def planned(name: str) -> list[Case]:
+    """Return the cases of a set."""
+    found = []
+    for model, rows in MODELS.items():
+        axes: dict[str, Any] = {"models": [model], "batch_sizes": [rows]}
+        if name == "cpu":
+            others = ["single", "dp", *ENGINE, "ddp", "fsdp"]
+            found += plan.sweep(strategies=others, devices=[2], **axes)
+            found += plan.sweep(strategies=["dp"], devices=[1], **axes)
+        elif name == "control":
+            found += plan.sweep(strategies=["single", "dp", "dp[local]"], devices=[2], **axes)
+        elif name == "emulated":
+            several = ["torch_dp", "dp", "dp[cached]", "dp[local]"]
+            found += plan.sweep(strategies=several, devices=[2], device_kind="emulated", **axes)
+        elif name == "fake-gpus":
+            several = ["torch_dp", "dp", "dp[cached]", "dp[local]"]
+            counts = [1, 2, 4, 8]
+            found += plan.sweep(strategies=several, devices=counts, device_kind="cuda", **axes)
+    limits = [limit(case) for case in found if case.devices > 1 and name != "control"]
+    return [replace(case, unverified=name == "fake-gpus") for case in dict.fromkeys(found + limits)]
+
+
+def limit(case: Case) -> Case:
+    """Return the step of one device with its share of the batch and the whole update.
+
+    On two logical CPU devices, another process takes the same steps at the same time, on the other
+    core. Devices of other kinds run alone.
+    """
+    share = replace(plan.alone(case, case.batch_size // case.devices), options=plan.LIMIT)
+    return replace(share, neighbour=case.model) if case.device_kind == "cpu" else share
+
+
+def measure(name: str, file: Path, end_s: float) -> None:
+    """Add pairs of a set to its file until `end_s`, a time of `time.monotonic`."""
+    gils = ("1", "1") if name == "control" else ("1", "0")
+    if "0" in gils and not sysconfig.get_config_var("Py_GIL_DISABLED"):
+        raise SystemExit("this interpreter cannot run without its lock: use a free-threaded one")
+    now = provenance.environment()
+    if file.exists():
+        first, pairs = read(file)
+        if unlike := forbidding(*(Environment.of(RunFacts.of(one)) for one in (first, now))):
+            raise SystemExit(f"{file} is of another environment: {'; '.join(map(str, unlike))}")
+        done = {(pair["case"], pair["round"]) for pair in pairs}
+    else:
+        append(file, now)
+        done = set()
+    for number in itertools.count():
+        cases = [case for case in planned(name) if (case, number) not in done]
+        load = foreign_load.wait(foreign_load.patience(), print, cases).cores
+        with ExitStack() as stack:
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="without-the-gil-"))
+            servers = [stack.enter_context(Server(Path(scratch))) for _ in gils]
+            for case in cases:
+                if time.monotonic() > end_s:
+                    return
+                sides: list[dict[str, Any]] = [{}, {}]
+                for i in (0, 1) if number % 2 else (1, 0):
+                    os.environ["PYTHON_GIL"] = gils[i]  # the server starts with the first trial
+                    sides[i] = plain(servers[i].run(case, EFFORT, number, LIMIT_S), gils[i])
+                append(
+                    file,
+                    {"case": case.to_dict(), "round": number, "load": str(load), "sides": sides},
+                )
+                print(number, case.label, *(said(one) for one in sides), flush=True)
+
+
+def plain(trial: Trial, gil: str) -> dict[str, Any]:
+    """Return a trial as plain data: the timed steps by phase, in microseconds.
+
+    Raises SystemExit if the lock was on although the trial was to run without it, or off.
+    """
+    found = {"status": str(trial.status), "reason": trial.reason, "verified": str(trial.verified)}
+    if not trial.timed:
+        return found
+    state = {"1": "on", "0": "off"}[gil]
+    if trial.facts.gil != state:
+        raise SystemExit(
+            f"PYTHON_GIL={gil}, but the lock was {trial.facts.gil}: {trial.case.label}"
+        )
+    rows = [
+        phases
+        for step, phases in zip(trial.steps, trial.ledger.phases, strict=True)
+        if not step.warmup
+    ]
+    used = [phase for phase in PHASES if any(phase in row for row in rows)]
+    series = {phase: [round(1e6 * row.get(phase, 0.0)) for row in rows] for phase in used}
+    return {**found, "gil": state, "phases_us": series}
+
+
+def said(side: dict[str, Any]) -> str:
+    return words.time(typical(side)[STEP]) if "phases_us" in side else side["reason"][:100]
+
+
+def append(file: Path, value: dict[str, Any]) -> None:
+    """Add a line to a file at once, so that an interrupt leaves whole lines."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("ab") as lines:
+        lines.write(gzip.compress(f"{json.dumps(value)}\n".encode(), mtime=0))
+
+
+Pair = dict[str, Any]
+
+
+def read(file: Path) -> tuple[dict[str, Any], list[Pair]]:
+    """Return the facts on the environment, and the pairs with their cases."""
+    facts, *pairs = [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
+    return facts, [{**pair, "case": Case.from_dict(pair["case"])} for pair in pairs]
+
+
+STEP = "step"
+"""The name of the whole step beside those of the phases."""
+WITH, WITHOUT = 0, 1
+"""The sides of a pair."""
+
+
+def typical(side: dict[str, Any]) -> dict[str, float]:
+    """Return the seconds of a trial's typical step by phase, and of the whole `STEP`."""
+    series = side["phases_us"]
+    rows = [
+        {phase: 1e-6 * value for phase, value in zip(series, row, strict=True)}
+        for row in zip(*series.values(), strict=True)
+    ]
+    steps = [Step(seconds=sum(row.values()), warmup=False, end_s=0.0) for row in rows]
+    found = Ledger.recorded(steps, rows).typical()
+    return {**found, STEP: sum(found.values())}
+
+
+class Paired:
+    """The rounds of one case in which both sides were timed."""
+
+    def __init__(self, case: Case, pairs: Sequence[Pair], level: float = stats.CONFIDENCE) -> None:
+        self.case = case
+        self._level = level
+        self.failed = [
+            side["reason"] for pair in pairs for side in pair["sides"] if "phases_us" not in side
+        ]
+        self._sides = {
+            pair["round"]: [typical(side) for side in pair["sides"]]
+            for pair in pairs
+            if all("phases_us" in side for side in pair["sides"])
+        }
+
+    @property
+    def model(self) -> str:
+        return self.case.model.partition(":")[2]
+
+    @property
+    def name(self) -> str:
+        """Return the strategy and the number of devices, such as "dp[local] x2"."""
+        if self.case.options == plan.LIMIT:
+            return f"the limit: {self.case.batch_size} rows of {MODELS[self.case.model]}"
+        return f"{names.strategy(self.case)} x{self.case.devices}"
+
+    @property
+    def rounds(self) -> int:
+        return len(self._sides)
+
+    def of(self, side: int, phase: str = STEP) -> dict[int, list[float]]:
+        """Return the seconds of a phase on one side, one value in each round."""
+        return {number: [both[side].get(phase, 0.0)] for number, both in self._sides.items()}
+
+    @property
+    def drawn(self) -> bool:
+        """Return whether the figure shows the case."""
+        return self.rounds > 0 and self.case.strategy != "fsdp"
+
+    def has(self, phase: str) -> bool:
+        """Return whether a round has time in a phase."""
+        return any(phase in side for both in self._sides.values() for side in both)
+
+    def step(self, side: int) -> Estimate:
+        """Return the seconds of a step."""
+        return stats.median(self.of(side))
+
+    @property
+    def gain(self) -> Estimate:
+        """Return the step with the lock over that without it: above 1, it is faster without.
+
+        The intervals of all cases of a set hold together.
+        """
+        return stats.ratio(self.of(WITH), self.of(WITHOUT), level=self._level)
+
+    def cost(self, phase: str = STEP) -> Estimate:
+        """Return the seconds that the lock costs; the costs of the phases sum to the step's."""
+        return stats.mean_difference(self.of(WITH, phase), self.of(WITHOUT, phase))
+
+    @property
+    def share(self) -> Estimate:
+        """Return the cost of the lock as a share of the step with it."""
+        locked, free = self.of(WITH), self.of(WITHOUT)
+        found = stats.portion({n: [locked[n][0] - free[n][0]] for n in locked}, locked)
+        return replace(found, signed=True)
+
+    def over(self, other: Paired, side: int) -> Estimate:
+        """Return the ratio of the step to that of another case on the same side."""
+        return stats.ratio(self.of(side), other.of(side))
+
+    def overlap(self, other: Paired, side: int) -> Estimate:
+        """Return the overlap of forwards: 1 if they ran one after another, n if all at once.
+
+        `other` is the limit: its forward is that of one device.
+        """
+        alone, n = other.of(side, Phase.FORWARD), self.case.devices
+        return stats.ratio(
+            {number: [n * seconds[0]] for number, seconds in alone.items()},
+            self.of(side, Phase.FORWARD),
+        )
+
+
+Data = dict[str, list[Paired]]
+"""The cases of each set that has data."""
+
+
+def load(folder: Path) -> Data:
+    """Return the cases of each set of which the folder has data."""
+    found = {}
+    for name in LABELS:
+        if (file := folder / f"{name}.jsonl.gz").exists():
+            by_case = grouped((pair["case"], pair) for pair in read(file)[1])
+            level = stats.joint_level(len(by_case))
+            found[name] = [Paired(case, pairs, level) for case, pairs in by_case.items()]
+    return found
+
+
+def beside(one: Paired, cases: Sequence[Paired]) -> tuple[Paired | None, Paired | None]:
+    """Return the limit of a case and its DDP; None for one that was not measured."""
+    limits = [each for each in cases if each.case == limit(one.case)]
+    ddp = replace(one.case, strategy="ddp", schedule="")
+    return next(iter(limits), None), next((each for each in cases if each.case == ddp), None)
+
+
+NONE = "–"
+
+
+def share(estimate: Estimate) -> str:
+    """Return a share and its interval."""
+    low, high = (words.percent(end) for end in (estimate.low, estimate.high))
+    return estimate.withheld or f"{words.percent(estimate.value)} ({low} to {high})"
+
+
+def ms(estimate: Estimate) -> str:
+    """Return a difference in milliseconds and its interval."""
+    value, low, high = (
+        words.number(1e3 * one) for one in (estimate.value, estimate.low, estimate.high)
+    )
+    return estimate.withheld or f"{value} ({low} to {high})"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def steps(cases: Sequence[Paired]) -> str:
+    """Return the table of whole steps."""
+    head = ("model", "strategy", "rounds", "ms with the lock", "ms without it", "ratio")
+    rows = []
+    for one in cases:
+        row = [one.model, one.name, str(one.rounds)]
+        if one.rounds:
+            both = [words.ms(one.step(side)) for side in (WITH, WITHOUT)]
+            found = [*both, words.times(one.gain), ms(one.cost()), share(one.share)]
+        else:
+            found = [one.failed[0], *[NONE] * 4]
+        rows.append([*row, *found])
+    return table([*head, "the lock costs, ms", "share of the step"], rows)
+
+
+def phases(cases: Sequence[Paired]) -> str:
+    """Return the table of what the lock costs in each phase, in milliseconds."""
+    used = [one for one in cases if one.rounds]
+    columns = [name for name in PHASES if any(one.has(name) for one in used)]
+    rows = [
+        [one.model, one.name, *(ms(one.cost(name)) if one.has(name) else NONE for name in columns)]
+        for one in used
+    ]
+    return table(["model", "strategy", *columns], rows)
+
+
+def remaining(cases: Sequence[Paired]) -> str:
+    """Return the table of what remains: forward's overlap, and ratios to the limit and to DDP."""
+    head = ["model", "strategy"]
+    for name in ("forward's overlap", "step / limit", "step / ddp"):
+        head += [f"{name}, with the lock", "without it"]
+    rows = []
+    for one in cases:
+        alone, ddp = beside(one, cases)
+        if not (one.rounds and alone and alone.rounds) or one is alone:
+            continue
+        row = [one.model, one.name]
+        for ratio, other in ((one.overlap, alone), (one.over, alone), (one.over, ddp)):
+            timed = other and other.rounds
+            row += [words.times(ratio(other, side)) if timed else NONE for side in (WITH, WITHOUT)]
+        rows.append(row)
+    return table(head, rows)
+
+
+def most(one: Paired) -> str:
+    """Return the phases of which the lock decidedly costs, or saves, the most."""
+    costs = {name: one.cost(name) for name in PHASES if one.has(name)}
+    sure = {
+        name: cost
+        for name, cost in costs.items()
+        if not cost.doubt and not cost.low <= 0 <= cost.high
+    }
+    largest = sorted(sure, key=lambda name: -abs(sure[name].value))[:2]
+    return ", ".join(f"{words.part(name)} {ms(sure[name])}" for name in largest)
+
+
+VERDICTS = {
+    "faster": "faster without the lock",
+    "slower": "slower without the lock",
+    "same": "as fast with the lock as without it",
+    "undecided": "cannot tell",
+}
+"""What is said for each verdict on a ratio."""
+
+
+def about(name: str, one: Paired, cases: Sequence[Paired]) -> str:
+    """Return the sentences about one case."""
+    costs = f"The lock costs {ms(one.cost())} ms, {share(one.share)} of the step"
+    found = [
+        f"- **{one.model}-bound, {one.name}** [{LABELS[name]} NO-GIL]:"
+        f" {VERDICTS[stats.verdict(one.gain)]}, {words.times(one.gain)}.",
+        f"{costs}; by phase, in ms, where it is decided: {most(one) or 'none'}.",
+    ]
+    alone, ddp = beside(one, cases)
+    if alone and alone.rounds:
+        found.append(f"Forward's overlap is {both(one.overlap, alone)}.")
+    if ddp and ddp.rounds:
+        found.append(f"The step over DDP's is {both(one.over, ddp)}.")
+    return " ".join(found)
+
+
+def both(ratio: Callable[[Paired, int], Estimate], other: Paired) -> str:
+    """Return a ratio to another case on both sides."""
+    locked, free = (words.times(ratio(other, side)) for side in (WITH, WITHOUT))
+    return f"{locked} with the lock, {free} without"
+
+
+def answer(data: Data) -> str:
+    """Return the sentences on torch's DataParallel, or the engine's form of it, and counts."""
+    found = []
+    for name, cases in data.items():
+        if name == "control":
+            continue
+        threads = [one for one in cases if one.case.traits.threads and one.case.devices > 1]
+        shown = "dp" if name == "cpu" else "torch_dp"  # torch's needs an accelerator
+        found += [about(name, one, cases) for one in threads if names.strategy(one.case) == shown]
+        for model in dict.fromkeys(one.model for one in threads):
+            verdicts = [stats.verdict(one.gain) for one in threads if one.model == model]
+            counts = "; ".join(f"{text}: {verdicts.count(key)}" for key, text in VERDICTS.items())
+            found.append(f"- All strategies of threads, {model}-bound [{LABELS[name]}]: {counts}.")
+    return "\n".join(found) or MISSING
+
+
+MISSING = "Not measured."
+
+
+def of_set(name: str) -> Callable[[Data], str]:
+    """Return a function that makes the tables of a set."""
+
+    def tables(data: Data) -> str:
+        if name not in data:
+            return MISSING
+        parts = [of(data[name]) for of in (steps, phases, remaining)]
+        return "\n\n".join(part for part in parts if part.count("\n") > 1)
+
+    return tables
+
+
+def control(data: Data) -> str:
+    """Return what pairs with the lock on both sides show."""
+    if "control" not in data:
+        return MISSING
+    cases = [one for one in data["control"] if one.rounds]
+    gains = [one.gain for one in cases if not one.gain.doubt]
+    wrong = sum(not each.low <= 1 <= each.high for each in gains)
+    rows = [[one.model, one.name, str(one.rounds), words.times(one.gain)] for one in cases]
+    counted = f"{wrong} of {words.count(len(gains), 'interval')} exclude 1."
+    return f"{counted}\n\n{table(['model', 'strategy', 'rounds', 'ratio'], rows)}"
+
+
+def tutorial(data: Data) -> str:
+    """Return the table of the tutorial: DataParallel, the engine and DDP."""
+    chosen = ("torch_dp", "dp", "dp[local]", "ddp")
+    rows = [
+        [
+            f"{one.model}-bound",
+            f"{one.name}, {LABELS[name]}",
+            *(words.ms(one.step(side)) for side in (WITH, WITHOUT)),
+            words.times(one.gain),
+        ]
+        for name in ("emulated", "cpu")
+        for one in data.get(name, ())
+        if names.strategy(one.case) in chosen and one.case.devices > 1 and one.rounds
+    ]
+    return (
+        table(["model", "strategy", "with the lock", "without it", "ratio"], rows)
+        if rows
+        else MISSING
+    )
+
+
+def circumstances(folder: Path) -> str:
+    """Return the interpreter, the libraries and the machine of each set."""
+    found = []
+    for name in LABELS:
+        if not (file := folder / f"{name}.jsonl.gz").exists():
+            continue
+        facts, pairs = read(file)
+        own = Environment.of(RunFacts.of(facts))
+        loads = "; ".join(dict.fromkeys(pair["load"] for pair in pairs))
+        found.append(
+            f"- {name}: Python {own.python} ({own.build}), torch {own.torch}, {own.processor},"
+            f" {own.cores} cores. Before the rounds, {loads}."
+        )
+    return "\n".join(found)
+
+
+def figure(data: Data, file: Path) -> None:
+    """Draw the steps by phase with and without the lock, as stacked bars.
+
+    The steps of FSDP are left out: they are several times as long as the others.
+    """
+    panels = [
+        (name, shown)
+        for name in data
+        for model in MODELS
+        if (shown := [one for one in data[name] if one.case.model == model and one.drawn])
+        and name != "control"
+    ]
+    heights = [1.1 + 0.42 * len(cases) for _, cases in panels]
+    drawn = Figure(figsize=(9, sum(heights)), layout="constrained")
+    every = drawn.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (name, cases) in zip(every, panels, strict=True):
+        for row, side in itertools.product(range(len(cases)), (WITH, WITHOUT)):
+            bars(axes, row + 0.4 * side, cases[row], side)
+        axes.set_yticks([row + 0.2 for row in range(len(cases))], [one.name for one in cases])
+        axes.invert_yaxis()
+        axes.set_xlim(left=0)
+        axes.set_title(f"{cases[0].model}-bound [{LABELS[name]} NO-GIL]", loc="left")
+    every[-1].set_xlabel("ms per step; upper bar with the lock, lower bar without; 95 % intervals")
+    used = [name for name in PHASES if any(one.has(name) for _, cases in panels for one in cases)]
+    drawn.legend(handles=svg.phase_keys(used), loc="outside right upper")
+    with mpl.rc_context({"svg.hashsalt": file.name, "svg.fonttype": "none"}):
+        drawn.savefig(file, format="svg", metadata={"Date": None})
+
+
+def bars(axes: Axes, place: float, one: Paired, side: int) -> None:
+    """Draw the phases of a step beside each other, and the interval of the step."""
+    left = 0.0
+    for phase in filter(one.has, PHASES):
+        width = 1e3 * stats.average(one.of(side, phase)).value
+        look = svg.PHASES.get(phase)  # no phase covers the rest
+        axes.barh(place, width, 0.36, left=left, color=look.fill if look else "#dddddd")
+        left += width
+    whole = stats.average(one.of(side))
+    across = [[1e3 * (whole.value - whole.low)], [1e3 * (whole.high - whole.value)]]
+    axes.errorbar([left], [place], xerr=across, color="black", capsize=2)
+
+
+BLOCKS: dict[str, Callable[[Data], str]] = {
+    "answer": answer,
+    "cpu": of_set("cpu"),
+    "emulated": of_set("emulated"),
+    "fake-gpus": of_set("fake-gpus"),
+    "control": control,
+    "without the lock": tutorial,
+}
+"""What makes the text between `<!-- NAME -->` and `<!-- end -->`."""
+
+
+def renewed(text: str, blocks: Mapping[str, str]) -> str:
+    """Return a document with new text between its markers."""
+    for name, block in blocks.items():
+        between = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.S)
+        text = between.sub(lambda found, block=block: f"{found[1]}{block}\n{found[2]}", text)
+    return text
+
+
+def blocks(folder: Path) -> dict[str, str]:
+    """Return the text of each block."""
+    data = load(folder)
+    return {
+        **{name: of(data) for name, of in BLOCKS.items()},
+        "circumstances": circumstances(folder) or MISSING,
+    }
+
+
+def report(folder: Path, documents: Sequence[Path]) -> None:
+    """Write all that the data show into the documents, and the figure."""
+    found = blocks(folder)
+    for document in documents:
+        text = document.read_text(encoding="utf-8")
+        document.write_text(renewed(text, found), encoding="utf-8")
+    figure(load(folder), folder / "phases.svg")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("sets", nargs="*", metavar="SET", help=", ".join(LABELS))
+    parser.add_argument("--minutes", type=float, default=5.0, help="for each set")
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    parser.add_argument("--table", action="store_true")
+    given = parser.parse_args()
+    for name in given.sets:
+        end_s = time.monotonic() + 60 * given.minutes
+        measure(name, given.folder / f"{name}.jsonl.gz", end_s)
+    if given.table:
+        report(given.folder, [given.folder / "README.md", TUTORIAL])
+
+
+if __name__ == "__main__":
+    main()
