@@ -40,6 +40,8 @@ from matplotlib.figure import Figure
 from dpbench.analysis import stats
 from dpbench.hardware import foreign_load, provenance
 from dpbench.measure.server import Server
+from dpbench.predict import cases as predictions
+from dpbench.predict import machine
 from dpbench.records import Case, Effort, Phase, Trial, names, plan, words
 from dpbench.records.environment import Environment, forbidding
 from dpbench.records.estimate import Estimate
@@ -52,8 +54,9 @@ from dpbench.report import svg
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "reports" / "without-the-gil"
 TUTORIAL = ROOT / "docs" / "why-dataparallel-is-slow.md"
+HOST_BOUND = "benchmarks/models/bound.py:host"
 MODELS = {
-    "benchmarks/models/bound.py:host": 16,
+    HOST_BOUND: 16,
     "benchmarks/models/bound.py:compute": 256,
 }
 """The rows of each model's batch."""
@@ -76,28 +79,39 @@ EFFORT = Effort(
     links=False,
 )
 LIMIT_S = 120.0
+MACHINE = "8x A100 PCIe 40GB"
+"""The machine of the predictions."""
+LAUNCHES = 300
+"""The least number of operations of a forward of the host-bound model."""
 
 
 def planned(name: str) -> list[Case]:
     """Return the cases of a set."""
-    found = []
-    for model, rows in MODELS.items():
-        axes: dict[str, Any] = {"models": [model], "batch_sizes": [rows]}
-        if name == "cpu":
-            others = ["single", "dp", *ENGINE, "ddp", "fsdp"]
-            found += plan.sweep(strategies=others, devices=[2], **axes)
-            found += plan.sweep(strategies=["dp"], devices=[1], **axes)
-        elif name == "control":
-            found += plan.sweep(strategies=["single", "dp", "dp[local]"], devices=[2], **axes)
-        elif name == "emulated":
-            several = ["torch_dp", "dp", "dp[cached]", "dp[local]"]
-            found += plan.sweep(strategies=several, devices=[2], device_kind="emulated", **axes)
-        elif name == "fake-gpus":
-            several = ["torch_dp", "dp", "dp[cached]", "dp[local]"]
-            counts = [1, 2, 4, 8]
-            found += plan.sweep(strategies=several, devices=counts, device_kind="cuda", **axes)
-    limits = [limit(case) for case in found if case.devices > 1 and name != "control"]
-    return [replace(case, unverified=name == "fake-gpus") for case in dict.fromkeys(found + limits)]
+    few = ["torch_dp", "dp", "dp[cached]", "dp[local]"]
+    sweeps: list[tuple[list[str], list[int]]] = {
+        "cpu": [(["single", "dp", *ENGINE, "ddp", "fsdp"], [2]), (["dp"], [1])],
+        "emulated": [(few, [2])],
+        "fake-gpus": [(["single", *few], [2]), (few, [1, 4, 8])],
+        "control": [(["single", "dp", "dp[local]"], [2])],
+    }[name]
+    found = [
+        case
+        for model, rows in MODELS.items()
+        for strategies, devices in sweeps
+        for case in plan.sweep(
+            models=[model],
+            strategies=strategies,
+            devices=devices,
+            batch_sizes=[rows],
+            device_kind={"emulated": "emulated", "fake-gpus": "cuda"}.get(name, "cpu"),
+        )
+    ]
+    if name == "control":
+        return found
+    found += [limit(case) for case in found if case.devices > 1]
+    if name == "fake-gpus":  # their steps are the host's time alone, and have no numbers to verify
+        found = [replace(case, unverified=True) for case in found if case.model == HOST_BOUND]
+    return [*dict.fromkeys(found)]
 
 
 def limit(case: Case) -> Case:
@@ -318,10 +332,10 @@ def share(estimate: Estimate) -> str:
     return estimate.withheld or f"{words.percent(estimate.value)} ({low} to {high})"
 
 
-def ms(estimate: Estimate) -> str:
-    """Return a difference in milliseconds and its interval."""
+def ms(estimate: Estimate, scale: float = 1e3) -> str:
+    """Return a difference in milliseconds and its interval, or in another unit of 1 / `scale` s."""
     value, low, high = (
-        words.number(1e3 * one) for one in (estimate.value, estimate.low, estimate.high)
+        words.number(scale * one) for one in (estimate.value, estimate.low, estimate.high)
     )
     return estimate.withheld or f"{value} ({low} to {high})"
 
@@ -483,6 +497,52 @@ def tutorial(data: Data) -> str:
     )
 
 
+def mutex(folder: Path) -> str:
+    """Return the table of what the fake library's own mutex costs; see `fake_gpu_mutex.py`."""
+    file = folder / "mutex.jsonl"
+    if not file.exists():
+        return MISSING
+    rounds = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+    def of(made: str, threads: str) -> dict[int, list[float]]:
+        return {number: [1e-6 * each[made][threads]] for number, each in enumerate(rounds)}
+
+    own = {}
+    rows = []
+    for threads in rounds[0]["memset"]:
+        both = [of(made, threads) for made in ("memset", "labs")]
+        own[threads] = {number: [both[0][number][0] - both[1][number][0]] for number in both[0]}
+        texts = (words.duration(stats.median(one)) for one in both)
+        rows.append([threads, *texts, ms(stats.average(own[threads]), 1e6)])
+    waits = stats.mean_difference(own["2"], own["1"]).scaled(LAUNCHES)
+    said = f"Over {LAUNCHES} operations, two threads wait {ms(waits)} ms for the fake library."
+    return f"{table(['threads', 'cudaMemsetAsync', 'labs', 'difference, µs'], rows)}\n\n{said}"
+
+
+def predicted() -> str:
+    """Return the table of predicted steps on a machine with GPUs, with and without the lock."""
+    locked, free = (
+        predictions.Predictor(machine.load(line)) for line in (MACHINE, f"{MACHINE}, no GIL")
+    )
+    if getattr(free.machine.host, "gil", True):
+        return "Not predicted."
+    cases = predictions.sweep(
+        [*MODELS, "resnet50"],
+        strategies=["torch_dp", "dp[local]", "ddp"],
+        devices=[2, 4, 8],
+        batch_per_device=[32],
+        size="full",
+    )
+    rows = []
+    for case in cases:
+        both = locked.predict(case), free.predict(case)
+        ratio = stats.quotient(both[0].step, both[1].step, both[0].draws, both[1].draws)
+        model = case.model.rpartition(":")[2]
+        name = f"{names.strategy(case)} x{case.devices}"
+        rows.append([model, name, *(words.ms(one.step) for one in both), words.times(ratio)])
+    return table(["model", "strategy", "with the lock", "without it", "ratio"], rows)
+
+
 def circumstances(folder: Path) -> str:
     """Return the interpreter, the libraries and the machine of each set."""
     found = []
@@ -561,17 +621,18 @@ def renewed(text: str, blocks: Mapping[str, str]) -> str:
 
 
 def blocks(folder: Path) -> dict[str, str]:
-    """Return the text of each block."""
+    """Return the text of each block that the data make."""
     data = load(folder)
     return {
         **{name: of(data) for name, of in BLOCKS.items()},
         "circumstances": circumstances(folder) or MISSING,
+        "mutex": mutex(folder),
     }
 
 
 def report(folder: Path, documents: Sequence[Path]) -> None:
     """Write all that the data show into the documents, and the figure."""
-    found = blocks(folder)
+    found = {**blocks(folder), "predicted": predicted()}
     for document in documents:
         text = document.read_text(encoding="utf-8")
         document.write_text(renewed(text, found), encoding="utf-8")
