@@ -27,6 +27,7 @@ import re
 import sysconfig
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -91,7 +92,7 @@ def planned(name: str) -> list[Case]:
     sweeps: list[tuple[list[str], list[int]]] = {
         "cpu": [(["single", "dp", *ENGINE, "ddp", "fsdp"], [2]), (["dp"], [1])],
         "emulated": [(few, [2])],
-        "fake-gpus": [(["single", *few], [2]), (few, [1, 4, 8])],
+        "fake-gpus": [(["single"], [1]), (few, [1, 2, 4, 8])],
         "control": [(["single", "dp", "dp[local]"], [2])],
     }[name]
     found = [
@@ -129,6 +130,7 @@ def measure(name: str, file: Path, end_s: float) -> None:
     gils = ("1", "1") if name == "control" else ("1", "0")
     if "0" in gils and not sysconfig.get_config_var("Py_GIL_DISABLED"):
         raise SystemExit("this interpreter cannot run without its lock: use a free-threaded one")
+    os.environ.pop("PYTHON_GIL", None)
     now = provenance.environment()
     if file.exists():
         first, pairs = read(file)
@@ -139,7 +141,8 @@ def measure(name: str, file: Path, end_s: float) -> None:
         append(file, now)
         done = set()
     for number in itertools.count():
-        cases = [case for case in planned(name) if (case, number) not in done]
+        if not (cases := [case for case in planned(name) if (case, number) not in done]):
+            continue
         load = foreign_load.wait(foreign_load.patience(), print, cases).cores
         with ExitStack() as stack:
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="without-the-gil-"))
@@ -328,16 +331,20 @@ NONE = "–"
 
 def share(estimate: Estimate) -> str:
     """Return a share and its interval."""
-    low, high = (words.percent(end) for end in (estimate.low, estimate.high))
-    return estimate.withheld or f"{words.percent(estimate.value)} ({low} to {high})"
+    if estimate.doubt:
+        return words.withheld(estimate)
+    value, low, high = map(words.percent, (estimate.value, estimate.low, estimate.high))
+    return f"{value} ({low} to {high})"
 
 
 def ms(estimate: Estimate, scale: float = 1e3) -> str:
     """Return a difference in milliseconds and its interval, or in another unit of 1 / `scale` s."""
+    if estimate.doubt:
+        return words.withheld(estimate)
     value, low, high = (
         words.number(scale * one) for one in (estimate.value, estimate.low, estimate.high)
     )
-    return estimate.withheld or f"{value} ({low} to {high})"
+    return f"{value} ({low} to {high})"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -411,42 +418,53 @@ VERDICTS = {
 """What is said for each verdict on a ratio."""
 
 
-def about(name: str, one: Paired, cases: Sequence[Paired]) -> str:
-    """Return the sentences about one case."""
-    costs = f"The lock costs {ms(one.cost())} ms, {share(one.share)} of the step"
-    found = [
-        f"- **{one.model}-bound, {one.name}** [{LABELS[name]} NO-GIL]:"
-        f" {VERDICTS[stats.verdict(one.gain)]}, {words.times(one.gain)}.",
-        f"{costs}; by phase, in ms, where it is decided: {most(one) or 'none'}.",
-    ]
+def about(name: str, one: Paired, cases: Sequence[Paired]) -> list[str]:
+    """Return the row of a case in the answer."""
     alone, ddp = beside(one, cases)
-    if alone and alone.rounds:
-        found.append(f"Forward's overlap is {both(one.overlap, alone)}.")
-    if ddp and ddp.rounds:
-        found.append(f"The step over DDP's is {both(one.over, ddp)}.")
-    return " ".join(found)
+    return [
+        f"{one.model}, {LABELS[name]}",
+        one.name,
+        VERDICTS[stats.verdict(one.gain)],
+        words.times(one.gain),
+        share(one.share),
+        both(one.overlap, alone),
+        both(one.over, ddp),
+        most(one) or NONE,
+    ]
 
 
-def both(ratio: Callable[[Paired, int], Estimate], other: Paired) -> str:
-    """Return a ratio to another case on both sides."""
-    locked, free = (words.times(ratio(other, side)) for side in (WITH, WITHOUT))
-    return f"{locked} with the lock, {free} without"
+def both(ratio: Callable[[Paired, int], Estimate], other: Paired | None) -> str:
+    """Return a ratio to another case with the lock, and without it."""
+    if other is None or not other.rounds:
+        return NONE
+    return " → ".join(words.times(ratio(other, side)) for side in (WITH, WITHOUT))
 
 
 def answer(data: Data) -> str:
-    """Return the sentences on torch's DataParallel, or the engine's form of it, and counts."""
-    found = []
+    """Return the table on torch's DataParallel, or the engine's form of it, and counts."""
+    rows, counts = [], []
     for name, cases in data.items():
         if name == "control":
             continue
-        threads = [one for one in cases if one.case.traits.threads and one.case.devices > 1]
+        threads = [
+            one for one in cases if one.case.traits.threads and one.case.devices > 1 and one.rounds
+        ]
         shown = "dp" if name == "cpu" else "torch_dp"  # torch's needs an accelerator
-        found += [about(name, one, cases) for one in threads if names.strategy(one.case) == shown]
+        rows += [about(name, one, cases) for one in threads if names.strategy(one.case) == shown]
         for model in dict.fromkeys(one.model for one in threads):
             verdicts = [stats.verdict(one.gain) for one in threads if one.model == model]
-            counts = "; ".join(f"{text}: {verdicts.count(key)}" for key, text in VERDICTS.items())
-            found.append(f"- All strategies of threads, {model}-bound [{LABELS[name]}]: {counts}.")
-    return "\n".join(found) or MISSING
+            found = "; ".join(
+                f"{text}: {verdicts.count(key)}"
+                for key, text in VERDICTS.items()
+                if key in verdicts
+            )
+            counts.append(
+                f"- All steps of threads on several devices, {model}, {LABELS[name]}: {found}."
+            )
+    head = ("model", "DataParallel", "the step is", "ratio", "the lock's share of the step")
+    further = ("forward's overlap, with → without", "step / ddp, with → without")
+    every = (*head, *further, "decided by phase, ms with − without")
+    return "\n".join([table(every, rows), "", *counts]) if rows else MISSING
 
 
 MISSING = "Not measured."
@@ -552,9 +570,13 @@ def circumstances(folder: Path) -> str:
         facts, pairs = read(file)
         own = Environment.of(RunFacts.of(facts))
         loads = "; ".join(dict.fromkeys(pair["load"] for pair in pairs))
+        checks = Counter(
+            side["verified"].replace("_", " ") for pair in pairs for side in pair["sides"][1:]
+        )
         found.append(
             f"- {name}: Python {own.python} ({own.build}), torch {own.torch}, {own.processor},"
-            f" {own.cores} cores. Before the rounds, {loads}."
+            f" {own.cores} cores. Before the rounds, {loads}. Gradients without the lock, compared"
+            f" with the reference: {', '.join(f'{key} {n}' for key, n in checks.items())}."
         )
     return "\n".join(found)
 
@@ -581,7 +603,9 @@ def figure(data: Data, file: Path) -> None:
         axes.invert_yaxis()
         axes.set_xlim(left=0)
         axes.set_title(f"{cases[0].model}-bound [{LABELS[name]} NO-GIL]", loc="left")
-    every[-1].set_xlabel("ms per step; upper bar with the lock, lower bar without; 95 % intervals")
+    every[-1].set_xlabel(
+        "ms per step, upper bar with the lock, lower bar without (95 %); grey: in no phase"
+    )
     used = [name for name in PHASES if any(one.has(name) for _, cases in panels for one in cases)]
     drawn.legend(handles=svg.phase_keys(used), loc="outside right upper")
     with mpl.rc_context({"svg.hashsalt": file.name, "svg.fonttype": "none"}):
@@ -636,7 +660,8 @@ def report(folder: Path, documents: Sequence[Path]) -> None:
     for document in documents:
         text = document.read_text(encoding="utf-8")
         document.write_text(renewed(text, found), encoding="utf-8")
-    figure(load(folder), folder / "phases.svg")
+    if data := load(folder):
+        figure(data, folder / "phases.svg")
 
 
 def main() -> None:
