@@ -48,6 +48,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize("name", ["cpu", "emulated", "fake-gpus"])
+def test_every_case_on_several_devices_has_its_limit(name: str) -> None:
+    cases = script.planned(name)
+    several = [case for case in cases if case.devices > 1]
+    assert several
+    assert {script.limit(case) for case in several} < {*cases}
+    assert len({*cases}) == len(cases)
+
+
 def test_a_ratio_above_one_is_faster_without_the_lock(folder: Path) -> None:
     dp, alone, fsdp = report.load(folder)["cpu"]
     assert stats.verdict(dp.gain) == "faster"
