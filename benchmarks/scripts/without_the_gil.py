@@ -63,7 +63,7 @@ LIMIT_S = 120.0
 
 def planned(name: str) -> list[Case]:
     """Return the cases of a set."""
-    few = ["torch_dp", "dp", "dp[cached]", "dp[local]"]
+    few = ["torch_dp", "dp[cached]", "dp[local]"]
     sweeps: list[tuple[list[str], list[int]]] = {
         "cpu": [(["single", "dp", *ENGINE, "ddp", "fsdp"], [2]), (["dp"], [1])],
         "emulated": [(few, [2])],
