@@ -100,10 +100,12 @@ def test_documents_and_figure_come_from_the_data_alone(
     assert (text, drawing) == (page.read_text(), (folder / "phases.svg").read_bytes())
 
 
+@pytest.mark.slow
 def test_the_report_is_that_of_its_data() -> None:
+    found = report.blocks(script.FOLDER)
     for document in (script.FOLDER / "README.md", report.TUTORIAL):
         text = document.read_text(encoding="utf-8")
-        assert report.renewed(text, report.blocks(script.FOLDER)) == text, (
+        assert report.renewed(text, found) == text, (
             "run: python -m benchmarks.scripts.without_the_gil --table"
         )
 
