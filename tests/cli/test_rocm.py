@@ -195,6 +195,7 @@ def test_unequal_cards_without_names_are_told_apart(
     ]
 
 
+@pytest.mark.sibling("doctor")
 def test_the_doctor_says_which_gpus_it_examines(rocm: Given, dpbench: exported.Command) -> None:
     rocm(MI300X)
     said = exported.is_error(*dpbench("doctor"))
