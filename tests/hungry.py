@@ -104,11 +104,6 @@ def _leave_a_child(x: Tensor) -> None:
     subprocess.Popen(["sleep", "3600"])
 
 
-def _die_with_the_server(x: Tensor) -> None:
-    os.kill(os.getppid(), signal.SIGKILL)
-    time.sleep(3600)
-
-
 def _raise_surrogate(x: Tensor) -> None:
     raise FileNotFoundError("no weights at model-\udcff.pt")
 
@@ -135,7 +130,6 @@ RAISES_IN_RANK_1 = _plug(in_rank_1(_raise))
 DIES_IN_RANK_1 = _plug(in_rank_1(lambda x: os.abort()))
 CPU_IN_RANK_1 = _plug(in_rank_1(lambda x: torch.empty(PETABYTE, dtype=torch.uint8)))
 LEAVES_A_CHILD = _plug(_leave_a_child)
-ENDS_THE_SERVER = _plug(_die_with_the_server)
 RAISES_SURROGATE = _plug(_raise_surrogate)
 SLOW = _plug(_slow)
 WRITES_NO_FILES = _plug(lambda x: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)))

@@ -114,18 +114,16 @@ def trace(
         with FakeTensorMode():
             _place(model.module, place)
             batch = [_rows_of(value, rows, place) for value in (inputs, target)]
-            return _TracedStep(
-                model, rows, batch, place, optimizer_fn, precision, mode, fake=True
-            ).trace()
+            step = _TracedStep(model, batch, place, optimizer_fn, precision, mode)
+            return step.trace(rows, fake=True)
     except Exception:  # a limit of fake tensors; an error of the model itself occurs again below
         if fake_only:
             raise
         model = build()
         inputs, target = model.batch(rows, 0)
         batch = [inputs, target]
-        return _TracedStep(
-            model, rows, batch, torch.device("cpu"), optimizer_fn, precision, mode, fake=False
-        ).trace()
+        step = _TracedStep(model, batch, torch.device("cpu"), optimizer_fn, precision, mode)
+        return step.trace(rows, fake=False)
 
 
 def trace_optimizer(
@@ -163,28 +161,23 @@ class _TracedStep:
     def __init__(
         self,
         model: Model,
-        rows: int,
         batch: Sequence[Any],
         device: torch.device,
         optimizer_fn: OptimizerFactory,
         precision: Context,
         mode: Context,
-        *,
-        fake: bool,
     ) -> None:
         self._precision = precision
         self._mode = mode
         self._model = model
         self._module = model.module
-        self._rows = rows
-        self._fake = fake
         self._inputs, self._target = batch
         self._optimizer = optimizer_fn(self._module.parameters())
         self._parameters = list(self._module.parameters())
         self._ready: list[tuple[int, int]] = []
         self._recorder = OpRecorder(device)
 
-    def trace(self) -> Trace:
+    def trace(self, rows: int, *, fake: bool) -> Trace:
         """The first step provides the optimizer's first step and the releases of saved tensors."""
         number = {id(parameter): n for n, parameter in enumerate(self._parameters)}
         hooks = [
@@ -202,7 +195,7 @@ class _TracedStep:
         parts: dict[str, Any] = {**self._recorder.ops(*PARTS)}
         return Trace(
             model=self._model.name,
-            rows=self._rows,
+            rows=rows,
             modules=sum(1 for _ in self._module.modules()),
             parameter_bytes=_sizes(self._parameters),
             trainable=tuple(p.requires_grad for p in self._parameters),
@@ -212,7 +205,7 @@ class _TracedStep:
             input_bytes=_sizes(tree_flatten(self._inputs)[0]),
             target_bytes=_sizes(tree_flatten(self._target)[0]),
             optimizer_name=type(self._optimizer).__name__,
-            fake=self._fake,
+            fake=fake,
             **parts,
             **roles,
         )

@@ -142,9 +142,10 @@ def test_a_run_and_its_report_name_what_amds_gpus_run_on(
     code, out, err = dpbench("run", "--report", page)
     assert code == 0, err
     assert "ddp" in out
-    assert caplog.text.count("dpbench reads no counters of AMD's GPUs") == 1
+    (told,) = (one for one in caplog.messages if "counters of AMD" in one)
+    (why,) = re.findall("dpbench reads no [^:;.]*", told)
     explained = dpbench("explain")[1]
-    assert "not checked, because dpbench reads no counters of AMD's GPUs" in explained
+    assert f"not checked, because {why}" in " ".join(explained.split())
     text = page.read_text(encoding="utf-8")
     assert "RCCL" in text
     assert "MIOpen" in text
@@ -175,7 +176,7 @@ def test_a_card_that_torch_does_not_use_is_named(
     (devices / "kfd").touch()
     monkeypatch.setattr(gpus, "_DEVICES", devices)
     assert selection.default_kind() == "cpu"
-    assert f"this machine has a GPU ({devices / 'kfd'})" in caplog.text
+    assert f"({devices / 'kfd'})" in caplog.text
     assert "HIP_VISIBLE_DEVICES= shows none" in caplog.text
     assert theirs(caplog.text) == []
 
@@ -186,9 +187,15 @@ def test_unequal_cards_without_names_are_told_apart(
     rocm(RX7900, ("", 24.0, "gfx1201", (12, 0)), RX7900)
     assert gpus.of_torch().alike() == (0, 2)
     selection.cases_of(Options())
-    assert "0 (gfx1100), 2 (gfx1100) are alike, 1 (gfx1201) not" in caplog.text
+    (told,) = (one for one in caplog.messages if "alike" in one)
+    assert re.findall(r"(\d) \((gfx\d+)\)", told) == [
+        ("0", "gfx1100"),
+        ("2", "gfx1100"),
+        ("1", "gfx1201"),
+    ]
 
 
+@pytest.mark.sibling("doctor")
 def test_the_doctor_says_which_gpus_it_examines(rocm: Given, dpbench: exported.Command) -> None:
     rocm(MI300X)
     said = exported.is_error(*dpbench("doctor"))

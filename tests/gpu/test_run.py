@@ -94,8 +94,8 @@ def test_a_trial_has_lanes_counters_and_memory_of_each_of_its_gpus(trials: list[
 def test_the_page_draws_every_gpu(page: dict[str, str]) -> None:
     for count in COUNTS:
         assert f"device {count - 1}: " in page["lanes"]
-    assert re.search(r"dp ×2, round 1: [\d.]+% busy on average", page["utilisation"])
-    assert re.search(r"allocator .* MiB peak in backward", page["memory-by-phase"])
+    assert re.search(r"dp ×2, round 1: [\d.]+% busy", page["utilisation"])
+    assert re.search(r"allocator .* MiB .*backward", page["memory-by-phase"])
 
 
 def test_a_page_says_whether_its_gpus_are_fake(page: dict[str, str]) -> None:
@@ -121,7 +121,7 @@ def test_a_run_on_one_gpu_ends_in_a_prediction(
     assert {answer.home.model for answer in answers} == {"resnet18", "transformer"}
     for answer in answers:
         assert "PREDICTED" in answer.labels
-        assert "2, 4, 8 of these GPUs" in answer.headline
+        assert "2, 4, 8 of" in answer.headline
         assert len(answer.compared) == 1, "one colocated dp beside single"
 
 

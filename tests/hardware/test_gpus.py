@@ -269,7 +269,8 @@ def test_a_device_that_dpbench_does_not_support_is_named(
         assert {kind for kind, *_ in _cases()} == {"cpu"}
     (said,) = caplog.messages
     assert "this run measures the CPU" in said
-    assert f"finds the device {device}, but dpbench supports devices of CUDA and ROCm only" in said
+    assert f"finds the device {device}" in said
+    assert "CUDA and ROCm only" in said
     code, _, err = dpbench("run", "--device-kind", "cuda", "--dry-run")
     assert code == 64
     assert f"finds the device {device}" in err
@@ -308,4 +309,4 @@ def test_a_gpu_of_amd_is_not_left_unused_silently(
     monkeypatch.setattr(gpus, "_DEVICES", tmp_path)
     assert {kind for kind, *_ in _cases()} == {"cpu"}
     assert "kfd" in caplog.text
-    assert "install a build of torch for CUDA or ROCm" in caplog.text
+    assert "install a build of torch" in caplog.text

@@ -87,9 +87,17 @@ class Session:
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("growing", [False, True], ids=["alike", "growing"])
-@pytest.mark.parametrize("start_s", [4.5, 15.0, 25.0])
-@pytest.mark.parametrize("count", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("count", "start_s", "growing"),
+    [
+        (count, start_s, growing)
+        for growing in (False, True)
+        for start_s in (4.5, 15.0, 25.0)
+        for count in (1, 2, 4, 8)
+        # starts that cannot grow are those that are alike
+        if not growing or (start_s > 4.5 and count > 1)
+    ],
+)
 def test_a_default_run_ends_in_its_budget_with_a_ranking_on_the_most_gpus(
     store: Store, monkeypatch: pytest.MonkeyPatch, count: int, start_s: float, growing: bool
 ) -> None:
@@ -108,7 +116,7 @@ def test_a_default_run_ends_in_its_budget_with_a_ranking_on_the_most_gpus(
         assert first.baseline.step
         mine = {case for case in session.cases if case.model == first.home.model}
         unmeasured = mine - {trial.case for trial in store.trials() if trial.status is Status.OK}
-        assert ("left out for lack of time" in first.text) is bool(unmeasured)
+        assert ("lack of time" in first.text) is bool(unmeasured)
         return
     ranked = {(row.case.strategy, row.case.devices) for row in first.ranking}
     assert {("single", 1), ("dp", count), ("ddp", count)} <= ranked
@@ -120,7 +128,7 @@ def test_a_default_run_ends_in_its_budget_with_a_ranking_on_the_most_gpus(
     said = " ".join(answer.text for answer in report.answers).lower()
     if left_out:
         assert store.runs()[0].status == "open"
-        assert "left out for lack of time" in said
+        assert "lack of time" in said
         for case in left_out:
             assert any(case.label in note for note in session.notes)
         before = len(store.trials())

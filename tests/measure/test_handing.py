@@ -82,7 +82,7 @@ def test_the_command_line_refuses_the_name_of_such_a_model(
 ) -> None:
     code, out, err = command(tmp_path, monkeypatch, capfd)("run", "--models", "__main__:Net")
     assert (code, out) == (64, "")
-    assert "write the model to a file, and give --models file.py:name" in err
+    assert "--models file.py:name" in err
 
 
 @pytest.mark.usefixtures("quick")

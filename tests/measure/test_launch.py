@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 
 import psutil
@@ -18,6 +19,7 @@ import pytest
 
 from dpbench.records import Trial
 from dpbench.store import Store
+from tests import commands
 from tests.commands import Folder
 from tests.marked import poll
 from tests.measure.launched import MODELS, Launched, free_port, launch
@@ -132,54 +134,71 @@ from dpbench.measure.launch import of_environment
 
 module.JOIN, module.LATE_S = timedelta(seconds=3), 2.0
 
+
 class Group(module.Group):
     tasks = 0
 
     def _crossings(self):
         self.tasks += 1
-        if self.launch.rank == 1 and self.tasks == 3 and sys.argv[1] == "early":
+        if self.launch.rank == 1 and self.tasks == 3 and fault == "early":
             os.kill(os.getpid(), signal.SIGKILL)
         return super()._crossings()
 
     def _answer(self, task):
-        if self.launch.rank == 1 and task.renew and sys.argv[1] == "dead":
+        if self.launch.rank == 1 and task.renew and fault == "dead":
             os.kill(os.getpid(), signal.SIGKILL)
         if self.launch.rank == 1:
             time.sleep(4)
         return Answer()
 
-children = []
-for rank in range(3):
-    children.append(os.fork())
-    if not children[-1]:
-        break
-else:  # this process has loaded torch for the ranks
-    ended, *_ = [os.waitpid(pid, 0)[1] for pid in children]
-    sys.exit(os.waitstatus_to_exitcode(ended))
 
-os.environ |= {"RANK": str(rank), "GROUP_RANK": str(rank), "WORLD_SIZE": "3"}
-os.dup2(os.open(f"{rank}.err", os.O_CREAT | os.O_WRONLY), 2)
-with Group(of_environment()) as group:
-    if group.launch.rank:
-        group.serve()
-    slow = [answer.failure for answer in group.ask(Task(limit_s=4)).values()]
-    lost = None
-    try:
-        failures = [answer.failure for answer in group.ask(Task(limit_s=0, renew=True)).values()]
-        lost = [failure and failure.perhaps_secondary for failure in failures]
-        group.ask(Task())
-    except RanksLost as error:
-        print(json.dumps([slow, lost, error.ranks, str(error)]))
+def work(rank):
+    os.environ |= {"RANK": str(rank), "GROUP_RANK": str(rank), "WORLD_SIZE": "3"}
+    os.dup2(os.open(f"{fault}-{rank}.err", os.O_CREAT | os.O_WRONLY), 2)
+    with Group(of_environment()) as group:
+        if group.launch.rank:
+            group.serve()
+        slow = [answer.failure for answer in group.ask(Task(limit_s=4)).values()]
+        lost = None
+        try:
+            failures = [one.failure for one in group.ask(Task(limit_s=0, renew=True)).values()]
+            lost = [failure and failure.perhaps_secondary for failure in failures]
+            group.ask(Task())
+        except RanksLost as error:
+            print(json.dumps([slow, lost, error.ranks, str(error)]))
+
+
+# this process has loaded torch for the ranks of all groups
+for word in sys.argv[1:]:
+    fault, os.environ["MASTER_PORT"] = word.split(":")
+    children = []
+    for rank in range(3):
+        children.append(os.fork())
+        if not children[-1]:
+            work(rank)
+            sys.exit()
+    first, *_ = [os.waitpid(pid, 0)[1] for pid in children]
+    if first:
+        sys.exit(f"{fault}: rank 0 ended with {os.waitstatus_to_exitcode(first)}")
 """
+FAULTS = ("early", "dead", "silent")
 
 
-@pytest.mark.parametrize("fault", ["early", "dead", "silent"])
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
+    """Three groups, one after the other; rank 1 of each has another fault."""
+    with commands.folder(tmp_path_factory.mktemp("groups")) as folder:
+        named = [f"{fault}:{free_port()}" for fault in FAULTS]
+        run = launch(folder, program=("-c", GROUP, *named), nodes=1)
+        assert run.codes() == [0], run.err()
+        yield run
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_task_may_outlast_the_time_to_join_and_a_lost_rank_is_named(
-    folder: Folder, fault: str
+    groups: Launched, fault: str
 ) -> None:
-    run = launch(folder, program=("-c", GROUP, fault), nodes=1)
-    assert run.codes() == [0], run.err()
-    slow, lost, ranks, reason = json.loads(run.out())
+    slow, lost, ranks, reason = json.loads(groups.out().splitlines()[FAULTS.index(fault)])
     assert slow == [None, None, None], "a slow task is no failure"
     expected = None if fault == "early" else [None, False, True]
     assert lost == expected, (
@@ -187,7 +206,7 @@ def test_a_task_may_outlast_the_time_to_join_and_a_lost_rank_is_named(
     )
     assert ranks == [1]
     assert reason.startswith(f"rank 1 on {socket.gethostname()} ")
-    assert "rank 0" in run.err(2)
+    assert "rank 0" in (groups.folder.path / f"{fault}-2.err").read_text()
 
 
 EACH = int(os.environ.get("DPBENCH_TEST_RANKS", "1"))

@@ -129,9 +129,7 @@ def test_a_model_that_cannot_be_counted_leaves_the_reason() -> None:
     timed = trial_of(Case(model="mlp", strategy="single", batch_size=4), [1.0])
     found = with_operations(timed, own(Failing()), BATCH, open_devices("cpu", 1))
     assert found.facts.operations is None
-    assert (
-        found.provenance["no_operations"] == "torch could not count them: KeyError: 'of the user'"
-    )
+    assert found.provenance["no_operations"].endswith(": KeyError: 'of the user'")
     for layer in (nn.Flatten(), nn.LayerNorm(8)):
         assert isinstance(operations(own(layer), BATCH), str), "it has no products"
 

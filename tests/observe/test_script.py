@@ -24,17 +24,19 @@ import atexit, os, signal, sys
 import torch
 
 model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def train(steps=30):
     for _ in range(steps):
-        optimizer.zero_grad()
         model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+                parameter.grad.zero_()
 
 
 """
+"""The head of scripts. An optimizer would load torch._dynamo, as long a wait as torch itself."""
 
 
 class Script:
