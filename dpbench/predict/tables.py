@@ -236,6 +236,7 @@ class Predictions(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON of `dpbench predict`.
 
     `machine_file` is the machine file that was made from a line of text; empty for other machines.
+    `peer_access` is whether the predictions assume that GPUs access each other's memory.
     `what_ifs` has the predicted gains from changes of the schedule or of the machine.
     `measured_steps` says for each model predicted from measured steps where they were measured.
     """
@@ -243,6 +244,7 @@ class Predictions(msgspec.Struct, frozen=True, kw_only=True):
     machine: str
     description: str
     machine_file: str
+    peer_access: bool
     answers: Sequence[shapes.AnswerFacts]
     cases: Sequence[PredictedCase]
     what_ifs: Sequence[WhatIf]
