@@ -12,7 +12,9 @@
 #                 overwrites 24 stores, fills 5 disks, and makes 300 inputs of each kind, or N= of each, and lists what
 #                 went wrong
 # make ci-versions  the fast tests with the lowest versions that pyproject.toml declares, torch 2.11 among them, and with
-#                 torch 2.14.1; CUDA builds are downloaded (3 GB each); VERSIONS="2.11.0 2.15.0" takes others
+#                 torch 2.14.1; CUDA builds are downloaded (3 GB each); VERSIONS="2.11.0 2.15.0" takes others. With
+#                 VERSIONS=integrations, the tests of transformers, accelerate, lightning, mlflow, tensorboard and wandb,
+#                 none of which may skip
 # make check      ruff and mypy
 # make history    asv over the last COMMITS=3 commits, published in .asv/html/index.html, which opens from a file; a
 #                 second run measures only the missing results, or all with AGAIN=1; BENCH=REGEX selects benchmarks.
@@ -44,7 +46,10 @@ BASE   ?= main
 JOBS   ?= 3
 VENV_GPU ?= .venv-gpu
 VENV_GPU_211 := .venv-gpu-211
-VERSIONS ?= lowest 2.14.1
+VERSIONS ?= lowest 2.14.1 integrations
+# the tests that need one of LIBRARIES in tests/versions.py
+INTEGRATED := tests/api/test_trackers.py tests/observe/test_integrations.py tests/observe/test_watching_libraries.py \
+  tests/models/test_own.py::test_the_examples_and_the_libraries_verify
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
@@ -115,7 +120,11 @@ hardening: $(VENV)/dev.stamp
 
 ci-versions: $(VERSIONS:%=.venv-versions/%/dev.stamp)
 	for version in $(VERSIONS); do \
-	  $(MAKE) test-fast TORCH=pinned VENV=.venv-versions/$$version ARGS="$(ARGS)" || exit 1; \
+	  case $$version in \
+	    integrations) set -- test "$(INTEGRATED) --no-skips $(ARGS)";; \
+	    *) set -- test-fast "$(ARGS)";; \
+	  esac; \
+	  $(MAKE) $$1 TORCH=pinned VENV=.venv-versions/$$version ARGS="$$2" || exit 1; \
 	done
 
 check: $(VENV)/dev.stamp

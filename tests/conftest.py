@@ -1,7 +1,8 @@
 """What all tests share: one thread per operation, a fixed seed, fixtures, and marks for GPUs.
 
 A test is skipped without the GPUs that its mark requires. `--fast` leaves out slow tests, takes a
-sample of many parameters, and skips a test at the moment at which it would start a process.
+sample of many parameters, and skips a test at the moment at which it would start a process. With
+`--no-skips`, a test that is skipped fails.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import pickle
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -182,6 +183,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fast", action="store_true", help="leave out tests that are slow or start a process"
     )
+    parser.addoption(
+        "--no-skips", action="store_true", help="a test that is skipped fails, as without a library"
+    )
 
 
 STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"}
@@ -227,6 +231,17 @@ def pytest_runtest_call() -> Iterator[None]:
         if kept_from_a_process:
             pytest.skip("starts a process")
         raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Let a test that is skipped fail, if `--no-skips` is given."""
+    report = yield
+    if report.skipped and item.config.getoption("no_skips"):
+        report.outcome = "failed"
+    return report
 
 
 @contextmanager

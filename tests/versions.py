@@ -2,7 +2,9 @@
 
 `python tests/versions.py lowest` prints the lowest version of each package that pyproject.toml
 declares, and `python tests/versions.py 2.11.0` the usual versions with this torch. `make
-ci-versions` runs the fast tests with both.
+ci-versions` runs the fast tests with both. `python tests/versions.py integrations` prints the usual
+versions and the libraries that `dpbench.integrations` and `docs/integrations.md` serve, with which
+`make ci-versions` runs their tests.
 """
 
 from __future__ import annotations
@@ -14,9 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-EXTRAS = ("dev", "asv")
+EXTRAS = ("dev", "asv", "notebook")
 """The extras that the tests need."""
 LOWEST = "lowest"
+INTEGRATIONS = "integrations"
+LIBRARIES = ("transformers", "accelerate", "lightning", "mlflow", "tensorboard", "wandb")
+"""The libraries whose tests run in the stage `INTEGRATIONS` alone, in their newest versions."""
 _NAME = re.compile(r"[\w-]+")
 
 
@@ -29,7 +34,10 @@ def declared() -> list[str]:
 
 
 def requirements(version: str) -> Iterator[str]:
-    """Yield the requirements with the versions to install: `LOWEST`, or a version of torch."""
+    """Yield the requirements with the versions to install.
+
+    `version` is `LOWEST`, `INTEGRATIONS` or a version of torch.
+    """
     usual = dict(
         line.lower().split("==")
         for line in (ROOT / "constraints.txt").read_text().splitlines()
@@ -40,7 +48,10 @@ def requirements(version: str) -> Iterator[str]:
         if version == LOWEST:
             yield re.sub(r">=([\w.]+).*", r"==\1", requirement)
         else:
-            yield f"{name}=={version if name == 'torch' else usual[name]}"
+            other = name == "torch" and version != INTEGRATIONS
+            yield f"{name}=={version if other else usual[name]}"
+    if version == INTEGRATIONS:
+        yield from LIBRARIES
 
 
 if __name__ == "__main__":

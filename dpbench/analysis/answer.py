@@ -35,6 +35,7 @@ from dpbench.records import (
     plan,
     registry,
     schedule,
+    session,
     words,
 )
 from dpbench.records.estimate import Estimate
@@ -42,7 +43,6 @@ from dpbench.records.names import devices, in_words, unusual
 from dpbench.records.registry import Role
 from dpbench.records.resources import Resources
 from dpbench.records.spelling import dashed
-from dpbench.records.trial import SPENT
 
 NOTABLE = 0.1
 """The least share of the lost time with which an answer names a phase after the first."""
@@ -276,7 +276,7 @@ def _answer(
     decision = decide(question)
     ranked = ranking(question)
     pending = bool(unsettled(question, decision))
-    missing = _unmeasured(question)
+    missing = _unmeasured(question, again if pending else "")
     settled = decision.choice is not Choice.UNKNOWN and not pending
     so_far = "" if settled or decision.choice is Choice.UNKNOWN else "so far, "
     measured = {
@@ -290,7 +290,7 @@ def _answer(
         else commands.following(question, decision, machine, measured)
     )
     certainty = [
-        *_certainty(question, decision, again if pending else ""),
+        *_certainty(question, decision, open_run=bool(again and pending)),
         *_of_gpus(question, machine, command),
         *missing,
     ]
@@ -606,14 +606,12 @@ def _loses(row: Row, base: Row) -> str:
     return f"{clause}; {', '.join(parts)}"
 
 
-def _certainty(question: Question, decision: Decision, again: str) -> Iterator[str]:
+def _certainty(question: Question, decision: Decision, *, open_run: bool) -> Iterator[str]:
     if not question.source.timed:
         yield "predicted, with an 80% interval"
     elif any(map(commands.noisy, decision.open)) and decision.basis is Basis.OPEN:
         yield f"rounds with the label {disturbance.NOISY} give no verdict"
-    elif again:
-        yield "the time was used up before this was decided; the same command goes on"
-    elif decision.basis is Basis.OPEN:
+    elif decision.basis is Basis.OPEN and not open_run:
         rounds = commands.rounds_needed(decision.open)
         more = (
             f"about {rounds} rounds"
@@ -621,7 +619,7 @@ def _certainty(question: Question, decision: Decision, again: str) -> Iterator[s
             else f"more than {commands.ROUNDS_MOST} rounds"
         )
         yield f"{more} would decide this with a probability of {stats.POWER:.0%}"
-    elif decision.basis in (Basis.GAIN, Basis.NO_GAIN):
+    elif decision.basis in (Basis.GAIN, Basis.NO_GAIN) and not open_run:
         judged = [decision.row] if decision.basis is Basis.GAIN else question.candidates
         rounds = min(row.speedup.n for row in judged if row and row.speedup)
         yield (
@@ -651,16 +649,20 @@ def _of_gpus(question: Question, machine: Resources, command: str) -> Iterator[s
     yield f"this says nothing about GPUs{then}"
 
 
-def _unmeasured(question: Question) -> list[str]:
-    """Return a clause on the cases for which the run had no time, if there are some."""
-    names = [_name(row) for row in question.rows if not row.step and row.reason.startswith(SPENT)]
+def _unmeasured(question: Question, again: str = "") -> list[str]:
+    """Return a clause on what the run had no time for; none if it had time for all.
+
+    These are cases, or with `again`, the command that goes on, the rounds that would decide. A run
+    of a session's model does not go on.
+    """
+    names = [_name(row) for row in question.rows if row.left_out]
     if not names:
-        return []
+        spent = "the time was used up before this was decided; the same command goes on"
+        return [spent] if again else []
     more = f" and {len(names) - RANKED} more" if len(names) > RANKED else ""
-    return [
-        f"left out for lack of time: {', '.join(names[:RANKED])}{more}; the same command goes on"
-        " with them"
-    ]
+    goes_on = "; the same command goes on with them"
+    then = "" if session.is_of(question.home.model) else goes_on
+    return [f"left out for lack of time: {', '.join(names[:RANKED])}{more}{then}"]
 
 
 def _may_be_small(row: Row | None) -> bool:

@@ -19,6 +19,7 @@ from dpbench.records import (
     disturbance,
     registry,
     schedule,
+    session,
     siblings,
 )
 from dpbench.records.estimate import Estimate
@@ -41,14 +42,15 @@ def measure(cases: Sequence[Case], *, machine: Resources, **how: Any) -> str:
     The cases must differ only in strategy, schedule, devices, batch and habits. `how` are further
     options. Stored cases with schedules or strategies that only another version of dpbench has are
     left out. Return "" if no case is left, for cases on several machines, models known only to
-    `dpbench predict`, a model that shares the machine with another, and other names that only
-    another version knows.
+    `dpbench predict` or to a session, a model that shares the machine with another, and other names
+    that only another version knows.
     """
     cases = [case for case in cases if _runs_here(case)]
     if not cases:
         return ""
     first = cases[0]
     known = ":" in first.model or first.model in registry.own("models")
+    known = known and not session.is_of(first.model)
     if first.neighbour or any(case.hosts > 1 for case in cases) or not known:
         return ""
     shares = {case.batch_size // case.devices for case in cases}
@@ -90,8 +92,10 @@ def predict(case: Case, machine: Resources, *, step_s: float = 0.0) -> str:
 
     If `machine` is not a described one, the sibling chooses one by its GPUs. With the measured
     seconds of its step, each GPU processes the samples of the case. Return "" for a case or GPUs
-    that cannot be predicted, or for an installation without predictions.
+    that cannot be predicted, such as a session's model, or for an installation without predictions.
     """
+    if session.is_of(case.model):
+        return ""
     for command in siblings.added("prediction"):
         found: str = command(case, machine, step_s=step_s)
         return found

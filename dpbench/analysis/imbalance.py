@@ -335,7 +335,7 @@ QUANTITIES = (
     ),
     Quantity("memory, reserved", "bytes", (("allocator", _peak("reserved", "allocator")),)),
     Quantity("memory, in use", "bytes", (("NVML", _used),)),
-    Quantity("energy", "J", (("NVML's counter", _energy),)),
+    Quantity("energy of a step", "J", (("NVML's counter", _energy),)),
     Quantity("bytes moved", "bytes", (("computed from shapes", _moved),)),
 )
 """The compared quantities; conclusions rest on busy time and memory, the others corroborate."""

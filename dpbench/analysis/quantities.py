@@ -133,7 +133,7 @@ QUANTITIES = (
         key="energy",
         unit="J/sample",
         of=attrgetter("energy"),
-        statistic="mean of the rounds' energies of all GPUs, by NVML's counters",
+        statistic="energy of a sample: mean of the rounds' joules of all GPUs, by NVML",
         rounds=OWN,
         interval="the rounds",
     ),

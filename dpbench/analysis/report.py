@@ -23,7 +23,7 @@ from dpbench.analysis import (
 )
 from dpbench.analysis.lanes import Lanes
 from dpbench.analysis.statements import FINISHED, OPEN, Statement, made
-from dpbench.records import Case, Trial, hidden, siblings
+from dpbench.records import Case, Trial, hidden, session, siblings
 from dpbench.records.facts import RunFacts
 from dpbench.records.resources import Resources
 from dpbench.records.trial import Key, by_key
@@ -80,7 +80,8 @@ class Report:
         loading = loaders.curve(rows, trials)
         diagnoses = findings.diagnose(rows, trials, machine, machine_result)
         command = facts.command
-        again = hidden.to_fill_in(command) if status == OPEN else ""
+        goes_on = status == OPEN and not any(session.is_of(row.case.model) for row in rows)
+        again = hidden.to_fill_in(command) if goes_on else ""
         given = (
             ()
             if loading

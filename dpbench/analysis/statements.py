@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from itertools import chain
 
 from dpbench.analysis import hosts, sampled, uneven, validity
+from dpbench.analysis.decision import questions
 from dpbench.analysis.summary import FAKE_GPU, Row, baseline_in
 from dpbench.records import Case, Status, Trial, fake, siblings, vendors, words
 from dpbench.records.disturbance import NOISY
 from dpbench.records.facts import RunFacts
 from dpbench.records.grouping import grouped
-from dpbench.records.trial import by_key
+from dpbench.records.trial import SPENT, by_key
 from dpbench.store import UnreadableRow
 
 FINISHED, OPEN = "finished", "open"
@@ -186,15 +187,21 @@ def _slow_machines(seen: Observation) -> Iterator[Said]:
 
 
 def _no_result(seen: Observation) -> Iterator[Said]:
-    failed = [row for row in seen.rows if row.outcome != Status.OK]
+    failed = [row for row in _unanswered(seen.rows) if row.outcome != Status.OK]
     yield from _by_text((f"{row.outcome}: {_first_line(row)}", row.case) for row in failed)
 
 
 def _lost_rounds(seen: Observation) -> Iterator[Said]:
-    lost = [row for row in seen.rows if row.outcome == Status.OK and row.reason]
+    lost = [row for row in _unanswered(seen.rows) if row.outcome == Status.OK and row.reason]
     yield from _by_text(
         (f"some rounds gave no result: {_first_line(row)}", row.case) for row in lost
     )
+
+
+def _unanswered(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows but those for which there was no time, which an answer says."""
+    asked = {row.key for question in questions(rows) for row in question.rows}
+    return [row for row in rows if not (row.reason.startswith(SPENT) and row.key in asked)]
 
 
 def _first_line(row: Row) -> str:
@@ -430,7 +437,7 @@ KINDS = (
     ),
     Kind(
         key="no_result",
-        when="no round of a case has a result",
+        when="no round of a case has a result, although there was time",
         warns=True,
         find=_no_result,
     ),
@@ -449,7 +456,7 @@ KINDS = (
     ),
     Kind(
         key="lost_rounds",
-        when="some rounds of a case have no result",
+        when="some rounds of a case have no result, although there was time",
         warns=False,
         find=_lost_rounds,
     ),

@@ -26,7 +26,7 @@ from dpbench.records.estimate import Doubt, Estimate
 from dpbench.records.grouping import grouped, summed
 from dpbench.records.ledger import PHASES
 from dpbench.records.registry import Role
-from dpbench.records.trial import Key, by_key
+from dpbench.records.trial import SPENT, Key, by_key
 
 PERCENTILES = (95, 99)
 """The percentiles of step durations that a row has; the median is `Row.step`."""
@@ -57,8 +57,9 @@ class Row:
     `memory_imbalance` are the ratios of device 0's busy time and memory to the others' mean.
     `reason` explains why a round gave no result. `fault` is set if no round gave a result although
     the last trial ended normally. `lost` has the outcome of each round without a result, such as
-    "timeout", or "unverified" for gradients that differ from the reference. In a report on two
-    runs, `run` is "before" or "after".
+    "timeout", or "unverified" for gradients that differ from the reference. `left_out` is whether
+    the run had no time for the case, or for rounds of it that others have. In a report on two runs,
+    `run` is "before" or "after".
     """
 
     case: Case
@@ -90,6 +91,7 @@ class Row:
     memory_imbalance: float | None = None
     labels: tuple[str, ...] = ()
     lost: tuple[Fault | Status, ...] = ()
+    left_out: bool = False
     run: str = ""
 
     @property
@@ -261,6 +263,7 @@ def _row(case: Case, trials: Sequence[Trial], series: stats.Timed) -> Row:
         steps=sum(map(len, series.values())),
         labels=all_labels(good or [last]),
         lost=_lost(trials, series),
+        left_out=any(trial.reason.startswith(SPENT) for trial in trials),
     )
     if not good:
         return row

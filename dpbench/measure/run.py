@@ -41,6 +41,7 @@ from dpbench.records import (
     Trial,
     disturbance,
     plan,
+    session,
     signals,
     sources,
 )
@@ -604,13 +605,18 @@ class _Session:
     def _leave_out(self, cases: Sequence[Case], number: int, *, rest: bool = False) -> None:
         """Record that no further trial is measured; say so if every case needed it.
 
-        `cases` are those of round `number`, or only the `rest` of them.
+        `cases` are those of round `number`, or only the `rest` of them. The answers name cases
+        without any trial.
         """
         self._total = self._ended
         if not self._is_needed(cases, number):
             self.open = self.open or bool(self.rule.unsettled())
             return
-        self._skip(cases, number)
+        begun = self._begun()
+        without = [case for case in cases if case.fingerprint not in begun]
+        self._skip(without, number)
+        if len(without) == len(cases):
+            return
         last = max(self.needed[case].stop for case in cases)
         rounds = f"rounds {number + 1} to {last}" if number + 1 < last else f"round {number + 1}"
         usual_s = self.budget.usual_s(Counter(cases))
@@ -620,15 +626,27 @@ class _Session:
             else f"one round of {count(len(cases), 'case')} takes about {time_text(usual_s)}, and"
             f" {time_text(self.budget.left_s)} of the budget is left"
         )
-        self.listen(Note(f"{'the rest of ' * rest}{rounds} left out: {why}{GOES_ON} them"))
+        self.listen(Note(f"{'the rest of ' * rest}{rounds} left out: {why}{self._goes_on('them')}"))
+
+    def _goes_on(self, them: str) -> str:
+        """Return a clause on how to go on with what is left out, "" for a session's model."""
+        own = any(session.is_of(case.model) for case in self.cases)
+        return "" if own else f"{GOES_ON} {them}"
+
+    def _begun(self) -> set[str]:
+        """Return the fingerprints of the cases with a trial that was not skipped."""
+        return {case for case, _ in measured(self.store, self.run_id, ())}
 
     def _skip(self, cases: Iterable[Case], number: int) -> None:
-        """Leave the run open, and record the cases that have no trial."""
+        """Leave the run open, and record that a round of the cases was left out.
+
+        Cases of which all trials were skipped have such a record, or cannot run here.
+        """
         self.open = True
-        done = {case for case, _ in self.store.done(self.run_id)}
+        skipped = {case for case, _ in self.store.done(self.run_id)} - self._begun()
         for case in cases:
-            if case.fingerprint not in done:
-                why = f"{SPENT} had no time for it{GOES_ON} it"
+            if case.fingerprint not in skipped:
+                why = f"{SPENT} had no time for it{self._goes_on('it')}"
                 trial = Trial(case=case, status=Status.SKIPPED, reason=why, round=number)
                 trial_id = self.store.begin_trial(self.run_id, case, number)
                 self.store.end_trial(trial_id, trial)
@@ -641,20 +659,13 @@ class _Session:
         self._total = self._ended + self.budget.ahead.total()
 
     def _drop(self, cases: Sequence[Case], number: int) -> None:
-        """Leave out cases for which the budget has no time beside more needed ones, and say so."""
-        if not cases:
-            return
-        trials = Counter({case: self.budget.ahead[case] for case in cases})
-        needed_s = self.budget.usual_s(trials)
-        self._skip(cases, number)
-        self._forget(cases)
-        self.listen(
-            Note(
-                f"left out: {', '.join(case.label for case in cases)}; their"
-                f" {count(trials.total(), 'trial')} would take about {time_text(needed_s)}, for"
-                f" which the budget has no time beside more needed cases{GOES_ON} them"
-            )
-        )
+        """Leave out cases for which the budget has no time beside more needed ones.
+
+        The answers name them.
+        """
+        if cases:
+            self._skip(cases, number)
+            self._forget(cases)
 
 
 def _checked(trial: Trial) -> Trial:

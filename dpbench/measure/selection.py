@@ -87,6 +87,15 @@ def cases_of(options: Options, cluster: Cluster | None = None) -> tuple[list[Cas
     devices = options.devices or (
         cluster.counts() if cluster else plan.default_devices(available, placement)
     )
+    if kind == "cuda" and placement == "spread" and not cluster and 0 < gpus < max(devices):
+        raise UsageError(
+            "{} needs {most} GPUs, but torch sees {gpus}",
+            option="devices",
+            value=devices,
+            remedy="give fewer devices, or {placement:colocated} to put all replicas on one GPU",
+            most=max(devices),
+            gpus=gpus,
+        )
     on_gpus = options.quick and kind == "cuda" and not cluster
     only_deciding = options.quick and kind != "emulated" and not cluster
     swept: dict[str, Any] = {

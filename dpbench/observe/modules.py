@@ -303,6 +303,12 @@ def precision(seen: Seen, owner: int) -> None:
     seen.precisions[owner] = found
 
 
+def in_group() -> bool:
+    """Return whether this process belongs to a process group of several ranks."""
+    group = torch.distributed
+    return group.is_available() and group.is_initialized() and group.get_world_size() > 1
+
+
 def _note_facts(seen: Seen, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
     """Note the sizes of a module, and whether it returns its own loss.
 
@@ -311,6 +317,7 @@ def _note_facts(seen: Seen, module: nn.Module, args: Any, kwargs: Any, output: A
     inputs = batched(args, kwargs)
     outputs = [one for one in tree_leaves(output) if isinstance(one, torch.Tensor)]
     rows = len(inputs[0]) if inputs else 1
+    seen.grouped |= in_group()
     seen.models[id(module)] = {
         **sizes(module),
         "input_bytes": sum(one.nbytes for one in inputs) / rows,

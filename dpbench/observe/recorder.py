@@ -133,6 +133,8 @@ class Seen:
     opened: Sequence[Device] = ()
     """The devices of dpbench's own engine, whose streams need not be the current ones."""
     ranks: bool = False
+    grouped: bool = False
+    """Whether a process group of several ranks existed when a trained module was first called."""
     optimizers: dict[int, str] = field(default_factory=dict)
     loaders: dict[int, int] = field(default_factory=dict)
     """The workers of each DataLoader."""

@@ -142,6 +142,7 @@ def _answer(
     return Answer(
         subject=_subject(row, alike, loop.wrapper),
         choice=verdict.choice,
+        settled=verdict.choice is not Choice.UNKNOWN,
         basis=verdict.ground,
         problem=problem.rule.key if problem else "",
         cost=None if problem and problem.evidence.aside else cost,

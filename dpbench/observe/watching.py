@@ -20,7 +20,8 @@ from dpbench.hardware import foreign_load, nvml, samplers
 from dpbench.measure import scratch
 from dpbench.measure.turns import Turns
 from dpbench.observe import loop, seams, trials
-from dpbench.observe.recorder import Recorder
+from dpbench.observe.modules import in_group
+from dpbench.observe.recorder import Recorder, Seen
 from dpbench.records import HOST, Sample
 from dpbench.records.errors import told
 from dpbench.records.load import Load, UnknownLoad
@@ -203,14 +204,20 @@ def _store(
     ranks = 1
     result.rank = seat.rank
     result.steps = len(part.loop.steps)
+    apart = seat.size > 1 and bool(part.loop.steps) and not _together(recorder.seen)
     if seat.rank:
-        seat.write(part)
+        if not apart:
+            seat.write(part)
         return
-    if seat.size > 1:
+    if seat.size > 1 and not apart:
         part, ranks = seat.joined(part)
         recorder.seen.ranks = True
-    if beside.problem:
-        noted = (*part.loop.unknown, Unknown(problem=beside.problem, steps=0))
+    why = (
+        f"no process group joined the {seat.size} processes of this launch: each trained alone, and"
+        " these are the steps of rank 0"
+    )
+    for problem in filter(None, (why * apart, beside.problem)):
+        noted = (*part.loop.unknown, Unknown(problem=problem, steps=0))
         part = replace(part, loop=replace(part.loop, unknown=noted))
     result.unknown = [
         f"{one.problem} ({count(one.steps, 'step')})" if one.steps else one.problem
@@ -229,6 +236,11 @@ def _store(
         interrupted=result.interrupted,
     )
     result.run_id = trials.store(path, watched, naming)
+
+
+def _together(seen: Seen) -> bool:
+    """Return whether the ranks of a launch train one model, as far as torch.distributed tells."""
+    return seen.ranks or seen.grouped or in_group()
 
 
 def _line(stream: TextIO) -> Callable[[array[float]], None]:

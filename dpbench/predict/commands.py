@@ -176,6 +176,7 @@ def predict(as_json: bool, **options: Any) -> None:
                 description=described.description,
                 machine_file=file,
                 assumed=described.assumptions,
+                peer_access=described.peer_access,
                 what_ifs=changes,
                 answers=[shapes.AnswerFacts.of(one) for one in answered],
                 cases=[
@@ -331,6 +332,8 @@ def _print(
     click.echo(f"{machine.name}: {machine.description}; all steps below are predictions")
     for assumption in machine.assumptions:
         click.echo(f"assumed: {assumption}")
+    if machine.gpu.count > 1:
+        click.echo(f"peer access between GPUs: {'yes' if machine.peer_access else 'no'}")
     click.echo("".join(f"{one.words}\n" for one in steps))
     click.echo("\n\n".join(tables))
     if held:

@@ -237,6 +237,7 @@ class Predictions(msgspec.Struct, frozen=True, kw_only=True):
 
     `machine_file` is the machine file that was made from a line of text; empty for other machines.
     `assumed` is what the description of the machine does not state, in words.
+    `peer_access` is whether the predictions assume that GPUs access each other's memory.
     `what_ifs` has the predicted gains from changes of the schedule or of the machine.
     `measured_steps` says for each model predicted from measured steps where they were measured.
     """
@@ -245,6 +246,7 @@ class Predictions(msgspec.Struct, frozen=True, kw_only=True):
     description: str
     machine_file: str
     assumed: Sequence[str]
+    peer_access: bool
     answers: Sequence[shapes.AnswerFacts]
     cases: Sequence[PredictedCase]
     what_ifs: Sequence[WhatIf]

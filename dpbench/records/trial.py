@@ -37,7 +37,7 @@ LONGEST_S = 1e9
 CHECK_FAILED = "the check of the"
 """The beginning of the reason of a trial that did not run because its model failed the check."""
 SPENT = "not measured, because the run's budget"
-"""The beginning of the reason of a case that has no trial for lack of time."""
+"""The beginning of the reason of a round of a case that was left out for lack of time."""
 ALONE = "step_alone_s"
 """The seconds of a baseline step that all machines of a launch run at once, without communication.
 """

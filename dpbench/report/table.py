@@ -122,7 +122,7 @@ def shown(
     }
     if not any(row.case.traits.comparable for row in rows):
         dropped |= {*COMPARED}
-    if all(row.outcome == Status.OK for row in rows):
+    if all(row.outcome == Status.OK and not row.left_out for row in rows):
         dropped |= {"status"}
     shared = []
     for name in ("model", "devices", "verified", "labels") if len(rows) > 1 else ():
@@ -238,6 +238,11 @@ def verified(row: Row) -> Cell:
     if row.verified in (None, Verified.NOT_APPLICABLE):
         return Cell("no" if row.fault is Fault.UNVERIFIED else "")
     return Cell(row.verified.value.replace("_", " "), "" if row.case.trains else "outputs")
+
+
+def _status(row: Row) -> Cell:
+    rest = ", further rounds left out for lack of time"
+    return Cell(f"{row.outcome}{rest * (row.left_out and row.step is not None)}")
 
 
 def _memory(row: Row) -> Cell:
@@ -454,7 +459,7 @@ COLUMNS = (
     Column(heading="peak memory", cell=_memory, printed=False),
     Column(heading="verified", cell=verified, text=True),
     Column(heading="labels", cell=lambda row: Cell("\n".join(row.labels)), text=True),
-    Column(heading="status", cell=lambda row: Cell(row.outcome), text=True),
+    Column(heading="status", cell=_status, text=True),
 )
 """The columns of the table of all cases."""
 COMPARED = ("speed-up", "efficiency", "verified")

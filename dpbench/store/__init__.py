@@ -178,6 +178,8 @@ class Store:
         self._writes = writes
         self._naming = naming or Naming()
         self._unreadable = unreadable
+        self._named: set[tuple[str, int]] = set()
+        """The unreadable rows that were passed to `unreadable`, as pairs of a table and a row."""
         self._measured: dict[str, _Measured] = {}
         """The runs to which this object adds trials."""
         self._spare: file.Connection | None = None
@@ -198,9 +200,9 @@ class Store:
     def read(cls, path: Path, unreadable: Callable[[UnreadableRow], None] | None = None) -> Store:
         """Return the store at `path`, opened read-only.
 
-        Methods that read several rows pass each unreadable row to `unreadable` and return the
-        others; if `unreadable` is None, they raise UnreadableRow. Raises StoreError if the file is
-        missing or is not a store.
+        Methods that read several rows pass each unreadable row to `unreadable`, each once, and
+        return the others; if `unreadable` is None, they raise UnreadableRow. Raises StoreError if
+        the file is missing or is not a store.
         """
         return cls(path, file.open_to_read(path), writes=False, unreadable=unreadable)
 
@@ -772,7 +774,9 @@ class Store:
             except UnreadableRow as fault:
                 if self._unreadable is None:
                     raise
-                self._unreadable(fault)
+                if (fault.table, fault.row) not in self._named:
+                    self._named.add((fault.table, fault.row))
+                    self._unreadable(fault)
 
     def past(self, run_id: str, trials: Sequence[Trial]) -> tuple[PastRun, ...]:
         """Return the runs that share cases with a run, with summaries of their `ok` trials.

@@ -261,7 +261,7 @@ def test_every_quantity_comes_from_what_a_trial_holds() -> None:
         "memory, allocated": {0: 200, 1: 100, 2: 100},
         "memory, reserved": {0: 300, 1: 150, 2: 150},
         "memory, in use": {0: 40.0, 1: 20.0, 2: 20.0},
-        "energy": {0: 4.0, 1: 2.0, 2: 2.0},
+        "energy of a step": {0: 4.0, 1: 2.0, 2: 2.0},
         # 0 sends 2 x 1000 weights, takes 2 x 1000 gradients, its row and three targets; others 1000
         # each way, their row
         "bytes moved": {0: 4000 + 4 + 24, 1: 2000 + 4, 2: 2000 + 4},

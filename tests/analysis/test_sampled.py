@@ -133,7 +133,7 @@ def test_energy_of_which_readings_miss_or_are_impossible_is_not_checked(
         ("energy_j", 0, watts(300.0)), ("energy_j", 1, watts(300.0, **changed)), *limits, case=PAIR
     )
     assert sampled.energy_j(one) == {0: pytest.approx(600)}
-    assert "energy" not in {index.quantity for index in imbalance.indexes([one])}
+    assert "energy of a step" not in {index.quantity for index in imbalance.indexes([one])}
     told = caveat([one], "not_checked")
     assert told is not None
     assert "energy_j" in told.cases[0][1]

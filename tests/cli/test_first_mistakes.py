@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dpbench.cli.showing import check_page
+from dpbench.hardware import gpus
 from dpbench.measure import selection
 from dpbench.records import objects, registry
+from dpbench.records.errors import UsageError
 from dpbench.records.options import Options
+from tests.measure.test_gpu_budget import machine
 
 MODEL = """
 from types import SimpleNamespace
@@ -110,6 +115,31 @@ def test_more_devices_than_cores_are_a_warning_before_the_run(
         assert caplog.text == ""
         selection.cases_of(Options(models=("mlp",), devices=(3,), device_kind="cpu"))
     assert "3 devices on 2 cores" in caplog.text
+
+
+def test_more_gpus_than_torch_sees_are_refused_before_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpus, "of_torch", lambda: machine(1))
+    spread = Options(models=("mlp",), devices=(1, 2), placement="spread", device_kind="cuda")
+    with pytest.raises(UsageError, match="needs 2 GPUs, but torch sees 1"):
+        selection.cases_of(spread)
+    cases, _ = selection.cases_of(replace(spread, placement="colocated"))
+    assert {case.devices for case in cases} == {1, 2}
+    cases, _ = selection.cases_of(replace(spread, devices=(1,)))
+    assert {case.devices for case in cases} == {1}
+
+
+@pytest.mark.sibling("predict")
+def test_a_prediction_says_which_peer_access_it_assumes(dpbench) -> None:
+    asked = ("--models", "resnet50", "--devices", "1,2")
+    for name, has in (("8x RTX 3090", False), ("8x A100 SXM4 40GB", True)):
+        code, out, err = dpbench("predict", "--machine", name, *asked)
+        assert code == 0, err
+        (line,) = (one for one in out.splitlines() if one.startswith("peer access"))
+        assert line.endswith(": yes") is has
+        shown = json.loads(dpbench("predict", "--machine", name, *asked, "--json")[1])
+        assert shown["peer_access"] is has
 
 
 def test_a_run_may_have_a_name_in_any_script(dpbench, tmp_path: Path) -> None:

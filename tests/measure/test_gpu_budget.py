@@ -19,12 +19,15 @@ from dpbench.measure import run as runner
 from dpbench.measure.run import Note
 from dpbench.records import Case, Effort, Status, Verified, plan
 from dpbench.records.options import Options
+from dpbench.report import table
 from dpbench.store import Store
 from tests.standing_in import Server
 from tests.trials import trial_of
 
 STEP_S = {"single": 0.10, "dp": 0.14, "torch_dp": 0.15, "ddp": 0.11}
 """The seconds of a step with 64 samples per device, in which the strategies differ decidedly."""
+ROUNDS = 4
+"""The rounds that every case of a default run needs."""
 
 
 def machine(count: int) -> gpus.TorchGpus:
@@ -129,8 +132,10 @@ def test_a_default_run_ends_in_its_budget_with_a_ranking_on_the_most_gpus(
     if left_out:
         assert store.runs()[0].status == "open"
         assert "lack of time" in said
-        for case in left_out:
-            assert any(case.label in note for note in session.notes)
+        found = {row.case for row in report.rows if row.left_out}
+        assert {*left_out} <= found
+        assert not any("left out" in note for note in session.notes), "the answer says it"
+        assert not [one for one in report.statements if found & {case for case, _ in one.cases}]
         before = len(store.trials())
         session.now_s = 0.0
         session.run()
@@ -139,6 +144,41 @@ def test_a_default_run_ends_in_its_budget_with_a_ranking_on_the_most_gpus(
     else:
         assert "left out" not in said
         assert store.runs()[0].status == "finished"
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_case_that_is_dropped_after_its_first_round_is_named_with_its_result(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the second round on, a trial takes longer than the first round told."""
+    session = Session(4, lambda used: 8.0, monkeypatch, store)
+    begun: set[Case] = set()
+
+    def slower(case: Case, effort: Effort) -> dict[str, Any]:
+        session.now_s += 40.0 * (case in begun)
+        begun.add(case)
+        return session._trial(case, effort)
+
+    monkeypatch.setattr(Server, "act", staticmethod(slower))
+    report = session.run()
+    dropped = [row for row in report.rows if row.left_out and row.step]
+    assert dropped
+    assert {row.outcome for row in dropped} == {"ok"}
+    assert max(row.rounds for row in dropped) < ROUNDS
+    said = " ".join(answer.text for answer in report.answers).lower()
+    assert said.count("left out for lack of time") == len(report.answers)
+    cells = {row.case: table.COLUMNS[-1].cell(row).text for row in report.rows}
+    assert {case for case, text in cells.items() if "lack of time" in text} == {
+        row.case for row in dropped
+    }
+    assert not [one for one in report.statements if "budget" in str(one)]
+    assert not any(row.label in note for row in dropped for note in session.notes)
+    while store.runs()[0].status == "open":  # the same command goes on
+        session.now_s = 0.0
+        report = session.run()
+    assert len(store.runs()) == 1
+    assert min(row.rounds for row in report.rows) >= ROUNDS
+    assert not [row for row in report.rows if row.left_out]
 
 
 @pytest.mark.usefixtures("quick")

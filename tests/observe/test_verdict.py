@@ -177,6 +177,21 @@ def test_a_loop_that_waits_for_its_loader_is_told_its_share_and_how_many_workers
     assert answer.labels == ("MEASURED", "CPU-ONLY")
 
 
+@pytest.mark.parametrize(
+    ("command", "script"),
+    [
+        ("dpbench watch --name 'a b' nets/train.py --lr 1", "nets/train.py"),
+        ("torchrun --nproc-per-node 2 nets/train.py", "nets/train.py"),
+        ("dpbench watch -m nets.train", "train.py"),
+    ],
+)
+def test_a_command_for_the_dataset_of_a_script_has_its_folder(command: str, script: str) -> None:
+    waits = made.with_part(Phase.DATA, 0.00674)
+    answer, _, _ = read(made.loop(waits, loader_workers=2, command=command))
+    asked = loaders.make_context(loaders.name, answer.command.split()[2:], resilient_parsing=True)
+    assert asked.params["dataset"] == f"{script}:{observing.TO_FILL_IN}"
+
+
 def test_a_script_without_a_loader_is_not_told_that_it_waits_for_one() -> None:
     groups = made.with_part(Phase.DATA, 0.00674)
     answer, diagnosis, _ = read(made.loop(groups, loader_workers=WITHOUT_LOADER))
@@ -205,6 +220,7 @@ def test_a_healthy_loop_has_nothing_that_stands_out_and_no_strategy_is_recommend
     answer, diagnosis, _ = read(made.loop())
     assert (answer.choice, answer.basis) == (Choice.KEEP, Ground.CLEAR)
     assert (answer.problem, answer.cost, diagnosis.findings) == ("", None, ())
+    assert answer.settled
     assert "5 parts of one execution" in answer.certainty
     assert "this says nothing about GPUs" in answer.certainty
     for word in ("single", "ddp", "use ", "stay"):
@@ -216,6 +232,7 @@ def test_two_steps_and_noise_are_not_enough() -> None:
     few, _, _ = read(made.loop(rounds=1, steps=2))
     assert (few.choice, few.basis, few.problem) == (Choice.UNKNOWN, Ground.FEW, "")
     assert amounts(few.headline) == ["2"]
+    assert not few.settled
     # the first three parts wait for 1 % of the step, the others for 15 %
     other = made.loop(made.with_part(Phase.DATA, 0.0017), seed=1)
     across, _, _ = read([*made.loop()[:3], *other[3:]])

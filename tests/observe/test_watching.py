@@ -33,7 +33,7 @@ from dpbench.observe.moments import GpuTimes
 from dpbench.observe.recorder import Recorder, Seen
 from dpbench.records import HOST, UNATTRIBUTED, Phase, Sample, ledger
 from dpbench.records.observed import Held
-from dpbench.records.registry import Role
+from dpbench.records.registry import Parallelism, Role
 from dpbench.store import Store
 from tests.amounts import amounts
 from tests.commands import ROOT
@@ -617,6 +617,25 @@ def test_a_block_of_code_is_watched(path: Path) -> None:
     with Store.read(path) as opened:
         assert opened.runs()[0].id == result.run_id
         assert sum(len(one.steps) for one in opened.trials(result.run_id)) == 19
+
+
+def test_processes_without_a_process_group_are_no_ranks_of_one_step(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    for rank in "10":
+        monkeypatch.setenv("RANK", rank)
+        result = block(path)
+        assert not path.with_name(f"{path.name}.ranks").exists()
+    with Store.read(path) as opened:
+        trials = opened.trials(result.run_id)
+    case = trials[0].case
+    assert (case.devices, case.batch_size, case.traits.parallelism) == (1, 2, Parallelism.NONE)
+    facts = trials[0].facts.loop
+    assert facts
+    (told,) = (one for one in facts.unknown if "process group" in one.problem)
+    assert (amounts(told.problem), told.steps) == (["2", "0"], 0)
 
 
 def test_ranks_are_joined_by_their_updates_and_missing_ones_are_named(tmp_path: Path) -> None:

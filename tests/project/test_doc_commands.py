@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.scripts import tutorial
+from benchmarks.scripts import claims
 from dpbench.measure import run as runner
 from dpbench.measure.server import Server
 from dpbench.predict import machine
@@ -140,8 +140,8 @@ def test_a_command_of_a_document_runs(
 
 
 @pytest.mark.slow
-def test_the_tables_of_the_tutorial_are_those_that_its_commands_print() -> None:
-    text = tutorial.PAGE.read_text()
-    assert len(tutorial.RESULT.findall(text)) == text.count("<!-- result") == 3
-    assert len(tutorial.MEASURED.findall(text)) == text.count("<!-- measured") == 1
-    assert tutorial.renewed(text) == text, "run: python benchmarks/scripts/tutorial.py"
+def test_the_tables_of_the_claims_are_those_that_its_commands_print() -> None:
+    text = claims.PAGE.read_text()
+    assert len(claims.RESULT.findall(text)) == text.count("<!-- result") == 3
+    assert len(claims.MEASURED.findall(text)) == text.count("<!-- measured") == 1
+    assert claims.renewed(text) == text, "run: python benchmarks/scripts/claims.py"

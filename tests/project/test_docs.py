@@ -141,7 +141,7 @@ def test_the_answer_of_the_readme_is_that_of_the_committed_trials() -> None:
     assert " ".join(shown.split()).replace(label, "") == answer.text
 
 
-def test_the_prediction_of_the_readme_is_that_of_the_tutorial() -> None:
+def test_the_prediction_of_the_readme_is_that_of_its_page() -> None:
     ((speedup, page),) = re.findall(r"\[only (\S+ \(\S+\)) as\s+fast\]\((.*?)\)", README)
     assert f"| {speedup} |" in (ROOT / page).read_text().replace("*", "")
 

@@ -89,6 +89,13 @@ def test_an_unreadable_trial_is_listed_and_hides_no_other(dpbench, path, sql) ->
     )
 
 
+def test_a_command_names_an_unreadable_row_once(dpbench, path) -> None:
+    stored(path, *(made(SINGLE, number=number) for number in range(3)))
+    change(path, "UPDATE trial SET case_json=replace(case_json, '64', '65') WHERE id=2")
+    code, _, err = dpbench("show", "--store", path)
+    assert (code, told(err)) == (0, [("trial", 2)])
+
+
 def told(err: str) -> list[tuple[str, int]]:
     """Return the table and the row of each unreadable row that a command names."""
     found = re.findall(r"store\.db, row (\d+) .*?\b(run|trial)\b", err)

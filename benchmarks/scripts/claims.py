@@ -1,7 +1,7 @@
 """Run the commands of docs/why-dataparallel-is-slow.md, and write their tables into it.
 
-    python benchmarks/scripts/tutorial.py            # rewrite the tables; takes two minutes
-    python benchmarks/scripts/tutorial.py --check    # exit status 1 if a predicted table differs
+    python benchmarks/scripts/claims.py            # rewrite the tables; takes two minutes
+    python benchmarks/scripts/claims.py --check    # exit status 1 if a predicted table differs
 
 A table follows the marker `<!-- result -->`, which follows the command. With `<!-- result memory
 -->`, it is the second table that the command prints. After `<!-- measured run -->`, it is a
