@@ -12,7 +12,9 @@
 #                 overwrites 24 stores, fills 5 disks, and makes 300 inputs of each kind, or N= of each, and lists what
 #                 went wrong
 # make ci-versions  the fast tests with the lowest versions that pyproject.toml declares, torch 2.11 among them, and with
-#                 torch 2.14.1; CUDA builds are downloaded (3 GB each); VERSIONS="2.11.0 2.15.0" takes others
+#                 torch 2.14.1; CUDA builds are downloaded (3 GB each); VERSIONS="2.11.0 2.15.0" takes others. Where
+#                 python3.14t or python3.13t is found, also these and the engine's tests without the interpreter's lock
+#                 (VERSIONS=free-threaded, another by FREE=COMMAND); msgspec has wheels for 3.14t only
 # make check      ruff and mypy
 # make history    asv over the last COMMITS=3 commits, published in .asv/html/index.html, which opens from a file; a
 #                 second run measures only the missing results, or all with AGAIN=1; BENCH=REGEX selects benchmarks.
@@ -43,7 +45,8 @@ BASE   ?= main
 JOBS   ?= 3
 VENV_GPU ?= .venv-gpu
 VENV_GPU_211 := .venv-gpu-211
-VERSIONS ?= lowest 2.14.1
+VERSIONS ?= lowest 2.14.1 free-threaded
+FREE   ?= $(firstword $(foreach one,python3.14t python3.13t,$(shell command -v $(one))))
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
@@ -112,10 +115,18 @@ hardening: $(VENV)/dev.stamp
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $(@D)/base.stamp $@
 
-ci-versions: $(VERSIONS:%=.venv-versions/%/dev.stamp)
-	for version in $(VERSIONS); do \
+.venv-versions/free-threaded/dev.stamp: override PYTHON = $(FREE)
+
+# a Python that has no lock to switch off does not start with PYTHON_GIL=0
+FOUND = $(if $(FREE),$(VERSIONS),$(filter-out free-threaded,$(VERSIONS)))
+ci-versions: $(FOUND:%=.venv-versions/%/dev.stamp)
+	$(if $(filter-out $(FOUND),$(VERSIONS)),@echo "free-threaded is left out: no python3.14t or python3.13t is found")
+	for version in $(filter-out free-threaded,$(FOUND)); do \
 	  $(MAKE) test-fast TORCH=pinned VENV=.venv-versions/$$version ARGS="$(ARGS)" || exit 1; \
 	done
+	$(if $(filter free-threaded,$(FOUND)),\
+	  PYTHON_GIL=0 $(MAKE) test TORCH=pinned VENV=.venv-versions/free-threaded ARGS="tests/engine $(ARGS)" && \
+	  PYTHON_GIL=0 $(MAKE) test-fast TORCH=pinned VENV=.venv-versions/free-threaded ARGS="$(ARGS)")
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
