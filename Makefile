@@ -13,8 +13,9 @@
 #                 went wrong
 # make ci-versions  the fast tests with the lowest versions that pyproject.toml declares, torch 2.11 among them, and with
 #                 torch 2.14.1; CUDA builds are downloaded (3 GB each); VERSIONS="2.11.0 2.15.0" takes others. With
-#                 VERSIONS=integrations, the tests of transformers, accelerate, lightning, mlflow, tensorboard and wandb,
-#                 none of which may skip
+#                 integrations, the tests of transformers, accelerate, lightning, mlflow, tensorboard and wandb, none of
+#                 which may skip; with free-threaded, where python3.14t or python3.13t is found (or FREE=COMMAND), the
+#                 fast tests and the engine's without the interpreter's lock; msgspec has wheels for 3.14t only
 # make check      ruff and mypy
 # make history    asv over the last COMMITS=3 commits, published in .asv/html/index.html, which opens from a file; a
 #                 second run measures only the missing results, or all with AGAIN=1; BENCH=REGEX selects benchmarks.
@@ -46,10 +47,11 @@ BASE   ?= main
 JOBS   ?= 3
 VENV_GPU ?= .venv-gpu
 VENV_GPU_211 := .venv-gpu-211
-VERSIONS ?= lowest 2.14.1 integrations
+VERSIONS ?= lowest 2.14.1 integrations free-threaded
 # the tests that need one of LIBRARIES in tests/versions.py
 INTEGRATED := tests/api/test_trackers.py tests/observe/test_integrations.py tests/observe/test_watching_libraries.py \
   tests/models/test_own.py::test_the_examples_and_the_libraries_verify
+FREE   ?= $(firstword $(foreach one,python3.14t python3.13t,$(shell command -v $(one))))
 
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
@@ -118,14 +120,22 @@ hardening: $(VENV)/dev.stamp
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $(@D)/base.stamp $@
 
-ci-versions: $(VERSIONS:%=.venv-versions/%/dev.stamp)
-	for version in $(VERSIONS); do \
+.venv-versions/free-threaded/dev.stamp: override PYTHON = $(FREE)
+
+# a Python that has no lock to switch off does not start with PYTHON_GIL=0
+FOUND = $(if $(FREE),$(VERSIONS),$(filter-out free-threaded,$(VERSIONS)))
+ci-versions: $(FOUND:%=.venv-versions/%/dev.stamp)
+	$(if $(filter-out $(FOUND),$(VERSIONS)),@echo "free-threaded is left out: no python3.14t or python3.13t is found")
+	for version in $(filter-out free-threaded,$(FOUND)); do \
 	  case $$version in \
 	    integrations) set -- test "$(INTEGRATED) --no-skips $(ARGS)";; \
 	    *) set -- test-fast "$(ARGS)";; \
 	  esac; \
 	  $(MAKE) $$1 TORCH=pinned VENV=.venv-versions/$$version ARGS="$$2" || exit 1; \
 	done
+	$(if $(filter free-threaded,$(FOUND)),\
+	  PYTHON_GIL=0 $(MAKE) test TORCH=pinned VENV=.venv-versions/free-threaded ARGS="tests/engine $(ARGS)" && \
+	  PYTHON_GIL=0 $(MAKE) test-fast TORCH=pinned VENV=.venv-versions/free-threaded ARGS="$(ARGS)")
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

@@ -8,7 +8,7 @@ from collections import UserDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
 from operator import is_
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import as_devices
 
+Read = TypeVar("Read")
 DICTS = (dict, UserDict)
 """A UserDict, such as what tokenizers of the library transformers return, is a dict to its users"""
 
@@ -172,6 +173,24 @@ def devices_of(values: Sequence[Any]) -> list[Device]:
     places = [device_of(value) for value in values]
     anywhere = next((place for place in places if place is not None), torch.device("cpu"))
     return as_devices([place or anywhere for place in places])
+
+
+ATTEMPTS = 1000
+"""How often `whole` reads what other threads write, before it gives up."""
+
+
+def whole(read: Callable[[], Read]) -> Read:
+    """Return `read()`, which reads containers that another caller's forward may write meanwhile.
+
+    Without Python's interpreter lock, a dict, set or deque may change its size within one call of
+    `list`, which then raises RuntimeError: `read` is called again.
+    """
+    for _ in range(ATTEMPTS):
+        try:
+            return read()
+        except RuntimeError:  # the size has changed
+            continue
+    return read()
 
 
 def same(values: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -197,7 +197,8 @@ class SavedRandomStates:
         repeats = sys._getframe(1).f_globals.get("__name__") != "torch.random"
         if repeats and getattr(self._thread, "saved", state) is None:
             self._thread.saved = state
-            self.saves += 1
+            with self._lock:
+                self.saves += 1
         return state
 
     def forget(self) -> None:

@@ -28,7 +28,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from dpbench.engine.containers import first_tensor, same
+from dpbench.engine.containers import first_tensor, same, whole
 from dpbench.engine.errors import Refused
 from dpbench.engine.replicate import HOOKS, OWNED
 from dpbench.engine.settings import SAVED_RANDOM_STATES
@@ -146,7 +146,7 @@ class Watch:
             return None, False
         if before is not None and not first and before.change() is None:
             return before, False
-        shared = _Shared(self._module)
+        shared = whole(lambda: _Shared(self._module))
         known = set() if first or before is None else before.holders
         return shared, not shared.holders <= known
 
@@ -225,7 +225,7 @@ class _Shared:
 
     def change(self) -> _Change | None:
         """Return the first change since the constructor, or None."""
-        content = list(chain.from_iterable(self._parts()))
+        content = whole(lambda: list(chain.from_iterable(self._parts())))
         if not same(content, self._content):
             known = set(map(id, self._content))
             new = (one for one in content if id(one) not in known)

@@ -106,7 +106,7 @@ def _case_options(command: Callable[..., Any]) -> Callable[..., Any]:
     type=_Share(),
     default="5%",
     show_default=True,
-    help="A slow-down, or a growth of memory, below this share is accepted.",
+    help="Accept a slow-down, or a growth of memory, that is surely below this share.",
 )
 @click.option(
     "--budget",

@@ -21,9 +21,10 @@ from dpbench.gating.sides import Block, CaseWork, Finished, Side, Starter, Work,
 from dpbench.gating.trees import Tree, copies, shared
 from dpbench.gating.verdict import Verdict
 from dpbench.measure import scratch, selection
-from dpbench.records import words
+from dpbench.records import registry, words
 from dpbench.records.errors import UsageError
 from dpbench.records.options import Options
+from dpbench.records.registry import Role
 
 ORDER = "ABBABAAB"
 """The sides of the blocks of a pair; every second pair exchanges the sides."""
@@ -61,7 +62,8 @@ def gate(
 
 def cases(options: dict[str, Any]) -> list[CaseWork]:
     """Return the works that options of a run select: the steps of one process each."""
-    selected = Options.of(**{"strategies": ("single",), "devices": (1,), **options})
+    usual = {"strategies": (registry.of_role(Role.BASELINE),), "devices": (1,)}
+    selected = Options.of(**{**usual, **options})
     found, _ = selection.cases_of(replace(selected, unverified=True))
     for case in found:
         if case.traits.ranks:

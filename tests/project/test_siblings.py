@@ -41,7 +41,12 @@ UPPER = (
 
 Packages below them, such as the engine, are tested alike; rules about the whole checkout name it.
 """
-COMMANDS = {"observe": {"watch", "import"}, "predict": {"predict"}, "doctor": {"doctor"}}
+COMMANDS = {
+    "observe": {"watch", "import"},
+    "predict": {"predict"},
+    "doctor": {"doctor"},
+    "gating": {"gate"},
+}
 
 
 def do(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -30,12 +30,15 @@ class Pool(Workers):
     or when the pool is garbage-collected. In a forked child process, the pool starts new threads.
     """
 
-    turn: TurnsIfFaster
-
     def __init__(self) -> None:
         self._inboxes: list[SimpleQueue[Any]] = []
         self._owner = os.getpid()
-        self.turn = TurnsIfFaster()
+        self._turns = _Turns()
+
+    @property
+    def turn(self) -> TurnsIfFaster:
+        """Return the turns of the calling thread's forwards."""
+        return self._turns.of_caller
 
     def run(
         self, job: Job, count: int, starting: Context = NOTHING, stop: Stop = lambda: None
@@ -44,9 +47,7 @@ class Pool(Workers):
         if os.getpid() != self._owner:
             self._inboxes = []
             self._owner = os.getpid()
-            self.turn = (
-                TurnsIfFaster()
-            )  # another thread may have had its turn in the forking process
+            self._turns = _Turns()  # a replica may have had its turn in the forking process
         while len(self._inboxes) < count - 1:
             self._start()
         if count == 1:
@@ -89,6 +90,13 @@ class Pool(Workers):
     def __reduce__(self) -> tuple[Any, ...]:
         """Make `copy` and `pickle` create a new pool, because threads cannot be copied."""
         return Pool, ()
+
+
+class _Turns(threading.local):
+    """The turns of each thread that calls a pool: those of another call have another length."""
+
+    def __init__(self) -> None:
+        self.of_caller = TurnsIfFaster()
 
 
 def _serve(inbox: SimpleQueue[Any]) -> None:
