@@ -87,3 +87,11 @@ def test_the_committed_report_is_that_of_its_data() -> None:
     text = (gate_alarms.FOLDER / "README.md").read_text(encoding="utf-8")
     assert text == gate_alarms.report(data), "run python -m benchmarks.scripts.gate_alarms table"
     assert (gate_alarms.FOLDER / gate_alarms.DATA).stat().st_size < 1_000_000
+
+
+def test_each_commit_of_the_project_applies_the_layer_as_often_as_planted() -> None:
+    with gate_alarms.project() as place:
+        for percent, more in gate_alarms.PLANTED.items():
+            text = (place / f"planted-{percent}" / "net.py").read_text()
+            assert f"\nREPEATS = {gate_alarms.REPEATS + more}\n" in text
+        assert "REPEATS = 200\n" in (place / "base" / "net.py").read_text()
