@@ -2,12 +2,10 @@
 
 `python tests/versions.py lowest` prints the lowest version of each package that pyproject.toml
 declares, and `python tests/versions.py 2.11.0` the usual versions with this torch. `make
-ci-versions` runs the fast tests with both. `python tests/versions.py integrations` prints the usual
-versions and the libraries that `dpbench.integrations` and `docs/integrations.md` serve, with which
-`make ci-versions` runs their tests.
-declares, `python tests/versions.py 2.11.0` the usual versions with this torch, and `python
-tests/versions.py free-threaded` what dpbench and pytest need, in any declared version: interpreters
-without a lock have wheels of their own. `make ci-versions` runs the fast tests with all of them.
+ci-versions` runs the fast tests with both. With `integrations`, it prints the usual versions and
+the libraries that `dpbench.integrations` and `docs/integrations.md` serve; with `free-threaded`,
+what dpbench and pytest need, in any declared version, because interpreters without a lock have
+wheels of their own.
 """
 
 from __future__ import annotations
