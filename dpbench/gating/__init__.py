@@ -2,7 +2,7 @@
 
 Two copies of the project, of the base and of the checkout, take blocks of steps in turn. `trees`
 makes the copies, `sides` starts their processes, `pairs` lets them take turns until the answer is
-decided, and `judge` decides it.
+decided, `judge` decides it, and `verdict` prints it.
 """
 
 from __future__ import annotations
@@ -13,3 +13,5 @@ SIBLING = Sibling(
     commands={"gate": "dpbench.gating.commands:gate"},
     functions={"gate": "dpbench.gating.pairs:gate"},
 )
+LIMIT, BUDGET_S = 0.05, 300.0
+"""The default of the slow-down that is accepted, and of the seconds of a gate."""

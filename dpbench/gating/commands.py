@@ -23,6 +23,7 @@ from dpbench.cli.options import (
     option_of,
 )
 from dpbench.cli.shapes import EstimateFacts
+from dpbench.gating import BUDGET_S, LIMIT
 from dpbench.records.errors import told
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class GateFinding(msgspec.Struct, frozen=True, kw_only=True):
     """The finding on one step in the JSON of `dpbench gate`: the values of `gating.judge.Finding`.
 
     Ratios are those of the present step to that of the base, above 1 if it takes more. `phase_s` is
-    the change of the phase that changed most, in seconds per step.
+    the change of the phase that became longer by most, in seconds per step.
     """
 
     name: str
@@ -91,7 +92,7 @@ def _case_options(command: Callable[..., Any]) -> Callable[..., Any]:
     short_help="Decide whether a commit made your training step slower.",
     context_settings={"allow_interspersed_args": False},
     exits={
-        0: "no step became slower, nor needs more memory",
+        0: "no step became slower, and none is known to need more memory",
         EXIT_WORSE: "at least one step became slower, or needs more memory",
         EXIT_FAILED: "a step failed, or a file cannot be written",
         EXIT_UNDECIDED: "no step is known to have become slower, but for some it cannot tell",
@@ -104,16 +105,22 @@ def _case_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--limit",
     type=_Share(),
-    default="5%",
+    default=f"{LIMIT:.0%}",
     show_default=True,
     help="Accept a slow-down, or a growth of memory, that is surely below this share.",
 )
 @click.option(
     "--budget",
     type=click.FloatRange(min=1),
-    default=300.0,
+    default=BUDGET_S,
     show_default=True,
-    help="The most seconds; the gate ends as soon as it is decided.",
+    help="The seconds within which pairs of processes begin; it ends as soon as it is decided.",
+)
+@click.option(
+    "--link",
+    multiple=True,
+    help="A path that git ignores and the steps read, such as data; it is in both copies a link to"
+    " that of your checkout. May be repeated.",
 )
 @click.option("--md", is_flag=True, help="Print Markdown for a pull request.")
 @json_option
@@ -123,6 +130,7 @@ def gate(
     script: str,
     limit: float,
     budget: float,
+    link: tuple[str, ...],
     md: bool,
     as_json: bool,
     arguments: tuple[str, ...],
@@ -133,7 +141,8 @@ def gate(
     Give a model (--models model.py:net) or a script (--script train.py -- 1000). dpbench
     copies your checkout twice, as it was in BASE and as it is now with its uncommitted changes, and
     lets processes of both take blocks of steps in turn, in the same environment. The answer is
-    "slower", "not slower" or "cannot tell". The copies are removed at the end.
+    "slower", "not slower" or "cannot tell". The copies are removed at the end; what git ignores is
+    in no copy, so that no step writes to your checkout, but for what --link names.
     """
     if md and as_json:
         raise click.UsageError("--md and --json are two formats of stdout: leave out one of them")
@@ -154,7 +163,13 @@ def gate(
 
     try:
         verdict = decided(
-            base, works, limit=limit, budget_s=budget, folder=Path.cwd(), listen=listen
+            base,
+            works,
+            limit=limit,
+            budget_s=budget,
+            link=link,
+            folder=Path.cwd(),
+            listen=listen,
         )
     except SideFailed as failed:
         click.echo(f"error: {told(failed)}", err=True)

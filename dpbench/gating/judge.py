@@ -3,10 +3,11 @@
 A pair gives, for each side, the seconds of a step in several blocks. `analysis.stats.ratio` turns
 pairs into the ratio of the present step to that of the base. As for two runs, the intervals of all
 works, quantities and looks hold together with `comparison.SURE`. The wall time decides: the step is
-not slower if the interval lies below 1 plus the limit, and otherwise slower if it lies above 1.
-While it decides nothing, CPU time may say that the step is slower, because other processes disturb
-it less. It never says that the step is not slower, because it contains no waiting. Memory is judged
-by the same rule.
+not slower if the interval lies below 1 plus the limit, and slower if it lies above 1 and the ratio
+itself reaches the limit. If it has decided nothing up to the last look, CPU time may say that the
+step is slower, by the same rule, because other processes disturb it less; the ratio of wall times
+must then be above 1 as well. CPU time never says that the step is not slower, because it contains
+no waiting. Memory is judged by the same rule.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from dpbench.analysis import comparison, stats, summary
+from dpbench.analysis import comparison, stats
 from dpbench.gating.sides import Block
 from dpbench.records import Trial
 from dpbench.records.estimate import Estimate
@@ -34,10 +35,14 @@ class Answer(StrEnum):
 
 @dataclass(frozen=True)
 class Taken:
-    """The blocks of one side of a pair, without the warm-up, and the trials with all its steps."""
+    """The blocks of one side of a pair, without the warm-up, and the trials with all its steps.
+
+    `files` are those of which it has imported modules.
+    """
 
     blocks: Sequence[Block]
     trials: Sequence[Trial] = ()
+    files: Sequence[str] = ()
 
     @property
     def memory_bytes(self) -> int:
@@ -57,8 +62,8 @@ class Pair:
 class Finding:
     """The answer on one work after `pairs` pairs, with ratios of the present step to the base.
 
-    `by_cpu` is True if CPU time decided. `phase` is the phase that changed most, by `phase_s`
-    seconds; "" if none is known. `reason` says why there is no answer.
+    `by_cpu` is True if CPU time decided. `phase` is the phase that became longer by most, by
+    `phase_s` seconds; "" if none is known. `reason` says why there is no answer.
     """
 
     name: str
@@ -79,12 +84,14 @@ class Finding:
         return self.answer is Answer.SLOWER or self.more_memory
 
 
-def look(name: str, pairs: Sequence[Pair], *, limit: float, works: int) -> Finding:
+def look(
+    name: str, pairs: Sequence[Pair], *, limit: float, works: int, last: bool = False
+) -> Finding:
     """Return the finding on a work after some pairs.
 
-    `limit` is the relative slow-down that is allowed, and `works` the number of works that are
+    `limit` is the relative slow-down that is accepted, and `works` the number of works that are
     judged together. There is an answer after the numbers of pairs in `stats.LOOKS` only: others
-    would need wider intervals.
+    would need wider intervals. `last` says that no further look follows.
     """
     level = stats.joint_level(works * QUANTITIES * len(stats.LOOKS), comparison.SURE)
 
@@ -100,12 +107,13 @@ def look(name: str, pairs: Sequence[Pair], *, limit: float, works: int) -> Findi
     memory = ratio(lambda side: [side.memory_bytes])
     planned = len(pairs) in stats.LOOKS
     answer = _answer(wall, limit) if planned else Answer.UNKNOWN
-    by_cpu = planned and answer is Answer.UNKNOWN and _answer(cpu, limit) is Answer.SLOWER
+    undecided = planned and last and answer is Answer.UNKNOWN
+    by_cpu = undecided and wall.value > 1 and _answer(cpu, limit) is Answer.SLOWER
     moved = comparison.moved(
         [trial for pair in pairs for trial in pair.base.trials],
         [trial for pair in pairs for trial in pair.head.trials],
     )
-    phase, phase_s = summary.largest(moved)
+    phase, phase_s = max(moved.items(), key=lambda one: one[1], default=("", 0.0))
     return Finding(
         name=name,
         answer=Answer.SLOWER if by_cpu else answer,
@@ -125,7 +133,7 @@ def _answer(ratio: Estimate, limit: float) -> Answer:
         return Answer.UNKNOWN
     if ratio.high < 1 + limit:
         return Answer.NOT_SLOWER
-    return Answer.SLOWER if ratio.low > 1 else Answer.UNKNOWN
+    return Answer.SLOWER if ratio.low > 1 and ratio.value >= 1 + limit else Answer.UNKNOWN
 
 
 def whole(found: Sequence[Finding]) -> Answer:

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from dpbench.analysis import stats
+from dpbench.gating import BUDGET_S, LIMIT
 from dpbench.gating.judge import Answer, Finding, Pair, Taken, look
 from dpbench.gating.sides import Block, CaseWork, Finished, Side, Starter, Work, watched
-from dpbench.gating.trees import Tree, copies, shared
+from dpbench.gating.trees import Tree, Trees, copies
 from dpbench.gating.verdict import Verdict
 from dpbench.measure import scratch, selection
 from dpbench.records import registry, words
@@ -30,10 +31,8 @@ ORDER = "ABBABAAB"
 """The sides of the blocks of a pair; every second pair exchanges the sides."""
 BLOCK_S = 0.1
 """The seconds that a block should last."""
-WARMUP_STEPS, WARMUP_S = 5, 0.2
-"""The steps of the warm-up are at least these, and as many as last these seconds."""
-LIMIT, BUDGET_S = 0.05, 300.0
-"""The default of the slow-down that is allowed, and of the seconds of a gate."""
+WARMUP_S = 0.2
+"""The seconds of the second and of the third block of the warm-up; the first one is a step."""
 
 Listener = Callable[[Finding], None]
 """Is told the finding of each planned look that decides nothing."""
@@ -46,18 +45,22 @@ def gate(
     arguments: Sequence[str] = (),
     limit: float = LIMIT,
     budget: float = BUDGET_S,
+    link: Sequence[str] = (),
     folder: Path | None = None,
     **options: Any,
 ) -> Verdict:
     """Return whether the step of a model or of a script became slower since the commit `base`.
 
     `options` select the cases, as those of `dpbench.run` do, such as models, strategies, devices
-    and batch_sizes. `limit` is the relative slow-down that is allowed, and `budget` the most
-    seconds. `folder` is one of the project's checkout (default: the working folder). Raises
-    UsageError for a wrong argument, and SideFailed if one of the sides cannot take a step.
+    and batch_sizes. A slow-down that is surely below the share `limit` is accepted. No pair of
+    processes begins after `budget` seconds. `link` are ignored paths that both sides read. `folder`
+    is one of the project's checkout (default: the working folder). Raises UsageError for a wrong
+    argument, and SideFailed if one of the sides cannot take a step.
     """
     works = [watched(script, arguments)] if script else cases(options)
-    return decided(base, works, limit=limit, budget_s=budget, folder=folder or Path.cwd())
+    return decided(
+        base, works, limit=limit, budget_s=budget, link=link, folder=folder or Path.cwd()
+    )
 
 
 def cases(options: dict[str, Any]) -> list[CaseWork]:
@@ -82,65 +85,94 @@ def decided(
     *,
     limit: float = LIMIT,
     budget_s: float = BUDGET_S,
+    link: Sequence[str] = (),
     folder: Path,
     listen: Listener = lambda finding: None,
 ) -> Verdict:
     """Return the verdict on works of the checkout with `folder`."""
     end = time.monotonic() + budget_s
-    with copies(base, folder) as trees, scratch.folder() as files, ExitStack() as stack:
-        starters = {work: stack.enter_context(work.starting(trees, files)) for work in works}
-        findings = _findings(trees, starters, limit, end, listen)
-        notes = [note for note in (shared(trees[0]),) if note]
-        names = [str(tree) for tree in trees]
-    return Verdict(base=names[0], head=names[1], limit=limit, findings=findings, notes=notes)
+    with copies(base, folder, link) as trees, scratch.folder() as files, ExitStack() as stack:
+        starters = {work: stack.enter_context(work.starting(trees.both, files)) for work in works}
+        pairs: dict[Work, list[Pair]] = {work: [] for work in works}
+        findings = _findings(trees, starters, pairs, limit, end, listen)
+        taken = [pair for every in pairs.values() for pair in every]
+        imported = [file for pair in taken for file in pair.head.files]
+        notes = [*trees.notes(imported), *_unequal(taken)]
+    return Verdict(
+        base=str(trees.base), head=str(trees.head), limit=limit, findings=findings, notes=notes
+    )
 
 
 def _findings(
-    trees: tuple[Tree, Tree],
+    trees: Trees,
     starters: dict[Work, Starter],
+    pairs: dict[Work, list[Pair]],
     limit: float,
     end: float,
     listen: Listener,
 ) -> list[Finding]:
-    """Return a finding on each work, from pairs of all that are not decided yet, in turn."""
-    pairs: dict[Work, list[Pair]] = {work: [] for work in starters}
+    """Return a finding on each work, from pairs of all that are not decided yet, in turn.
+
+    The pairs are added to `pairs`. If they would not reach the next planned look within the time,
+    none begins.
+    """
     found: dict[Work, Finding] = {}
     began = time.monotonic()
     for number in range(stats.LOOKS[-1]):
         undecided = [work for work in starters if work not in found]
+        if not undecided:
+            break
         for work in undecided:
-            pairs[work].append(pair(starters[work], trees, number))
+            pairs[work].append(pair(starters[work], trees.both, number))
         pair_s = (time.monotonic() - began) / (number + 1)
-        late = time.monotonic() + pair_s > end
+        planned = number + 1 in stats.LOOKS
+        if number and not planned:
+            continue
+        following = next((one for one in stats.LOOKS if one > number + 1), None)
+        missing = following - number - 1 if following else 0
+        last = not following or time.monotonic() + missing * pair_s > end
         for work in undecided:
-            one = look(work.name, pairs[work], limit=limit, works=len(starters))
+            one = look(work.name, pairs[work], limit=limit, works=len(starters), last=last)
             if one.answer is not Answer.UNKNOWN:
                 found[work] = one
-            elif late or number + 1 == stats.LOOKS[-1]:
+            elif last:
                 found[work] = _explained(one, pair_s)
-            elif number + 1 in stats.LOOKS:
+            elif planned:
                 listen(one)
-        if len(found) == len(starters):
-            break
     return [found[work] for work in starters]
 
 
 def _explained(finding: Finding, pair_s: float) -> Finding:
     """Return a finding without an answer with the reason, and what would help."""
-    if finding.pairs < stats.LOOKS[0]:
-        needed_s = pair_s * stats.LOOKS[0]
-        why = (
-            f"{words.count(finding.pairs, 'pair')} of processes in the budget, but at least"
-            f" {stats.LOOKS[0]} are needed, which take about {words.time(needed_s)}"
-        )
-    elif finding.pairs < stats.LOOKS[-1]:
-        why = f"the budget is spent, and a pair takes about {words.time(pair_s)}"
+    following = next((one for one in stats.LOOKS if one > finding.pairs), None)
+    if following:
+        needed = f"the next look needs {words.count(following, 'pair')}"
+        why = f"{needed}, which take about {words.time(pair_s * following)}: give a larger budget"
     else:
         why = "the times differ too much from pair to pair: other programs may use the machine"
     return replace(finding, reason=why)
 
 
-def pair(start: Starter, trees: tuple[Tree, Tree], number: int) -> Pair:
+def _unequal(pairs: Sequence[Pair]) -> list[str]:
+    """Return a note if the sides did unequal work, such as on batches of other sizes."""
+    before, after = (
+        {
+            (trial.case.batch_size, trial.case.precision, trial.case.device_kind)
+            for side in sides
+            for trial in side.trials
+        }
+        for sides in ([one.base for one in pairs], [one.head for one in pairs])
+    )
+    if before == after:
+        return []
+    shown = [
+        " or ".join(f"batch {batch}, {precision}, {kind}" for batch, precision, kind in sorted(one))
+        for one in (before, after)
+    ]
+    return [f"the sides did not do equal work: {shown[0]}, then {shown[1]}"]
+
+
+def pair(start: Starter, trees: Sequence[Tree], number: int) -> Pair:
     """Return the blocks of one pair of fresh processes.
 
     A program that ends before the last block has fewer. Raises SideFailed if there is none of each
@@ -148,11 +180,10 @@ def pair(start: Starter, trees: tuple[Tree, Tree], number: int) -> Pair:
     """
     with ExitStack() as stack:
         base, head = (stack.enter_context(start(tree, number)) for tree in trees)
-        first = {side: side.take(WARMUP_STEPS) for side in (base, head)}
-        slowest_s = max(block.wall_s for block in first.values())
-        if more := round(WARMUP_S / slowest_s):
-            first = {side: side.take(more) for side in (base, head)}
-        steps = max(1, round(BLOCK_S / first[base].wall_s))
+        steps = 1
+        for seconds in (WARMUP_S, WARMUP_S, BLOCK_S):
+            slowest_s = max(side.take(steps).wall_s for side in (base, head))
+            steps = max(1, round(seconds / slowest_s))
         sides = {"A": head, "B": base} if number % 2 else {"A": base, "B": head}
         blocks: dict[Side, list[Block]] = {base: [], head: []}
         try:
@@ -165,4 +196,6 @@ def pair(start: Starter, trees: tuple[Tree, Tree], number: int) -> Pair:
         common = min(map(len, blocks.values()))
         for side in (base, head):
             side.release()
-        return Pair(*(Taken(blocks[side][:common], side.trials()) for side in (base, head)))
+        return Pair(
+            *(Taken(blocks[side][:common], side.trials(), side.files) for side in (base, head))
+        )

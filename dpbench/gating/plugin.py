@@ -16,14 +16,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 OPTION = "--dpbench-base"
 EXIT_NOT_FOUND = int(pytest.ExitCode.USAGE_ERROR)
-"""The exit code of pytest if there is no such test."""
+NOT_FOUND = "not found: "
+"""The exit code of pytest if there is no such test, and what it then prints."""
+BUDGET_S = 120.0
 Gate = Callable[..., None]
 
 
@@ -41,28 +43,42 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def dpbench_gate(request: pytest.FixtureRequest) -> Gate:
     """Return a function that fails the test if a step became slower than in the base commit.
 
-    It takes the step, a function without arguments, the relative slow-down `limit` that is allowed,
-    and the most seconds `budget`. The test is skipped if the measurement cannot tell, or if the
-    base has no such test.
+    It takes the step, a function without arguments, the share `limit` below which a slow-down is
+    accepted, the seconds `budget` within which pairs of processes begin, and ignored paths `link`
+    that both sides read. The test is skipped if the measurement cannot tell, or if the base has no
+    such test. A test compares one step.
     """
-    from dpbench.measure.turns import VARIABLE, Turns
+    from dpbench.gating import LIMIT
+    from dpbench.measure.turns import Turns
 
     base = request.config.getoption(OPTION)
+    calls: list[object] = []
 
-    def gate(step: Callable[[], object], *, limit: float = 0.05, budget: float = 120.0) -> None:
-        if VARIABLE in os.environ:
-            for steps in Turns(os.environ.pop(VARIABLE)):
+    def gate(
+        step: Callable[[], object],
+        *,
+        limit: float = LIMIT,
+        budget: float = BUDGET_S,
+        link: Sequence[str] = (),
+    ) -> None:
+        if calls:
+            pytest.fail("a test compares one step: call dpbench_gate once in each test")
+        calls.append(step)
+        if turns := Turns.of_environment():
+            for steps in turns:
                 for _ in range(steps):
                     step()
         elif base:
-            _compare(request, base, limit, budget)
+            _compare(request, base, limit, budget, link)
         else:
             step()
 
     return gate
 
 
-def _compare(request: pytest.FixtureRequest, base: str, limit: float, budget: float) -> None:
+def _compare(
+    request: pytest.FixtureRequest, base: str, limit: float, budget: float, link: Sequence[str]
+) -> None:
     from dpbench.gating.judge import Answer
     from dpbench.gating.pairs import decided
     from dpbench.gating.sides import CommandWork, SideFailed
@@ -75,16 +91,16 @@ def _compare(request: pytest.FixtureRequest, base: str, limit: float, budget: fl
     mode = f"--import-mode={request.config.getoption('importmode')}"
     work = CommandWork(test, lambda store: [sys.executable, *words, mode, test])
     folder = Path(request.config.rootpath)
+    why = ""
     try:
-        verdict = decided(base, [work], limit=limit, budget_s=budget, folder=folder)
+        verdict = decided(base, [work], limit=limit, budget_s=budget, link=link, folder=folder)
     except SideFailed as failed:
         why = str(failed)
         new = failed.tree.name == base and failed.exit_status == EXIT_NOT_FOUND
-    else:
-        why, new = "", False
-    if new:
-        pytest.skip(f"{base} has no such test, so there is nothing to compare with")
-    if why:
+        if new and NOT_FOUND in why:
+            why = ""
+            pytest.skip(f"{base} has no such test, so there is nothing to compare with")
+    if why:  # here, pytest shows no traceback of the error
         pytest.fail(why, pytrace=False)
     if verdict.worse:
         pytest.fail(str(verdict), pytrace=False)

@@ -27,14 +27,15 @@ from dpbench.measure.request import Request
 from dpbench.measure.server import Server, as_trials
 from dpbench.measure.turns import VARIABLE
 from dpbench.records import Case, Effort, Status, Trial, signals
+from dpbench.records.errors import told
 from dpbench.records.spelling import dashed
 from dpbench.records.visible import visible
 from dpbench.store import Store
 
 START_LIMIT_S, BLOCK_LIMIT_S = 600.0, 600.0
 """The most seconds until a process begins to take steps, and those of a block."""
-END_LIMIT_S = 60.0
-"""The most seconds in which a process ends after its last block."""
+END_LIMIT_S = 30.0
+"""The most seconds in which a process ends after its last block; then it is killed."""
 WHOLE_LIMIT_S = 86_400.0
 POLL_S = 0.2
 TAIL = 2000
@@ -51,7 +52,7 @@ class SideFailed(RuntimeError):
     """
 
     def __init__(self, tree: Tree, how: str, exit_status: int | None = None) -> None:
-        super().__init__(f"{tree}: {how}")
+        super().__init__(f"{tree}: {how}{tree.lacks()}")
         self.tree = tree
         self.exit_status = exit_status
 
@@ -93,6 +94,8 @@ class Side:
         self._socket: socket.socket | None = None
         self._buffer = b""
         self._group = 0
+        self.files: Sequence[str] = ()
+        """The files of which the process had imported modules at the end of its first block."""
 
     def take(self, steps: int) -> Block:
         """Let the process take a block of steps.
@@ -106,7 +109,8 @@ class Side:
             connected.sendall(f"{steps}\n".encode())
         answer = self._read(BLOCK_LIMIT_S)
         self._signal(signal.SIGSTOP)
-        self._tree.check(answer["files"])
+        self.files = answer["files"] or self.files
+        self._tree.check(self.files)
         return Block(answer["wall_s"] / steps, answer["cpu_s"] / steps, answer["memory_bytes"])
 
     def release(self) -> None:
@@ -127,7 +131,9 @@ class Side:
     def _connected(self) -> socket.socket:
         if self._socket is None:
             self._socket = self._accept()
-            self._group = os.getpgid(int(self._read(START_LIMIT_S)["pid"]))
+            first = self._read(START_LIMIT_S)
+            with suppress(ProcessLookupError):  # reading a block finds out how it has ended
+                self._group = os.getpgid(int(first["pid"]))
         return self._socket
 
     def _signal(self, number: signal.Signals) -> None:
@@ -225,16 +231,19 @@ class CaseWork:
         path = folder / f"{tree.folder.name}.socket"
         request = Request(cases=(self.case,), effort=EFFORT, round=number, turns=str(path))
         trials: list[Trial] = []
+        failures: list[str] = []
 
         def work() -> None:
-            with suppress(Exception):  # of a server that is stopped because the gate ends early
+            try:
                 trials.extend(as_trials(server.answer(request, WHOLE_LIMIT_S), request))
+            except Exception as error:  # also that of a server that the gate stops
+                failures.append(f"{type(error).__name__}: {told(error)}")
 
         def check() -> None:
             if not thread.is_alive():
                 if trials and trials[0].status is Status.OK:
                     raise SideFailed(tree, OLD)
-                why = trials[0].reason if trials else "the server of its workers has failed"
+                why = trials[0].reason if trials else " ".join(failures)
                 raise SideFailed(tree, why)
 
         def finish() -> Sequence[Trial]:
@@ -275,8 +284,12 @@ class CommandWork:
             folder / f"{tree.folder.name}.{kind}" for kind in ("socket", "log", "db")
         )
         store.unlink(missing_ok=True)
-        modules = [*map(str, (*tree.paths, PACKAGES)), os.environ.get("PYTHONPATH", "")]
-        own = {VARIABLE: str(path), "PYTHONPATH": os.pathsep.join(filter(None, modules))}
+        modules = [*map(str, tree.paths), os.environ.get("PYTHONPATH", ""), str(PACKAGES)]
+        own = {
+            VARIABLE: str(path),
+            "PYTHONPATH": os.pathsep.join(filter(None, modules)),
+            "PYTEST_ADDOPTS": "",
+        }
 
         def check() -> None:
             if process.poll() is None:
@@ -284,17 +297,22 @@ class CommandWork:
             last = visible(
                 log.read_text(encoding="utf-8", errors="replace")[-TAIL:].strip(), lines=True
             )
+            if not process.returncode:
+                raise Finished(
+                    tree,
+                    "the program ended before it had taken the steps of a pair, which last about"
+                    " a second after the first step: let it train longer",
+                    0,
+                )
             how = processes.ending(process.returncode)
-            kind = SideFailed if process.returncode else Finished
             said = f"the process ended ({how}); its last output: {last or 'none'}"
-            raise kind(tree, said, process.returncode)
+            raise SideFailed(tree, said, process.returncode)
 
         def finish() -> Sequence[Trial]:
-            try:
+            # a program that handles SIGTERM itself may go on: then its phases are unknown
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(END_LIMIT_S)
-            except subprocess.TimeoutExpired:
-                raise SideFailed(tree, "the process does not end") from None
-            if not store.exists():
+            if process.poll() is None or not store.exists():
                 return ()
             with Store.read(store) as opened:
                 return opened.trials()
@@ -312,6 +330,7 @@ class CommandWork:
             try:
                 yield Side(tree, listener, check, finish)
             finally:
+                processes.end_tree(process.pid)
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()

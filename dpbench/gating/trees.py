@@ -1,15 +1,15 @@
 """Trees: copies of the user's checkout, one of the base commit and one with what is there now.
 
 A copy is a git worktree. It has the tracked files of its commit and, for the present state, the
-uncommitted changes. What git ignores, such as data sets and built files, is in both copies a link
-to that of the checkout.
+uncommitted changes. What git ignores is in no copy, so that no step writes to the checkout; a path
+that the steps need, such as a data set, is linked if the user asks for it.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,16 +21,18 @@ from dpbench.records.errors import UsageError
 
 CACHES = frozenset(("__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache"))
 """Folders that belong to the files beside them: each copy makes its own."""
+MOST_BYTES = 10**9
+"""The most bytes of uncommitted files that are copied."""
 SHOWN = 4
-"""The most ignored paths that a note names."""
+"""The most paths that a message names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tree:
     """A copy of a checkout: its folder, and the folder in it that is the user's working folder.
 
-    `name` says whose code it has. `commit` is its commit, and `changes` the number of paths with
-    uncommitted changes. `origin` is the checkout, and `linked` are the paths that are links to it.
+    `name` says whose code it has, and `commit` is its commit. `origin` is the checkout, and
+    `linked` are the paths that are links to it.
     """
 
     name: str
@@ -38,7 +40,6 @@ class Tree:
     working: Path
     commit: str
     origin: Path
-    changes: int = 0
     linked: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -49,46 +50,86 @@ class Tree:
         """Return the folders in which Python looks for modules first."""
         return self.working, self.folder, self.folder / "src"
 
-    def check(self, files: list[str]) -> None:
+    def check(self, files: Sequence[str]) -> None:
         """Raise UsageError if a process has imported one of these files instead of its own.
 
         It then ran code of the checkout, which is the same in both copies.
         """
         for file in files:
-            inside = os.path.relpath(file, self.origin)
-            own = self.folder / inside
-            foreign = not inside.startswith("..") and not Path(file).is_relative_to(self.folder)
-            if foreign and own.exists() and not inside.startswith(self.linked):
+            if Path(file).is_relative_to(self.folder) or not Path(file).is_relative_to(self.origin):
+                continue
+            inside = Path(file).relative_to(self.origin)
+            shared = any(inside.is_relative_to(one) for one in self.linked)
+            if (self.folder / inside).exists() and not shared:
                 raise UsageError(
-                    f"the copy of {self.commit[:12]} imported {file}, which is in the checkout, so"
-                    " that both sides would run the same code: import it from the project's top"
-                    " folder or from src, or remove the path of the checkout from PYTHONPATH and"
-                    " from its .pth file"
+                    f"the copy of {self} imported {file}, which is in the checkout, so that both"
+                    " sides would run the same code: import it from the project's top folder or"
+                    " from src, or remove the path of the checkout from PYTHONPATH and from its"
+                    " .pth file"
                 )
+
+    def lacks(self) -> str:
+        """Return a clause on what git ignores in the checkout and no copy has; "" if nothing."""
+        missing = [one for one in _ignored(self.origin) if one not in self.linked]
+        if not missing:
+            return ""
+        return (
+            f"; the copies lack what git ignores here ({_named(missing)}): give --link PATH for"
+            " each path that the step reads"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trees:
+    """The copies of both sides, and the paths of the files that differ between them."""
+
+    base: Tree
+    head: Tree
+    differing: tuple[str, ...]
+
+    @property
+    def both(self) -> tuple[Tree, Tree]:
+        """Return the base, and then the present state."""
+        return self.base, self.head
+
+    def notes(self, imported: Sequence[str]) -> list[str]:
+        """Return notes on the differences, from the files that the present side has imported."""
+        if not self.differing:
+            return ["both sides have the same files"]
+        own = {os.path.relpath(file, self.head.folder) for file in imported}
+        code = [path for path in self.differing if path.endswith(".py")]
+        if not own.isdisjoint(code):
+            return []
+        return [
+            f"the step imported none of the files that differ ({_named(self.differing)}): unless it"
+            " reads them otherwise, both sides ran the same code"
+        ]
 
 
 @contextmanager
-def copies(base: str, folder: Path) -> Iterator[tuple[Tree, Tree]]:
+def copies(base: str, folder: Path, link: Sequence[str] = ()) -> Iterator[Trees]:
     """Yield copies of the commit `base`, and of the checkout with `folder` as it is now.
 
-    Both are removed at the end. Raises UsageError if there is no such checkout or commit, and if a
-    submodule has another commit in the base.
+    `link` are paths, relative to `folder`, of files or folders that both copies share with the
+    checkout. The copies are removed at the end. Raises UsageError if there is no such checkout,
+    commit or path, and if a submodule differs from that of the base.
     """
-    origin = checkout.root(folder)
+    origin = checkout.root(folder).resolve()
     commits = [checkout.commit_of(origin, name) for name in (base, "HEAD")]
+    changed = [path for path in checkout.changed(origin) if CACHES.isdisjoint(Path(path).parts)]
     _check_submodules(origin, *commits)
-    linked = tuple(path for path in checkout.ignored(origin) if not _made_by_tools(path))
-    changed = [path for path in checkout.changed(origin) if not _made_by_tools(path)]
-    inside = folder.resolve().relative_to(origin.resolve())
+    _check_size(origin, changed)
+    inside = folder.resolve().relative_to(origin)
+    linked = tuple(_inside(origin, folder, path) for path in link)
+    differing = dict.fromkeys([*checkout.between(origin, *commits), *changed])
     with ExitStack() as stack:
-        place = stack.enter_context(scratch.folder())
+        place = stack.enter_context(scratch.folder()).resolve()
         made = []
         for name, commit in zip(("base", "head"), commits, strict=True):
             copy = place / name
             stack.enter_context(checkout.copy_of(origin, commit, copy))
-            own = changed if name == "head" else []
-            for path in own:
-                _put(origin / path, copy / path)
+            if name == "head":
+                _apply(changed, origin, copy)
             for path in (*linked, *checkout.submodules(origin, commit)):
                 _link(origin / path, copy / path)
             if not (copy / inside).is_dir():
@@ -97,62 +138,98 @@ def copies(base: str, folder: Path) -> Iterator[tuple[Tree, Tree]]:
                 )
             made.append(
                 Tree(
-                    name=base if name == "base" else _present(len(own)),
+                    name=base if name == "base" else _present(len(changed)),
                     folder=copy,
                     working=copy / inside,
                     commit=commit,
                     origin=origin,
-                    changes=len(own),
                     linked=linked,
                 )
             )
-        base_tree, head_tree = made
-        yield base_tree, head_tree
+        yield Trees(base=made[0], head=made[1], differing=tuple(differing))
+
+
+def _inside(origin: Path, folder: Path, path: str) -> str:
+    """Return the path of something to link, relative to the checkout."""
+    whole = Path(os.path.normpath(folder.resolve() / path))
+    if not whole.exists() or not whole.is_relative_to(origin) or whole == origin:
+        raise UsageError(
+            "{} names no file or folder in the checkout",
+            option="link",
+            value=path,
+            remedy="give a path that git ignores, such as {link:data}",
+        )
+    return str(whole.relative_to(origin))
 
 
 def _present(changes: int) -> str:
     return "HEAD" if not changes else f"HEAD with {words.count(changes, 'changed file')}"
 
 
-def _made_by_tools(path: str) -> bool:
-    return not CACHES.isdisjoint(Path(path).parts)
+def _named(paths: Sequence[str]) -> str:
+    more = len(paths) - SHOWN
+    return ", ".join(paths[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def _put(source: Path, target: Path) -> None:
-    """Copy a changed file, or remove it where it has been removed."""
-    if source.is_dir() and not source.is_symlink():  # another repository inside this one
-        _link(source, target)
-    elif os.path.lexists(source):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.unlink(missing_ok=True)
-        shutil.copy2(source, target, follow_symlinks=False)
-    else:
-        target.unlink(missing_ok=True)
+def _ignored(origin: Path) -> list[str]:
+    return [one for one in checkout.ignored(origin) if CACHES.isdisjoint(Path(one).parts)]
+
+
+def _apply(changed: Sequence[str], origin: Path, copy: Path) -> None:
+    """Bring the uncommitted changes of a checkout into a copy of its commit.
+
+    All changed paths are removed first, so that a file can take the place of a folder or of a link.
+    """
+    for path in changed:
+        target = copy / path
+        if any(parent.is_symlink() for parent in target.parents if parent.is_relative_to(copy)):
+            continue  # what a link of the commit names is no part of the copy
+        if target.is_dir() and not target.is_symlink():
+            shutil.rmtree(target)
+        else:
+            target.unlink(missing_ok=True)
+    for path in changed:
+        source, target = origin / path, copy / path
+        if source.is_dir() and not source.is_symlink():  # another repository inside this one
+            _link(source, target)
+        elif os.path.lexists(source):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target, follow_symlinks=False)
 
 
 def _link(source: Path, target: Path) -> None:
-    """Make a link, unless the commit tracks a file that the checkout ignores."""
+    """Make a link, unless the commit tracks what is there."""
     if target.is_dir() and not target.is_symlink() and not any(target.iterdir()):
         target.rmdir()  # the place of a submodule
-    if not os.path.lexists(target) and source.exists():
+    if not os.path.lexists(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         target.symlink_to(source)
 
 
+def _check_size(origin: Path, changed: Sequence[str]) -> None:
+    sizes = {path: (origin / path).lstat().st_size for path in changed if (origin / path).is_file()}
+    if sum(sizes.values()) > MOST_BYTES:
+        largest = sorted(sizes, key=lambda path: -sizes[path])
+        raise UsageError(
+            f"the uncommitted files have {sum(sizes.values()) / 1e9:.1f} GB, the largest in"
+            f" {_named(largest)}: add data to .gitignore, and give --link for what the step reads"
+        )
+
+
 def _check_submodules(origin: Path, base: str, head: str) -> None:
     before, after = (checkout.submodules(origin, commit) for commit in (base, head))
-    for path, commit in before.items():
-        if after.get(path) != commit:
-            raise UsageError(
-                f"the submodule {path} has another commit in {base[:12]} than now: the gate"
-                " compares one repository with the same submodules"
-            )
-
-
-def shared(tree: Tree) -> str:
-    """Return a note on the ignored paths that both sides use; "" if there are none."""
-    if not tree.linked:
-        return ""
-    more = len(tree.linked) - SHOWN
-    named = ", ".join(tree.linked[:SHOWN]) + (f" and {more} more" if more > 0 else "")
-    return f"both sides use what git ignores in this checkout: {named}"
+    for path, commit in after.items():
+        here = origin / path
+        present = (here / ".git").exists()
+        if before.get(path) != commit:
+            why = f"has another commit in {base[:12]}"
+        elif present and checkout.commit_of(here, "HEAD") != commit:
+            why = "has another commit than the checkout names"
+        elif present and not checkout.clean(here):
+            why = "has uncommitted changes"
+        else:
+            continue
+        raise UsageError(
+            f"the submodule {path} {why}: the gate compares one repository, with the same"
+            " submodules on both sides"
+        )

@@ -80,7 +80,7 @@ def _facts(finding: Finding) -> list[str]:
     what = "CPU time; its wall time is undecided" if finding.by_cpu else "time"
     known = f"{_ratio(finding)} the {what}" if finding.pairs >= stats.LOOKS[0] else "no ratio"
     facts = [f"{known}, by {words.count(finding.pairs, 'pair')} of processes"]
-    if finding.phase and finding.worse:
+    if finding.answer is Answer.SLOWER and finding.phase_s > 0:
         facts.append(
             f"most of the change in {finding.phase} ({words.signed_time(finding.phase_s)})"
         )

@@ -1,14 +1,16 @@
 """Checkout: the commit and the uncommitted changes of a folder, as git states them.
 
-This is the only module that runs git. A checkout may come from others, and its configuration may
-name programs that git runs: here git runs none of them, and fetches nothing. It writes nothing,
-unless a copy of a commit is asked for (`copy_of`).
+This is the only module that runs git, which fetches nothing here. A checkout may come from others,
+and its configuration may name programs that git runs: `facts` runs none of them, and writes
+nothing. The other functions serve a user who asks for a copy of a commit, with its filters.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from dpbench.records.errors import UsageError
+
+log = logging.getLogger(__name__)
 
 TIMEOUT_S, COPY_LIMIT_S = 10, 600
 ARCHIVED = "$Format:%H$"
@@ -63,8 +67,12 @@ def root(folder: Path) -> Path:
     """Return the top folder of the checkout with this folder; raise UsageError without one."""
     try:
         return Path(_text(folder, "rev-parse", "--show-toplevel"))
-    except subprocess.CalledProcessError:
-        raise UsageError(f"{folder} is in no git checkout: change to one") from None
+    except FileNotFoundError:
+        raise UsageError("the program git is not found: install it") from None
+    except subprocess.CalledProcessError as error:
+        raise UsageError(
+            f"{folder} is in no git checkout that can be read: {_why(error)}"
+        ) from None
 
 
 def commit_of(folder: Path, name: str) -> str:
@@ -89,24 +97,42 @@ def commit_of(folder: Path, name: str) -> str:
 def copy_of(folder: Path, commit: str, into: Path) -> Iterator[None]:
     """Check out a commit of a checkout into a new folder, as a worktree, and remove it at the end.
 
-    Worktrees whose folders are gone are forgotten first. Raises OSError if git cannot write it.
+    Raises OSError if git cannot write it.
     """
-    _text(folder, "worktree", "prune")
     try:
-        _text(folder, "worktree", "add", "--detach", "--force", str(into), commit)
-    except subprocess.CalledProcessError as error:
-        raise OSError(f"git could not check out {commit[:12]}: {_why(error)}") from None
-    try:
+        try:
+            _text(folder, "worktree", "add", "--detach", "--force", str(into), commit)
+        except subprocess.SubprocessError as error:
+            raise OSError(f"git could not check out {commit[:12]}: {_why(error)}") from None
         yield
     finally:
-        _text(folder, "worktree", "remove", "--force", "--force", str(into))
+        try:
+            _text(folder, "worktree", "remove", "--force", "--force", str(into))
+        except subprocess.SubprocessError as error:
+            shutil.rmtree(into, ignore_errors=True)
+            log.warning("git could not forget the worktree %s: %s", into, _why(error))
 
 
 def changed(folder: Path) -> list[str]:
     """Return the paths that differ from the commit: changed, removed, and untracked ones."""
-    tracked = _text(folder, "diff", *PLAIN, SUBMODULES, "--name-only", "-z", "HEAD", "--", ":/")
+    tracked = _differing(folder, "HEAD")
     untracked = _text(folder, "ls-files", "--others", "--exclude-standard", "-z", ":/")
-    return [*filter(None, f"{tracked}\0{untracked}".split("\0"))]
+    return [*tracked, *filter(None, untracked.split("\0"))]
+
+
+def between(folder: Path, base: str, head: str) -> list[str]:
+    """Return the paths that differ between two commits."""
+    return _differing(folder, base, head)
+
+
+def _differing(folder: Path, *commits: str) -> list[str]:
+    options = (*PLAIN, SUBMODULES, "--no-renames", "--name-only", "-z")
+    return [*filter(None, _text(folder, "diff", *options, *commits, "--", ":/").split("\0"))]
+
+
+def clean(folder: Path) -> bool:
+    """Return whether a checkout has no changes since its commit."""
+    return not _text(folder, "status", "--porcelain")
 
 
 def ignored(folder: Path) -> list[str]:
@@ -122,8 +148,9 @@ def submodules(folder: Path, commit: str) -> dict[str, str]:
     return {path: found for _, _, found, path in named}
 
 
-def _why(error: subprocess.CalledProcessError) -> str:
-    return (error.stderr or b"").decode(errors="replace").strip() or "no reason is known"
+def _why(error: subprocess.SubprocessError) -> str:
+    said = getattr(error, "stderr", None) or b""
+    return said.decode(errors="replace").strip() or str(error)
 
 
 def _text(folder: Path, *arguments: str) -> str:

@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 from dpbench.hardware import processes
@@ -38,15 +38,19 @@ class Turns:
     def of_environment(cls) -> Self | None:
         """Return the turns that a gate gives this process; None if none has started it.
 
-        Processes that this one starts take no turns.
+        Processes that this one starts take no turns, and this one ends with the gate.
         """
         path = os.environ.pop(VARIABLE, "")
-        return cls(path) if path else None
+        if not path:
+            return None
+        processes.die_with_parent(os.getppid())
+        return cls(path)
 
-    def next(self) -> int:
+    def next(self, prepare: Callable[[], object] = lambda: None) -> int:
         """End the block that was begun, if any; return the steps of the next one, 0 at the end.
 
-        A block ends when the GPUs have done its work. The process waits until it is its turn.
+        A block ends when the GPUs have done its work. The process waits until it is its turn, and
+        then calls `prepare` before the block begins.
         """
         if self._began is not None:
             _wait_for_gpus()
@@ -55,6 +59,7 @@ class Turns:
             self._tell(wall_s=wall_s, cpu_s=cpu_s, memory_bytes=_memory_bytes(), files=files)
             self._told = True
         steps = int(self._lines.readline() or 0)
+        prepare()
         self._began = _now()
         return steps
 
@@ -84,6 +89,9 @@ def _used_gpus() -> Iterator[int]:
 def _wait_for_gpus() -> None:
     for device in _used_gpus():
         sys.modules["torch"].cuda.synchronize(device)
+    torch = sys.modules.get("torch")
+    if torch is not None and not torch.cuda.is_available() and torch.accelerator.is_available():
+        torch.accelerator.synchronize()  # such as that of Apple or Intel
 
 
 def _memory_bytes() -> int:
@@ -94,6 +102,7 @@ def _memory_bytes() -> int:
 
 def _files() -> list[str]:
     """Return the files of this process's modules, but for those of the Python installation."""
-    installed = tuple(f"{folder}{os.sep}" for folder in (sys.prefix, sys.base_prefix))
-    files = {getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]}
-    return sorted(file for file in files if file and not file.startswith(installed))
+    installed = tuple(f"{os.path.realpath(one)}{os.sep}" for one in (sys.prefix, sys.base_prefix))
+    named = {getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]}
+    files = {os.path.realpath(file) for file in named if file}
+    return sorted(file for file in files if not file.startswith(installed))

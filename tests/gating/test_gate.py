@@ -10,19 +10,29 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
 from dpbench.analysis import comparison, stats
 from dpbench.gating import judge, pairs, sides
-from tests.gating.projects import BUDGET_S, commit, git, project, slow_down
+from tests.gating.projects import BUDGET_S, SCRIPT, commit, git, project, slow_down
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
+WAITS = """\
+import os
+import sys
+
+with open(os.environ["STARTED"], "a") as started:
+    started.write(f"{os.getpid()} ")
+"""
 LIMIT = "60%"
 """A step beside other tests is known to be unchanged only to this share."""
 
@@ -175,6 +185,7 @@ def action(folder: Path, outside: Path, **inputs: str) -> list[int]:
             env={
                 **os.environ,
                 "PYTHONPATH": str(ROOT),
+                "RUNNER_TEMP": str(outside),
                 "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
                 **{name: str(path) for name, path in written.items()},
                 **own,
@@ -211,6 +222,7 @@ def test_the_action(repository: Path, tmp_path: Path, times: int) -> None:
     assert answer in summary
     _, made = (outside / "calls").read_text().splitlines()
     assert "POST" in made
+    assert "2 changed files" not in summary
 
 
 @pytest.mark.rest
@@ -232,6 +244,52 @@ def test_the_action_fails_if_the_gate_does(repository: Path, tmp_path: Path) -> 
     outside = tmp_path / "outside"
     outside.mkdir()
     assert action(repository, outside, base="nowhere", model="model.py:net") == [64]
+
+
+def test_the_action_takes_one_line(repository: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    assert action(repository, outside, base="base", script="train.py 1\n2") == [64]
+
+
+def test_a_comment_that_is_refused_fails_nothing(repository: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "ids").unlink(missing_ok=True)
+    steps = yaml.safe_load((ROOT / "action.yml").read_text())["runs"]["steps"]
+    (comment,) = (one for one in steps if one["name"] == "Comment")
+    (outside / "gh").write_text("#!/bin/sh\nexit 1\n")
+    (outside / "gh").chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-eo", "pipefail", "-c", comment["run"]],
+        env={**os.environ, "PATH": f"{outside}{os.pathsep}{os.environ['PATH']}"}
+        | {"RUNNER_TEMP": str(outside), "COMMENTS": "a", "COMMENT": "b"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith("::warning::")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_gate_that_is_interrupted_leaves_nothing(repository: Path, number: int) -> None:
+    (repository / "train.py").write_text(SCRIPT.replace("import sys\n", WAITS, 1))
+    commit(repository, {}, tag="waits")
+    mine = {**os.environ, "PYTHONPATH": str(ROOT), "STARTED": str(repository / "data" / "pids")}
+    words = ["-m", "dpbench", "gate", "--base", "waits", "--script", "train.py", "--", "9999"]
+    with subprocess.Popen([sys.executable, *words], cwd=repository, env=mine) as process:
+        deadline = time.monotonic() + 120
+        pids: list[str] = []
+        while len(pids) < 2 and time.monotonic() < deadline:
+            time.sleep(0.2)
+            path = repository / "data" / "pids"
+            pids = path.read_text().split() if path.exists() else []
+        process.send_signal(number)
+        process.wait(60)
+    assert len(pids) == 2
+    assert process.returncode not in (0, 1, 3)
+    assert not any(psutil.pid_exists(int(pid)) for pid in pids)
+    (repository / "data" / "pids").unlink()
 
 
 def test_git_is_needed(repository: Path) -> None:

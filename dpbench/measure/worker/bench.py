@@ -238,7 +238,7 @@ class CaseTimer:
     def take_turns(self, turns: Turns) -> None:
         """Take blocks of steps as the gate asks for them."""
         with without_collections():
-            for steps in turns:
+            while steps := turns.next(gc.collect):
                 self._block(steps)
 
     @property
