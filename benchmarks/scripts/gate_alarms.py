@@ -343,9 +343,9 @@ def record(folder: Path, load: str, minutes: float) -> None:
             with (
                 copies("base", Path.cwd()) as trees,
                 scratch.folder() as files,
-                work.starting(trees, files) as start,
+                work.starting(trees.both, files) as start,
             ):
-                pairs = [pair(start, trees, number) for number in range(SERIES)]
+                pairs = [pair(start, trees.both, number) for number in range(SERIES)]
             seconds = time.monotonic() - began
             cores = (_busy_s() - used) / seconds
             one = {"load": load, "seconds": round(seconds, 1), "cores": round(cores, 3)}
@@ -409,7 +409,8 @@ def replays(series: Sequence[Sequence[Any]], tool: str, planted: int, count: int
 def replayed(pairs: Sequence[Pair], tool: str, planted: int) -> Decision:
     """Return the decision at the first look that decides, or at the last one."""
     for number in stats.LOOKS:
-        finding = look("", pairs[:number], limit=LIMIT, works=1)
+        last = number == stats.LOOKS[-1]
+        finding = look("", pairs[:number], limit=LIMIT, works=1, last=last)
         if finding.answer is not Answer.UNKNOWN:
             break
     return Decision(
