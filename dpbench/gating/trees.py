@@ -190,9 +190,9 @@ def _apply(changed: Sequence[str], origin: Path, copy: Path) -> None:
             target.unlink(missing_ok=True)
     for path in changed:
         source, target = origin / path, copy / path
-        if source.is_dir() and not source.is_symlink():  # another repository inside this one
+        if path.endswith("/"):  # another repository inside this one
             _link(source, target)
-        elif os.path.lexists(source):
+        elif source.is_symlink() or source.is_file():
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, target, follow_symlinks=False)
 

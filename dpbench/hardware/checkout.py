@@ -34,6 +34,10 @@ KEPT = ("GIT_CONFIG_", "GIT_CEILING_DIRECTORIES", "GIT_DISCOVERY_ACROSS_FILESYST
 """The beginnings of variables that are left to git; others would name another checkout."""
 
 
+class GitFailed(OSError):
+    """A command of git failed."""
+
+
 def facts(folder: Path) -> dict[str, Any]:
     """Return facts about the checkout with this folder; empty without one.
 
@@ -69,10 +73,8 @@ def root(folder: Path) -> Path:
         return Path(_text(folder, "rev-parse", "--show-toplevel"))
     except FileNotFoundError:
         raise UsageError("the program git is not found: install it") from None
-    except subprocess.CalledProcessError as error:
-        raise UsageError(
-            f"{folder} is in no git checkout that can be read: {_why(error)}"
-        ) from None
+    except GitFailed as error:
+        raise UsageError(f"{folder} is in no git checkout that can be read: {error}") from None
 
 
 def commit_of(folder: Path, name: str) -> str:
@@ -82,7 +84,7 @@ def commit_of(folder: Path, name: str) -> str:
     """
     try:
         return _text(folder, "rev-parse", "--verify", "--end-of-options", f"{name}^{{commit}}")
-    except subprocess.CalledProcessError:
+    except GitFailed:
         shallow = _text(folder, "rev-parse", "--is-shallow-repository") == "true"
         remedy = (
             "this clone is shallow: fetch its history with git fetch --unshallow (in a workflow,"
@@ -97,20 +99,18 @@ def commit_of(folder: Path, name: str) -> str:
 def copy_of(folder: Path, commit: str, into: Path) -> Iterator[None]:
     """Check out a commit of a checkout into a new folder, as a worktree, and remove it at the end.
 
-    Raises OSError if git cannot write it.
+    Raises GitFailed if git cannot write it.
     """
     try:
-        try:
-            _text(folder, "worktree", "add", "--detach", "--force", str(into), commit)
-        except subprocess.SubprocessError as error:
-            raise OSError(f"git could not check out {commit[:12]}: {_why(error)}") from None
+        _text(folder, "worktree", "add", "--detach", "--force", str(into), commit)
         yield
     finally:
         try:
-            _text(folder, "worktree", "remove", "--force", "--force", str(into))
-        except subprocess.SubprocessError as error:
+            if into.exists():
+                _text(folder, "worktree", "remove", "--force", "--force", str(into))
+        except GitFailed as error:
             shutil.rmtree(into, ignore_errors=True)
-            log.warning("git could not forget the worktree %s: %s", into, _why(error))
+            log.warning("git could not forget the worktree %s: %s", into, error)
 
 
 def changed(folder: Path) -> list[str]:
@@ -148,14 +148,13 @@ def submodules(folder: Path, commit: str) -> dict[str, str]:
     return {path: found for _, _, found, path in named}
 
 
-def _why(error: subprocess.SubprocessError) -> str:
-    said = getattr(error, "stderr", None) or b""
-    return said.decode(errors="replace").strip() or str(error)
-
-
 def _text(folder: Path, *arguments: str) -> str:
     """Return the output of a command of git that may take longer, with the checkout's filters."""
-    return os.fsdecode(_git(folder, SETTINGS, *arguments, limit_s=COPY_LIMIT_S))
+    try:
+        return os.fsdecode(_git(folder, SETTINGS, *arguments, limit_s=COPY_LIMIT_S))
+    except subprocess.SubprocessError as error:
+        said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
+        raise GitFailed(f"git {arguments[0]} failed: {said or error}") from None
 
 
 def _without_filters(folder: Path) -> list[str]:
