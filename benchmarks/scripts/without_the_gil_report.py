@@ -320,14 +320,26 @@ def remaining(cases: Sequence[Paired]) -> str:
     return table(head, rows)
 
 
-def most(one: Paired, level: float) -> str:
-    """Return the phases of which the lock decidedly costs, or saves, the most."""
+def longest(one: Paired) -> str:
+    """Return the longest phase of a step with the lock, and its share of the step."""
+    name = max(one.phases, key=lambda name: stats.average(one.of(WITH, name)).value)
+    found = stats.portion(one.of(WITH, name), one.of(WITH))
+    return f"{words.part(name)}, {share(replace(found, signed=True, noisy=one.cost().noisy))}"
+
+
+def decided(one: Paired, level: float) -> dict[str, Estimate]:
+    """Return what the lock costs in those phases in which it decidedly costs, or saves, time."""
     costs = {name: one.cost(name, level) for name in one.phases}
-    sure = {
+    return {
         name: cost
         for name, cost in costs.items()
         if not cost.doubt and not cost.low <= 0 <= cost.high
     }
+
+
+def most(one: Paired, level: float) -> str:
+    """Return the phases of which the lock decidedly costs, or saves, the most."""
+    sure = decided(one, level)
     largest = sorted(sure, key=lambda name: -abs(sure[name].value))[:2]
     return ", ".join(f"{words.part(name)} {ms(sure[name])}" for name in largest)
 
@@ -352,6 +364,7 @@ def about(name: str, one: Paired, cases: Sequence[Paired], level: float) -> list
         share(one.share),
         both(one.overlap, alone),
         both(one.over, ddp),
+        longest(one),
         most(one, level) or NONE,
     ]
 
@@ -385,18 +398,37 @@ def answer(data: Data) -> str:
     rows = [about(name, one, data[name], level) for name, one in shown]
     head = ("model", "DataParallel", "the step is", "ratio", "the lock's share of the step")
     further = ("forward's overlap, with → without", "step / ddp, with → without")
-    every = (*head, *further, "decided by phase, ms with − without")
+    every = (
+        *head,
+        *further,
+        "the longest phase with the lock",
+        "decided by phase, ms with − without",
+    )
     if not rows:
         return MISSING
-    said = f"DataParallel's step, in short: {verdicts([one for _, one in shown])}."
+    cases = [one for _, one in shown]
+    said = f"In short, DataParallel's step is {verdicts(cases)}. {by_phase(cases, level)}"
     return "\n".join([said, "", table(every, rows), "", *counts])
+
+
+def by_phase(cases: Sequence[Paired], level: float) -> str:
+    """Return in how many of the cases each phase is decidedly shorter, or longer."""
+    found = [(name, cost.value > 0) for one in cases for name, cost in decided(one, level).items()]
+    texts = [
+        f"{words.part(name)} is shorter without the lock in {found.count((name, True))} and longer"
+        f" in {found.count((name, False))}"
+        for name in PHASES
+        if (name, True) in found or (name, False) in found
+    ]
+    every = f"Of these {words.count(len(cases), 'step')}"
+    return f"{every}, {'; '.join(texts) or 'no phase is decidedly shorter or longer'}."
 
 
 def verdicts(cases: Sequence[Paired]) -> str:
     """Return how often each verdict on the steps of cases occurs."""
     found = [stats.verdict(one.gain) for one in cases]
     return "; ".join(
-        f"{text}: {found.count(key)}" for key, text in VERDICTS.items() if key in found
+        f"{text} ({found.count(key)})" for key, text in VERDICTS.items() if key in found
     )
 
 

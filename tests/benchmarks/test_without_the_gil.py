@@ -173,7 +173,19 @@ def test_what_is_decided_by_phase_holds_for_all_phases_together(tmp_path: Path) 
     assert dp.cost(Phase.FORWARD).low > 0
     assert report.most(dp, stats.CONFIDENCE)
     assert not report.most(dp, stats.joint_level(2))
-    assert report.blocks(tmp_path)["answer"].splitlines()[-3].endswith("| – |")
+    text = report.blocks(tmp_path)["answer"]
+    assert "no phase is decidedly shorter" in text
+    row = text.splitlines()[4]
+    assert "| backward, 62% (" in row
+    assert row.endswith("| – |")
+
+
+def test_phases_that_the_lock_shortens_and_lengthens_are_counted(folder: Path) -> None:
+    (dp, *_) = report.load(folder)["cpu"]
+    assert report.by_phase([dp, dp], 0.95) == (
+        "Of these 2 steps, forward is shorter without the lock in 2 and longer in 0; backward is"
+        " shorter without the lock in 2 and longer in 0."
+    )
 
 
 def test_only_sides_without_the_lock_count_as_checked_without_it(folder: Path) -> None:
