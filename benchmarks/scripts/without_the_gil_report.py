@@ -348,7 +348,7 @@ VERDICTS = {
     "faster": "faster without the lock",
     "slower": "slower without the lock",
     "same": "as fast with the lock as without it",
-    "undecided": "cannot tell",
+    "undecided": "undecided",
 }
 """What is said for each verdict on a ratio."""
 
