@@ -407,7 +407,18 @@ def answer(data: Data) -> str:
     if not rows:
         return MISSING
     cases = [one for _, one in shown]
-    said = f"In short, DataParallel's step is {verdicts(cases)}. {by_phase(cases, level)}"
+    rounds = sorted({one.rounds for one in cases})
+    many = f"{rounds[0]} to {rounds[-1]}" if len(rounds) > 1 else str(rounds[0])
+    undecided = all(stats.verdict(one.gain) == "undecided" for one in cases)
+    sentences = [
+        f"**In short:** of {words.count(len(cases), 'step')} of DataParallel, {verdicts(cases)}"
+        f" ({many} rounds each).",
+        "These data cannot tell whether DataParallel is faster in a Python without the lock."
+        if undecided
+        else "",
+        by_phase(cases, level),
+    ]
+    said = " ".join(filter(None, sentences))
     return "\n".join([said, "", table(every, rows), "", *counts])
 
 
@@ -420,16 +431,14 @@ def by_phase(cases: Sequence[Paired], level: float) -> str:
         for name in PHASES
         if (name, True) in found or (name, False) in found
     ]
-    every = f"Of these {words.count(len(cases), 'step')}"
-    return f"{every}, {'; '.join(texts) or 'no phase is decidedly shorter or longer'}."
+    every = f"By phase, of these {words.count(len(cases), 'step')}"
+    return f"{every}: {'; '.join(texts) or 'no phase is decidedly shorter or longer'}."
 
 
 def verdicts(cases: Sequence[Paired]) -> str:
     """Return how often each verdict on the steps of cases occurs."""
     found = [stats.verdict(one.gain) for one in cases]
-    return "; ".join(
-        f"{text} ({found.count(key)})" for key, text in VERDICTS.items() if key in found
-    )
+    return "; ".join(f"{found.count(key)} {text}" for key, text in VERDICTS.items() if key in found)
 
 
 def of_set(name: str) -> Callable[[Data], str]:
@@ -449,7 +458,7 @@ def control(data: Data) -> str:
     if "control" not in data:
         return MISSING
     cases = [one for one in data["control"] if one.rounds]
-    gains = [one.gain for one in cases if not one.gain.doubt]
+    gains = [one.gain for one in cases if one.gain.decides]
     wrong = sum(not each.low <= 1 <= each.high for each in gains)
     rows = [[one.model, one.name, one.counted, words.times(one.gain)] for one in cases]
     counted = f"{wrong} of {words.count(len(gains), 'interval')} exclude 1."

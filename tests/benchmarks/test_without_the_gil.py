@@ -175,6 +175,8 @@ def test_what_is_decided_by_phase_holds_for_all_phases_together(tmp_path: Path) 
     assert not report.most(dp, stats.joint_level(2))
     text = report.blocks(tmp_path)["answer"]
     assert "no phase is decidedly shorter" in text
+    assert "of 1 step of DataParallel, 1 undecided (4 rounds each)" in text
+    assert "cannot tell" in text
     row = text.splitlines()[4]
     assert "| backward, 62% (" in row
     assert row.endswith("| – |")
@@ -183,8 +185,8 @@ def test_what_is_decided_by_phase_holds_for_all_phases_together(tmp_path: Path) 
 def test_phases_that_the_lock_shortens_and_lengthens_are_counted(folder: Path) -> None:
     (dp, *_) = report.load(folder)["cpu"]
     assert report.by_phase([dp, dp], 0.95) == (
-        "Of these 2 steps, forward is shorter without the lock in 2 and longer in 0; backward is"
-        " shorter without the lock in 2 and longer in 0."
+        "By phase, of these 2 steps: forward is shorter without the lock in 2 and longer in 0;"
+        " backward is shorter without the lock in 2 and longer in 0."
     )
 
 
@@ -210,7 +212,7 @@ def test_a_trial_keeps_its_foreign_load(folder: Path) -> None:
 def test_pairs_of_other_code_or_variables_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHON_GIL", "1")  # restored at the end
+    monkeypatch.delenv("PYTHON_GIL", raising=False)  # as `measure` does
     file, now = tmp_path / "control.jsonl.gz", script.facts("control")
     for changed, text in (
         ({"code": "old"}, "other code"),
