@@ -173,8 +173,8 @@ class Paired:
 
     @property
     def drawn(self) -> bool:
-        """Return whether the figure shows the case."""
-        return self.rounds > 0 and self.case.strategy != "fsdp"
+        """Return whether the figure shows the case: fewer rounds do not show how they differ."""
+        return self.rounds >= Estimate.ROUNDS and self.case.strategy != "fsdp"
 
     def has(self, phase: str) -> bool:
         """Return whether a round has time in a phase."""
@@ -431,7 +431,7 @@ def by_phase(cases: Sequence[Paired], level: float) -> str:
         for name in PHASES
         if (name, True) in found or (name, False) in found
     ]
-    every = f"By phase, of these {words.count(len(cases), 'step')}"
+    every = f"By phase, of {words.count(len(cases), 'step')}"
     return f"{every}: {'; '.join(texts) or 'no phase is decidedly shorter or longer'}."
 
 
@@ -584,7 +584,8 @@ def tallied(texts: Mapping[str, int]) -> str:
 def figure(data: Data, file: Path) -> None:
     """Draw the steps by phase with and without the lock, as stacked bars.
 
-    The steps of FSDP are left out: they are several times as long as the others.
+    The steps of FSDP are left out: they are several times as long as the others. So are cases of
+    fewer than three rounds.
     """
     panels = [
         (name, shown)

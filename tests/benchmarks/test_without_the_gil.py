@@ -160,6 +160,7 @@ def test_noisy_rounds_that_remain_decide_nothing(tmp_path: Path) -> None:
     (dp,) = report.load(tmp_path)["cpu"]
     assert dp.counted == "4, 2 NOISY"
     assert stats.verdict(dp.gain) == "undecided"
+    assert "1 undecided (4 rounds each). These data cannot tell" in report.answer({"cpu": [dp]})
     assert dp.gain.noisy
     assert dp.cost().noisy
     assert dp.share.noisy
@@ -175,8 +176,8 @@ def test_what_is_decided_by_phase_holds_for_all_phases_together(tmp_path: Path) 
     assert not report.most(dp, stats.joint_level(2))
     text = report.blocks(tmp_path)["answer"]
     assert "no phase is decidedly shorter" in text
-    assert "of 1 step of DataParallel, 1 undecided (4 rounds each)" in text
-    assert "cannot tell" in text
+    assert "of 1 step of DataParallel, 1 faster without the lock (4 rounds each)" in text
+    assert "cannot tell" not in text
     row = text.splitlines()[4]
     assert "| backward, 62% (" in row
     assert row.endswith("| – |")
@@ -185,7 +186,7 @@ def test_what_is_decided_by_phase_holds_for_all_phases_together(tmp_path: Path) 
 def test_phases_that_the_lock_shortens_and_lengthens_are_counted(folder: Path) -> None:
     (dp, *_) = report.load(folder)["cpu"]
     assert report.by_phase([dp, dp], 0.95) == (
-        "By phase, of these 2 steps: forward is shorter without the lock in 2 and longer in 0;"
+        "By phase, of 2 steps: forward is shorter without the lock in 2 and longer in 0;"
         " backward is shorter without the lock in 2 and longer in 0."
     )
 
