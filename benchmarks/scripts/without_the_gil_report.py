@@ -489,7 +489,13 @@ def tutorial(data: Data) -> str:
     if not rows:
         return MISSING
     every = table(["model", "strategy", "with the lock", "without it", "ratio"], rows)
-    return "\n\n".join(filter(None, [every, failures([one for _, one in chosen])]))
+    timed = [one for _, one in chosen if one.rounds]
+    said = f"Of these {words.count(len(timed), 'step')}, {verdicts(timed)}."
+    failed = [
+        failures(cases, LABELS[name])  # sets have cases of equal names
+        for name, cases in grouped(chosen).items()
+    ]
+    return "\n\n".join(filter(None, [every, said, *failed]))
 
 
 def mutex(folder: Path) -> str:
