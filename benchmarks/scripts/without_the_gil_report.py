@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -50,6 +51,8 @@ BEFORE = re.compile(r"other processes took (\d+)%(?: and other virtual machines 
 """The text of the foreign load before a round, with two percentages and the number of cores."""
 REASON = 160
 """The number of columns of a failure's reason."""
+COLUMNS = 120
+"""The number of columns of a line of a document."""
 STEP = "step"
 """The name of the whole step beside those of the phases."""
 WITH, WITHOUT = 0, 1
@@ -274,7 +277,8 @@ def failures(cases: Sequence[Paired], label: str = "", sides: Sequence[str] = SI
     """Return a line for each case of which a side failed in a round; `sides` are their names."""
     found = [(one, one.failure(sides)) for one in cases]
     where = f", {label}" if label else ""
-    return "\n".join(f"- {one.model}{where}, {one.name}: {text}." for one, text in found if text)
+    items = [f"- {one.model}{where}, {one.name}: {text}." for one, text in found if text]
+    return "\n".join(textwrap.fill(item, COLUMNS, subsequent_indent="  ") for item in items)
 
 
 def steps(cases: Sequence[Paired]) -> str:

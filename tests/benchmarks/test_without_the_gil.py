@@ -122,8 +122,9 @@ def test_a_side_that_failed_in_some_rounds_is_said(tmp_path: Path) -> None:
             pair(tmp_path, name, number, sides[0], failed if number == 1 else sides[1])
     found = report.blocks(tmp_path)
     for name in ("answer", "cpu", "without the lock"):
-        assert r"with the lock in 0 and without it in 1 (one \| two" in found[name]
-        assert "of 4 rounds" in found[name]
+        text = " ".join(found[name].split())
+        assert r"with the lock in 0 and without it in 1 (one \| two" in text
+        assert "of 4 rounds" in text
     assert "on the second in 1" in found["control"]
     for text in found.values():
         assert "<!-- end" not in text
