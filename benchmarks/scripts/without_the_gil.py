@@ -6,13 +6,14 @@
 The interpreter must be free-threaded: the only difference between the two sides of a pair is
 PYTHON_GIL=1 or 0. In each round, every case of a set is measured once with and once without the
 lock, in processes forked from two servers that are new in each round; the side that comes first
-changes with every round. FOLDER gets a line per pair in `SET.jsonl.gz`, and a further call goes on
-with it. The sets are `cpu`, `emulated`, `fake-gpus` (tests/fakegpu/README.md, with
-FAKECUDA_NUMERICS=0 FAKECUDA_DATA=0, in an environment with torch's CUDA build) and `control`, whose
-two sides both have the lock: what it shows is noise. Any interpreter can measure it.
+changes with every round. FOLDER gets a line per pair in `SET.jsonl.gz`. A further call goes on with
+it, but not with other code, or in another environment. The sets are `cpu`, `emulated`, `fake-gpus`
+(tests/fakegpu/README.md, with FAKECUDA_NUMERICS=0 FAKECUDA_DATA=0, in an environment with torch's
+CUDA build) and `control`, whose two sides both have the lock: what it shows is noise. Any
+interpreter can measure it.
 
-Without --folder, the data lie in reports/without-the-gil. `--table` writes the report from the data
-alone (`without_the_gil_report.py`).
+Without --folder, the data lie in reports/without-the-gil. `--table` writes the report
+(`without_the_gil_report.py`).
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import msgspec
+
 from dpbench.hardware import foreign_load, provenance
 from dpbench.measure.server import Server
-from dpbench.records import Case, Effort, Trial, plan, words
+from dpbench.records import Case, Effort, Trial, disturbance, plan, sources, words
 from dpbench.records.environment import Environment, forbidding
 from dpbench.records.facts import RunFacts
 from dpbench.records.ledger import PHASES
@@ -59,6 +62,8 @@ EFFORT = Effort(
     links=False,
 )
 LIMIT_S = 120.0
+CODE, FAKES = "code", "fakes"
+"""The facts on the code that measures, and on the variables of fake GPUs."""
 
 
 def planned(name: str) -> list[Case]:
@@ -106,11 +111,13 @@ def measure(name: str, file: Path, end_s: float) -> None:
     if "0" in gils and not sysconfig.get_config_var("Py_GIL_DISABLED"):
         raise SystemExit("this interpreter cannot run without its lock: use a free-threaded one")
     os.environ.pop("PYTHON_GIL", None)
-    now = provenance.environment()
+    now = facts(name)
     if file.exists():
         first, pairs = read(file)
-        if unlike := forbidding(*(Environment.of(RunFacts.of(one)) for one in (first, now))):
-            raise SystemExit(f"{file} is of another environment: {'; '.join(map(str, unlike))}")
+        if unlike := unlikeness(first, now):
+            raise SystemExit(f"{file} is of {unlike}: give another --folder")
+        if unknown := unknown_facts(first):
+            print(f"note: {file} does not state {unknown}, which may have been others")
         done = {(pair["case"], pair["round"]) for pair in pairs}
     else:
         append(file, now)
@@ -118,7 +125,11 @@ def measure(name: str, file: Path, end_s: float) -> None:
     for number in itertools.count():
         if not (cases := [case for case in planned(name) if (case, number) not in done]):
             continue
-        load = foreign_load.wait(foreign_load.patience(), print, cases).cores
+        load = foreign_load.wait(foreign_load.patience(), print, cases)
+        before = {
+            "load": str(load.cores),
+            "busy": disturbance.told(load, cases) if disturbance.busy(load, cases) else "",
+        }
         with ExitStack() as stack:
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="without-the-gil-"))
             servers = [stack.enter_context(Server(Path(scratch))) for _ in gils]
@@ -129,11 +140,42 @@ def measure(name: str, file: Path, end_s: float) -> None:
                 for i in (0, 1) if number % 2 else (1, 0):
                     os.environ["PYTHON_GIL"] = gils[i]  # the server starts with the first trial
                     sides[i] = plain(servers[i].run(case, EFFORT, number, LIMIT_S), gils[i])
-                append(
-                    file,
-                    {"case": case.to_dict(), "round": number, "load": str(load), "sides": sides},
-                )
+                append(file, {"case": case.to_dict(), "round": number, **before, "sides": sides})
                 print(number, case.label, *(said(one) for one in sides), flush=True)
+
+
+def facts(name: str) -> dict[str, Any]:
+    """Return the facts on this environment and on the code that measures a set, as plain data.
+
+    The lock of this interpreter is none of them, because each side of a pair states its own.
+    """
+    every = {**provenance.collect(), "gil": None}
+    names = sources.names_of(planned(name))
+    return {
+        **provenance.environment(),
+        CODE: provenance.code_key(every, names),
+        FAKES: provenance.variables(os.environ, ["FAKECUDA_"]),
+    }
+
+
+def unlikeness(first: dict[str, Any], now: dict[str, Any]) -> str:
+    """Return the facts that forbid to put pairs together, as text; "" if there are none.
+
+    A fact that `first` does not state forbids nothing.
+    """
+    some, others = (replace(Environment.of(RunFacts.of(one)), gil=None) for one in (first, now))
+    if unlike := forbidding(some, others):
+        return f"another environment: {'; '.join(map(str, unlike))}"
+    for fact, text in ((FAKES, "other variables of fake GPUs"), (CODE, "other code")):
+        if first.get(fact, now[fact]) != now[fact]:
+            return f"{text}: {first[fact]}, but now {now[fact]}"
+    return ""
+
+
+def unknown_facts(first: dict[str, Any]) -> str:
+    """Return, as text, what earlier versions of this script have not stored; "" if nothing."""
+    known = {CODE: "the code that measured it", FAKES: "the variables FAKECUDA_*"}
+    return " and ".join(text for fact, text in known.items() if fact not in first)
 
 
 def plain(trial: Trial, gil: str) -> dict[str, Any]:
@@ -141,8 +183,12 @@ def plain(trial: Trial, gil: str) -> dict[str, Any]:
 
     Raises SystemExit if the lock was on although the trial was to run without it, or off.
     """
-    found = {"status": str(trial.status), "reason": trial.reason, "verified": str(trial.verified)}
-    if not trial.timed:
+    found: dict[str, Any] = {
+        "status": str(trial.status),
+        "reason": trial.refusal or trial.reason,
+        "verified": str(trial.verified),
+    }
+    if trial.refusal:
         return found
     state = {"1": "on", "0": "off"}[gil]
     if trial.facts.gil != state:
@@ -156,7 +202,8 @@ def plain(trial: Trial, gil: str) -> dict[str, Any]:
     ]
     used = [phase for phase in PHASES if any(phase in row for row in rows)]
     series = {phase: [round(1e6 * row.get(phase, 0.0)) for row in rows] for phase in used}
-    return {**found, "gil": state, "phases_us": series}
+    load = msgspec.to_builtins(trial.facts.foreign_load)
+    return {**found, "gil": state, "foreign_load": load, "phases_us": series}
 
 
 def said(side: dict[str, Any]) -> str:
@@ -178,8 +225,8 @@ Pair = dict[str, Any]
 
 def read(file: Path) -> tuple[dict[str, Any], list[Pair]]:
     """Return the facts on the environment, and the pairs with their cases."""
-    facts, *pairs = [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
-    return facts, [{**pair, "case": Case.from_dict(pair["case"])} for pair in pairs]
+    first, *pairs = [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
+    return first, [{**pair, "case": Case.from_dict(pair["case"])} for pair in pairs]
 
 
 def main() -> None:

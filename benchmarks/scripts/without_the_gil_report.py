@@ -1,15 +1,16 @@
-"""The report without the GIL: its tables, its sentences with numbers and its figure.
+"""The report without the GIL: the tables and the figure of its data, and the predicted steps.
 
-`python -m benchmarks.scripts.without_the_gil --table` writes them, from the data alone, between
-`<!-- NAME -->` and `<!-- end -->` in README.md of the report and in
-docs/why-dataparallel-is-slow.md.
+`python -m benchmarks.scripts.without_the_gil --table` writes them between `<!-- NAME -->` and
+`<!-- end -->` in README.md of the report and in docs/why-dataparallel-is-slow.md.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,18 +21,20 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.scripts.without_the_gil import FOLDER, MODELS, Pair, limit, read
+from benchmarks.models import bound
+from benchmarks.scripts.without_the_gil import FOLDER, MODELS, Pair, limit, read, unknown_facts
 from dpbench.analysis import stats
+from dpbench.hardware import foreign_load
 from dpbench.predict import cases as predictions
 from dpbench.predict import machine
-from dpbench.records import Case, Phase, names, plan, words
+from dpbench.records import Case, Phase, Trial, disturbance, names, plan, words
 from dpbench.records.environment import Environment
 from dpbench.records.estimate import Estimate
 from dpbench.records.facts import RunFacts
 from dpbench.records.grouping import grouped
 from dpbench.records.ledger import PHASES, Ledger
 from dpbench.records.series import Step
-from dpbench.report import svg
+from dpbench.report import markdown, svg
 
 TUTORIAL = FOLDER.parents[1] / "docs" / "why-dataparallel-is-slow.md"
 LABELS = {
@@ -42,12 +45,20 @@ LABELS = {
 }
 MACHINE = "8x A100 PCIe 40GB"
 """The machine of the predictions."""
-LAUNCHES = 300
-"""The least number of operations of a forward of the host-bound model."""
+LAUNCHES = 2 * bound.LAYERS
+"""The least number of operations of a forward of the host-bound model: two in each layer."""
+BEFORE = re.compile(r"other processes took (\d+)%(?: and other virtual machines (\d+)%)? of (\d+)")
+"""The text of the foreign load before a round, with two percentages and the number of cores."""
+REASON = 160
+"""The number of columns of a failure's reason."""
+COLUMNS = 120
+"""The number of columns of a line of a document."""
 STEP = "step"
 """The name of the whole step beside those of the phases."""
 WITH, WITHOUT = 0, 1
 """The sides of a pair."""
+SIDES = ("with the lock", "without it")
+"""Their names."""
 
 
 def typical(side: dict[str, Any]) -> dict[str, float]:
@@ -62,20 +73,66 @@ def typical(side: dict[str, Any]) -> dict[str, float]:
     return {**found, STEP: sum(found.values())}
 
 
+def is_timed(side: dict[str, Any]) -> bool:
+    """Return whether a side of a pair has the times of steps."""
+    return "phases_us" in side
+
+
+def disturbed(
+    case: Case, pairs: Sequence[Pair], side: int
+) -> tuple[frozenset[int], dict[int, float]]:
+    """Return the result of `disturbance.by_round` for one side.
+
+    Earlier pairs state only the load before their round. Nothing bounds what others took in a round
+    that began with too much of it, and what they took in other rounds is unknown.
+    """
+    during: dict[int, Any] = {
+        pair["round"]: pair["sides"][side].get("foreign_load") for pair in pairs
+    }
+    before = {pair["round"]: load_before(pair) for pair in pairs if not during[pair["round"]]}
+
+    def judged(loads: Mapping[int, Any]) -> tuple[frozenset[int], dict[int, float]]:
+        trials = [
+            Trial(case=case, round=number, provenance={"foreign_load": load})
+            for number, load in loads.items()
+        ]
+        return disturbance.by_round(trials)
+
+    noisy, taken = judged(during)
+    earlier, _ = judged(before)
+    return noisy | earlier, taken | dict.fromkeys(earlier, math.inf)
+
+
+def load_before(pair: Pair) -> dict[str, float] | None:
+    """Return the foreign load before the round of a pair; None if it is unknown."""
+    if not (found := BEFORE.match(pair["load"])):
+        return None
+    foreign, steal, cores = (int(number or 0) for number in found.groups())
+    return {
+        "foreign": foreign / 100,
+        "steal": steal / 100,
+        "cores": cores,
+        "seconds": foreign_load.WINDOW_S,
+    }
+
+
 class Paired:
-    """The rounds of one case in which both sides were timed."""
+    """The rounds of one case in which both sides were timed.
+
+    NOISY rounds of either side are left out if enough others remain, see `stats.Timed.quiet`.
+    """
 
     def __init__(self, case: Case, pairs: Sequence[Pair], level: float = stats.CONFIDENCE) -> None:
         self.case = case
         self._level = level
-        self.failed = [
-            side["reason"] for pair in pairs for side in pair["sides"] if "phases_us" not in side
-        ]
-        self._sides = {
-            pair["round"]: [typical(side) for side in pair["sides"]]
-            for pair in pairs
-            if all("phases_us" in side for side in pair["sides"])
-        }
+        self._pairs = pairs
+        timed = {pair["round"]: pair for pair in pairs if all(map(is_timed, pair["sides"]))}
+        self._disturbed = [disturbed(case, [*timed.values()], side) for side in (WITH, WITHOUT)]
+        noisy = frozenset[int]().union(*(rounds for rounds, _ in self._disturbed))
+        kept = stats.Timed(dict.fromkeys(timed, ()), noisy).quiet
+        self._sides = {number: [*map(typical, timed[number]["sides"])] for number in kept}
+        self.left_out = len(timed) - len(kept)
+        self.noisy = len(noisy & kept.keys())
 
     @property
     def model(self) -> str:
@@ -92,14 +149,35 @@ class Paired:
     def rounds(self) -> int:
         return len(self._sides)
 
-    def of(self, side: int, phase: str = STEP) -> dict[int, list[float]]:
+    @property
+    def counted(self) -> str:
+        """Return the number of rounds, and how many are NOISY, or left out for this."""
+        noisy = f", {self.noisy} NOISY" if self.noisy else ""
+        left_out = f", {self.left_out} NOISY left out" if self.left_out else ""
+        return f"{self.rounds}{noisy}{left_out}"
+
+    def failure(self, sides: Sequence[str]) -> str:
+        """Return in how many rounds each side failed, and why first; "" if none failed."""
+        counts = []
+        for number, side in enumerate(sides):
+            every = [pair["sides"][number] for pair in self._pairs]
+            failed = [one["reason"] for one in every if not is_timed(one)]
+            why = f" ({markdown.said(failed[0], REASON)})" if failed else ""
+            counts.append((len(failed), f"{side} in {len(failed)}{why}"))
+        if not any(count for count, _ in counts):
+            return ""
+        of_rounds = words.count(len(self._pairs), "round")
+        return f"failed {' and '.join(text for _, text in counts)} of {of_rounds}"
+
+    def of(self, side: int, phase: str = STEP) -> stats.Timed:
         """Return the seconds of a phase on one side, one value in each round."""
-        return {number: [both[side].get(phase, 0.0)] for number, both in self._sides.items()}
+        seconds = {number: [both[side].get(phase, 0.0)] for number, both in self._sides.items()}
+        return stats.Timed(seconds, *self._disturbed[side])
 
     @property
     def drawn(self) -> bool:
-        """Return whether the figure shows the case."""
-        return self.rounds > 0 and self.case.strategy != "fsdp"
+        """Return whether the figure shows the case: fewer rounds do not show how they differ."""
+        return self.rounds >= Estimate.ROUNDS and self.case.strategy != "fsdp"
 
     def has(self, phase: str) -> bool:
         """Return whether a round has time in a phase."""
@@ -117,16 +195,21 @@ class Paired:
         """
         return stats.ratio(self.of(WITH), self.of(WITHOUT), level=self._level)
 
-    def cost(self, phase: str = STEP) -> Estimate:
+    @property
+    def phases(self) -> list[str]:
+        """Return the phases in which a round has time."""
+        return [*filter(self.has, PHASES)]
+
+    def cost(self, phase: str = STEP, level: float = stats.CONFIDENCE) -> Estimate:
         """Return the seconds that the lock costs; the costs of the phases sum to the step's."""
-        return stats.mean_difference(self.of(WITH, phase), self.of(WITHOUT, phase))
+        return stats.mean_difference(self.of(WITH, phase), self.of(WITHOUT, phase), level=level)
 
     @property
     def share(self) -> Estimate:
         """Return the cost of the lock as a share of the step with it."""
         locked, free = self.of(WITH), self.of(WITHOUT)
         found = stats.portion({n: [locked[n][0] - free[n][0]] for n in locked}, locked)
-        return replace(found, signed=True)
+        return replace(found, signed=True, noisy=self.cost().noisy)
 
     def over(self, other: Paired, side: int) -> Estimate:
         """Return the ratio of the step to that of another case on the same side."""
@@ -137,11 +220,8 @@ class Paired:
 
         `other` is the limit: its forward is that of one device.
         """
-        alone, n = other.of(side, Phase.FORWARD), self.case.devices
-        return stats.ratio(
-            {number: [n * seconds[0]] for number, seconds in alone.items()},
-            self.of(side, Phase.FORWARD),
-        )
+        alone = other.of(side, Phase.FORWARD).scaled(self.case.devices)
+        return stats.ratio(alone, self.of(side, Phase.FORWARD))
 
 
 Data = dict[str, list[Paired]]
@@ -193,19 +273,26 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def failures(cases: Sequence[Paired], label: str = "", sides: Sequence[str] = SIDES) -> str:
+    """Return a line for each case of which a side failed in a round; `sides` are their names."""
+    found = [(one, one.failure(sides)) for one in cases]
+    where = f", {label}" if label else ""
+    items = [f"- {one.model}{where}, {one.name}: {text}." for one, text in found if text]
+    return "\n".join(textwrap.fill(item, COLUMNS, subsequent_indent="  ") for item in items)
+
+
 def steps(cases: Sequence[Paired]) -> str:
-    """Return the table of whole steps."""
+    """Return the table of whole steps, and what failed."""
     head = ("model", "strategy", "rounds", "ms with the lock", "ms without it", "ratio")
     rows = []
     for one in cases:
-        row = [one.model, one.name, str(one.rounds)]
+        found = [NONE] * 5
         if one.rounds:
             sides = [words.ms(one.step(side)) for side in (WITH, WITHOUT)]
             found = [*sides, words.times(one.gain), ms(one.cost()), share(one.share)]
-        else:
-            found = [one.failed[0], *[NONE] * 4]
-        rows.append([*row, *found])
-    return table([*head, "the lock costs, ms", "share of the step"], rows)
+        rows.append([one.model, one.name, one.counted, *found])
+    every = table([*head, "the lock costs, ms", "share of the step"], rows)
+    return "\n\n".join(filter(None, [every, failures(cases)]))
 
 
 def phases(cases: Sequence[Paired]) -> str:
@@ -237,14 +324,26 @@ def remaining(cases: Sequence[Paired]) -> str:
     return table(head, rows)
 
 
-def most(one: Paired) -> str:
-    """Return the phases of which the lock decidedly costs, or saves, the most."""
-    costs = {name: one.cost(name) for name in PHASES if one.has(name)}
-    sure = {
+def longest(one: Paired) -> str:
+    """Return the longest phase of a step with the lock, and its share of the step."""
+    name = max(one.phases, key=lambda name: stats.average(one.of(WITH, name)).value)
+    found = stats.portion(one.of(WITH, name), one.of(WITH))
+    return f"{words.part(name)}, {share(replace(found, signed=True, noisy=one.cost().noisy))}"
+
+
+def decided(one: Paired, level: float) -> dict[str, Estimate]:
+    """Return what the lock costs in those phases in which it decidedly costs, or saves, time."""
+    costs = {name: one.cost(name, level) for name in one.phases}
+    return {
         name: cost
         for name, cost in costs.items()
         if not cost.doubt and not cost.low <= 0 <= cost.high
     }
+
+
+def most(one: Paired, level: float) -> str:
+    """Return the phases of which the lock decidedly costs, or saves, the most."""
+    sure = decided(one, level)
     largest = sorted(sure, key=lambda name: -abs(sure[name].value))[:2]
     return ", ".join(f"{words.part(name)} {ms(sure[name])}" for name in largest)
 
@@ -253,13 +352,13 @@ VERDICTS = {
     "faster": "faster without the lock",
     "slower": "slower without the lock",
     "same": "as fast with the lock as without it",
-    "undecided": "cannot tell",
+    "undecided": "undecided",
 }
 """What is said for each verdict on a ratio."""
 
 
-def about(name: str, one: Paired, cases: Sequence[Paired]) -> list[str]:
-    """Return the row of a case in the answer."""
+def about(name: str, one: Paired, cases: Sequence[Paired], level: float) -> list[str]:
+    """Return the row of a case in the answer, whose phases' intervals have a level."""
     alone, ddp = beside(one, cases)
     return [
         f"{one.model}, {LABELS[name]}",
@@ -269,7 +368,8 @@ def about(name: str, one: Paired, cases: Sequence[Paired]) -> list[str]:
         share(one.share),
         both(one.overlap, alone),
         both(one.over, ddp),
-        most(one) or NONE,
+        longest(one),
+        most(one, level) or NONE,
     ]
 
 
@@ -281,30 +381,68 @@ def both(ratio: Callable[[Paired, int], Estimate], other: Paired | None) -> str:
 
 
 def answer(data: Data) -> str:
-    """Return the table on torch's DataParallel, or the engine's form of it, and counts."""
-    rows, counts = [], []
+    """Return the table on torch's DataParallel, or the engine's form of it, and counts.
+
+    The intervals of all phases in the table hold together.
+    """
+    shown, counts = [], []
     for name, cases in data.items():
         if name == "control":
             continue
-        threads = [
-            one for one in cases if one.case.traits.threads and one.case.devices > 1 and one.rounds
+        threads = [one for one in cases if one.case.traits.threads and one.case.devices > 1]
+        timed = [one for one in threads if one.rounds]
+        wrapper = "dp" if name == "cpu" else "torch_dp"  # torch's needs an accelerator
+        shown += [(name, one) for one in timed if names.strategy(one.case) == wrapper]
+        counts += [
+            f"- All threads on several devices, {model}, {LABELS[name]}: {verdicts(found)}."
+            for model, found in grouped((one.model, one) for one in timed).items()
         ]
-        shown = "dp" if name == "cpu" else "torch_dp"  # torch's needs an accelerator
-        rows += [about(name, one, cases) for one in threads if names.strategy(one.case) == shown]
-        for model in dict.fromkeys(one.model for one in threads):
-            verdicts = [stats.verdict(one.gain) for one in threads if one.model == model]
-            found = "; ".join(
-                f"{text}: {verdicts.count(key)}"
-                for key, text in VERDICTS.items()
-                if key in verdicts
-            )
-            counts.append(
-                f"- All steps of threads on several devices, {model}, {LABELS[name]}: {found}."
-            )
+        counts += filter(None, [failures(threads, LABELS[name])])
+    level = stats.joint_level(sum(len(one.phases) for _, one in shown))
+    rows = [about(name, one, data[name], level) for name, one in shown]
     head = ("model", "DataParallel", "the step is", "ratio", "the lock's share of the step")
     further = ("forward's overlap, with → without", "step / ddp, with → without")
-    every = (*head, *further, "decided by phase, ms with − without")
-    return "\n".join([table(every, rows), "", *counts]) if rows else MISSING
+    every = (
+        *head,
+        *further,
+        "the longest phase with the lock",
+        "decided by phase, ms with − without",
+    )
+    if not rows:
+        return MISSING
+    cases = [one for _, one in shown]
+    rounds = sorted({one.rounds for one in cases})
+    many = f"{rounds[0]} to {rounds[-1]}" if len(rounds) > 1 else str(rounds[0])
+    undecided = all(stats.verdict(one.gain) == "undecided" for one in cases)
+    sentences = [
+        f"**In short:** of {words.count(len(cases), 'step')} of DataParallel, {verdicts(cases)}"
+        f" ({many} rounds each).",
+        "These data cannot tell whether DataParallel is faster in a Python without the lock."
+        if undecided
+        else "",
+        by_phase(cases, level),
+    ]
+    said = " ".join(filter(None, sentences))
+    return "\n".join([said, "", table(every, rows), "", *counts])
+
+
+def by_phase(cases: Sequence[Paired], level: float) -> str:
+    """Return in how many of the cases each phase is decidedly shorter, or longer."""
+    found = [(name, cost.value > 0) for one in cases for name, cost in decided(one, level).items()]
+    texts = [
+        f"{words.part(name)} is shorter without the lock in {found.count((name, True))} and longer"
+        f" in {found.count((name, False))}"
+        for name in PHASES
+        if (name, True) in found or (name, False) in found
+    ]
+    every = f"By phase, of {words.count(len(cases), 'step')}"
+    return f"{every}: {'; '.join(texts) or 'no phase is decidedly shorter or longer'}."
+
+
+def verdicts(cases: Sequence[Paired]) -> str:
+    """Return how often each verdict on the steps of cases occurs."""
+    found = [stats.verdict(one.gain) for one in cases]
+    return "; ".join(f"{found.count(key)} {text}" for key, text in VERDICTS.items() if key in found)
 
 
 def of_set(name: str) -> Callable[[Data], str]:
@@ -324,16 +462,24 @@ def control(data: Data) -> str:
     if "control" not in data:
         return MISSING
     cases = [one for one in data["control"] if one.rounds]
-    gains = [one.gain for one in cases if not one.gain.doubt]
+    gains = [one.gain for one in cases if one.gain.decides]
     wrong = sum(not each.low <= 1 <= each.high for each in gains)
-    rows = [[one.model, one.name, str(one.rounds), words.times(one.gain)] for one in cases]
+    rows = [[one.model, one.name, one.counted, words.times(one.gain)] for one in cases]
     counted = f"{wrong} of {words.count(len(gains), 'interval')} exclude 1."
-    return f"{counted}\n\n{table(['model', 'strategy', 'rounds', 'ratio'], rows)}"
+    every = table(["model", "strategy", "rounds", "ratio"], rows)
+    failed = failures(data["control"], sides=("on the first side", "on the second"))
+    return "\n\n".join(filter(None, [counted, every, failed]))
 
 
 def tutorial(data: Data) -> str:
     """Return the table of the tutorial: DataParallel, the engine and DDP."""
-    chosen = ("torch_dp", "dp", "dp[local]", "ddp")
+    strategies = ("torch_dp", "dp", "dp[local]", "ddp")
+    chosen = [
+        (name, one)
+        for name in ("emulated", "cpu")
+        for one in data.get(name, ())
+        if names.strategy(one.case) in strategies and one.case.devices > 1
+    ]
     rows = [
         [
             f"{one.model}-bound",
@@ -341,15 +487,19 @@ def tutorial(data: Data) -> str:
             *(words.ms(one.step(side)) for side in (WITH, WITHOUT)),
             words.times(one.gain),
         ]
-        for name in ("emulated", "cpu")
-        for one in data.get(name, ())
-        if names.strategy(one.case) in chosen and one.case.devices > 1 and one.rounds
+        for name, one in chosen
+        if one.rounds
     ]
-    return (
-        table(["model", "strategy", "with the lock", "without it", "ratio"], rows)
-        if rows
-        else MISSING
-    )
+    if not rows:
+        return MISSING
+    every = table(["model", "strategy", "with the lock", "without it", "ratio"], rows)
+    timed = [one for _, one in chosen if one.rounds]
+    said = f"Of these {words.count(len(timed), 'step')}, {verdicts(timed)}."
+    failed = [
+        failures(cases, LABELS[name])  # sets have cases of equal names
+        for name, cases in grouped(chosen).items()
+    ]
+    return "\n\n".join(filter(None, [every, said, *failed]))
 
 
 def mutex(folder: Path) -> str:
@@ -406,22 +556,46 @@ def circumstances(folder: Path) -> str:
             continue
         facts, pairs = read(file)
         own = Environment.of(RunFacts.of(facts))
-        loads = "; ".join(dict.fromkeys(pair["load"] for pair in pairs))
+        loads = dict.fromkeys((pair["round"], pair.get("busy") or pair["load"]) for pair in pairs)
+        before = Counter(text for _, text in loads)
+        timed = [side for pair in pairs for side in pair["sides"] if is_timed(side)]
         checks = Counter(
-            side["verified"].replace("_", " ") for pair in pairs for side in pair["sides"][1:]
+            side["verified"].replace("_", " ") for side in timed if side["gil"] == "off"
         )
-        found.append(
-            f"- {name}: Python {own.python} ({own.build}), torch {own.torch}, {own.processor},"
-            f" {own.cores} cores. Before the rounds, {loads}. Gradients without the lock, compared"
-            f" with the reference: {', '.join(f'{key} {n}' for key, n in checks.items())}."
-        )
+        unknown = [unknown_facts(facts)]
+        if not all(side.get("foreign_load") for side in timed):
+            unknown.append("what other processes took during a trial")
+        sentences = [
+            f"Python {own.python} ({own.build}), torch {own.torch}, {own.processor},"
+            f" {words.count(own.cores or 0, 'core')}.",
+            f"Before the rounds: {tallied(before)}.",
+            f"Gradients without the lock, compared with the reference: {tallied(checks)}."
+            if checks
+            else "",
+            f"Not stored: {', '.join(filter(None, unknown))}." if any(unknown) else "",
+        ]
+        found.append(f"- {name}: {' '.join(filter(None, sentences))}")
     return "\n".join(found)
+
+
+def cores(folder: Path) -> str:
+    """Return on how many cores the sets were measured."""
+    files = [file for name in LABELS if (file := folder / f"{name}.jsonl.gz").exists()]
+    found = {Environment.of(RunFacts.of(read(file)[0])).cores or 0 for file in files}
+    every = " and ".join(words.count(number, "core") for number in sorted(found))
+    return f"MEASURED, NO-GIL, on {every}." if every else MISSING
+
+
+def tallied(texts: Mapping[str, int]) -> str:
+    """Return texts and how often each occurs."""
+    return ", ".join(f"{text} ({words.count(n, 'time')})" for text, n in texts.items())
 
 
 def figure(data: Data, file: Path) -> None:
     """Draw the steps by phase with and without the lock, as stacked bars.
 
-    The steps of FSDP are left out: they are several times as long as the others.
+    The steps of FSDP are left out: they are several times as long as the others. So are cases of
+    fewer than three rounds.
     """
     panels = [
         (name, shown)
@@ -487,12 +661,13 @@ def blocks(folder: Path) -> dict[str, str]:
     return {
         **{name: of(data) for name, of in BLOCKS.items()},
         "circumstances": circumstances(folder) or MISSING,
+        "cores": cores(folder),
         "mutex": mutex(folder),
     }
 
 
 def write(folder: Path) -> None:
-    """Write all that the data of a folder show into its README.md and its figure.
+    """Write all that the data of a folder show, and the predictions, into its README.md and figure.
 
     Those of the repository's report go into the tutorial, too.
     """

@@ -281,7 +281,7 @@ def mean_ratio(numerator: Rounds, denominator: Rounds) -> Estimate:
     return _compared(numerator, denominator, of, _shortest_mean)
 
 
-def mean_difference(first: Rounds, second: Rounds) -> Estimate:
+def mean_difference(first: Rounds, second: Rounds, *, level: float = CONFIDENCE) -> Estimate:
     """Return the mean of `first` minus that of `second`, each as in `average`.
 
     The rounds are those of `ratio`. The interval is Student's over the differences of the rounds'
@@ -292,8 +292,8 @@ def mean_difference(first: Rounds, second: Rounds) -> Estimate:
         one, other = map(_means, sides)
         value = float(one.mean() - other.mean())
         n, error = _spread([one - other] if common else [one, other])
-        half = float(_quantile(n, CONFIDENCE)) * error
-        return Estimate(value, value - half, value + half, n, signed=True)
+        half = float(_quantile(n, level)) * error
+        return Estimate(value, value - half, value + half, n, signed=True, level=level)
 
     return _compared(first, second, of, _shortest_mean)
 

@@ -108,10 +108,11 @@ def _build_of_python() -> str:
     return ", ".join([platform.python_implementation(), compiler, *sorted(known)])
 
 
-def variables(environ: Mapping[str, str]) -> dict[str, str]:
+def variables(environ: Mapping[str, str], known: Iterable[str] = VARIABLES) -> dict[str, str]:
     """Return those environment variables that change results, sorted by name.
 
-    A value with a path or with the name of the user is replaced by `HIDDEN`.
+    A name in `known` that ends in "_" is a prefix. A value with a path or with the name of the user
+    is replaced by `HIDDEN`.
     """
     users = {environ[name] for name in ("USER", "LOGNAME", "USERNAME") if environ.get(name)}
 
@@ -122,9 +123,7 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: shown(value)
         for name, value in sorted(environ.items())
-        if any(
-            name.startswith(known) if known.endswith("_") else name == known for known in VARIABLES
-        )
+        if any(name.startswith(one) if one.endswith("_") else name == one for one in known)
     }
 
 

@@ -20,16 +20,16 @@ def render(report: Report) -> str:
     """Return the report in GitHub's Markdown."""
     sections = devices.parts(report)
     figures = [
-        *(f"**{_said(one.subject)}**: {_said(' '.join(one.sentences))}" for one in report.answers),
+        *(f"**{said(one.subject)}**: {said(' '.join(one.sentences))}" for one in report.answers),
         *_list(report.notes, 4000),
         *(part for one in report.diagnoses for part in _diagnosis(one)),
         *(_part(part) for part in sections if part.id != "ladder"),
         *_list(report.remarks),
-        "\n".join(f"- {name}: {_said(value)}" for name, value in _facts(report)),
+        "\n".join(f"- {name}: {said(value)}" for name, value in _facts(report)),
     ]
     return _joined(
         [
-            f"## dpbench: run {_said(report.run_id[:12])}",
+            f"## dpbench: run {said(report.run_id[:12])}",
             *_badges(report),
             *map(_answer, report.answers),
             *_list(report.warnings),
@@ -62,11 +62,11 @@ def _cases(report: Report) -> list[str]:
     return [
         _table(columns, cells),
         "\n".join(_notes(lines)),
-        "\n".join(_said(note, 4000) for note in notes),
+        "\n".join(said(note, 4000) for note in notes),
     ]
 
 
-def _said(text: str, columns: int = 1000) -> str:
+def said(text: str, columns: int = 1000) -> str:
     """Return the text as one line of at most `columns`, with markup, mentions and links escaped."""
     escaped = re.sub(r"([\\`*_\[\]#|~])", r"\\\1", naming.clip(text, columns))
     escaped = escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
@@ -74,7 +74,7 @@ def _said(text: str, columns: int = 1000) -> str:
 
 
 def _answer(answer: Answer) -> str:
-    first, *others = map(_said, answer.verdict)
+    first, *others = map(said, answer.verdict)
     lines = [f"**{first}**{_labels(answer.labels)}", *others]
     if answer.command:
         lines.append(f"Next: {_code(answer.command)}")
@@ -88,8 +88,8 @@ def _code(text: str) -> str:
     return f"{fence}{space}{naming.plain(text)}{space}{fence}"
 
 
-def _list(said: Iterable[object], columns: int = 400) -> Iterator[str]:
-    if lines := [f"- {_said(str(one), columns)}" for one in said]:
+def _list(notes: Iterable[object], columns: int = 400) -> Iterator[str]:
+    if lines := [f"- {said(str(one), columns)}" for one in notes]:
         yield "\n".join(lines)
 
 
@@ -98,18 +98,18 @@ def _labels(labels: Iterable[str]) -> str:
 
 
 def _cell(cell: table.Cell) -> str:
-    small = f"<br><sub>{_said(cell.small)}</sub>" if cell.small else ""
-    return f"{_said(cell.text)}{small}"
+    small = f"<br><sub>{said(cell.small)}</sub>" if cell.small else ""
+    return f"{said(cell.text)}{small}"
 
 
 def _diagnosis(diagnosis: Diagnosis) -> Iterator[str]:
-    yield f"**{_said(diagnosis.row.label)}**{_labels(diagnosis.labels)}"
+    yield f"**{said(diagnosis.row.label)}**{_labels(diagnosis.labels)}"
     lines = []
     for finding in diagnosis.findings:
         detail = "; ".join(f"{name}: {value}" for name, value in text.parts(finding))
-        lines.append(f"1. **{_said(text.headline(finding))}**<br><sub>{_said(detail)}</sub>")
+        lines.append(f"1. **{said(text.headline(finding))}**<br><sub>{said(detail)}</sub>")
     yield _details(
-        f"{words.count(len(lines), 'finding')} on {_said(diagnosis.row.case.model)}, the most"
+        f"{words.count(len(lines), 'finding')} on {said(diagnosis.row.case.model)}, the most"
         " costly first",
         "\n".join(lines),
     )
@@ -130,11 +130,11 @@ def _notes(lines: Iterable[table.TableLine]) -> Iterator[str]:
                 f"{model.text} {strategy.text}{strategy.small} ×{devices.text} batch {batch.text}"
             )
             last = reason.strip().rpartition("\n")[2]  # the error message of a traceback
-            yield f"- {_said(case)}: {_said(what)}: {_said(last, REASON)}"
+            yield f"- {said(case)}: {said(what)}: {said(last, REASON)}"
 
 
 def _part(section: Section, *, folded: bool = True) -> str:
-    lead = f"{_said(section.lead)}{_labels(section.labels)}"
+    lead = f"{said(section.lead)}{_labels(section.labels)}"
     titled = len(section.tables) > 1 or not folded
     body = "\n\n".join([lead, *(part for one in section.tables for part in _whole(one, titled))])
     return _details(section.title, body) if folded else f"### {section.title}\n\n{body}"
@@ -143,10 +143,10 @@ def _part(section: Section, *, folded: bool = True) -> str:
 def _whole(content: table.Table, titled: bool) -> Iterator[str]:
     """Yield a table with its note and its signs explained, after its title if `titled`."""
     if titled:
-        yield f"**{_said(content.title)}**"
+        yield f"**{said(content.title)}**"
     cells = ([_cell(cell) for cell in line] for line in content.lines)
     yield _table(content.columns, cells, content.columns[: content.text])
-    if notes := [*filter(None, [_said(content.note)]), *table.footnotes(content.lines)]:
+    if notes := [*filter(None, [said(content.note)]), *table.footnotes(content.lines)]:
         yield "\n".join(notes)
 
 
@@ -170,6 +170,6 @@ def compared(
 
     `text` has the columns that contain text, not numbers.
     """
-    listed = "\n".join(f"- {name}: {_said(value)}" for name, value in facts)
+    listed = "\n".join(f"- {name}: {said(value)}" for name, value in facts)
     body = _table(columns, ([_cell(cell) for cell in line] for line in cells), text)
-    return f"## {_said(title)}\n\n{listed}\n\n{body}\n\n{_said(note)}\n"
+    return f"## {said(title)}\n\n{listed}\n\n{body}\n\n{said(note)}\n"

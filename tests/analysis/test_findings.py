@@ -210,6 +210,7 @@ def test_a_phase_that_does_not_divide_is_serial(phase: str) -> None:
     without = found(one(), unlocked)[name].evidence.numbers
     assert "GIL" not in without
     assert ("reference counts" in without) is (phase == "forward")
+    assert "cores" not in without  # they are the devices
 
 
 # stores of earlier versions do not know joint spans

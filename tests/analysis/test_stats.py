@@ -135,9 +135,11 @@ def test_the_level_of_an_interval_is_students_and_is_divided_among_those_read_to
     )
     assert (usual.value, usual.level, wide.level) == (wide.value, 0.95, pytest.approx(0.99))
     assert [stats.joint_level(1), stats.joint_level(10, 0.99)] == [0.95, pytest.approx(0.999)]
-    seconds = [stats.difference(one, other, level=level) for level in (0.95, stats.joint_level(5))]
-    widths = [e.high - e.low for e in seconds]
-    assert widths[1] / widths[0] == pytest.approx(half[1] / half[0])
+    for of in (stats.difference, stats.mean_difference):
+        seconds = [of(one, other, level=level) for level in (0.95, stats.joint_level(5))]
+        widths = [e.high - e.low for e in seconds]
+        assert widths[1] / widths[0] == pytest.approx(half[1] / half[0])
+        assert seconds[1].level == wide.level
 
 
 def test_a_verdict_is_what_the_shown_interval_says() -> None:

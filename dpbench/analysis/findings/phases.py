@@ -221,10 +221,11 @@ def _cause(context: CaseContext, phase: Phase, at_once: float | None) -> str:
     if phase is Phase.BACKWARD:  # autograd runs in C++, without the GIL
         return f"{concurrent} alone"
     if Environment.of(RunFacts(), context.trials).gil == "off":
+        cores = "" if context.case.device_kind == "cpu" else "the cores that launch operations, "
         return (
-            f"{concurrent} alone: no interpreter lock is held, and what threads still share is the"
-            " cores that launch operations, the memory allocator, and the reference counts of"
-            " objects that all replicas use"
+            f"{concurrent} alone: no interpreter lock is held, but threads still share, among"
+            f" others, {cores}the memory allocator, and the reference counts of objects that all"
+            " replicas use"
         )
     return (
         f"{concurrent} alone: the operations are small, and launching them needs Python's global"
