@@ -31,7 +31,7 @@ WRONG = {
 
 def suggested(phase: str, prose: str) -> str:
     """Return what a phase returns after the change that the prose suggests."""
-    (found,) = re.findall(rf"^- `{phase}`: [^`]*`([^`]+)`", prose, re.MULTILINE)
+    (found,) = re.findall(rf"^- `{phase}`: .*?`([^`]*\([^`]*)`", prose, re.MULTILINE)
     return str(found)
 
 
