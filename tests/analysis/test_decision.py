@@ -617,6 +617,19 @@ def test_an_undecided_small_gain_needs_the_rounds_that_separate_it_from_a_worthw
     assert small.speedup.n < stats.rounds_to_decide(small.speedup, against=1.05) == needed
 
 
+@pytest.mark.parametrize(("gain", "decided"), [(1.01, False), (1.8, True)])
+@pytest.mark.parametrize("left_out", [False, True])
+def test_an_open_run_says_that_rounds_are_missing_and_which_cases(
+    gain: float, decided: bool, left_out: bool
+) -> None:
+    rows = [SINGLE, row("ddp", 2, gain, off=0.01 if decided else 0.3)]
+    rows += [replace(row("dp", 2, 0.9), left_out=True)] * left_out
+    (answer,) = answering.answers(rows, Resources(), again="dpbench run")
+    assert ("used up before this was decided" in answer.certainty) is not decided
+    assert ("left out for lack of time: dp on 2 " in answer.certainty) is left_out
+    assert answer.certainty.count("the same command goes on") == (left_out or not decided)
+
+
 def test_ddp_alone_is_not_promised_that_pairs_help() -> None:
     answer = only([SINGLE, row("ddp", 2, 1.01, off=0.3)], {})
     assert "--paired" not in answer.command
