@@ -2,7 +2,7 @@
 
 A test is skipped without the GPUs that its mark requires. `--fast` leaves out slow tests, takes a
 sample of many parameters, and skips a test at the moment at which it would start a process. With
-`--no-skips`, a test or a file of tests that is skipped fails; one that is expected to fail does not.
+`--no-skips`, a test or a file of tests that is skipped fails, and an expected failure does not.
 """
 
 from __future__ import annotations
