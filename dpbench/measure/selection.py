@@ -181,7 +181,7 @@ def _gpu_ids(options: Options, cluster: Cluster | None) -> tuple[int, ...]:
     """Return the CUDA numbers of the GPUs to use; empty for all, which are then of one model.
 
     Without `device_ids`, a run on one machine uses the largest group of equal GPUs. Raises
-    ValueError if torch can use no GPU, or if the group is too small.
+    ValueError if torch can use no GPU, or none with a given number, or if the group is too small.
     """
     from dpbench.hardware.gpus import of_torch
 
@@ -193,19 +193,29 @@ def _gpu_ids(options: Options, cluster: Cluster | None) -> tuple[int, ...]:
             value="cuda",
             missing=usable.missing,
         )
+    every = [gpu["index"] for gpu in usable.gpus]
     if options.device_ids or cluster:
-        return tuple(
+        ids = tuple(
             usable.ordinals([one])[0] if isinstance(one, str) else one for one in options.device_ids
         )
+        if not cluster and (unseen := [one for one in ids if one not in every]):
+            raise UsageError(
+                "{} names {unseen}, but torch sees the GPUs {every}",
+                option="device_ids",
+                value=[*ids],
+                remedy="give some of these",
+                unseen=unseen,
+                every=every,
+            )
+        return ids
     alike = usable.alike()
-    others = [gpu["index"] for gpu in usable.gpus if gpu["index"] not in alike]
+    others = [one for one in every if one not in alike]
     if not others:
         return ()
     unequal = (
         f"the GPUs of this machine differ: {usable.names(alike)} are alike,"
         f" {usable.names(others)} not"
     )
-    every = [gpu["index"] for gpu in usable.gpus]
     if max(options.devices or (1,)) > len(alike) and options.placement != "colocated":
         raise UsageError(
             "{most} devices are requested, but {unequal}",

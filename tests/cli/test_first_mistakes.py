@@ -140,6 +140,9 @@ def test_only_the_gpus_that_cases_need_must_be_there_and_named(
         selection.cases_of(four)
     with pytest.raises(UsageError, match=r"4 devices .* device_ids= names only \[0, 1\]"):
         selection.cases_of(named)
+    for ids in ((5,), (0, 5)):
+        with pytest.raises(UsageError, match=r"names \[5\], but torch sees the GPUs \[0, 1\]"):
+            selection.cases_of(Options(device_ids=ids))
     for asked in (four, named):
         (case,), _ = selection.cases_of(replace(asked, strategies=("single",)))
         assert (case.devices, case.device_ids) == (1, asked.device_ids)
