@@ -2,7 +2,7 @@
 
 A test is skipped without the GPUs that its mark requires. `--fast` leaves out slow tests, takes a
 sample of many parameters, and skips a test at the moment at which it would start a process. With
-`--no-skips`, a test that is skipped fails.
+`--no-skips`, a test or a file of tests that is skipped fails, and an expected failure does not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import pytest
 
@@ -150,6 +150,7 @@ def lock(path: Path, kind: int) -> Iterator[IO[str]]:
         yield file
 
 
+Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 Once = Callable[[str, Callable[[Path], Any]], Any]
 
 
@@ -184,7 +185,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--fast", action="store_true", help="leave out tests that are slow or start a process"
     )
     parser.addoption(
-        "--no-skips", action="store_true", help="a test that is skipped fails, as without a library"
+        "--no-skips", action="store_true", help="what is skipped fails, as without a library"
     )
 
 
@@ -238,8 +239,20 @@ def pytest_runtest_makereport(
     item: pytest.Item,
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Let a test that is skipped fail, if `--no-skips` is given."""
-    report = yield
-    if report.skipped and item.config.getoption("no_skips"):
+    return _unless_skipped(item.config, (yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Let a file of tests that is skipped fail, if `--no-skips` is given."""
+    return _unless_skipped(collector.config, (yield))
+
+
+def _unless_skipped(config: pytest.Config, report: Report) -> Report:
+    # pytest counts a test that is expected to fail as skipped
+    if report.skipped and not hasattr(report, "wasxfail") and config.getoption("no_skips"):
         report.outcome = "failed"
     return report
 

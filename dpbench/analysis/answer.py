@@ -650,19 +650,19 @@ def _of_gpus(question: Question, machine: Resources, command: str) -> Iterator[s
 
 
 def _unmeasured(question: Question, again: str = "") -> list[str]:
-    """Return a clause on what the run had no time for; none if it had time for all.
+    """Return clauses on what the run had no time for; none if it had time for all.
 
-    These are cases, or with `again`, the command that goes on, the rounds that would decide. A run
+    These are cases and, with `again`, the command that goes on, the rounds that would decide. A run
     of a session's model does not go on.
     """
     names = [_name(row) for row in question.rows if row.left_out]
+    spent = ["the time was used up before this was decided"] if again else []
     if not names:
-        spent = "the time was used up before this was decided; the same command goes on"
-        return [spent] if again else []
+        return [f"{one}; the same command goes on" for one in spent]
     more = f" and {len(names) - RANKED} more" if len(names) > RANKED else ""
     goes_on = "; the same command goes on with them"
     then = "" if session.is_of(question.home.model) else goes_on
-    return [f"left out for lack of time: {', '.join(names[:RANKED])}{more}{then}"]
+    return [*spent, f"left out for lack of time: {', '.join(names[:RANKED])}{more}{then}"]
 
 
 def _may_be_small(row: Row | None) -> bool:

@@ -732,9 +732,8 @@ def _interpreter_lock(machine: Examined) -> Iterator[Finding]:
             name="interpreter lock",
             says=f"the import of {machine.switching} switches Python's global interpreter lock on,"
             " although this Python begins without it",
-            evidence="CPython's warning when torch makes an optimizer",
-            cost="threads run Python code one at a time, as the replicas of DataParallel do with"
-            " every other Python",
+            evidence="CPython's warning in a process that imports torch and makes an optimizer",
+            cost="threads run Python code one at a time, as in a Python with the lock",
             change="a version of this package for Python without the lock; PYTHON_GIL=0 keeps the"
             " lock off, also where a module is not safe without it",
             undo="unset PYTHON_GIL",

@@ -87,15 +87,6 @@ def cases_of(options: Options, cluster: Cluster | None = None) -> tuple[list[Cas
     devices = options.devices or (
         cluster.counts() if cluster else plan.default_devices(available, placement)
     )
-    if kind == "cuda" and placement == "spread" and not cluster and 0 < gpus < max(devices):
-        raise UsageError(
-            "{} needs {most} GPUs, but torch sees {gpus}",
-            option="devices",
-            value=devices,
-            remedy="give fewer devices, or {placement:colocated} to put all replicas on one GPU",
-            most=max(devices),
-            gpus=gpus,
-        )
     on_gpus = options.quick and kind == "cuda" and not cluster
     only_deciding = options.quick and kind != "emulated" and not cluster
     swept: dict[str, Any] = {
@@ -129,6 +120,8 @@ def cases_of(options: Options, cluster: Cluster | None = None) -> tuple[list[Cas
         ]
     if cluster:
         cases = list(dict.fromkeys(cluster.placed(case) for case in cases))
+    elif kind == "cuda" and not ids:
+        _check_seen(cases, devices, gpus)
     optimizer = options.optimizer
     unverified = options.unverified
     cases = list(
@@ -145,6 +138,20 @@ def cases_of(options: Options, cluster: Cluster | None = None) -> tuple[list[Cas
         log.warning("%s: %s; %s", small, shared_memory.COST, shared_memory.read().change)
     quick_s = ONE_GPU_BUDGET_S if one_gpu else QUICK_BUDGET_S[kind]
     return cases, options.budget or (quick_s if options.quick else None)
+
+
+def _check_seen(cases: Iterable[Case], devices: Sequence[int], seen: int) -> None:
+    """Raise ValueError if a case needs more GPUs than the `seen` ones of torch."""
+    most = max((case.gpu_count for case in cases), default=0)
+    if most > seen:
+        raise UsageError(
+            "{} needs {most} GPUs, but torch sees {seen}",
+            option="devices",
+            value=[*devices],
+            remedy="give fewer devices, or {placement:colocated} to put all replicas on one GPU",
+            most=most,
+            seen=seen,
+        )
 
 
 def _small_memory(cases: Iterable[Case]) -> str:
@@ -174,7 +181,7 @@ def _gpu_ids(options: Options, cluster: Cluster | None) -> tuple[int, ...]:
     """Return the CUDA numbers of the GPUs to use; empty for all, which are then of one model.
 
     Without `device_ids`, a run on one machine uses the largest group of equal GPUs. Raises
-    ValueError if torch can use no GPU, or if the group is too small.
+    ValueError if torch can use no GPU, or none with a given number, or if the group is too small.
     """
     from dpbench.hardware.gpus import of_torch
 
@@ -186,19 +193,29 @@ def _gpu_ids(options: Options, cluster: Cluster | None) -> tuple[int, ...]:
             value="cuda",
             missing=usable.missing,
         )
+    every = [gpu["index"] for gpu in usable.gpus]
     if options.device_ids or cluster:
-        return tuple(
+        ids = tuple(
             usable.ordinals([one])[0] if isinstance(one, str) else one for one in options.device_ids
         )
+        if not cluster and (unseen := [one for one in ids if one not in every]):
+            raise UsageError(
+                "{} names {unseen}, but torch sees the GPUs {every}",
+                option="device_ids",
+                value=[*ids],
+                remedy="give some of these",
+                unseen=unseen,
+                every=every,
+            )
+        return ids
     alike = usable.alike()
-    others = [gpu["index"] for gpu in usable.gpus if gpu["index"] not in alike]
+    others = [one for one in every if one not in alike]
     if not others:
         return ()
     unequal = (
         f"the GPUs of this machine differ: {usable.names(alike)} are alike,"
         f" {usable.names(others)} not"
     )
-    every = [gpu["index"] for gpu in usable.gpus]
     if max(options.devices or (1,)) > len(alike) and options.placement != "colocated":
         raise UsageError(
             "{most} devices are requested, but {unequal}",

@@ -6,7 +6,6 @@ lines of code or commands.
 
 from __future__ import annotations
 
-import shlex
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -118,7 +117,7 @@ def _loading(context: CaseContext, loop: Observed) -> Judgement:
         share=context.share(Phase.DATA.value),
         code=_loader(context, loop, WORKERS.format(more)) if (present or 0) < more else "",
         command=commands.loaders(
-            f"{_script(context.case, loop.command)}:{TO_FILL_IN}",
+            f"{_script(context.case, loop)}:{TO_FILL_IN}",
             batch_size=batch or 32,
             step_s=rest_s / loop.batches,
         ),
@@ -157,9 +156,9 @@ def _between(context: CaseContext, loop: Observed) -> Judgement:
     )
 
 
-def _script(case: Case, command: str) -> str:
+def _script(case: Case, loop: Observed) -> str:
     """Return the path of the script in the command that ran it; "train.py" without one."""
-    named = [word for word in shlex.split(command) if PurePath(word).name == case.model]
+    named = [word for word in loop.words if PurePath(word).name == case.model]
     return next((word for word in [*named, case.model] if word.endswith(".py")), "train.py")
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import re
+import shlex
 import statistics
 import time
 from bisect import bisect_right
@@ -389,7 +390,7 @@ def _observed(traces: Sequence[ImportedTrace], common: Sequence[str]) -> Observe
     named = (found for event in first.profile.host if (found := _WRAPPER.search(event.name)))
     wrapper = next((found[1] or found[2] for found in named), "")
     return Observed(
-        command=" ".join(trace.profile.file for trace in traces),
+        command=shlex.join(trace.profile.file for trace in traces),
         wrapper=wrapper,
         batches=_passes(first),
         updates=_passes(first),

@@ -299,7 +299,7 @@ def _again(row: Row, loop: Observed) -> str:
     """Return the command that watches the script again or, for a trace, the code for more steps."""
     if row.source is Source.IMPORTED:
         return PROFILE_MORE
-    words_of = shlex.split(loop.command)
+    words_of = loop.words
     if "dpbench" in words_of:
         return hidden.to_fill_in(loop.command)
     if words_of and PurePath(words_of[0]).name.startswith("python"):

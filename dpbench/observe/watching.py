@@ -213,8 +213,8 @@ def _store(
         part, ranks = seat.joined(part)
         recorder.seen.ranks = True
     why = (
-        f"no process group joined the {seat.size} processes of this launch: each trained alone, and"
-        " these are the steps of rank 0"
+        f"torch.distributed joined none of the {seat.size} processes of this launch: they count as"
+        " trained alone; these are the steps of rank 0, and those of the others are not stored"
     )
     for problem in filter(None, (why * apart, beside.problem)):
         noted = (*part.loop.unknown, Unknown(problem=problem, steps=0))

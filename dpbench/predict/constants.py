@@ -126,7 +126,7 @@ class HostCosts:
 
     Durations are those measured on the host, that of a launch for forward and backward alike, or
     else those in `Constants` multiplied by the host factor. `hand_off` is the relative slowdown by
-    each other thread; without an interpreter lock, there is none unless it was measured.
+    each other thread; without an interpreter lock, there is none unless it was measured without it.
     """
 
     launch_s: float
@@ -146,7 +146,9 @@ class HostCosts:
             described_s: float = host.factor * getattr(constants, name)
             return constants.host_scale * (described_s if measured is None else measured)
 
-        handed_on = constants.hand_off if host.gil else 0.0
+        hand_off = host.hand_off if host.gil is host.measured_gil else None
+        if hand_off is None:
+            hand_off = constants.hand_off if host.gil else 0.0
         return cls(
             launch_s=cost("launch_s", host.launch_s),
             backward_launch_s=cost("backward_launch_s", host.launch_s),
@@ -155,7 +157,7 @@ class HostCosts:
             thread_s=cost("thread_s", host.thread_s),
             wake_s=cost("wake_s"),
             update_s=cost("update_s"),
-            hand_off=handed_on if host.hand_off is None else host.hand_off,
+            hand_off=hand_off,
         )
 
 

@@ -38,8 +38,14 @@ TIMES = (
     r"|[abghklptv]b?\d|(?:8|16|\d{4})\b(?! ?g)))"
 )
 """Matches the number of network cards, but not that of GPUs or nodes, nor "PCIe 4 x16"."""
-WITHOUT_GIL = r"\b(?:no|without(?: the| a)?)[ -]gil\b|free[- ]thread"
-"""Matches that Python has no global interpreter lock."""
+WITH_GIL = r"(?<!not )\bwith(?: the| a)?[ -]gil\b"
+WITHOUT_GIL = (
+    r"(?<!not )\b(?:no|without(?: the| a)?)[ -]gil\b"
+    r"|[,;]\s*(?:python )?free[- ]thread(?:ed|ing)(?: python)?(?: 3\.\d+t?)?\s*(?=[,;]|$)"
+)
+"""Matches that Python has no global interpreter lock; what is free-threaded is a part alone."""
+ABOUT_GIL = r"\b(?:no|x)?gil\b|free[- ]?thread|interpreter(?:'s)? lock|3\.\d+t\b"
+"""Matches other words about the lock."""
 PCIE_SOURCE = "NCCL src/graph/topo.h, PCI_BW"
 SOCKET_GB = {4: 48.0, 5: 66.0, 6: 66.0}
 """The rate of the links between two processors in GB/s, by the PCIe generation of the processors.
@@ -243,6 +249,22 @@ class _Text:
         self.assumed.append("the rate of the network is not stated, so 100 Gbit/s is assumed")
         return 12.0
 
+    def gil(self) -> bool:
+        """Return whether Python has its global interpreter lock: it has, unless the text denies it.
+
+        Raises UsageError for words about the lock that are none of the known forms.
+        """
+        unlocked = self.has(WITHOUT_GIL)
+        rest = re.sub(f"{WITH_GIL}|{WITHOUT_GIL}", " ", self.text)
+        unclear = re.search(ABOUT_GIL, rest) or (unlocked and re.search(WITH_GIL, self.text))
+        if unclear:
+            raise UsageError(
+                f"it is unclear whether {self.cased.strip()!r} has Python's interpreter lock"
+                f" ({unclear[0]!r}): between commas, state 'no GIL', 'free-threaded Python' or"
+                " 'with the GIL'"
+            )
+        return not unlocked
+
     def peer(self, nvlink: bool) -> bool:
         """Return whether GPUs have peer access over PCIe; `nvlink` is whether there are NVLinks."""
         usual = bool(self.gpu.get("peer", True))
@@ -306,7 +328,7 @@ def toml(
         f"assumed = {json.dumps(words.assumed)}",
         f"source = {json.dumps(table()['peer'])}",
         "\n[host]\nfactor = 1.0",
-        f"gil = {str(not words.has(WITHOUT_GIL)).lower()}",
+        f"gil = {str(words.gil()).lower()}",
         f"staged_bytes_per_s = {staged * GB:.4g}",
         f"source = {json.dumps(HOST_SOURCE)}",
         f"\n[gpu]\nname = {json.dumps(gpu['name'])}",

@@ -36,6 +36,13 @@ UNMEASURED_WITHOUT_GIL = (
     "without the interpreter lock, each operation of the host is assumed to take as long as with"
     " it, and not longer beside those of other threads"
 )
+UNMEASURED_WITH_GIL = (
+    "with the interpreter lock, each operation of the host is assumed to take as long as without"
+    " it, and to be as much slower beside other threads as where the constants were measured"
+)
+OWN_CORES = (
+    "without the interpreter lock, the thread of each GPU is assumed to have a core of its own"
+)
 Record = TypeVar("Record")
 MOST_GPUS = 256
 """The most GPUs of one node in a description."""
@@ -80,7 +87,8 @@ class Host:
     another machine. A field such as `launch_s` is the duration of one operation on this host, and
     replaces the constant. `gil` is whether Python has its global interpreter lock; without it,
     threads run Python code at the same time. `hand_off` is the fraction by which each additional
-    thread slows down the operations of the others. None, or 0 for `cores` and the rates, means
+    thread slows down the operations of the others. `measured_gil` is whether Python had the lock
+    when these durations and `hand_off` were measured. None, or 0 for `cores` and the rates, means
     unknown.
     """
 
@@ -95,6 +103,7 @@ class Host:
     tensor_s: Amount | None = None
     thread_s: Amount | None = None
     hand_off: Amount | None = None
+    measured_gil: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,9 +140,18 @@ class Machine:
     @property
     def assumptions(self) -> tuple[str, ...]:
         """Return `assumed`, and what is assumed about a host that nobody measured."""
-        if self.host.gil or self.host.launch_s is not None:
-            return self.assumed
-        return (*self.assumed, UNMEASURED_WITHOUT_GIL)
+        return (*self.assumed, *self._assumed_of_host())
+
+    def _assumed_of_host(self) -> Iterator[str]:
+        host = self.host
+        measured = host.launch_s is not None
+        if host.gil and measured and not host.measured_gil:
+            yield UNMEASURED_WITH_GIL
+        if not host.gil and (host.measured_gil or not measured):
+            yield UNMEASURED_WITHOUT_GIL
+        if not host.gil and self.gpu.count > 1 and host.cores < self.gpu.count:
+            known = f", and the host has {count(host.cores, 'core')}" if host.cores else ""
+            yield f"{OWN_CORES}{known}"
 
     @property
     def devices(self) -> int:

@@ -7,6 +7,7 @@ process together, or 0 if unknown.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -55,7 +56,7 @@ class Held:
 class Observed:
     """The facts about one observed training loop.
 
-    `command` is the command that ran the script, or the path of the trace. `wrapper` is the class
+    `command` is the command that ran the script, or the paths of the traces. `wrapper` is the class
     that makes the module data-parallel, if any. `synchronized` is the share of calls of backward in
     which DistributedDataParallel adds the ranks' gradients, None if unknown. `batches` is the
     number of batches that a process takes for a step, `updates` that of its calls of `backward`,
@@ -83,6 +84,17 @@ class Observed:
     unknown: tuple[Unknown, ...] = ()
     held: tuple[Held, ...] = ()
     binding: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> list[str]:
+        """Return the words of the command; none if no shell could run it.
+
+        The paths of traces that an earlier version imported are not quoted.
+        """
+        try:
+            return shlex.split(self.command)
+        except ValueError:
+            return []
 
     @property
     def hidden(self) -> bool:

@@ -543,12 +543,13 @@ def check_placement(devices: Sequence[int], kind: str, ids: Sequence[int], place
             remedy="to put all replicas on one GPU, give {placement:colocated}",
             ids=[*ids],
         )
-    if ids and placement == "spread" and max(devices) > len(ids):
+    most = max(devices, default=0)
+    if ids and placement == "spread" and most > len(ids):
         raise UsageError(
             "{most} devices are requested, but {} names only {ids}",
             option="device_ids",
             remedy="give more ids or fewer devices",
-            most=max(devices),
+            most=most,
             ids=[*ids],
         )
 

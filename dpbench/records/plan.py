@@ -63,7 +63,6 @@ def sweep(
     options.check_names(models, [strategy for strategy, _ in ways], devices)
     schedules = [_schedule(text) for text in schedules]
     scheduled = [(strategy, _own_schedule(strategy, text)) for strategy, text in ways]
-    options.check_placement(devices, device_kind, device_ids, placement)
     options.check_memory(device_kind, device_memory_bytes)
     options.check_precision(precision, device_kind)
     options.check_habits(device_kind, loops)
@@ -87,6 +86,9 @@ def sweep(
                     **dict(zip(loops, loop, strict=True)),
                 )
                 cases.append(normalise(case, weak_batches=tuple(batch_per_device)))
+    # a strategy for one device needs one GPU, whatever the other numbers of devices
+    needed = [case.devices for case in cases]
+    options.check_placement(needed, device_kind, device_ids, placement)
     return list(dict.fromkeys(cases))
 
 

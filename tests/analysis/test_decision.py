@@ -617,6 +617,25 @@ def test_an_undecided_small_gain_needs_the_rounds_that_separate_it_from_a_worthw
     assert small.speedup.n < stats.rounds_to_decide(small.speedup, against=1.05) == needed
 
 
+def test_an_open_run_says_that_rounds_are_missing_and_which_cases_are() -> None:
+    left_out = replace(row("dp", 2, 0.9), left_out=True)
+
+    def clauses(*rows: Row) -> list[str]:
+        (answer,) = answering.answers([SINGLE, *rows], Resources(), again="dpbench run")
+        return answer.certainty.split("; ")
+
+    undecided, decided = row("ddp", 2, 1.01, off=0.3), row("ddp", 2, 1.8, off=0.01)
+    spent, goes_on = clauses(undecided)
+    assert clauses(undecided, left_out)[0] == spent
+    assert not {spent, goes_on} & {*clauses(decided), *clauses(decided, left_out)}
+    named = {
+        (with_it, any("dp on 2 GPUs" in one for one in clauses(first, *[left_out] * with_it)))
+        for first in (undecided, decided)
+        for with_it in (True, False)
+    }
+    assert named == {(True, True), (False, False)}
+
+
 def test_ddp_alone_is_not_promised_that_pairs_help() -> None:
     answer = only([SINGLE, row("ddp", 2, 1.01, off=0.3)], {})
     assert "--paired" not in answer.command

@@ -130,6 +130,24 @@ def test_more_gpus_than_torch_sees_are_refused_before_the_run(
     assert {case.devices for case in cases} == {1}
 
 
+def test_only_the_gpus_that_cases_need_must_be_there_and_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpus, "of_torch", lambda: machine(2))
+    four = Options(models=("mlp",), devices=(4,), device_kind="cuda")
+    named = replace(four, device_ids=(0, 1))
+    with pytest.raises(UsageError, match=r"devices=\[4\] needs 4 GPUs, but torch sees 2"):
+        selection.cases_of(four)
+    with pytest.raises(UsageError, match=r"4 devices .* device_ids= names only \[0, 1\]"):
+        selection.cases_of(named)
+    for ids in ((5,), (0, 5)):
+        with pytest.raises(UsageError, match=r"names \[5\], but torch sees the GPUs \[0, 1\]"):
+            selection.cases_of(Options(device_ids=ids))
+    for asked in (four, named):
+        (case,), _ = selection.cases_of(replace(asked, strategies=("single",)))
+        assert (case.devices, case.device_ids) == (1, asked.device_ids)
+
+
 @pytest.mark.sibling("predict")
 def test_a_prediction_says_which_peer_access_it_assumes(dpbench) -> None:
     asked = ("--models", "resnet50", "--devices", "1,2")

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from dpbench import strategies
 from dpbench.analysis.report import Report
 from dpbench.hardware import interpreter
-from dpbench.hardware.devices import open_devices
-from dpbench.measure.worker.facts import torch_facts
-from dpbench.records import Case
+from dpbench.measure.worker import loaders, trial
+from dpbench.records import Case, Effort, Status
+from dpbench.records.loading import Loading
 from tests.trials import trial_of
 
 CASE = Case(model="mlp", strategy="dp", devices=2, batch_size=8)
@@ -90,13 +95,64 @@ def test_a_text_without_the_warning_names_no_module() -> None:
     assert interpreter.switching("RuntimeWarning: the GIL") == ""
 
 
-def test_a_trial_states_the_lock_and_who_switched_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = open_devices("cpu", 1)[0]
-    monkeypatch.setattr(interpreter, "switched_on_by", lambda: "pkg._fast")
-    named = torch_facts(CASE, device)
-    assert (named["gil"], named["gil_switched_on_by"]) == (interpreter.gil(), "pkg._fast")
-    monkeypatch.setattr(interpreter, "switched_on_by", lambda: "")
-    assert "gil_switched_on_by" not in torch_facts(CASE, device)
+class Examples:
+    """A dataset whose examples import a module that is not ready for a Python without the lock."""
+
+    def __init__(self, load: Callable[[], None]) -> None:
+        self.load = load
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.load()
+        return torch.zeros(1)
+
+
+class Lazy(strategies.Strategy):
+    """A strategy whose third step imports such a module."""
+
+    def __init__(self, load: Callable[[], None]) -> None:
+        self.load = load
+        self.steps = 0
+
+    @contextmanager
+    def start(self, case: Case, model: Any, devices: Any, mark: Any) -> Iterator[Any]:
+        def step(inputs: Any, target: Any) -> torch.Tensor:
+            self.steps += 1
+            if self.steps == 3:
+                self.load()
+            return torch.tensor(1.0)
+
+        yield step
+
+
+@pytest.mark.parametrize("loads", [False, True], ids=["steps", "batches"])
+@pytest.mark.parametrize("switches", [False, True])
+def test_a_trial_states_the_lock_as_its_steps_left_it_and_who_switched_it_on(
+    loads: bool,
+    switches: bool,
+    lock: Callable[[bool], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def load() -> None:
+        if switches:
+            lock(True)
+            _warned("always")
+
+    lock(False)
+    interpreter.watch_gil()
+    if loads:
+        monkeypatch.setattr(loaders, "opened", lambda name, **_: Examples(load))
+        found = loaders.measure(Loading(examples=8).case("data.py:train", 0, 4), 0, tmp_path)
+    else:
+        case = Case(model="mlp", strategy="single", batch_size=4, unverified=True)
+        effort = Effort(budget_s=0.0, min_steps=4, max_steps=4, memory_by_phase=False, marks=False)
+        found = trial.measure(case, effort, Lazy(load))
+    assert found.status is Status.OK, found.reason
+    stated = (found.facts.gil, found.facts.gil_switched_on_by)
+    assert stated == (("on", "pkg._fast") if switches else ("off", ""))
 
 
 def test_a_report_warns_once_of_each_module_that_switched_the_lock_on() -> None:

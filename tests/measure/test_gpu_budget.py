@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dpbench.analysis.answer import RANKED, Answer
 from dpbench.analysis.decision import Choice
 from dpbench.analysis.report import Report
 from dpbench.api.reports import report_of
@@ -18,6 +19,7 @@ from dpbench.measure import budget, selection
 from dpbench.measure import run as runner
 from dpbench.measure.run import Note
 from dpbench.records import Case, Effort, Status, Verified, plan
+from dpbench.records.names import devices, in_words
 from dpbench.records.options import Options
 from dpbench.report import table
 from dpbench.store import Store
@@ -89,6 +91,19 @@ class Session:
         return report_of(chosen, self.store.summaries(outcome.run_id), self.store.path)
 
 
+def names_left_out(answer: Answer, report: Report) -> int:
+    """Check that an answer names the cases of its question that were left out; return how many."""
+    asked = {answer.home, *answer.compared}
+    left_out = [row.case for row in report.rows if row.left_out and row.case in asked]
+    names = {f"{in_words(case)} on {devices(case)}" for case in left_out}
+    clause = answer.certainty.partition("left out for lack of time: ")[2].partition(";")[0]
+    listed, _, more = clause.partition(" and ")
+    assert {*listed.split(", ")} <= names if names else not clause
+    assert listed.count(", ") + 1 == min(RANKED, len(names)) if names else not clause
+    assert more == (f"{len(names) - RANKED} more" if len(names) > RANKED else "")
+    return len(names)
+
+
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     ("count", "start_s", "growing"),
@@ -113,6 +128,7 @@ def test_a_default_run_ends_in_its_budget_with_a_ranking_on_the_most_gpus(
     report = session.run()
     assert session.budget_s
     assert session.now_s <= session.budget_s
+    named = sum(names_left_out(answer, report) for answer in report.answers)
     first = report.answers[0]
     if count == 1:
         assert first.baseline
@@ -134,6 +150,7 @@ def test_a_default_run_ends_in_its_budget_with_a_ranking_on_the_most_gpus(
         assert "lack of time" in said
         found = {row.case for row in report.rows if row.left_out}
         assert {*left_out} <= found
+        assert named == len(found)
         assert not any("left out" in note for note in session.notes), "the answer says it"
         assert not [one for one in report.statements if found & {case for case, _ in one.cases}]
         before = len(store.trials())
@@ -167,6 +184,7 @@ def test_a_case_that_is_dropped_after_its_first_round_is_named_with_its_result(
     assert max(row.rounds for row in dropped) < ROUNDS
     said = " ".join(answer.text for answer in report.answers).lower()
     assert said.count("left out for lack of time") == len(report.answers)
+    assert sum(names_left_out(answer, report) for answer in report.answers) == len(dropped)
     cells = {row.case: table.COLUMNS[-1].cell(row).text for row in report.rows}
     assert {case for case, text in cells.items() if "lack of time" in text} == {
         row.case for row in dropped

@@ -343,7 +343,7 @@ def build(size):
 
 net = SimpleNamespace(build=build, batch=mlp.batch, loss=mlp.loss)
 """
-KILLS = [("worker", "SIGKILL"), ("worker", "SIGTERM"), ("rank", "SIGKILL")]
+KILLS = [("worker", "SIGKILL"), ("worker", "SIGTERM"), ("server", "SIGKILL"), ("rank", "SIGKILL")]
 
 
 class Killed:
@@ -380,8 +380,10 @@ def test_a_signal_from_outside_costs_one_attempt(server, killed, caplog, who, na
     assert [name in record.getMessage() for record in caplog.records] == [True]
 
 
-@pytest.mark.parametrize(("who", "name"), [*KILLS, ("server", "SIGKILL")])
+@pytest.mark.parametrize(("who", "name"), KILLS)
 def test_a_second_signal_from_outside_is_recorded_as_a_kill(server, mark, killed, who, name):
+    assert works(server)
+    old = the_server(mark)
     killed.plan(who, name, 9)
     found = killed.attempted(server, who)
     assert found.status is Status.KILLED
@@ -390,6 +392,8 @@ def test_a_second_signal_from_outside_is_recorded_as_a_kill(server, mark, killed
     if who == "server":
         assert "server" in found.reason
         assert mark.settles(count=0) == "", "the worker sleeps after the kill"
+    assert works(server)
+    assert (the_server(mark).pid != old.pid) is (who == "server")
 
 
 @pytest.mark.parametrize("name", ["SIGSEGV", "SIGABRT"])

@@ -745,6 +745,22 @@ def test_a_trace_whose_own_name_is_no_text_is_imported(tmp_path, capsys) -> None
         assert (code, "udcff" in out) == (0, True), err
 
 
+def test_the_findings_of_a_trace_in_a_folder_that_a_shell_would_quote(tmp_path) -> None:
+    folder = tmp_path / "d'arcy 1"
+    folder.mkdir()
+    trace = Writer()
+    for number in range(4):
+        at = 200.0 * number
+        trace.note(f"ProfilerStep#{number}", at, at + 200)
+        trace.op("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", at, at + 137.5)
+        trace.op("aten::linear", at + 138, at + 199, **{"Sequence number": 1})
+    path = trace.write(folder / "trace.json")
+    facts = loop_of(path).trial.facts.loop
+    assert facts is not None
+    assert facts.words == [str(path)]
+    assert "loading" in costs_of(path)
+
+
 def test_missing_files_and_folders_are_named(tmp_path, capsys) -> None:
     assert (
         "No such file"

@@ -183,6 +183,8 @@ def test_a_loop_that_waits_for_its_loader_is_told_its_share_and_how_many_workers
         ("dpbench watch --name 'a b' nets/train.py --lr 1", "nets/train.py"),
         ("torchrun --nproc-per-node 2 nets/train.py", "nets/train.py"),
         ("dpbench watch -m nets.train", "train.py"),
+        # no shell could run it: an earlier version stored the paths of traces so
+        ("/home/d'arcy/train.py", "train.py"),
     ],
 )
 def test_a_command_for_the_dataset_of_a_script_has_its_folder(command: str, script: str) -> None:

@@ -634,7 +634,7 @@ def test_processes_without_a_process_group_are_no_ranks_of_one_step(
     assert (case.devices, case.batch_size, case.traits.parallelism) == (1, 2, Parallelism.NONE)
     facts = trials[0].facts.loop
     assert facts
-    (told,) = (one for one in facts.unknown if "process group" in one.problem)
+    (told,) = (one for one in facts.unknown if "torch.distributed" in one.problem)
     assert (amounts(told.problem), told.steps) == (["2", "0"], 0)
 
 

@@ -204,11 +204,35 @@ def test_every_listed_machine_can_be_loaded(dpbench: Command) -> None:
         ("8x A100 SXM, NVSwitch, no GIL", False),
         ("8x A100 SXM, NVSwitch, without the GIL", False),
         ("8x A100 SXM, NVSwitch, free-threaded Python", False),
+        ("8x A100 SXM no GIL, NVSwitch", False),
+        ("8x A100 SXM, Free-threaded Python 3.14t, NVSwitch", False),
+        ("8x A100 SXM, NVSwitch, with the GIL", True),
     ],
 )
 def test_a_line_may_say_that_python_has_no_interpreter_lock(line: str, gil: bool) -> None:
     assert machine.load(line).host.gil is gil
     assert tomllib.loads(described.toml(line))["host"]["gil"] is gil
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "not free-threaded",
+        "free-threading off",
+        "not without the GIL",
+        "nogil",
+        "GIL off",
+        "GIL disabled",
+        "PYTHON_GIL=0",
+        "-Xgil=0",
+        "python3.14t",
+        "without the interpreter lock",
+        "no GIL, with the GIL",
+    ],
+)
+def test_a_line_that_is_unclear_about_the_interpreter_lock_is_refused(words: str) -> None:
+    with pytest.raises(ValueError, match=r"unclear whether .* has Python's interpreter lock"):
+        machine.load(f"8x A100 SXM, NVSwitch, {words}")
 
 
 def test_a_prediction_says_what_it_assumes_of_a_python_without_the_lock(dpbench: Command) -> None:

@@ -144,7 +144,7 @@ def test_threads_that_launch_at_once_hand_the_interpreter_over() -> None:
     assert free < 0.9 * costly
 
 
-def without_lock(on: machine.Machine, **host: float) -> machine.Machine:
+def without_lock(on: machine.Machine, **host: Any) -> machine.Machine:
     return replace(on, host=replace(on.host, gil=False, **host))
 
 
@@ -181,17 +181,43 @@ def test_without_the_lock_nothing_is_handed_over_unless_threads_were_measured() 
     dp, free = case_of("dp", 8), without_lock(on)
     costs = [HostCosts.of(one.host, DEFAULT).hand_off for one in (on, free)]
     assert costs == [DEFAULT.hand_off, 0.0]
-    slowed = without_lock(on, hand_off=0.1)
+    slowed = without_lock(on, hand_off=0.1, measured_gil=False)
     assert seconds(dp, profile, slowed) > seconds(dp, profile, free)
     assert seconds(dp, profile, slowed) < seconds(dp, profile, on)
+    of_the_lock = without_lock(on, hand_off=0.1)
+    assert seconds(dp, profile, of_the_lock) == seconds(dp, profile, free)
+    relocked = replace(on, host=replace(on.host, hand_off=0.0, measured_gil=False))
+    assert seconds(dp, profile, relocked) == seconds(dp, profile, on)
 
 
-def test_a_host_that_nobody_measured_without_the_lock_is_said_to_be_assumed() -> None:
+def test_a_host_that_nobody_measured_under_its_lock_is_said_to_be_assumed() -> None:
     _, on = known("rtx-3090-x8")
-    assumed = {*without_lock(on).assumptions} - {*on.assumptions}
-    assert assumed == {machine.UNMEASURED_WITHOUT_GIL}
-    assert without_lock(on).assumed == on.assumed, "the links are as known as before"
-    assert not {*without_lock(on, launch_s=1e-5).assumptions} - {*on.assumptions}
+
+    def assumed(**host: Any) -> set[str]:
+        changed = replace(on, host=replace(on.host, **host))
+        assert changed.assumed == on.assumed, "the links are as known as before"
+        return {*changed.assumptions} - {*on.assumptions}
+
+    unlocked, measured = {"gil": False, "cores": 8}, {"launch_s": 1e-5}
+    assert assumed(**unlocked) == {machine.UNMEASURED_WITHOUT_GIL}
+    assert assumed(**unlocked, **measured) == {machine.UNMEASURED_WITHOUT_GIL}
+    assert assumed(**unlocked, measured_gil=False) == {machine.UNMEASURED_WITHOUT_GIL}
+    assert not assumed(**unlocked, **measured, measured_gil=False)
+    assert assumed(**measured, measured_gil=False) == {machine.UNMEASURED_WITH_GIL}
+    assert not assumed(**measured)
+
+
+def test_a_core_for_each_thread_without_the_lock_is_said_to_be_assumed() -> None:
+    _, on = known("rtx-3090-x8")
+
+    def said(cores: int) -> list[str]:
+        found = without_lock(on, cores=cores).assumptions
+        return [one for one in found if one.startswith(machine.OWN_CORES)]
+
+    assert said(0) == [machine.OWN_CORES]
+    assert said(7) == [f"{machine.OWN_CORES}, and the host has 7 cores"]
+    assert said(8) == []
+    assert not any(machine.OWN_CORES in one for one in on.assumptions)
 
 
 def test_a_prediction_without_the_lock_has_the_label_of_a_measurement_without_it() -> None:

@@ -17,10 +17,8 @@ pytest.importorskip("ipykernel", reason="ipykernel is not installed")
 PATH = commands.ROOT / "docs" / "tutorial.ipynb"
 CHECKS = "check(Mine)\n"
 PHASES = ("scatter", "replicate", "forward", "gather", "loss", "backward", "reduce", "optimizer")
-RIGHT = {
-    "scatter": ("inputs", "dp.scatter((inputs,), devices, chunk_sizes=[96, 32])"),
-    "forward": ("replicas, pieces", "[one(*piece) for one, piece in zip(replicas, pieces)]"),
-}
+RIGHT = {"scatter": "inputs", "forward": "replicas, pieces"}
+"""The arguments of the phases for which the prose suggests a right change, as code."""
 WRONG = {
     "scatter": ("inputs", "dp.scatter((inputs.flip(0),), devices)"),
     "forward": ("replicas, pieces", "[replicas[0](*pieces[0]) for _ in pieces]"),
@@ -28,7 +26,13 @@ WRONG = {
     "loss": ("output, target", "net.loss(output[:64], target[:64])"),
     "reduce": ("gradients", "[one / 2 for one in dp.reduce(gradients, devices)]"),
 }
-"""Changes of a phase: its arguments, and what it returns."""
+"""Wrong changes of a phase: its arguments, and what it returns."""
+
+
+def suggested(phase: str, prose: str) -> str:
+    """Return what a phase returns after the change that the prose suggests."""
+    (found,) = re.findall(rf"^- `{phase}`: .*?`([^`]*\([^`]*)`", prose, re.MULTILINE)
+    return str(found)
 
 
 def edited(phase: str, arguments: str, returns: str) -> str:
@@ -56,7 +60,11 @@ def test_the_tutorial_runs_and_tells_right_changes_of_a_phase_from_wrong_ones(
     notebook = nbformat.read(PATH, as_version=4)
     mine = [cell["source"] for cell in notebook.cells if cell["source"].startswith(CHECKS)]
     assert len(mine) == 1
-    changes = [edited(phase, *change) for kind in (RIGHT, WRONG) for phase, change in kind.items()]
+    prose = "\n".join(cell["source"] for cell in notebook.cells if cell["cell_type"] == "markdown")
+    changes = [
+        *(edited(phase, arguments, suggested(phase, prose)) for phase, arguments in RIGHT.items()),
+        *(edited(phase, *change) for phase, change in WRONG.items()),
+    ]
     tried = [
         nbformat.v4.new_code_cell(text, metadata={"tags": ["raises-exception"]}) for text in changes
     ]

@@ -283,6 +283,7 @@ def to_toml(result: Probe) -> str:
         f"tensor_s = {_number(found['tensor_s'])}",
         f"thread_s = {_number(found['thread_s'])}",
         f"gil = {str(result.gil).lower()}",
+        f"measured_gil = {str(result.gil).lower()}",
         f"hand_off = {_number(max(0.0, turns * found['long_ops_2_threads_ratio'] - 1))}",
         "",
         "[[link]]",

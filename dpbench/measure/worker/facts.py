@@ -94,21 +94,26 @@ def described_moves(case: Case, model: dict[str, float]) -> dict[str, Any]:
     return stated(moves=tuple(moves)) if moves else {}
 
 
-def torch_facts(case: Case, device: Device) -> dict[str, Any]:
-    """Return the version and settings of torch and, for GPUs, of its libraries and the GPUs.
+def lock_facts() -> dict[str, Any]:
+    """Return whether this process has the global interpreter lock, and what has switched it on.
 
-    The global interpreter lock is asked for here, because torch or the model's file may have
-    switched it on.
+    To be asked after the timed work, because any import until then may switch the lock on: that of
+    torch, of the user's file, or one inside a forward pass.
     """
+    facts = stated(gil=interpreter.gil())
+    if module := interpreter.switched_on_by():
+        facts |= stated(gil_switched_on_by=module)
+    return facts
+
+
+def torch_facts(case: Case, device: Device) -> dict[str, Any]:
+    """Return the version and settings of torch and, for GPUs, of its libraries and the GPUs."""
     facts: dict[str, Any] = {
         "torch": torch.__version__,
-        "gil": interpreter.gil(),
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         **stated(float32=float32.products(case.device_kind, device.torch_device)),
     }
-    if module := interpreter.switched_on_by():
-        facts |= stated(gil_switched_on_by=module)
     if case.device_kind == "cuda":
         gpu = device.torch_device
         vendor = vendors.of(torch.version.hip)
