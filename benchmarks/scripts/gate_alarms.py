@@ -49,8 +49,9 @@ import psutil
 import torch
 
 from dpbench.analysis import stats
-from dpbench.gating.judge import Answer, Pair, Taken, look
-from dpbench.gating.pairs import LIMIT, cases, pair
+from dpbench.gating import LIMIT
+from dpbench.gating.judge import LOOKS, Answer, Pair, Taken, look
+from dpbench.gating.pairs import cases, pair
 from dpbench.gating.sides import Block
 from dpbench.gating.trees import copies
 from dpbench.hardware import provenance
@@ -383,23 +384,18 @@ def loaded(lists: Sequence[Sequence[Sequence[Any]]], slower: float = 1.0) -> Pai
     )
 
 
-def replays(series: Sequence[Sequence[Any]], tool: str, planted: int, count: int) -> list[Decision]:
-    """Return `count` decisions by the gate's rule on recorded series of pairs.
+def replays(pairs: Sequence[Any], tool: str, planted: int, count: int) -> list[Decision]:
+    """Return `count` decisions by the gate's rule on the pairs of recorded series.
 
-    Each begins at another pair of a series, goes on to its end, and then from its start. The sides
-    may be exchanged, which gives a further decision. Raises SystemExit if the series are too short.
+    Each begins at another pair, goes on to the last one, and then from the first. The sides may be
+    exchanged, which gives a further decision. Raises SystemExit if there are too few pairs.
     """
-    starts = [
-        (pairs, first, turned)
-        for pairs in series
-        for first in range(len(pairs))
-        for turned in (False, True)
-    ]
+    starts = [*product(range(len(pairs)), (False, True))]
     if len(starts) < count:
         raise SystemExit(f"{tool}: {len(starts) // 2} pairs, but {count // 2} are needed: record")
     found = []
     for number in range(count):
-        pairs, first, turned = starts[number * len(starts) // count]
+        first, turned = starts[number * len(starts) // count]
         order = [*pairs[first:], *pairs[:first]]
         sides = [loaded(one[::-1] if turned else one, 1 + planted / 100) for one in order]
         found.append(replayed(sides, tool, planted))
@@ -408,8 +404,8 @@ def replays(series: Sequence[Sequence[Any]], tool: str, planted: int, count: int
 
 def replayed(pairs: Sequence[Pair], tool: str, planted: int) -> Decision:
     """Return the decision at the first look that decides, or at the last one."""
-    for number in stats.LOOKS:
-        last = number == stats.LOOKS[-1]
+    for number in LOOKS:
+        last = number == LOOKS[-1]
         finding = look("", pairs[:number], limit=LIMIT, works=1, last=last)
         if finding.answer is not Answer.UNKNOWN:
             break
@@ -542,10 +538,12 @@ def replay(folder: Path) -> None:
     data = read(folder)
     for load, (planted, count) in product(LOADS, DECISIONS.items()):
         tool = f"replayed, {load}"
-        series = [one["pairs"] for one in data["series"] if one["load"] == load]
-        if not series:
+        pairs = [
+            one for series in data["series"] if series["load"] == load for one in series["pairs"]
+        ]
+        if not pairs:
             continue
-        found = [asdict(one) for one in replays(series, tool, planted, count)]
+        found = [asdict(one) for one in replays(pairs, tool, planted, count)]
         kept = [
             one for one in data["decisions"] if (one["tool"], one["planted"]) != (tool, planted)
         ]

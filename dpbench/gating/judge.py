@@ -23,6 +23,8 @@ from dpbench.records.estimate import Estimate
 
 QUANTITIES = 3
 """Wall time, CPU time and memory: their intervals hold together."""
+LOOKS = (*stats.LOOKS, 46, 68, 100)
+"""The numbers of pairs after which the rule looks: those of a run's rounds, and more."""
 
 
 class Answer(StrEnum):
@@ -90,10 +92,10 @@ def look(
     """Return the finding on a work after some pairs.
 
     `limit` is the relative slow-down that is accepted, and `works` the number of works that are
-    judged together. There is an answer after the numbers of pairs in `stats.LOOKS` only: others
+    judged together. There is an answer after the numbers of pairs in `LOOKS` only: others
     would need wider intervals. `last` says that no further look follows.
     """
-    level = stats.joint_level(works * QUANTITIES * len(stats.LOOKS), comparison.SURE)
+    level = stats.joint_level(works * QUANTITIES * len(LOOKS), comparison.SURE)
 
     def ratio(of: Callable[[Taken], Sequence[float]]) -> Estimate:
         before, after = (
@@ -105,7 +107,7 @@ def look(
     wall = ratio(lambda side: [block.wall_s for block in side.blocks])
     cpu = ratio(lambda side: [block.cpu_s for block in side.blocks])
     memory = ratio(lambda side: [side.memory_bytes])
-    planned = len(pairs) in stats.LOOKS
+    planned = len(pairs) in LOOKS
     answer = _answer(wall, limit) if planned else Answer.UNKNOWN
     undecided = planned and last and answer is Answer.UNKNOWN
     by_cpu = undecided and wall.value > 1 and _answer(cpu, limit) is Answer.SLOWER

@@ -15,8 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dpbench.analysis import stats
-from dpbench.gating import BUDGET_S, LIMIT
+from dpbench.gating import BUDGET_S, LIMIT, judge
 from dpbench.gating.judge import Answer, Finding, Pair, Taken, look
 from dpbench.gating.sides import Block, CaseWork, Finished, Side, Starter, Work, watched
 from dpbench.gating.trees import Tree, Trees, copies
@@ -118,17 +117,17 @@ def _findings(
     """
     found: dict[Work, Finding] = {}
     began = time.monotonic()
-    for number in range(stats.LOOKS[-1]):
+    for number in range(judge.LOOKS[-1]):
         undecided = [work for work in starters if work not in found]
         if not undecided:
             break
         for work in undecided:
             pairs[work].append(pair(starters[work], trees.both, number))
         pair_s = (time.monotonic() - began) / (number + 1)
-        planned = number + 1 in stats.LOOKS
+        planned = number + 1 in judge.LOOKS
         if number and not planned:
             continue
-        following = next((one for one in stats.LOOKS if one > number + 1), None)
+        following = next((one for one in judge.LOOKS if one > number + 1), None)
         missing = following - number - 1 if following else 0
         last = not following or time.monotonic() + missing * pair_s > end
         for work in undecided:
@@ -144,7 +143,7 @@ def _findings(
 
 def _explained(finding: Finding, pair_s: float) -> Finding:
     """Return a finding without an answer with the reason, and what would help."""
-    following = next((one for one in stats.LOOKS if one > finding.pairs), None)
+    following = next((one for one in judge.LOOKS if one > finding.pairs), None)
     if following:
         needed = f"the next look needs {words.count(following, 'pair')}"
         why = f"{needed}, which take about {words.time(pair_s * following)}: give a larger budget"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dpbench.analysis import stats
-from dpbench.gating.judge import Answer, Finding, whole
+from dpbench.gating.judge import LOOKS, Answer, Finding, whole
 from dpbench.records import words
 
 MARKER = "<!-- dpbench gate -->"
@@ -78,7 +77,7 @@ def _ratio(finding: Finding) -> str:
 def _facts(finding: Finding) -> list[str]:
     """Return the clauses on a finding, the ratio of times first."""
     what = "CPU time; its wall time is undecided" if finding.by_cpu else "time"
-    known = f"{_ratio(finding)} the {what}" if finding.pairs >= stats.LOOKS[0] else "no ratio"
+    known = f"{_ratio(finding)} the {what}" if finding.pairs >= LOOKS[0] else "no ratio"
     facts = [f"{known}, by {words.count(finding.pairs, 'pair')} of processes"]
     if finding.answer is Answer.SLOWER and finding.phase_s > 0:
         facts.append(

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import yaml
 
-from dpbench.analysis import comparison, stats
+from dpbench.analysis import comparison
 from dpbench.gating import judge, pairs, sides
 from tests.gating.projects import BUDGET_S, SCRIPT, commit, git, project, slow_down
 
@@ -83,7 +83,7 @@ def test_a_model(repository: Path, times: int, code: int, answer: str) -> None:
 
 def test_a_script(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # each process loads torch: three pairs, and an interval that holds with half
-    monkeypatch.setattr(stats, "LOOKS", (3,))
+    monkeypatch.setattr(judge, "LOOKS", (3,))
     monkeypatch.setattr(comparison, "SURE", 0.5)
     slow_down(repository, 5)
     work = sides.watched("train.py", ["100000"])

@@ -7,8 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from dpbench.analysis import stats
-from dpbench.gating.judge import Answer, Finding, Pair, Taken, look, whole
+from dpbench.gating.judge import LOOKS, Answer, Finding, Pair, Taken, look, whole
 from dpbench.gating.sides import Block
 
 LIMIT = 0.05
@@ -51,13 +50,13 @@ def pairs(
             side(0.01 * wall * walls, 0.01 * cpu * cpus, memory * GIGABYTE),
         )
 
-    return [one() for _ in range(stats.LOOKS[-1])]
+    return [one() for _ in range(LOOKS[-1])]
 
 
 def decided(taken: list[Pair]) -> Finding:
     """Return the finding of the first look that has an answer, or of the last one."""
-    for number in stats.LOOKS:
-        last = number == stats.LOOKS[-1]
+    for number in LOOKS:
+        last = number == LOOKS[-1]
         found = look("step", taken[:number], limit=LIMIT, works=1, last=last)
         if found.answer is not Answer.UNKNOWN:
             break
@@ -117,9 +116,9 @@ def test_memory_has_the_same_limit(memory: float, more: bool) -> None:
 
 def test_between_the_planned_looks_there_is_no_answer() -> None:
     taken = pairs(0, wall=2.0, cpu=2.0, memory=2.0)
-    for number in range(1, stats.LOOKS[-1] + 1):
+    for number in range(1, LOOKS[-1] + 1):
         found = look("step", taken[:number], limit=LIMIT, works=1)
-        if number not in stats.LOOKS:
+        if number not in LOOKS:
             assert found.answer is Answer.UNKNOWN
             assert not found.worse
     assert found.worse
