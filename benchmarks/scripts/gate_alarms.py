@@ -640,7 +640,7 @@ above its limit. *Pairs* and *seconds* are medians.
 - The other tools have their defaults: asv the factor 1.1 and an environment of its own, whose \
 making counts in its first decision; pyperf reports every significant difference; \
 pytest-benchmark has no default and got `--benchmark-compare-fail=median:10%`. Their "not slower" \
-is that they raise no alarm. A planted 10 % is at the limit of asv and of pytest-benchmark.
+is that they raise no alarm. A planted 10 % is at the limit of asv and of pytest-benchmark.{missing}
 """
 COLUMN = 120
 """The most columns of a line of text in the report."""
@@ -656,6 +656,11 @@ def report(data: dict[str, Any]) -> str:
     text = README.format(
         machine=data["machine"],
         data=DATA,
+        missing="".join(
+            f" {tool} was not run for this table."
+            for tool in tools
+            if not any(one.tool == tool for one in found)
+        ),
         repeats=REPEATS,
         shares=shares(data),
         sentences="\n".join(sentences(found)),
