@@ -47,7 +47,7 @@ def test_more_decisions_than_the_record_can_give_are_refused() -> None:
 
 
 def test_a_pair_survives_being_stored() -> None:
-    pair = gate_alarms.loaded(drawn()[0][0])
+    pair = gate_alarms.loaded(drawn()[0])
     again = gate_alarms.loaded(gate_alarms.stored(pair))
     assert again.head.blocks[0].wall_s == pytest.approx(pair.head.blocks[0].wall_s, rel=1e-6)
     assert again.base.memory_bytes == pair.base.memory_bytes
