@@ -67,10 +67,8 @@ def _do_nothing(i: int) -> None:
 class Workers:
     """The threads that run the replicas; all jobs run at the same time, and may wait for others."""
 
-    @property
-    def turn(self) -> Turn:
-        """Return when each forward on the host may begin: by default, all at once."""
-        return AT_ONCE
+    turn: Turn = AT_ONCE
+    """When each forward on the host may begin."""
 
     def run(
         self, job: Job, count: int, starting: Context = NOTHING, stop: Stop = lambda: None

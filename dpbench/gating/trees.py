@@ -18,6 +18,7 @@ from dpbench.hardware import checkout
 from dpbench.measure import scratch
 from dpbench.records import words
 from dpbench.records.errors import UsageError
+from dpbench.records.spelling import dashed
 
 CACHES = frozenset(("__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache"))
 """Folders that belong to the files beside them: each copy makes its own."""
@@ -74,8 +75,8 @@ class Tree:
         if not missing:
             return ""
         return (
-            f"; the copies lack what git ignores here ({_named(missing)}): give --link PATH for"
-            " each path that the step reads"
+            f"; the copies lack what git ignores here ({_named(missing)}): give"
+            f" {dashed('link', 'PATH')} for each path that the step reads"
         )
 
 
@@ -212,7 +213,8 @@ def _check_size(origin: Path, changed: Sequence[str]) -> None:
         largest = sorted(sizes, key=lambda path: -sizes[path])
         raise UsageError(
             f"the uncommitted files have {sum(sizes.values()) / 1e9:.1f} GB, the largest in"
-            f" {_named(largest)}: add data to .gitignore, and give --link for what the step reads"
+            f" {_named(largest)}: add data to .gitignore, and give {dashed('link', 'PATH')} for"
+            " what the step reads"
         )
 
 

@@ -9,12 +9,12 @@ import pytest
 from tests import conftest
 
 FILES = {
-    "test_file.py": """
+    "file.py": """
 import pytest
 
 pytest.importorskip("a_library_that_is_not_there")
 """,
-    "test_tests.py": """
+    "tests.py": """
 import pytest
 
 
@@ -55,17 +55,20 @@ class Suite:
 def test_what_is_skipped_fails_and_what_is_expected_to_fail_does_not(
     options: tuple[str, ...], skipped: str, tmp_path: Path
 ) -> None:
+    # pytest imports a module of a name once in a process
+    begin = f"test_{skipped}_"
     for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
+        (tmp_path / f"{begin}{name}").write_text(text)
     suite = Suite()
     quiet = ("-p", "no:cacheprovider", "-p", "no:xdist", "--continue-on-collection-errors")
     alone = ("-c", str(tmp_path / "none.ini"), "--rootdir", str(tmp_path))
     (tmp_path / "none.ini").write_text("[pytest]\n")
     pytest.main([str(tmp_path), *quiet, *alone, *options], plugins=[suite])
-    assert {name: suite.outcomes[name] for name in suite.outcomes if ".py" in name} == {
-        "test_file.py": skipped,
-        "test_tests.py": "passed",
-        "test_tests.py::test_skipped": skipped,
-        "test_tests.py::test_expected": "skipped",
-        "test_tests.py::test_passed": "passed",
+    found = {name.removeprefix(begin): how for name, how in suite.outcomes.items() if ".py" in name}
+    assert found == {
+        "file.py": skipped,
+        "tests.py": "passed",
+        "tests.py::test_skipped": skipped,
+        "tests.py::test_expected": "skipped",
+        "tests.py::test_passed": "passed",
     }

@@ -36,7 +36,7 @@ class Pool(Workers):
         self._turns = _Turns()
 
     @property
-    def turn(self) -> TurnsIfFaster:
+    def turn(self) -> TurnsIfFaster:  # type: ignore[override]  # each calling thread has its own
         """Return the turns of the calling thread's forwards."""
         return self._turns.of_caller
 

@@ -18,7 +18,7 @@ from dpbench.engine import DataParallel
 from dpbench.engine.containers import whole
 from dpbench.engine.fast.turns import TurnsIfFaster
 from dpbench.engine.settings import SavedRandomStates
-from dpbench.hardware.provenance import gil
+from dpbench.hardware.interpreter import gil
 from tests.engine.nets import Call, cpus
 
 without_the_lock = pytest.mark.skipif(
