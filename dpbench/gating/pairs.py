@@ -153,7 +153,10 @@ def _explained(finding: Finding, pair_s: float) -> Finding:
 
 
 def _unequal(pairs: Sequence[Pair]) -> list[str]:
-    """Return a note if the sides did unequal work, such as on batches of other sizes."""
+    """Return a note if the sides did unequal work, such as on batches of other sizes.
+
+    The trials of a side may be unknown: then there is no note.
+    """
     before, after = (
         {
             (trial.case.batch_size, trial.case.precision, trial.case.device_kind)
@@ -162,7 +165,7 @@ def _unequal(pairs: Sequence[Pair]) -> list[str]:
         }
         for sides in ([one.base for one in pairs], [one.head for one in pairs])
     )
-    if before == after:
+    if before == after or not (before and after):
         return []
     shown = [
         " or ".join(f"batch {batch}, {precision}, {kind}" for batch, precision, kind in sorted(one))

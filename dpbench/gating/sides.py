@@ -52,7 +52,7 @@ class SideFailed(RuntimeError):
     """
 
     def __init__(self, tree: Tree, how: str, exit_status: int | None = None) -> None:
-        super().__init__(f"{tree}: {how}{tree.lacks()}")
+        super().__init__(f"{tree}: {how}")
         self.tree = tree
         self.exit_status = exit_status
 
@@ -244,7 +244,7 @@ class CaseWork:
                 if trials and trials[0].status is Status.OK:
                     raise SideFailed(tree, OLD)
                 why = trials[0].reason if trials else " ".join(failures)
-                raise SideFailed(tree, why)
+                raise SideFailed(tree, f"{why}{tree.lacks()}")
 
         def finish() -> Sequence[Trial]:
             thread.join(END_LIMIT_S)
@@ -305,7 +305,7 @@ class CommandWork:
                     0,
                 )
             how = processes.ending(process.returncode)
-            said = f"the process ended ({how}); its last output: {last or 'none'}"
+            said = f"the process ended ({how}); its last output: {last or 'none'}{tree.lacks()}"
             raise SideFailed(tree, said, process.returncode)
 
         def finish() -> Sequence[Trial]:

@@ -32,14 +32,13 @@ SHOWN = 4
 class Tree:
     """A copy of a checkout: its folder, and the folder in it that is the user's working folder.
 
-    `name` says whose code it has, and `commit` is its commit. `origin` is the checkout, and
-    `linked` are the paths that are links to it.
+    `name` says whose code it has. `origin` is the checkout, and `linked` are the paths that are
+    links to it.
     """
 
     name: str
     folder: Path
     working: Path
-    commit: str
     origin: Path
     linked: tuple[str, ...] = ()
 
@@ -122,7 +121,7 @@ def copies(base: str, folder: Path, link: Sequence[str] = ()) -> Iterator[Trees]
     _check_size(origin, changed)
     inside = folder.resolve().relative_to(origin)
     linked = tuple(_inside(origin, folder, path) for path in link)
-    differing = dict.fromkeys([*checkout.between(origin, *commits), *changed])
+    differing = dict.fromkeys([*checkout.differing(origin, *commits), *changed])
     with ExitStack() as stack:
         place = stack.enter_context(scratch.folder()).resolve()
         made = []
@@ -142,7 +141,6 @@ def copies(base: str, folder: Path, link: Sequence[str] = ()) -> Iterator[Trees]
                     name=base if name == "base" else _present(len(changed)),
                     folder=copy,
                     working=copy / inside,
-                    commit=commit,
                     origin=origin,
                     linked=linked,
                 )

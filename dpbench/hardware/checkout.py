@@ -115,17 +115,13 @@ def copy_of(folder: Path, commit: str, into: Path) -> Iterator[None]:
 
 def changed(folder: Path) -> list[str]:
     """Return the paths that differ from the commit: changed, removed, and untracked ones."""
-    tracked = _differing(folder, "HEAD")
+    tracked = differing(folder, "HEAD")
     untracked = _text(folder, "ls-files", "--others", "--exclude-standard", "-z", ":/")
     return [*tracked, *filter(None, untracked.split("\0"))]
 
 
-def between(folder: Path, base: str, head: str) -> list[str]:
-    """Return the paths that differ between two commits."""
-    return _differing(folder, base, head)
-
-
-def _differing(folder: Path, *commits: str) -> list[str]:
+def differing(folder: Path, *commits: str) -> list[str]:
+    """Return the tracked paths that differ between two commits, or from one in the checkout."""
     options = (*PLAIN, SUBMODULES, "--no-renames", "--name-only", "-z")
     return [*filter(None, _text(folder, "diff", *options, *commits, "--", ":/").split("\0"))]
 
