@@ -13,8 +13,9 @@ whose step applies it more often, so that k % more real work is done, forward an
 measures these shares by CPU time. `record` takes series of pairs of an unchanged commit, with the
 workers and the blocks of `dpbench gate`. `replay` makes decisions from them by the gate's own rule;
 for a planted change of k %, it multiplies the head's times by 1 + k/100. `live` runs the whole
-command on the commits, and `peers` runs asv, pytest-benchmark and pyperf on the same ones, with
-their defaults. `table` writes the report.
+command on the commits, a test with the fixture `dpbench_gate`, and the steps of action.yml; `peers`
+runs asv, pytest-benchmark and pyperf on the same ones, with their defaults. `table` writes the
+report.
 
 Each unit, a series or a decision, is written to the data of reports/gate-alarms when it is done,
 and a further call adds to them. No unit begins after `--minutes`.
@@ -26,6 +27,7 @@ import argparse
 import contextlib
 import gzip
 import json
+import math
 import os
 import re
 import shlex
@@ -48,6 +50,7 @@ from typing import Any
 import psutil
 import torch
 
+from benchmarks.scripts import action_steps
 from dpbench.analysis import stats
 from dpbench.gating import LIMIT
 from dpbench.gating.judge import LOOKS, Answer, Pair, Taken, look
@@ -71,15 +74,15 @@ It is slightly more than the share, because the optimizer's work does not grow.
 """
 DECISIONS = {0: 200, 3: 50, 5: 50, 10: 50, 20: 50}
 """How many decisions are replayed for each planted change."""
-LIVE, PEERS_ON = (0, 5, 10), (0, 10)
-"""The planted changes that the whole command, and the other tools, decide on."""
+OF_PEERS = (0, 10)
+"""The planted changes that the other tools decide on."""
 FALSE_ALARMS, FOUND = 2, 0.9
 """What is expected: at most so many false alarms, and at least this share of 10 % found."""
 LOADS = {"quiet": 0.0, "loaded": 0.5}
 """The parts of a core that another process takes during a record."""
 SERIES = stats.LOOKS[-1]
 """The pairs of a series, which has its own servers: as many as the gate takes at most."""
-GATE = "dpbench gate"
+GATE, FIXTURE, ACTION = "dpbench gate", "dpbench_gate in a test", "the action's steps"
 
 NET = '''"""A network that applies one layer REPEATS times."""
 
@@ -166,6 +169,12 @@ class Step:
 
 def test_step(benchmark):
     benchmark(stepper())
+""",
+    "test_gated.py": """from net import stepper
+
+
+def test_step(dpbench_gate):
+    dpbench_gate(stepper(), budget=300)
 """,
     "perf_net.py": """import pyperf
 from net import stepper
@@ -440,6 +449,36 @@ def gate(place: Path, planted: int) -> dict[str, Any]:
     }
 
 
+def fixture(place: Path, planted: int) -> dict[str, Any]:
+    """Return the answer of a test with the fixture, which fails, passes or is skipped."""
+    options = ["-q", "-p", "dpbench.gating.plugin", "--dpbench-base", "base"]
+    command = [sys.executable, "-m", "pytest", "test_gated.py", *options]
+    done = ran(command, place / f"planted-{planted}", codes=(0, 1), PYTHONPATH=str(ROOT))
+    (outcome,) = re.findall(r"1 (failed|passed|skipped)", done.stdout)
+    if outcome == "failed" and not re.search(r"^E +slower", done.stdout, re.MULTILINE):
+        raise RuntimeError(f"{FIXTURE}: {done.stdout}")
+    return of_way({"failed": Answer.SLOWER, "passed": Answer.NOT_SLOWER}.get(outcome), planted)
+
+
+def action(place: Path, planted: int) -> dict[str, Any]:
+    """Return the answer that the steps of action.yml hand on; raise if they end otherwise."""
+    with tempfile.TemporaryDirectory(prefix="action-", dir=place) as name:
+        outside = Path(name)
+        given = {"base": "base", "model": "net.py:NET", "options": "--batch-sizes 64"}
+        codes = action_steps.run(place / f"planted-{planted}", outside, **given)
+        told = (outside / "GITHUB_OUTPUT").read_text()
+    answer = Answer(re.findall(r"^answer=(.*?)(?:, but .*)?$", told, re.MULTILINE)[0])
+    if codes != [0, 0, int(answer is Answer.SLOWER)]:
+        raise RuntimeError(f"{ACTION}: {answer}, but the steps ended with {codes}")
+    return of_way(answer, planted)
+
+
+def of_way(answer: Answer | None, planted: int) -> dict[str, Any]:
+    """Return the answer of the gate where its interval is not known."""
+    known = answer or Answer.UNKNOWN
+    return {"answer": known, "wrong": is_wrong(planted, known, math.inf)}
+
+
 def of_peer(slower: bool, faster: bool, planted: int) -> dict[str, Any]:
     """Return the answer of another tool."""
     answer = Answer.SLOWER if slower else Answer.NOT_SLOWER
@@ -494,6 +533,8 @@ def pyperf(place: Path, planted: int) -> dict[str, Any]:
 
 
 Tool = Callable[[Path, int], dict[str, Any]]
+WAYS: dict[str, Tool] = {GATE: gate, FIXTURE: fixture, ACTION: action}
+"""The ways in which a project uses the gate."""
 PEERS: dict[str, Tool] = {
     "asv continuous": asv,
     "pytest-benchmark": pytest_benchmark,
@@ -607,7 +648,7 @@ def sentences(found: Sequence[Decision]) -> Iterator[str]:
         )
         known = "as expected" if kept else "**not as expected**"
         yield (
-            f"- **{GATE if tool == GATE else f'{GATE}, {tool}'}**: {alarms} false alarms of"
+            f"- **{tool if tool in WAYS else f'{GATE}, {tool}'}**: {alarms} false alarms of"
             f" {len(same)}, planted 10 % found in {hits} of {len(ten)}, the wrong direction in"
             f" {wrong} of {len(mine)}, more memory in {memory}:"
             f" {known if same and ten else 'too few decisions'}."
@@ -633,8 +674,8 @@ the wrong direction.
 commit. They differ in the pair at which they begin and in which side is the head, so that they \
 share pairs. Where a change is planted, the head's times are multiplied by 1 + k/100, and its \
 memory is not. {records}.
-- *{gate}* and the other tools ran as a whole on the real commits, without the load. The gate \
-accepts {limit:.0f} %: up to there, "not slower" is right, too.
+- *{gate}*, its fixture, its action and the other tools ran as a whole on the real commits, \
+without the load. The gate accepts {limit:.0f} %: up to there, "not slower" is right, too.
 - *Wrong direction*: a tool says "faster" of more work, or the gate says "not slower" of a change \
 above its limit. *Pairs* and *seconds* are medians.
 - The other tools have their defaults: asv the factor 1.1 and an environment of its own, whose \
@@ -648,7 +689,7 @@ COLUMN = 120
 
 def report(data: dict[str, Any]) -> str:
     """Return the text of the report."""
-    tools = [*(f"replayed, {load}" for load in LOADS), GATE, *PEERS]
+    tools = [*(f"replayed, {load}" for load in LOADS), *WAYS, *PEERS]
     found = sorted(
         (Decision(**one) for one in data["decisions"]),
         key=lambda one: (tools.index(one.tool), one.planted),
@@ -712,10 +753,10 @@ def main() -> None:
     lived, compared = commands.add_parser("live"), commands.add_parser("peers")
     for command in (recorded, lived, compared):
         command.add_argument("--minutes", type=float, default=5.0, help="begin nothing afterwards")
-    for command, changes in ((lived, LIVE), (compared, PEERS_ON)):
+    for command, changes, tools in ((lived, [*PLANTED], WAYS), (compared, OF_PEERS, PEERS)):
         command.add_argument("--count", type=int, default=20, help="decisions on each change")
         command.add_argument("--planted", type=int, nargs="+", choices=PLANTED, default=changes)
-    compared.add_argument("--tools", nargs="+", choices=PEERS, default=[*PEERS])
+        command.add_argument("--tools", nargs="+", choices=tools, default=[*tools])
     for name in ("replay", "table"):
         commands.add_parser(name)
     given = parser.parse_args()
@@ -731,9 +772,7 @@ def main() -> None:
         (folder / "README.md").write_text(text)
         print(text)
     else:
-        tools = {GATE: gate}
-        if given.command == "peers":
-            tools = {name: PEERS[name] for name in given.tools}
+        tools = {name: (WAYS | PEERS)[name] for name in given.tools}
         decide(folder, tools, given.planted, given.count, given.minutes)
 
 

@@ -126,7 +126,7 @@ QUANTITIES = (
         unit="×",
         of=attrgetter("imbalance"),
         statistic="device 0's busy time over the others' mean",
-        rounds="own",
+        rounds=OWN,
         interval=BOOTSTRAP,
     ),
     Quantity(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 LEVEL = "95 %"
 OF_LATENCIES = ("model", "strategy", "devices", "batch", "rounds, steps")
 """The columns of the table of latencies that other tables have, too."""
-LEFT_OUT = ("imbalance", "efficiency", "of peak", "samples/s")
-"""The columns that a narrow terminal lacks, the first to be left out first."""
 
 
 def table(
@@ -41,17 +40,17 @@ def table(
     """Return the rows of an analysis as a table with one line per case; see `report.table.shown`.
 
     Each ladder's fastest rung is marked. `more` has the cells of further columns with text, by
-    heading. If the table is wider than `width` columns (0 for any width), those of `LEFT_OUT` are
+    heading. If the table is wider than `width` columns (0 for any width), those that yield are
     left out, as many as needed.
     """
     best = [found.fastest.row for found in ladders]
     printed = [column for column in COLUMNS if column.printed]
     lines, notes = _table(rows, printed, best, more)
     left_out: list[str] = []
-    for name in LEFT_OUT:
+    for next_out in sorted((one for one in printed if one.yields), key=attrgetter("yields")):
         if width and max(map(len, lines)) > width:
-            left_out.append(name)
-            printed = [column for column in printed if column.heading != name]
+            left_out.append(next_out.heading)
+            printed = [column for column in printed if column is not next_out]
             lines, notes = _table(rows, printed, best, more)
     if left_out:
         notes.append(f"left out in {width} columns: {', '.join(left_out)}")

@@ -17,8 +17,10 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
+from dpbench.hardware import cgroups
 from dpbench.hardware.nvml import Library, NvmlGpu, open_nvml
 from dpbench.hardware.processes import CORES, TICKS_PER_S, Ticks, parse_ticks
 from dpbench.hardware.samplers.host import descendants
@@ -38,8 +40,8 @@ PATIENCE = "DPBENCH_PATIENCE"
 """The environment variable that sets the default of the option `patience`, in seconds."""
 COUNTED = 0.5
 """If the kernel counts at most this fraction of the core-seconds, the load is unknown."""
-_QUOTAS = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
-"""The files of a container's CPU quota and of its period.
+_QUOTAS = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
+"""The files of a control group's CPU quota and of its period.
 
 Version 2 of control groups has both values in one file; version 1 has two files.
 """
@@ -229,16 +231,18 @@ def _own_s(roots: Collection[int]) -> float:
 
 
 def quota(root: Path = Path("/")) -> float | None:
-    """Return the CPU quota of this container in CPUs, such as 1.5; None if there is none.
+    """Return the CPU quota of this process in CPUs, such as 1.5; None if there is none.
 
-    `root` is the folder with the kernel's file system `sys`.
+    The lowest quota of its control group and of those above holds. `root` is the folder with the
+    kernel's file systems `proc` and `sys`.
     """
-    for files in _QUOTAS:
-        with suppress(OSError, ValueError):
-            texts = [(root / "sys/fs/cgroup" / one).read_text(encoding="utf-8") for one in files]
+    quotas = []
+    for folder, files in product(cgroups.folders("cpu", root), _QUOTAS):
+        with suppress(OSError, ValueError):  # the word "max" means no limit
+            texts = [(folder / one).read_text(encoding="utf-8") for one in files]
             limit, period = map(float, " ".join(texts).split())
-            return limit / period if limit > 0 else None
-    return None
+            quotas += [limit / period] if limit > 0 else []
+    return min(quotas, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
+from dpbench.hardware import cgroups
 from dpbench.records import signals
 
 _TOPOLOGY = Path("/sys/devices/system/cpu")
@@ -217,10 +219,12 @@ def last_line(text: str) -> str:
 def killed_for_memory(root: Path = Path("/")) -> int | None:
     """Return how many processes the kernel has killed because memory ran out; None if unknown.
 
-    The number is that of this process's cgroup or, if no counter of a cgroup can be read, of the
-    whole system. `root` is the folder with the kernel's file systems `proc` and `sys`.
+    The number is that of this process's control group or, if it cannot be read, of the nearest one
+    above it or the whole system. `root` is the folder with the kernel's file systems `proc` and
+    `sys`.
     """
-    for file in (*_of_cgroup(root, "memory.events", "memory.oom_control"), root / "proc/vmstat"):
+    counters = product(cgroups.folders("memory", root), ("memory.events", "memory.oom_control"))
+    for file in (*(folder / name for folder, name in counters), root / "proc/vmstat"):
         with suppress(OSError, ValueError):
             for line in file.read_text(encoding="utf-8").splitlines():
                 name, _, count = line.partition(" ")
@@ -230,28 +234,18 @@ def killed_for_memory(root: Path = Path("/")) -> int | None:
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:
-    """Return the bytes of memory that this process's cgroup may use; None if unknown."""
+    """Return the bytes of memory that this process may use; None if unknown.
+
+    Its control group limits them, those above it, and the memory of the machine.
+    """
     limits = []
-    for file in _of_cgroup(root, "memory.max", "memory.limit_in_bytes"):
+    names = ("memory.max", "memory.limit_in_bytes")
+    for folder, name in product(cgroups.folders("memory", root), names):
         with suppress(OSError, ValueError):  # the word "max" means no limit
-            limits.append(int(file.read_text(encoding="utf-8")))
+            limits.append(int((folder / name).read_text(encoding="utf-8")))
     with suppress(OSError, ValueError, IndexError):
         limits.append(int((root / "proc/meminfo").read_text(encoding="utf-8").split()[1]) * 1024)
     return min(limits, default=None)
-
-
-def _of_cgroup(root: Path, second: str, first: str) -> list[Path]:
-    """Return the paths of `second` in the cgroup of version 2, and of `first` in version 1."""
-    cgroups: dict[str, str] = {}
-    with suppress(OSError, ValueError):
-        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-            _, controllers, path = line.split(":", 2)
-            cgroups |= {one: path.lstrip("/") for one in controllers.split(",")}
-    folder = root / "sys/fs/cgroup"
-    return [
-        folder / cgroups.get("", "") / second,
-        folder / "memory" / cgroups.get("memory", "") / first,
-    ]
 
 
 NEARLY_ALL = 0.8

@@ -73,16 +73,21 @@ class Column:
     """A column of the table of all cases, in the terminal, on pages and in Markdown.
 
     `cell` returns its cell of a row. `text` is whether it contains text, `interval` whether its
-    small type is an interval, `printed` whether the terminal has it, and `brief` whether it has it
-    without small type.
+    small type is an interval, and `compared` whether it says something only about cases with a
+    baseline and a reference. `printed` is whether the terminal has it, `brief` whether it has it
+    without small type; narrow terminals leave columns out by their number `yields`, 1 first, and
+    those with 0 never. `note` explains the column of these rows.
     """
 
     heading: str
     cell: Callable[[Row], Cell]
     text: bool = False
     interval: bool = False
+    compared: bool = False
     printed: bool = True
     brief: bool = False
+    yields: int = 0
+    note: Callable[[Sequence[Row]], str] | None = None
 
 
 class CaseTable(NamedTuple):
@@ -121,7 +126,7 @@ def shown(
         name for name, column in cells.items() if rows and not any(one.text for one in column)
     }
     if not any(row.case.traits.comparable for row in rows):
-        dropped |= {*COMPARED}
+        dropped |= {column.heading for column in columns if column.compared}
     if all(row.outcome == Status.OK and not row.left_out for row in rows):
         dropped |= {"status"}
     shared = []
@@ -140,14 +145,7 @@ def shown(
     kept = [column for column in columns if column.heading not in dropped]
     lines = [[cells[column.heading][place] for column in kept] for place in range(len(rows))]
     notes = [f"all cases: {', '.join(shared)}"] if shared else []
-    if any(column.heading == "imbalance" for column in kept):
-        notes.append("imbalance: device 0's busy time over the mean of the other devices")
-    if any(column.heading == "of peak" for column in kept):
-        sources = {row.at_peak.source: None for row in rows if row.at_peak and row.peak_share}
-        notes.append(
-            "of peak: a step's operations, as torch counts those of the model, at the peak of its"
-            f" GPUs, over the measured step. IMPORTED: {'; '.join(sources)}"
-        )
+    notes += [f"{column.heading}: {column.note(rows)}" for column in kept if column.note]
     return kept, lines, [*notes, *footnotes(lines)]
 
 
@@ -243,6 +241,18 @@ def verified(row: Row) -> Cell:
 def _status(row: Row) -> Cell:
     rest = ", further rounds left out for lack of time"
     return Cell(f"{row.outcome}{rest * (row.left_out and row.step is not None)}")
+
+
+def _imbalance_note(_: Sequence[Row]) -> str:
+    return "device 0's busy time over the mean of the other devices"
+
+
+def _peak_note(rows: Sequence[Row]) -> str:
+    sources = {row.at_peak.source: None for row in rows if row.at_peak and row.peak_share}
+    return (
+        "a step's operations, as torch counts those of the model, at the peak of its GPUs, over the"
+        f" measured step. IMPORTED: {'; '.join(sources)}"
+    )
 
 
 def _memory(row: Row) -> Cell:
@@ -451,17 +461,21 @@ COLUMNS = (
     Column(heading="batch", cell=lambda row: Cell(row.case.batch, sort=str(row.case.batch_size))),
     Column(heading="rounds, steps", cell=_steps, printed=False),
     Column(heading="ms/step", cell=lambda row: estimate(row.step, 1e3), interval=True),
-    Column(heading="samples/s", cell=_rate),
-    Column(heading="speed-up", cell=_speedup, interval=True),
-    Column(heading="efficiency", cell=lambda row: share(row.efficiency)),
-    Column(heading="of peak", cell=lambda row: share(row.peak_share)),
-    Column(heading="imbalance", cell=lambda row: estimate(row.imbalance, unit="×"), brief=True),
+    Column(heading="samples/s", cell=_rate, yields=4),
+    Column(heading="speed-up", cell=_speedup, interval=True, compared=True),
+    Column(heading="efficiency", cell=lambda row: share(row.efficiency), compared=True, yields=2),
+    Column(heading="of peak", cell=lambda row: share(row.peak_share), yields=3, note=_peak_note),
+    Column(
+        heading="imbalance",
+        cell=lambda row: estimate(row.imbalance, unit="×"),
+        brief=True,
+        yields=1,
+        note=_imbalance_note,
+    ),
     Column(heading="peak memory", cell=_memory, printed=False),
-    Column(heading="verified", cell=verified, text=True),
+    Column(heading="verified", cell=verified, text=True, compared=True),
     Column(heading="labels", cell=lambda row: Cell("\n".join(row.labels)), text=True),
     Column(heading="status", cell=_status, text=True),
 )
 """The columns of the table of all cases."""
-COMPARED = ("speed-up", "efficiency", "verified")
-"""The columns that say something only about cases with a baseline and a reference."""
 TEXT_COLUMNS = tuple(column.heading for column in COLUMNS if column.text)

@@ -40,8 +40,11 @@ Round = tuple[Series, str]
 """The utilisation in a round, and its mean as text."""
 
 
-def utilisation(report: Report, rows: Sequence[Row]) -> Section:
-    """Return the section on utilisation over time, of GPUs if sampled, else of CPU cores."""
+def utilisation(report: Report, rows: Sequence[Row], key: str = "utilisation") -> Section:
+    """Return the section on utilisation over time, of GPUs if sampled, else of CPU cores.
+
+    The ids in the drawings begin with `key`.
+    """
     rounds_of = {
         (row.case, row.run): [
             (series, _mean(trial, series))
@@ -58,7 +61,7 @@ def utilisation(report: Report, rows: Sequence[Row]) -> Section:
         "Utilisation over time",
         "One row per GPU, or per CPU core on machines without GPUs. The rounds of a case are drawn"
         " one after another. A gap is time without readings.",
-        [_strips(facet, rounds_of, f"heat{i}") for i, facet in enumerate(panels)],
+        [_strips(facet, rounds_of, f"{key}{i}") for i, facet in enumerate(panels)],
         left_out if panels else "Utilisation was not sampled.",
     )
 
@@ -196,8 +199,11 @@ OUTLIER = 3.0
 """An outlier is farther than this multiple of the interquartile range from the quartiles."""
 
 
-def steps(report: Report, rows: Sequence[Row]) -> Section:
-    """Return the section on the distribution of step times, with a box per round."""
+def steps(report: Report, rows: Sequence[Row], key: str = "steps") -> Section:
+    """Return the section on the distribution of step times, with a box per round.
+
+    The ids in the drawings begin with `key`.
+    """
     measured = [row for row in rows if row.source.timed and row.step and _timed(report, row)]
     panels, left_out = small_multiples.split(measured, per=8)
     return Section(
@@ -207,7 +213,7 @@ def steps(report: Report, rows: Sequence[Row]) -> Section:
         f" median, and the whiskers end at the last step that is no outlier (beyond {OUTLIER:g}"
         f" interquartile ranges). {naming.processes(rows)} The band is the 95% interval of the"
         " median step. Warm-up steps do not count.",
-        [_steps(report, facet, f"steps{i}") for i, facet in enumerate(panels)],
+        [_steps(report, facet, f"{key}{i}") for i, facet in enumerate(panels)],
         left_out if panels else "No steps were recorded.",
         numbers=("step",),
     )

@@ -20,6 +20,7 @@ import psutil
 import pytest
 import yaml
 
+from benchmarks.scripts import action_steps
 from dpbench.analysis import comparison
 from dpbench.gating import judge, pairs, sides
 from tests.gating.projects import BUDGET_S, SCRIPT, commit, git, project, slow_down
@@ -148,73 +149,13 @@ def test_the_fixture_skips_a_new_test(repository: Path) -> None:
     assert "1 skipped" in done.stdout
 
 
-def action(folder: Path, outside: Path, **inputs: str) -> list[int]:
-    """Run the steps of action.yml as a workflow would, without the installation.
-
-    Return their exit codes up to the first failure.
-    """
-    told = yaml.safe_load((ROOT / "action.yml").read_text())
-    given = {name: str(one.get("default", "")) for name, one in told["inputs"].items()} | inputs
-    programs = outside / "programs"
-    programs.mkdir(exist_ok=True)
-    fakes = {
-        "dpbench": f'exec "{sys.executable}" -m dpbench "$@"\n',
-        "gh": f'echo "$@" >> "{outside}/calls"\n'
-        f'case "$*" in *--paginate*) cat "{outside}/ids";; esac\n',
-    }
-    for name, body in fakes.items():
-        (programs / name).write_text(f"#!/bin/sh\n{body}")
-        (programs / name).chmod(0o755)
-    (outside / "ids").touch()
-    written = {name: outside / name for name in ("GITHUB_OUTPUT", "GITHUB_STEP_SUMMARY")}
-    for path in written.values():
-        path.write_text("")
-    codes = []
-    for step in told["runs"]["steps"]:
-        if step["name"] == "Set up":
-            continue
-        outputs = dict(
-            line.partition("=")[::2] for line in written["GITHUB_OUTPUT"].read_text().splitlines()
-        )
-        known = {f"inputs.{name}": value for name, value in given.items()}
-        known |= {f"steps.gate.outputs.{name}": value for name, value in outputs.items()}
-        own = {name: filled(value, known) for name, value in step.get("env", {}).items()}
-        done = subprocess.run(
-            ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]],
-            cwd=folder,
-            env={
-                **os.environ,
-                "PYTHONPATH": str(ROOT),
-                "RUNNER_TEMP": str(outside),
-                "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
-                **{name: str(path) for name, path in written.items()},
-                **own,
-            },
-            timeout=600,
-            check=False,
-        )
-        codes.append(done.returncode)
-        if done.returncode:
-            break
-    return codes
-
-
-def filled(text: str, known: dict[str, str]) -> str:
-    """Return a text of action.yml with its expressions replaced; unknown ones become empty."""
-    parts = text.split("${{")
-    return parts[0] + "".join(
-        known.get(part.partition("}}")[0].strip(), "") + part.partition("}}")[2]
-        for part in parts[1:]
-    )
-
-
 @pytest.mark.parametrize("times", [1, 5])
 def test_the_action(repository: Path, tmp_path: Path, times: int) -> None:
     slow_down(repository, times)
     outside = tmp_path / "outside"
     outside.mkdir()
     given = {"base": "base", "model": "model.py:net", "limit": LIMIT, "budget": str(BUDGET_S)}
-    codes = action(repository, outside, **given)
+    codes = action_steps.run(repository, outside, **given)
     assert codes == ([0, 0, 0] if times == 1 else [0, 0, 1])
     summary = (outside / "GITHUB_STEP_SUMMARY").read_text()
     answer = "slower" if times > 1 else "not slower"
@@ -234,7 +175,7 @@ def test_the_action_updates_its_comment_and_takes_a_script(
     outside.mkdir()
     (outside / "ids").write_text("42\n")
     script = {"base": "base", "script": "train.py 100000", "budget": str(BUDGET_S)}
-    assert action(repository, outside, **script) == [0, 0, 1]
+    assert action_steps.run(repository, outside, **script) == [0, 0, 1]
     _, made = (outside / "calls").read_text().splitlines()
     assert "PATCH" in made
     assert "/42" in made
@@ -243,13 +184,13 @@ def test_the_action_updates_its_comment_and_takes_a_script(
 def test_the_action_fails_if_the_gate_does(repository: Path, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
-    assert action(repository, outside, base="nowhere", model="model.py:net") == [64]
+    assert action_steps.run(repository, outside, base="nowhere", model="model.py:net") == [64]
 
 
 def test_the_action_takes_one_line(repository: Path, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
-    assert action(repository, outside, base="base", script="train.py 1\n2") == [64]
+    assert action_steps.run(repository, outside, base="base", script="train.py 1\n2") == [64]
 
 
 def test_a_comment_that_is_refused_fails_nothing(repository: Path, tmp_path: Path) -> None:

@@ -92,12 +92,19 @@ def test_too_short_a_time_is_unknown() -> None:
         ({"cpu.max": "max 100000"}, None),
         ({"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 2.0),
         ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ({"job/cpu.max": "150000 100000"}, 1.5),
+        ({"job/cpu.max": "150000 100000", "job/step/cpu.max": "max 100000"}, 1.5),
+        ({"job/cpu.max": "max 100000", "job/step/cpu.max": "50000 100000"}, 0.5),
+        ({"cpu/job/cpu.cfs_quota_us": "200000", "cpu/job/cpu.cfs_period_us": "100000"}, 2.0),
+        ({"other/cpu.max": "150000 100000"}, None),
         ({}, None),
     ],
 )
-def test_a_containers_quota_is_read_from_either_version(
+def test_the_lowest_quota_of_the_groups_of_this_process_holds_in_either_version(
     files: dict[str, str], quota: float | None, tmp_path: Path
 ) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("4:cpu,cpuacct:/job/step\n0::/job/step\n")
     for name, text in files.items():
         path = tmp_path / "sys/fs/cgroup" / name
         path.parent.mkdir(parents=True, exist_ok=True)
