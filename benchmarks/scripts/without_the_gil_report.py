@@ -414,9 +414,10 @@ def answer(data: Data) -> str:
     rounds = sorted({one.rounds for one in cases})
     many = f"{rounds[0]} to {rounds[-1]}" if len(rounds) > 1 else str(rounds[0])
     undecided = all(stats.verdict(one.gain) == "undecided" for one in cases)
+    by_model = grouped((one.model, one) for one in cases)
     sentences = [
-        f"**In short:** of {words.count(len(cases), 'step')} of DataParallel, {verdicts(cases)}"
-        f" ({many} rounds each).",
+        f"**In short:** of {words.count(len(cases), 'step')} of DataParallel ({many} rounds each),"
+        f" of {'; of '.join(f'`{name}`: {verdicts(found)}' for name, found in by_model.items())}.",
         "These data cannot tell whether DataParallel is faster in a Python without the lock."
         if undecided
         else "",

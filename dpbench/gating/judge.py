@@ -6,8 +6,9 @@ works, quantities and looks hold together with `comparison.SURE`. The wall time 
 not slower if the interval lies below 1 plus the limit, and slower if it lies above 1 and the ratio
 itself reaches the limit. If it has decided nothing up to the last look, CPU time may say that the
 step is slower, by the same rule, because other processes disturb it less; the ratio of wall times
-must then be above 1 as well. CPU time never says that the step is not slower, because it contains
-no waiting. Memory is judged by the same rule.
+must then reach the limit as well, and that of CPU times exceed it by no more than the limit: a step
+that only uses more cores is not slower. CPU time never says that the step is not slower, because it
+contains no waiting. Memory is judged by the same rule.
 """
 
 from __future__ import annotations
@@ -110,7 +111,12 @@ def look(
     planned = len(pairs) in LOOKS
     answer = _answer(wall, limit) if planned else Answer.UNKNOWN
     undecided = planned and last and answer is Answer.UNKNOWN
-    by_cpu = undecided and wall.value > 1 and _answer(cpu, limit) is Answer.SLOWER
+    by_cpu = (
+        undecided
+        and wall.value >= 1 + limit
+        and cpu.value <= wall.value * (1 + limit)
+        and _answer(cpu, limit) is Answer.SLOWER
+    )
     moved = comparison.moved(
         [trial for pair in pairs for trial in pair.base.trials],
         [trial for pair in pairs for trial in pair.head.trials],

@@ -21,7 +21,7 @@ from dpbench.gating.sides import Block, CaseWork, Finished, Side, Starter, Work,
 from dpbench.gating.trees import Tree, Trees, copies
 from dpbench.gating.verdict import Verdict
 from dpbench.measure import scratch, selection
-from dpbench.records import registry, words
+from dpbench.records import Trial, registry, words
 from dpbench.records.errors import UsageError
 from dpbench.records.options import Options
 from dpbench.records.registry import Role
@@ -96,7 +96,9 @@ def decided(
         findings = _findings(trees, starters, pairs, limit, end, listen)
         taken = [pair for every in pairs.values() for pair in every]
         imported = [file for pair in taken for file in pair.head.files]
-        notes = [*trees.notes(imported), *_unequal(taken)]
+        notes = trees.notes(imported)
+        if unlike := differing(taken, told_settings):
+            notes.append(f"the sides differ: {unlike}")
     return Verdict(
         base=str(trees.base), head=str(trees.head), limit=limit, findings=findings, notes=notes
     )
@@ -113,7 +115,7 @@ def _findings(
     """Return a finding on each work, from pairs of all that are not decided yet, in turn.
 
     The pairs are added to `pairs`. If they would not reach the next planned look within the time,
-    none begins.
+    none begins. Sides that do unequal work get no answer.
     """
     found: dict[Work, Finding] = {}
     began = time.monotonic()
@@ -123,6 +125,13 @@ def _findings(
             break
         for work in undecided:
             pairs[work].append(pair(starters[work], trees.both, number))
+            if unlike := differing(pairs[work], told_work):
+                one = look(work.name, pairs[work], limit=limit, works=len(starters))
+                why = f"the sides do unequal work: {unlike}"
+                found[work] = replace(
+                    one, answer=Answer.UNKNOWN, by_cpu=False, more_memory=False, reason=why
+                )
+        undecided = [work for work in undecided if work not in found]
         pair_s = (time.monotonic() - began) / (number + 1)
         planned = number + 1 in judge.LOOKS
         if number and not planned:
@@ -152,41 +161,51 @@ def _explained(finding: Finding, pair_s: float) -> Finding:
     return replace(finding, reason=why)
 
 
-def _unequal(pairs: Sequence[Pair]) -> list[str]:
-    """Return a note if the sides did unequal work, such as on batches of other sizes.
-
-    The trials of a side may be unknown: then there is no note.
-    """
+def differing(pairs: Sequence[Pair], told: Callable[[Trial], str]) -> str:
+    """Return what `told` says of the trials of each side, if it differs; "" if alike or unknown."""
     before, after = (
-        {
-            (trial.case.batch_size, trial.case.precision, trial.case.device_kind)
-            for side in sides
-            for trial in side.trials
-        }
+        sorted({told(trial) for side in sides for trial in side.trials})
         for sides in ([one.base for one in pairs], [one.head for one in pairs])
     )
     if before == after or not (before and after):
-        return []
-    shown = [
-        " or ".join(f"batch {batch}, {precision}, {kind}" for batch, precision, kind in sorted(one))
-        for one in (before, after)
-    ]
-    return [f"the sides did not do equal work: {shown[0]}, then {shown[1]}"]
+        return ""
+    return f"{' or '.join(before)}, then {' or '.join(after)}"
+
+
+def told_work(trial: Trial) -> str:
+    """Return the work of a step: its rows, and what a watched loop does with them."""
+    case, loop = trial.case, trial.facts.loop
+    parts = [f"batch {case.batch_size}"]
+    if loop:
+        optimizers = len(case.optimizer.split("+"))
+        parts += [
+            words.count(loop.batches, "batch", "batches"),
+            f"{words.count(loop.updates, 'backward')} a step",
+            words.count(optimizers, "kind", "kinds") + " of optimizer",
+        ]
+    return ", ".join(parts)
+
+
+def told_settings(trial: Trial) -> str:
+    """Return the settings of a step that leave its work as it is."""
+    return f"{trial.case.precision}, {trial.case.device_kind}"
 
 
 def pair(start: Starter, trees: Sequence[Tree], number: int) -> Pair:
     """Return the blocks of one pair of fresh processes.
 
-    A program that ends before the last block has fewer. Raises SideFailed if there is none of each
-    side.
+    The side that starts first changes with every pair, as that of the first block does. A program
+    that ends before the last block has fewer. Raises SideFailed if there is none of each side.
     """
     with ExitStack() as stack:
-        base, head = (stack.enter_context(start(tree, number)) for tree in trees)
+        order = trees[::-1] if number % 2 else trees
+        first, second = (stack.enter_context(start(tree, number)) for tree in order)
         steps = 1
         for seconds in (WARMUP_S, WARMUP_S, BLOCK_S):
-            slowest_s = max(side.take(steps).wall_s for side in (base, head))
+            slowest_s = max(side.take(steps).wall_s for side in (first, second))
             steps = max(1, round(seconds / slowest_s))
-        sides = {"A": head, "B": base} if number % 2 else {"A": base, "B": head}
+        sides = {"A": first, "B": second}
+        base, head = (second, first) if number % 2 else (first, second)
         blocks: dict[Side, list[Block]] = {base: [], head: []}
         try:
             for letter in ORDER:

@@ -9,7 +9,8 @@
         dpbench_gate(step)
 
 `pytest --dpbench-base main` compares; without the option, the test takes one step. The fixture runs
-the same test in copies of both commits, whose processes take blocks of steps in turn.
+the same test in copies of both commits, whose processes take blocks of steps in turn. There it runs
+with pytest's own defaults: `addopts` and options of the command line do not count.
 """
 
 from __future__ import annotations

@@ -41,6 +41,8 @@ POLL_S = 0.2
 TAIL = 2000
 EFFORT = Effort(memory_by_phase=False, profile=False, marks=False, links=False)
 OLD = "its own dpbench is older than the gate, and took steps without waiting for its turn"
+EXTENSIONS = "TORCH_EXTENSIONS_DIR"
+"""The variable with the folder of extensions that torch builds by name: each side has its own."""
 PACKAGES = Path(__file__).parents[2]
 """The folder from which this process has imported dpbench."""
 
@@ -221,7 +223,8 @@ class CaseWork:
             for tree in trees:
                 own = folder / tree.folder.name
                 own.mkdir(exist_ok=True)
-                server = stack.enter_context(Server(own, tree.working, *tree.paths))
+                variables = {EXTENSIONS: str(own / "extensions")}
+                server = stack.enter_context(Server(own, tree.working, *tree.paths, **variables))
                 server.prepare()  # in this thread, because its process dies with the thread
                 servers[tree] = server
             yield lambda tree, number: self._side(servers[tree], tree, folder, number)
@@ -276,6 +279,8 @@ class CommandWork:
     @contextmanager
     def starting(self, trees: Sequence[Tree], folder: Path) -> Iterator[Starter]:
         """Yield the function that starts the program in a tree."""
+        for tree in trees:
+            (folder / tree.folder.name).mkdir(exist_ok=True)
         yield lambda tree, number: self._side(tree, folder)
 
     @contextmanager
@@ -289,6 +294,7 @@ class CommandWork:
             VARIABLE: str(path),
             "PYTHONPATH": os.pathsep.join(filter(None, modules)),
             "PYTEST_ADDOPTS": "",
+            EXTENSIONS: str(folder / tree.folder.name / "extensions"),
         }
 
         def check() -> None:

@@ -8,10 +8,12 @@ that the steps need, such as a data set, is linked if the user asks for it.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from dpbench.hardware import checkout
@@ -22,6 +24,8 @@ from dpbench.records.spelling import dashed
 
 CACHES = frozenset(("__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache"))
 """Folders that belong to the files beside them: each copy makes its own."""
+COMPILED = (".so", ".pyd", ".dylib")
+"""How the names of compiled modules end."""
 MOST_BYTES = 10**9
 """The most bytes of uncommitted files that are copied."""
 SHOWN = 4
@@ -33,7 +37,7 @@ class Tree:
     """A copy of a checkout: its folder, and the folder in it that is the user's working folder.
 
     `name` says whose code it has. `origin` is the checkout, and `linked` are the paths that are
-    links to it.
+    links to it. `differing` are the paths of the files that differ between the copies.
     """
 
     name: str
@@ -41,6 +45,7 @@ class Tree:
     working: Path
     origin: Path
     linked: tuple[str, ...] = ()
+    differing: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.name
@@ -53,10 +58,18 @@ class Tree:
     def check(self, files: Sequence[str]) -> None:
         """Raise UsageError if a process has imported one of these files instead of its own.
 
-        It then ran code of the checkout, which is the same in both copies.
+        It then ran code of the checkout, or an installed copy of it, which is the same in both.
         """
         for file in files:
-            if Path(file).is_relative_to(self.folder) or not Path(file).is_relative_to(self.origin):
+            if Path(file).is_relative_to(self.folder):
+                continue
+            if changed := self._installed(file):
+                raise UsageError(
+                    f"the copy of {self} imported {file}, an installed copy of {changed}, so that"
+                    " both sides would run the same code: put the folder of the package first in"
+                    " PYTHONPATH, as a path relative to the working folder, or uninstall it"
+                )
+            if not Path(file).is_relative_to(self.origin):
                 continue
             inside = Path(file).relative_to(self.origin)
             shared = any(inside.is_relative_to(one) for one in self.linked)
@@ -67,6 +80,22 @@ class Tree:
                     " from src, or remove the path of the checkout from PYTHONPATH and from its"
                     " .pth file"
                 )
+
+    def _installed(self, file: str) -> str:
+        """Return the differing file of a package of which a file is the installed copy, or ""."""
+        place = re.split(r"/(?:site|dist)-packages/", file)[1:]
+        return self._modules.get(place[-1], "") if place else ""
+
+    @cached_property
+    def _modules(self) -> dict[str, str]:
+        """Return the differing files of packages by the ends of their paths."""
+        modules = [path for path in self.differing if path.endswith(".py")]
+        parts = {path: path.split("/") for path in modules}
+        return {
+            "/".join(each[place:]): path
+            for path, each in parts.items()
+            for place in range(len(each) - 1)
+        }
 
     def lacks(self) -> str:
         """Return a clause on what git ignores in the checkout and no copy has; "" if nothing."""
@@ -86,6 +115,8 @@ class Trees:
     base: Tree
     head: Tree
     differing: tuple[str, ...]
+    remarks: tuple[str, ...] = ()
+    """Notes on what the copies have."""
 
     @property
     def both(self) -> tuple[Tree, Tree]:
@@ -94,6 +125,9 @@ class Trees:
 
     def notes(self, imported: Sequence[str]) -> list[str]:
         """Return notes on the differences, from the files that the present side has imported."""
+        return [*self.remarks, *self._unused(imported)]
+
+    def _unused(self, imported: Sequence[str]) -> list[str]:
         if not self.differing:
             return ["both sides have the same files"]
         own = {os.path.relpath(file, self.head.folder) for file in imported}
@@ -130,7 +164,16 @@ def copies(base: str, folder: Path, link: Sequence[str] = ()) -> Iterator[Trees]
             stack.enter_context(checkout.copy_of(origin, commit, copy))
             if name == "head":
                 _apply(changed, origin, copy)
-            for path in (*linked, *checkout.submodules(origin, commit)):
+            for path in linked:
+                if os.path.lexists(copy / path):
+                    raise UsageError(
+                        "{} has files that git tracks, and a copy has them already",
+                        option="link",
+                        value=path,
+                        remedy="give the ignored paths in it",
+                    )
+            shared = (*linked, *checkout.submodules(origin, commit))
+            for path in shared:
                 _link(origin / path, copy / path)
             if not (copy / inside).is_dir():
                 raise UsageError(
@@ -142,10 +185,32 @@ def copies(base: str, folder: Path, link: Sequence[str] = ()) -> Iterator[Trees]
                     folder=copy,
                     working=copy / inside,
                     origin=origin,
-                    linked=linked,
+                    linked=shared,
+                    differing=tuple(differing),
                 )
             )
-        yield Trees(base=made[0], head=made[1], differing=tuple(differing))
+        yield Trees(
+            base=made[0],
+            head=made[1],
+            differing=tuple(differing),
+            remarks=tuple(_remarks(origin, base, commits, linked)),
+        )
+
+
+def _remarks(
+    origin: Path, base: str, commits: Sequence[str], linked: Sequence[str]
+) -> Iterator[str]:
+    if not checkout.contains(origin, *commits):
+        yield (
+            f"{base} has commits that this checkout lacks, and the answer is on these, too:"
+            f" {dashed('base', f'$(git merge-base {base} HEAD)')} leaves them out"
+        )
+    built = [one for one in checkout.untracked(origin) if one.endswith(COMPILED)]
+    if built:
+        yield f"only the present side has {_named(built)}, which git does not track"
+    built = [one for one in _ignored(origin) if one.endswith(COMPILED) and one not in linked]
+    if built:
+        yield f"the copies lack {_named(built)}, which git ignores: a step may do without, slower"
 
 
 def _inside(origin: Path, folder: Path, path: str) -> str:

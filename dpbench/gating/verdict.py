@@ -9,7 +9,7 @@ from dpbench.gating.judge import LOOKS, Answer, Finding, whole
 from dpbench.records import words
 
 MARKER = "<!-- dpbench gate -->"
-"""The first line of the Markdown, by which a comment is found again."""
+"""The first line of the Markdown; the action adds the job, and finds its comment by the line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,8 @@ class Verdict:
     def markdown(self) -> str:
         """Return the answer as Markdown for a pull request."""
         rows = [
-            f"| {one.name} | **{one.answer}** | {_ratio(one)} | {'; '.join(_facts(one)[1:])} |"
+            f"| {one.name} | **{one.answer}** | {_ratio(one)}{' of CPU time' * one.by_cpu} |"
+            f" {'; '.join(_facts(one)[1:])} |"
             for one in self.findings
         ]
         return "\n".join(

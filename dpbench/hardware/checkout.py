@@ -95,6 +95,11 @@ def commit_of(folder: Path, name: str) -> str:
         raise UsageError(f"git knows no commit {name!r}: {remedy}") from None
 
 
+def contains(folder: Path, base: str, head: str) -> bool:
+    """Return whether a commit contains all commits of another."""
+    return not _text(folder, "rev-list", "--max-count=1", base, f"^{head}")
+
+
 @contextmanager
 def copy_of(folder: Path, commit: str, into: Path) -> Iterator[None]:
     """Check out a commit of a checkout into a new folder, as a worktree, and remove it at the end.
@@ -115,9 +120,13 @@ def copy_of(folder: Path, commit: str, into: Path) -> Iterator[None]:
 
 def changed(folder: Path) -> list[str]:
     """Return the paths that differ from the commit: changed, removed, and untracked ones."""
-    tracked = differing(folder, "HEAD")
-    untracked = _text(folder, "ls-files", "--others", "--exclude-standard", "-z", ":/")
-    return [*tracked, *filter(None, untracked.split("\0"))]
+    return [*differing(folder, "HEAD"), *untracked(folder)]
+
+
+def untracked(folder: Path) -> list[str]:
+    """Return the paths that git neither tracks nor ignores."""
+    listing = ("ls-files", "--others", "--exclude-standard", "-z", ":/")
+    return [*filter(None, _text(folder, *listing).split("\0"))]
 
 
 def differing(folder: Path, *commits: str) -> list[str]:

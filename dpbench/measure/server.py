@@ -64,11 +64,13 @@ class Server:
     """The parent's view of the server process, which forks a fresh worker for each request.
 
     The first request starts the process, in `folder` (default: the working folder); it finds
-    modules in `paths` first. On exit, this context manager kills it.
+    modules in `paths` first, and has the environment variables `own`. On exit, this context manager
+    kills it.
     """
 
-    def __init__(self, scratch: Path, folder: Path | None = None, *paths: Path) -> None:
+    def __init__(self, scratch: Path, folder: Path | None = None, *paths: Path, **own: str) -> None:
         self._scratch = scratch
+        self._own = own
         self._folder = folder
         self._paths = paths
         self._process: subprocess.Popen[bytes] | None = None
@@ -213,6 +215,7 @@ class Server:
                     stderr=self._log,
                     cwd=self._folder or Path.cwd(),
                     env=environment(*self._paths)
+                    | self._own
                     | {"TMPDIR": str(self._scratch), ROOT_PID: str(os.getpid())},
                 )
             self._buffer = b""

@@ -101,8 +101,6 @@ def _memory_bytes() -> int:
 
 
 def _files() -> list[str]:
-    """Return the files of this process's modules, but for those of the Python installation."""
-    installed = tuple(f"{os.path.realpath(one)}{os.sep}" for one in (sys.prefix, sys.base_prefix))
+    """Return the files of this process's modules."""
     named = {getattr(module, "__file__", None) or "" for module in [*sys.modules.values()]}
-    files = {os.path.realpath(file) for file in named if file}
-    return sorted(file for file in files if not file.startswith(installed))
+    return sorted({os.path.realpath(file) for file in named if file})

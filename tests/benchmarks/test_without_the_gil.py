@@ -161,7 +161,9 @@ def test_noisy_rounds_that_remain_decide_nothing(tmp_path: Path) -> None:
     (dp,) = report.load(tmp_path)["cpu"]
     assert dp.counted == "4, 2 NOISY"
     assert stats.verdict(dp.gain) == "undecided"
-    assert "1 undecided (4 rounds each). These data cannot tell" in report.answer({"cpu": [dp]})
+    assert "(4 rounds each), of `host`: 1 undecided. These data cannot tell" in report.answer(
+        {"cpu": [dp]}
+    )
     assert dp.gain.noisy
     assert dp.cost().noisy
     assert dp.share.noisy
@@ -177,7 +179,7 @@ def test_what_is_decided_by_phase_holds_for_all_phases_together(tmp_path: Path) 
     assert not report.most(dp, stats.joint_level(2))
     text = report.blocks(tmp_path)["answer"]
     assert "no phase is decidedly shorter" in text
-    assert "of 1 step of DataParallel, 1 faster without the lock (4 rounds each)" in text
+    assert "of 1 step of DataParallel (4 rounds each), of `host`: 1 faster without the lock" in text
     assert "cannot tell" not in text
     row = text.splitlines()[4]
     assert "| backward, 62% (" in row

@@ -184,7 +184,35 @@ def test_the_action_updates_its_comment_and_takes_a_script(
 def test_the_action_fails_if_the_gate_does(repository: Path, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
-    assert action_steps.run(repository, outside, base="nowhere", model="model.py:net") == [64]
+    codes = action_steps.run(repository, outside, base="nowhere", model="model.py:net")
+    assert codes == [0, 0, 64]
+    # an earlier comment must not go on to speak for this commit
+    assert "failed with 64" in (outside / "GITHUB_STEP_SUMMARY").read_text()
+    assert "POST" in (outside / "calls").read_text()
+
+
+def test_the_action_leaves_out_what_the_base_has_gained(repository: Path, tmp_path: Path) -> None:
+    git(repository, "checkout", "-b", "change")
+    slow_down(repository, 2)
+    commit(repository, {})
+    git(repository, "checkout", "main")
+    commit(repository, {"model.py": "raise RuntimeError"})
+    git(repository, "checkout", "change")
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    given = {"base": "main", "model": "model.py:net", "limit": LIMIT, "budget": str(BUDGET_S)}
+    assert action_steps.run(repository, outside, **given) == [0, 0, 1]
+
+
+def test_each_job_has_its_comment(repository: Path, tmp_path: Path) -> None:
+    markers = set()
+    for model in ("model.py:net", "model.py:other"):
+        outside = tmp_path / model
+        outside.mkdir()
+        action_steps.run(repository, outside, base="nowhere", model=model)
+        markers |= {(outside / "dpbench-gate.md").read_text().splitlines()[0]}
+    assert len(markers) == 2
+    assert all(marker.startswith("<!-- dpbench gate ") for marker in markers)
 
 
 def test_the_action_takes_one_line(repository: Path, tmp_path: Path) -> None:
@@ -199,6 +227,7 @@ def test_a_comment_that_is_refused_fails_nothing(repository: Path, tmp_path: Pat
     (outside / "ids").unlink(missing_ok=True)
     steps = yaml.safe_load((ROOT / "action.yml").read_text())["runs"]["steps"]
     (comment,) = (one for one in steps if one["name"] == "Comment")
+    (outside / "dpbench-gate.md").write_text("<!-- dpbench gate 1 -->\n")
     (outside / "gh").write_text("#!/bin/sh\nexit 1\n")
     (outside / "gh").chmod(0o755)
     done = subprocess.run(

@@ -96,6 +96,20 @@ def test_a_faster_step_that_uses_more_cores_is_not_slower() -> None:
     assert found[Answer.SLOWER] == 0
 
 
+def test_a_step_that_only_uses_more_cores_is_not_slower() -> None:
+    ratios = {"wall": 1.0, "cpu": 1.3, "wall_spread": 0.3, "cpu_spread": 0.02}
+    taken = [pairs(seed, **ratios) for seed in range(40)]
+    found = [look("step", one, limit=LIMIT, works=1, last=True) for one in taken]
+    assert not any(one.by_cpu for one in found)
+
+
+def test_cpu_time_decides_nothing_below_the_limit() -> None:
+    taken = pairs(0, wall=1.03, cpu=1.08, wall_spread=0.15, cpu_spread=0.01)
+    for number in LOOKS:
+        found = look("step", taken[:number], limit=LIMIT, works=1, last=True)
+        assert found.answer is not Answer.SLOWER or found.wall.value >= 1 + LIMIT
+
+
 def test_cpu_time_says_slower_where_the_wall_time_says_nothing() -> None:
     found = decided(pairs(0, wall=1.1, cpu=1.1, wall_spread=0.4, cpu_spread=0.02))
     assert found.answer is Answer.SLOWER

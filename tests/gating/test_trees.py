@@ -167,6 +167,50 @@ def test_a_file_of_the_checkout_is_no_file_of_a_copy(repository: Path) -> None:
                 base.check([str(repository / name)])
 
 
+def test_an_installed_copy_of_a_changed_file_is_no_file_of_a_copy(repository: Path) -> None:
+    changed = {"libs/core/src/core/x.py": "1", "model.py": "2", "six.py": "3"}
+    commit(repository, changed)
+    installed = "/usr/lib/python3/site-packages"
+    with copies("base", repository) as trees:
+        for tree in trees.both:
+            # one module of a name is no evidence of a package
+            tree.check([f"{installed}/core/y.py", f"{installed}/six.py", f"{installed}/a/model.py"])
+            with pytest.raises(UsageError, match="an installed copy of libs/core"):
+                tree.check([f"{installed}/core/x.py"])
+
+
+def test_a_base_with_further_commits_is_told(repository: Path) -> None:
+    commit(repository, {"later.py": "1"}, tag="later")
+    with copies("base", repository) as trees:
+        assert not trees.remarks
+    git(repository, "checkout", "base")
+    with copies("later", repository) as trees:
+        (remark,) = trees.remarks
+    assert "git merge-base later HEAD" in remark
+
+
+def test_compiled_modules_that_git_does_not_track_are_told(repository: Path) -> None:
+    (repository / ".gitignore").write_text("_ignored.so\n")
+    for name in ("_fast.so", "_ignored.so"):
+        (repository / name).write_text("")
+    with copies("base", repository) as trees:
+        assert [name in remark for remark in trees.remarks for name in ("_fast", "_ignored")] == [
+            *(True, False),
+            *(False, True),
+        ]
+    with copies("base", repository, ["_ignored.so"]) as trees:
+        assert len(trees.remarks) == 1
+
+
+def test_a_path_with_tracked_files_is_not_linked(repository: Path) -> None:
+    commit(repository, {"kept/.gitkeep": ""})
+    with (
+        pytest.raises(UsageError, match="has files that git tracks"),
+        copies("base", repository, ["kept"]),
+    ):
+        pass
+
+
 def test_no_checkout_and_no_commit_are_errors(repository: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no commit 'nowhere'"), copies("nowhere", repository):
         pass
@@ -189,7 +233,10 @@ def test_a_submodule_must_have_the_same_commit(repository: Path, tmp_path: Path)
     git(repository, "submodule", "add", str(part), "part")
     commit(repository, {}, tag="with-part")
     with copies("with-part", repository) as trees:
-        assert all((tree.folder / "part" / "model.py").exists() for tree in trees.both)
+        for tree in trees.both:
+            module = tree.folder / "part" / "model.py"
+            assert module.exists()
+            tree.check([str(module.resolve())])
     (repository / "part" / "model.py").write_text("uncommitted")
     with pytest.raises(UsageError, match="the submodule part"), copies("with-part", repository):
         pass

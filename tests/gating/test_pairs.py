@@ -1,0 +1,108 @@
+"""Pairs: the order of the sides, and unequal work, with sides that take no steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dpbench.gating import pairs
+from dpbench.gating.judge import Answer
+from dpbench.gating.sides import Block, Starter
+from dpbench.gating.trees import Tree
+from dpbench.gating.verdict import Verdict
+from dpbench.records import Trial
+from dpbench.records.facts import stated
+from dpbench.records.observed import Observed
+from tests.gating.projects import commit, project
+from tests.observed_loops import case
+from tests.trials import trial_of
+
+
+class Side:
+    """A side whose steps all take as long, and which has a log of what it does."""
+
+    files: Sequence[str] = ()
+
+    def __init__(self, name: str, log: list[str], trial: Trial | None) -> None:
+        self._name, self._log, self._trial = name, log, trial
+        log.append(f"{name} starts")
+
+    def take(self, steps: int) -> Block:
+        self._log.append(self._name)
+        return Block(0.01, 0.01, 10**9)
+
+    def release(self) -> None:
+        pass
+
+    def trials(self) -> Sequence[Trial]:
+        return [self._trial] if self._trial else []
+
+
+class Known:
+    """A work whose sides have these trials, base and head."""
+
+    name = "step"
+
+    def __init__(self, *trials: Trial) -> None:
+        self._trials = dict(zip(("base", "head"), trials, strict=False))
+        self.log: list[str] = []
+
+    @contextmanager
+    def starting(self, trees: Sequence[Tree], folder: Path) -> Iterator[Starter]:
+        yield self._side
+
+    @contextmanager
+    def _side(self, tree: Tree, number: int) -> Iterator[Any]:
+        name = tree.folder.name
+        yield Side(name, self.log, self._trials.get(name))
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    return project(tmp_path / "project")
+
+
+def decided(repository: Path, work: Known) -> Verdict:
+    commit(repository, {f"{len([*repository.iterdir()])}.py": ""})
+    return pairs.decided("base", [work], folder=repository)
+
+
+def test_each_side_starts_first_in_every_second_pair(repository: Path) -> None:
+    work = Known()
+    assert decided(repository, work).answer is Answer.NOT_SLOWER
+    starts = [line.split()[0] for line in work.log if line.endswith("starts")]
+    assert starts[:8] == ["base", "head", "head", "base"] * 2
+
+
+def of_loop(optimizer: str = "sgd", batch: int = 64, **facts: Any) -> Trial:
+    loop = Observed(command="train.py", reads={}, **facts)
+    of = case(batch_size=batch, optimizer=optimizer)
+    return trial_of(of, [0.01] * 4, provenance=stated(loop=loop))
+
+
+@pytest.mark.parametrize(
+    "head",
+    [of_loop(batch=32), of_loop("adamw+muon"), of_loop(batches=2), of_loop(updates=3)],
+    ids=["batch", "optimizers", "accumulation", "backwards"],
+)
+def test_unequal_work_gets_no_answer(repository: Path, head: Trial) -> None:
+    verdict = decided(repository, Known(of_loop(), head))
+    assert verdict.answer is Answer.UNKNOWN
+    assert not verdict.worse
+    assert "unequal" in verdict.findings[0].reason
+    assert verdict.findings[0].pairs == 1
+
+
+def test_other_settings_of_equal_work_are_told(repository: Path) -> None:
+    base = of_loop()
+    head = replace(base, case=replace(base.case, precision="bf16"))
+    verdict = decided(repository, Known(base, head))
+    assert verdict.answer is Answer.NOT_SLOWER
+    assert any("bf16" in note for note in verdict.notes)
+    same = decided(repository, Known(base, of_loop("adamw")))
+    assert same.answer is Answer.NOT_SLOWER
