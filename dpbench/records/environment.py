@@ -74,8 +74,11 @@ def _same_gpus(some: Sequence[str], others: Sequence[str]) -> bool:
 
 
 def _same_limits(some: Sequence[float], others: Sequence[float]) -> bool:
-    """Return whether GPUs have the same limits; their number is another fact."""
-    return some == others or len(some) != len(others)
+    """Return whether GPUs have the same limits, each kind at least once if their numbers differ.
+
+    The number is another fact.
+    """
+    return some == others or (len(some) != len(others) and {*some} == {*others})
 
 
 def _listed(values: Sequence[str]) -> str:

@@ -105,6 +105,30 @@ def test_only_the_variables_that_differ_are_named() -> None:
     assert (found.before, found.after) == ("not set", "NCCL_P2P_DISABLE=1")
 
 
+@pytest.mark.parametrize(
+    ("then", "now", "names"),
+    [
+        ((400, 400), (400,), ["number of GPUs"]),
+        ((400, 250), (250, 400, 400), ["number of GPUs"]),
+        ((400, 400), (250,), ["number of GPUs", "power limits"]),
+        ((400, 250), (400,), ["number of GPUs", "power limits"]),
+        ((400, 250), (250, 400), ["power limits"]),
+    ],
+)
+def test_power_limits_are_compared_whatever_the_number_of_gpus(
+    then: tuple[float, ...], now: tuple[float, ...], names: list[str]
+) -> None:
+    before, after = (
+        Environment.of(
+            RunFacts.of(
+                {"gpus": {"gpus": [{"name": "A100", "power_limit_w": watts} for watts in limits]}}
+            )
+        )
+        for limits in (then, now)
+    )
+    assert [one.name for one in differences(before, after)] == names
+
+
 def test_each_fact_has_a_name_by_which_it_is_asked_for_but_fake_gpus_are_never_compared() -> None:
     assert {*ACROSS} == {name for fact, name in ASKED.items() if fact != "fakes"}
     for name in ACROSS:
