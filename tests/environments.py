@@ -20,7 +20,7 @@ FACTS: dict[str, Any] = {
     "python_build": "CPython, GCC 13.2.0",
     "gil": "on",
     "packages": PACKAGES,
-    "variables": {"OMP_NUM_THREADS": "1"},
+    "variables": {"OMP_WAIT_POLICY": "PASSIVE"},
     "dpbench": {"version": "1"},
     "project": {},
 }
@@ -47,8 +47,8 @@ CHANGED: dict[str, dict[str, Any]] = {
     "gil": {"gil": "off"},
     "torch": {"packages": {**PACKAGES, "torch": "2.14.0"}},
     "numpy": {"packages": {**PACKAGES, "numpy": "1.26.0"}},
-    "python_variables": {"variables": {"OMP_NUM_THREADS": "1", "PYTHON_GIL": "0"}},
-    "variables": {"variables": {"OMP_NUM_THREADS": "1", "NCCL_P2P_DISABLE": "1"}},
+    "python_variables": {"variables": {"OMP_WAIT_POLICY": "PASSIVE", "PYTHON_GIL": "0"}},
+    "variables": {"variables": {"OMP_WAIT_POLICY": "PASSIVE", "NCCL_P2P_DISABLE": "1"}},
 }
 """Per field of `Environment` that a run knows, the facts that differ from `FACTS`."""
 TOLD = {one.name: one.metadata["name"] for one in fields(Environment)}

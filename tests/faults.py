@@ -2626,8 +2626,8 @@ FAULTS = (
     Fault(
         "variables-private",
         "no path is recorded from the environment",
-        'HIDDEN if "/" in value or "\\\\" in value or personal else value',
-        "HIDDEN if personal else value",
+        '_hidden(value) if "/" in value or "\\\\" in value or personal else value',
+        "_hidden(value) if personal else value",
         (
             "tests/hardware/test_nvml.py::test_variables_that_change_results_are_recorded_without_paths_and_names_of_users",
         ),

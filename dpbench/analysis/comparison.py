@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from dpbench.analysis import stats, summary
@@ -35,6 +35,8 @@ SURE = 0.99
 
 It is higher than in one run, because two runs also differ in ways that no round of either shows.
 """
+NAMED = 3
+"""The most labels in a list of cases that only one run has."""
 NEVER = 100
 """More rounds are not recommended if at least this number would be needed to decide a verdict."""
 ORDER = ("slower", "faster", "undecided", "same")
@@ -97,9 +99,10 @@ class Comparison:
 class Comparisons:
     """Two runs compared: common cases, by verdict, and the facts in which the environments differ.
 
-    `lost` has the reason for each common case without a ratio, such as a missing result.
-    `differing` also has facts that forbid no comparison, such as one that a run did not record.
-    `asked` names the facts across which the runs are compared.
+    `lost` has the reason for each common case without a ratio, such as a missing result, and
+    `alone` the cases that only the run "before" or only the run "after" has. `differing` also has
+    facts that forbid no comparison, such as one that a run did not record. `asked` names the facts
+    across which the runs are compared.
     """
 
     lines: Sequence[Comparison]
@@ -107,6 +110,7 @@ class Comparisons:
     differing: Sequence[Difference]
     margin: float
     asked: Collection[str] = ()
+    alone: Mapping[str, Sequence[Case]] = field(default_factory=dict)
 
     @property
     def across(self) -> Sequence[Difference]:
@@ -120,12 +124,25 @@ class Comparisons:
 
     @property
     def notes(self) -> Sequence[str]:
-        """Return the differences that forbid nothing, and each fact asked for that has none."""
+        """Return the differences that forbid nothing, and each fact asked for that has none.
+
+        The last one names the cases that only one of the runs has.
+        """
         known = {one.asked for one in self.differing}
         return [
             *(str(one) for one in self.differing if one not in {*self.across, *self.unlike}),
             *(f"{one}: no recorded difference" for one in sorted({*self.asked} - known)),
+            *self._of_one_run,
         ]
+
+    @property
+    def _of_one_run(self) -> Sequence[str]:
+        found = [
+            f'{words.count(len(cases), "case")} only in the run "{name}" ({_named(cases)})'
+            for name, cases in self.alone.items()
+            if cases
+        ]
+        return [f"not compared: {', and '.join(found)}"] if found else []
 
     @property
     def verdicts(self) -> Counter[str]:
@@ -180,13 +197,14 @@ def between(
         labels=[*["ACROSS"] * bool(found.across), *["UNLIKE"] * bool(found.unlike)],
     )
     lost = uncompared(before.trials, after.trials, elsewhere=elsewhere)
+    alone = unmatched(before.trials, after.trials, elsewhere=elsewhere)
     if not lines:
         reasons = "".join(f"; {case.label}: {reason}" for case, reason in lost.items())
         raise UsageError(
             f"the runs {before.run_id[:8]} and {after.run_id[:8]} have no measured case in"
             f" common{reasons}"
         )
-    return replace(found, lines=lines, lost=lost)
+    return replace(found, lines=lines, lost=lost, alone=alone)
 
 
 def unlikes(before: Measured, after: Measured) -> list[Difference]:
@@ -205,12 +223,16 @@ def compare(
     """Return the comparison of every case with results in both runs; above 1, `after` is faster.
 
     `margin` is the relative difference up to which two cases count as the same. The intervals of
-    all ratios hold together with the probability `SURE`. With `elsewhere`, a case is compared with
-    the same case on another kind of device; emulated devices, whose time is host time only, never
-    are. `labels` are added to those of each case. Cases that took only a few steps (`Trial.slow`)
-    in one of the runs are left out.
+    all ratios hold together with the probability `SURE`. With `elsewhere`, a case that only one
+    run has is compared with the same case on another kind of device; emulated devices, whose time
+    is host time only, never are. `labels` are added to those of each case. Cases that took only a
+    few steps (`Trial.slow`) in one of the runs are left out.
     """
-    pairs = [pair for pair in _pairs(before, after, elsewhere=elsewhere) if len(_modes(pair)) == 1]
+    pairs = [
+        pair
+        for pair in _pairs(before, after, elsewhere=elsewhere)
+        if all(map(measured, pair)) and len(_modes(pair)) == 1
+    ]
     level = stats.joint_level(len(pairs), SURE)
     lines = []
     for earlier, later in pairs:
@@ -278,30 +300,43 @@ def _timed(case: Case, run: Measured) -> list[Trial]:
 def _pairs(
     before: Sequence[Trial], after: Sequence[Trial], *, elsewhere: bool
 ) -> list[tuple[list[Trial], list[Trial]]]:
-    """Return the trials in both runs of each case with results in both."""
-    first, second = (_by_case(side, elsewhere=elsewhere) for side in (before, after))
-    return [(earlier, second[key]) for key, earlier in first.items() if key in second]
+    """Return the trials in both runs of each case that both have, even without a result."""
+    first, second = map(_by_case, (before, after))
+    matches = _matches(first, second, elsewhere=elsewhere)
+    return [(first[case], second[other]) for case, other in matches.items()]
+
+
+def _by_case(trials: Iterable[Trial]) -> dict[Case, list[Trial]]:
+    """Return the trials of each case, without predictions."""
+    return by_case(trial for trial in trials if trial.source.timed)
+
+
+def _matches(
+    first: Collection[Case], second: Collection[Case], *, elsewhere: bool
+) -> dict[Case, Case]:
+    """Return, for each case of `first` that is compared, the case of `second`.
+
+    If `elsewhere`, a case that only one of them has matches the same case on another kind of
+    device, except an emulated one, so that GPUs match CPUs.
+    """
+    found = {case: case for case in first if case in second}
+    if elsewhere:
+        others = {_anywhere(case): case for case in [*second][::-1] if case not in found}
+        for case in first:
+            if case not in found and (key := _anywhere(case)) in others:
+                found[case] = others.pop(key)
+    return found
+
+
+def _anywhere(case: Case) -> Case:
+    """Return a key that is equal for the same case on all kinds of devices but emulated ones."""
+    emulated = case.device_kind == "emulated"
+    return case if emulated else replace(case, device_kind="cpu", device_ids=())
 
 
 def _modes(pair: tuple[list[Trial], list[Trial]]) -> set[bool]:
     """Return whether the trials behind a ratio took only a few steps; both if they differ."""
     return {trial.facts.slow for trials in pair for trial in shown(trials)}
-
-
-def _by_case(trials: Iterable[Trial], *, elsewhere: bool) -> dict[Case, list[Trial]]:
-    """Return the trials of each case with a result.
-
-    If `elsewhere`, all keys have the same kind of device, except emulated ones, so that GPUs match
-    CPUs.
-    """
-    chosen: dict[Case, list[Trial]] = {}
-    for case, group in by_case(trials).items():
-        real = elsewhere and case.device_kind != "emulated"
-        key = replace(case, device_kind="cpu", device_ids=()) if real else case
-        timed = [trial for trial in group if trial.source.timed]
-        if measured(timed):
-            chosen.setdefault(key, timed)
-    return chosen
 
 
 def _reason(ratio: Estimate, verdict: str, count: int, margin: float) -> str:
@@ -334,18 +369,42 @@ def uncompared(
     before: Sequence[Trial], after: Sequence[Trial], *, elsewhere: bool = False
 ) -> dict[Case, str]:
     """Return the common cases without a comparison, each with the reason."""
-    reasons = {
-        earlier[-1].case: _in_two_modes(earlier, later)
-        for earlier, later in _pairs(before, after, elsewhere=elsewhere)
-        if len(_modes((earlier, later))) > 1
-    }
-    of_case = {"before": by_case(before), "after": by_case(after)}
-    for case in of_case["before"]:
-        for name, side in of_case.items():
-            if case in of_case["after"] and not measured(side[case]):
-                refusal = side[case][-1].refusal.partition("\n")[0]
-                reasons[case] = f'no result in the run "{name}": {refusal}'
+    reasons = {}
+    for earlier, later in _pairs(before, after, elsewhere=elsewhere):
+        case = earlier[-1].case
+        lacking = [
+            f'no result in the run "{name}": {_refusal(side)}'
+            for name, side in (("before", earlier), ("after", later))
+            if not measured(side)
+        ]
+        if lacking:
+            reasons[case] = "; ".join(lacking)
+        elif len(_modes((earlier, later))) > 1:
+            reasons[case] = _in_two_modes(earlier, later)
     return reasons
+
+
+def unmatched(
+    before: Sequence[Trial], after: Sequence[Trial], *, elsewhere: bool = False
+) -> dict[str, list[Case]]:
+    """Return the cases that only the run "before" or only the run "after" has."""
+    first, second = map(_by_case, (before, after))
+    matches = _matches(first, second, elsewhere=elsewhere)
+    others = {*matches.values()}
+    return {
+        "before": [case for case in first if case not in matches],
+        "after": [case for case in second if case not in others],
+    }
+
+
+def _named(cases: Sequence[Case]) -> str:
+    """Return the labels of the first cases as text, and how many there are besides."""
+    more = f" and {len(cases) - NAMED} more" if len(cases) > NAMED else ""
+    return ", ".join(case.label for case in cases[:NAMED]) + more
+
+
+def _refusal(trials: Sequence[Trial]) -> str:
+    return trials[-1].refusal.partition("\n")[0]
 
 
 def _in_two_modes(before: Sequence[Trial], after: Sequence[Trial]) -> str:

@@ -94,7 +94,9 @@ def warnings(machines: Sequence[Machine]) -> Iterator[str]:
                 " how it scales"
             )
     for other in machines[1:]:
-        if unlike := differences(*(Environment.of(one.facts) for one in (machines[0], other))):
+        found = differences(*(Environment.of(one.facts) for one in (machines[0], other)))
+        # a variable whose value neither recorded is no reason to call them unlike
+        if unlike := [one for one in found if one.before != one.after]:
             facts = "; ".join(map(_instead, unlike))
             yield f"{other.name} is unlike {machines[0].name}: {facts}"
 

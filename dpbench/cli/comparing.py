@@ -79,9 +79,9 @@ class ComparedRuns(msgspec.Struct, frozen=True, kw_only=True):
 
     Relative differences below `margin` count as equal. `across` has the differences that were asked
     for with --across, `unlike` those for which the runs are only compared with --unlike, and
-    `notes` the others, such as a fact that one of them did not record. `lost` maps the label of
-    each case that is in both runs but has no ratio, such as one without a result in one of them, to
-    the reason.
+    `notes` the others, such as a fact that one of them did not record; its last entry names the
+    cases that only one of the runs has. `lost` maps the label of each case that is in both runs but
+    has no ratio, such as one without a result in one of them, to the reason.
     """
 
     before: ComparedRun
@@ -158,8 +158,8 @@ def compare(
     The command refuses two runs that differ in a fact on which step times depend: processor, cores,
     GPUs and their power limits, versions of the driver, CUDA, cuDNN, NCCL, torch, numpy and Python,
     its build, its GIL (on or off), variables such as NCCL_P2P_DISABLE, and kinds of devices. It
-    also refuses if only one of the runs is an imported trace. A fact that one of the runs did not
-    record is named in a note.
+    also refuses if only one of the runs is an imported trace. Notes name each fact that one of the
+    runs did not record, and cases that only one of them has.
 
     --across torch compares runs with two versions of torch, and still refuses any other difference;
     ratios then have the label ACROSS. `python` means version, build, GIL and variables of Python

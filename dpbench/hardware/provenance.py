@@ -21,7 +21,7 @@ from typing import Any
 from dpbench.hardware import checkout, interpreter
 from dpbench.hardware.readings import reading
 from dpbench.records import sources
-from dpbench.records.environment import Environment
+from dpbench.records.environment import HIDDEN, Environment
 from dpbench.records.facts import RunFacts, Surroundings
 from dpbench.records.visible import visible
 
@@ -57,7 +57,10 @@ VARIABLES = (
     "RCCL_",
     "ROCBLAS_",
     "ROCR_VISIBLE_DEVICES",
+    "TORCHDYNAMO_",
+    "TORCHINDUCTOR_",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TORCH_COMPILE_",
     "TORCH_CUDNN_",
     "TORCH_NCCL_",
 )
@@ -70,8 +73,6 @@ BUILDS = (
     "--with-pydebug",
 )
 """The options of CPython's build that change its speed."""
-HIDDEN = "(not recorded)"
-"""The text in place of the value of a variable, if it has a path or the name of the user."""
 
 
 def collect(gpus: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -112,19 +113,23 @@ def variables(environ: Mapping[str, str], known: Iterable[str] = VARIABLES) -> d
     """Return those environment variables that change results, sorted by name.
 
     A name in `known` that ends in "_" is a prefix. A value with a path or with the name of the user
-    is replaced by `HIDDEN`.
+    is replaced by `HIDDEN` and a short hash, by which two such values differ.
     """
     users = {environ[name] for name in ("USER", "LOGNAME", "USERNAME") if environ.get(name)}
 
     def shown(value: str) -> str:
         personal = users & set(re.split(r"\W+", value))
-        return HIDDEN if "/" in value or "\\" in value or personal else value
+        return _hidden(value) if "/" in value or "\\" in value or personal else value
 
     return {
         name: shown(value)
         for name, value in sorted(environ.items())
         if any(name.startswith(one) if one.endswith("_") else name == one for one in known)
     }
+
+
+def _hidden(value: str) -> str:
+    return f"{HIDDEN} sha256:{hashlib.sha256(os.fsencode(value)).hexdigest()[:8]}"
 
 
 def host_facts() -> dict[str, Any]:

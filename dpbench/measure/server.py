@@ -26,6 +26,7 @@ from dpbench.hardware.samplers.host import ROOT_PID
 from dpbench.measure.request import UNWRITTEN, Request, WorkKind
 from dpbench.measure.scratch import explained
 from dpbench.records import Case, Effort, Status, Trial, signals
+from dpbench.records.environment import THREADS
 from dpbench.records.spelling import dashed
 from dpbench.records.trial import Failure
 from dpbench.records.visible import visible
@@ -38,7 +39,7 @@ STACKS_S = 0.5
 TAIL = 4000
 PROBE_BYTES = 4096
 """The bytes that are written to find out whether a file system is full."""
-_THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_THREADS = dict.fromkeys(THREADS, "1")
 """Environment variables that limit each operation to one thread.
 
 `torch.set_num_threads(1)` alone has no effect on MKL in threads that the engine starts: in each of

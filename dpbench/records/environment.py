@@ -10,7 +10,7 @@ import json
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
@@ -31,6 +31,32 @@ ALIKE = 0.05
 """The largest relative difference of memory at which two machines count as alike."""
 ELSEWHERE = ("ASV_COMMIT", *AMD.hiding)
 """The variables whose effect is known otherwise: a key of the code, and the list of GPUs."""
+IDLE = (
+    "CUBLAS_LOGDEST_DBG",
+    "CUDA_CACHE_PATH",
+    "CUDA_HOME",
+    "CUDA_PATH",
+    "CUDNN_LOGDEST_DBG",
+    "HIP_PATH",
+    "MIOPEN_CUSTOM_CACHE_DIR",
+    "NCCL_DEBUG_FILE",
+    "NCCL_GRAPH_DUMP_FILE",
+    "NCCL_TOPO_DUMP_FILE",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TORCHINDUCTOR_COMPILE_THREADS",
+    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+)
+"""The variables that decide no time of a step, such as the folder of a cache or of a compiler.
+
+Their values differ between users and jobs, and torch sets some of them.
+"""
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+"""The variables that dpbench sets in the processes that measure, whatever the shell has."""
+HIDDEN = "(not recorded)"
+"""What stands for a variable's value that is not recorded; a hash of the value follows.
+
+Earlier versions stored no hash, and such a value may be equal to any other that is not recorded.
+"""
 _FREE_THREADED = (3, 13)
 """The first Python that can run without a global interpreter lock."""
 
@@ -74,8 +100,11 @@ def _same_gpus(some: Sequence[str], others: Sequence[str]) -> bool:
 
 
 def _same_limits(some: Sequence[float], others: Sequence[float]) -> bool:
-    """Return whether GPUs have the same limits; their number is another fact."""
-    return some == others or len(some) != len(others)
+    """Return whether GPUs have the same limits, each kind at least once if their numbers differ.
+
+    The number is another fact.
+    """
+    return some == others or (len(some) != len(others) and {*some} == {*others})
 
 
 def _listed(values: Sequence[str]) -> str:
@@ -101,8 +130,8 @@ class Environment:
     what AMD's torch has in their place.
     `build` is the build of Python, and `gil` says whether its global interpreter lock is "on" or
     "off". `python_variables` and `variables` are texts NAME=value, those of the interpreter and all
-    others. The last three facts are of trials: whether GPUs are fake, the kinds of devices, and
-    whether a trace was imported.
+    others that decide times: those of `THREADS` do so in a watched loop only. The last three facts
+    are of trials: whether GPUs are fake, the kinds of devices, and whether a trace was imported.
     """
 
     processor: str | None = _fact("processor")
@@ -143,7 +172,8 @@ class Environment:
             return ", ".join(sorted(of_workers)) or _text(getattr(facts, name)) or _text(known)
 
         python = told("python")
-        of_python, variables = _variables(facts.variables)
+        watched = any(trial.facts.loop for trial in trials)
+        of_python, variables = _variables(facts.variables, [*IDLE, *(() if watched else THREADS)])
         return cls(
             processor=_text(host.cpu),
             cores=host.cores,
@@ -198,12 +228,16 @@ def _always_locked(python: str) -> bool:
 
 
 def _variables(
-    variables: Mapping[str, str] | None,
+    variables: Mapping[str, str] | None, idle: Collection[str]
 ) -> tuple[frozenset[str] | None, frozenset[str] | None]:
-    """Return the variables of Python, and the others."""
+    """Return the variables of Python, and the others, without `idle` ones."""
     if variables is None:
         return None, None
-    known = {name: f"{name}={value}" for name, value in variables.items() if name not in ELSEWHERE}
+    known = {
+        name: f"{name}={value}"
+        for name, value in variables.items()
+        if name not in ELSEWHERE and name not in idle
+    }
     of_python = frozenset(text for name, text in known.items() if name.startswith("PYTHON"))
     return of_python, frozenset(known.values()) - of_python
 
@@ -270,22 +304,45 @@ class Difference:
 
 
 def differences(before: Environment, after: Environment) -> list[Difference]:
-    """Return the facts in which two environments differ, or which only one of them knows."""
+    """Return the facts in which two environments differ, or which only one of them knows.
+
+    A variable whose values cannot be compared is told under its own name.
+    """
     found = []
     for one in fields(Environment):
         first, second = getattr(before, one.name), getattr(after, one.name)
+        told, asked, shown = (one.metadata[name] for name in ("name", "asked", "shown"))
         known = first is not None and second is not None
+        if known and isinstance(first, frozenset):
+            unsure = _unsure(first, second)
+            for name, values in unsure.items():
+                was, became = (UNKNOWN if value == HIDDEN else value for value in values)
+                found.append(Difference(name, asked, was, became, forbids=False))
+            settled = {f"{name}={value}" for name, values in unsure.items() for value in values}
+            first, second = first - second - settled, second - first - settled
         if first == second or (known and one.metadata["alike"](first, second)):
             continue
-        if known and isinstance(first, frozenset):
-            first, second = first - second, second - first
-        told, shown = one.metadata["name"], one.metadata["shown"]
         if before.on_amd and after.on_amd:
             told = one.metadata["of_amd"] or told
         was, became = (UNKNOWN if value is None else shown(value) for value in (first, second))
         forbids = known and one.metadata["forbids"]
-        found.append(Difference(told, one.metadata["asked"], was, became, forbids=forbids))
+        found.append(Difference(told, asked, was, became, forbids=forbids))
     return found
+
+
+def _unsure(some: Iterable[str], others: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Return both values of each variable that is hidden in both, and in one without a hash."""
+    first, second = (
+        {name: value for name, value in map(_parted, texts) if value.startswith(HIDDEN)}
+        for texts in (some, others)
+    )
+    both = {name: (first[name], second[name]) for name in sorted(first.keys() & second.keys())}
+    return {name: values for name, values in both.items() if HIDDEN in values}
+
+
+def _parted(text: str) -> tuple[str, str]:
+    name, _, value = text.partition("=")
+    return name, value
 
 
 def forbidding(before: Environment, after: Environment) -> list[Difference]:

@@ -19,7 +19,9 @@ import dpbench as dp
 from dpbench.analysis import comparison, stats
 from dpbench.analysis.report import Report
 from dpbench.cli import comparing
+from dpbench.hardware import provenance
 from dpbench.records import Case, Phase, Source, Span, Status, Step, Trial, Verified
+from dpbench.records.environment import HIDDEN
 from dpbench.records.estimate import Doubt, Estimate
 from dpbench.report import comparing as drawing
 from dpbench.report import svg, swim_lanes
@@ -334,6 +336,66 @@ def test_a_case_without_a_result_is_undecided_with_its_reason(tmp_path: Path, dp
     assert "out of memory" in found["lost"][DP.label]
     assert f"{DP.label}: {found['lost'][DP.label]}" in out
     assert "1 case undecided, 1 case same" in out
+
+
+def on_gpus(trials: Sequence[Trial]) -> list[Trial]:
+    return [replace(one, case=replace(one.case, device_kind="cuda")) for one in trials]
+
+
+def test_a_case_that_a_gpu_lost_is_undecided_across_devices_too(
+    tmp_path: Path, dpbench: Any
+) -> None:
+    failed = Trial(case=DP, status=Status.OOM, reason="out of memory")
+    after = on_gpus([*[one for one in AFTER if one.case != DP], failed])
+    first = stored(tmp_path / "dpbench.db", BEFORE)
+    second = stored(tmp_path / "dpbench.db", after)
+    asked = ("compare", first[:9], second[:9], "--across", "devices")
+    code, out, err = dpbench(*asked)
+    assert (code, err) == (3, "")
+    assert "out of memory" in out
+    found = json.loads(dpbench(*asked, "--json")[1])
+    assert [*found["lost"]] == [DP.label]
+    assert found["notes"] == []
+    swapped = comparison.between(report(after), report(BEFORE), across="devices")
+    assert [case.device_kind for case in swapped.lost] == ["cuda"]
+
+
+def test_cases_that_only_one_run_has_are_named_in_a_note(tmp_path: Path, dpbench: Any) -> None:
+    more = [replace(DP, devices=number) for number in (4, 8, 16, 32, 64)]
+    first = stored(tmp_path / "dpbench.db", BEFORE)
+    second = stored(
+        tmp_path / "dpbench.db",
+        [*(one for one in AFTER if one.case != DP), *rounds(*((case, 1, 1) for case in more))],
+    )
+    code, out, err = dpbench("compare", first[:9], second[:9])
+    assert (code, err) == (0, "")
+    (note,) = json.loads(dpbench("compare", first[:9], second[:9], "--json")[1])["notes"]
+    assert f"note    {note}" in out
+    assert [case for case in [DP, *more] if case.label in note] == [DP, *more[: comparison.NAMED]]
+
+
+def test_each_case_is_compared_with_itself_if_both_runs_have_it_on_each_kind_of_device() -> None:
+    other = FACTS | {"packages": {"torch": "2.14.0"}, "host": {"cpu": "Xeon", "cores": 2}}
+    mixed = [*BEFORE, *on_gpus(BEFORE)]
+    found = comparison.between(report(mixed), report(mixed[::-1], other), unlike=True)
+    assert len(found.lines) == 4
+    assert all(line.case == line.other for line in found.lines)
+    some = comparison.between(report(mixed), report(BEFORE, other), unlike=True)
+    assert {*some.alone["before"]} == {one.case for one in on_gpus(BEFORE)}
+
+
+def test_runs_with_another_library_before_all_others_are_refused() -> None:
+    def preloading(value: str) -> Report:
+        return report(BEFORE, FACTS | {"variables": provenance.variables({"LD_PRELOAD": value})})
+
+    one, other = preloading("/lib/libjemalloc.so"), preloading("/lib/libtcmalloc.so")
+    assert comparison.between(one, preloading("/lib/libjemalloc.so")).notes == []
+    with pytest.raises(ValueError, match="variables: LD_PRELOAD="):
+        comparison.between(one, other)
+    earlier = report(BEFORE, FACTS | {"variables": {"LD_PRELOAD": HIDDEN}})
+    for pair in ((earlier, one), (earlier, earlier)):
+        (note,) = comparison.between(*pair).notes
+        assert note.startswith("LD_PRELOAD: unknown, then ")
 
 
 def slow(trials: Sequence[Trial], *cases: Case) -> list[Trial]:

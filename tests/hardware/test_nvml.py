@@ -8,6 +8,7 @@ import pytest
 
 from dpbench.hardware import nvml, provenance
 from dpbench.measure.server import environment
+from dpbench.records.environment import HIDDEN
 from tests.recorded_nvml import DRIVER_NOT_LOADED, NOT_SUPPORTED, RECORDINGS, Recorded, recorded
 
 UUIDS = tuple(recorded("h100_x4").recording["uuids"])
@@ -424,6 +425,21 @@ def test_variables_that_change_results_are_recorded_without_paths_and_names_of_u
     }
     found = provenance.variables(environ)
     assert environ.keys() - found.keys() == {"USER", "MY_OMP_NUM_THREADS", "HF_TOKEN"}
-    hidden = {name for name, value in found.items() if value == provenance.HIDDEN}
+    hidden = {name for name, value in found.items() if value.startswith(HIDDEN)}
     assert hidden == {"NCCL_DEBUG_FILE", "NCCL_TOPO_FILE", "NCCL_CONF_FILE"}
     assert all(found[name] == environ[name] for name in found.keys() - hidden)
+    assert not re.search(r"/|alice|\.conf|\.xml", "".join(found.values()))
+
+
+def test_values_that_are_not_recorded_differ_as_their_values_do():
+    files = ["/lib/libjemalloc.so", "/lib/libtcmalloc.so", "/lib/libjemalloc.so", "/\udcff"]
+    first, second, again, odd = (provenance.variables({"LD_PRELOAD": file}) for file in files)
+    assert first == again
+    assert len({one["LD_PRELOAD"] for one in (first, second, odd)}) == 3
+
+
+@pytest.mark.parametrize(
+    "name", ["TORCHINDUCTOR_MAX_AUTOTUNE", "TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"]
+)
+def test_variables_that_decide_times_of_compiled_cases_are_recorded(name):
+    assert provenance.variables({name: "1"}) == {name: "1"}

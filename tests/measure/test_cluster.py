@@ -34,6 +34,7 @@ from dpbench.records import (
     host_device,
     words,
 )
+from dpbench.records.environment import HIDDEN
 from dpbench.records.facts import Machine, RunFacts, TrialHost
 from dpbench.records.load import Load
 from dpbench.records.trial import ALONE, Failure
@@ -434,6 +435,13 @@ def test_each_fact_of_another_machine_of_a_launch_is_compared(name: str) -> None
     provenances = [environments.FACTS, environments.facts(name)]
     mixed = [Trial(case=CASE, provenance=one) for one in provenances]
     assert bool(list(hosts.unlike(mixed))) is (name in environments.FORBIDS)
+
+
+def test_a_variable_whose_value_no_machine_recorded_makes_none_of_them_unlike() -> None:
+    """Launches of earlier versions stored no hash of such a value."""
+    facts = {**environments.FACTS, "variables": {"LD_PRELOAD": HIDDEN}}
+    a, b = ({"name": name, "machine": name, "facts": facts} for name in "ab")
+    assert list(hosts.warnings(machines(a, b))) == []
 
 
 def test_trials_of_unlike_machines_are_said_to_compare_machines() -> None:

@@ -311,6 +311,22 @@ def test_trials_under_another_environment_variable_are_never_added_to_a_run(
 
 
 @pytest.mark.usefixtures("quick")
+def test_a_run_goes_on_under_other_threads_of_the_shell_but_not_with_another_file(
+    store, monkeypatch
+):
+    """The processes that measure have one thread an operation whatever the shell says."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    monkeypatch.setenv("NCCL_TOPO_FILE", "/etc/none-a.xml")
+    first = run([ONE], store, rounds=2)
+    store.end_run(first.run_id, OPEN)
+    monkeypatch.setenv("NCCL_TOPO_FILE", "/etc/none-b.xml")
+    assert run([ONE], store, rounds=2).run_id != first.run_id
+    monkeypatch.setenv("NCCL_TOPO_FILE", "/etc/none-a.xml")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert run([ONE], store, rounds=2).run_id == first.run_id
+
+
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("more", [[], [TWO]], ids=["an open run", "a plan that grows"])
 @pytest.mark.parametrize("name", environments.FORBIDS)
 def test_trials_of_another_environment_are_never_added_to_a_run(

@@ -11,6 +11,8 @@ from dpbench.records import Case, Trial
 from dpbench.records.environment import (
     ACROSS,
     FAKES,
+    HIDDEN,
+    THREADS,
     UNKNOWN,
     Environment,
     asked_for,
@@ -92,6 +94,9 @@ def test_what_the_workers_told_counts_more_than_what_the_run_knew() -> None:
         ({"variables": {**FACTS["variables"], "ASV_COMMIT": "abc"}}, True),
         ({"host": {**FACTS["host"], "memory_bytes": 66 * 2**30}}, True),
         ({"host": {**FACTS["host"], "name": "another"}}, True),
+        ({"variables": {**FACTS["variables"], "OMP_NUM_THREADS": "4"}}, True),
+        ({"variables": {**FACTS["variables"], "CUDA_HOME": HIDDEN}}, True),
+        ({"variables": {**FACTS["variables"], "TORCHINDUCTOR_CACHE_DIR": HIDDEN}}, True),
         ({"variables": {}}, False),
     ],
 )
@@ -103,6 +108,64 @@ def test_what_means_the_same_is_no_difference(changed: dict[str, Any], alike: bo
 def test_only_the_variables_that_differ_are_named() -> None:
     (found,) = differences(HERE, Environment.of(RunFacts.of(facts("variables")), [CPU]))
     assert (found.before, found.after) == ("not set", "NCCL_P2P_DISABLE=1")
+
+
+def with_variables(**variables: str) -> Environment:
+    return Environment.of(RunFacts.of({**FACTS, "variables": variables}), [CPU])
+
+
+@pytest.mark.parametrize("name", ["LD_PRELOAD", "PYTHONMALLOC"])
+def test_a_value_of_which_no_hash_was_stored_is_unknown_and_other_variables_still_differ(
+    name: str,
+) -> None:
+    one, other = f"{HIDDEN} sha256:1", f"{HIDDEN} sha256:2"
+    (found,) = differences(with_variables(**{name: one}), with_variables(**{name: other}))
+    assert found.forbids
+    assert not differences(with_variables(**{name: one}), with_variables(**{name: one}))
+    for values in ((HIDDEN, one), (one, HIDDEN), (HIDDEN, HIDDEN)):
+        before, after = (with_variables(**{name: value}) for value in values)
+        (found,) = differences(before, after)
+        assert (found.name, found.unknown, found.forbids) == (name, True, False)
+        assert found.asked == ("python" if name.startswith("PYTHON") else "variables")
+        more = with_variables(**{name: values[1], "NCCL_ALGO": "Ring"})
+        assert [one.after for one in forbidding(before, more)] == ["NCCL_ALGO=Ring"]
+    (found,) = differences(with_variables(**{name: HIDDEN}), with_variables())
+    assert found.forbids, "it was set, whatever its value was"
+
+
+@pytest.mark.parametrize("name", THREADS)
+def test_the_numbers_of_threads_count_in_a_watched_loop_alone(name: str) -> None:
+    """Where dpbench measures, it sets both."""
+    watched = replace(CPU, provenance={"observed": {"command": "train.py", "reads": {}}})
+    runs = [RunFacts.of({**FACTS, "variables": {name: value}}) for value in "14"]
+    for trials, unlike in (([CPU], False), ([watched], True)):
+        before, after = (Environment.of(run, trials) for run in runs)
+        assert bool(forbidding(before, after)) is unlike
+        assert (before.key != after.key) is unlike
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "names"),
+    [
+        ((400, 400), (400,), ["number of GPUs"]),
+        ((400, 250), (250, 400, 400), ["number of GPUs"]),
+        ((400, 400), (250,), ["number of GPUs", "power limits"]),
+        ((400, 250), (400,), ["number of GPUs", "power limits"]),
+        ((400, 250), (250, 400), ["power limits"]),
+    ],
+)
+def test_power_limits_are_compared_whatever_the_number_of_gpus(
+    then: tuple[float, ...], now: tuple[float, ...], names: list[str]
+) -> None:
+    before, after = (
+        Environment.of(
+            RunFacts.of(
+                {"gpus": {"gpus": [{"name": "A100", "power_limit_w": watts} for watts in limits]}}
+            )
+        )
+        for limits in (then, now)
+    )
+    assert [one.name for one in differences(before, after)] == names
 
 
 def test_each_fact_has_a_name_by_which_it_is_asked_for_but_fake_gpus_are_never_compared() -> None:
