@@ -441,9 +441,20 @@ def by_phase(cases: Sequence[Paired], level: float) -> str:
 
 
 def verdicts(cases: Sequence[Paired]) -> str:
-    """Return how often each verdict on the steps of cases occurs."""
-    found = [stats.verdict(one.gain) for one in cases]
-    return "; ".join(f"{found.count(key)} {text}" for key, text in VERDICTS.items() if key in found)
+    """Return how often each verdict on the steps of cases occurs, and the decided ratios."""
+    gains = grouped((stats.verdict(one.gain), one.gain) for one in cases)
+    return "; ".join(
+        f"{len(gains[key])} {text}{_range(gains[key]) if key in ('faster', 'slower') else ''}"
+        for key, text in VERDICTS.items()
+        if key in gains
+    )
+
+
+def _range(gains: Sequence[Estimate]) -> str:
+    """Return the least and the largest of some ratios in parentheses."""
+    values = sorted(one.value for one in gains)
+    ends = dict.fromkeys(f"{words.number(value)}×" for value in (values[0], values[-1]))
+    return f" ({' to '.join(ends)})"
 
 
 def of_set(name: str) -> Callable[[Data], str]:
