@@ -8,11 +8,13 @@ itself reaches the limit. If it has decided nothing up to the last look, CPU tim
 step is slower, by the same rule, because other processes disturb it less; the ratio of wall times
 must then reach the limit as well, and that of CPU times exceed it by no more than the limit: a step
 that only uses more cores is not slower. CPU time never says that the step is not slower, because it
-contains no waiting. Memory is judged by the same rule.
+contains no waiting. Memory is judged by the same rule. There is no "not slower" from steps whose
+batches the workers of a DataLoader may have fetched before: a slower loader would show only later.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -40,12 +42,30 @@ class Answer(StrEnum):
 class Taken:
     """The blocks of one side of a pair, without the warm-up, and the trials with all its steps.
 
-    `files` are those of which it has imported modules.
+    `files` are those of which it has imported modules. `draining` are the blocks right before
+    `blocks`, in which a queue of batches becomes empty if the workers of a DataLoader are slower
+    than the step.
     """
 
     blocks: Sequence[Block]
     trials: Sequence[Trial] = ()
     files: Sequence[str] = ()
+    draining: Sequence[Block] = ()
+
+    @property
+    def ahead(self) -> int:
+        """Return the most batches that workers fetched before they were needed."""
+        return max(block.ahead for block in (*self.draining, *self.blocks))
+
+    @property
+    def drained(self) -> int:
+        """Return the batches that it took before `blocks`."""
+        return sum(block.batches for block in self.draining)
+
+    @property
+    def fed(self) -> int:
+        """Return how many of these, at most, its workers had fetched before."""
+        return self.ahead - (self.draining[-1].ready if self.draining else 0)
 
     @property
     def memory_bytes(self) -> int:
@@ -121,6 +141,9 @@ def look(
         [trial for pair in pairs for trial in pair.base.trials],
         [trial for pair in pairs for trial in pair.head.trials],
     )
+    hidden = _hidden([pair.head for pair in pairs], limit) if answer is Answer.NOT_SLOWER else ""
+    if hidden:
+        answer = Answer.UNKNOWN
     phase, phase_s = max(moved.items(), key=lambda one: one[1], default=("", 0.0))
     return Finding(
         name=name,
@@ -133,6 +156,7 @@ def look(
         by_cpu=by_cpu,
         phase=phase,
         phase_s=phase_s,
+        reason=hidden,
     )
 
 
@@ -142,6 +166,28 @@ def _answer(ratio: Estimate, limit: float) -> Answer:
     if ratio.high < 1 + limit:
         return Answer.NOT_SLOWER
     return Answer.SLOWER if ratio.low > 1 and ratio.value >= 1 + limit else Answer.UNKNOWN
+
+
+def needed(ahead: int, limit: float) -> int:
+    """Return how many batches empty a queue of `ahead` batches if the loader is too slow.
+
+    It is too slow if a batch takes it 1 plus the limit times as long as the step.
+    """
+    return math.ceil(round(ahead * (1 + limit) / limit, 6))
+
+
+def _hidden(heads: Sequence[Taken], limit: float) -> str:
+    """Return why queues of batches may hide that a loader became slower; "" if they cannot."""
+    missing = sum(needed(one.fed, limit) for one in heads)
+    taken = sum(one.drained for one in heads)
+    if missing <= taken:
+        return ""
+    return (
+        f"its DataLoaders fetch up to {max(one.ahead for one in heads)} batches ahead, which hide a"
+        f" slower loader until a process has taken {math.ceil(missing / len(heads))}; it took"
+        f" {taken // len(heads)} before the steps that count: give fewer workers, a smaller"
+        " prefetch_factor, a larger limit or budget, or more steps"
+    )
 
 
 def whole(found: Sequence[Finding]) -> Answer:

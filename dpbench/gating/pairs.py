@@ -4,10 +4,15 @@ Each pair has fresh processes, because processes differ more than blocks of one.
 blocks is ABBABAAB, and the side that begins changes with every pair, so that a steady change of the
 machine's speed cancels. Both processes take the same steps: a block of one has the same numbers of
 steps as the block of the other.
+
+A process that waits is stopped, but its DataLoaders keep the batches that their workers have
+fetched, and what a worker waits for may arrive. If a DataLoader has workers, each side therefore
+takes all its steps at once, after others that empty the queue of a loader that is too slow.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -32,6 +37,8 @@ BLOCK_S = 0.1
 """The seconds that a block should last."""
 WARMUP_S = 0.2
 """The seconds of the second and of the third block of the warm-up; the first one is a step."""
+DRAINING = 0.25
+"""The share of the time of a pair, within the budget, in which one side may empty its queues."""
 
 Listener = Callable[[Finding], None]
 """Is told the finding of each planned look that decides nothing."""
@@ -119,12 +126,13 @@ def _findings(
     """
     found: dict[Work, Finding] = {}
     began = time.monotonic()
+    draining_s = DRAINING * (end - began) / judge.LOOKS[0] / len(starters)
     for number in range(judge.LOOKS[-1]):
         undecided = [work for work in starters if work not in found]
         if not undecided:
             break
         for work in undecided:
-            pairs[work].append(pair(starters[work], trees.both, number))
+            pairs[work].append(pair(starters[work], trees.both, number, limit, draining_s))
             if unlike := differing(pairs[work], told_work):
                 one = look(work.name, pairs[work], limit=limit, works=len(starters))
                 why = f"the sides do unequal work: {unlike}"
@@ -141,7 +149,8 @@ def _findings(
         last = not following or time.monotonic() + missing * pair_s > end
         for work in undecided:
             one = look(work.name, pairs[work], limit=limit, works=len(starters), last=last)
-            if one.answer is not Answer.UNKNOWN:
+            # more pairs do not make a queue shorter
+            if one.answer is not Answer.UNKNOWN or one.reason:
                 found[work] = one
             elif last:
                 found[work] = _explained(one, pair_s)
@@ -191,32 +200,80 @@ def told_settings(trial: Trial) -> str:
     return f"{trial.case.precision}, {trial.case.device_kind}"
 
 
-def pair(start: Starter, trees: Sequence[Tree], number: int) -> Pair:
+def pair(
+    start: Starter,
+    trees: Sequence[Tree],
+    number: int,
+    limit: float = LIMIT,
+    draining_s: float = DRAINING * BUDGET_S / judge.LOOKS[0],
+) -> Pair:
     """Return the blocks of one pair of fresh processes.
 
     The side that starts first changes with every pair, as that of the first block does. A program
     that ends before the last block has fewer. Raises SideFailed if there is none of each side.
+    `draining_s` are the most seconds in which a side empties its queues of batches.
     """
     with ExitStack() as stack:
         order = trees[::-1] if number % 2 else trees
         first, second = (stack.enter_context(start(tree, number)) for tree in order)
         steps = 1
+        ahead = 0
         for seconds in (WARMUP_S, WARMUP_S, BLOCK_S):
-            slowest_s = max(side.take(steps).wall_s for side in (first, second))
-            steps = max(1, round(seconds / slowest_s))
+            warm = [side.take(steps) for side in (first, second)]
+            steps = max(1, round(seconds / max(block.wall_s for block in warm)))
+            ahead = max(ahead, *(block.ahead for block in warm))
         sides = {"A": first, "B": second}
         base, head = (second, first) if number % 2 else (first, second)
+        draining: dict[Side, list[Block]] = {base: [], head: []}
         blocks: dict[Side, list[Block]] = {base: [], head: []}
+        at_once = bool(ahead and draining_s)
         try:
-            for letter in ORDER:
-                blocks[sides[letter]].append(sides[letter].take(steps))
+            if at_once:
+                _take_at_once([*sides.values()], steps, ahead, limit, draining_s, draining, blocks)
+            else:
+                for letter in ORDER:
+                    blocks[sides[letter]].append(sides[letter].take(steps))
         except Finished:
-            if not all(blocks.values()):
+            if not at_once and not all(blocks.values()):
                 raise
         # both sides take the same steps
         common = min(map(len, blocks.values()))
-        for side in (base, head):
-            side.release()
-        return Pair(
-            *(Taken(blocks[side][:common], side.trials(), side.files) for side in (base, head))
-        )
+        if common:
+            for side in (base, head):
+                side.release()
+            return Pair(
+                *(
+                    Taken(blocks[side][:common], side.trials(), side.files, draining[side])
+                    for side in (base, head)
+                )
+            )
+    # the program is too short to empty its queues
+    return pair(start, trees, number, limit, draining_s=0.0)
+
+
+def _take_at_once(
+    sides: Sequence[Side],
+    steps: int,
+    ahead: int,
+    limit: float,
+    draining_s: float,
+    draining: dict[Side, list[Block]],
+    blocks: dict[Side, list[Block]],
+) -> None:
+    """Let one side after the other empty its queues of `ahead` batches, and then take its block.
+
+    A block has the steps of whole queues, because workers that begin together finish together.
+    """
+
+    def whole(number: float) -> int:
+        return ahead * math.ceil(number / ahead)
+
+    count = math.ceil(judge.needed(ahead, limit) / whole(steps))
+    end = time.monotonic() + draining_s
+    for side in sides:
+        while len(draining[side]) < count and time.monotonic() < end:
+            draining[side].append(side.take(whole(steps)))
+        blocks[side].append(side.take(whole(steps * len(ORDER) / 2)))
+        # the other side takes the same steps
+        count = len(draining[side])
+        end = math.inf

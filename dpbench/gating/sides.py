@@ -67,12 +67,17 @@ class Finished(SideFailed):
 class Block:
     """The wall seconds and the CPU seconds of a step: averages over a block of steps.
 
-    `memory_bytes` is the peak of the process's memory up to the end of the block.
+    `memory_bytes` is the peak of the process's memory up to the end of the block, which took
+    `batches` from DataLoaders with workers. At its end, the workers had fetched `ready` batches of
+    at most `ahead`.
     """
 
     wall_s: float
     cpu_s: float
     memory_bytes: int = 0
+    batches: int = 0
+    ahead: int = 0
+    ready: int = 0
 
 
 class Side:
@@ -113,7 +118,10 @@ class Side:
         self._signal(signal.SIGSTOP)
         self.files = answer["files"] or self.files
         self._tree.check(self.files)
-        return Block(answer["wall_s"] / steps, answer["cpu_s"] / steps, answer["memory_bytes"])
+        fetched = {name: answer.get(name, 0) for name in ("batches", "ahead", "ready")}
+        return Block(
+            answer["wall_s"] / steps, answer["cpu_s"] / steps, answer["memory_bytes"], **fetched
+        )
 
     def release(self) -> None:
         """Let the process end by itself: it gets no more blocks."""

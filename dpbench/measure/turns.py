@@ -2,18 +2,21 @@
 
 The gate compares two commits of a project: it lets a process of each take blocks of steps in turn.
 Such a process connects to the Unix socket that the variable `VARIABLE`, or its request, names. It
-writes lines of JSON: first its id, then the seconds of each block and the peak of its memory, with
-the first of them the files of its modules. The gate writes the number of steps of the next block,
-one number a line, and closes the socket when there are no more.
+writes lines of JSON: first its id, then the seconds of each block, the peak of its memory, and the
+batches that the workers of its DataLoaders have fetched, with the first block the files of its
+modules. The gate writes the number of steps of the next block, one number a line, and closes the
+socket when there are no more.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
@@ -32,6 +35,7 @@ class Turns:
         self._lines = self._socket.makefile("rb")
         self._began: tuple[float, float] | None = None
         self._told = False
+        self._loaders = _Loaders()
         self._tell(pid=os.getpid())
 
     @classmethod
@@ -56,9 +60,19 @@ class Turns:
             _wait_for_gpus()
             wall_s, cpu_s = (now - then for now, then in zip(_now(), self._began, strict=True))
             files = [] if self._told else _files()
-            self._tell(wall_s=wall_s, cpu_s=cpu_s, memory_bytes=_memory_bytes(), files=files)
+            self._tell(
+                wall_s=wall_s,
+                cpu_s=cpu_s,
+                memory_bytes=_memory_bytes(),
+                files=files,
+                **self._loaders.facts(),
+            )
             self._told = True
         steps = int(self._lines.readline() or 0)
+        if steps:
+            self._loaders.observe()
+        else:
+            self._loaders.leave()
         prepare()
         self._began = _now()
         return steps
@@ -70,6 +84,64 @@ class Turns:
 
     def _tell(self, **facts: Any) -> None:
         self._socket.sendall(json.dumps(facts).encode() + b"\n")
+
+
+class _Loaders:
+    """The DataLoaders with workers from which this process takes batches."""
+
+    def __init__(self) -> None:
+        self._used: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._batches = 0
+        self._leave: Callable[[], None] | None = None
+
+    def observe(self) -> None:
+        """Count the batches that this process takes, from the import of torch on."""
+        loading = sys.modules.get("torch.utils.data.dataloader")
+        kind: Any = getattr(loading, "_MultiProcessingDataLoaderIter", None)
+        was = getattr(kind, "_next_data", None)
+        if was is None or self._leave is not None:
+            return
+
+        @functools.wraps(was)
+        def following(iterator: Any) -> Any:
+            self._used.add(iterator)
+            batch = was(iterator)
+            self._batches += 1
+            return batch
+
+        kind._next_data = following
+        self._leave = functools.partial(setattr, kind, "_next_data", was)
+
+    def leave(self) -> None:
+        """Leave torch as it was."""
+        if self._leave is not None:
+            self._leave()
+            self._leave = None
+
+    def facts(self) -> dict[str, int]:
+        """Return the batches taken since the last call, and those that workers prepare.
+
+        `ahead` is the most batches that the workers of all loaders in use fetch before they are
+        needed, and `ready` are those of them that they have fetched.
+        """
+        batches = self._batches
+        self._batches = 0
+        # the iterator of a finished epoch has no tasks
+        used = [one for one in [*self._used] if getattr(one, "_task_info", True)]
+        most = [one._num_workers * one._prefetch_factor for one in used]
+        ready = [min(number, _ready(one)) for one, number in zip(used, most, strict=True)]
+        return {"batches": batches, "ahead": sum(most), "ready": sum(ready)}
+
+
+def _ready(iterator: Any) -> int:
+    """Return how many batches the workers of a loader have fetched; 0 if it is unknown."""
+    try:
+        early = sum(len(task) > 1 for task in iterator._task_info.values())
+        # with pinned memory, a thread moves batches from one queue to the other
+        queues = {iterator._data_queue, iterator._worker_result_queue}
+        return early + sum(int(queue.qsize()) for queue in queues)
+    except (AttributeError, NotImplementedError):  # another torch, or macOS
+        return 0
 
 
 def _now() -> tuple[float, float]:

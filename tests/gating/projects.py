@@ -51,6 +51,34 @@ for _ in range(int(sys.argv[1])):
     net.loss(model(inputs), target).backward()
     optimizer.step()
 """
+LOADING = """\
+import time
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+torch.set_num_threads(1)
+
+
+class Samples(Dataset):
+    def __len__(self):
+        return 100_000
+
+    def __getitem__(self, index):
+        time.sleep(SECONDS)
+        return torch.zeros(8)
+
+
+model = nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for batch in DataLoader(Samples(), batch_size=1, num_workers=4):
+    optimizer.zero_grad()
+    model(batch).sum().backward()
+    time.sleep(0.05)
+    optimizer.step()
+"""
+"""A script of 50 ms a step, whose loader takes a quarter of SECONDS for a batch."""
 TEST = """\
 import torch
 from model import build, batch, net

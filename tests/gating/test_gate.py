@@ -23,7 +23,7 @@ import yaml
 from benchmarks.scripts import action_steps
 from dpbench.analysis import comparison
 from dpbench.gating import judge, pairs, sides
-from tests.gating.projects import BUDGET_S, SCRIPT, commit, git, project, slow_down
+from tests.gating.projects import BUDGET_S, LOADING, SCRIPT, commit, git, project, slow_down
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
@@ -94,6 +94,25 @@ def test_a_script(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert told.worse
     assert found.phase in ("forward", "backward")
     assert found.phase_s > 0
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize(
+    ("seconds", "limit", "answer"),
+    [("0.30", 0.15, "slower"), ("0.26", 0.15, "not slower")],
+)
+def test_a_loader_with_workers(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, seconds: str, limit: float, answer: str
+) -> None:
+    monkeypatch.setattr(judge, "LOOKS", (3,))
+    monkeypatch.setattr(comparison, "SURE", 0.5)
+    commit(repository, {"load.py": LOADING.replace("SECONDS", "0.25")}, tag="loading")
+    (repository / "load.py").write_text(LOADING.replace("SECONDS", seconds))
+    work = sides.watched("load.py", [])
+    told = pairs.decided("loading", [work], limit=limit, budget_s=BUDGET_S, folder=repository)
+    (found,) = told.findings
+    assert found.answer == answer
+    assert found.wall.value == pytest.approx(float(seconds) / 0.25, abs=0.05)
 
 
 def test_a_script_that_is_too_short_says_so(repository: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -136,6 +137,31 @@ def test_between_the_planned_looks_there_is_no_answer() -> None:
             assert found.answer is Answer.UNKNOWN
             assert not found.worse
     assert found.worse
+
+
+@pytest.mark.parametrize(("batches", "ready"), [(167, 0), (40, 6), (0, 0)])
+def test_batches_that_were_fetched_before_give_no_answer(batches: int, ready: int) -> None:
+    found = _fed(batches, ready)
+    assert found.answer is Answer.UNKNOWN
+    assert "8" in found.reason
+
+
+@pytest.mark.parametrize(("batches", "ready"), [(168, 0), (42, 6), (0, 8)])
+def test_enough_batches_show_a_slower_loader(batches: int, ready: int) -> None:
+    found = _fed(batches, ready)
+    assert found.answer is Answer.NOT_SLOWER
+    assert not found.reason
+
+
+def test_a_slower_step_is_one_whatever_was_fetched_before() -> None:
+    assert _fed(0, 0, wall=1.5, cpu=1.5).answer is Answer.SLOWER
+
+
+def _fed(batches: int, ready: int, **ratios: float) -> Finding:
+    """Return the finding on heads with 8 batches ahead, after blocks with these batches."""
+    before = Block(0.01, 0.01, batches=batches, ahead=8, ready=ready)
+    fed = [Pair(one.base, replace(one.head, draining=[before])) for one in pairs(0, **ratios)]
+    return decided(fed)
 
 
 def test_more_works_need_more_evidence() -> None:

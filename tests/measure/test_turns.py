@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, dataloader
 
 from dpbench.measure.turns import VARIABLE, Turns
 
@@ -76,6 +77,45 @@ def test_the_first_block_has_the_files_of_modules(gate: Gate) -> None:
     assert __file__ in first["files"]
     assert torch.__file__ in first["files"]
     assert all(not one["files"] for one in others)
+
+
+def test_the_blocks_have_what_workers_have_fetched(gate: Gate) -> None:
+    torchs_own = dataloader._MultiProcessingDataLoaderIter._next_data
+    batches: Any = iter(DataLoader(range(100), num_workers=2, prefetch_factor=3))
+    for steps in Turns(str(gate.path)):
+        for _ in range(steps):
+            next(batches)
+        deadline = time.monotonic() + 60
+        while steps == 3 and batches._data_queue.qsize() < 6 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    gate.close()
+    _, *blocks = gate.answers
+    assert [one["batches"] for one in blocks] == [2, 5, 3]
+    assert [one["ahead"] for one in blocks] == [6, 6, 6]
+    assert all(0 <= one["ready"] <= 6 for one in blocks)
+    assert blocks[-1]["ready"] == 6
+    assert dataloader._MultiProcessingDataLoaderIter._next_data is torchs_own
+
+
+def test_a_finished_epoch_has_nothing_ahead(gate: Gate) -> None:
+    loader = DataLoader(range(4), num_workers=1, persistent_workers=True)
+    assert len([*loader]) == 4  # a later worker would keep this test's end of the socket open
+    for steps in Turns(str(gate.path)):
+        if steps == 2:
+            assert len([*loader]) == 4
+    gate.close()
+    _, *blocks = gate.answers
+    assert [(one["batches"], one["ahead"]) for one in blocks] == [(4, 0), (0, 0), (0, 0)]
+
+
+def test_without_workers_nothing_is_fetched_ahead(gate: Gate) -> None:
+    batches = iter(DataLoader(range(100)))
+    for steps in Turns(str(gate.path)):
+        for _ in range(steps):
+            next(batches)
+    gate.close()
+    _, *blocks = gate.answers
+    assert all(one["batches"] == one["ahead"] == one["ready"] == 0 for one in blocks)
 
 
 def test_a_process_that_it_starts_takes_no_turns(
