@@ -146,7 +146,8 @@ def _findings(
             continue
         following = next((one for one in judge.LOOKS if one > number + 1), None)
         missing = following - number - 1 if following else 0
-        last = not following or time.monotonic() + missing * pair_s > end
+        # the last of the missing pairs must begin in time, and not end
+        last = not following or time.monotonic() + (missing - 1) * pair_s > end
         for work in undecided:
             one = look(work.name, pairs[work], limit=limit, works=len(starters), last=last)
             # more pairs do not make a queue shorter
@@ -164,7 +165,8 @@ def _explained(finding: Finding, pair_s: float) -> Finding:
     following = next((one for one in judge.LOOKS if one > finding.pairs), None)
     if following:
         needed = f"the next look needs {words.count(following, 'pair')}"
-        why = f"{needed}, which take about {words.time(pair_s * following)}: give a larger budget"
+        all_s = words.time(pair_s * following)
+        why = f"{needed}, which take about {all_s} in all: give a larger budget"
     else:
         why = "the times differ too much from pair to pair: other programs may use the machine"
     return replace(finding, reason=why)

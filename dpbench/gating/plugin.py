@@ -90,7 +90,7 @@ def _compare(
     # options of the project's own, such as -n or --cov, would run more than the step
     words = ["-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "-p", __name__]
     mode = f"--import-mode={request.config.getoption('importmode')}"
-    work = CommandWork(test, lambda store: [sys.executable, *words, mode, test])
+    work = CommandWork(request.node.name, lambda store: [sys.executable, *words, mode, test])
     folder = Path(request.config.rootpath)
     why = ""
     try:

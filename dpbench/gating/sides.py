@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
 from typing import Any, Protocol
@@ -220,8 +220,8 @@ class CaseWork:
 
     @property
     def name(self) -> str:
-        """Return the label of the case."""
-        return self.case.label
+        """Return the label of the case; that no reference verifies its steps says nothing here."""
+        return replace(self.case, unverified=False).label
 
     @contextmanager
     def starting(self, trees: Sequence[Tree], folder: Path) -> Iterator[Starter]:
