@@ -199,6 +199,12 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
     return found
 
 
+def doubtful(rows: Sequence[Row]) -> int:
+    """Return how many numbers of the rows are in doubt."""
+    found = [quantity.of(row) for row in rows for quantity in QUANTITIES]
+    return sum(bool(number and number.doubt) for number in found)
+
+
 def _key(row: Row) -> str:
     case = row.case
     set_to = [(one.name, getattr(case, one.name), one.default) for one in CASE_FIELDS]

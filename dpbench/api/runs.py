@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cached_property
@@ -24,6 +25,9 @@ from dpbench.store import Store, StoredRun, UnreadableRow
 
 if TYPE_CHECKING:
     from dpbench.report.sheet import Sheet
+
+
+log = logging.getLogger(__name__)
 
 
 class Run:
@@ -152,10 +156,17 @@ class Run:
         """Return the figures of all cases by keys that MLflow, TensorBoard and W&B accept.
 
         A key such as "mlp/dp/x2/cpu/batch_64/step_s" names the case and ends in the figure and its
-        unit; it is the same in every run. Figures in doubt are left out. docs/integrations.md
-        explains the keys.
+        unit; it is the same in every run. Figures in doubt are left out, and a warning has their
+        number. docs/integrations.md explains the keys.
         """
-        return quantities.figures(self.analysis.rows)
+        rows = self.analysis.rows
+        if doubtful := quantities.doubtful(rows):
+            log.warning(
+                "the summary leaves out %s in doubt (~ in tables), for which more rounds or a"
+                " quieter machine would help; run.frame has the reasons",
+                words.count(doubtful, "figure"),
+            )
+        return quantities.figures(rows)
 
     def explain(self, *, all: bool = False, samples: int = 0) -> str:
         """Return, for each model, whether to use several devices, why, and which change helps.

@@ -31,6 +31,12 @@ if TYPE_CHECKING:
 
 CASES = ("models", "strategies", "devices", "batch_sizes", "device_kind", "size", "precision")
 """The options of a run that select the cases of a gate."""
+HELP = {
+    "models": "Your models as file.py:name or package.module:name, or reference models.",
+    "strategies": "Strategies of one process, such as dp or dp[local].  [default: single]",
+    "devices": "Numbers of devices.  [default: 1]",
+}
+"""The help of those whose defaults are not those of a run."""
 
 
 class GateFinding(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,7 +89,8 @@ class _Share(ParamType):
 
 def _case_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for name in reversed(CASES):
-        command = option_of(name)(command)
+        changed = {"help": HELP[name]} if name in HELP else {}
+        command = option_of(name, **changed)(command)
     return command
 
 

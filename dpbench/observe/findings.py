@@ -34,7 +34,12 @@ SHARED_LOADER = (
     "loader = torch.utils.data.DataLoader(dataset, sampler=sampler, batch_size={}, {})"
     "  # and sampler.set_epoch(epoch) before each epoch"
 )
-"""The DataLoader of one of several ranks, which share the dataset."""
+"""A new DataLoader of one of several ranks, which share the dataset."""
+KEPT = "  # with the sampler that it has"
+"""What follows the line of a DataLoader that each of several ranks has already.
+
+A second sampler would leave out rows if a library, such as accelerate, shares them out itself.
+"""
 TO_FILL_IN = "DATASET"
 """What stands in a command for the name of the user's dataset, which no observation tells."""
 SELDOM = "if step % 10 == 0: print(step, loss.item())"
@@ -64,7 +69,7 @@ SLOWEST_LINK = 125e6
 Gradients that are reduced more slowly wait for something else than their bytes.
 """
 CODE = (
-    *(loader.format(4, WORKERS.format(2)) for loader in (LOADER, SHARED_LOADER)),
+    *(loader.format(4, WORKERS.format(2)) for loader in (LOADER, LOADER + KEPT, SHARED_LOADER)),
     LOADER.format(4, PINNED),
     *(SELDOM, COMPILED, SCALE, EVALUATE, SAVE, SAVE_ONCE, HOOK, NO_SYNC),
 )
@@ -92,7 +97,9 @@ def _rows(context: CaseContext) -> int:
 
 def _loader(context: CaseContext, loop: Observed, settings: str) -> str:
     """Return the line that makes the DataLoader of one process with these settings."""
-    line = SHARED_LOADER if context.case.traits.ranks else LOADER
+    ranks = context.case.traits.ranks
+    new = loop.loader_workers == WITHOUT_LOADER
+    line = (SHARED_LOADER if new else LOADER + KEPT) if ranks else LOADER
     return line.format(_rows(context) // loop.batches or "batch_size", settings)
 
 

@@ -209,6 +209,7 @@ def _store(
         if not apart:
             seat.write(part)
         return
+    unreduced = seat.size > 1 and not apart and not recorder.seen.ranks
     if seat.size > 1 and not apart:
         part, ranks = seat.joined(part)
         recorder.seen.ranks = True
@@ -216,7 +217,11 @@ def _store(
         f"torch.distributed joined none of the {seat.size} processes of this launch: they count as"
         " trained alone; these are the steps of rank 0, and those of the others are not stored"
     )
-    for problem in filter(None, (why * apart, beside.problem)):
+    alone = (
+        "neither DistributedDataParallel nor FSDP was seen: unless the script adds the gradients of"
+        " the ranks itself, each trains a model of its own, and these are no steps of one training"
+    )
+    for problem in filter(None, (why * apart, alone * unreduced, beside.problem)):
         noted = (*part.loop.unknown, Unknown(problem=problem, steps=0))
         part = replace(part, loop=replace(part.loop, unknown=noted))
     result.unknown = [
