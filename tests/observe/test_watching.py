@@ -711,7 +711,7 @@ if kind == "fsdp":
     from torch.distributed.fsdp import fully_shard
 
     fully_shard(net, mesh=dist.device_mesh.init_device_mesh("cpu", (2,)))
-else:
+elif kind == "ddp":
     net = nn.parallel.DistributedDataParallel(net)
 data = TensorDataset(torch.randn(1024, 64), torch.randint(10, (1024,)))
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -728,7 +728,7 @@ dist.destroy_process_group()
 """
 
 
-WRAPPERS = {"ddp": "DistributedDataParallel", "fsdp": "FullyShardedDataParallel"}
+WRAPPERS = {"ddp": "DistributedDataParallel", "fsdp": "FullyShardedDataParallel", "none": ""}
 ALL = """
 import os
 import runpy
@@ -803,3 +803,5 @@ def test_the_ranks_of_torchrun_are_one_run(tmp_path: Path) -> None:
         facts = found[0].facts.loop
         assert facts is not None
         assert facts.wrapper == wrapper
+        # without a wrapper, nobody may add the gradients
+        assert any("FSDP" in one.problem for one in facts.unknown) == (kind == "none")
