@@ -455,7 +455,7 @@ def fixture(place: Path, planted: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "pytest", "test_gated.py", *options]
     done = ran(command, place / f"planted-{planted}", codes=(0, 1), PYTHONPATH=str(ROOT))
     (outcome,) = re.findall(r"1 (failed|passed|skipped)", done.stdout)
-    if outcome == "failed" and not re.search(r"^E +slower", done.stdout, re.MULTILINE):
+    if outcome == "failed" and not re.search(r"^test_step: slower", done.stdout, re.MULTILINE):
         raise RuntimeError(f"{FIXTURE}: {done.stdout}")
     return of_way({"failed": Answer.SLOWER, "passed": Answer.NOT_SLOWER}.get(outcome), planted)
 
