@@ -89,7 +89,7 @@ class _Share(ParamType):
 
 def _case_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for name in reversed(CASES):
-        changed = {"help": HELP[name]} if name in HELP else {}
+        changed: dict[str, Any] = {"help": HELP[name]} if name in HELP else {}
         command = option_of(name, **changed)(command)
     return command
 
