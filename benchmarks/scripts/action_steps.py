@@ -13,9 +13,10 @@ import yaml
 ROOT = Path(__file__).parents[2]
 
 
-def run(folder: Path, outside: Path, **inputs: str) -> list[int]:
+def run(folder: Path, outside: Path, job: str = "", **inputs: str) -> list[int]:
     """Run the steps in a checkout, without the installation; return the codes up to a failure.
 
+    `job` is the name of the workflow's job.
     `outside` is a folder for what a runner has. It gets the outputs and the summary under the names
     of their variables, and in `calls` what would have been said to `gh`; a file `ids` in it has the
     comments that `gh` lists.
@@ -44,6 +45,7 @@ def run(folder: Path, outside: Path, **inputs: str) -> list[int]:
             line.partition("=")[::2] for line in written["GITHUB_OUTPUT"].read_text().splitlines()
         )
         known = {f"inputs.{name}": value for name, value in given.items()}
+        known["github.job"] = job
         known |= {f"steps.gate.outputs.{name}": value for name, value in outputs.items()}
         own = {name: filled(value, known) for name, value in step.get("env", {}).items()}
         done = subprocess.run(

@@ -102,7 +102,7 @@ def decided(
         pairs: dict[Work, list[Pair]] = {work: [] for work in works}
         findings = _findings(trees, starters, pairs, limit, end, listen)
         taken = [pair for every in pairs.values() for pair in every]
-        imported = [file for pair in taken for file in pair.head.files]
+        imported = {file for pair in taken for file in pair.head.files}
         notes = trees.notes(imported)
         if unlike := differing(taken, told_settings):
             notes.append(f"the sides differ: {unlike}")
@@ -125,7 +125,7 @@ def _findings(
     none begins. Sides that do unequal work get no answer.
     """
     found: dict[Work, Finding] = {}
-    began = time.monotonic()
+    began, first_s = time.monotonic(), 0.0
     draining_s = DRAINING * (end - began) / judge.LOOKS[0] / len(starters)
     for number in range(judge.LOOKS[-1]):
         undecided = [work for work in starters if work not in found]
@@ -133,14 +133,9 @@ def _findings(
             break
         for work in undecided:
             pairs[work].append(pair(starters[work], trees.both, number, limit, draining_s))
-            if unlike := differing(pairs[work], told_work):
-                one = look(work.name, pairs[work], limit=limit, works=len(starters))
-                why = f"the sides do unequal work: {unlike}"
-                found[work] = replace(
-                    one, answer=Answer.UNKNOWN, by_cpu=False, more_memory=False, reason=why
-                )
-        undecided = [work for work in undecided if work not in found]
-        pair_s = (time.monotonic() - began) / (number + 1)
+        # the first pair may build extensions, which the others then find
+        first_s = first_s or time.monotonic() - began
+        pair_s = (time.monotonic() - began - first_s) / number if number else 0.0
         planned = number + 1 in judge.LOOKS
         if number and not planned:
             continue
@@ -150,22 +145,27 @@ def _findings(
         last = not following or time.monotonic() + (missing - 1) * pair_s > end
         for work in undecided:
             one = look(work.name, pairs[work], limit=limit, works=len(starters), last=last)
+            if planned and (unlike := differing(pairs[work], told_work)):
+                why = f"the sides do unequal work: {unlike}"
+                one = replace(
+                    one, answer=Answer.UNKNOWN, by_cpu=False, more_memory=False, reason=why
+                )
             # more pairs do not make a queue shorter
             if one.answer is not Answer.UNKNOWN or one.reason:
                 found[work] = one
             elif last:
-                found[work] = _explained(one, pair_s)
+                found[work] = _explained(one, first_s, pair_s or first_s)
             elif planned:
                 listen(one)
     return [found[work] for work in starters]
 
 
-def _explained(finding: Finding, pair_s: float) -> Finding:
+def _explained(finding: Finding, first_s: float, pair_s: float) -> Finding:
     """Return a finding without an answer with the reason, and what would help."""
     following = next((one for one in judge.LOOKS if one > finding.pairs), None)
     if following:
         needed = f"the next look needs {words.count(following, 'pair')}"
-        all_s = words.time(pair_s * following)
+        all_s = words.time(first_s + pair_s * (following - 1))
         why = f"{needed}, which take about {all_s} in all: give a larger budget"
     else:
         why = "the times differ too much from pair to pair: other programs may use the machine"
@@ -173,19 +173,25 @@ def _explained(finding: Finding, pair_s: float) -> Finding:
 
 
 def differing(pairs: Sequence[Pair], told: Callable[[Trial], str]) -> str:
-    """Return what `told` says of the trials of each side, if it differs; "" if alike or unknown."""
+    """Return what `told` says of the trials of each side, if it differs.
+
+    The text is empty if they are alike, if a side is unknown (""), and if the trials of one side
+    differ among themselves, as with batches of random sizes.
+    """
     before, after = (
-        sorted({told(trial) for side in sides for trial in side.trials})
+        {told(trial) for side in sides for trial in side.trials}
         for sides in ([one.base for one in pairs], [one.head for one in pairs])
     )
-    if before == after or not (before and after):
+    if before == after or "" in before | after or len(before) != 1 or len(after) != 1:
         return ""
-    return f"{' or '.join(before)}, then {' or '.join(after)}"
+    return f"{before.pop()}, then {after.pop()}"
 
 
 def told_work(trial: Trial) -> str:
-    """Return the work of a step: its rows, and what a watched loop does with them."""
+    """Return the work of a step: its rows, and what a watched loop does with them; or ""."""
     case, loop = trial.case, trial.facts.loop
+    if not case.batch_size:
+        return ""
     parts = [f"batch {case.batch_size}"]
     if loop:
         optimizers = len(case.optimizer.split("+"))
@@ -219,19 +225,23 @@ def pair(
         order = trees[::-1] if number % 2 else trees
         first, second = (stack.enter_context(start(tree, number)) for tree in order)
         steps = 1
-        ahead = 0
+        ahead, batches, of_steps, step_s = 0, 0, 0, 0.0
         for seconds in (WARMUP_S, WARMUP_S, BLOCK_S):
             warm = [side.take(steps) for side in (first, second)]
-            steps = max(1, round(seconds / max(block.wall_s for block in warm)))
             ahead = max(ahead, *(block.ahead for block in warm))
+            batches += max(block.batches for block in warm)
+            of_steps += steps
+            step_s = max(block.wall_s for block in warm)
+            steps = max(1, round(seconds / step_s))
+        queue = math.ceil(ahead * of_steps / max(batches, 1))  # the steps that its batches last
         sides = {"A": first, "B": second}
         base, head = (second, first) if number % 2 else (first, second)
         draining: dict[Side, list[Block]] = {base: [], head: []}
         blocks: dict[Side, list[Block]] = {base: [], head: []}
-        at_once = bool(ahead and draining_s)
+        at_once = bool(queue) and queue * step_s < draining_s
         try:
             if at_once:
-                _take_at_once([*sides.values()], steps, ahead, limit, draining_s, draining, blocks)
+                _take_at_once([*sides.values()], steps, queue, limit, draining_s, draining, blocks)
             else:
                 for letter in ORDER:
                     blocks[sides[letter]].append(sides[letter].take(steps))
@@ -256,21 +266,22 @@ def pair(
 def _take_at_once(
     sides: Sequence[Side],
     steps: int,
-    ahead: int,
+    queue: int,
     limit: float,
     draining_s: float,
     draining: dict[Side, list[Block]],
     blocks: dict[Side, list[Block]],
 ) -> None:
-    """Let one side after the other empty its queues of `ahead` batches, and then take its block.
+    """Let one side after the other empty its queues of batches, and then take its block.
 
+    The batches of all queues last for `queue` steps.
     A block has the steps of whole queues, because workers that begin together finish together.
     """
 
     def whole(number: float) -> int:
-        return ahead * math.ceil(number / ahead)
+        return queue * math.ceil(number / queue)
 
-    count = math.ceil(judge.needed(ahead, limit) / whole(steps))
+    count = math.ceil(judge.needed(queue, limit) / whole(steps))
     end = time.monotonic() + draining_s
     for side in sides:
         while len(draining[side]) < count and time.monotonic() < end:

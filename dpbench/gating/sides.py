@@ -116,8 +116,9 @@ class Side:
             connected.sendall(f"{steps}\n".encode())
         answer = self._read(BLOCK_LIMIT_S)
         self._signal(signal.SIGSTOP)
-        self.files = answer["files"] or self.files
-        self._tree.check(self.files)
+        if answer["files"]:
+            self.files = answer["files"]
+            self._tree.check(self.files)
         fetched = {name: answer.get(name, 0) for name in ("batches", "ahead", "ready")}
         return Block(
             answer["wall_s"] / steps, answer["cpu_s"] / steps, answer["memory_bytes"], **fetched

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -95,6 +95,8 @@ class Tree:
             "/".join(each[place:]): path
             for path, each in parts.items()
             for place in range(len(each) - 1)
+            # only the folder of a package's top is one in which Python looks
+            if not (self.folder.joinpath(*each[:place]) / "__init__.py").exists()
         }
 
     def lacks(self) -> str:
@@ -123,11 +125,11 @@ class Trees:
         """Return the base, and then the present state."""
         return self.base, self.head
 
-    def notes(self, imported: Sequence[str]) -> list[str]:
+    def notes(self, imported: Collection[str]) -> list[str]:
         """Return notes on the differences, from the files that the present side has imported."""
         return [*self.remarks, *self._unused(imported)]
 
-    def _unused(self, imported: Sequence[str]) -> list[str]:
+    def _unused(self, imported: Collection[str]) -> list[str]:
         if not self.differing:
             return ["both sides have the same files"]
         own = {os.path.relpath(file, self.head.folder) for file in imported}
@@ -152,9 +154,12 @@ def copies(base: str, folder: Path, link: Sequence[str] = ()) -> Iterator[Trees]
     commits = [checkout.commit_of(origin, name) for name in (base, "HEAD")]
     changed = [path for path in checkout.changed(origin) if CACHES.isdisjoint(Path(path).parts)]
     _check_submodules(origin, *commits)
-    _check_size(origin, changed)
     inside = folder.resolve().relative_to(origin)
     linked = tuple(_inside(origin, folder, path) for path in link)
+    changed = [
+        path for path in changed if not any(Path(path).is_relative_to(one) for one in linked)
+    ]
+    _check_size(origin, changed)
     differing = dict.fromkeys([*checkout.differing(origin, *commits), *changed])
     with ExitStack() as stack:
         place = stack.enter_context(scratch.folder()).resolve()
@@ -210,7 +215,10 @@ def _remarks(
         yield f"only the present side has {_named(built)}, which git does not track"
     built = [one for one in _ignored(origin) if one.endswith(COMPILED) and one not in linked]
     if built:
-        yield f"the copies lack {_named(built)}, which git ignores: a step may do without, slower"
+        yield (
+            f"the copies lack {_named(built)}, which git ignores: without it, a step may be slower"
+            " on both sides"
+        )
 
 
 def _inside(origin: Path, folder: Path, path: str) -> str:

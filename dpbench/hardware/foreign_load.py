@@ -165,7 +165,7 @@ def snapshot(roots: Collection[int] = ()) -> Snapshot | UnknownLoad:
     most = quota()
     if most is not None and most < len(CORES):
         return UnknownLoad(
-            f"a quota of {most:g} CPUs limits this container to less than its"
+            f"a quota of {most:g} CPUs limits this process to less than its"
             f" {words.count(len(CORES), 'core')}, and /proc/stat ignores quotas"
         )
     try:

@@ -30,6 +30,8 @@ from dpbench.observe.recorder import EVALUATION, OWN, WITHIN, Function, Recorder
 from dpbench.records import Phase
 from dpbench.strategies.ddp import ExposedReduction
 
+FSDP = ("FSDPModule", "FullyShardedDataParallel")
+"""The names of the classes that shard a module: those of FSDP2 and of FSDP1."""
 LOOKS = 2
 """The number of updates during which new outermost modules are looked for."""
 AGAIN = 64
@@ -175,10 +177,12 @@ class Outermost:
             hooks.append(module.register_forward_pre_hook(_counting_syncs(seen)))
             if next(module.parameters()).device.type == "cpu":
                 recorder.reduction = ExposedReduction(module, open_devices("cpu", 1)[0]).observe
-        # by its name, because the import of FSDP2 is slow
-        elif any(one.__name__ == "FSDPModule" for one in type(module).__mro__):
+        # by its name, because the import of FSDP is slow
+        elif any(one.__name__ in FSDP for one in type(module).__mro__):
             seen.wrapper = "FullyShardedDataParallel"
             seen.ranks = True
+        elif any(isinstance(one, nn.parallel.DistributedDataParallel) for one in module.modules()):
+            seen.ranks = True  # such as one that torch.compile has wrapped
 
     def _unhook(self) -> None:
         for _, hooks in self._known.values():

@@ -218,8 +218,8 @@ def _store(
         " trained alone; these are the steps of rank 0, and those of the others are not stored"
     )
     alone = (
-        "neither DistributedDataParallel nor FSDP was seen: unless the script adds the gradients of"
-        " the ranks itself, each trains a model of its own, and these are no steps of one training"
+        "no wrapper that adds the gradients of the ranks was seen, such as DistributedDataParallel"
+        " or FSDP: if nothing else adds them, each rank trains a model of its own"
     )
     for problem in filter(None, (why * apart, alone * unreduced, beside.problem)):
         noted = (*part.loop.unknown, Unknown(problem=problem, steps=0))

@@ -19,6 +19,8 @@ from dpbench.report.section import Section
 
 HEAD = 44.0
 """The height of a drawing's title, in SVG units (1/72 inch)."""
+NOTE = 18.0
+"""The height of a line on a section without drawings, in SVG units."""
 GAP = 24.0
 """The space between two columns, in SVG units."""
 PARTS = ("color", "facecolor", "edgecolor", "markerfacecolor", "markeredgecolor")
@@ -34,7 +36,8 @@ def _light() -> Mapping[str, str]:
 class Sheet(Figure):
     """A figure with a column for each section, which has the drawings of its panels.
 
-    Above each drawing are its title and its labels. The drawings keep their size if that of the
+    Above each drawing are its title and its labels; below all are the notes of the sections without
+    drawings, which say why they have none. The drawings keep their size if that of the
     figure is changed. A notebook shows `html`, which follows its theme.
     """
 
@@ -46,7 +49,12 @@ class Sheet(Figure):
         self._html = html
         self._colours = _light()
         heights = [sum(HEAD + _height(drawing) for drawing in column) for column in columns]
-        height = max([*heights, HEAD])
+        notes = [
+            f"{section.title}: {section.note}"
+            for section, column in zip(sections, drawn, strict=True)
+            if not column
+        ]
+        height = max([*heights, HEAD]) + NOTE * len(notes)
         width = max(len(columns), 1) * (svg.WIDTH + GAP) - GAP
         super().__init__(figsize=(width / 72, height / 72), facecolor="white")
         self._drawings = [drawing for column in columns for drawing in column]
@@ -57,8 +65,8 @@ class Sheet(Figure):
             for drawing in column:
                 bottom -= HEAD + _height(drawing)
                 _move(drawing, number * (svg.WIDTH + GAP), bottom)
-        if not columns:
-            self.text(0, 0.5, " ".join(section.note for section in sections))
+        for line, note in enumerate(notes):
+            self.text(0, (line + 0.3) * NOTE / height, note, fontsize=8)
 
     def clear(self, keep_observers: bool = False) -> None:
         """Remove the drawings, too."""

@@ -223,14 +223,14 @@ def test_the_action_leaves_out_what_the_base_has_gained(repository: Path, tmp_pa
     assert action_steps.run(repository, outside, **given) == [0, 0, 1]
 
 
-def test_each_job_has_its_comment(repository: Path, tmp_path: Path) -> None:
-    markers = set()
-    for model in ("model.py:net", "model.py:other"):
-        outside = tmp_path / model
+def test_each_job_and_each_work_has_its_comment(repository: Path, tmp_path: Path) -> None:
+    markers = []
+    for job, model in (("a", "model.py:net"), ("b", "model.py:net"), ("a", "model.py:other")):
+        outside = tmp_path / f"{job}-{model}"
         outside.mkdir()
-        action_steps.run(repository, outside, base="nowhere", model=model)
-        markers |= {(outside / "dpbench-gate.md").read_text().splitlines()[0]}
-    assert len(markers) == 2
+        action_steps.run(repository, outside, job, base="nowhere", model=model)
+        markers.append((outside / "dpbench-gate.md").read_text().splitlines()[0])
+    assert len({*markers}) == len(markers)
     assert all(marker.startswith("<!-- dpbench gate ") for marker in markers)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dpbench.gating import pairs
-from dpbench.gating.judge import Answer
+from dpbench.gating.judge import LOOKS, Answer
 from dpbench.gating.sides import Block, Starter
 from dpbench.gating.trees import Tree
 from dpbench.gating.verdict import Verdict
@@ -95,7 +95,19 @@ def test_unequal_work_gets_no_answer(repository: Path, head: Trial) -> None:
     assert verdict.answer is Answer.UNKNOWN
     assert not verdict.worse
     assert "unequal" in verdict.findings[0].reason
-    assert verdict.findings[0].pairs == 1
+    assert verdict.findings[0].pairs == LOOKS[0]
+
+
+def test_batches_of_random_sizes_are_no_unequal_work(repository: Path) -> None:
+    class Random(Known):
+        @contextmanager
+        def _side(self, tree: Tree, number: int) -> Iterator[Any]:
+            name = tree.folder.name
+            yield Side(name, self.log, of_loop(batch=20 + number + 50 * (name == "head")))
+
+    assert decided(repository, Random()).answer is Answer.NOT_SLOWER
+    unknown = Known(of_loop(batch=0), of_loop(batch=32))
+    assert decided(repository, unknown).answer is Answer.NOT_SLOWER
 
 
 def test_other_settings_of_equal_work_are_told(repository: Path) -> None:

@@ -169,12 +169,14 @@ def test_a_file_of_the_checkout_is_no_file_of_a_copy(repository: Path) -> None:
 
 def test_an_installed_copy_of_a_changed_file_is_no_file_of_a_copy(repository: Path) -> None:
     changed = {"libs/core/src/core/x.py": "1", "model.py": "2", "six.py": "3"}
-    commit(repository, changed)
+    inner = {"src/lib/backends/__init__.py": "", "src/lib/backends/torch/__init__.py": "4"}
+    commit(repository, changed | inner)
     installed = "/usr/lib/python3/site-packages"
     with copies("base", repository) as trees:
         for tree in trees.both:
             # one module of a name is no evidence of a package
             tree.check([f"{installed}/core/y.py", f"{installed}/six.py", f"{installed}/a/model.py"])
+            tree.check([f"{installed}/torch/__init__.py"])
             with pytest.raises(UsageError, match="an installed copy of libs/core"):
                 tree.check([f"{installed}/core/x.py"])
 
@@ -200,6 +202,13 @@ def test_compiled_modules_that_git_does_not_track_are_told(repository: Path) -> 
         ]
     with copies("base", repository, ["_ignored.so"]) as trees:
         assert len(trees.remarks) == 1
+
+
+def test_an_untracked_path_is_linked_and_not_copied(repository: Path) -> None:
+    (repository / "sets").mkdir()
+    (repository / "sets" / "file").write_text("1")
+    with copies("base", repository, ["sets"]) as trees:
+        assert all((tree.folder / "sets").is_symlink() for tree in trees.both)
 
 
 def test_a_path_with_tracked_files_is_not_linked(repository: Path) -> None:

@@ -803,5 +803,5 @@ def test_the_ranks_of_torchrun_are_one_run(tmp_path: Path) -> None:
         facts = found[0].facts.loop
         assert facts is not None
         assert facts.wrapper == wrapper
-        # without a wrapper, nobody may add the gradients
+        # without a wrapper, it may be that nobody adds the gradients
         assert any("FSDP" in one.problem for one in facts.unknown) == (kind == "none")
