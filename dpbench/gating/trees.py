@@ -96,7 +96,10 @@ class Tree:
             for path, each in parts.items()
             for place in range(len(each) - 1)
             # only the folder of a package's top is one in which Python looks
-            if not (self.folder.joinpath(*each[:place]) / "__init__.py").exists()
+            if not any(
+                (root.joinpath(*each[:place]) / "__init__.py").exists()
+                for root in (self.folder, self.origin)
+            )
         }
 
     def lacks(self) -> str:

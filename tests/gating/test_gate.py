@@ -212,7 +212,7 @@ def test_the_action_fails_if_the_gate_does(repository: Path, tmp_path: Path) -> 
 
 def test_the_action_leaves_out_what_the_base_has_gained(repository: Path, tmp_path: Path) -> None:
     git(repository, "checkout", "-b", "change")
-    slow_down(repository, 2)
+    slow_down(repository, 5)
     commit(repository, {})
     git(repository, "checkout", "main")
     commit(repository, {"model.py": "raise RuntimeError"})
