@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 import dpbench
 from dpbench.engine import DataParallel, TrainStep
 from tests.engine.chunked import Chunked
+from tests.engine.garbage import COUNTED
 from tests.engine.law.compare import assert_same, same
 from tests.engine.nets import cpus, every_count, every_net, made, mlp
 
@@ -257,6 +258,7 @@ def test_the_lowest_replicas_error_is_raised_after_all_have_ended() -> None:
     assert set(threading.enumerate()) <= before, "a thread is left"
 
 
+@COUNTED
 def test_steps_leave_no_threads_and_no_cycles() -> None:
     module, x = made("conv", 8)
     wrapped = DataParallel(module, cpus(3))
@@ -287,6 +289,7 @@ def test_steps_leave_no_threads_and_no_cycles() -> None:
     assert set(threading.enumerate()) <= before, "a thread is left"
 
 
+@COUNTED
 def test_an_error_leaves_no_cycles() -> None:
     class Fails(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

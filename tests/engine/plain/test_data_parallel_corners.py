@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import dpbench
 from dpbench.engine import DataParallel, resolve
+from tests.engine.garbage import COUNTED
 from tests.engine.nets import TWO, Call, returning
 from tests.engine.plain.test_scatter_gather import Batch
 
@@ -143,6 +144,7 @@ def test_a_module_without_parameters_and_an_order_of_devices() -> None:
     assert output.device == torch.device("lazy:0")
 
 
+@COUNTED
 def test_replicas_and_wrappers_leave_no_cycles_whatever_comes_out() -> None:
     wrapped = returning(lambda x: {"a": [x, Batch(x)]})
     refused = returning(lambda x: 1.5)

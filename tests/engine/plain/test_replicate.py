@@ -213,7 +213,7 @@ COMPILED: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:`torch.jit:FutureWarning")
 @pytest.mark.parametrize("kind", COMPILED)
 def test_script_and_graph_modules_are_replicated(kind: str) -> None:
     module, x = COMPILED[kind](), torch.randn(5, 2)
@@ -232,7 +232,7 @@ def test_script_and_graph_modules_are_replicated(kind: str) -> None:
         assert torch.allclose(gradient, parameter.grad, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:`torch.jit:FutureWarning")
 def test_torch_refuses_python_children_of_script_modules_itself() -> None:
     with pytest.raises(RuntimeError, match="non-scripted module"):
         torch.jit.script(Plain()).other = nn.Linear(1, 1)

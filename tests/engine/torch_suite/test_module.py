@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import sysconfig
 import threading
 from typing import Any
 
@@ -27,6 +26,7 @@ from tests.engine.conformance import (
     place,
     young_garbage,
 )
+from tests.engine.garbage import COUNTED
 
 __all__ = ["place"]
 
@@ -280,10 +280,7 @@ def test_zero_grad(place: Place) -> None:
     assert len(runs) == place.replicas
 
 
-@pytest.mark.skipif(
-    bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
-    reason="a free-threaded Python counts as garbage what waits for the thread that made it",
-)
+@COUNTED
 def test_data_parallel_model_no_refcycles(place: Place) -> None:
     """Mirror A, test_data_parallel_model_no_refcycles: a forward leaves no garbage cycles."""
 
