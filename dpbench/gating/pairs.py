@@ -137,12 +137,12 @@ def _findings(
         first_s = first_s or time.monotonic() - began
         pair_s = (time.monotonic() - began - first_s) / number if number else 0.0
         planned = number + 1 in judge.LOOKS
-        if number and not planned:
-            continue
         following = next((one for one in judge.LOOKS if one > number + 1), None)
         missing = following - number - 1 if following else 0
         # the last of the missing pairs must begin in time, and not end
         last = not following or time.monotonic() + (missing - 1) * pair_s > end
+        if not planned and not last:
+            continue
         for work in undecided:
             one = look(work.name, pairs[work], limit=limit, works=len(starters), last=last)
             if planned and (unlike := differing(pairs[work], told_work)):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,6 +78,25 @@ def test_each_side_starts_first_in_every_second_pair(repository: Path) -> None:
     assert decided(repository, work).answer is Answer.NOT_SLOWER
     starts = [line.split()[0] for line in work.log if line.endswith("starts")]
     assert starts[:8] == ["base", "head", "head", "base"] * 2
+
+
+@pytest.mark.parametrize(("first_s", "pairs_taken"), [(200.0, 1), (60.0, 2), (20.0, 4)])
+def test_no_pair_begins_after_the_budget(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, first_s: float, pairs_taken: int
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(pairs, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    class Slow(Known):
+        @contextmanager
+        def _side(self, tree: Tree, number: int) -> Iterator[Any]:
+            now[0] += first_s / 2
+            with super()._side(tree, number) as side:
+                yield side
+
+    commit(repository, {"more.py": ""})
+    verdict = pairs.decided("base", [Slow()], folder=repository, budget_s=100, limit=1e-9)
+    assert verdict.findings[0].pairs == pairs_taken
 
 
 def of_loop(optimizer: str = "sgd", batch: int = 64, **facts: Any) -> Trial:
