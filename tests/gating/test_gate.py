@@ -210,6 +210,7 @@ def test_the_action_fails_if_the_gate_does(repository: Path, tmp_path: Path) -> 
     assert "POST" in (outside / "calls").read_text()
 
 
+@pytest.mark.rest
 def test_the_action_leaves_out_what_the_base_has_gained(repository: Path, tmp_path: Path) -> None:
     git(repository, "checkout", "-b", "change")
     slow_down(repository, 5)
