@@ -122,8 +122,8 @@ hardening: $(VENV)/dev.stamp
 
 .venv-versions/free-threaded/dev.stamp: override PYTHON = $(FREE)
 
-# a Python that has no lock to switch off does not start with PYTHON_GIL=0; without the lock, xdist's processes stop to
-# answer each other
+# a Python that has no lock to switch off does not start with PYTHON_GIL=0; without the lock, xdist's processes stop
+# answering each other
 FOUND = $(if $(FREE),$(VERSIONS),$(filter-out free-threaded,$(VERSIONS)))
 ci-versions: $(FOUND:%=.venv-versions/%/dev.stamp)
 	$(if $(filter-out $(FOUND),$(VERSIONS)),@echo "free-threaded is left out: no python3.14t or python3.13t is found")

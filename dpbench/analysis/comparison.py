@@ -126,7 +126,7 @@ class Comparisons:
     def notes(self) -> Sequence[str]:
         """Return the differences that forbid nothing, and each fact asked for that has none.
 
-        The last one names the cases that only one of the runs has.
+        If one of the runs has cases that the other lacks, the last one names them.
         """
         known = {one.asked for one in self.differing}
         return [

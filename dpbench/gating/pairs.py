@@ -150,7 +150,7 @@ def _findings(
                 one = replace(
                     one, answer=Answer.UNKNOWN, by_cpu=False, more_memory=False, reason=why
                 )
-            # more pairs do not make a queue shorter
+            # a reason is one that further pairs would not remove
             if one.answer is not Answer.UNKNOWN or one.reason:
                 found[work] = one
             elif last:
@@ -224,16 +224,7 @@ def pair(
     with ExitStack() as stack:
         order = trees[::-1] if number % 2 else trees
         first, second = (stack.enter_context(start(tree, number)) for tree in order)
-        steps = 1
-        ahead, batches, of_steps, step_s = 0, 0, 0, 0.0
-        for seconds in (WARMUP_S, WARMUP_S, BLOCK_S):
-            warm = [side.take(steps) for side in (first, second)]
-            ahead = max(ahead, *(block.ahead for block in warm))
-            batches += max(block.batches for block in warm)
-            of_steps += steps
-            step_s = max(block.wall_s for block in warm)
-            steps = max(1, round(seconds / step_s))
-        queue = math.ceil(ahead * of_steps / max(batches, 1))  # the steps that its batches last
+        steps, step_s, queue = _warmed((first, second))
         sides = {"A": first, "B": second}
         base, head = (second, first) if number % 2 else (first, second)
         draining: dict[Side, list[Block]] = {base: [], head: []}
@@ -263,6 +254,23 @@ def pair(
     return pair(start, trees, number, limit, draining_s=0.0)
 
 
+def _warmed(sides: Sequence[Side]) -> tuple[int, float, int]:
+    """Let the sides warm up; return the steps of a block, the seconds of a step, and a queue.
+
+    The queue is the number of steps for which the batches last that workers fetch ahead, or 0.
+    """
+    steps = 1
+    ahead, batches, taken = 0, 0, 0
+    for seconds in (WARMUP_S, WARMUP_S, BLOCK_S):
+        blocks = [side.take(steps) for side in sides]
+        ahead = max(ahead, *(block.ahead for block in blocks))
+        batches += max(block.batches for block in blocks)
+        taken += steps
+        step_s = max(block.wall_s for block in blocks)
+        steps = max(1, round(seconds / step_s))
+    return steps, step_s, math.ceil(ahead * taken / max(batches, 1))
+
+
 def _take_at_once(
     sides: Sequence[Side],
     steps: int,
@@ -272,10 +280,10 @@ def _take_at_once(
     draining: dict[Side, list[Block]],
     blocks: dict[Side, list[Block]],
 ) -> None:
-    """Let one side after the other empty its queues of batches, and then take its block.
+    """Let one side after the other empty its queue of batches, and then take its block.
 
-    The batches of all queues last for `queue` steps.
-    A block has the steps of whole queues, because workers that begin together finish together.
+    The batches of a queue last for `queue` steps. A block has the steps of whole queues, because
+    workers that begin together finish together.
     """
 
     def whole(number: float) -> int:

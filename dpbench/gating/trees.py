@@ -115,13 +115,16 @@ class Tree:
 
 @dataclass(frozen=True, kw_only=True)
 class Trees:
-    """The copies of both sides, and the paths of the files that differ between them."""
+    """The copies of both sides, and notes on what they have."""
 
     base: Tree
     head: Tree
-    differing: tuple[str, ...]
     remarks: tuple[str, ...] = ()
-    """Notes on what the copies have."""
+
+    @property
+    def differing(self) -> tuple[str, ...]:
+        """Return the paths of the files that differ between the copies."""
+        return self.head.differing
 
     @property
     def both(self) -> tuple[Tree, Tree]:
@@ -197,12 +200,8 @@ def copies(base: str, folder: Path, link: Sequence[str] = ()) -> Iterator[Trees]
                     differing=tuple(differing),
                 )
             )
-        yield Trees(
-            base=made[0],
-            head=made[1],
-            differing=tuple(differing),
-            remarks=tuple(_remarks(origin, base, commits, linked)),
-        )
+        remarks = tuple(_remarks(origin, base, commits, linked))
+        yield Trees(base=made[0], head=made[1], remarks=remarks)
 
 
 def _remarks(

@@ -97,7 +97,7 @@ def commit_of(folder: Path, name: str) -> str:
 
 def contains(folder: Path, base: str, head: str) -> bool:
     """Return whether a commit contains all commits of another."""
-    return not _text(folder, "rev-list", "--max-count=1", base, f"^{head}")
+    return not _text(folder, "rev-list", "-n1", base, f"^{head}")
 
 
 @contextmanager

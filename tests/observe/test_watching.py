@@ -711,8 +711,9 @@ if kind == "fsdp":
     from torch.distributed.fsdp import fully_shard
 
     fully_shard(net, mesh=dist.device_mesh.init_device_mesh("cpu", (2,)))
-elif kind == "ddp":
+elif kind in ("ddp", "compiled"):
     net = nn.parallel.DistributedDataParallel(net)
+    net = torch.compile(net, backend="eager") if kind == "compiled" else net
 data = TensorDataset(torch.randn(1024, 64), torch.randint(10, (1024,)))
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 losses = []
@@ -728,7 +729,12 @@ dist.destroy_process_group()
 """
 
 
-WRAPPERS = {"ddp": "DistributedDataParallel", "fsdp": "FullyShardedDataParallel", "none": ""}
+WRAPPERS = {
+    "ddp": "DistributedDataParallel",
+    "fsdp": "FullyShardedDataParallel",
+    "compiled": "",
+    "none": "",
+}
 ALL = """
 import os
 import runpy
