@@ -77,6 +77,20 @@ def test_each_saved_random_state_counts() -> None:
     assert states.saves == 2 * each
 
 
+@pytest.mark.timeout(10)
+def test_an_interrupt_before_the_block_of_a_lock_keeps_no_thread_out() -> None:
+    """From Python 3.14 on, it can arrive between the return of `__enter__` and the block."""
+    states = SavedRandomStates()
+    states._lock.acquire()
+    states.reset(0)
+
+    def enter(_: int) -> None:
+        with states:
+            pass
+
+    assert at_once(enter, 2) == []
+
+
 @without_the_lock
 @pytest.mark.slow
 def test_a_call_reads_a_shared_dict_that_another_caller_fills() -> None:
