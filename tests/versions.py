@@ -22,7 +22,7 @@ EXTRAS = ("dev", "asv", "notebook")
 LOWEST, INTEGRATIONS, FREE_THREADED = "lowest", "integrations", "free-threaded"
 LIBRARIES = ("transformers", "accelerate", "lightning", "mlflow", "tensorboard", "wandb")
 """The libraries whose tests run in the stage `INTEGRATIONS` alone, in their newest versions."""
-RUNNING = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
+RUNNING = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "pyperf", "pyyaml")
 """What runs the tests: some tools of other extras have no wheels for all interpreters."""
 _NAME = re.compile(r"[\w-]+")
 
