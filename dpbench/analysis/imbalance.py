@@ -244,7 +244,7 @@ def _verdict(first: Estimate, control: Estimate | None) -> str:
     if control is None:
         return "no control"
     if first.doubt or control.doubt:
-        return f"undecided: {words.NOT_ENOUGH}"
+        return f"undecided: {words.withheld(first, control)}"
     if first.low > control.high:
         return "above the control"
     return (

@@ -183,7 +183,7 @@ def _record(row: Row, devices: int) -> dict[str, object]:
 def figures(rows: Sequence[Row]) -> dict[str, float]:
     """Return the numbers of all rows by a key such as "mlp/dp/x2/cpu/batch_64/step_s".
 
-    Numbers in doubt, and those that are not finite, are left out. docs/integrations.md explains the
+    Numbers in doubt, and those that are not finite, are NaN. docs/integrations.md explains the
     keys, which do not depend on the other rows. If the keys of two cases have the same spelling,
     both have the beginning of the case's fingerprint, too.
     """
@@ -193,16 +193,10 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
     for row, key in zip(rows, keys, strict=True):
         own = f"{key}/{row.case.fingerprint[:10]}" if uses[key] > 1 else key
         for quantity in QUANTITIES:
-            number = quantity.of(row)
-            if number and not number.doubt and math.isfinite(number.value):
-                found[f"{own}/{quantity.name}"] = number.value
+            if number := quantity.of(row):
+                sure = not number.doubt and math.isfinite(number.value)
+                found[f"{own}/{quantity.name}"] = number.value if sure else math.nan
     return found
-
-
-def doubtful(rows: Sequence[Row]) -> int:
-    """Return how many numbers of the rows are in doubt."""
-    found = [quantity.of(row) for row in rows for quantity in QUANTITIES]
-    return sum(bool(number and number.doubt) for number in found)
 
 
 def _key(row: Row) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import cached_property
@@ -156,17 +157,18 @@ class Run:
         """Return the figures of all cases by keys that MLflow, TensorBoard and W&B accept.
 
         A key such as "mlp/dp/x2/cpu/batch_64/step_s" names the case and ends in the figure and its
-        unit; it is the same in every run. Figures in doubt are left out, and a warning has their
-        number. docs/integrations.md explains the keys.
+        unit; it is the same in every run. Figures in doubt are NaN, as in `frame`, and a warning
+        has their number. docs/integrations.md explains the keys.
         """
-        rows = self.analysis.rows
-        if doubtful := quantities.doubtful(rows):
+        found = quantities.figures(self.analysis.rows)
+        if doubtful := sum(map(math.isnan, found.values())):
             log.warning(
-                "the summary leaves out %s in doubt (~ in tables), for which more rounds or a"
-                " quieter machine would help; run.frame has the reasons",
+                "%s of the summary in doubt (~ in tables) %s NaN; more rounds or a quieter machine"
+                " would help, and run.frame has the reasons",
                 words.count(doubtful, "figure"),
+                words.verb(doubtful, "is", "are"),
             )
-        return quantities.figures(rows)
+        return found
 
     def explain(self, *, all: bool = False, samples: int = 0) -> str:
         """Return, for each model, whether to use several devices, why, and which change helps.

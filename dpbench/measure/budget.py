@@ -49,12 +49,10 @@ class Budget:
     reserved: int = 0
     """The number of trials for which time is reserved."""
     _taken_s: dict[Case, list[float]] = field(default_factory=dict)
+    """The seconds of each case's trials that this call has measured."""
     _first: frozenset[Case] | None = None
     """The unit with which the call begins; None before it is known."""
-    """The seconds of each case's trials that this call has measured."""
     _overhead_s: float = OVERHEAD_S
-    _expected_s: float = math.inf
-    """The last expected duration of the rest of the run."""
 
     @property
     def left_s(self) -> float:
@@ -116,12 +114,12 @@ class Budget:
         return fitting(found, needed_s, share * self.left_s, self._first)
 
     def remaining_s(self) -> float | None:
-        """Return the expected seconds of the rest of the run, which never grow; None if unknown."""
+        """Return the expected seconds of the rest of the run; None if unknown."""
         expected_s = self.usual_s(self.ahead)
         if self.settles:
             expected_s = max(expected_s, self._settling_s)
-        self._expected_s = min(self._expected_s, expected_s, self.left_s)
-        return max(0.0, self._expected_s) if math.isfinite(self._expected_s) else None
+        expected_s = max(0.0, min(expected_s, self.left_s))
+        return expected_s if math.isfinite(expected_s) else None
 
     def allows(self, cases: Sequence[Case], *, needed: bool) -> bool:
         """Return whether a round of these cases, which is `needed` or not, may begin.

@@ -85,8 +85,8 @@ class Ended:
     """A trial has ended and is stored; `done` of the run's `total` trials have ended.
 
     `seconds` is the trial's duration, or its equal share if one worker measured several cases.
-    `left_s` is the expected duration of the rest of the run in seconds, which never grows; None if
-    it is unknown.
+    `left_s` is the expected duration of the rest of the run in seconds; None if it is unknown. It
+    grows where trials take longer than those before them.
     """
 
     trial: Trial

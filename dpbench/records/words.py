@@ -18,9 +18,8 @@ from dpbench.records.estimate import Doubt, Estimate
 from dpbench.records.spelling import dashed
 
 MISSING = "–"
-NOT_ENOUGH = "not enough rounds"
-"""The text in place of an estimate in doubt, but for NOISY rounds."""
-NOT_ENOUGH_QUIET = "not enough quiet rounds"
+_NOT_ENOUGH = "not enough rounds"
+_NOT_ENOUGH_QUIET = "not enough quiet rounds"
 NOT_ENOUGH_STEPS = "not enough steps"
 """The text in place of a percentile of too few steps."""
 REMEDY = (
@@ -233,9 +232,10 @@ def about_times(estimate: Estimate) -> str:
     return f"~{number(estimate.value)}×" if estimate.doubt else times(estimate)
 
 
-def withheld(estimate: Estimate) -> str:
-    """Return the text in place of an estimate in doubt."""
-    return NOT_ENOUGH_QUIET if estimate.doubt is Doubt.NOISY else NOT_ENOUGH
+def withheld(*estimates: Estimate | None) -> str:
+    """Return the text in place of estimates of which one is in doubt."""
+    noisy = any(estimate and estimate.doubt is Doubt.NOISY for estimate in estimates)
+    return _NOT_ENOUGH_QUIET if noisy else _NOT_ENOUGH
 
 
 def doubt(estimate: Estimate) -> str:

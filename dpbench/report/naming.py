@@ -39,9 +39,9 @@ def drawable(estimate: Estimate | None) -> bool:
 
 def withheld(estimates: Iterable[Estimate | None]) -> str:
     """Return a sentence with the number of estimates that are in doubt and not drawn; "" for 0."""
-    number = sum(1 for estimate in estimates if estimate and estimate.doubt)
-    cases = f"{words.count(number, 'case')} {words.verb(number, 'is', 'are')}"
-    return f"{cases} not drawn: {words.NOT_ENOUGH}." if number else ""
+    doubtful = [estimate for estimate in estimates if estimate and estimate.doubt]
+    cases = f"{words.count(len(doubtful), 'case')} {words.verb(len(doubtful), 'is', 'are')}"
+    return f"{cases} not drawn: {words.withheld(*doubtful)}." if doubtful else ""
 
 
 def case_id(case: Case) -> str:

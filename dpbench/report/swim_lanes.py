@@ -397,12 +397,12 @@ def _caption(facet: small_multiples.Facet, timelines: Sequence[Lanes]) -> str:
             )
         if any(clauses):
             sentences.append(f"{name}: {'; '.join(filter(None, clauses))}.")
-    doubtful = [name for row, name in zip(facet.rows, facet.names, strict=True) if row.doubt]
+    named = zip(facet.names, facet.rows, strict=True)
+    doubtful = {name: row.step for name, row in named if row.doubt}
     if doubtful:
+        few = words.withheld(*doubtful.values())
         these = words.verb(len(doubtful), "this case", "these cases")
-        sentences.append(
-            f"There are {words.NOT_ENOUGH} to compare {these} with others: {', '.join(doubtful)}."
-        )
+        sentences.append(f"There are {few} to compare {these} with others: {', '.join(doubtful)}.")
     return " ".join(sentences)
 
 

@@ -40,11 +40,12 @@ def test_a_budget_that_cannot_hold_the_trials_says_so() -> None:
     assert "--budget" in said
 
 
-def test_the_rest_takes_as_long_as_the_trials_so_far_and_never_grows() -> None:
-    found = after_a_trial(100.0, 10, 2.0)
+def test_the_rest_takes_as_long_as_the_trials_so_far() -> None:
+    found = after_a_trial(1000.0, 10, 2.0)
     assert found.remaining_s() == 20.0
-    found.took([trial_of(SINGLE, [0.0])], 200.0)
-    assert found.remaining_s() == 20.0
+    found.took([trial_of(SINGLE, [0.0])], 8.0)
+    assert found.remaining_s() == 45.0, "the rest grows where trials get slower"
+    assert after_a_trial(3.0, 10, 2.0).remaining_s() <= 3.0, "the budget ends the run"
 
 
 def test_the_time_left_is_shared_among_the_reserved_trials() -> None:

@@ -784,7 +784,7 @@ def test_the_rounds_that_every_case_needs_are_measured_however_long_they_take(st
     assert slots(store.trials()) == Counter(
         (case, number) for case in CASES for number in range(LOOKS[0])
     )
-    assert left == sorted(left, reverse=True), "the expected rest never grows"
+    assert left == sorted(left, reverse=True), "equal trials leave less and less"
     assert left[0] == pytest.approx(5.0 * (len(CASES) * LOOKS[0] - 1))
     assert left[-1] == 0
 

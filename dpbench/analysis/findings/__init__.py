@@ -107,10 +107,11 @@ def _diagnosis(context: CaseContext) -> Diagnosis:
 
 
 def _doubtful(every: Sequence[Finding]) -> Iterator[str]:
-    sizes = ((finding.rule.key, finding.evidence.size_s) for finding in every)
-    names = [key for key, size_s in sizes if size_s and size_s.doubt]
-    if names:
-        yield f"the cost of {', '.join(names)} ({words.NOT_ENOUGH}: {words.REMEDY} would help)"
+    sizes = {finding.rule.key: finding.evidence.size_s for finding in every}
+    doubtful = {key: size_s for key, size_s in sizes.items() if size_s and size_s.doubt}
+    if doubtful:
+        few = words.withheld(*doubtful.values())
+        yield f"the cost of {', '.join(doubtful)} ({few}: {words.REMEDY} would help)"
 
 
 def _worth(context: CaseContext, seen: Evidence) -> bool:

@@ -25,7 +25,6 @@ from dpbench.records.registry import Parallelism, Role
 from dpbench.records.schedule import Schedule
 from dpbench.records.spelling import dashed
 from dpbench.records.words import (
-    NOT_ENOUGH,
     REMEDY,
     count,
     exact,
@@ -58,7 +57,7 @@ def _busy(context: CaseContext) -> Judgement:
     factor = 1 - 1 / (1 + len(others))
     e = row.imbalance
     if e.doubt:
-        return _doubted("whether device 0 is busier than the others")
+        return _doubted("whether device 0 is busier than the others", e)
     return Evidence(
         says=f"device 0 is busy {times(row.imbalance)} as long as the others on average",
         numbers=(
@@ -105,7 +104,8 @@ def _slow_device(context: CaseContext) -> Judgement:
     columns = [devices.index(device) for device in (slow, *peers)]
     e = stats.balance({n: each[:, columns] for n, each in vectors.items()}).first
     if e.doubt:
-        return _doubted("whether one device is slower than the others") if e.value > LEVEL else None
+        question = "whether one device is slower than the others"
+        return _doubted(question, e) if e.value > LEVEL else None
     if e.low <= LEVEL:
         return None
     peers_s = sum(row.busy[device] for device in peers) / len(peers)
@@ -152,7 +152,8 @@ def _slow_link(phases: Sequence[Phase], *, to_host: bool) -> Callable[[CaseConte
         timed = transfers.with_links(context.case, context.trials_of)
         found = transfers.slow_links(timed, to_host=to_host)
         if any(one.slower.doubt for one in found):
-            return _doubted("whether one link is slower than the others")
+            links = [one.slower for one in found]
+            return _doubted("whether one link is slower than the others", *links)
         slow = [one for one in found if one.slower.low > transfers.SLOW_LINK]
         if not slow:
             return None
@@ -226,14 +227,12 @@ def _oversubscribed(context: CaseContext) -> Judgement:
     )
 
 
-def _doubted(question: str, estimate: Estimate | None = None) -> Missing:
+def _doubted(question: str, *numbers: Estimate) -> Missing:
     """Return `Missing` for a question, as "whether ddp is faster", that more rounds would answer.
 
-    `estimate` is the number in doubt, if it may be one of NOISY rounds.
+    One of the `numbers` is in doubt.
     """
-    return Missing(
-        f"{question} ({withheld(estimate) if estimate else NOT_ENOUGH}: {REMEDY} would help)"
-    )
+    return Missing(f"{question} ({withheld(*numbers)}: {REMEDY} would help)")
 
 
 def _small(context: CaseContext) -> Judgement:
@@ -257,11 +256,9 @@ def _small(context: CaseContext) -> Judgement:
         )
     most = context.case.devices
     ideal = whole.step.value / most
-    if whole.step.doubt or part.step.doubt:
-        return _doubted(
-            f"whether {count(share, 'sample')} per device {verb(share, 'is', 'are')} too few"
-        )
     samples = f"{count(share, 'sample')} per device {verb(share, 'is', 'are')} too few"
+    if whole.step.doubt or part.step.doubt:
+        return _doubted(f"whether {samples}", whole.step, part.step)
     return Evidence(
         says=(
             f"{samples}: one device takes {time(part.step.value)} for {verb(share, 'it', 'them')}; "
@@ -292,7 +289,7 @@ def _bigger(context: CaseContext) -> Judgement:
     best = max(others, key=lambda row: row.throughput.value if row.throughput else 0.0)
     assert best.step is not None
     if best.step.doubt:
-        return _doubted(f"whether batch {best.case.batch_size} scales better")
+        return _doubted(f"whether batch {best.case.batch_size} scales better", best.step)
     work = context.case.batch_size / best.case.batch_size
     speedup, bigger_speedup = (
         f"{times(r.speedup)} ({r.scaling} scaling)" if r.speedup else "unknown"

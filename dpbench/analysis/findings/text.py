@@ -120,7 +120,7 @@ def no_finding(diagnosis: Diagnosis) -> str:
     if row.on_fake_gpus:
         return fake.WHY
     if row.step and row.step.doubt:
-        why = f"{words.NOT_ENOUGH} for the time of a step ({words.doubt(row.step)})"
+        why = f"{words.withheld(row.step)} for the time of a step ({words.doubt(row.step)})"
         remedy = "more steps" if row.case.traits.in_parts else words.REMEDY
         return f"{why}; {remedy} would help"
     return NO_FINDING
