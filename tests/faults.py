@@ -2112,6 +2112,48 @@ FAULTS = (
         ("tests/hardware/test_interpreter.py::test_the_module_that_switches_the_lock_on_is_noted",),
     ),
     Fault(
+        "gil-mixed",
+        "a run with the interpreter lock is not resumed without it",
+        'told("gil") or ("on" if python and _always_locked(python) else None)',
+        "None",
+        (
+            "tests/records/test_environment.py::"
+            "test_facts_of_earlier_versions_are_unknown_and_none_of_them_is_needed",
+            "tests/records/test_environment.py::test_what_the_workers_told_counts_more_than_what_the_run_knew",
+        ),
+    ),
+    Fault(
+        "kept lock",
+        "no interrupt leaves the lock of the saved random states taken",
+        "while True:\n    self._lock.release()",
+        "self._lock.release()",
+        (
+            "tests/engine/law/test_threads_at_once.py::"
+            "test_an_interrupt_before_the_block_of_a_lock_keeps_no_thread_out",
+        ),
+    ),
+    Fault(
+        "shared turns",
+        "each caller of a wrapper has turns of its own",
+        "threading.local",
+        "object",
+        (
+            "tests/engine/law/test_threads_at_once.py::"
+            "test_callers_of_one_wrapper_with_unlike_batches_take_turns_of_their_own",
+        ),
+        where="engine.fast.pool",
+    ),
+    Fault(
+        "read once",
+        "what another caller changes while it is read is read again",
+        "ATTEMPTS = 1000",
+        "ATTEMPTS = 0",
+        (
+            "tests/engine/law/test_threads_at_once.py::"
+            "test_what_changes_while_it_is_read_is_read_again",
+        ),
+    ),
+    Fault(
         "sibling",
         "dpbench works without the folders predict and observe",
         '(Path(__file__).parents[1] / package / "__init__.py").is_file()',
