@@ -317,11 +317,21 @@ def _failed_said(curve: LoaderCurve) -> list[str]:
     return [f"No result with {', '.join(parts)}."] if parts else []
 
 
+def _undecided(point: LoaderPoint) -> str:
+    """Return in brackets why it is unknown what limits the loop; "" if it is known."""
+    busy = point.busy
+    if busy is None or point.bound is not Bound.UNDECIDED:
+        return ""
+    if busy.doubt in UNSURE:
+        return f" ({words.withheld(busy)})"
+    low, high = words.percent(busy.low), words.percent(busy.high)
+    return f" (the step is {low} to {high} of the loop; the limit is {words.percent(CLOSE)})"
+
+
 def _bound_said(found: LoaderCurve, step: Estimate) -> str:
-    counts = grouped((point.bound, point.workers) for point in found.points)
-    parts = [
-        f"{bound.value} with {workers_said(counts[bound])}" for bound in Bound if bound in counts
-    ]
+    points = sorted(found.points, key=lambda point: [*Bound].index(point.bound))
+    counts = grouped(((point.bound.value, _undecided(point)), point.workers) for point in points)
+    parts = [f"{bound} with {workers_said(alike)}{why}" for (bound, why), alike in counts.items()]
     return (
         f"Against the step ({words.ms(step) if step.n else words.time(step.value)}):"
         f" {'; '.join(parts)}."
