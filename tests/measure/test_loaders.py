@@ -143,7 +143,7 @@ def test_noisy_rounds_decide_nothing() -> None:
     assert found.shape is Shape.UNDECIDED
     assert (found.knee, found.possible) == (None, tuple(KNEE))
     assert {point.bound for point in found.points} == {Bound.UNDECIDED}
-    assert sum(words.withheld(found.points[0].busy) in one for one in loaders.said(found)) == 1
+    assert words.withheld(found.points[-1].busy) in "".join(loaders.said(found))
     assert found.advised is None
     quiet = [replace(one, provenance=BUSY) if one.round == 0 else one for one in trials(KNEE)]
     assert curve(quiet).knee == 4, "four quiet rounds are enough"
