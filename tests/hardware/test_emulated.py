@@ -25,6 +25,7 @@ from dpbench.hardware.devices import open_devices
 from dpbench.hardware.devices._byte_count import ByteCount, DeviceFull
 from dpbench.hardware.devices._wrapper import EmulatedTensor
 from dpbench.hardware.devices.host import EmulatedDevice, bounded, bytes_only
+from tests.garbage import COUNTED
 from tests.marked import patience
 
 L0, L1 = torch.device("lazy", 0), torch.device("lazy", 1)
@@ -334,6 +335,7 @@ def test_parametrized_modules_move() -> None:
 # ---------------------------------------------------------------- bytes
 
 
+@COUNTED
 def test_the_ledger_is_exact_for_an_mlp() -> None:
     device = EmulatedDevice(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)).to("lazy:0")

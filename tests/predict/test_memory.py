@@ -24,6 +24,7 @@ from dpbench.predict.strategy_memory import EngineMemory
 from dpbench.predict.work import chunks
 from dpbench.records import Case, no_mark
 from dpbench.strategies import bucket_sizes, optimizer_of, single
+from tests.garbage import COUNTED
 
 BATCH = 17
 """Odd, so that shards differ."""
@@ -186,6 +187,7 @@ def test_schedules_are_right_to_the_byte(schedule: str, optimizer: str, devices:
     assert replayed(case, traced("mlp", optimizer)) == measured(case)
 
 
+@COUNTED
 @pytest.mark.parametrize("schedule", ["local", "allreduce"])
 def test_local_losses_are_right_but_for_their_scalars(schedule: str) -> None:
     """Left out: each device's int64 weight and quotient, and on the first the others' copies."""

@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_leaves
 import dpbench
 from dpbench.engine import DataParallel, TrainStep
 from tests.engine.chunked import Chunked
-from tests.engine.garbage import COUNTED
 from tests.engine.law.compare import assert_same, same
 from tests.engine.nets import cpus, every_count, every_net, made, mlp
+from tests.garbage import COUNTED
 
 
 def wave(output: Any) -> Tensor:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 import dpbench
 from dpbench.engine import DataParallel, resolve
-from tests.engine.garbage import COUNTED
 from tests.engine.nets import TWO, Call, returning
 from tests.engine.plain.test_scatter_gather import Batch
+from tests.garbage import COUNTED
 
 # ---------------------------------------------------------------- the constructor
 

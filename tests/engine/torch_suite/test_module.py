@@ -26,7 +26,7 @@ from tests.engine.conformance import (
     place,
     young_garbage,
 )
-from tests.engine.garbage import COUNTED
+from tests.garbage import COUNTED
 
 __all__ = ["place"]
 

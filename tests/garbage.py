@@ -1,4 +1,4 @@
-"""Garbage: what no step leaves behind, except in a free-threaded build of Python."""
+"""Garbage: what a step frees at once, and a free-threaded build of Python later."""
 
 from __future__ import annotations
 
@@ -11,4 +11,4 @@ COUNTED = pytest.mark.skipif(
     reason="a free-threaded Python, with its lock on too, leaves to its collector what waits for"
     " the thread that made it",
 )
-"""The mark of tests that count what the collector finds."""
+"""The mark of tests that count what the collector finds, or each byte that is in use."""
