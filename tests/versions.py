@@ -4,7 +4,7 @@
 declares, and `python tests/versions.py 2.11.0` the usual versions with this torch. `make
 ci-versions` runs the fast tests with both. With `integrations`, it prints the usual versions and
 the libraries that `dpbench.integrations` and `docs/integrations.md` serve; with `free-threaded`,
-what dpbench and pytest need, in any declared version, because interpreters without a lock have
+what dpbench and its tests need, in any declared version, because interpreters without a lock have
 wheels of their own.
 """
 
@@ -23,7 +23,7 @@ LOWEST, INTEGRATIONS, FREE_THREADED = "lowest", "integrations", "free-threaded"
 LIBRARIES = ("transformers", "accelerate", "lightning", "mlflow", "tensorboard", "wandb")
 """The libraries whose tests run in the stage `INTEGRATIONS` alone, in their newest versions."""
 RUNNING = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "pyperf", "pyyaml")
-"""What runs the tests: some tools of other extras have no wheels for all interpreters."""
+"""What the tests need that run there: some other tools have no wheels for all interpreters."""
 _NAME = re.compile(r"[\w-]+")
 
 

@@ -324,8 +324,11 @@ def _undecided(point: LoaderPoint) -> str:
         return ""
     if busy.doubt in UNSURE:
         return f" ({words.withheld(busy)})"
-    low, high = words.percent(busy.low), words.percent(busy.high)
-    return f" (the step is {low} to {high} of the loop; the limit is {words.percent(CLOSE)})"
+    # the estimate of a share may have an interval that ends above 1
+    return (
+        f" (the step takes {busy.low:.1%} to {min(1.0, busy.high):.1%} of an iteration;"
+        f" {Bound.STEP.value} from {words.percent(CLOSE)} on)"
+    )
 
 
 def _bound_said(found: LoaderCurve, step: Estimate) -> str:

@@ -170,9 +170,8 @@ def _record(row: Row, devices: int) -> dict[str, object]:
     }
     for quantity in QUANTITIES:
         record |= quantity.entries(row)
-    for number in PERCENTILES:
-        if row.step and number not in row.percentiles and row.source.timed:
-            record[f"p{number}_withheld"] = words.NOT_ENOUGH_STEPS
+    for number in _lacking(row):
+        record[f"p{number}_withheld"] = words.NOT_ENOUGH_STEPS
     record["peak_source"] = row.peak_source
     record |= {f"phase_{name}_s": row.phases.get(name) for name in PHASES}
     record |= {f"busy_{device}_s": row.busy.get(device) for device in range(devices)}
@@ -180,12 +179,18 @@ def _record(row: Row, devices: int) -> dict[str, object]:
     return record | {"scaling": row.scaling, "labels": " ".join(row.labels), "reason": row.reason}
 
 
+def _lacking(row: Row) -> list[int]:
+    """Return the percentiles for which a measured row has too few steps."""
+    timed = row.step and row.source.timed
+    return [number for number in PERCENTILES if timed and number not in row.percentiles]
+
+
 def figures(rows: Sequence[Row]) -> dict[str, float]:
     """Return the numbers of all rows by a key such as "mlp/dp/x2/cpu/batch_64/step_s".
 
-    Numbers in doubt, and those that are not finite, are NaN. docs/integrations.md explains the
-    keys, which do not depend on the other rows. If the keys of two cases have the same spelling,
-    both have the beginning of the case's fingerprint, too.
+    Numbers in doubt, those that are not finite, and percentiles of too few steps are NaN.
+    docs/integrations.md explains the keys, which do not depend on the other rows. If the keys of
+    two cases have the same spelling, both have the beginning of the case's fingerprint, too.
     """
     keys = [*map(_key, rows)]
     uses = Counter(keys)
@@ -196,6 +201,7 @@ def figures(rows: Sequence[Row]) -> dict[str, float]:
             if number := quantity.of(row):
                 sure = not number.doubt and math.isfinite(number.value)
                 found[f"{own}/{quantity.name}"] = number.value if sure else math.nan
+        found |= {f"{own}/{_percentile(lacking).name}": math.nan for lacking in _lacking(row)}
     return found
 
 

@@ -157,16 +157,16 @@ class Run:
         """Return the figures of all cases by keys that MLflow, TensorBoard and W&B accept.
 
         A key such as "mlp/dp/x2/cpu/batch_64/step_s" names the case and ends in the figure and its
-        unit; it is the same in every run. Figures in doubt are NaN, as in `frame`, and a warning
-        has their number. docs/integrations.md explains the keys.
+        unit; it is the same in every run. Figures that `frame` withholds are NaN, and a warning has
+        their number. docs/integrations.md explains the keys.
         """
         found = quantities.figures(self.analysis.rows)
-        if doubtful := sum(map(math.isnan, found.values())):
+        if withheld := sum(map(math.isnan, found.values())):
             log.warning(
-                "%s of the summary in doubt (~ in tables) %s NaN; more rounds or a quieter machine"
-                " would help, and run.frame has the reasons",
-                words.count(doubtful, "figure"),
-                words.verb(doubtful, "is", "are"),
+                "%s of the summary %s NaN, as in run.frame, which has the reasons; more rounds,"
+                " longer trials or a quieter machine would help",
+                words.count(withheld, "figure"),
+                words.verb(withheld, "is", "are"),
             )
         return found
 

@@ -177,10 +177,16 @@ class SavedRandomStates:
     def __exit__(self, *error: object) -> None:
         self.reset(self.runs.get(threading.get_ident(), 1) - 1)
 
-    def reset(self, runs: int) -> None:
-        """Set the number of runs of the calling thread; an interrupted call can be repeated."""
+    def reset(self, runs: int, saved: int = 0) -> None:
+        """Set the number of runs of the calling thread, and count `saved` further states.
+
+        An interrupted call can be repeated.
+        """
         try:
+            # no `with`: from Python 3.14 on, an interrupt between its `__enter__` and its block
+            # leaves the lock taken, as 12,633 of 20,000 interrupts of a loop did
             self._lock.acquire()
+            self.saves += saved
             if runs:
                 self.runs[threading.get_ident()] = runs
             else:
@@ -192,10 +198,8 @@ class SavedRandomStates:
             elif replaced and not self.runs:
                 torch.get_rng_state = self._read
         finally:
-            # From Python 3.14 on, an interrupt between `__enter__` and the block of `with` leaves a
-            # lock taken: 12,633 of 20,000 interrupts of a loop did. This thread's next call, which
-            # `kept` makes, releases it.
-            with suppress(RuntimeError):  # the thread holds it no longer
+            # as often as an interrupted call has left it taken
+            with suppress(RuntimeError):  # it is released
                 while True:
                     self._lock.release()
 
@@ -205,8 +209,7 @@ class SavedRandomStates:
         repeats = sys._getframe(1).f_globals.get("__name__") != "torch.random"
         if repeats and getattr(self._thread, "saved", state) is None:
             self._thread.saved = state
-            with self._lock:
-                self.saves += 1
+            self.reset(self.runs.get(threading.get_ident(), 0), saved=1)
         return state
 
     def forget(self) -> None:

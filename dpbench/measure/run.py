@@ -86,7 +86,7 @@ class Ended:
 
     `seconds` is the trial's duration, or its equal share if one worker measured several cases.
     `left_s` is the expected duration of the rest of the run in seconds; None if it is unknown. It
-    grows where trials take longer than those before them.
+    may grow: where trials take longer than those before them, and where rounds are added.
     """
 
     trial: Trial

@@ -79,6 +79,11 @@ class Outermost:
         self._call(self._finding)
         self._wait()
 
+    def look_anew(self) -> None:
+        """Remove the hooks, which cannot be pickled, and look for outermost modules again."""
+        self._unhook()
+        self.look()
+
     def _wait(self) -> None:
         number = len(self._recorder.ends)
         again = max(AGAIN, 1 << number.bit_length())  # the next power of two
@@ -192,16 +197,12 @@ class Outermost:
 
     def without_hooks(self, function: Function) -> Function:
         """Return a function that first removes dpbench's hooks, which `function` would pickle."""
-
-        @self._recorder.safely
-        def unhook() -> None:
-            self._unhook()
-            self.look()
+        look_anew = self._recorder.safely(self.look_anew)
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._recorder.mine and not self._recorder.inside:
-                unhook()
+                look_anew()
             return function(*args, **kwargs)
 
         return call

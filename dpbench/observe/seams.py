@@ -393,7 +393,10 @@ def _data(recorder: Recorder, replace: Function, outermost: Outermost) -> None:
         @recorder.safely
         def note(loader: Any) -> None:
             loaders[recorder.owner(loader)] = loader.num_workers
-            outermost.look()
+            if _pickles(loader) and not recorder.inside:
+                outermost.look_anew()
+            else:
+                outermost.look()
 
         @functools.wraps(was)
         def starting(self: Any) -> Any:
@@ -409,6 +412,12 @@ def _data(recorder: Recorder, replace: Function, outermost: Outermost) -> None:
     following = _around(recorder, Phase.DATA, number)
     replace(dataloader._BaseDataLoaderIter, "__next__", following)
     replace(torch.utils.data.DataLoader, "__iter__", starting)
+
+
+def _pickles(loader: Any) -> bool:
+    """Return whether a DataLoader pickles its dataset for its workers: all but forked ones."""
+    context = loader.multiprocessing_context or torch.multiprocessing
+    return bool(loader.num_workers) and context.get_start_method() != "fork"
 
 
 def _tensors(recorder: Recorder, replace: Function) -> None:

@@ -233,7 +233,7 @@ def about_times(estimate: Estimate) -> str:
 
 
 def withheld(*estimates: Estimate | None) -> str:
-    """Return the text in place of estimates of which one is in doubt."""
+    """Return the text in place of estimates of which at least one is in doubt."""
     noisy = any(estimate and estimate.doubt is Doubt.NOISY for estimate in estimates)
     return _NOT_ENOUGH_QUIET if noisy else _NOT_ENOUGH
 

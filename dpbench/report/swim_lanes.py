@@ -398,11 +398,12 @@ def _caption(facet: small_multiples.Facet, timelines: Sequence[Lanes]) -> str:
         if any(clauses):
             sentences.append(f"{name}: {'; '.join(filter(None, clauses))}.")
     named = zip(facet.names, facet.rows, strict=True)
-    doubtful = {name: row.step for name, row in named if row.doubt}
+    doubtful = [(name, row.step) for name, row in named if row.doubt]
     if doubtful:
-        few = words.withheld(*doubtful.values())
-        these = words.verb(len(doubtful), "this case", "these cases")
-        sentences.append(f"There are {few} to compare {these} with others: {', '.join(doubtful)}.")
+        names, steps = zip(*doubtful, strict=True)
+        these = words.verb(len(names), "this case", "these cases")
+        few = words.withheld(*steps)
+        sentences.append(f"There are {few} to compare {these} with others: {', '.join(names)}.")
     return " ".join(sentences)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dpbench.observe import loop, seams, trials
 from dpbench.observe.recorder import Recorder
@@ -164,6 +164,32 @@ def test_a_loader_that_began_before_the_watching_has_its_workers() -> None:
             optimizer.step()
     recorder.stop()
     assert loop.of(recorder).loader_workers == 1
+
+
+class Transformed(Dataset[torch.Tensor]):
+    """A dataset that transforms its rows by a module, as torchvision's do."""
+
+    def __init__(self) -> None:
+        self.transform = torch.nn.Identity()
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return self.transform(torch.full((4,), float(i)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+def test_workers_that_are_not_forked_get_a_dataset_whose_module_was_hooked() -> None:
+    """The hooks cannot be pickled; from Python 3.14 on, workers are not forked by default."""
+    data = Transformed()
+    recorder = Recorder()
+    with seams.installed(recorder):
+        data[0]
+        loader = DataLoader(data, batch_size=4, num_workers=1, multiprocessing_context="spawn")
+        assert torch.equal(torch.cat([*loader])[:, 0], torch.arange(8.0))
+    recorder.stop()
+    assert [*recorder.seen.loaders.values()] == [1]
 
 
 def test_a_loader_that_has_ended_leaves_its_number_to_no_other(tmp_path: Path) -> None:

@@ -63,19 +63,20 @@ def content(*groups: list[Trial]) -> Report:
 
 
 SOUND = content(rounds(SINGLE, 0.03), rounds(DP, 0.02), rounds(DDP, 0.016))
+STEPS_S = {SINGLE: 0.03, DP: 0.02, DDP: 0.016}
+BUSY = {"foreign_load": {"foreign": 0.9, "steal": 0.0, "cores": 2, "seconds": 1.0}}
 DOUBTFUL = {
     "one outlying round": content(
         rounds(SINGLE, 0.03),
         rounds(DP, 0.02, (1.0, OUTLIER, 1.01)),
         rounds(DDP, 0.016, (1.0, OUTLIER, 1.01)),
     ),
-    "two rounds": content(
-        *(rounds(case, s, (1.0, 1.01)) for case, s in ((SINGLE, 0.03), (DP, 0.02), (DDP, 0.016)))
-    ),
-    "one round": content(
-        *(rounds(case, s, (1.0,)) for case, s in ((SINGLE, 0.03), (DP, 0.02), (DDP, 0.016)))
-    ),
+    "two rounds": content(*(rounds(case, s, (1.0, 1.01)) for case, s in STEPS_S.items())),
+    "one round": content(*(rounds(case, s, (1.0,)) for case, s in STEPS_S.items())),
 }
+NOISY = content(
+    *([replace(one, provenance=BUSY) for one in rounds(case, s)] for case, s in STEPS_S.items())
+)
 
 
 def terminal(shown: Report) -> str:
@@ -111,6 +112,22 @@ def test_what_is_in_doubt_is_in_no_headline_and_on_no_axis(name: str) -> None:
     assert sections["speedup"].panels == []
     assert amounts(sections["speedup"].note) == ["2"], "cases that are not drawn"
     assert "not enough rounds" in sections["speedup"].note
+
+
+def test_of_noisy_rounds_no_report_says_that_more_of_them_would_be_enough() -> None:
+    (dp,) = [row for row in NOISY.rows if row.case == DP]
+    assert dp.speedup.doubt is Doubt.NOISY
+    sections = {section.id: section for section in figures.sections(NOISY)}
+    explained = " ".join(text.render(NOISY.diagnoses, NOISY.rows).split())
+    for said in (
+        sections["speedup"].note,
+        explained.lower(),
+        terminal(NOISY),
+        markdown.render(NOISY),
+        page.render(NOISY),
+    ):
+        assert "not enough quiet rounds" in said
+        assert "not enough rounds" not in said
 
 
 @pytest.mark.parametrize("name", DOUBTFUL)

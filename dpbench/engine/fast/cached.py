@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpbench.engine.containers import same
+from dpbench.engine.containers import same, whole
 from dpbench.engine.replicate import (
     GLOBAL_HOOKS,
     HOOKS,
@@ -94,7 +94,7 @@ class ReplicaCache:
             d for m in modules for d in (m.__dict__, m._modules, m._parameters, m._buffers)
         ]
         self._hooks = list(_hooks_of(modules))
-        self._names, self._seen = self._present()
+        self._names, self._seen = whole(self._present)
         self._library = all(_is_library(m) for m in modules)
         self.parameters: list[torch.Tensor] = parameters_of(self.module)
         self.buffers: list[torch.Tensor] = buffers_of(self.module)
@@ -123,7 +123,7 @@ class ReplicaCache:
         return names, list(chain.from_iterable(map(dict.values, watched)))
 
     def _changed(self) -> bool:
-        names, values = self._present()
+        names, values = whole(self._present)
         return (
             names != self._names
             or not same(values, self._seen)

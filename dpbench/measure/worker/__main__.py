@@ -122,7 +122,9 @@ def _work(request: Request, server: int) -> None:
             os.dup2(source, target)
         with (folder / "stacks").open("w", encoding="utf-8") as stacks:
             faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-            faulthandler.enable(file=sys.__stderr__ or stacks)
+            # Python 3.14's stack of C would be all that a failure's last lines hold
+            python_alone = {"c_stack": False} if sys.version_info >= (3, 14) else {}
+            faulthandler.enable(file=sys.__stderr__ or stacks, **python_alone)
             started_s = time.time()
             done = trials.work(request)
         if isinstance(done, Failure):

@@ -77,16 +77,39 @@ def test_each_saved_random_state_counts() -> None:
     assert states.saves == 2 * each
 
 
-@pytest.mark.timeout(10)
-def test_an_interrupt_before_the_block_of_a_lock_keeps_no_thread_out() -> None:
-    """From Python 3.14 on, it can arrive between the return of `__enter__` and the block."""
+class Interrupted:
+    """A lock whose taking is interrupted when it has just been taken."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.release = self.lock.release
+
+    def acquire(self) -> None:
+        self.lock.acquire()
+        raise KeyboardInterrupt
+
+    __enter__ = acquire
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+@pytest.mark.parametrize("saved", [0, 1])
+def test_an_interrupt_as_soon_as_the_lock_is_taken_keeps_no_thread_out(
+    saved: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From Python 3.14 on, it can arrive between the return of `__enter__` and a `with` block."""
     states = SavedRandomStates()
-    states._lock.acquire()
-    states.reset(0)
-    other = threading.Thread(target=states.reset, args=(0,), daemon=True)
+    states._thread.saved = None
+    interrupted = Interrupted()
+    monkeypatch.setattr(states, "_lock", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        states._save() if saved else states.reset(0)
+    taken: list[bool] = []
+    other = threading.Thread(target=lambda: taken.append(interrupted.lock.acquire(timeout=5)))
     other.start()
-    other.join(5)
-    assert not other.is_alive()
+    other.join()
+    assert taken == [True]
 
 
 @without_the_lock
