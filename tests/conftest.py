@@ -37,8 +37,8 @@ gc.disable()  # until all tests are collected: see pytest_collection_finish
 # spin while they wait
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 os.environ["DPBENCH_PATIENCE"] = "0"  # runs neither wait for a quiet machine nor repeat trials
-# Python 3.14's default imports the main module again in each worker of a DataLoader, but scripts
-# that tests watch in this process have no `if __name__ == "__main__"`
+# Python 3.14's default imports the main module again before workers of a DataLoader start, but
+# scripts that tests watch in this process have no `if __name__ == "__main__"`
 multiprocessing.set_start_method("fork")
 
 # a GPU machine's own Python may lack it: the tests that need it are then left out

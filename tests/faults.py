@@ -2128,7 +2128,7 @@ FAULTS = (
         "if not sys.exc_info()[0]:\n    self._lock.release()",
         (
             "tests/engine/law/test_threads_at_once.py::"
-            "test_an_interrupt_as_soon_as_the_lock_is_taken_keeps_no_thread_out",
+            "test_an_interrupt_anywhere_leaves_no_thread_waiting_for_the_saved_states",
         ),
     ),
     Fault(

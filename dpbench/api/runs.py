@@ -157,14 +157,14 @@ class Run:
         """Return the figures of all cases by keys that MLflow, TensorBoard and W&B accept.
 
         A key such as "mlp/dp/x2/cpu/batch_64/step_s" names the case and ends in the figure and its
-        unit; it is the same in every run. Figures that `frame` withholds are NaN, and a warning has
-        their number. docs/integrations.md explains the keys.
+        unit; it is the same in every run. Figures that `frame` withholds, and those that are not
+        finite, are NaN, and a warning has their number. docs/integrations.md explains the keys.
         """
         found = quantities.figures(self.analysis.rows)
         if withheld := sum(map(math.isnan, found.values())):
             log.warning(
-                "%s of the summary %s NaN, as in run.frame, which has the reasons; more rounds,"
-                " longer trials or a quieter machine would help",
+                "%s of the summary %s NaN, for the reasons in run.frame; more rounds, longer trials"
+                " or a quieter machine would help",
                 words.count(withheld, "figure"),
                 words.verb(withheld, "is", "are"),
             )

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -177,16 +177,18 @@ class SavedRandomStates:
     def __exit__(self, *error: object) -> None:
         self.reset(self.runs.get(threading.get_ident(), 1) - 1)
 
-    def reset(self, runs: int, saved: int = 0) -> None:
-        """Set the number of runs of the calling thread, and count `saved` further states.
+    def reset(self, runs: int | None) -> None:
+        """Set the number of runs of the calling thread or, for None, count a saved state.
 
-        An interrupted call can be repeated.
+        An interrupted call with a number can be repeated.
         """
         try:
             # no `with`: from Python 3.14 on, an interrupt between its `__enter__` and its block
             # leaves the lock taken, as 12,633 of 20,000 interrupts of a loop did
             self._lock.acquire()
-            self.saves += saved
+            if runs is None:
+                self.saves += 1
+                return
             if runs:
                 self.runs[threading.get_ident()] = runs
             else:
@@ -198,10 +200,13 @@ class SavedRandomStates:
             elif replaced and not self.runs:
                 torch.get_rng_state = self._read
         finally:
-            # as often as an interrupted call has left it taken
-            with suppress(RuntimeError):  # it is released
+            # as often as an interrupted call has left it taken; `suppress` would itself be a place
+            # for an interrupt before the release
+            try:
                 while True:
                     self._lock.release()
+            except RuntimeError:  # it is released
+                pass
 
     def _save(self) -> torch.Tensor:
         state = self._read()
@@ -209,7 +214,7 @@ class SavedRandomStates:
         repeats = sys._getframe(1).f_globals.get("__name__") != "torch.random"
         if repeats and getattr(self._thread, "saved", state) is None:
             self._thread.saved = state
-            self.reset(self.runs.get(threading.get_ident(), 0), saved=1)
+            self.reset(None)
         return state
 
     def forget(self) -> None:

@@ -56,6 +56,8 @@ class Outermost:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._known: dict[int, tuple[nn.Module, list[Any]]] = {}
+        self._alive: dict[int, nn.Module] = {}
+        """Every module that had hooks: what was seen is known by ids, which no other may get."""
         self._opened: list[tuple[bool, BaseException | None]] = []
         """For each open call: whether it is recorded, and the exception handled at its start."""
         self._original = nn.Module.__call__
@@ -167,6 +169,7 @@ class Outermost:
             module.register_forward_hook(after, with_kwargs=True, always_call=True),
         ]
         self._known[id(module)] = (module, hooks)
+        self._alive[id(module)] = module
         if type(module).__name__ == "OptimizedModule":
             seen.compiled.add(id(module))
         if isinstance(module, nn.DataParallel):

@@ -415,9 +415,13 @@ def _data(recorder: Recorder, replace: Function, outermost: Outermost) -> None:
 
 
 def _pickles(loader: Any) -> bool:
-    """Return whether a DataLoader pickles its dataset for its workers: all but forked ones."""
+    """Return whether a DataLoader now starts workers that get its dataset by pickle.
+
+    All do but forked ones.
+    """
     context = loader.multiprocessing_context or torch.multiprocessing
-    return bool(loader.num_workers) and context.get_start_method() != "fork"
+    starts = loader.num_workers and not (loader.persistent_workers and loader._iterator)
+    return bool(starts) and context.get_start_method() != "fork"
 
 
 def _tensors(recorder: Recorder, replace: Function) -> None:

@@ -180,14 +180,20 @@ class Transformed(Dataset[torch.Tensor]):
 
 
 @pytest.mark.slow
-def test_workers_that_are_not_forked_get_a_dataset_whose_module_was_hooked() -> None:
+@pytest.mark.parametrize("context", ["spawn", None])
+def test_workers_that_are_not_forked_get_a_dataset_whose_module_was_hooked(
+    context: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The hooks cannot be pickled; from Python 3.14 on, workers are not forked by default."""
+    monkeypatch.setattr(torch.multiprocessing, "get_start_method", lambda: "forkserver")
     data = Transformed()
     recorder = Recorder()
     with seams.installed(recorder):
         data[0]
-        loader = DataLoader(data, batch_size=4, num_workers=1, multiprocessing_context="spawn")
+        assert data.transform._forward_pre_hooks
+        loader = DataLoader(data, batch_size=4, num_workers=1, multiprocessing_context=context)
         assert torch.equal(torch.cat([*loader])[:, 0], torch.arange(8.0))
+        assert not data.transform._forward_pre_hooks
     recorder.stop()
     assert [*recorder.seen.loaders.values()] == [1]
 

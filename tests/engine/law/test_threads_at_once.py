@@ -6,6 +6,9 @@ skipped.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +22,7 @@ from dpbench.engine.containers import whole
 from dpbench.engine.fast.turns import TurnsIfFaster
 from dpbench.engine.settings import SavedRandomStates
 from dpbench.hardware.interpreter import gil
+from tests.engine.law.interrupts import Interrupted
 from tests.engine.nets import Call, cpus
 
 without_the_lock = pytest.mark.skipif(
@@ -77,39 +81,28 @@ def test_each_saved_random_state_counts() -> None:
     assert states.saves == 2 * each
 
 
-class Interrupted:
-    """A lock whose taking is interrupted when it has just been taken."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.release = self.lock.release
-
-    def acquire(self) -> None:
-        self.lock.acquire()
-        raise KeyboardInterrupt
-
-    __enter__ = acquire
-
-    def __exit__(self, *error: object) -> None:
-        self.release()
-
-
-@pytest.mark.parametrize("saved", [0, 1])
-def test_an_interrupt_as_soon_as_the_lock_is_taken_keeps_no_thread_out(
-    saved: int, monkeypatch: pytest.MonkeyPatch
+def test_an_interrupt_anywhere_leaves_no_thread_waiting_for_the_saved_states(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """From Python 3.14 on, it can arrive between the return of `__enter__` and a `with` block."""
-    states = SavedRandomStates()
-    states._thread.saved = None
-    interrupted = Interrupted()
-    monkeypatch.setattr(states, "_lock", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        states._save() if saved else states.reset(0)
+    """A replica saves a state in the calling thread, while another waits to save its own."""
+    read = torch.get_rng_state
     taken: list[bool] = []
-    other = threading.Thread(target=lambda: taken.append(interrupted.lock.acquire(timeout=5)))
-    other.start()
-    other.join()
-    assert taken == [True]
+    for place in itertools.count(1):
+        monkeypatch.setattr(torch, "get_rng_state", read)
+        states = SavedRandomStates()
+        states._thread.saved = None
+        with contextlib.suppress(KeyboardInterrupt), Interrupted(place) as interrupted:
+            states.reset(1)
+            states._save()
+            states.reset(0)
+        acquire = functools.partial(states._lock.acquire, timeout=5)
+        other = threading.Thread(target=lambda acquire=acquire: taken.append(acquire()))
+        other.start()
+        other.join()
+        if not interrupted.raised:
+            break
+    assert len(taken) > 6
+    assert all(taken), taken
 
 
 @without_the_lock
