@@ -122,8 +122,7 @@ hardening: $(VENV)/dev.stamp
 
 .venv-versions/free-threaded/dev.stamp: override PYTHON = $(FREE)
 
-# a Python that has no lock to switch off does not start with PYTHON_GIL=0; without the lock, xdist's processes stop
-# answering each other
+# a Python that has no lock to switch off does not start with PYTHON_GIL=0
 FOUND = $(if $(FREE),$(VERSIONS),$(filter-out free-threaded,$(VERSIONS)))
 ci-versions: $(FOUND:%=.venv-versions/%/dev.stamp)
 	$(if $(filter-out $(FOUND),$(VERSIONS)),@echo "free-threaded is left out: no python3.14t or python3.13t is found")
@@ -135,8 +134,8 @@ ci-versions: $(FOUND:%=.venv-versions/%/dev.stamp)
 	  $(MAKE) $$1 TORCH=pinned VENV=.venv-versions/$$version ARGS="$$2" || exit 1; \
 	done
 	$(if $(filter free-threaded,$(FOUND)),\
-	  PYTHON_GIL=0 $(MAKE) test SPREAD= TORCH=pinned VENV=.venv-versions/free-threaded ARGS="tests/engine $(ARGS)" && \
-	  PYTHON_GIL=0 $(MAKE) test-fast SPREAD= TORCH=pinned VENV=.venv-versions/free-threaded ARGS="$(ARGS)")
+	  PYTHON_GIL=0 $(MAKE) test TORCH=pinned VENV=.venv-versions/free-threaded ARGS="tests/engine $(ARGS)" && \
+	  PYTHON_GIL=0 $(MAKE) test-fast TORCH=pinned VENV=.venv-versions/free-threaded ARGS="$(ARGS)")
 
 check: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
