@@ -9,6 +9,8 @@ from dpbench.records import Case, Phase, Span, Step, Trial, Verified
 
 Part = tuple[Phase, int, float, float]
 """A phase, its device, and where in a step it begins and ends, as shares of the step."""
+BUSY = {"foreign_load": {"foreign": 0.9, "steal": 0.0, "cores": 2, "seconds": 1.0}}
+"""What a trial states if other processes used the cores: it is NOISY."""
 
 
 def trial_of(

@@ -23,7 +23,7 @@ LOWEST, INTEGRATIONS, FREE_THREADED = "lowest", "integrations", "free-threaded"
 LIBRARIES = ("transformers", "accelerate", "lightning", "mlflow", "tensorboard", "wandb")
 """The libraries whose tests run in the stage `INTEGRATIONS` alone, in their newest versions."""
 RUNNING = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "pyperf", "pyyaml")
-"""What the tests need that run there: some other tools have no wheels for all interpreters."""
+"""The tools of the tests that run there; some others have no wheels for all interpreters."""
 _NAME = re.compile(r"[\w-]+")
 
 

@@ -24,12 +24,11 @@ from dpbench.records.loading import NEXT_EPOCH, Loading, workers_default
 from dpbench.report import figures, notebook, svg
 from dpbench.store import Store
 from tests.exported import Command, is_error
+from tests.trials import BUSY
 
 STILL = (1.0, 1.004, 0.996, 1.002, 0.998)
 """Factors by round of a quiet machine."""
 NOISY = (1.0, 1.5, 0.7, 1.3, 0.8)
-BUSY = {"foreign_load": {"foreign": 0.9, "steal": 0.0, "cores": 2, "seconds": 1.0}}
-"""The fact of a trial beside other processes."""
 MLP = Case(model="mlp", strategy="single", batch_size=10)
 
 

@@ -25,6 +25,7 @@ from dpbench.report import devices, figures, markdown, page
 from dpbench.store import StoredRun
 from tests import exported
 from tests.amounts import amounts
+from tests.trials import BUSY
 
 SINGLE = Case(model="mlp", strategy="single", batch_size=64)
 DP = replace(SINGLE, strategy="dp", schedule="reference", devices=2)
@@ -64,7 +65,6 @@ def content(*groups: list[Trial]) -> Report:
 
 SOUND = content(rounds(SINGLE, 0.03), rounds(DP, 0.02), rounds(DDP, 0.016))
 STEPS_S = {SINGLE: 0.03, DP: 0.02, DDP: 0.016}
-BUSY = {"foreign_load": {"foreign": 0.9, "steal": 0.0, "cores": 2, "seconds": 1.0}}
 DOUBTFUL = {
     "one outlying round": content(
         rounds(SINGLE, 0.03),

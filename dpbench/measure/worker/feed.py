@@ -83,7 +83,7 @@ class _Feed(Step):
                 num_workers=case.loader,
                 pin_memory=case.device_kind == "cuda" and case.inputs == "pinned",
                 worker_init_fn=partial(_unbind, processes.CORES),
-                # forked as the trial's process: Python 3.14's default would import torch again
+                # as before Python 3.14, whose default would import torch again
                 multiprocessing_context="fork" if case.loader else None,
             )
             self._loaded: Iterator[Any] | None = iter(loader)

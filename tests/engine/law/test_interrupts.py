@@ -103,7 +103,7 @@ def test_an_interrupt_of_a_step_with_kept_replicas_loses_no_hook() -> None:
 
 @pytest.mark.skipif(
     sys.version_info >= (3, 14),
-    reason="an interrupt of threading.Thread.start can keep the lock that every new thread needs",
+    reason="an interrupt of threading.Thread.start can keep a lock that every new thread needs",
 )
 def test_a_process_ends_after_interrupts_while_threads_start() -> None:
     """An interrupt inside `Thread.start` keeps the lock that the new thread needs."""
