@@ -23,12 +23,12 @@ from dpbench.measure.worker.trial import run_together
 from dpbench.predict import machine, simulation
 from dpbench.predict.tasks import Unpredictable
 from dpbench.predict.work import Profile
-from dpbench.records import HOST, Case, Effort, Phase, Trial, Verified, no_mark, registry
+from dpbench.records import HOST, Case, Phase, Trial, Verified, no_mark, registry
 from dpbench.strategies import Strategy
 from tests import commands
+from tests.runs import TWO_STEPS
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "strategies"
-SMALL = Effort(budget_s=0.05, min_steps=3, max_steps=5, warmup_steps=1, block_steps=1)
 IN_RANKS = {Phase.SCATTER, Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.REDUCE, Phase.OPTIMIZER}
 LAYERED = IN_RANKS - {Phase.REDUCE}
 PHASES: dict[str, tuple[str, int, set[Phase]]] = {
@@ -71,7 +71,7 @@ def case_of(file: str, **changed: Any) -> Case:
 def trial_of(tmp_path: Path, file: str, **changed: Any) -> Trial:
     kind, devices, _ = PHASES[file]
     case = case_of(file, **{"device_kind": kind, "devices": devices, **changed})
-    (done,) = run_together([case], SMALL, tmp_path)
+    (done,) = run_together([case], TWO_STEPS, tmp_path)
     assert done.status == "ok", done.reason
     return done
 
@@ -353,5 +353,5 @@ def test_a_rank_that_runs_out_of_memory_does_not_name_one_of_its_two_devices(
         raise torch.OutOfMemoryError("full")
 
     monkeypatch.setattr(type(load("ddp_model_parallel")), "start", full)
-    (done,) = run_together([replace(case_of("ddp_model_parallel"), devices=4)], SMALL, tmp_path)
+    (done,) = run_together([replace(case_of("ddp_model_parallel"), devices=4)], TWO_STEPS, tmp_path)
     assert (done.status, done.failed_device) == ("oom", None)

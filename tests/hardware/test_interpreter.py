@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from dpbench import strategies
 from dpbench.analysis.report import Report
 from dpbench.hardware import interpreter
 from dpbench.measure.worker import loaders, trial
-from dpbench.records import Case, Effort, Status
+from dpbench.records import Case, Status
 from dpbench.records.loading import Loading
+from tests.runs import TWO_STEPS
 from tests.trials import trial_of
 
 CASE = Case(model="mlp", strategy="dp", devices=2, batch_size=8)
@@ -148,7 +150,7 @@ def test_a_trial_states_the_lock_as_its_steps_left_it_and_who_switched_it_on(
         found = loaders.measure(Loading(examples=8).case("data.py:train", 0, 4), 0, tmp_path)
     else:
         case = Case(model="mlp", strategy="single", batch_size=4, unverified=True)
-        effort = Effort(budget_s=0.0, min_steps=4, max_steps=4, memory_by_phase=False, marks=False)
+        effort = replace(TWO_STEPS, min_steps=4, max_steps=4)
         found = trial.measure(case, effort, Lazy(load))
     assert found.status is Status.OK, found.reason
     stated = (found.facts.gil, found.facts.gil_switched_on_by)

@@ -19,7 +19,8 @@ from dpbench.engine.parallel_apply import Spawn, Workers
 from dpbench.hardware import processes
 from dpbench.hardware.devices import open_devices, resolve
 from dpbench.measure.worker import trial
-from dpbench.records import Case, Effort
+from dpbench.records import Case
+from tests.runs import TWO_STEPS
 
 ROOT = Path(__file__).parents[2]
 linux = pytest.mark.skipif(not processes.CORES, reason="threads cannot be bound to cores here")
@@ -105,9 +106,7 @@ def test_a_worker_stays_on_its_devices_core_unless_the_device_is_all_cores(
         return load(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(models, "load", watched)
-    done = trial.run(
-        Case(model="mlp", strategy=strategy, batch_size=4), Effort(budget_s=0.01), tmp_path
-    )
+    done = trial.run(Case(model="mlp", strategy=strategy, batch_size=4), TWO_STEPS, tmp_path)
     assert done.status == "ok"
     assert seen
     assert all(where == expected for where in seen)

@@ -27,6 +27,7 @@ import psutil
 
 from dpbench.measure.server import Server
 from dpbench.records import Case, Effort, Status, registry
+from tests.runs import TWO_STEPS, bare
 
 LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
 Address = tuple[str, int]
@@ -110,16 +111,9 @@ def watch(work: Callable[[], str], hostile: bytes = b"") -> Seen:
 def trial() -> str:
     """Run a trial of ddp with two ranks; return its status and reason."""
     case = Case(model="mlp", strategy="ddp", devices=2, batch_size=8)
-    effort = Effort(
-        budget_s=0.3,
-        warmup_steps=1,
-        min_steps=4,
-        max_steps=10**6,
-        block_steps=2,
-        memory_by_phase=False,
-    )
+    effort = Effort(budget_s=0.3, warmup_steps=1, min_steps=4, max_steps=10**6, block_steps=2)
     with tempfile.TemporaryDirectory() as folder, Server(Path(folder)) as server:
-        done = server.run(case, effort, 0, 120)
+        done = server.run(case, bare(effort), 0, 120)
     return done.status.value if done.steps else done.reason
 
 
@@ -144,21 +138,13 @@ def strategies() -> str:
 
     Return their outcome: "ok", or the first failure.
     """
-    effort = Effort(
-        budget_s=0.01,
-        warmup_steps=1,
-        min_steps=2,
-        max_steps=2,
-        block_steps=1,
-        memory_by_phase=False,
-    )
     with tempfile.TemporaryDirectory() as folder, Server(Path(folder)) as server:
         for name in registry.names("strategies"):
             traits = registry.traits(name)
             devices = 1 if traits.one_device else 2
             case = Case(model="mlp", strategy=name, devices=devices, batch_size=8)
             done = server.run(
-                replace(case, schedule="reference" if traits.scheduled else ""), effort, 0, 120
+                replace(case, schedule="reference" if traits.scheduled else ""), TWO_STEPS, 0, 120
             )
             if done.status not in (Status.OK, Status.SKIPPED):
                 return f"{name}: {done.reason}"

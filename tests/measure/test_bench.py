@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from dpbench.measure import clocks
 from dpbench.measure.failures import of_error
 from dpbench.measure.worker import bench, trial
 from dpbench.records import Case, Effort, Phase, Status
+from tests.runs import TWO_STEPS
 
 
 @pytest.mark.parametrize(
@@ -93,7 +95,7 @@ def test_steps_in_which_the_engine_tries_alternatives_are_warm_up(
 ) -> None:
     """A median over forwards of two kinds would be the time of neither."""
     case = Case(model="mlp", strategy="dp", devices=2, batch_size=8, schedule=schedule)
-    effort = Effort(warmup_steps=2, min_steps=4, max_steps=4, budget_s=0.0, block_steps=1)
+    effort = replace(TWO_STEPS, warmup_steps=2, min_steps=4, max_steps=4)
     found = trial.run(case, effort, tmp_path)
     assert found.status is Status.OK, found.reason
     assert sum(step.warmup for step in found.steps) >= least

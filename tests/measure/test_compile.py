@@ -20,14 +20,15 @@ from dpbench.engine.replicate import rebuild
 from dpbench.measure import verification
 from dpbench.measure.failures import Unverified
 from dpbench.measure.worker import bench, trial
-from dpbench.records import Case, Effort, Trial, Verified, plan
+from dpbench.records import Case, Trial, Verified, plan
+from tests.runs import TWO_STEPS
 
 # torch.compile asks the weights of replicas, which are not leaves, for their gradients
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )
 
-FEW = Effort(budget_s=9, min_steps=3, max_steps=3, warmup_steps=1, block_steps=1)
+FEW = replace(TWO_STEPS, budget_s=9.0, min_steps=3, max_steps=3, memory_by_phase=True)
 NAME = f"{__name__}:small"
 
 

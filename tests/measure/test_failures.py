@@ -22,6 +22,7 @@ from dpbench.records import Case, Effort, Status, Trial, Verified
 from dpbench.records.trial import Failure
 from dpbench.strategies import Strategy, load
 from tests.amounts import amounts
+from tests.runs import TWO_STEPS, bare
 
 
 class Mute(Exception):
@@ -194,7 +195,7 @@ def test_a_trial_whose_model_changes_the_number_of_threads_fails(tmp_path: Path)
     path = tmp_path / "greedy.py"
     path.write_text(NET)
     case = Case(model=f"{path}:net", strategy="single", batch_size=4)
-    found = worker.run(case, Effort(max_steps=2), tmp_path)
+    found = worker.run(case, TWO_STEPS, tmp_path)
     assert found.status is Status.FAILED
     assert "threads" in found.reason
     assert amounts(found.reason)[:2] == ["1", "3"]
@@ -241,9 +242,7 @@ def test_a_loss_or_weight_that_becomes_nan_in_the_timed_steps_is_named(
     monkeypatch, loop, said
 ) -> None:
     monkeypatch.setattr(worker, "_verify", lambda *_, **__: Verification(Verified.BITWISE))
-    effort = Effort(
-        min_steps=10, max_steps=10, warmup_steps=2, block_steps=5, memory_by_phase=False
-    )
+    effort = bare(Effort(min_steps=10, max_steps=10, warmup_steps=2, block_steps=5))
     with pytest.raises(ValueError, match=said):
         worker.measure(Case(model="mlp", strategy="single", batch_size=4), effort, loop)
     case = Case(model="mlp", strategy="single", batch_size=4, unverified=True)
@@ -265,7 +264,7 @@ def test_a_trial_whose_training_diverges_fails(tmp_path: Path, strategy: str) ->
     path = tmp_path / "diverging.py"
     path.write_text(DIVERGING)
     case = Case(model=f"{path}:net", strategy=strategy, batch_size=4, optimizer="own")
-    found = worker.run(case, Effort(), tmp_path)
+    found = worker.run(case, bare(Effort()), tmp_path)
     assert found.status is Status.FAILED
     assert re.search(r"loss .* [2-9] contains (NaN|infinity)", found.reason), found.reason
 

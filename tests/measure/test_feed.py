@@ -23,17 +23,10 @@ from dpbench.records import HOST, Case, Effort, Phase, Status, Step, Trial, Veri
 from dpbench.records.options import Options
 from dpbench.strategies import FunctionStep, ObservedSpan, _ranks, rows_of
 from tests.amounts import amounts
+from tests.runs import bare
 
 CASE = Case(model="mlp", strategy="single", batch_size=4, loader=0)
-TEN = Effort(
-    budget_s=30,
-    warmup_steps=1,
-    min_steps=8,
-    max_steps=8,
-    block_steps=3,
-    memory_by_phase=False,
-    marks=False,
-)
+TEN = bare(Effort(budget_s=30, warmup_steps=1, min_steps=8, max_steps=8, block_steps=3))
 
 
 def taken(case: Case, batches: list[Any], steps: int) -> list[Any]:

@@ -35,9 +35,10 @@ from dpbench.records.work import Shapes
 from dpbench.report import markdown, small_multiples
 from dpbench.store.export import formats
 from tests.amounts import amounts
+from tests.runs import bare
 
 EMULATED = Case(model="mlp", strategy="single", batch_size=8, device_kind="emulated")
-FOUR = Effort(budget_s=30, min_steps=12, max_steps=12, warmup_steps=2, block_steps=7)
+FOUR = bare(Effort(budget_s=30, min_steps=12, max_steps=12, warmup_steps=2, block_steps=7))
 
 
 class Reading(torch.Tensor):

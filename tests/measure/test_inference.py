@@ -21,16 +21,14 @@ from dpbench.analysis.report import Report
 from dpbench.cli import tables
 from dpbench.measure.worker import trial
 from dpbench.predict import stored
-from dpbench.records import Case, Effort, Phase, Status, Trial, Verified, plan, registry, words
+from dpbench.records import Case, Phase, Status, Trial, Verified, plan, registry, words
 from dpbench.records.case import MODES
 from dpbench.records.work import Shapes
 from dpbench.report import devices, markdown
 from dpbench.strategies.single import Single
+from tests.runs import TWO_STEPS
 from tests.trials import trial_of
 
-TINY = Effort(
-    budget_s=0.01, warmup_steps=1, min_steps=2, max_steps=2, block_steps=1, memory_by_phase=False
-)
 CASE = Case(model="mlp", strategy="single", batch_size=8, mode="no_grad")
 SHAPES = Shapes(
     parameter_tensors=2,
@@ -60,7 +58,7 @@ def test_the_outputs_of_one_process_are_verified_and_only_the_forward_runs(
     case = plan.normalise(
         replace(CASE, strategy=strategy, device_kind=kind, schedule=schedule, mode=mode, devices=2)
     )
-    done = trial.run(case, TINY, tmp_path)
+    done = trial.run(case, TWO_STEPS, tmp_path)
     assert (done.status, done.verified) == (Status.OK, Verified.BITWISE), done.reason
     assert {span.phase for span in done.spans} <= FORWARD
     assert len(done.timed) == 2
@@ -68,7 +66,7 @@ def test_the_outputs_of_one_process_are_verified_and_only_the_forward_runs(
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_the_outputs_of_each_rank_are_its_rows(strategy: str, tmp_path: Path) -> None:
-    done = trial.run(replace(CASE, strategy=strategy, devices=2), TINY, tmp_path)
+    done = trial.run(replace(CASE, strategy=strategy, devices=2), TWO_STEPS, tmp_path)
     assert (done.status, done.verified) == (Status.OK, Verified.BITWISE), done.reason
     assert {span.device for span in done.spans} == {0, 1}
 
@@ -103,17 +101,17 @@ def test_a_faulty_forward_is_not_timed(
     fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "strategy", lambda name: Faulty(FAULTS[fault]))
-    done = trial.run(CASE, TINY, tmp_path)
+    done = trial.run(CASE, TWO_STEPS, tmp_path)
     assert (done.status, done.verified, done.steps) == (Status.FAILED, Verified.NO, ())
     assert "its outputs are wrong" in done.reason
 
 
 def test_the_module_is_in_eval_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = replace(CASE, model="resnet18", batch_size=4)
-    assert trial.run(case, TINY, tmp_path).verified is Verified.BITWISE
+    assert trial.run(case, TWO_STEPS, tmp_path).verified is Verified.BITWISE
     monkeypatch.setattr(torch.nn.Module, "eval", lambda module: module)
     monkeypatch.setattr(registry, "strategy", lambda name: Faulty(lambda module, output: output))
-    done = trial.run(case, TINY, tmp_path)
+    done = trial.run(case, TWO_STEPS, tmp_path)
     assert done.verified is Verified.NO, "the forward has changed the statistics of BatchNorm"
 
 
@@ -126,12 +124,14 @@ def test_autograd_is_that_of_the_mode(mode: str) -> None:
         assert output.requires_grad is (mode == "forward")
         return output
 
-    trial.measure(replace(CASE, mode=mode), TINY, Faulty(watch))
+    trial.measure(replace(CASE, mode=mode), TWO_STEPS, Faulty(watch))
     assert {*seen} == {(mode == "forward", mode == "inference")}
 
 
 def test_a_schedule_without_a_forward_of_its_own_is_skipped_with_the_reason(tmp_path: Path) -> None:
-    done = trial.run(replace(CASE, strategy="dp", schedule="sharded", devices=2), TINY, tmp_path)
+    done = trial.run(
+        replace(CASE, strategy="dp", schedule="sharded", devices=2), TWO_STEPS, tmp_path
+    )
     assert done.status is Status.SKIPPED
     assert "needs TrainStep" in done.reason
 

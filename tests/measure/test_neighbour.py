@@ -29,11 +29,10 @@ from dpbench.records import Case, Effort, Status, Step, Trial, Verified, plan, r
 from dpbench.records.options import Options
 from dpbench.strategies import Strategy
 from tests.amounts import amounts
+from tests.runs import bare
 
 CASE = Case(model="mlp", strategy="single", batch_size=4, neighbour="mlp")
-FIVE = Effort(
-    budget_s=30, warmup_steps=1, min_steps=5, max_steps=5, block_steps=3, memory_by_phase=False
-)
+FIVE = bare(Effort(budget_s=30, warmup_steps=1, min_steps=5, max_steps=5, block_steps=3))
 
 
 @pytest.fixture(autouse=True)

@@ -26,9 +26,11 @@ from dpbench.measure.request import UNWRITTEN
 from dpbench.measure.server import Server, WorkerEnd
 from dpbench.records import Case, Effort, Phase, Status, Verified
 from tests.marked import NAME, Mark, marked, patience, poll
+from tests.runs import bare
 
 ROOT = Path(dpbench.__file__).parent.parent
-QUICK = Effort(budget_s=0.05, warmup_steps=1, min_steps=2, max_steps=4, block_steps=2)
+WHOLE = Effort(budget_s=0.05, warmup_steps=1, min_steps=2, max_steps=4, block_steps=2)
+QUICK = bare(WHOLE)
 MLP = Case(model="mlp", strategy="single", batch_size=8)
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's /proc")
 pytestmark = linux
@@ -82,7 +84,7 @@ def works(server: Server) -> bool:
 def test_a_trial_is_ok_verified_and_complete(server, strategy, devices):
     wanted = case("mlp", strategy, devices)
     before_s, epoch_s = time.perf_counter(), time.time()
-    found = trial(server, wanted, number=7)
+    found = server.run(wanted, WHOLE, 7, 60.0)
     after_s = time.perf_counter()
     assert (found.status, found.case, found.round) == (Status.OK, wanted, 7), found.reason
     assert found.verified in (Verified.BITWISE, Verified.WITHIN_TOLERANCE)

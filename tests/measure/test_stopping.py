@@ -12,8 +12,9 @@ from dpbench.analysis import stats, summary
 from dpbench.analysis.stats import LOOKS
 from dpbench.measure import selection
 from dpbench.measure.stopping import Stopping, UntilDecided
-from dpbench.records import Case, Status, Trial, Verified, plan
+from dpbench.records import Case, Effort, Status, Trial, Verified, plan
 from tests.amounts import amounts
+from tests.runs import bare
 from tests.trials import trial_of
 
 SINGLE = Case(model="mlp", strategy="single", batch_size=64)
@@ -135,7 +136,6 @@ def test_strategies_with_processes_or_threads_of_their_own_are_known_to_the_plan
 @pytest.mark.usefixtures("one_server")
 def test_side_by_side_for_real(tmp_path) -> None:
     """Both sides' blocks alternate in one process, and each side's trial is whole."""
-    from dpbench.records import Effort
     from dpbench.store import Store
     from tests.runs import run
 
@@ -146,7 +146,7 @@ def test_side_by_side_for_real(tmp_path) -> None:
             store,
             rounds=2,
             paired=True,
-            effort=Effort(budget_s=0.2, min_steps=20, max_steps=40),
+            effort=bare(Effort(budget_s=0.2, min_steps=20, max_steps=40)),
         )
         trials = store.trials(done.run_id)
     assert {(t.case, t.round) for t in trials} == {
@@ -167,10 +167,9 @@ def test_side_by_side_one_that_cannot_run_or_is_wrong_leaves_the_others_alone(
     tmp_path, monkeypatch
 ) -> None:
     from dpbench.measure.worker import trial
-    from dpbench.records import Effort
 
     torch_dp = replace(DP, strategy="torch_dp", schedule="")
-    small = Effort(budget_s=0.05, min_steps=5, max_steps=10)
+    small = bare(Effort(budget_s=0.05, min_steps=5, max_steps=10))
     done = trial.run_together([SINGLE, torch_dp, DP], small, tmp_path)
     assert [t.case for t in done] == [SINGLE, torch_dp, DP]
     assert [t.status for t in done] == [Status.OK, Status.SKIPPED, Status.OK]
@@ -195,14 +194,13 @@ def test_side_by_side_one_that_cannot_run_or_is_wrong_leaves_the_others_alone(
 
 def test_side_by_side_an_error_in_a_step_ends_all_and_says_so(tmp_path, monkeypatch) -> None:
     from dpbench.measure.worker import bench, trial
-    from dpbench.records import Effort
 
     def broken(self):
         raise RuntimeError("planted")
 
     monkeypatch.setattr(bench.CaseTimer, "block", broken)
     done = trial.run_together(
-        [SINGLE, DP], Effort(budget_s=0.05, min_steps=5, max_steps=10), tmp_path
+        [SINGLE, DP], bare(Effort(budget_s=0.05, min_steps=5, max_steps=10)), tmp_path
     )
     assert [t.status for t in done] == [Status.FAILED, Status.FAILED]
     for trial_ in done:
@@ -223,7 +221,6 @@ def test_the_second_step_decides_whether_all_cases_of_a_worker_are_slow(
     tmp_path, monkeypatch, second_s, told, slow
 ) -> None:
     from dpbench.measure.worker import bench, trial
-    from dpbench.records import Effort
 
     original = bench.CaseTimer._block
 
@@ -232,7 +229,7 @@ def test_the_second_step_decides_whether_all_cases_of_a_worker_are_slow(
         return 9.0 if self._taken == 1 else second_s[self._prepared.case.strategy]
 
     monkeypatch.setattr(bench.CaseTimer, "_block", planted)
-    effort = Effort(budget_s=0.0, min_steps=8, max_steps=40, slow=told)
+    effort = bare(Effort(budget_s=0.0, min_steps=8, max_steps=40, slow=told))
     done = trial.run_together([SINGLE, DP], effort, tmp_path)
     assert [(t.status, t.facts.slow) for t in done] == [(Status.OK, slow)] * 2
     assert {len(t.timed) >= 8 for t in done} == {not slow}
@@ -240,9 +237,8 @@ def test_the_second_step_decides_whether_all_cases_of_a_worker_are_slow(
 
 def test_timed_steps_last_for_their_least_time_whatever_the_budget_is(tmp_path) -> None:
     from dpbench.measure.worker import trial
-    from dpbench.records import Effort
 
-    effort = Effort(budget_s=0.0, min_steps=3, max_steps=100_000, least_s=0.2)
+    effort = bare(Effort(budget_s=0.0, min_steps=3, max_steps=100_000, least_s=0.2))
     (done,) = trial.run_together([SINGLE], effort, tmp_path)
     assert done.status is Status.OK, done.reason
     assert sum(done.timed) >= 0.2

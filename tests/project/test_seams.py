@@ -20,9 +20,10 @@ from dpbench.hardware import processes
 from dpbench.hardware.devices import _byte_count
 from dpbench.measure import failures, verification
 from dpbench.measure.worker import memory, trial
-from dpbench.records import Case, Effort, Mark, Status, Trial, Verified, registry
+from dpbench.records import Case, Mark, Status, Trial, Verified, registry
 from dpbench.records.trial import in_order
 from dpbench.strategies import Strategy
+from tests.runs import TWO_STEPS
 
 ROOT = Path(dpbench.__file__).parent
 NAMES = frozenset(registry.own("strategies"))
@@ -35,9 +36,6 @@ WORDING = {
     "analysis/findings/scale.py": "the name of a finding",
 }
 """The modules in which the name of a strategy means something else, or is a default or a text."""
-TINY = Effort(
-    budget_s=0.01, warmup_steps=1, min_steps=2, max_steps=2, block_steps=1, memory_by_phase=False
-)
 DP = Case(model="mlp", strategy="dp", schedule="reference", devices=2, batch_size=8)
 EMULATED = Case(
     model="mlp",
@@ -115,7 +113,7 @@ class Raising(Strategy):
 
 
 def run(case: Case, folder: Path, **_: Any) -> Trial:
-    return trial.run(case, TINY, folder)
+    return trial.run(case, TWO_STEPS, folder)
 
 
 def bounded_device_1(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Trial:
@@ -135,7 +133,7 @@ def bounded_device_1(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(memory, "bound", bound)
     with ThreadPoolExecutor(1) as thread:
-        done = thread.submit(trial.run, case, TINY, folder).result()
+        done = thread.submit(trial.run, case, TWO_STEPS, folder).result()
     # torch frees it after Python's part of the thread has ended
     while _byte_count.byte_count.now(torch.device("lazy", 0)):
         gc.collect()
@@ -145,7 +143,7 @@ def bounded_device_1(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) 
 def planted(strategy: Strategy) -> Callable[..., Trial]:
     def run(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Trial:
         monkeypatch.setattr(registry, "strategy", lambda name: strategy)
-        return trial.run(case, TINY, folder)
+        return trial.run(case, TWO_STEPS, folder)
 
     return run
 

@@ -16,10 +16,12 @@ from dpbench.hardware import nvml as hardware_nvml
 from dpbench.hardware.samplers import nvml as sampler
 from dpbench.measure.worker import bench, facts
 from dpbench.records import Case, Effort, Phase, Sample, Trial, Verified
+from tests.runs import bare
 from tests.simulated.backend import TrueSpan, Witness, running
 from tests.simulated.machine import Machine, Nvml
 
-EFFORT = Effort(budget_s=0.01, min_steps=6, max_steps=6, warmup_steps=2, block_steps=4)
+SIX_STEPS = Effort(budget_s=0.01, min_steps=6, max_steps=6, warmup_steps=2, block_steps=4)
+EFFORT = replace(bare(SIX_STEPS), profile=True)
 
 
 @dataclass(frozen=True)

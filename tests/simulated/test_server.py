@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,13 +11,9 @@ import numpy as np
 import pytest
 
 from dpbench.measure.server import Server
-from dpbench.records import Effort, Status, Verified
+from dpbench.records import Status, Verified
 from tests.simulated import server
-from tests.simulated.scenario import as_rounds, case_of, report_of
-
-EFFORT = Effort(
-    budget_s=0.01, min_steps=6, max_steps=6, warmup_steps=2, block_steps=4, memory_by_phase=False
-)
+from tests.simulated.scenario import EFFORT, as_rounds, case_of, report_of
 
 
 def test_a_slow_gpu_is_named_by_a_run_through_the_server(
@@ -25,7 +22,8 @@ def test_a_slow_gpu_is_named_by_a_run_through_the_server(
     program = server.executable(tmp_path, count=3, speeds=[1.0, 1.0, 0.5])
     monkeypatch.setattr("dpbench.measure.server.sys", SimpleNamespace(executable=str(program)))
     with Server(tmp_path) as started:
-        trial = started.run(case_of(3, batch=30, inputs="pageable"), EFFORT, 0, 100.0)
+        effort = replace(EFFORT, links=True)
+        trial = started.run(case_of(3, batch=30, inputs="pageable"), effort, 0, 100.0)
     assert trial.status is Status.OK, trial.reason
     assert trial.verified in (Verified.BITWISE, Verified.WITHIN_TOLERANCE)
     truth = trial.provenance[server.TRUTH]

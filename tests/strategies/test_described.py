@@ -15,13 +15,14 @@ from dpbench.predict import counts, machine, simulation
 from dpbench.predict.cases import Predictor
 from dpbench.predict.tasks import EXCHANGEABLE, Unpredictable, only
 from dpbench.predict.work import Cost, Profile
-from dpbench.records import HOST, Case, Effort, Phase, Status, Trial, registry
+from dpbench.records import HOST, Case, Phase, Status, Trial, registry
 from dpbench.records.errors import UsageError
 from dpbench.records.facts import stated
 from dpbench.records.registry import Traits
 from dpbench.records.work import Move
 from dpbench.strategies import Graph
 from tests.analysis.test_moves import SHAPES
+from tests.runs import TWO_STEPS
 
 MINE = textwrap.dedent('''
     """Training on device 0, which then sends its weights to the others."""
@@ -187,9 +188,8 @@ def test_removed_tasks_hand_on_each_dependency_once() -> None:
 
 
 def test_an_error_of_a_description_costs_no_measurement(folder: Path) -> None:
-    effort = Effort(budget_s=9.0, warmup_steps=1, min_steps=2, max_steps=2, block_steps=1)
     case = case_of(folder, "failing", devices=2, device_kind="cpu")
-    done = trial.run(case, effort, folder)
+    done = trial.run(case, TWO_STEPS, folder)
     assert (done.status, done.facts.moves) == (Status.OK, None)
 
 
@@ -210,15 +210,14 @@ def test_a_distribution_that_only_a_stored_case_names_is_not_imported(
 
 
 def test_a_trial_states_the_bytes_of_a_strategy_in_a_file(folder: Path) -> None:
-    effort = Effort(budget_s=9.0, warmup_steps=1, min_steps=2, max_steps=2, block_steps=1)
     case = case_of(folder, "described", devices=2, device_kind="cpu")
-    done = trial.run(case, effort, folder)
+    done = trial.run(case, TWO_STEPS, folder)
     assert done.status is Status.OK, done.reason
     assert {(move.phase, move.source, move.target) for move in of_trial(done)} == {
         (Phase.SCATTER, HOST, 0),
         (Phase.REPLICATE, 0, 1),
     }
-    own = trial.run(Case(model="mlp", strategy="single", batch_size=8), effort, folder)
+    own = trial.run(Case(model="mlp", strategy="single", batch_size=8), TWO_STEPS, folder)
     assert (own.facts.moves, len(of_trial(own))) == (None, 1), "those of dpbench are computed"
 
 

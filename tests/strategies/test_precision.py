@@ -20,12 +20,9 @@ from dpbench import models, strategies
 from dpbench.hardware.devices import open_devices
 from dpbench.measure import verification
 from dpbench.measure.worker import trial
-from dpbench.records import Case, Effort, Status, Verified, plan
+from dpbench.records import Case, Status, Verified, plan
 from dpbench.records.schedule import Schedule
-
-FEW = Effort(
-    budget_s=9, min_steps=2, max_steps=2, warmup_steps=1, block_steps=1, memory_by_phase=False
-)
+from tests.runs import TWO_STEPS
 
 
 class Net(nn.Module):
@@ -110,7 +107,7 @@ def test_ranks_skip_the_same_updates(strategy: str, tmp_path: Path) -> None:
     case = replace(
         FP16, model=f"{__name__}:overflowing", strategy=strategy, devices=2, batch_size=11
     )
-    done = trial.run(case, FEW, tmp_path)
+    done = trial.run(case, TWO_STEPS, tmp_path)
     assert (done.status, done.verified) == (Status.OK, Verified.BITWISE), done.reason
 
 

@@ -16,11 +16,11 @@ from dpbench.analysis.summary import labels
 from dpbench.hardware.devices import open_devices
 from dpbench.measure import ranks
 from dpbench.measure.worker.trial import run_together
-from dpbench.records import Case, Effort, Source, Trial, no_mark, registry
+from dpbench.records import Case, Source, Trial, no_mark, registry
 from dpbench.records.registry import Reduction, Role
 from dpbench.strategies import load
+from tests.runs import TWO_STEPS
 
-SMALL = Effort(budget_s=0.05, min_steps=3, max_steps=5, warmup_steps=1, block_steps=1)
 DDP = Case(model="mlp", strategy="ddp", devices=2, batch_size=8)
 
 
@@ -106,7 +106,7 @@ def test_a_rank_that_runs_out_of_memory_names_its_device(
         raise torch.OutOfMemoryError("full")
 
     monkeypatch.setattr(type(load("ddp")), "start", full)
-    (done,) = run_together([DDP], SMALL, tmp_path)
+    (done,) = run_together([DDP], TWO_STEPS, tmp_path)
     assert done.status == "oom"
     assert done.failed_device is not None
 

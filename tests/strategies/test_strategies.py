@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,12 @@ from dpbench.records.plan import normalise
 from dpbench.records.schedule import Schedule
 from dpbench.records.work import Task
 from dpbench.strategies import OPTIMIZERS, Step, Strategy, begin, load, optimizer_of
+from tests.runs import bare
 
 NAMES = registry.names("strategies")
 MODELS = registry.names("models")
 LAUNCHED = [name for name in NAMES if registry.traits(name).ranks]
-SHORT = Effort(budget_s=30, warmup_steps=2, min_steps=4, max_steps=4, block_steps=3)
+SHORT = bare(Effort(budget_s=30, warmup_steps=2, min_steps=4, max_steps=4, block_steps=3))
 """Six steps, whatever they take: a budget that they could exceed would cut their warm-up.
 
 The second block is cut, because it would exceed the maximum.
@@ -60,9 +62,9 @@ def runnable(case: Case) -> Strategy:
     return plug
 
 
-def measured(server: Server, case: Case) -> Trial:
+def measured(server: Server, case: Case, effort: Effort = SHORT) -> Trial:
     """Return the trial of a case, after a check of its status and its timed steps."""
-    done = server.run(case, SHORT, 0, 60)
+    done = server.run(case, effort, 0, 60)
     assert done.status is Status.OK, done.reason
     assert sum(not step.warmup for step in done.steps) <= SHORT.max_steps, done.reason
     return done
@@ -168,7 +170,7 @@ def reaches(
 def test_a_trial_has_all_that_was_seen(server: Server, name: str) -> None:
     case = case_of(name, model="resnet18", devices=2, batch_size=8)
     runnable(case)
-    done = measured(server, case)
+    done = measured(server, case, replace(SHORT, memory_by_phase=True))
     assert done.verified is not Verified.NO
     assert done.verified is not Verified.NOT_APPLICABLE
     assert [step.warmup for step in done.steps][:3] == [True, True, False]

@@ -15,8 +15,9 @@ import torch
 from dpbench.hardware.devices import _wrapper, open_devices
 from dpbench.measure.worker.trial import run_together
 from dpbench.models import load as load_model
-from dpbench.records import Case, Effort, Verified, no_mark
+from dpbench.records import Case, Verified, no_mark
 from dpbench.strategies import load
+from tests.runs import TWO_STEPS
 
 aten = torch.ops.aten
 OURS = Case(
@@ -28,7 +29,6 @@ OURS = Case(
     device_kind="emulated",
 )
 TORCHS = replace(OURS, strategy="torch_dp", schedule="")
-SMALL = Effort(budget_s=0.05, min_steps=3, max_steps=5, warmup_steps=1, block_steps=1)
 
 
 @contextmanager
@@ -74,7 +74,7 @@ def test_torchs_own_data_parallel_is_verified_and_timed_on_emulated_devices(
     model: str, devices: int, tmp_path: Path
 ) -> None:
     case = replace(TORCHS, model=model, devices=devices, batch_size=6)
-    (done,) = run_together([case], SMALL, tmp_path)
+    (done,) = run_together([case], TWO_STEPS, tmp_path)
     assert (done.status, done.reason if done.status != "ok" else "") == ("ok", "")
     assert done.verified in {Verified.BITWISE, Verified.WITHIN_TOLERANCE}
     assert {span.phase for span in done.spans} >= {"forward", "backward", "optimizer", "loss"}
@@ -85,7 +85,7 @@ def test_after_a_trial_torch_is_as_it_was(tmp_path: Path) -> None:
     from torch.nn.parallel import comm, parallel_apply
 
     before = comm.torch, parallel_apply.__globals__["torch"]
-    run_together([TORCHS], SMALL, tmp_path)
+    run_together([TORCHS], TWO_STEPS, tmp_path)
     assert (comm.torch, parallel_apply.__globals__["torch"]) == before
 
 

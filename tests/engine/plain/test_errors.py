@@ -21,12 +21,10 @@ import dpbench
 from dpbench import models
 from dpbench.hardware.devices.host import install
 from dpbench.measure.worker.trial import run_together
-from dpbench.records import Case, Effort, Status
+from dpbench.records import Case, Status
+from tests.runs import TWO_STEPS
 
 TWO = ["emulated:0", "emulated:1"]
-TINY = Effort(
-    budget_s=0.01, warmup_steps=1, min_steps=2, max_steps=2, block_steps=1, memory_by_phase=False
-)
 
 
 def simple() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
@@ -137,13 +135,13 @@ def test_too_little_memory_is_recorded_with_the_device_and_a_batch_that_fits_is_
         device_kind="emulated",
         device_memory_bytes=2_000_000,
     )
-    (full,) = run_together([case], TINY, tmp_path)
+    (full,) = run_together([case], TWO_STEPS, tmp_path)
     assert full.status is Status.OOM
     assert full.failed_device == 0
     assert re.match(r"out of memory on .*emulated:0; ", full.reason)
     assert "a smaller batch" in full.reason
     assert "bytes" in full.reason
-    (smaller,) = run_together([replace(case, batch_size=64)], TINY, tmp_path)
+    (smaller,) = run_together([replace(case, batch_size=64)], TWO_STEPS, tmp_path)
     assert smaller.status is Status.OK, smaller.reason
 
 
