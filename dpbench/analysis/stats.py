@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy
@@ -83,8 +83,6 @@ Vectors = Mapping[int, Array]
 """Arrays of shape (steps, devices) by round; a quantity read once per round has one step."""
 
 RESAMPLES = 2000
-NETWORK = 10
-"""The most columns that `_row_medians` sorts by comparing them: 4 rounds have 10 pairs."""
 CELLS = 4_000_000
 """The most pairs of rounds in all resamples; with many rounds, there are fewer resamples."""
 CONFIDENCE = 0.95
@@ -124,7 +122,7 @@ def quantile(rounds: Rounds, share: float, *, seed: int = 0) -> Estimate:
     ((each, draws),) = _quantiles([rounds], seed, share=share)
     # not the exponential of the median logarithm, which differs if the number of rounds is even
     value = float(np.median(each))
-    middles = _row_medians(draws)
+    middles = draws.medians()
     n = len(rounds)
     if min(value, middles.min()) <= 0:
         return Estimate(value, *_interval(value, _widen(middles, n), n), n)
@@ -198,19 +196,20 @@ def ratio(
 
     def of(common: bool, sides: Sequence[Rounds]) -> Estimate:
         (top, tops), (bottom, bottoms) = (
-            map(np.log, one) for one in _quantiles(sides, seed, together=common)
+            (np.log(each), drawn.of(np.log(drawn.values)))
+            for each, drawn in _quantiles(sides, seed, together=common)
         )
         n = min(len(top), len(bottom))
         if common:
             value = _centre(top - bottom)
-            draws = _widen(_centre(tops - bottoms), n)
+            draws = _widen(tops.of(tops.values - bottoms.values).centres(), n)
         else:
-            count = min(len(tops), len(bottoms))
             value = np.median(top[:, None] - bottom[None, :])
             # resample each side's centre: computing all pairs of rounds in every resample would
             # cost too much
-            above, below = _centre(tops[:count]), _centre(bottoms[:count])
-            draws = _widen(above, len(top)) - _widen(below, len(bottom))
+            above, below = tops.centres(), bottoms.centres()
+            count = min(len(above), len(below))
+            draws = _widen(above[:count], len(top)) - _widen(below[:count], len(bottom))
         return _exponential(math.exp(value), draws, n, level=level)
 
     return _compared(numerator, denominator, of, _shortest_median, paired=paired)
@@ -345,8 +344,9 @@ def difference(first: Rounds, second: Rounds, *, level: float = CONFIDENCE) -> E
         (one, ones), (other, others) = _quantiles(sides, together=common)
         value = float(np.median(one) - np.median(other))
         n = min(len(one), len(other))
-        count = min(len(ones), len(others))
-        draws = _row_medians(ones[:count]) - _row_medians(others[:count])
+        first_medians, second_medians = ones.medians(), others.medians()
+        count = min(len(first_medians), len(second_medians))
+        draws = first_medians[:count] - second_medians[:count]
         low, high = _interval(value, _widen(draws, n), n, level=level)
         return Estimate(value, low, high, n, signed=True, level=level)
 
@@ -374,12 +374,13 @@ def balance(vectors: Vectors) -> Balance:
     pools = [vectors[key] for key in sorted(vectors)]
     generator = np.random.default_rng(0)
     if len(pools) > 1:
-        medians = np.array([np.median(pool, axis=0) for pool in pools])
-        draws = medians[_choose(len(medians), generator)]
+        drawn = np.array([np.median(pool, axis=0) for pool in pools])
+        times = _times(len(drawn), generator)
     else:
-        draws = _of_devices(pools[0], _counts(len(pools[0]), RESAMPLES, generator))[:, None]
+        drawn = pools[0]
+        times = _drawn(len(drawn), RESAMPLES, generator)
     values = device_medians(vectors)
-    resampled = _row_medians(draws.swapaxes(1, 2))
+    resampled = np.stack([Resamples(device, times).medians() for device in drawn.T], axis=1)
 
     def estimate(function: Callable[[Array], Array], level: float = CONFIDENCE) -> Estimate:
         value = float(function(values))
@@ -414,26 +415,70 @@ def device_medians(vectors: Vectors) -> Array:
     return np.asarray(np.median([np.median(steps, axis=0) for steps in vectors.values()], axis=0))
 
 
+class Resamples(NamedTuple):
+    """Resamples of values: how often each has drawn each value, in shape (values, resamples).
+
+    If `times` is None, the values are one number of each resample.
+    """
+
+    values: Array
+    times: Places | None = None
+
+    def of(self, values: Array) -> Resamples:
+        """Return the same resamples of other values."""
+        return Resamples(values, self.times)
+
+    def medians(self) -> Array:
+        """Return the median of each resample, of all that it has drawn."""
+        if self.times is None:
+            return self.values
+        order = self.values.argsort()
+        ranked = self.values[order]
+        reached = self.times[order].cumsum(axis=0, dtype=np.int32)
+        count = int(reached[-1, 0])  # each resample has drawn as many
+        low, high = ((reached <= rank).sum(axis=0) for rank in ((count - 1) // 2, count // 2))
+        return np.asarray((ranked[low] + ranked[high]) / 2)
+
+    def centres(self) -> Array:
+        """Return the Hodges-Lehmann centre of each resample: the median of all pairs' means.
+
+        A pair of values that were drawn a and b times occurs a * b times. All resamples have the
+        same pairs, which are sorted once.
+        """
+        if self.times is None:
+            return self.values
+        one, other = np.triu_indices(len(self.values))
+        pairs = self.times[one] * self.times[other]
+        itself = one == other
+        pairs[itself] = self.times * (self.times + 1) // 2
+        return Resamples((self.values[one] + self.values[other]) / 2, pairs).medians()
+
+
+def _centre(values: Array) -> float:
+    once = np.ones((len(values), 1), dtype=np.int32)
+    return float(Resamples(values, once).centres()[0])
+
+
 def _quantiles(
     sides: Sequence[Rounds], seed: int = 0, *, share: float = 0.5, together: bool = False
-) -> list[tuple[Array, Array]]:
-    """Return for each series its rounds' quantiles, and those resampled, (resamples, rounds).
+) -> list[tuple[Array, Resamples]]:
+    """Return for each series its rounds' quantiles, and resamples of them.
 
     A quantile is the value below which `share` of a round's steps lie, by default the median. If
     `together`, each resample draws the same rounds of all series.
     """
     generator = np.random.default_rng(seed)
-    chosen = _choose(len(sides[0]), generator)
+    times = _times(len(sides[0]), generator)
     found = []
     for number, side in enumerate(sides):
         each = np.array([_quantile_of(side[key], share) for key in sorted(side)])
         if number and not together:
-            chosen = _choose(len(side), generator)
+            times = _times(len(side), generator)
         if len(side) > 1:
-            resampled = each[chosen]
+            drawn = Resamples(each, times)
         else:
-            resampled = _resampled(next(iter(side.values())), share, generator)[:, None]
-        found.append((each, resampled))
+            drawn = Resamples(_resampled(next(iter(side.values())), share, generator))
+        found.append((each, drawn))
     return found
 
 
@@ -453,10 +498,17 @@ def _resampled(steps: Sequence[float], share: float, generator: np.random.Genera
     return (1 - part) * ordered[low] + part * ordered[high]
 
 
-def _choose(rounds: int, generator: np.random.Generator) -> NDArray[np.int64]:
-    """Return indices drawn with replacement, as an array of shape (resamples, rounds)."""
+def _times(rounds: int, generator: np.random.Generator) -> Places:
+    """Return how often each resample has drawn each round: shape (rounds, resamples)."""
     most = CELLS // (rounds * (rounds + 1) // 2)
-    return generator.integers(rounds, size=(max(200, min(RESAMPLES, most)), rounds))
+    return _drawn(rounds, max(200, min(RESAMPLES, most)), generator)
+
+
+def _drawn(n: int, count: int, generator: np.random.Generator) -> Places:
+    """Return how often each of `count` resamples has drawn each of `n` values: shape (n, count)."""
+    picks = generator.integers(n, size=(count, n)) + n * np.arange(count)[:, None]
+    times = np.bincount(picks.ravel(), minlength=count * n).reshape(count, n)
+    return np.ascontiguousarray(times.T, dtype=np.int32)
 
 
 def _around(
@@ -479,49 +531,6 @@ def _around(
         return low, low, 0.0
     second = 1 - (1 - first) * generator.random(count) ** (1 / (n - rank))
     return low, np.minimum((n * second).astype(np.int32), n - 1), part
-
-
-def _counts(n: int, count: int, generator: np.random.Generator) -> Places:
-    """Return how often each of `n` steps was drawn in each resample: shape (count, n)."""
-    picks = generator.integers(n, size=(count, n)) + n * np.arange(count)[:, None]
-    return np.bincount(picks.ravel(), minlength=count * n).reshape(count, n).astype(np.int32)
-
-
-def _of_devices(pool: Array, counts: Places) -> Array:
-    """Return each device's median in each resample of one round, shape (resamples, devices).
-
-    `pool` has shape (steps, devices); `counts` has how often each resample has drawn each step.
-    """
-    n = len(pool)
-    medians = []
-    before = n * np.arange(len(counts), dtype=np.int32)
-    for steps, order in zip(pool.T, pool.argsort(axis=0).T, strict=True):
-        reached = counts.take(order, axis=1).cumsum(dtype=np.int32)  # each resample adds n
-        low, high = (
-            reached.searchsorted(before + rank, side="right") - before
-            for rank in ((n - 1) // 2, n // 2)
-        )
-        medians.append((steps[order[low]] + steps[order[high]]) / 2)
-    return np.stack(medians, axis=1)
-
-
-def _centre(values: Array) -> Array:
-    """Return the Hodges-Lehmann centre along the last axis: the median of all pairs' means."""
-    first, second = np.triu_indices(values.shape[-1])
-    return _row_medians((values[..., first] + values[..., second]) / 2)
-
-
-def _row_medians(values: Array) -> Array:
-    n = values.shape[-1]
-    if n > NETWORK:
-        return np.asarray(np.median(values, axis=-1))
-    # an odd-even transposition sort of whole columns: numpy would sort every row by itself, which
-    # takes longer
-    columns = [values[..., i] for i in range(n)]
-    for turn in range(n):
-        for i in range(turn % 2, n - 1, 2):
-            columns[i : i + 2] = np.minimum(*columns[i : i + 2]), np.maximum(*columns[i : i + 2])
-    return np.asarray((columns[(n - 1) // 2] + columns[n // 2]) / 2)
 
 
 def _widen(draws: Array, n: int) -> Array:

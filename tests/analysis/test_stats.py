@@ -459,16 +459,23 @@ def test_medians_of_resamples_are_distributed_as_those_of_drawn_steps(n: int) ->
             assert side(found, at).mean() == pytest.approx(side(drawn, at).mean(), abs=0.02)
 
 
-def test_medians_of_resamples_keep_the_devices_of_a_step_together() -> None:
-    draw = np.random.default_rng(0)
-    common = draw.random(25)
-    counts = stats._counts(25, 500, draw)
-    found = stats._of_devices(np.stack([common, common + 1], axis=1), counts)
-    assert np.allclose(found[:, 1] - found[:, 0], 1)
-    assert (found[:, 0] == [np.median(np.repeat(common, one)) for one in counts]).all()
-
-
 @hypothesis.given(st.integers(1, 12), st.integers(0, 2**32 - 1))
-def test_the_middle_of_rows_is_their_median(columns: int, seed: int) -> None:
-    values = np.random.default_rng(seed).integers(5, size=(20, columns)) / 3
-    assert (stats._row_medians(values) == np.median(values, axis=1)).all()
+def test_medians_and_centres_are_those_of_the_values_that_were_drawn(n: int, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    values = generator.integers(5, size=n) / 3
+    times = stats._drawn(n, 20, generator)
+    drawn = [np.repeat(values, one) for one in times.T]
+    assert {len(one) for one in drawn} == {n}
+    resamples = stats.Resamples(values, times)
+    assert [*resamples.medians()] == [np.median(one) for one in drawn]
+    pairs = np.triu_indices(n)
+    centres = [np.median((one[pairs[0]] + one[pairs[1]]) / 2) for one in drawn]
+    assert [*resamples.centres()] == centres
+
+
+def test_as_many_rounds_are_drawn_as_there_are_each_as_often_as_any_other() -> None:
+    times = stats._times(6, np.random.default_rng(0))
+    assert times.shape == (6, stats.RESAMPLES)
+    assert times.mean(axis=1) == pytest.approx(1.0, abs=0.1)
+    # that of a Poisson number is 1, and that of draws among n values 1 - 1 / n
+    assert times.var() == pytest.approx(1 - 1 / 6, abs=0.05)

@@ -23,7 +23,7 @@ from tests.project.test_docs import COMMANDS, DOCS, README, ROOT, TEN
 from tests.strategies.test_users_own import MINE
 
 SHORTER = {
-    "run": ("--rounds", "1", "--budget", "3"),
+    "run": ("--rounds", "1", "--budget", "1"),
     "loaders": ("--rounds", "1", "--examples", "1", "--workers", "0,1"),
 }
 """Options that end a command early; the others are run exactly as they are written."""
