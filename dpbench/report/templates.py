@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from functools import cache
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
@@ -11,6 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 FOLDER = Path(__file__).parent
 
 
+@cache
 def template(name: str, folder: Path = FOLDER) -> Template:
     """Return a template of a folder, which may use those here; it escapes all but markup."""
     environment = Environment(
