@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from dpbench.measure.server import Server
 from dpbench.records import disturbance
 from dpbench.records.estimate import Estimate
 from dpbench.store import Store
+from tests.runs import BareServer
 
 RUN = (
     "run",
@@ -51,7 +51,7 @@ def _shown_whatever_the_noise() -> Iterator[None]:
 def folder(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Path:
     path = tmp_path_factory.mktemp("explain")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "Server", lambda scratch: nullcontext(server))
+        patch.setattr(runner, "Server", lambda scratch: BareServer(server))
         done = command(path, *RUN, "--report", str(path / "index.html"))
     assert done.exit_code == 0, done.output
     (path / "out").write_text(done.stdout)

@@ -26,7 +26,7 @@ from dpbench.gating import judge, pairs, sides
 from tests.gating.projects import BUDGET_S, LOADING, SCRIPT, commit, git, project, slow_down
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
 WAITS = """\
 import os
 import sys
@@ -65,6 +65,7 @@ def gate(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return do(folder, "-m", "dpbench", "gate", "--base", "base", budget, *words)
 
 
+@pytest.mark.alone
 @pytest.mark.rest
 @pytest.mark.parametrize(("times", "code", "answer"), [(1, 0, "not slower"), (5, 1, "slower")])
 def test_a_model(repository: Path, times: int, code: int, answer: str) -> None:
@@ -82,6 +83,7 @@ def test_a_model(repository: Path, times: int, code: int, answer: str) -> None:
         assert found["phase_s"] > 0
 
 
+@pytest.mark.alone
 def test_a_script(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # each process loads torch: three pairs, and an interval that holds with half
     monkeypatch.setattr(judge, "LOOKS", (3,))
@@ -96,6 +98,7 @@ def test_a_script(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.phase_s > 0
 
 
+@pytest.mark.alone
 @pytest.mark.rest
 @pytest.mark.parametrize(
     ("seconds", "limit", "answer"),
@@ -149,6 +152,7 @@ def test_wrong_usage_is_told(repository: Path) -> None:
     assert gate(repository, "--models", "model.py:net", "--strategies", "ddp").returncode == 64
 
 
+@pytest.mark.alone
 @pytest.mark.rest
 def test_the_fixture_finds_a_slower_step(repository: Path) -> None:
     words = ["-m", "pytest", "-q", "-p", "dpbench.gating.plugin", "test_step.py"]
@@ -168,6 +172,7 @@ def test_the_fixture_skips_a_new_test(repository: Path) -> None:
     assert "1 skipped" in done.stdout
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("times", [1, 5])
 def test_the_action(repository: Path, tmp_path: Path, times: int) -> None:
     slow_down(repository, times)
@@ -185,6 +190,7 @@ def test_the_action(repository: Path, tmp_path: Path, times: int) -> None:
     assert "2 changed files" not in summary
 
 
+@pytest.mark.alone
 @pytest.mark.rest
 def test_the_action_updates_its_comment_and_takes_a_script(
     repository: Path, tmp_path: Path

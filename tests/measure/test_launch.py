@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 
 import psutil
@@ -19,7 +18,6 @@ import pytest
 
 from dpbench.records import Trial
 from dpbench.store import Store
-from tests import commands
 from tests.commands import Folder
 from tests.marked import poll
 from tests.measure.launched import MODELS, Launched, free_port, launch
@@ -184,29 +182,22 @@ for word in sys.argv[1:]:
 FAULTS = ("early", "dead", "silent")
 
 
-@pytest.fixture(scope="module")
-def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
+def test_a_task_may_outlast_the_time_to_join_and_a_lost_rank_is_named(folder: Folder) -> None:
     """Three groups, one after the other; rank 1 of each has another fault."""
-    with commands.folder(tmp_path_factory.mktemp("groups")) as folder:
-        named = [f"{fault}:{free_port()}" for fault in FAULTS]
-        run = launch(folder, program=("-c", GROUP, *named), nodes=1)
-        assert run.codes() == [0], run.err()
-        yield run
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_task_may_outlast_the_time_to_join_and_a_lost_rank_is_named(
-    groups: Launched, fault: str
-) -> None:
-    slow, lost, ranks, reason = json.loads(groups.out().splitlines()[FAULTS.index(fault)])
-    assert slow == [None, None, None], "a slow task is no failure"
-    expected = None if fault == "early" else [None, False, True]
-    assert lost == expected, (
-        "no case has failed before the work; afterwards, the failure of rank 2 is secondary"
-    )
-    assert ranks == [1]
-    assert reason.startswith(f"rank 1 on {socket.gethostname()} ")
-    assert "rank 0" in (groups.folder.path / f"{fault}-2.err").read_text()
+    named = [f"{fault}:{free_port()}" for fault in FAULTS]
+    run = launch(folder, program=("-c", GROUP, *named), nodes=1)
+    assert run.codes() == [0], run.err()
+    for fault, line in zip(FAULTS, run.out().splitlines(), strict=True):
+        slow, lost, ranks, reason = json.loads(line)
+        assert slow == [None, None, None], f"{fault}: a slow task is no failure"
+        expected = None if fault == "early" else [None, False, True]
+        assert lost == expected, (
+            f"{fault}: no case has failed before the work; afterwards, the failure of rank 2 is"
+            " secondary"
+        )
+        assert ranks == [1], fault
+        assert reason.startswith(f"rank 1 on {socket.gethostname()} "), fault
+        assert "rank 0" in (folder.path / f"{fault}-2.err").read_text(), fault
 
 
 EACH = int(os.environ.get("DPBENCH_TEST_RANKS", "1"))

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, dataloader
 
+from dpbench.measure import turns
 from dpbench.measure.turns import VARIABLE, Turns
 
 PAUSE_S = 0.3
@@ -86,7 +87,7 @@ def test_the_blocks_have_what_workers_have_fetched(gate: Gate) -> None:
         for _ in range(steps):
             next(batches)
         deadline = time.monotonic() + 60
-        while steps == 3 and batches._data_queue.qsize() < 6 and time.monotonic() < deadline:
+        while steps == 3 and turns._ready(batches) < 6 and time.monotonic() < deadline:
             time.sleep(0.01)
     gate.close()
     _, *blocks = gate.answers

@@ -6,13 +6,11 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from benchmarks.scripts import claims
-from dpbench.measure import run as runner
 from dpbench.measure.server import Server
 from dpbench.predict import machine
 from dpbench.records import Case
@@ -123,15 +121,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_server")
 @pytest.mark.parametrize("arguments", HERE, ids=" ".join)
 def test_a_command_of_a_document_runs(
     arguments: tuple[str, ...],
-    server: Server,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(runner, "Server", lambda scratch: nullcontext(server))
     monkeypatch.syspath_prepend(tmp_path)
     dpbench = command(tmp_path, monkeypatch, capfd)
     code, out, err = dpbench(*files(tmp_path, arguments), *SHORTER.get(arguments[0], ()))
