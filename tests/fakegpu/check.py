@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -163,6 +163,9 @@ def attempt(name: str, stage: Stage) -> bool:
         except subprocess.TimeoutExpired:
             outcome = f"FAILED: not done within {stage.limit_s:.0f} s"
             _kill(process)
+        except BaseException:  # such as Ctrl-C, in a stage that the main thread runs
+            _kill(process)
+            raise
         finally:
             running.discard(process)
     said = log.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -178,7 +181,8 @@ def attempt(name: str, stage: Stage) -> bool:
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     """Kill a stage and the processes that it has started."""
-    os.killpg(process.pid, signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
@@ -187,13 +191,16 @@ def check(chosen: Mapping[str, Stage]) -> bool:
     LOGS.mkdir(parents=True, exist_ok=True)
     together = {name: stage for name, stage in chosen.items() if not stage.alone}
     pool = ThreadPoolExecutor(os.cpu_count())
+    attempts = [pool.submit(attempt, *one) for one in together.items()]
     try:
-        passed = list(pool.map(attempt, together, together.values()))
+        passed = [one.result() for one in attempts]
         passed += [attempt(name, stage) for name, stage in chosen.items() if stage.alone]
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        for process in tuple(running):
-            _kill(process)
+        while not all(one.done() for one in attempts):  # one may only be starting its process
+            for process in tuple(running):
+                _kill(process)
+            time.sleep(0.02)
     return all(passed)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from tests.fakegpu import check
 from tests.fakegpu.check import Stage
-from tests.marked import poll
+from tests.marked import marked, patience
 
 
 @pytest.fixture(autouse=True)
@@ -65,26 +66,48 @@ def test_gpus_that_are_not_fake_are_checked_only_when_told(monkeypatch: pytest.M
 
 
 INTERRUPTED = """
-import sys
+import subprocess, sys, time
+from dataclasses import replace
 from pathlib import Path
 from tests.fakegpu import check
 
-waits = "import os, time; print(os.getpid(), flush=True); time.sleep(300)"
-stage = check.Stage((sys.executable, "-c", waits), 60)
-check.LOGS = Path(sys.argv[1])
-check.stages = lambda seed: {"first": stage, "second": stage}
+folder, when = sys.argv[1:]
+waits = check.Stage((sys.executable, "-c", "import time; time.sleep(300)"), 60)
+
+
+class Late(subprocess.Popen):
+    def __init__(self, *given, stdout, **named):
+        name = Path(stdout.name).stem
+        time.sleep(0.5 if name == "second" else 0)
+        super().__init__(*given, stdout=stdout, **named)
+        print(name, flush=True)
+
+
+subprocess.Popen = Late
+check.LOGS = Path(folder)
+check.stages = lambda seed: {
+    "first": replace(waits, alone=when == "alone"), "second": replace(waits, alone=when == "alone")
+}
 sys.exit(check.main(["--anyway"]))
 """
 
 
-def test_an_interrupted_check_leaves_no_process(logs: Path) -> None:
-    command = [sys.executable, "-c", INTERRUPTED, str(logs)]
-    with subprocess.Popen(command, cwd=check.ROOT, stdout=subprocess.DEVNULL) as process:
-        log = logs / "first.log"
-        assert poll(lambda: log.exists() and log.read_text().strip())
+@pytest.mark.parametrize("when", ["alone", "starting", "running"])
+def test_an_interrupted_check_leaves_no_process(when: str, logs: Path) -> None:
+    """Stages run in turn in the main thread, or together; the second starts half a second late."""
+    command = [sys.executable, "-c", INTERRUPTED, str(logs), when]
+    with (
+        marked() as mark,
+        subprocess.Popen(
+            command, cwd=check.ROOT, env=os.environ | mark.env, stdout=subprocess.PIPE, text=True
+        ) as process,
+    ):
+        assert process.stdout
+        for awaited in ("first", "second") if when == "running" else ("first",):
+            assert awaited in iter(lambda: process.stdout.readline().strip(), "")
         process.terminate()
-        assert process.wait(10) != 0
-    assert poll(lambda: not Path(f"/proc/{log.read_text().strip()}").exists())
+        assert process.wait(patience(10)) != 0
+        assert mark.settles() == ""
 
 
 def test_each_file_of_gpu_tests_is_in_one_stage() -> None:
