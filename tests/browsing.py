@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from dpbench.analysis import comparison
-from dpbench.analysis.report import Report
 from dpbench.report import comparing, page
 from dpbench.store.export import read_run
 from tests import golden
 from tests.analysis import test_comparison as test_compare
 from tests.analysis.test_ladder import content
 from tests.report_rows import colocated_cpu_and_weak, gpu_page, gpu_run, ran, run_of
+from tests.trials import report_on
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -85,7 +85,7 @@ def _default() -> str:
     _, trials = read_run(golden.REPORTS / "default" / golden.TRIALS)
     with_spans = [golden.with_spans(trial) for trial in trials]
     facts = trials[0].provenance
-    return page.render(Report.of(with_spans, run_id="d" * 32, started_s=1e9, provenance=facts))
+    return page.render(report_on(with_spans, facts))
 
 
 def _compared() -> str:

@@ -30,6 +30,7 @@ from dpbench.records import (
 from dpbench.records.estimate import Estimate
 from dpbench.report import figures, page
 from dpbench.report.section import Section
+from tests.trials import finished
 
 PROVENANCE = {
     "host": {"name": "bench-07", "cpu": "AMD EPYC 7763", "cores": 64},
@@ -219,9 +220,7 @@ def gpu_run() -> Report:
     return Report(
         rows=rows,
         trials=trials,
-        provenance=PROVENANCE,
-        run_id="7f3a" * 8,
-        started_s=1.7e9,
+        run=finished(PROVENANCE, id="7f3a" * 8),
         ladders=(),
         diagnoses=(),
         notes=["Compilation, which no step includes, took at most 12.0 s."],

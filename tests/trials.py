@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from dpbench.analysis.report import Report
 from dpbench.records import Case, Phase, Span, Step, Trial, Verified
+from dpbench.store import FINISHED, PastRun, StoredRun
 
 Part = tuple[Phase, int, float, float]
 """A phase, its device, and where in a step it begins and ends, as shares of the step."""
@@ -38,3 +41,24 @@ def trial_of(
         ]
     given = {"verified": Verified.BITWISE, "steps": tuple(steps), "spans": tuple(spans)}
     return Trial(case=case, **given | changes)
+
+
+def report_on(
+    trials: Sequence[Trial],
+    provenance: Mapping[str, Any] = {},
+    past: Sequence[PastRun] = (),
+    **changes: Any,
+) -> Report:
+    """Return the report of a finished run with these trials."""
+    return Report.of(finished(provenance, **changes), trials, past)
+
+
+def finished(provenance: Mapping[str, Any] = {}, **changes: Any) -> StoredRun:
+    """Return a finished run, or one with other fields."""
+    given = {"id": "7f" * 16, "status": FINISHED, "started": 1.7e9, "rounds": 3, **changes}
+    return StoredRun(provenance=provenance, **given)
+
+
+def of_run(report: Report, **changes: Any) -> Report:
+    """Return a report on a run with these fields."""
+    return replace(report, run=replace(report.run, **changes))

@@ -116,11 +116,11 @@ def add(folder: Path, title: str, about: str, store: Path, run_id: str | None) -
     entry = Entry(
         title=title,
         about=about,
-        started_s=report.started_s,
+        started_s=report.run.started,
         machine=f"{facts['host']}, GPUs: {facts['GPUs']}",
         labels=naming.labels(report.rows),
         answers=tuple(f"{one.subject}: {one.headline}" for one in report.answers),
-        command=str(report.provenance.get("command", "")),
+        command=str(report.run.provenance.get("command", "")),
         cases=len(report.rows),
         results=sum(row.step is not None for row in report.rows),
     )

@@ -25,10 +25,9 @@ from dpbench.records.environment import (
 )
 from dpbench.records.errors import UsageError
 from dpbench.records.estimate import Estimate
-from dpbench.records.facts import RunFacts
 from dpbench.records.grouping import grouped
 from dpbench.records.trial import by_case
-from dpbench.store import PastRun
+from dpbench.store import PastRun, StoredRun
 
 SURE = 0.99
 """The probability with which the intervals of all ratios of a comparison hold together.
@@ -46,15 +45,11 @@ VERDICTS = {"faster": "faster", "slower": "slower", "same": "the same", "undecid
 
 
 class Measured(Protocol):
-    """A run with its facts and its trials: a `Report` or a `PastRun`."""
+    """A run with its trials: a `Report` or a `PastRun`."""
 
     @property
-    def run_id(self) -> str:
-        """Return the id of the run."""
-
-    @property
-    def facts(self) -> RunFacts:
-        """Return what the run states."""
+    def run(self) -> StoredRun:
+        """Return the run, without its trials."""
 
     @property
     def trials(self) -> Sequence[Trial]:
@@ -201,7 +196,7 @@ def between(
     if not lines:
         reasons = "".join(f"; {case.label}: {reason}" for case, reason in lost.items())
         raise UsageError(
-            f"the runs {before.run_id[:8]} and {after.run_id[:8]} have no measured case in"
+            f"the runs {before.run.id[:8]} and {after.run.id[:8]} have no measured case in"
             f" common{reasons}"
         )
     return replace(found, lines=lines, lost=lost, alone=alone)
@@ -209,7 +204,7 @@ def between(
 
 def unlikes(before: Measured, after: Measured) -> list[Difference]:
     """Return the facts in which the environments of two runs differ."""
-    return differences(*(Environment.of(one.facts, one.trials) for one in (before, after)))
+    return differences(*(Environment.of(one.run.facts, one.trials) for one in (before, after)))
 
 
 def compare(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Self
 
 from dpbench.analysis import (
     answer,
@@ -22,12 +22,11 @@ from dpbench.analysis import (
     summary,
 )
 from dpbench.analysis.lanes import Lanes
-from dpbench.analysis.statements import FINISHED, OPEN, Statement, made
+from dpbench.analysis.statements import Statement, made
 from dpbench.records import Case, Trial, hidden, session, siblings
-from dpbench.records.facts import RunFacts
 from dpbench.records.resources import Resources
 from dpbench.records.trial import Key, by_key
-from dpbench.store import PastRun, UnreadableRow
+from dpbench.store import OPEN, PastRun, StoredRun, UnreadableRow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +37,7 @@ class Report:
     cases of this run; see `Store.past`.
     """
 
-    run_id: str
-    started_s: float
-    """Seconds since the epoch."""
-    provenance: Mapping[str, Any]
+    run: StoredRun
     trials: Sequence[Trial]
     rows: Sequence[summary.Row]
     ladders: Sequence[ladder.Ladder]
@@ -52,36 +48,23 @@ class Report:
     past: Sequence[PastRun] = ()
     loading: loaders.LoaderCurve | None = None
     """The results of `dpbench loaders`; None in another run."""
-    machine_result: str = ""
-    """What a sibling has stored on this machine; "" for nothing."""
 
     @classmethod
     def of(
         cls,
+        run: StoredRun,
         trials: Sequence[Trial],
-        *,
-        run_id: str,
-        started_s: float,
-        provenance: Mapping[str, Any],
-        status: str = FINISHED,
         past: Sequence[PastRun] = (),
         unreadable: Sequence[UnreadableRow] = (),
-        machine_result: str = "",
     ) -> Self:
-        """Return the report of the run that has these trials.
-
-        `unreadable` are the store's unreadable rows; the other arguments are facts stored with the
-        run.
-        """
+        """Return the report of a run with these trials; `unreadable` are rows of its store."""
         rows = summary.rows(trials)
-        facts = RunFacts.of(provenance)
-        machine = Resources.of(facts, trials)
+        machine = Resources.of(run.facts, trials)
         ladders = ladder.ladders(rows, max((trial.facts.looks for trial in trials), default=1))
         loading = loaders.curve(rows, trials)
-        diagnoses = findings.diagnose(rows, trials, machine, machine_result)
-        command = facts.command
-        goes_on = status == OPEN and not any(session.is_of(row.case.model) for row in rows)
-        again = hidden.to_fill_in(command) if goes_on else ""
+        diagnoses = findings.diagnose(rows, trials, machine, run.machine_result)
+        goes_on = run.status == OPEN and not any(session.is_of(row.case.model) for row in rows)
+        again = hidden.to_fill_in(run.facts.command) if goes_on else ""
         given = (
             ()
             if loading
@@ -95,9 +78,7 @@ class Report:
             )
         )
         report = cls(
-            run_id=run_id,
-            started_s=started_s,
-            provenance=provenance,
+            run=run,
             trials=trials,
             rows=rows,
             ladders=ladders,
@@ -105,17 +86,16 @@ class Report:
                 *notes.habits(rows, trials),
                 *(loaders.said(loading) if loading else ()),
             ),
-            statements=made(rows, trials, facts, status, unreadable),
+            statements=made(rows, trials, run.facts, run.status, unreadable),
             diagnoses=diagnoses,
             past=past,
             loading=loading,
-            machine_result=machine_result,
         )
         return replace(report, answers=tuple(map(report._with_earlier, given)))
 
     def _with_earlier(self, given: answer.Answer) -> answer.Answer:
         """Return an answer with a clause on its case in an earlier run."""
-        before = [one for one in self.past if one.run.started < self.started_s]
+        before = [one for one in self.past if one.run.started < self.run.started]
         shown = given.row or next(iter(given.ranking), None)
         return (
             replace(given, earlier=comparison.earlier(shown.case, self, before)) if shown else given
@@ -140,11 +120,6 @@ class Report:
     def remarks(self) -> list[Statement]:
         """Return the statements that explain figures."""
         return [one for one in self.statements if not one.warns]
-
-    @cached_property
-    def facts(self) -> RunFacts:
-        """Return what the run states."""
-        return RunFacts.of(self.provenance)
 
     @property
     def in_parts(self) -> bool:

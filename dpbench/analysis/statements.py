@@ -20,10 +20,8 @@ from dpbench.records.disturbance import NOISY
 from dpbench.records.facts import RunFacts
 from dpbench.records.grouping import grouped
 from dpbench.records.trial import SPENT, by_key
-from dpbench.store import UnreadableRow
+from dpbench.store import FINISHED, OPEN, UnreadableRow
 
-FINISHED, OPEN = "finished", "open"
-"""The status of a run that has measured all of its cases."""
 PARTS = (
     "the rounds of an observed loop are consecutive parts of one execution, so intervals leave out"
     " the variation between executions"

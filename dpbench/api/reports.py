@@ -28,16 +28,8 @@ def report_of(
     from dpbench.analysis.report import Report
 
     rows = [*unreadable]
-    return Report.of(
-        trials,
-        run_id=chosen.id,
-        started_s=chosen.started,
-        status=chosen.status,
-        provenance=chosen.provenance,
-        past=_past(store, chosen.id, trials, listing(rows)) if store else (),
-        unreadable=rows,
-        machine_result=chosen.machine_result,
-    )
+    past = _past(store, chosen.id, trials, listing(rows)) if store else ()
+    return Report.of(chosen, trials, past, rows)
 
 
 def _past(
@@ -63,7 +55,7 @@ def write_report(path: Path | None, report: Report) -> Path:
     if path is not None:
         return files.write(path, page.render(report))
     kept = page.keep(report, REPORTS)
-    if kept.latest_run == report.run_id:
+    if kept.latest_run == report.run.id:
         return LATEST
     if not any(row.step for row in report.rows):
         print(

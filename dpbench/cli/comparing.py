@@ -175,8 +175,8 @@ def compare(
         for run, trials in (side(store, one) for one in (before, after))
     ]
     first, second = (report for _, report in sides)
-    if first.run_id == second.run_id:
-        click.echo(f"note: {before} and {after} are the same run, {first.run_id[:8]}", err=True)
+    if first.run.id == second.run.id:
+        click.echo(f"note: {before} and {after} are the same run, {first.run.id[:8]}", err=True)
     comparisons = comparison.between(first, second, margin=margin, across=across, unlike=unlike)
     if as_json:
         both = [ComparedRun.of(*one) for one in sides]

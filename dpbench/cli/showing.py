@@ -65,7 +65,7 @@ def try_report(path: Path | None, report: Report, store: Path) -> bool:
     except NoDrawings as missing:
         note = f"note: {missing}"
     click.echo(
-        f"report: {written or 'not written'}   store: {store}   run: {report.run_id[:8]}", err=True
+        f"report: {written or 'not written'}   store: {store}   run: {report.run.id[:8]}", err=True
     )
     if fault or note:
         click.echo(fault or note, err=True)

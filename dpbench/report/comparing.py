@@ -36,7 +36,7 @@ NOTE = (
 def heading(report: Report) -> str:
     """Return a line on a run: its id, name, time, commits of dpbench and project, and machine."""
     facts = dict(naming.facts(report))
-    name = report.facts.name
+    name = report.run.facts.name
     code = [
         f"dpbench {facts['dpbench']}",
         *([f"project {facts['project']}"] if "project" in facts else []),
@@ -44,7 +44,7 @@ def heading(report: Report) -> str:
     gpus = [] if facts["GPUs"] == "none" else [facts["GPUs"]]
     return "  ".join(
         [
-            report.run_id[:8],
+            report.run.id[:8],
             *([f"@{name}"] if name else []),
             facts["date"],
             *code,
@@ -188,9 +188,11 @@ class TwoRuns(Report):
             for run, case in (("before", line.case), ("after", line.other))
         }
         return cls(
-            run_id=after.run_id,
-            started_s=after.started_s,
-            provenance={"before": before.provenance, "after": after.provenance},
+            run=replace(
+                after.run,
+                provenance={"before": before.run.provenance, "after": after.run.provenance},
+                machine_result="",
+            ),
             trials=(),
             # the page identifies and filters a case by its id in the second run
             rows=[replace(row, case=case, run=run) for (run, case), row in own.items()],
@@ -228,7 +230,7 @@ def page(before: Report, after: Report, comparisons: Comparisons) -> str:
     return report_page.rendered(
         TwoRuns.compared_by(before, after, comparisons),
         report_page.Content(
-            title=f"runs {before.run_id[:8]}-{after.run_id[:8]}",
+            title=f"runs {before.run.id[:8]}-{after.run.id[:8]}",
             heading=summary(comparisons.verdicts),
             facts=facts(before, after, comparisons),
             cards=[

@@ -27,7 +27,7 @@ SAID: Mapping[str, Callable[[float], str]] = {
 def parts(report: Report) -> list[Section]:
     """Return the sections with tables that have lines."""
     trials = small_multiples.order(report.trials)
-    predictions = forecasts.forecasts(report.rows, report.past, report.facts)
+    predictions = forecasts.forecasts(report.rows, report.past, report.run.facts)
     sections = [
         Section(
             "ladder",

@@ -29,7 +29,7 @@ def render(report: Report) -> str:
     ]
     return _joined(
         [
-            f"## dpbench: run {said(report.run_id[:12])}",
+            f"## dpbench: run {said(report.run.id[:12])}",
             *_badges(report),
             *map(_answer, report.answers),
             *_list(report.warnings),
@@ -155,7 +155,7 @@ def _details(summary: str, body: str) -> str:
 
 
 def _facts(report: Report) -> list[tuple[str, str]]:
-    return [*naming.facts(report), ("command", report.facts.command)]
+    return [*naming.facts(report), ("command", report.run.facts.command)]
 
 
 def compared(

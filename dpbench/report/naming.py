@@ -160,12 +160,12 @@ def _columns(character: str) -> int:
 
 def facts(report: Report) -> list[tuple[str, str]]:
     """Return facts on the run, the machine and the code, as pairs of a name and a value."""
-    facts = report.facts
+    facts = report.run.facts
     name, tags, host = facts.name, facts.tags, facts.host
     cores = f", {words.count(host.cores, 'core')}" if host.cores is not None else ""
     return [
-        ("run", f"{report.run_id[:12]} @{name}" if name else report.run_id[:12]),
-        ("date", words.minute(report.started_s) if report.started_s else "unknown"),
+        ("run", f"{report.run.id[:12]} @{name}" if name else report.run.id[:12]),
+        ("date", words.minute(report.run.started) if report.run.started else "unknown"),
         ("host", f"{host.cpu or 'unknown CPU'}{cores}"),
         ("GPUs", gpus(facts.gpus)),
         *([("other load", load)] if (load := _other_load(facts)) else []),

@@ -73,7 +73,7 @@ def _sections(report: Report, *ids: str) -> list[Section]:
     from dpbench.report import figures
 
     # a notebook may show several runs, whose drawings must not have the same ids
-    return figures.sections(report, ids, f"run-{report.run_id[:12]}-")
+    return figures.sections(report, ids, f"run-{report.run.id[:12]}-")
 
 
 def compared(before: Report, after: Report, comparisons: Comparisons) -> str:

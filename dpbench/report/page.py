@@ -94,7 +94,7 @@ def render(report: Report) -> str:
     return rendered(
         report,
         Content(
-            title=f"run {report.run_id[:12]}",
+            title=f"run {report.run.id[:12]}",
             heading="data parallelism in PyTorch",
             facts=naming.facts(report),
             cards=[_card(one, report.rows) for one in report.answers],
@@ -116,7 +116,7 @@ def rendered(report: Report, content: Content) -> str:
     added = _added(report)
     style = f"{text_of('page.css')}{''.join(part.style for part in added)}"
     script = text_of("page.js")
-    command = report.facts.command
+    command = report.run.facts.command
     html = template("page.html").render(
         report=report,
         content=content,
@@ -145,7 +145,7 @@ def rendered(report: Report, content: Content) -> str:
         date=words.minute,
         signs=table.FOOTNOTES,
         footnotes=table.footnotes,
-        environment=naming.environment(report.provenance, report.trials),
+        environment=naming.environment(report.run.provenance, report.trials),
         numbers=Markup(content.numbers),
         trace=Markup(table.safe(words.dumps(swim_lanes.trace(report)))),
         markdown=Markup(table.safe(words.dumps(content.markdown))),
@@ -171,8 +171,8 @@ def _card(answer: Answer, rows: Sequence[Row]) -> Card:
 
 def _added(report: Report) -> list[Detail]:
     """Return the sections that siblings add on the run's machine."""
-    sections = siblings.added("section") if report.machine_result else []
-    return [found for section in sections if (found := section(report.machine_result))]
+    sections = siblings.added("section") if report.run.machine_result else []
+    return [found for section in sections if (found := section(report.run.machine_result))]
 
 
 def _standing(answer: Answer) -> Iterator[Place]:
@@ -232,27 +232,27 @@ def keep(report: Report, folder: Path) -> Kept:
 
     The page also becomes the latest page if the run is the newest one that has a result.
     """
-    run_folder = inside(folder / "runs", report.run_id[:12])
+    run_folder = inside(folder / "runs", report.run.id[:12])
     text = render(report)
     page = write(run_folder / "index.html", text)
     write(run_folder / FACTS, msgspec.json.encode(_entry(report)).decode())
     entries, unreadable = _entries(folder / "runs")
     write(folder / "runs" / "index.html", _list(entries, unreadable))
     newest = next((one.run_id for one in entries if one.results), "")
-    if newest == report.run_id:
+    if newest == report.run.id:
         write(folder / "latest" / "index.html", text)
     return Kept(page, newest)
 
 
 def _entry(report: Report) -> Entry:
     return Entry(
-        run_id=report.run_id,
-        started_s=report.started_s,
+        run_id=report.run.id,
+        started_s=report.run.started,
         results=sum(row.step is not None for row in report.rows),
         cases=len(report.rows),
         models=tuple(sorted({row.case.model for row in report.rows})),
         answers=tuple(f"{one.subject}: {one.headline}" for one in report.answers),
-        command=report.facts.command,
+        command=report.run.facts.command,
     )
 
 

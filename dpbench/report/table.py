@@ -355,7 +355,7 @@ def machines(report: Report) -> Table:
             Cell(Environment.of(machine.facts).torch or UNKNOWN),
             Cell("; ".join(paces.get(machine.name, []))),
         )
-        for machine in report.facts.hosts.machines
+        for machine in report.run.facts.hosts.machines
     )
     columns = (
         "machine",

@@ -142,13 +142,3 @@ class PastRun:
 
     run: StoredRun
     trials: tuple[Trial, ...]
-
-    @property
-    def run_id(self) -> str:
-        """Return the id of the run."""
-        return self.run.id
-
-    @property
-    def facts(self) -> RunFacts:
-        """Return what the run states."""
-        return self.run.facts

@@ -29,6 +29,7 @@ from dpbench.store import Identity, Naming, PastRun, Store, StoredRun, export
 from tests import environments
 from tests.amounts import amounts
 from tests.exported import is_error
+from tests.trials import report_on
 
 SINGLE = Case(model="mlp", strategy="single", batch_size=64)
 DP = Case(model="mlp", strategy="dp", devices=2, batch_size=64, schedule="reference")
@@ -88,9 +89,7 @@ def stored(
 
 
 def report(trials: Sequence[Trial], facts: dict[str, Any] = FACTS) -> Report:
-    return Report.of(
-        [one.summary() for one in trials], run_id="r" * 32, started_s=1.7e9, provenance=facts
-    )
+    return report_on([one.summary() for one in trials], facts)
 
 
 # -- verdicts and their reasons

@@ -12,7 +12,6 @@ import pytest
 from dpbench.analysis import findings, summary
 from dpbench.analysis.findings import text
 from dpbench.analysis.findings.rule import Finding, contexts
-from dpbench.analysis.report import Report
 from dpbench.records import (
     UNATTRIBUTED,
     Case,
@@ -28,6 +27,7 @@ from dpbench.records import (
 from dpbench.records.resources import Resources
 from dpbench.report import markdown, page
 from tests.amounts import amounts
+from tests.trials import report_on
 
 ROUNDS, STEPS = 3, 12
 MODEL = {
@@ -542,7 +542,7 @@ def test_a_remedy_that_was_measured_as_slower_is_no_change_that_helps() -> None:
     ddp = measured(case("ddp"), {**LEVEL, "reduce": 0.100})
     pool = measured(case(schedule="cached"), {**LEVEL, "replicate": 0.080})
     trials = [*one(), *dp(replicate=0.060), *ddp, *pool]
-    report = Report.of(trials, run_id="7f3a", started_s=1.7e9, provenance={"host": {"cores": 8}})
+    report = report_on(trials, {"host": {"cores": 8}})
     (answer,) = report.answers
     (diagnosis,) = report.diagnoses
     finding = next(one for one in diagnosis.findings if one.rule.key == "replicate")
@@ -589,7 +589,7 @@ def test_one_device_alone_is_nothing_to_explain() -> None:
 
 def test_page_and_comment_show_every_finding() -> None:
     trials = [*one(), *dp(replicate=0.015, gather=0.005)]
-    content = Report.of(trials, run_id="7f3a", started_s=1.7e9, provenance={"host": {"cores": 8}})
+    content = report_on(trials, {"host": {"cores": 8}})
     (answer,), (diagnosis,) = content.answers, content.diagnoses
     assert [one.rule.key for one in diagnosis.findings] == ["replicate", "gather"]
     told = [answer.reason[1:], *(text.headline(one) for one in diagnosis.findings)]

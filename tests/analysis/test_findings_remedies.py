@@ -13,12 +13,12 @@ import dpbench
 from dpbench.analysis import commands, findings
 from dpbench.analysis.findings import text
 from dpbench.analysis.findings.rule import FindingRule
-from dpbench.analysis.report import Report
 from dpbench.measure.selection import cases_of
 from dpbench.records.resources import Resources
 from dpbench.records.schedule import Schedule
 from tests.analysis.test_findings import LEVEL, case, dp, found, measured, one
 from tests.records.test_options import parsed
+from tests.trials import report_on
 
 
 def rules() -> list[FindingRule]:
@@ -79,7 +79,7 @@ def process_group() -> Iterator[None]:
 
 def test_three_bullets_explain_an_answer_and_the_command_is_one_line() -> None:
     trials = [trial for group in (one(), dp(replicate=0.015)) for trial in group]
-    report = Report.of(trials, run_id="r", started_s=0.0, provenance={"host": {"cores": 8}})
+    report = report_on(trials, {"host": {"cores": 8}})
     lines = text.explain(report.answers, report.diagnoses, samples=6400).splitlines()
     (answer,), (diagnosis,) = report.answers, report.diagnoses
     said = " ".join(" ".join(lines).split())

@@ -59,7 +59,7 @@ def newest(path: Path) -> Report:
 
 
 def forecasts_of(found: Report) -> list[Forecast]:
-    return [*forecasts(found.rows, found.past, found.facts)]
+    return [*forecasts(found.rows, found.past, found.run.facts)]
 
 
 def predicted(case: Case, seconds: float, low: float, high: float, machine: str) -> Trial:

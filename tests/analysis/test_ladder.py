@@ -20,6 +20,7 @@ from dpbench.report import devices, figures, markdown, page
 from dpbench.report.section import Section
 from tests.amounts import amounts
 from tests.report_rows import badges
+from tests.trials import report_on
 
 GAINS = {
     "reference": 1.0,
@@ -232,7 +233,7 @@ def test_schedules_stand_in_the_order_of_the_ladder() -> None:
 def content() -> Report:
     found = trials()
     return replace(
-        Report.of(found, run_id="7f" * 16, started_s=1.7e9, provenance={}),
+        report_on(found),
         statements=[],
         diagnoses=[],
     )

@@ -16,12 +16,12 @@ import pytest
 
 from dpbench.analysis import lanes, summary
 from dpbench.analysis.lanes import Bar, Lanes
-from dpbench.analysis.report import Report
 from dpbench.records import HOST, Case, Phase, Source, Span, Step, Trial, Verified
 from dpbench.report import svg, swim_lanes
 from dpbench.report.section import Panel, Section
 from tests.amounts import amounts
 from tests.records.test_ledger import STEP, span, spans
+from tests.trials import report_on
 
 DP = Case(model="mlp", strategy="dp", schedule="reference", devices=2, batch_size=64)
 SINGLE = Case(model="mlp", strategy="single", batch_size=64)
@@ -262,7 +262,7 @@ def test_cases_without_trusted_spans_have_no_timeline() -> None:
 
 def section(*trials: Trial) -> Section:
     """Return the section of swim lanes on some trials."""
-    report = Report.of(trials, run_id="a" * 32, started_s=0.0, provenance={})
+    report = report_on(trials)
     with svg.theme():
         return swim_lanes.section(report, report.rows)
 

@@ -23,6 +23,7 @@ from dpbench.records.load import Load
 from dpbench.report import notebook
 from dpbench.report import page as pages
 from tests import exported
+from tests.trials import report_on
 
 SINGLE = Case(model="mlp", strategy="single", batch_size=64)
 DDP = Case(model="mlp", strategy="ddp", devices=2, batch_size=64)
@@ -80,9 +81,7 @@ def run(
 
 
 def report(trials: Sequence[Trial]) -> Report:
-    return Report.of(
-        [one.summary() for one in trials], run_id="r" * 32, started_s=1.7e9, provenance=FACTS
-    )
+    return report_on([one.summary() for one in trials], FACTS)
 
 
 def rows(trials: Sequence[Trial]) -> dict[Case, summary.Row]:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from dpbench.analysis import peak, quantities, statements, summary
-from dpbench.analysis.report import Report
 from dpbench.analysis.statements import Statement
 from dpbench.cli import tables
 from dpbench.records import Case, Source, Trial
@@ -18,7 +17,7 @@ from dpbench.records.facts import Products, RunFacts, TrialHost, stated
 from dpbench.records.work import Operations
 from dpbench.report import markdown, page, table
 from tests.amounts import amounts
-from tests.trials import trial_of
+from tests.trials import report_on, trial_of
 
 ALONE = Case(model="mlp", strategy="single", batch_size=64, device_kind="cuda")
 FOUR = replace(ALONE, strategy="ddp", devices=4)
@@ -184,7 +183,7 @@ def test_a_share_has_its_source_and_label_beside_it_in_records() -> None:
 def test_the_source_of_a_foreign_store_is_text_in_every_report() -> None:
     hostile = DataSheet(gpu="A GPU", flop_per_s=SHEET.flop_per_s, source="<script>1</script>[a](b)")
     trials = [trial(number=number, data_sheet=hostile) for number in range(3)]
-    report = Report.of(trials, run_id="a", started_s=0.0, provenance={})
+    report = report_on(trials)
     text = markdown.render(report)
     assert "of peak" in text
     assert "<script>" not in text

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from dpbench.analysis import answer, imbalance, sampled, statements, summary, validity
-from dpbench.analysis.report import Report
 from dpbench.hardware import nvml, samplers
 from dpbench.hardware.samplers import nvml as nvml_sampler
 from dpbench.measure import run as module
@@ -22,6 +21,7 @@ from dpbench.records.resources import Resources
 from dpbench.report import timeline
 from tests.amounts import amounts
 from tests.recorded_nvml import recorded
+from tests.trials import report_on
 
 ALONE = Case(model="mlp", strategy="single", batch_size=8, device_kind="cuda")
 PAIR = replace(ALONE, strategy="dp", devices=2, schedule="reference")
@@ -172,7 +172,7 @@ def test_the_chart_of_utilisation_gives_no_mean_of_too_few_readings() -> None:
     few = trial(("utilization_ratio", 0, every(0.01, [0.5, 0.6])), seconds=0.05)
     many = trial(("utilization_ratio", 0, every(0.2, [0.5] * 50)), seconds=10.0)
     for one, said in ((few, sampled.NOT_CHECKED), (many, "50%")):
-        report = Report.of([one], run_id="a" * 32, started_s=0.0, provenance={})
+        report = report_on([one])
         drawing = timeline.utilisation(report, report.rows).panels[0].svg
         assert said in drawing
         assert (sampled.NOT_CHECKED in drawing) is (one is few)

@@ -20,7 +20,7 @@ from tests import observed_loops
 from tests.amounts import amounts
 from tests.analysis import test_noisy
 from tests.exported import stored
-from tests.trials import trial_of
+from tests.trials import report_on, trial_of
 
 SINGLE, DDP = test_noisy.SINGLE, test_noisy.DDP
 BASE_S, LONGER_S = 0.0158, 0.060
@@ -52,12 +52,7 @@ def rounds(case: Case, longer_s: Callable[[int], float], base_s: float = BASE_S)
 
 
 def report(trials: Sequence[Trial]) -> Report:
-    return Report.of(
-        [one.summary() for one in trials],
-        run_id="r" * 32,
-        started_s=1.7e9,
-        provenance=test_noisy.FACTS,
-    )
+    return report_on([one.summary() for one in trials], test_noisy.FACTS)
 
 
 def uneven_cases(found: Report) -> dict[Case, str]:

@@ -13,6 +13,7 @@ from dpbench.api import LATEST, reports
 from dpbench.records import Case, Source, Status
 from dpbench.report import page
 from tests.report_rows import HOSTILE, Row, Tags, answer, made, run_of
+from tests.trials import of_run
 
 CASE = Case(model="mlp", strategy="single", batch_size=8)
 LOST = Row(case=CASE, source=Source.MEASURED, status=Status.OOM, reason="no room")
@@ -20,13 +21,8 @@ LOST = Row(case=CASE, source=Source.MEASURED, status=Status.OOM, reason="no room
 
 def run(letter: str, started_s: float, row: Row, **changes: object) -> Report:
     provenance = {"command": f"dpbench run --models mlp --seed {letter}"}
-    return dataclasses.replace(
-        run_of(row, trials=[]),
-        run_id=letter * 32,
-        started_s=started_s,
-        provenance=provenance,
-        **changes,
-    )
+    found = dataclasses.replace(run_of(row, trials=[]), **changes)
+    return of_run(found, id=letter * 32, started=started_s, provenance=provenance)
 
 
 GOOD = made(CASE, 0.1, 0.1, busy={}, phases={})
@@ -108,7 +104,7 @@ def test_a_named_page_is_the_only_file_that_is_written(folder: Path, tmp_path: P
 
 def test_the_list_stays_text_and_names_what_it_cannot_read(folder: Path) -> None:
     wild = made(dataclasses.replace(CASE, model=HOSTILE), 0.1, 0.1, busy={}, phases={})
-    page.keep(dataclasses.replace(run("a", 1e9, wild), provenance={"command": HOSTILE}), folder)
+    page.keep(of_run(run("a", 1e9, wild), provenance={"command": HOSTILE}), folder)
     (folder / "runs" / "older").mkdir()
     (folder / "runs" / "older" / "run.json").write_text("{}")
     page.keep(run("b", 2e9, GOOD), folder)

@@ -22,6 +22,7 @@ from tests.analysis.test_findings import dp
 from tests.examined import EXAMINATION
 from tests.exported import made, stored
 from tests.report_rows import HOSTILE, Tags, gpu_page, gpu_run
+from tests.trials import of_run
 
 
 def text_of(examination: Examination) -> str:
@@ -31,7 +32,7 @@ def text_of(examination: Examination) -> str:
 
 def test_an_examined_machine_is_among_the_details() -> None:
     assert 'id="machine"' not in gpu_page()
-    text = page.render(replace(gpu_run(), machine_result=text_of(EXAMINATION)))
+    text = page.render(of_run(gpu_run(), machine_result=text_of(EXAMINATION)))
     _, _, details = text.partition('<details id="details">')
     section = details.partition('<section id="machine">')[2].partition("</section>")[0]
     assert "2023-11-14 22:13 UTC" in section
@@ -45,7 +46,7 @@ def test_texts_of_an_examination_stay_text() -> None:
     hostile = replace(EXAMINATION.findings[0], says=HOSTILE, change=HOSTILE)
     boxes = [replace(box, texts=(HOSTILE,)) for box in EXAMINATION.boxes]
     examination = replace(EXAMINATION, findings=(hostile,), boxes=tuple(boxes), labels=(HOSTILE,))
-    text = page.render(replace(gpu_run(), machine_result=text_of(examination)))
+    text = page.render(of_run(gpu_run(), machine_result=text_of(examination)))
     assert HOSTILE not in text
     assert Tags(text).all("script") == Tags(gpu_page()).all("script")
 
@@ -103,7 +104,7 @@ def test_a_damaged_examination_is_left_out_with_a_warning(
     assert run.machine_result not in ("", kept)
     assert read(run.machine_result) is None
     assert "damaged" in caplog.text
-    text = page.render(replace(gpu_run(), machine_result=run.machine_result))
+    text = page.render(of_run(gpu_run(), machine_result=run.machine_result))
     assert 'id="machine"' not in text
 
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from dpbench import models
-from dpbench.analysis.report import Report
 from dpbench.doctor import probe
 from dpbench.engine import DataParallel, TrainStep
 from dpbench.hardware.devices import open_devices, resolve
@@ -26,6 +25,7 @@ from dpbench.records import HOST, Case, Effort, Phase, Status, Trial, Verified
 from dpbench.records.schedule import Schedule
 from dpbench.records.series import JOINT
 from tests.engine.law.sides import refusing
+from tests.trials import report_on
 
 pytestmark = pytest.mark.gpu
 
@@ -274,9 +274,7 @@ def test_spread_devices_go_from_the_worker_to_the_report(
         assert sum(phases.values()) == pytest.approx(step.seconds)
     busy = {sample.device for sample in trial.samples if sample.metric == "kernel_busy_s"}
     assert busy == {0, 1}, "both GPUs computed"
-    report = Report.of(
-        [single, trial], run_id="gpus", started_s=0.0, provenance=collect(describe())
-    )
+    report = report_on([single, trial], collect(describe()))
     assert [row.case for row in report.rows] == [single.case, case]
 
 

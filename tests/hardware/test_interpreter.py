@@ -14,13 +14,12 @@ import pytest
 import torch
 
 from dpbench import strategies
-from dpbench.analysis.report import Report
 from dpbench.hardware import interpreter
 from dpbench.measure.worker import loaders, trial
 from dpbench.records import Case, Status
 from dpbench.records.loading import Loading
 from tests.runs import TWO_STEPS
-from tests.trials import trial_of
+from tests.trials import report_on, trial_of
 
 CASE = Case(model="mlp", strategy="dp", devices=2, batch_size=8)
 
@@ -161,7 +160,7 @@ def test_a_report_warns_once_of_each_module_that_switched_the_lock_on() -> None:
     def stated(module: str) -> list[str]:
         facts = {"gil": "on", "gil_switched_on_by": module}
         trials = [trial_of(CASE, [0.01] * 9, round=n, provenance=facts) for n in range(3)]
-        report = Report.of(trials, run_id="1", started_s=1.0, provenance={})
+        report = report_on(trials)
         said = [one for one in report.statements if one.key == "gil"]
         assert all(one.warns for one in said)
         return [one.text for one in said]

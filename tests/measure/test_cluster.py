@@ -41,6 +41,7 @@ from dpbench.records.trial import ALONE, Failure
 from dpbench.report import markdown, page
 from tests import environments
 from tests.amounts import amounts
+from tests.trials import of_run, report_on
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -415,14 +416,12 @@ def test_unlike_machines_are_said_to_be_unlike_and_equal_ones_to_be_one() -> Non
 def test_a_report_of_a_launch_has_its_machines(form: Callable[[Report], str]) -> None:
     machines = [{"name": name, "machine": name * 9, "facts": facts()} for name in "ab"]
     trials = [alone(n, ratio) for n, ratio in enumerate((1.49, 1.5, 1.5, 1.51))]
-    found = Report.of(
-        trials, run_id="a" * 32, started_s=0.0, provenance={"hosts": {"machines": machines}}
-    )
+    found = report_on(trials, {"hosts": {"machines": machines}})
     text = form(found)
     assert "Hosts<" in text
     (pace,) = hosts.paces(trials)
     assert f"{pace.case.model}: {words.times(pace.ratio)}" in text
-    assert "Hosts<" not in form(replace(found, provenance={}))
+    assert "Hosts<" not in form(of_run(found, provenance={}))
 
 
 @pytest.mark.parametrize("name", environments.CHANGED)

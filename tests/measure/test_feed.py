@@ -14,7 +14,6 @@ import torch
 from click.testing import CliRunner
 
 from dpbench import models, strategies
-from dpbench.analysis.report import Report
 from dpbench.cli import cli
 from dpbench.hardware import processes
 from dpbench.hardware.devices import open_devices
@@ -24,6 +23,7 @@ from dpbench.records.options import Options
 from dpbench.strategies import FunctionStep, ObservedSpan, _ranks, rows_of
 from tests.amounts import amounts
 from tests.runs import bare
+from tests.trials import report_on
 
 CASE = Case(model="mlp", strategy="single", batch_size=4, loader=0)
 TEN = bare(Effort(budget_s=30, warmup_steps=1, min_steps=8, max_steps=8, block_steps=3))
@@ -197,6 +197,6 @@ def test_the_effect_of_a_loader_is_the_ratio_to_the_loop_without_it() -> None:
         *timed(CASE, 0.015),
         *timed(replace(CASE, loader=1), 0.012),
     ]
-    (said,) = Report.of(made, run_id="r", started_s=0.0, provenance={}).notes
+    (said,) = report_on(made).notes
     first, second = ["1.50×", "1.50", "1.50", "4"], ["1", "1.20×", "1.20", "1.20", "4"]
     assert amounts(said) == [*first, *second], "no worker, then 1, each in batch 4"

@@ -36,6 +36,7 @@ from dpbench.report import markdown, small_multiples
 from dpbench.store.export import formats
 from tests.amounts import amounts
 from tests.runs import bare
+from tests.trials import report_on
 
 EMULATED = Case(model="mlp", strategy="single", batch_size=8, device_kind="emulated")
 FOUR = bare(Effort(budget_s=30, min_steps=12, max_steps=12, warmup_steps=2, block_steps=7))
@@ -264,7 +265,7 @@ def report() -> Report:
         for number in range(3):
             steps = tuple(Step(0.01, False, k / 100) for k in range(1, 6))
             trials.append(Trial(case=case, verified=Verified.BITWISE, steps=steps, round=number))
-    return Report.of(trials, run_id="r", started_s=0.0, provenance={})
+    return report_on(trials)
 
 
 def test_every_reader_tells_the_habits_apart() -> None:
@@ -351,7 +352,7 @@ def test_the_effect_of_each_habit_is_told_apart_from_the_others() -> None:
         *timed(both.without("compile"), 0.012),
         *timed(both.without("compile").without("read_loss"), 0.010),
     ]
-    settings, compilation = Report.of(trials, run_id="r", started_s=0.0, provenance={}).notes
+    settings, compilation = report_on(trials).notes
     said = {
         name: amounts(rest)[::4]
         for name in ("compiled", "loss read")
@@ -359,4 +360,4 @@ def test_the_effect_of_each_habit_is_told_apart_from_the_others() -> None:
     }
     assert said == {"compiled": ["0.600×", "0.750×"], "loss read": ["1.20×", "1.50×"]}
     assert amounts(compilation) == ["4.00 s"]
-    assert Report.of(timed(both, 0.01), run_id="r", started_s=0.0, provenance={}).notes == ()
+    assert report_on(timed(both, 0.01)).notes == ()

@@ -27,7 +27,7 @@ from dpbench.records.work import Shapes
 from dpbench.report import devices, markdown
 from dpbench.strategies.single import Single
 from tests.runs import TWO_STEPS
-from tests.trials import trial_of
+from tests.trials import report_on, trial_of
 
 CASE = Case(model="mlp", strategy="single", batch_size=8, mode="no_grad")
 SHAPES = Shapes(
@@ -238,7 +238,7 @@ def report() -> Report:
         *trials(on_two, 0.020, 60),
         *trials(replace(CASE, mode="train"), 0.03, 60),
     ]
-    return Report.of(made, run_id="r", started_s=0.0, provenance={})
+    return report_on(made)
 
 
 def test_every_reader_shows_latency_with_its_labels_and_withholds_it_by_name(

@@ -24,7 +24,7 @@ from dpbench.records.loading import NEXT_EPOCH, Loading, workers_default
 from dpbench.report import figures, notebook, svg
 from dpbench.store import Store
 from tests.exported import Command, is_error
-from tests.trials import BUSY
+from tests.trials import BUSY, report_on
 
 STILL = (1.0, 1.004, 0.996, 1.002, 0.998)
 """Factors by round of a quiet machine."""
@@ -590,9 +590,8 @@ def test_options_that_cannot_be_measured_are_refused(
 
 
 def test_the_plot_has_the_knee_and_the_step(tmp_path: Path) -> None:
-    from dpbench.analysis.report import Report
 
-    report = Report.of(trials(KNEE, step_s=0.06), run_id="7f" * 16, started_s=1.7e9, provenance={})
+    report = report_on(trials(KNEE, step_s=0.06))
     (section,) = figures.sections(report)
     (panel,) = section.panels
     assert "knee: 4 (95 %: 4)" in panel.svg

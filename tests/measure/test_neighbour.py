@@ -20,7 +20,6 @@ import pytest
 import torch
 
 from dpbench import strategies
-from dpbench.analysis.report import Report
 from dpbench.hardware import processes
 from dpbench.measure.selection import cases_of
 from dpbench.measure.verification import Verification
@@ -30,6 +29,7 @@ from dpbench.records.options import Options
 from dpbench.strategies import Strategy
 from tests.amounts import amounts
 from tests.runs import bare
+from tests.trials import report_on
 
 CASE = Case(model="mlp", strategy="single", batch_size=4, neighbour="mlp")
 FIVE = bare(Effort(budget_s=30, warmup_steps=1, min_steps=5, max_steps=5, block_steps=3))
@@ -242,7 +242,7 @@ def test_interference_is_the_ratio_to_the_step_alone() -> None:
         for number in range(3):
             steps = tuple(Step(step_s * (1 + 0.001 * k), False, float(k)) for k in range(5))
             trials.append(Trial(case=case, verified=Verified.BITWISE, steps=steps, round=number))
-    (said,) = Report.of(trials, run_id="r", started_s=0.0, provenance={}).notes
+    (said,) = report_on(trials).notes
     assert said.startswith("Interference, ")
     assert "lstm" in said
     assert amounts(said)[:3] == ["1.30×", "1.30", "1.30"]

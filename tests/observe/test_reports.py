@@ -18,11 +18,12 @@ from dpbench.report import figures, markdown, notebook, page, table
 from dpbench.store import Naming
 from tests import observed_loops as loops
 from tests.exported import command, stored
+from tests.trials import report_on
 
 
 def report(trials: Sequence[Trial], facts: dict[str, Any] = loops.FACTS) -> Report:
     summaries = [trial.summary() for trial in trials]
-    return Report.of(summaries, run_id="ab" * 16, started_s=1.7e9, provenance=facts)
+    return report_on(summaries, facts)
 
 
 @functools.cache

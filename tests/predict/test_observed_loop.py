@@ -13,7 +13,6 @@ import pytest
 
 from dpbench.analysis.findings import Diagnosis
 from dpbench.analysis.findings.text import headline
-from dpbench.analysis.report import Report
 from dpbench.predict import counts, findings, machine, observed_loop
 from dpbench.predict.cases import Predictor
 from dpbench.predict.machine import UnknownMachine
@@ -24,6 +23,7 @@ from tests import exported
 from tests import observed_loops as loops
 from tests.exported import command
 from tests.observe.kineto_files import EXCERPTS
+from tests.trials import report_on
 
 MACHINE = machine.load("rtx-3090-x8")
 GPU = loops.case(device_kind="cuda")
@@ -152,7 +152,7 @@ def test_the_command_takes_a_run_by_file_and_by_name(
 
 
 def diagnosis(trials: Sequence[Trial], facts: Mapping[str, Any] = loops.GPU_FACTS) -> Diagnosis:
-    return Report.of(trials, run_id="r", started_s=0.0, provenance=facts).diagnoses[0]
+    return report_on(trials, facts).diagnoses[0]
 
 
 def test_the_gain_of_ddp_over_data_parallel_is_predicted_from_the_loop_itself(

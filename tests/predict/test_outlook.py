@@ -12,7 +12,7 @@ from dpbench.analysis.report import Report
 from dpbench.predict import outlook
 from dpbench.records import Case, Phase, Trial, fake, plan, words
 from dpbench.records.resources import Resources
-from tests.trials import trial_of
+from tests.trials import report_on, trial_of
 
 STEP_S = 0.050
 PARTS = (
@@ -58,7 +58,7 @@ def trials(*cases: Case, step_s: float = STEP_S, **facts: Any) -> list[Trial]:
 def report(*gpus: str, cases: tuple[Case, ...] = (HOME, SHARED), **facts: Any) -> Report:
     described = [{"name": gpu, "memory_bytes": 140 << 30} for gpu in gpus]
     provenance = {"gpus": {"gpus": described}, "host": {"cores": 16}}
-    return Report.of(trials(*cases, **facts), run_id="1", started_s=1.0, provenance=provenance)
+    return report_on(trials(*cases, **facts), provenance)
 
 
 def test_one_gpu_is_answered_by_the_speed_ups_of_several_with_their_intervals() -> None:

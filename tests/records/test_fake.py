@@ -306,7 +306,7 @@ def test_predictions_for_fake_gpus_and_their_comparison_with_a_run_on_them_carry
     with Store.read(tmp_path / "dpbench.db") as opened:
         measured = opened.runs()[1].id
     report = dp.load(tmp_path / "dpbench.db", run=measured).analysis
-    found = forecasts(report.rows, report.past, report.facts)
+    found = forecasts(report.rows, report.past, report.run.facts)
     assert found
     assert all({*LABELS, "PREDICTED"} == {*one.labels} for one in found)
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from dpbench.analysis import imbalance
-from dpbench.analysis.report import Report
 from dpbench.records import UNATTRIBUTED, Case, Memory, Phase, Sample, Span, Step, Trial, Verified
 from dpbench.report import devices, markdown, page
 from dpbench.report.section import Section
+from tests.trials import report_on
 
 DP = Case(model="mlp", strategy="dp", schedule="reference", batch_size=30, devices=3)
 PEAKS = {
@@ -122,7 +122,7 @@ def test_one_device_has_no_excess_and_whole_steps_have_no_phase() -> None:
 
 
 def parts(trials: list[Trial]) -> dict[str, Section]:
-    report = Report.of(trials, run_id="a" * 32, started_s=0.0, provenance={})
+    report = report_on(trials)
     return {part.id: part for part in devices.parts(report)}
 
 
@@ -173,7 +173,7 @@ def test_what_a_run_does_not_have_makes_no_section() -> None:
 @pytest.mark.parametrize("form", [page.render, markdown.render])
 def test_page_and_markdown_have_the_tables(form: Any) -> None:
     trials = [trial(number=n) for n in range(3)]
-    text = form(Report.of(trials, run_id="a" * 32, started_s=0.0, provenance={}))
+    text = form(report_on(trials))
     for title in ("Device 0 against the others", "Memory by phase", "Bytes over links"):
         assert re.search(rf"<(h2|summary)>[^<]*{title}<", text), title
     assert "295 B" in text

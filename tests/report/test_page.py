@@ -45,6 +45,7 @@ from tests.report_rows import (
     ran,
     run_of,
 )
+from tests.trials import of_run
 
 OFFLINE = re.compile(
     r"https?://|@import|<link|(?<!Object)url\(|\bsrc\s*=|<iframe|<object|<base", re.IGNORECASE
@@ -215,7 +216,7 @@ def test_what_users_wrote_stays_text() -> None:
     answers = [answer(rows[0], **said, labels=(HOSTILE,))]
     given = dataclasses.replace(run_of(*rows), notes=[HOSTILE], statements=stated, answers=answers)
     provenance = {"command": HOSTILE, "host": {"name": HOSTILE}, HOSTILE: HOSTILE}
-    given = dataclasses.replace(given, run_id=HOSTILE, provenance=provenance)
+    given = of_run(given, id=HOSTILE, provenance=provenance)
     text = page.render(given)
     tags = Tags(text)
     assert [a.get("type") for a in tags.all("script")] == ["application/json"] * 3 + [None]
@@ -284,7 +285,7 @@ ODD = {
     "only failures": run_of(*gpu_run().rows[-2:]),
     "one row": run_of(made(Case(model="mlp", strategy="single", batch_size=8), 0.1)),
     "bare row": run_of(BARE, trials=[]),
-    "no provenance": dataclasses.replace(run_of(BARE, trials=[]), provenance={}),
+    "no provenance": of_run(run_of(BARE, trials=[]), provenance={}),
     "predicted": run_of(
         *(
             dataclasses.replace(
@@ -335,7 +336,7 @@ def test_odd_runs_make_a_page_and_a_comment(name: str) -> None:
     sections = re.findall('<section id="([^"]*)"', text)
     assert sections[0] == "answers"
     assert {"lanes", "speedup", "cases", "steps", "utilisation"} <= {*sections}
-    assert ("reproduce" in sections) == bool(run.provenance)
+    assert ("reproduce" in sections) == bool(run.run.provenance)
     assert text.count('<tbody class="case"') == len(run.rows)
     assert "nan" not in "".join(re.findall(r'(?: d| x| y|points)="[^"]*"', text)).lower()
     assert markdown.render(run)
@@ -455,7 +456,7 @@ def test_sizes_are_binary_and_lines_are_cut_with_wide_letters_counted_twice() ->
 def test_the_head_of_the_page_says_whether_other_processes_used_the_cores(
     facts: dict, said: str | None
 ) -> None:
-    report = dataclasses.replace(gpu_run(), provenance={**PROVENANCE, **facts})
+    report = of_run(gpu_run(), provenance={**PROVENANCE, **facts})
     assert dict(naming.facts(report)).get("other load") == said
 
 

@@ -19,6 +19,7 @@ from dpbench.records import Case, Effort, Phase, Sample, Trial, Verified
 from tests.runs import bare
 from tests.simulated.backend import TrueSpan, Witness, running
 from tests.simulated.machine import Machine, Nvml
+from tests.trials import report_on
 
 SIX_STEPS = Effort(budget_s=0.01, min_steps=6, max_steps=6, warmup_steps=2, block_steps=4)
 EFFORT = replace(bare(SIX_STEPS), profile=True)
@@ -145,7 +146,7 @@ def counters(
 
 def report_of(trials: list[Trial]) -> Report:
     """Return the report of a run with these trials."""
-    return Report.of(trials, run_id="simulated", started_s=0.0, provenance={})
+    return report_on(trials)
 
 
 def as_rounds(trial: Trial, count: int = 3) -> list[Trial]:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from dpbench.analysis.report import Report
 from dpbench.cli.options import EXIT_FAILED
 from dpbench.records import Case, Step, Trial, Verified, registry
 from dpbench.records.estimate import Estimate
@@ -21,6 +20,7 @@ from dpbench.records.registry import Parallelism, Role, Traits
 from dpbench.store import Store
 from tests import commands
 from tests.exported import Command, command
+from tests.trials import report_on
 
 MINE = textwrap.dedent('''
     """Gradient accumulation over the chunks of a batch, on one device."""
@@ -164,7 +164,7 @@ def test_an_outside_strategy_is_explained_next_to_the_others() -> None:
         for case, given in steps.items()
         for number in range(3)
     ]
-    report = Report.of(trials, run_id="7f" * 16, started_s=0.0, provenance={})
+    report = report_on(trials)
     (found,) = report.diagnoses
     assert found.row.case.strategy == "dp"
     (answer,) = report.answers
