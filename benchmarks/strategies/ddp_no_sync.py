@@ -13,20 +13,14 @@ from dpbench.engine.containers import mapped
 from dpbench.hardware.device import Device
 from dpbench.models import Model
 from dpbench.records import Case, Mark, rows_of_chunks
-from dpbench.strategies import Parallelism, Reduction, Split, Step, Strategy, Traits, ddp
+from dpbench.strategies import Split, ddp
 
 PARTS = 2
 """The number of micro-batches of each rank."""
 
 
-class NoSync(Strategy):
+class NoSync(ddp.Wrapped):
     """DistributedDataParallel accumulating two micro-batches per step, the first in `no_sync`."""
-
-    traits = Traits(
-        parallelism=Parallelism.RANKS,
-        reduction=Reduction.OVERLAPPED,
-        shared_stream=True,
-    )
 
     def split(self, case: Case, module: nn.Module) -> Split:
         """Return the rows of each micro-batch of each rank."""
@@ -39,9 +33,9 @@ class NoSync(Strategy):
     @contextmanager
     def start(
         self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
-    ) -> Iterator[Step]:
+    ) -> Iterator[ddp.DdpStep]:
         """Yield this rank's training step."""
-        yield AccumulatingStep(case, model, devices[0], mark)
+        yield AccumulatingStep(case, model, devices[0], mark, self.wrap)
 
 
 class AccumulatingStep(ddp.DdpStep):

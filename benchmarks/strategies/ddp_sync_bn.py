@@ -6,25 +6,15 @@ backward. Its cost is the ratio to ddp: `--strategies single,ddp,FILE:strategy`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-
 from torch import nn
 
 from dpbench.hardware.device import Device
-from dpbench.models import Model
-from dpbench.records import Case, Mark
-from dpbench.strategies import Parallelism, Reduction, Split, Step, Strategy, Traits, ddp
+from dpbench.records import Case
+from dpbench.strategies import Split, ddp
 
 
-class SyncBn(Strategy):
+class SyncBn(ddp.Wrapped):
     """DistributedDataParallel with torch's SyncBatchNorm in place of BatchNorm."""
-
-    traits = Traits(
-        parallelism=Parallelism.RANKS,
-        reduction=Reduction.OVERLAPPED,
-        shared_stream=True,
-    )
 
     def skip(self, case: Case) -> str:
         """Return why this strategy cannot run a case, or ""."""
@@ -36,20 +26,14 @@ class SyncBn(Strategy):
         """Return one part, because a layer's statistics are those of the whole batch."""
         return Split((case.batch_size,), replays=False)
 
-    @contextmanager
-    def start(
-        self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
-    ) -> Iterator[Step]:
-        """Yield this rank's training step."""
-        yield ddp.DdpStep(case, model, devices[0], mark, wrap)
-
-
-def wrap(module: nn.Module, device: Device) -> nn.Module:
-    """Return this rank's module in torch's wrapper, with SyncBatchNorm layers."""
-    synchronized = nn.SyncBatchNorm.convert_sync_batchnorm(module)
-    if not any(isinstance(part, nn.SyncBatchNorm) for part in synchronized.modules()):
-        raise ValueError("the model has no BatchNorm layer to synchronize; give --strategies ddp")
-    return ddp.wrap(synchronized, device)
+    def wrap(self, module: nn.Module, device: Device) -> nn.Module:
+        """Return this rank's module in torch's wrapper, with SyncBatchNorm layers."""
+        synchronized = nn.SyncBatchNorm.convert_sync_batchnorm(module)
+        if not any(isinstance(part, nn.SyncBatchNorm) for part in synchronized.modules()):
+            raise ValueError(
+                "the model has no BatchNorm layer to synchronize; give --strategies ddp"
+            )
+        return ddp.wrap(synchronized, device)
 
 
 strategy = SyncBn()

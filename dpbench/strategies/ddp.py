@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dpbench.hardware.device import Device
@@ -39,30 +40,39 @@ if TYPE_CHECKING:
     from dpbench.models import Model
 
 
-class DistributedDataParallel(Strategy):
-    """torch's DistributedDataParallel: one process per device, all-reduce overlaps backward."""
+class Wrapped(Strategy):
+    """A variant of DistributedDataParallel: its `wrap` may give options, or register a hook."""
 
     traits = Traits(
         parallelism=Parallelism.RANKS,
         reduction=Reduction.OVERLAPPED,
-        role=Role.CONTROL,
         shared_stream=True,
     )
-    memory = Memory.RANKS
 
     @contextmanager
     def start(
         self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
     ) -> Iterator[DdpStep]:
         """Yield this rank's training step; `devices` has only the device of this rank."""
-        yield DdpStep(case, model, devices[0], mark)
+        yield DdpStep(case, model, devices[0], mark, self.wrap)
+
+    def wrap(self, module: nn.Module, device: Device) -> nn.Module:
+        """Return this rank's module on its device, wrapped in torch's class."""
+        return wrap(module, device)
+
+
+class DistributedDataParallel(Wrapped):
+    """torch's DistributedDataParallel: one process per device, all-reduce overlaps backward."""
+
+    traits = replace(Wrapped.traits, role=Role.CONTROL)
+    memory = Memory.RANKS
 
     @contextmanager
     def infer(
         self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
     ) -> Iterator[Forward]:
         """Yield the forward of torch's wrapper on this rank's rows, with rank 0's buffers."""
-        yield forward_of_rank(case, model, devices[0], mark, wrap)
+        yield forward_of_rank(case, model, devices[0], mark, self.wrap)
 
     def describe(self, case: Case, sizes: StepSizes) -> list[Task]:
         """Return the tasks of all ranks; a bucket is reduced as soon as it is full."""
@@ -118,7 +128,7 @@ class DdpStep(RankStep):
         model: Model,
         device: Device,
         mark: Mark,
-        wrap: Callable[[nn.Module, Device], nn.Module] = wrap,
+        wrap: Callable[[nn.Module, Device], nn.Module],
     ) -> None:
         super().__init__(case, model, device, mark, wrap)
         self._reduction = ExposedReduction(self.wrapped, device)
