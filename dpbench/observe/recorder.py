@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 from dpbench.hardware.device import Device
 from dpbench.hardware.devices import open_devices
+from dpbench.hardware.samplers import GOLDEN
 from dpbench.observe.moments import GpuTimes, Moment, capturing
 from dpbench.records import HOST, Phase
 from dpbench.records.facts import Products
@@ -55,8 +56,6 @@ SPANS = 40_000
 """The number of spans after which the recorder keeps only a sample of the intervals."""
 BLOCK = 32
 """The number of consecutive intervals that are kept or left out together."""
-GOLDEN = 0.6180339887498949
-"""The golden ratio's fraction: its multiples modulo 1 are spread evenly and follow no period."""
 
 PINNED_READS = 8
 """The number of updates in which the recorder asks if copied tensors are in pinned memory."""

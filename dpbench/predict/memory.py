@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from dpbench import models
+from dpbench.engine.train_step import OptimizerFactory
 from dpbench.predict import strategy_memory
 from dpbench.predict.allocator import (
     ROUNDING_BYTES,
@@ -31,7 +32,7 @@ from dpbench.predict.allocator import (
 from dpbench.predict.recorder import AsOnGpus
 from dpbench.predict.strategy_memory import EngineMemory
 from dpbench.predict.tasks import schedule_of
-from dpbench.predict.trace import Build, OptimizerFactory, Trace, shapes_of, trace, trace_optimizer
+from dpbench.predict.trace import Build, Trace, shapes_of, trace, trace_optimizer
 from dpbench.predict.work import COALESCED_BYTES, chunks
 from dpbench.records import Case, registry
 from dpbench.records.errors import UsageError

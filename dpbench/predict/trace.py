@@ -23,13 +23,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import Function
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from dpbench.engine.train_step import OptimizerFactory
 from dpbench.models import Model
 from dpbench.predict.recorder import Op, OpRecorder
 from dpbench.records import Phase
 from dpbench.records.arguments import call
 
 Build = Callable[[], Model]
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 Context = Callable[[], AbstractContextManager[Any]]
 
 FEW = 3

@@ -87,7 +87,7 @@ MOST_BYTES = 1 << 24
 GOLDEN = 0.6180339887498949
 """The fractional part of the golden ratio.
 
-Its multiples modulo 1 spread evenly, so the kept seconds have no period.
+Its multiples modulo 1 spread evenly, so what is kept of a series has no period.
 """
 
 
