@@ -1638,7 +1638,7 @@ FAULTS = (
     Fault(
         "least-needed-first",
         "a run on GPUs leaves out cases, and not rounds, where its time is too short",
-        "bounded and self.rule.looks > 1 and self._is_needed(cases, number)",
+        "bounded and self.budget.settles and self.are_needed(cases, number)",
         "False",
         (
             "tests/measure/test_gpu_budget.py::"

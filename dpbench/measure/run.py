@@ -9,7 +9,6 @@ results. This module does not import torch.
 from __future__ import annotations
 
 import math
-import random
 import re
 import time
 from collections import Counter
@@ -21,14 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from dpbench.analysis import stats, validity
+from dpbench.analysis import validity
 from dpbench.hardware import foreign_load, provenance, samplers
 from dpbench.hardware.gpus import describe
 from dpbench.hardware.nvml import replicas_of
 from dpbench.measure import checks
-from dpbench.measure.budget import SHARED, Budget, on_gpus
+from dpbench.measure.budget import Budget, on_gpus
 from dpbench.measure.noise import Noise
 from dpbench.measure.once import Once
+from dpbench.measure.rounds import Rounds, needed_rounds
 from dpbench.measure.scratch import folder
 from dpbench.measure.server import Server
 from dpbench.measure.stopping import Fixed, RoundsRule
@@ -57,11 +57,6 @@ if TYPE_CHECKING:
     from dpbench.measure.checks import TrialRunner
     from dpbench.measure.cluster import Cluster
 
-PLANNED = stats.LOOKS[3]
-"""The rounds for which time is reserved in a run that ends with its answers.
-
-More rounds of shorter trials settle more answers, because rounds differ more than steps.
-"""
 GOES_ON = f"; the same command, also with another {dashed('budget')}, goes on with"
 
 
@@ -204,20 +199,25 @@ def run(
         done = measured(store, run_id, how.retry)
         deadline_s = began_s + (math.inf if how.budget_s is None else how.budget_s)
         needed = needed_rounds(cases, rule.least, growth.joined)
+        budget = Budget(
+            deadline_s=deadline_s,
+            settle_by_s=min(began_s + how.settle_s, deadline_s),
+            settles=rule.looks > 1,
+            effort=how.effort or Effort(),
+        )
         session = _Session(
-            cases=cases,
+            rounds=Rounds(
+                cases=cases,
+                needed=needed,
+                rule=rule,
+                budget=budget,
+                paired=how.paired,
+                done=done,
+                begun=store.begun(run_id),
+            ),
             how=how,
             store=store,
             run_id=run_id,
-            done=done,
-            begun=store.begun(run_id),
-            rule=rule,
-            budget=Budget(
-                deadline_s=deadline_s,
-                settle_by_s=min(began_s + how.settle_s, deadline_s),
-                settles=rule.looks > 1,
-                effort=how.effort or Effort(),
-            ),
             noise=noise,
             once=Once(needed),
             patience_s=patience_s,
@@ -226,7 +226,6 @@ def run(
             visible=facts["gpus"].get("gpus", ()),
             gpus=gpus,
             gpu_loads=load.gpus,
-            needed=needed,
             looks=rule.looks * (1 + growth.looks),
             models=checks.Models(how.limit_s),
         )
@@ -266,22 +265,6 @@ def measured(store: Store, run_id: str, retry: Iterable[str]) -> set[tuple[str, 
     return store.done(run_id, retry=[*retry, Status.SKIPPED])
 
 
-def needed_rounds(
-    cases: Iterable[Case], least: int, joined: Mapping[str, int]
-) -> dict[Case, range]:
-    """Return the rounds in which each case is measured whatever the results are.
-
-    These are the first `least` rounds or, for a model of which cases joined the run later, the
-    `least` rounds from the one in `joined` (by fingerprint). The other cases of that model are then
-    measured again, because a speed-up compares steps of the same round.
-    """
-    first: dict[str, int] = {}
-    for case in cases:
-        number = joined.get(case.fingerprint, 0)
-        first[case.model] = max(number, first.get(case.model, 0))
-    return {case: range(first[case.model], first[case.model] + least) for case in cases}
-
-
 def _before(earlier: str, load: Measured, cases: Sequence[Case]) -> str:
     """Return which high loads there were before the earlier sessions of a run and before this."""
     loaded = disturbance.told(load, cases) if disturbance.busy(load, cases) else ""
@@ -299,17 +282,10 @@ def ordinals(cases: Sequence[Case]) -> list[int]:
 class _Session:
     """The rounds of one call of `run`."""
 
-    cases: Sequence[Case]
-    """The cases that are measured; one whose model fails its check is dropped."""
+    rounds: Rounds
     how: How
     store: Store
     run_id: str
-    done: set[tuple[str, int]]
-    """The pairs (case fingerprint, round) that earlier sessions have measured."""
-    begun: set[tuple[str, int]]
-    """Those that earlier sessions have begun."""
-    rule: RoundsRule
-    budget: Budget
     noise: Noise
     once: Once
     patience_s: float
@@ -318,35 +294,24 @@ class _Session:
     visible: Sequence[Mapping[str, Any]]
     gpus: Sequence[int]
     gpu_loads: Sequence[GpuLoad]
-    needed: Mapping[Case, range]
     looks: int
     models: checks.Models
     open: bool = False
     """Whether trials were left out, on which an answer depends or which every case needs."""
     killed: set[tuple[str, int]] = field(default_factory=set)
-    """The trials that a signal from outside has ended, as in `done`."""
-    _ended: int = field(init=False)
-    """The number of trials that have ended, including those of earlier sessions."""
-    _total: int = field(init=False)
-    """The number of trials that have ended or are planned."""
+    """The trials that a signal from outside has ended, as pairs (case fingerprint, round)."""
     _scratch: Path = field(init=False)
     _samples: samplers.SampleFile = field(init=False)
     _lasting: TrialRunner | None = None
     """The workers of all rounds, where cases are paired."""
 
-    def __post_init__(self) -> None:
-        needed = {(case.fingerprint, n) for case in self.cases for n in self.needed[case]}
-        self._ended = len(self.done)
-        self._total = len(needed | self.done)
-
     @property
-    def _last(self) -> int:
-        """Return the number of the first round that no case needs."""
-        return max((rounds.stop for rounds in self.needed.values()), default=0)
+    def _budget(self) -> Budget:
+        return self.rounds.budget
 
     def measure(self) -> None:
         """Measure the rule's rounds, except what earlier sessions have measured."""
-        self.listen(Started(self.run_id, self._total, self._ended))
+        self._tell_start()
         with ExitStack() as stack:
             self._scratch = stack.enter_context(folder())
             self._samples = stack.enter_context(
@@ -354,42 +319,16 @@ class _Session:
             )
             if self.how.paired:
                 self._lasting = stack.enter_context(self._workers())
-            number = 0
-            while (wanted := self._wanted(number)) or number < self._last:
-                pending = self._pending(wanted, number)
-                if pending and not self._round(pending, number):
+            for number, pending in self.rounds.pending():
+                if not self._round(pending, number):
                     break
-                number += 1
             # where the number of rounds is open, further rounds replace those under load
-            if self.rule.looks == 1 and self.patience_s > 0:
+            if not self._budget.settles and self.patience_s > 0:
                 self._repeat()
 
-    def _wanted(self, number: int) -> list[Case]:
-        """Return the cases of a round: those that need it, or later those that the rule adds.
-
-        In a run that grew, the rule counts the rounds from the one in which cases joined.
-        """
-        if number < self._last:
-            return [case for case in self.cases if number in self.needed[case]]
-        return self.rule.wanted(self.cases, number - (self._last - self.rule.least))
-
-    def _pending(self, wanted: Sequence[Case], number: int) -> list[Case]:
-        """Return the cases of a round that are still to be measured.
-
-        A round of an earlier session has no baselines for a case that joins now.
-        """
-        latest = max((begun for _, begun in self.begun), default=-1)
-        pending = [case for case in wanted if (case.fingerprint, number) not in self.done]
-        if number > latest:
-            return pending
-        return [
-            case
-            for case in pending
-            if number in self.needed[case] or (case.fingerprint, number) in self.begun
-        ]
-
-    def _is_needed(self, cases: Iterable[Case], number: int) -> bool:
-        return any(number in self.needed[case] for case in cases)
+    def _tell_start(self, case: Case | None = None, number: int = 0) -> None:
+        rounds = self.rounds
+        self.listen(Started(self.run_id, rounds.total, rounds.ended, case, number))
 
     @contextmanager
     def _workers(self) -> Iterator[TrialRunner]:
@@ -404,30 +343,17 @@ class _Session:
         with self.cluster.workers() if self.cluster else Server(self._scratch) as server:
             yield server
 
-    def _chooses(self, cases: Sequence[Case], number: int) -> bool:
-        """Return whether those cases of a round that do not fit into the budget are left out."""
-        bounded = on_gpus(cases) and math.isfinite(self.budget.left_s) and not self.how.paired
-        return bounded and self.rule.looks > 1 and self._is_needed(cases, number)
-
-    def _fitting(self, cases: Sequence[Case], number: int) -> list[Case]:
-        """Return those of the cases for which the budget has time beside more needed ones.
-
-        A case that has begun goes on if at all possible.
-        """
-        share = 1.0 if number else SHARED
-        fitting = self.budget.fitting(plan.units(self.cases), share)
-        return [case for case in cases if case in fitting]
-
     def _round(self, pending: Sequence[Case], number: int) -> bool:
         """Measure the pending cases of a round, and return whether the run may go on."""
-        if number and self._chooses(pending, number):
-            self._plan(pending, number)
-            kept = self._fitting(pending, number)
+        rounds = self.rounds
+        if number and rounds.leaves_out(pending, number):
+            rounds.expect(pending, number)
+            kept = rounds.fitting(pending, number)
             self._drop([case for case in pending if case not in kept], number)
             pending = kept
             if not pending:
                 return True
-        if number and not self.budget.allows(pending, needed=self._is_needed(pending, number)):
+        if number and not self._budget.allows(pending, needed=rounds.are_needed(pending, number)):
             self._leave_out(pending, number)
             return False
         if number and self.gpus:
@@ -435,11 +361,11 @@ class _Session:
             in_use = any(load.busy for load in self.gpu_loads)
             self._look(0.0 if in_use else self.patience_s, pending)
         with self._workers() as server:
-            if not self._chooses(pending, number):
+            if not rounds.leaves_out(pending, number):
                 pending = self._refuse(pending, number, server)
-            self._plan(pending, number)
+            rounds.expect(pending, number)
             left = self._measured(pending, number, server)
-        short = self.budget.shortage()
+        short = self._budget.shortage()
         if short and not left and number == 0 and not on_gpus(pending):
             self.listen(Note(short))
         if left:
@@ -451,30 +377,17 @@ class _Session:
 
         The others are dropped, each with a failed trial.
         """
-        for line in () if self.budget.spent() else self.models.check(cases, server):
+        for line in () if self._budget.spent() else self.models.check(cases, server):
             self.listen(Note(line))
         failed = {case: trial for case in cases if (trial := self.models.failed(case, number))}
         for case, trial in failed.items():
             self.store.end_trial(self.store.begin_trial(self.run_id, case, number), trial)
-        self.cases = [case for case in self.cases if case not in failed]
+        self.rounds.forget(failed)
         return [case for case in cases if case not in failed]
-
-    def _plan(self, pending: Sequence[Case], number: int) -> None:
-        """Tell the budget which trials are ahead, from the round `number` on."""
-        ahead = [
-            case
-            for n in range(number, self._last)
-            for case in self.cases
-            if n in self.needed[case] and (case.fingerprint, n) not in self.done
-        ]
-        rounds = max(self.rule.least, PLANNED if self.rule.looks > 1 else 0)
-        self.budget.ahead = Counter(ahead or pending)
-        self.budget.reserved = max(len(ahead), len(pending) * (rounds - number))
-        self._total = self._ended + self.budget.ahead.total()
 
     def take(self, trial: Trial) -> None:
         """Pass a trial to all that depends on the trials so far."""
-        self.rule.add(trial)
+        self.rounds.rule.add(trial)
         self.once.add(trial)
         self.noise.add(trial)
         if trial.status is Status.KILLED:
@@ -486,7 +399,7 @@ class _Session:
         The wait takes at most half of what is left of the budget.
         """
         self.gpu_loads = foreign_load.wait(
-            max(0.0, min(patience_s, self.budget.left_s / 2)),
+            max(0.0, min(patience_s, self._budget.left_s / 2)),
             lambda words: self.listen(Note(words)),
             cases,
             self.gpus,
@@ -499,31 +412,25 @@ class _Session:
         the old ones stay stored.
         """
         slots = set(self.noise.repeatable())
-        if not slots or self.budget.spent():
+        rounds = self.rounds
+        if not slots or self._budget.spent():
             return
-        self._look(self.patience_s, self.cases)
+        self._look(self.patience_s, rounds.cases)
         with self._workers() as server:
             for number in sorted({number for _, number in slots}):
-                measured = [case for case in self.cases if self.noise.measured(case, number)]
-                for group in self._groups(measured):
-                    if slots & {(case, number) for case in group} and not self.budget.spent():
-                        self._total += len(group)
+                measured = [case for case in rounds.cases if self.noise.measured(case, number)]
+                for group in rounds.groups(measured):
+                    if slots & {(case, number) for case in group} and not self._budget.spent():
+                        rounds.total += len(group)
                         self._group(group, number, server)
 
     def _measured(self, cases: Sequence[Case], number: int, server: TrialRunner) -> list[Case]:
-        """Measure each case once, in a random order that depends only on the run and the round.
-
-        The first round has first what an answer needs, so that a budget that ends in it leaves
-        answers. Return the cases that are left when the budget is spent.
-        """
-        generator = random.Random(f"{self.run_id} {number}")
-        shuffled = generator.sample(sorted(cases, key=lambda case: case.fingerprint), len(cases))
-        if number == 0:
-            shuffled = plan.by_need(shuffled, self.cases)
-        if self._chooses(cases, number):
-            return self._measured_by_need(shuffled, number, server)
-        groups = self._groups(shuffled)
-        while groups and not self.budget.spent():
+        """Measure each case once, and return those that are left when the budget is spent."""
+        ahead = self.rounds.shuffled(cases, number, self.run_id)
+        if self.rounds.leaves_out(cases, number):
+            return self._measured_by_need(ahead, number, server)
+        groups = self.rounds.groups(ahead)
+        while groups and not self._budget.spent():
             self._group(groups.pop(0), number, server)
         return [case for group in groups for case in group]
 
@@ -537,8 +444,8 @@ class _Session:
         """
         ahead = list(cases)
         checked: set[str] = set()
-        while ahead and not self.budget.spent():
-            fitting = self._fitting(ahead, number)
+        while ahead and not self._budget.spent():
+            fitting = self.rounds.fitting(ahead, number)
             if not fitting:
                 self._drop(ahead, number)
                 ahead = []
@@ -546,31 +453,27 @@ class _Session:
                 checked.add(model)
                 mine = [case for case in ahead if case.model == model]
                 refused = {*mine} - {*self._refuse(mine, number, server)}
-                self._forget(refused)
                 ahead = [case for case in ahead if case not in refused]
             else:
                 self._group(fitting[:1], number, server)
                 ahead.remove(fitting[0])
         return ahead
 
-    def _groups(self, cases: Sequence[Case]) -> list[tuple[Case, ...]]:
-        return plan.side_by_side(cases) if self.how.paired else [(case,) for case in cases]
-
     def _group(self, group: Sequence[Case], number: int, server: TrialRunner) -> None:
         """Measure the cases in one worker."""
         signals.check()
-        self.listen(Started(self.run_id, self._total, self._ended, group[0], number))
+        self._tell_start(group[0], number)
         ids = [self.store.begin_trial(self.run_id, case, number) for case in group]
         began = time.perf_counter()
         effort = replace(
-            self.once.left(self.budget.trial(group), group, number),
+            self.once.left(self._budget.trial(group), group, number),
             trace=self._trace(group[0], number) if len(group) == 1 else "",
         )
         before = foreign_load.snapshot()
         trials = server.run_together(group, effort, number, self.how.limit_s)
         load = foreign_load.since(before)
         ended = time.perf_counter()
-        self.budget.took(trials, ended - began)
+        self._budget.took(trials, ended - began)
         for trial_id, trial in zip(ids, trials, strict=True):
             samples = (*trial.samples, *_watched(self._samples, began, ended, trial, self.visible))
             # the load that the ranks of a cluster measured takes precedence
@@ -578,10 +481,10 @@ class _Session:
             checked = _checked(replace(trial, samples=samples, provenance=facts))
             self.store.end_trial(trial_id, checked)
             self.take(checked)
-            self._ended += 1
+            self.rounds.ended += 1
             seconds = (ended - began) / len(group)
-            left_s = self.budget.remaining_s()
-            self.listen(Ended(checked, self._ended, self._total, seconds, left_s))
+            left_s = self._budget.remaining_s()
+            self.listen(Ended(checked, self.rounds.ended, self.rounds.total, seconds, left_s))
 
     def _load_facts(self, trial: Trial, load: OfCores) -> dict[str, Any]:
         """Return what others used during a trial, and how long the GPU computes in a step."""
@@ -608,29 +511,30 @@ class _Session:
         `cases` are those of round `number`, or only the `rest` of them. The answers name cases
         without any trial.
         """
-        self._total = self._ended
-        if not self._is_needed(cases, number):
-            self.open = self.open or bool(self.rule.unsettled())
+        rounds = self.rounds
+        rounds.total = rounds.ended
+        if not rounds.are_needed(cases, number):
+            self.open = self.open or bool(rounds.rule.unsettled())
             return
         begun = self._begun()
         without = [case for case in cases if case.fingerprint not in begun]
         self._skip(without, number)
         if len(without) == len(cases):
             return
-        last = max(self.needed[case].stop for case in cases)
-        rounds = f"rounds {number + 1} to {last}" if number + 1 < last else f"round {number + 1}"
-        usual_s = self.budget.usual_s(Counter(cases))
+        last = max(rounds.needed[case].stop for case in cases)
+        named = f"rounds {number + 1} to {last}" if number + 1 < last else f"round {number + 1}"
+        usual_s = self._budget.usual_s(Counter(cases))
         why = (
             "the budget is spent"
-            if self.budget.spent()
+            if self._budget.spent()
             else f"one round of {count(len(cases), 'case')} takes about {time_text(usual_s)}, and"
-            f" {time_text(self.budget.left_s)} of the budget is left"
+            f" {time_text(self._budget.left_s)} of the budget is left"
         )
-        self.listen(Note(f"{'the rest of ' * rest}{rounds} left out: {why}{self._goes_on('them')}"))
+        self.listen(Note(f"{'the rest of ' * rest}{named} left out: {why}{self._goes_on('them')}"))
 
     def _goes_on(self, them: str) -> str:
         """Return a clause on how to go on with what is left out, "" for a session's model."""
-        own = any(session.is_of(case.model) for case in self.cases)
+        own = any(session.is_of(case.model) for case in self.rounds.cases)
         return "" if own else f"{GOES_ON} {them}"
 
     def _begun(self) -> set[str]:
@@ -651,13 +555,6 @@ class _Session:
                 trial_id = self.store.begin_trial(self.run_id, case, number)
                 self.store.end_trial(trial_id, trial)
 
-    def _forget(self, cases: Collection[Case]) -> None:
-        """Measure no further trial of the cases."""
-        self.cases = [case for case in self.cases if case not in cases]
-        for case in cases:
-            self.budget.ahead.pop(case, None)
-        self._total = self._ended + self.budget.ahead.total()
-
     def _drop(self, cases: Sequence[Case], number: int) -> None:
         """Leave out cases for which the budget has no time beside more needed ones.
 
@@ -665,7 +562,7 @@ class _Session:
         """
         if cases:
             self._skip(cases, number)
-            self._forget(cases)
+            self.rounds.forget(cases)
 
 
 def _checked(trial: Trial) -> Trial:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dpbench.hardware import shared_memory
 from dpbench.measure import run
 from dpbench.measure.budget import SHARED, assumed_s, first_of, fitting, on_gpus
+from dpbench.measure.rounds import needed_rounds
 from dpbench.measure.stopping import Fixed, RoundsRule, UntilDecided
 from dpbench.records import HABITS, Case, Effort, objects, plan, registry, words
 from dpbench.records.errors import UsageError
@@ -484,7 +485,7 @@ def forecast(
                 done = run.measured(store, run_id, options.retry)
             durations = store.durations(identity.host, {case.fingerprint for case in cases})
     planned = []
-    for case, numbers in run.needed_rounds(cases, rule.least, growth.joined).items():
+    for case, numbers in needed_rounds(cases, rule.least, growth.joined).items():
         earlier = durations.get(case.fingerprint, ())
         typical = statistics.median(earlier) if earlier else None
         left = sum((case.fingerprint, number) not in done for number in numbers)

@@ -272,7 +272,7 @@ def test_a_dry_run_of_an_interrupted_run_has_the_trials_that_are_left(
         for case, number in ((SINGLE, 0), (SINGLE, 1), (DP, 0)):
             trial = made(case, number=number)
             session.store.end_trial(session.store.begin_trial(session.run_id, case, number), trial)
-        raise Ended if not session.done else KeyboardInterrupt
+        raise Ended if not session.rounds.done else KeyboardInterrupt
 
     monkeypatch.setattr(runner._Session, "measure", stop)
     command = (*CASES, "--rounds", "3", "--name", "a")
