@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,10 @@ class Gate:
         self._thread.start()
 
     def _serve(self, blocks: list[int]) -> None:
-        joined, _ = self._listener.accept()
+        try:
+            joined, _ = self._listener.accept()
+        except OSError:  # the test was skipped before it joined
+            return
         with joined, joined.makefile("rb") as lines:
             self.answers.append(json.loads(lines.readline()))
             for steps in blocks:
@@ -46,12 +50,19 @@ class Gate:
         self._thread.join(20)
         self._listener.close()
 
+    def stop(self) -> None:
+        """Wait for nobody any more."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join(20)
+        self._listener.close()
+
 
 @pytest.fixture
 def gate(tmp_path: Path) -> Iterator[Gate]:
     made = Gate(tmp_path / "socket", [2, 5, 3])
     yield made
-    made.close()
+    made.stop()
 
 
 def test_it_takes_the_steps_that_it_is_given(gate: Gate) -> None:
