@@ -129,6 +129,7 @@ def test_the_documents_list_each_statement_with_its_condition() -> None:
     assert len({*keys}) == len(keys)
 
 
+@pytest.mark.sibling("observe")
 def test_the_documents_list_each_finding_with_its_condition() -> None:
     table = findings.definitions()
     assert table in DOCS.read_text(encoding="utf-8"), f"docs/measuring.md needs:\n{table}"
