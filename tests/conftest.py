@@ -16,7 +16,7 @@ import pickle
 import signal
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -31,7 +31,6 @@ from dpbench.records import siblings
 from dpbench.store import Store
 from tests import commands, exported, standing_in
 from tests.engine import rungs
-from tests.runs import BareServer
 
 gc.disable()  # until all tests are collected: see pytest_collection_finish
 # before torch is loaded: later has no effect; the threads of a strategy that uses all cores would
@@ -133,7 +132,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def one_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the runs and searches of this process share one server."""
     for module in (runner, batch_search):
-        monkeypatch.setattr(module, "Server", lambda scratch: BareServer(server))
+        monkeypatch.setattr(module, "Server", lambda scratch: nullcontext(server))
 
 
 @pytest.fixture

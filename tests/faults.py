@@ -990,7 +990,7 @@ FAULTS = (
         "dist.new_group(timeout=PATIENCE)",
         "dist.new_group(timeout=JOIN)",
         (
-            "tests/measure/test_launch.py::test_a_task_may_outlast_the_time_to_join_and_a_lost_rank_is_named[dead]",
+            "tests/measure/test_launch.py::test_a_task_may_outlast_the_time_to_join_and_a_lost_rank_is_named",
         ),
     ),
     Fault(
@@ -999,7 +999,7 @@ FAULTS = (
         "rank in lost.ranks",
         "rank not in lost.ranks",
         (
-            "tests/measure/test_launch.py::test_a_task_may_outlast_the_time_to_join_and_a_lost_rank_is_named[dead]",
+            "tests/measure/test_launch.py::test_a_task_may_outlast_the_time_to_join_and_a_lost_rank_is_named",
         ),
     ),
     Fault(
@@ -1008,7 +1008,7 @@ FAULTS = (
         '[int(number) for number in missing[1].split(",")] if missing else self._ended()',
         '[int(number) for number in missing[1].split(",")] if missing else []',
         (
-            "tests/measure/test_launch.py::test_a_task_may_outlast_the_time_to_join_and_a_lost_rank_is_named[early]",
+            "tests/measure/test_launch.py::test_a_task_may_outlast_the_time_to_join_and_a_lost_rank_is_named",
         ),
     ),
     Fault(

@@ -19,7 +19,7 @@ def bare(effort: Effort) -> Effort:
 
 
 class BareServer:
-    """A server that stays open, and whose trials measure nothing besides their steps."""
+    """A server that stays open; the trials of runs measure nothing besides their steps."""
 
     def __init__(self, server: Server) -> None:
         self._server = server

@@ -1,4 +1,4 @@
-"""Trials made by hand: steps of known duration, and phases that are shares of them."""
+"""Trials made by hand, of steps of known duration, and reports on runs with such trials."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from dpbench.analysis.report import Report
 from dpbench.records import Case, Phase, Span, Step, Trial, Verified
-from dpbench.store import FINISHED, PastRun, StoredRun
+from dpbench.store import FINISHED, StoredRun
 
 Part = tuple[Phase, int, float, float]
 """A phase, its device, and where in a step it begins and ends, as shares of the step."""
@@ -43,14 +43,9 @@ def trial_of(
     return Trial(case=case, **given | changes)
 
 
-def report_on(
-    trials: Sequence[Trial],
-    provenance: Mapping[str, Any] = {},
-    past: Sequence[PastRun] = (),
-    **changes: Any,
-) -> Report:
+def report_on(trials: Sequence[Trial], provenance: Mapping[str, Any] = {}) -> Report:
     """Return the report of a finished run with these trials."""
-    return Report.of(finished(provenance, **changes), trials, past)
+    return Report.of(finished(provenance), trials)
 
 
 def finished(provenance: Mapping[str, Any] = {}, **changes: Any) -> StoredRun:

@@ -119,10 +119,10 @@ def percentile(rounds: Rounds, number: int) -> Estimate | None:
 
 def quantile(rounds: Rounds, share: float, *, seed: int = 0) -> Estimate:
     """Return the median over rounds of each round's quantile; the values may have any sign."""
-    ((each, draws),) = _quantiles([rounds], seed, share=share)
+    ((each, drawn),) = _quantiles([rounds], seed, share=share)
     # not the exponential of the median logarithm, which differs if the number of rounds is even
     value = float(np.median(each))
-    middles = draws.medians()
+    middles = drawn.medians()
     n = len(rounds)
     if min(value, middles.min()) <= 0:
         return Estimate(value, *_interval(value, _widen(middles, n), n), n)
@@ -374,13 +374,13 @@ def balance(vectors: Vectors) -> Balance:
     pools = [vectors[key] for key in sorted(vectors)]
     generator = np.random.default_rng(0)
     if len(pools) > 1:
-        drawn = np.array([np.median(pool, axis=0) for pool in pools])
-        times = _times(len(drawn), generator)
+        pool = np.array([np.median(steps, axis=0) for steps in pools])
+        times = _times(len(pool), generator)
     else:
-        drawn = pools[0]
-        times = _drawn(len(drawn), RESAMPLES, generator)
+        pool = pools[0]
+        times = _counts(len(pool), RESAMPLES, generator)
     values = device_medians(vectors)
-    resampled = np.stack([Resamples(device, times).medians() for device in drawn.T], axis=1)
+    resampled = np.stack([Resamples(device, times).medians() for device in pool.T], axis=1)
 
     def estimate(function: Callable[[Array], Array], level: float = CONFIDENCE) -> Estimate:
         value = float(function(values))
@@ -429,7 +429,7 @@ class Resamples(NamedTuple):
         return Resamples(values, self.times)
 
     def medians(self) -> Array:
-        """Return the median of each resample, of all that it has drawn."""
+        """Return the median of each resample, of all that it has drawn; NaN if one of it is."""
         if self.times is None:
             return self.values
         order = self.values.argsort()
@@ -437,7 +437,9 @@ class Resamples(NamedTuple):
         reached = self.times[order].cumsum(axis=0, dtype=np.int32)
         count = int(reached[-1, 0])  # each resample has drawn as many
         low, high = ((reached <= rank).sum(axis=0) for rank in ((count - 1) // 2, count // 2))
-        return np.asarray((ranked[low] + ranked[high]) / 2)
+        middles = np.asarray((ranked[low] + ranked[high]) / 2)
+        middles[(self.times[np.isnan(self.values)] > 0).any(axis=0)] = np.nan
+        return middles
 
     def centres(self) -> Array:
         """Return the Hodges-Lehmann centre of each resample: the median of all pairs' means.
@@ -501,10 +503,10 @@ def _resampled(steps: Sequence[float], share: float, generator: np.random.Genera
 def _times(rounds: int, generator: np.random.Generator) -> Places:
     """Return how often each resample has drawn each round: shape (rounds, resamples)."""
     most = CELLS // (rounds * (rounds + 1) // 2)
-    return _drawn(rounds, max(200, min(RESAMPLES, most)), generator)
+    return _counts(rounds, max(200, min(RESAMPLES, most)), generator)
 
 
-def _drawn(n: int, count: int, generator: np.random.Generator) -> Places:
+def _counts(n: int, count: int, generator: np.random.Generator) -> Places:
     """Return how often each of `count` resamples has drawn each of `n` values: shape (n, count)."""
     picks = generator.integers(n, size=(count, n)) + n * np.arange(count)[:, None]
     times = np.bincount(picks.ravel(), minlength=count * n).reshape(count, n)

@@ -37,7 +37,7 @@ def needed_rounds(
 
 
 @dataclass(kw_only=True)
-class Rounds:
+class RunRounds:
     """The rounds of one call of `run`."""
 
     cases: Sequence[Case]

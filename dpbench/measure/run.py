@@ -28,7 +28,7 @@ from dpbench.measure import checks
 from dpbench.measure.budget import Budget, on_gpus
 from dpbench.measure.noise import Noise
 from dpbench.measure.once import Once
-from dpbench.measure.rounds import Rounds, needed_rounds
+from dpbench.measure.rounds import RunRounds, needed_rounds
 from dpbench.measure.scratch import folder
 from dpbench.measure.server import Server
 from dpbench.measure.stopping import Fixed, RoundsRule
@@ -206,7 +206,7 @@ def run(
             effort=how.effort or Effort(),
         )
         session = _Session(
-            rounds=Rounds(
+            rounds=RunRounds(
                 cases=cases,
                 needed=needed,
                 rule=rule,
@@ -280,9 +280,9 @@ def ordinals(cases: Sequence[Case]) -> list[int]:
 
 @dataclass(kw_only=True)
 class _Session:
-    """The rounds of one call of `run`."""
+    """One call of `run`: it measures the rounds, stores their trials and tells of them."""
 
-    rounds: Rounds
+    rounds: RunRounds
     how: How
     store: Store
     run_id: str

@@ -168,6 +168,8 @@ def as_markdown(before: Report, after: Report, comparisons: Comparisons) -> str:
 class TwoRuns(Report):
     """A report with the compared cases of two runs, each with a row of either run.
 
+    `run` has the id and the start of the second run, and the provenance of both, whose facts are
+    not read from it.
     `own` has the row of its own run for each row, by the run ("before" or "after") and the case.
     """
 

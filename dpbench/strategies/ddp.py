@@ -1,7 +1,7 @@
 """torch's DistributedDataParallel: one process per device, all-reduce overlaps backward.
 
 Outside a launch, the ranks are forked processes on this machine, which connect over the loopback
-interface only. No communication hook is installed, because it would change the measurement. The
+interface only. `ddp` installs no communication hook, because it would change the measurement. The
 exposed part of the reduction lasts from the end of backward's compute, as torch's private DDP
 logger reports it, until backward returns. Only this file uses this logger
 (`_set_ddp_runtime_logging_sample_rate`, `_get_ddp_logging_data`,

@@ -463,7 +463,7 @@ def test_medians_of_resamples_are_distributed_as_those_of_drawn_steps(n: int) ->
 def test_medians_and_centres_are_those_of_the_values_that_were_drawn(n: int, seed: int) -> None:
     generator = np.random.default_rng(seed)
     values = generator.integers(5, size=n) / 3
-    times = stats._drawn(n, 20, generator)
+    times = stats._counts(n, 20, generator)
     drawn = [np.repeat(values, one) for one in times.T]
     assert {len(one) for one in drawn} == {n}
     resamples = stats.Resamples(values, times)
@@ -476,6 +476,29 @@ def test_medians_and_centres_are_those_of_the_values_that_were_drawn(n: int, see
 def test_as_many_rounds_are_drawn_as_there_are_each_as_often_as_any_other() -> None:
     times = stats._times(6, np.random.default_rng(0))
     assert times.shape == (6, stats.RESAMPLES)
+    assert (times.sum(axis=0) == 6).all()
     assert times.mean(axis=1) == pytest.approx(1.0, abs=0.1)
     # that of a Poisson number is 1, and that of draws among n values 1 - 1 / n
     assert times.var() == pytest.approx(1 - 1 / 6, abs=0.05)
+
+
+@pytest.mark.parametrize("count", [1, 6])
+def test_devices_that_vary_together_are_resampled_together(count: int) -> None:
+    steps = np.random.default_rng(0).random(30)
+    rounds = {
+        number: np.stack([part, 2 * part], axis=1)
+        for number, part in enumerate(np.split(steps, count))
+    }
+    found = stats.balance(rounds).first
+    assert (found.low, found.high) == pytest.approx((0.5, 0.5))
+
+
+@pytest.mark.parametrize("count", [4, 31])
+def test_a_round_without_a_ratio_leaves_the_comparison_undefined(count: int) -> None:
+    """A median of ranks alone would count it as one more round."""
+    one = {number: [1.0, 1.1, 0.9] for number in range(count)}
+    with np.errstate(all="ignore"):
+        found = stats.ratio({**one, 2: [0.0] * 3}, {**one, 2: [0.0] * 3})
+    assert math.isnan(found.value)
+    assert math.isnan(found.low)
+    assert math.isnan(found.high)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,6 @@ from dpbench.measure.server import Server
 from dpbench.records import disturbance
 from dpbench.records.estimate import Estimate
 from dpbench.store import Store
-from tests.runs import BareServer
 
 RUN = (
     "run",
@@ -51,7 +51,7 @@ def _shown_whatever_the_noise() -> Iterator[None]:
 def folder(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Path:
     path = tmp_path_factory.mktemp("explain")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "Server", lambda scratch: BareServer(server))
+        patch.setattr(runner, "Server", lambda scratch: nullcontext(server))
         done = command(path, *RUN, "--report", str(path / "index.html"))
     assert done.exit_code == 0, done.output
     (path / "out").write_text(done.stdout)
@@ -107,7 +107,7 @@ def test_each_trial_is_stored_with_its_checks_and_its_model(folder: Path) -> Non
     assert len(trials) == 3
     for trial in trials:
         checks = trial.provenance["validity"]
-        assert {"verification", "closure", "drift", "oversubscribed"} <= set(checks)
+        assert {"verification", "closure", "drift", "oversubscribed", "marks"} <= set(checks)
         assert all({"value", "limit", "ok"} <= set(check) for check in checks.values())
         assert [check.ok for check in validity.of(trial, 0)] == [
             check["ok"] for check in checks.values()

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -137,9 +137,11 @@ running: set[subprocess.Popen[bytes]] = set()
 def _machine(name: str) -> Iterator[dict[str, str]]:
     """Yield the variable that gives a stage GPUs of its own; remove their counters at the end."""
     machine = f"check-{os.getpid()}-{name}"
-    yield {"FAKECUDA_MACHINE": machine}
-    for counters in Path("/dev/shm").glob(f"fake*-{machine}"):
-        counters.unlink()
+    try:
+        yield {"FAKECUDA_MACHINE": machine}
+    finally:
+        for counters in Path("/dev/shm").glob(f"fake*-{machine}"):
+            counters.unlink()
 
 
 def attempt(name: str, stage: Stage) -> bool:
@@ -163,9 +165,6 @@ def attempt(name: str, stage: Stage) -> bool:
         except subprocess.TimeoutExpired:
             outcome = f"FAILED: not done within {stage.limit_s:.0f} s"
             _kill(process)
-        except BaseException:  # such as Ctrl-C, in a stage that the main thread runs
-            _kill(process)
-            raise
         finally:
             running.discard(process)
     said = log.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -189,12 +188,17 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 def check(chosen: Mapping[str, Stage]) -> bool:
     """Run stages, and return whether all passed; an interrupt kills those that run."""
     LOGS.mkdir(parents=True, exist_ok=True)
-    together = {name: stage for name, stage in chosen.items() if not stage.alone}
     pool = ThreadPoolExecutor(os.cpu_count())
-    attempts = [pool.submit(attempt, *one) for one in together.items()]
+    attempts: list[Future[bool]] = []
     try:
+        for name, stage in chosen.items():
+            if not stage.alone:
+                attempts.append(pool.submit(attempt, name, stage))
         passed = [one.result() for one in attempts]
-        passed += [attempt(name, stage) for name, stage in chosen.items() if stage.alone]
+        for name, stage in chosen.items():
+            if stage.alone:
+                attempts.append(pool.submit(attempt, name, stage))
+                passed.append(attempts[-1].result())
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
         while not all(one.done() for one in attempts):  # one may only be starting its process

@@ -216,6 +216,7 @@ def test_the_action_fails_if_the_gate_does(repository: Path, tmp_path: Path) -> 
     assert "POST" in (outside / "calls").read_text()
 
 
+@pytest.mark.alone
 @pytest.mark.rest
 def test_the_action_leaves_out_what_the_base_has_gained(repository: Path, tmp_path: Path) -> None:
     git(repository, "checkout", "-b", "change")
@@ -267,6 +268,7 @@ def test_a_comment_that_is_refused_fails_nothing(repository: Path, tmp_path: Pat
     assert done.stdout.startswith("::warning::")
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_gate_that_is_interrupted_leaves_nothing(repository: Path, number: int) -> None:
     (repository / "train.py").write_text(SCRIPT.replace("import sys\n", WAITS, 1))

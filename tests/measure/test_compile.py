@@ -20,15 +20,14 @@ from dpbench.engine.replicate import rebuild
 from dpbench.measure import verification
 from dpbench.measure.failures import Unverified
 from dpbench.measure.worker import bench, trial
-from dpbench.records import Case, Trial, Verified, plan
-from tests.runs import TWO_STEPS
+from dpbench.records import Case, Effort, Trial, Verified, plan
 
 # torch.compile asks the weights of replicas, which are not leaves, for their gradients
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )
 
-FEW = replace(TWO_STEPS, budget_s=9.0, min_steps=3, max_steps=3, memory_by_phase=True)
+FEW = Effort(budget_s=9, min_steps=3, max_steps=3, warmup_steps=1, block_steps=1)
 NAME = f"{__name__}:small"
 
 

@@ -72,10 +72,8 @@ def test_the_loss_is_read_in_every_nth_step(every: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(trial, "_verify", lambda *_, **__: Verification(Verified.BITWISE))
     monkeypatch.setattr(Reading, "reads", 0)
     loop = Loop()
-    effort = replace(FOUR, memory_by_phase=False, marks=False)
-    done = trial.measure(
-        Case(model="mlp", strategy="single", batch_size=4, read_loss=every), effort, loop
-    )
+    case = Case(model="mlp", strategy="single", batch_size=4, read_loss=every)
+    done = trial.measure(case, FOUR, loop)
     assert len(done.steps) == loop.steps > 10
     assert Reading.reads == (-(-loop.steps // every) if every else 0)
 

@@ -590,7 +590,6 @@ def test_options_that_cannot_be_measured_are_refused(
 
 
 def test_the_plot_has_the_knee_and_the_step(tmp_path: Path) -> None:
-
     report = report_on(trials(KNEE, step_s=0.06))
     (section,) = figures.sections(report)
     (panel,) = section.panels

@@ -54,8 +54,7 @@ class Gate:
         """Wait for nobody any more."""
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join(20)
-        self._listener.close()
+        self.close()
 
 
 @pytest.fixture

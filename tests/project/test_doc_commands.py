@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.scripts import claims
+from dpbench.measure import run as runner
 from dpbench.measure.server import Server
 from dpbench.predict import machine
 from dpbench.records import Case
@@ -18,6 +19,7 @@ from dpbench.store import Naming
 from tests.exported import DP, command, made, stored
 from tests.predict.test_stored import single, write
 from tests.project.test_docs import COMMANDS, DOCS, README, ROOT, TEN
+from tests.runs import BareServer
 from tests.strategies.test_users_own import MINE
 
 SHORTER = {
@@ -121,14 +123,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("one_server")
 @pytest.mark.parametrize("arguments", HERE, ids=" ".join)
 def test_a_command_of_a_document_runs(
     arguments: tuple[str, ...],
+    server: Server,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(runner, "Server", lambda scratch: BareServer(server))
     monkeypatch.syspath_prepend(tmp_path)
     dpbench = command(tmp_path, monkeypatch, capfd)
     code, out, err = dpbench(*files(tmp_path, arguments), *SHORTER.get(arguments[0], ()))

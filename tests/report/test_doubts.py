@@ -15,17 +15,15 @@ from dpbench.analysis.answer import answers
 from dpbench.analysis.decision import Choice
 from dpbench.analysis.findings import text
 from dpbench.analysis.report import Report
-from dpbench.api.reports import report_of
 from dpbench.cli import tables
 from dpbench.records import Case, Phase, Sample, Source, Span, Step, Trial, Verified
 from dpbench.records import words as explained
 from dpbench.records.estimate import Doubt
 from dpbench.records.resources import Resources
 from dpbench.report import devices, figures, markdown, page
-from dpbench.store import StoredRun
 from tests import exported
 from tests.amounts import amounts
-from tests.trials import BUSY
+from tests.trials import BUSY, report_on
 
 SINGLE = Case(model="mlp", strategy="single", batch_size=64)
 DP = replace(SINGLE, strategy="dp", schedule="reference", devices=2)
@@ -57,10 +55,7 @@ def _round(case: Case, step_s: float, number: int) -> Trial:
 
 
 def content(*groups: list[Trial]) -> Report:
-    return report_of(
-        StoredRun("7f" * 16, "finished", 1.7e9, 3, {}),
-        [trial for group in groups for trial in group],
-    )
+    return report_on([trial for group in groups for trial in group])
 
 
 SOUND = content(rounds(SINGLE, 0.03), rounds(DP, 0.02), rounds(DDP, 0.016))

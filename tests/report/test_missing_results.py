@@ -18,13 +18,13 @@ from hypothesis import HealthCheck, given, settings
 
 from dpbench.analysis import frames, summary
 from dpbench.analysis.findings import text
-from dpbench.api.reports import report_of
 from dpbench.cli.tables import table
 from dpbench.records import HOST, Case, Memory, Phase, Sample, Span, Status, Step, Trial, Verified
 from dpbench.report import markdown, page
-from dpbench.store import StoredRun, export
+from dpbench.store import export
 from tests import exported
 from tests.amounts import amounts
+from tests.trials import report_on
 
 SINGLE = Case(model="mlp", strategy="single", batch_size=1)
 DP = replace(SINGLE, strategy="dp", schedule="reference", devices=2)
@@ -100,8 +100,7 @@ ODD: dict[str, list[Trial]] = {
 
 def readers(trials: list[Trial]) -> dict[str, str]:
     """Return what each reader shows of a run."""
-    run = StoredRun("7f" * 16, "finished", 1.7e9, 3, {})
-    content = report_of(run, trials)
+    content = report_on(trials)
     rows = content.rows
     shown = {
         "table": (
@@ -112,16 +111,16 @@ def readers(trials: list[Trial]) -> dict[str, str]:
         "markdown": markdown.render(content),
         "explain": text.render(content.diagnoses, rows),
         "csv": frames.frame(rows).to_csv(),
-        "jsonl": "".join(export.jsonl(run.id, trials)),
+        "jsonl": "".join(export.jsonl(content.run.id, trials)),
     }
     for line in shown["jsonl"].splitlines():
         exported.strict(line)
     if trials:
         shown["trace"] = "".join(
-            export.trace(run.id, {}, export.pick(trials, every=True), summary.labels)
+            export.trace(content.run.id, {}, export.pick(trials, every=True), summary.labels)
         )
     if any(row.step for row in rows):
-        shown["pyperf"] = export.pyperf(run.id, {}, trials, summary.labels)
+        shown["pyperf"] = export.pyperf(content.run.id, {}, trials, summary.labels)
     return shown
 
 
@@ -220,9 +219,7 @@ def test_a_device_without_rows_is_not_one_of_the_others() -> None:
 
 
 def test_a_round_without_result_is_told_beside_the_others() -> None:
-    content = report_of(
-        StoredRun("7f" * 16, "finished", 1.7e9, 3, {}), ODD["one round of zero seconds"]
-    )
+    content = report_on(ODD["one round of zero seconds"])
     row = next(row for row in content.rows if row.case == DP)
     assert (row.outcome, row.rounds, row.fault) == ("ok", 3, None)
     (lost,) = (one for one in content.statements if one.key == "lost_rounds")

@@ -16,6 +16,7 @@ from dpbench.engine import resolve
 from dpbench.measure import verification
 from dpbench.measure.server import Server
 from dpbench.measure.worker import trial
+from dpbench.measure.worker.bench import MARK_PAIRS
 from dpbench.predict.tasks import of_step
 from dpbench.predict.work import Profile
 from dpbench.records import Case, Effort, Phase, Status, Trial, Verified, no_mark, registry
@@ -178,6 +179,15 @@ def test_a_trial_has_all_that_was_seen(server: Server, name: str) -> None:
     assert all(value > 0 for value in done.setup.values())
     assert any(m.device == -1 and m.peak_bytes > 1e7 for m in done.memory)
     assert done.reason
+
+
+@every_strategy
+def test_a_trial_weighs_its_marks(server: Server, name: str) -> None:
+    case = case_of(name)
+    runnable(case)
+    done = measured(server, case, replace(SHORT, marks=True))
+    assert len(done.facts.mark_pairs) == MARK_PAIRS
+    assert done.setup["marks_s"] > 0
 
 
 # ---------------------------------------------------------------- verdicts
