@@ -27,7 +27,9 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )
 
-FEW = Effort(budget_s=9, min_steps=3, max_steps=3, warmup_steps=1, block_steps=1)
+FEW = Effort(
+    budget_s=9, min_steps=3, max_steps=3, warmup_steps=1, block_steps=1, marks=False, links=False
+)
 NAME = f"{__name__}:small"
 
 
@@ -205,7 +207,9 @@ def test_steps_that_compile_in_many_blocks_are_an_error(monkeypatch: pytest.Monk
     reason="with a CUDA build of torch, no rank may be forked after a backward",
 )
 def test_ranks_compile(tmp_path: Path) -> None:
-    done = trial.run(replace(CASE, strategy="ddp", devices=2, schedule=""), FEW, tmp_path)
+    case = replace(CASE, strategy="ddp", devices=2, schedule="")
+    done = trial.run(case, replace(FEW, marks=True), tmp_path)
+    assert done.facts.mark_pairs
     assert done.verified in (Verified.BITWISE, Verified.WITHIN_TOLERANCE), done.reason
     assert done.provenance["compiled"]["graphs"] == 1
 
