@@ -44,7 +44,7 @@ BIN    := $(VENV)/bin
 ARGS   ?=
 COMMITS ?= 3
 BASE   ?= main
-JOBS   ?= 3
+JOBS   ?= 4
 VENV_GPU ?= .venv-gpu
 VENV_GPU_211 := .venv-gpu-211
 VERSIONS ?= lowest 2.14.1 integrations free-threaded
@@ -56,7 +56,7 @@ FREE   ?= $(firstword $(foreach one,python3.14t python3.13t,$(shell command -v $
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # Tests run in JOBS processes where pytest-xdist is installed, which TORCH=system does not promise. Many tests wait for
-# other processes, so that three processes use two cores better than two do. Each process takes
+# other processes, so that four processes use two cores better than two or three do. Each process takes
 # a run of neighbouring tests, so that it builds the fixtures of a file once, and at the end takes over from slower
 # ones: the files differ too much in length to be dealt out whole. ARGS=-n0 runs all tests in one process.
 SPREAD = $(shell $(BIN)/python -c 'import xdist' 2>/dev/null && echo "--numprocesses=$(JOBS) --dist=worksteal")

@@ -185,7 +185,7 @@ def test_a_trial_has_all_that_was_seen(server: Server, name: str) -> None:
 def test_a_trial_weighs_its_marks(server: Server, name: str) -> None:
     case = case_of(name)
     runnable(case)
-    done = measured(server, case, replace(SHORT, marks=True))
+    done = measured(server, case, replace(SHORT, marks=True, budget_s=300.0))
     assert len(done.facts.mark_pairs) == MARK_PAIRS
     assert done.setup["marks_s"] > 0
 
