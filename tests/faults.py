@@ -1636,6 +1636,36 @@ FAULTS = (
         ),
     ),
     Fault(
+        "pairs-of-a-resample",
+        "a value that a resample has drawn several times is as many values",
+        "pairs[itself] = self.times * (self.times + 1) // 2",
+        "pairs[itself] = self.times",
+        (
+            "tests/analysis/test_stats.py::"
+            "test_medians_and_centres_are_those_of_the_values_that_were_drawn",
+        ),
+    ),
+    Fault(
+        "undefined-round",
+        "a comparison with a round that has no ratio is undefined",
+        "middles[(self.times[np.isnan(self.values)] > 0).any(axis=0)] = np.nan",
+        "pass",
+        (
+            "tests/analysis/test_stats.py::"
+            "test_a_round_without_a_ratio_leaves_the_comparison_undefined",
+        ),
+    ),
+    Fault(
+        "own-wrap",
+        "a variant of ddp trains the module that it wraps itself",
+        "yield DdpStep(case, model, devices[0], mark, self.wrap)",
+        "yield DdpStep(case, model, devices[0], mark, wrap)",
+        (
+            "tests/benchmarks/test_strategies.py::"
+            "test_a_variant_of_ddp_sets_its_option_or_rounds_gradients",
+        ),
+    ),
+    Fault(
         "least-needed-first",
         "a run on GPUs leaves out cases, and not rounds, where its time is too short",
         "bounded and self.budget.settles and self.are_needed(cases, number)",
