@@ -94,7 +94,7 @@ sys.exit(check.main(["--anyway"]))
 
 @pytest.mark.parametrize("when", ["alone", "starting", "running"])
 def test_an_interrupted_check_leaves_no_process(when: str, logs: Path) -> None:
-    """Stages run in turn in the main thread, or together; the second starts half a second late."""
+    """Stages run one at a time, or together; the second starts half a second late."""
     command = [sys.executable, "-c", INTERRUPTED, str(logs), when]
     with (
         marked() as mark,
