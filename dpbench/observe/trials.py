@@ -24,7 +24,7 @@ from dpbench.hardware.devices import open_devices
 from dpbench.hardware.nvml import Library
 from dpbench.measure import stopping
 from dpbench.measure.merging import merge
-from dpbench.measure.worker.facts import gpu_uuids, lock_facts, torch_facts
+from dpbench.measure.worker.facts import gpu_uuids, process_facts, torch_facts
 from dpbench.observe import parts, source
 from dpbench.observe.loop import WARMUP, WatchedLoop
 from dpbench.observe.recorder import Seen
@@ -224,7 +224,7 @@ def trials_of(watched: Watched) -> list[Trial]:
     ids = watched.seen.device_ids[:1]
     facts = {
         **torch_facts(case, open_devices(case.device_kind, 1, ids=ids)[0]),
-        **lock_facts(),
+        **process_facts(),
         **(stated(float32=loop.products) if loop.products else {}),
         **({"model": dict(loop.model)} if loop.model else {}),
         **(stated(foreign_load=watched.load) if watched.load else {}),

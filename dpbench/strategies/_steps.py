@@ -29,6 +29,8 @@ class Graph:
 
     def __init__(self) -> None:
         self.tasks: list[Task] = []
+        self._members: set[tuple[str, int]] = set()
+        """The collective and the device of each task of a collective."""
 
     def add(
         self,
@@ -45,6 +47,14 @@ class Graph:
         return self._append(task)
 
     def _append(self, task: Task) -> int:
+        if task.group:
+            member = task.resource, task.device
+            if member in self._members:  # its bytes and its time would count once
+                raise ValueError(
+                    f"device {task.device} takes part in the collective {task.resource} twice: give"
+                    " each collective of a step another number"
+                )
+            self._members.add(member)
         self.tasks.append(task)
         return len(self.tasks) - 1
 
@@ -86,8 +96,8 @@ class Graph:
     ) -> list[int]:
         """Append one collective of `amount` bytes as one task per device, and return their indices.
 
-        `collective` is its kind and number, such as "all_reduce:3". `after(device)` and
-        `overlap(device)` return the fields of this device's task.
+        `collective` is its kind and number, such as "all_reduce:3", which no other collective of
+        the step has. `after(device)` and `overlap(device)` return the fields of this device's task.
         """
         tasks = [
             Task(phase, i, collective, amount, "bytes", (*after(i),), (*overlap(i),), group)

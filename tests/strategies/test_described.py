@@ -21,6 +21,7 @@ from dpbench.records.facts import stated
 from dpbench.records.registry import Traits
 from dpbench.records.work import Move
 from dpbench.strategies import Graph
+from dpbench.strategies._steps import ring
 from tests.analysis.test_moves import SHAPES
 from tests.runs import TWO_STEPS
 
@@ -185,6 +186,15 @@ def test_removed_tasks_hand_on_each_dependency_once() -> None:
     graph.add(Phase.LOSS, 1, "device:1", 1, "bytes", last)
     (kept,) = only(graph.tasks, lambda task: task.device == 1)
     assert kept.after == ()
+
+
+def test_each_collective_of_a_step_has_a_name_of_its_own() -> None:
+    graph = Graph()
+    graph.each(Phase.REDUCE, (0, 1), "all_reduce:0", 8.0, ring(2), lambda i: ())
+    with pytest.raises(ValueError, match=r"device 0 takes part in .* all_reduce:0 twice"):
+        graph.each(Phase.REDUCE, (0, 1), "all_reduce:0", 8.0, ring(2), lambda i: ())
+    graph.each(Phase.REDUCE, (0, 1), "all_reduce:1", 8.0, ring(2), lambda i: ())
+    assert len(graph.tasks) == 4
 
 
 def test_an_error_of_a_description_costs_no_measurement(folder: Path) -> None:

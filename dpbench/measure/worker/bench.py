@@ -36,7 +36,7 @@ from dpbench.measure.merging import exposed_reductions, reductions, silent
 from dpbench.measure.stopping import Stopping
 from dpbench.measure.turns import Turns
 from dpbench.measure.worker import profiling
-from dpbench.measure.worker.facts import lock_facts
+from dpbench.measure.worker.facts import process_facts
 from dpbench.measure.worker.feed import fed
 from dpbench.measure.worker.profiling import Profile
 from dpbench.models import Model, compilations, forget_sizes
@@ -341,7 +341,7 @@ class CaseTimer:
         On GPUs, additional steps are profiled; their seconds are `profile_s` in the trial's setup.
         """
         prepared = self._prepared
-        load, lock = self._load(), lock_facts()
+        load, process = self._load(), process_facts()
         warm = self._stopping.warmup
         steps = tuple(
             replace(step, warmup=i < warm) for i, step in enumerate(self._listener.steps())
@@ -375,7 +375,7 @@ class CaseTimer:
                 **prepared.facts,
                 **withheld,
                 **load,
-                **lock,
+                **process,
                 **stated(slow=self._slow, mark_pairs=tuple(self._mark_pairs)),
             },
         )

@@ -94,11 +94,12 @@ def described_moves(case: Case, model: dict[str, float]) -> dict[str, Any]:
     return stated(moves=tuple(moves)) if moves else {}
 
 
-def lock_facts() -> dict[str, Any]:
-    """Return whether this process has the global interpreter lock, and what has switched it on.
+def process_facts() -> dict[str, Any]:
+    """Return what every trial states of its process: that of a case, a DataLoader or a script.
 
-    To be asked after the timed work, because any import until then may switch the lock on: that of
-    torch, of the user's file, or one inside a forward pass.
+    It is whether the process has the global interpreter lock, and what has switched it on. To be
+    asked after the timed work, because any import until then may switch the lock on: that of torch,
+    of the user's file, or one inside a forward pass.
     """
     facts = stated(gil=interpreter.gil())
     if module := interpreter.switched_on_by():

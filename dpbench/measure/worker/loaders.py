@@ -26,7 +26,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from dpbench.measure.failures import of_error
-from dpbench.measure.worker.facts import lock_facts
+from dpbench.measure.worker.facts import process_facts
 from dpbench.records import HOST, Case, Phase, Span, Status, Step, Trial, registry
 from dpbench.records.facts import stated
 from dpbench.records.loading import FIRST_BATCH, NEXT_EPOCH, Loading
@@ -98,7 +98,7 @@ def measure(case: Case, round_number: int, folder: Path) -> Trial:
         steps=tuple(steps),
         spans=tuple(spans),
         setup={FIRST_BATCH: ends[1] - ends[0], NEXT_EPOCH: next_epoch[1] - ends[-1]},
-        provenance={**lock_facts(), **stated(batches_per_epoch=-(-len(dataset) // batch_size))},
+        provenance={**process_facts(), **stated(batches_per_epoch=-(-len(dataset) // batch_size))},
     )
 
 
