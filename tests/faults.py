@@ -1656,6 +1656,15 @@ FAULTS = (
         ),
     ),
     Fault(
+        "collective-twice",
+        "each collective of a step has a name of its own",
+        "self._members.add(member)",
+        "pass",
+        (
+            "tests/strategies/test_described.py::test_each_collective_of_a_step_has_a_name_of_its_own",
+        ),
+    ),
+    Fault(
         "own-wrap",
         "a variant of ddp trains the module that it wraps itself",
         "yield DdpStep(case, model, devices[0], mark, self.wrap)",

@@ -6,26 +6,20 @@ reduction is recorded for the first device of a rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dpbench.hardware.device import Device
 from dpbench.models import Model
 from dpbench.records import Case, Mark, Phase
 from dpbench.records.arguments import call
-from dpbench.strategies import (
-    Parallelism,
-    Reduction,
-    Step,
-    Strategy,
-    Traits,
-    ddp,
-    precision_of,
-)
+from dpbench.strategies import ddp, precision_of
 
 from .layers import Flow, on, spread
 
@@ -33,15 +27,10 @@ PER_RANK = 2
 """The number of devices of a rank."""
 
 
-class DdpModelParallel(Strategy):
+class DdpModelParallel(ddp.Wrapped):
     """DistributedDataParallel with model parallelism: each rank's layers span two devices."""
 
-    traits = Traits(
-        parallelism=Parallelism.RANKS,
-        reduction=Reduction.OVERLAPPED,
-        shared_stream=True,
-        devices_per_replica=PER_RANK,
-    )
+    traits = replace(ddp.Wrapped.traits, devices_per_replica=PER_RANK)
 
     def skip(self, case: Case) -> str:
         """Return why this strategy cannot run a case (for example, an odd device count), or ""."""
@@ -52,20 +41,28 @@ class DdpModelParallel(Strategy):
     @contextmanager
     def start(
         self, case: Case, model: Model, devices: Sequence[Device], mark: Mark
-    ) -> Iterator[Step]:
+    ) -> Iterator[ddp.DdpStep]:
         """Place this rank's layers on its devices, and yield its training step."""
         with spread(model, devices, mark) as flow:
-            yield SpreadStep(case, model, flow, mark)
+            yield SpreadStep(case, model, flow, mark, self.wrap)
+
+    def wrap(self, module: nn.Module, device: Device) -> nn.Module:
+        """Return this rank's module wrapped without device_ids, so that no inputs are moved."""
+        return DistributedDataParallel(module)
 
 
 class SpreadStep(ddp.DdpStep):
     """The training step of one rank, whose layers are spread over the devices of `flow`."""
 
-    def __init__(self, case: Case, model: Model, flow: Flow, mark: Mark) -> None:
-        # without device_ids, torch's wrapper moves no inputs
-        super().__init__(
-            case, model, flow.devices[0], mark, lambda module, _: DistributedDataParallel(module)
-        )
+    def __init__(
+        self,
+        case: Case,
+        model: Model,
+        flow: Flow,
+        mark: Mark,
+        wrap: Callable[[nn.Module, Device], nn.Module],
+    ) -> None:
+        super().__init__(case, model, flow.devices[0], mark, wrap)
         self.flow = flow
 
     def forward_backward(self, inputs: Any, target: Any, share: float) -> torch.Tensor:

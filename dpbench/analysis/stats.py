@@ -416,9 +416,9 @@ def device_medians(vectors: Vectors) -> Array:
 
 
 class Resamples(NamedTuple):
-    """Resamples of values: how often each has drawn each value, in shape (values, resamples).
+    """Resamples of values; `times` is how often each has drawn each value: (values, resamples).
 
-    If `times` is None, the values are one number of each resample.
+    If `times` is None, `values` has one number for each resample, which is its median.
     """
 
     values: Array
@@ -429,7 +429,7 @@ class Resamples(NamedTuple):
         return Resamples(values, self.times)
 
     def medians(self) -> Array:
-        """Return the median of each resample, of all that it has drawn; NaN if one of it is."""
+        """Return the median of the values that each resample has drawn; NaN if one of them is."""
         if self.times is None:
             return self.values
         order = self.values.argsort()

@@ -43,7 +43,7 @@ class RunRounds:
     cases: Sequence[Case]
     """The cases that are measured; one whose model fails its check is dropped."""
     needed: Mapping[Case, range]
-    """The rounds of each case; see `needed_rounds`."""
+    """The rounds in which each case is measured whatever the results are; see `needed_rounds`."""
     rule: RoundsRule
     budget: Budget
     paired: bool

@@ -95,11 +95,11 @@ def described_moves(case: Case, model: dict[str, float]) -> dict[str, Any]:
 
 
 def process_facts() -> dict[str, Any]:
-    """Return what every trial states of its process: that of a case, a DataLoader or a script.
+    """Return the facts about this process that every trial states, also one of a DataLoader.
 
-    It is whether the process has the global interpreter lock, and what has switched it on. To be
-    asked after the timed work, because any import until then may switch the lock on: that of torch,
-    of the user's file, or one inside a forward pass.
+    They are whether the process has the global interpreter lock, and which module has switched it
+    on. Call this function after the timed work, because any import until then may switch the lock
+    on: that of torch, of the user's file, or one inside a forward pass.
     """
     facts = stated(gil=interpreter.gil())
     if module := interpreter.switched_on_by():
