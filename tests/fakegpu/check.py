@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,7 +130,22 @@ def _paths(paths: Sequence[Path]) -> list[str]:
     return [str(path.relative_to(ROOT)) for path in paths]
 
 
-running: set[subprocess.Popen[bytes]] = set()
+@dataclass
+class Running:
+    """The processes that run; once `stop` was called, one that is added is killed at once."""
+
+    processes: set[subprocess.Popen[bytes]] = field(default_factory=set)
+    stopped: bool = False
+
+    def add(self, process: subprocess.Popen[bytes]) -> None:
+        self.processes.add(process)
+        if self.stopped:
+            _kill(process)
+
+    def stop(self) -> None:
+        self.stopped = True
+        for process in tuple(self.processes):
+            _kill(process)
 
 
 @contextmanager
@@ -144,7 +159,7 @@ def _machine(name: str) -> Iterator[dict[str, str]]:
             counters.unlink()
 
 
-def attempt(name: str, stage: Stage) -> bool:
+def attempt(name: str, stage: Stage, running: Running) -> bool:
     """Run a stage, print a line about it, and return whether it passed."""
     log = LOGS / f"{name}.log"
     began = time.perf_counter()
@@ -166,7 +181,7 @@ def attempt(name: str, stage: Stage) -> bool:
             outcome = f"FAILED: not done within {stage.limit_s:.0f} s"
             _kill(process)
         finally:
-            running.discard(process)
+            running.processes.discard(process)
     said = log.read_text(encoding="utf-8", errors="replace").splitlines()
     text = [line for line in said if line.strip()]
     lines = [
@@ -189,22 +204,20 @@ def check(chosen: Mapping[str, Stage]) -> bool:
     """Run stages, and return whether all passed; an interrupt kills those that run."""
     LOGS.mkdir(parents=True, exist_ok=True)
     pool = ThreadPoolExecutor(os.cpu_count())
-    attempts: list[Future[bool]] = []
+    running = Running()
     try:
-        for name, stage in chosen.items():
-            if not stage.alone:
-                attempts.append(pool.submit(attempt, name, stage))
-        passed = [one.result() for one in attempts]
+        together = [
+            pool.submit(attempt, name, stage, running)
+            for name, stage in chosen.items()
+            if not stage.alone
+        ]
+        passed = [one.result() for one in together]
         for name, stage in chosen.items():
             if stage.alone:
-                attempts.append(pool.submit(attempt, name, stage))
-                passed.append(attempts[-1].result())
+                passed.append(pool.submit(attempt, name, stage, running).result())
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        while not all(one.done() for one in attempts):  # one may only be starting its process
-            for process in tuple(running):
-                _kill(process)
-            time.sleep(0.02)
+        running.stop()
+        pool.shutdown(cancel_futures=True)
     return all(passed)
 
 

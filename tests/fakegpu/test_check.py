@@ -67,6 +67,7 @@ def test_gpus_that_are_not_fake_are_checked_only_when_told(monkeypatch: pytest.M
 
 INTERRUPTED = """
 import subprocess, sys, time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from tests.fakegpu import check
@@ -83,7 +84,15 @@ class Late(subprocess.Popen):
         print(name, flush=True)
 
 
+class Submitting(ThreadPoolExecutor):
+    def submit(self, *given):
+        future = super().submit(*given)
+        time.sleep(1 if when == "submitting" else 0)
+        return future
+
+
 subprocess.Popen = Late
+check.ThreadPoolExecutor = Submitting
 check.LOGS = Path(folder)
 check.stages = lambda seed: {
     "first": replace(waits, alone=when == "alone"), "second": replace(waits, alone=when == "alone")
@@ -92,7 +101,7 @@ sys.exit(check.main(["--anyway"]))
 """
 
 
-@pytest.mark.parametrize("when", ["alone", "starting", "running"])
+@pytest.mark.parametrize("when", ["alone", "submitting", "starting", "running"])
 def test_an_interrupted_check_leaves_no_process(when: str, logs: Path) -> None:
     """Stages run one at a time, or together; the second starts half a second late."""
     command = [sys.executable, "-c", INTERRUPTED, str(logs), when]
