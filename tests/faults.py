@@ -1475,9 +1475,25 @@ FAULTS = (
     ),
     Fault(
         "longest-wait",
-        "a late rank costs at most the longest wait, not the mean one",
-        "seconds[one.step] += max(one.waits_s)",
-        "seconds[one.step] += sum(one.waits_s) / len(one.waits_s)",
+        "waiting costs at most the longest wait, not the mean one",
+        "return _of_steps(trial, lambda one: max(one.waits_s))",
+        "return _of_steps(trial, lambda one: sum(one.waits_s) / len(one.waits_s))",
+        (
+            "tests/analysis/test_arrivals.py::test_ranks_that_are_late_in_turn_within_a_step_cost_the_sum_of_their_waits",
+        ),
+    ),
+    Fault(
+        "late-in-turn",
+        "a rank is called late for what it is late on average, not for each wait",
+        "return _of_steps(trial, lambda one: one.waits_s[self.first] - one.waits_s[self.last])",
+        "return waiting(trial)",
+        ("tests/analysis/test_arrivals.py::test_no_rank_is_called_late_if_both_are_late_in_turn",),
+    ),
+    Fault(
+        "first-and-last",
+        "the rank that is late on average is the one that waits least",
+        "return cls(waits_s.index(min(waits_s)), waits_s.index(max(waits_s)))",
+        "return cls(waits_s.index(max(waits_s)), waits_s.index(min(waits_s)))",
         (
             "tests/analysis/test_arrivals.py::test_what_a_late_rank_costs_at_most_is_what_its_lateness_costs",
         ),

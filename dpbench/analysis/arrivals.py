@@ -7,7 +7,9 @@ machine, or in traces that the collectives themselves align.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dpbench.records import Trial
@@ -59,7 +61,42 @@ def waiting(trial: Trial) -> list[float]:
     does not arrive earlier. The clocks of traces agree within milliseconds only; no wait is longer
     than its step.
     """
+    return _of_steps(trial, lambda one: max(one.waits_s))
+
+
+@dataclass(frozen=True)
+class Extremes:
+    """The ranks that arrive last and first on average, over all collectives."""
+
+    last: int
+    first: int
+
+    @classmethod
+    def of(cls, collectives: Sequence[Collective]) -> Extremes:
+        """Return the ranks with the least and the longest wait in all; needs one collective."""
+        waits_s = [
+            math.fsum(ranks) for ranks in zip(*(one.waits_s for one in collectives), strict=True)
+        ]
+        return cls(waits_s.index(min(waits_s)), waits_s.index(max(waits_s)))
+
+    def apart(self, trial: Trial) -> list[float]:
+        """Return how much longer `first` waits than `last` in each timed step, in seconds.
+
+        It is negative in a step in which `last` waits longer, so that the mean is about 0 for ranks
+        that are late in turn.
+        """
+        return _of_steps(trial, lambda one: one.waits_s[self.first] - one.waits_s[self.last])
+
+    def in_turn(self, trial: Trial) -> list[float]:
+        """Return the rest of `waiting`: what equal mean arrivals would leave, in seconds."""
+        return [
+            all_s - apart_s
+            for all_s, apart_s in zip(waiting(trial), self.apart(trial), strict=True)
+        ]
+
+
+def _of_steps(trial: Trial, seconds_of: Callable[[Collective], float]) -> list[float]:
     seconds = [0.0] * len(trial.timed)
     for one in of_trial(trial):
-        seconds[one.step] += max(one.waits_s)
+        seconds[one.step] += seconds_of(one)
     return [min(wait_s, step_s) for wait_s, step_s in zip(seconds, trial.timed, strict=True)]

@@ -125,12 +125,51 @@ def test_a_late_rank_is_found_and_named() -> None:
     (diagnosis,) = findings.diagnose(summary.rows([merged]), [merged], Resources())
     (found,) = [one for one in diagnosis.findings if one.rule.key == "late rank"]
     assert amounts(found.evidence.says) == ["1"]
-    assert amounts(found.evidence.numbers) == ["1", "22", "22", "30.0 ms"]
+    assert amounts(found.evidence.numbers) == ["1", "22", "22", "0", "30.0 ms"]
     assert found.evidence.size_s is not None
     assert found.evidence.size_s.value == pytest.approx(0.03)
     together = merging.merge([rank(0, LAST, steps=12), rank(1, LAST, steps=12)])
     (diagnosis,) = findings.diagnose(summary.rows([together]), [together], Resources())
-    assert "late rank" not in {one.rule.key for one in diagnosis.findings}
+    assert not {one.rule.key for one in diagnosis.findings} & {"late rank", "late in turn"}
+
+
+def test_no_rank_is_called_late_if_both_are_late_in_turn() -> None:
+    """Rank 1 is late by 30 ms in steps of an even number, rank 0 in the others: nobody on average.
+
+    The first step is a warm-up.
+    """
+    early, late = rank(0, FIRST, steps=41), rank(1, LAST, steps=41)
+    parts = [
+        replace(
+            early,
+            case=RANKS,
+            spans=tuple(
+                replace(span, device=device)
+                for one in (early, late)
+                for span in one.spans
+                if (one is late) == (span.step % 2 == device)
+            ),
+        )
+        for device in range(2)
+    ]
+    merged = merging.merge(parts)
+    assert arrivals.waiting(merged) == pytest.approx([0.03] * 40)
+    sizes = _sizes(merged)
+    assert "late rank" not in sizes
+    assert sizes["late in turn"] == pytest.approx(0.03)
+
+
+@pytest.mark.parametrize("shares", [(10, 0), (0, 10), (3, 7)])
+def test_the_two_findings_on_waits_divide_the_whole_wait(shares: tuple[int, int]) -> None:
+    collectives = [
+        arrivals.Collective(step=0, waits_s=waits)
+        for waits, times in zip(((0.0, 0.01), (0.01, 0.0)), shares, strict=True)
+        for _ in range(times)
+    ]
+    ranks = arrivals.Extremes.of(collectives)
+    apart_s = sum(one.waits_s[ranks.first] - one.waits_s[ranks.last] for one in collectives)
+    assert apart_s == pytest.approx(0.01 * abs(shares[0] - shares[1]))
+    assert (ranks.last, ranks.first) == ((0, 1) if shares[0] > shares[1] else (1, 0))
 
 
 def test_the_ranks_of_aligned_traces_wait_in_each_bucket(tmp_path) -> None:

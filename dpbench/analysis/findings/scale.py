@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -124,21 +123,43 @@ def _slow_device(context: CaseContext) -> Judgement:
 
 
 def _late(context: CaseContext) -> Judgement:
-    """Return evidence on ranks that wait for the last one; None if the arrivals are unknown."""
-    every = [one for trial in context.trials for one in arrivals.of_trial(trial)]
+    """Return evidence on a rank that is late on average; None if the arrivals are unknown."""
+    every = _collectives(context)
     if not every:
         return None
-    seconds = context.mean(arrivals.waiting)
-    counts = Counter(one.last for one in every)
-    rank, often = counts.most_common(1)[0]
+    ranks = arrivals.Extremes.of(every)
+    seconds = context.mean(ranks.apart)
+    often = sum(one.last == ranks.last for one in every)
     return Evidence(
-        says=f"ranks wait for each other, most often for rank {rank}",
+        says=f"the other ranks wait for rank {ranks.last}",
         numbers=(
-            f"rank {rank} arrives last at {often} of {count(len(every), 'collective')}; the rank"
-            f" that arrives first waits {time(seconds.value)} per step"
+            f"rank {ranks.last} arrives last at {often} of {count(len(every), 'collective')}; rank"
+            f" {ranks.first} waits {time(seconds.value)} per step longer than it"
         ),
         size_s=seconds,
     )
+
+
+def _late_in_turn(context: CaseContext) -> Judgement:
+    """Return evidence on ranks that are late, but not on average; None as `_late`."""
+    every = _collectives(context)
+    if not every:
+        return None
+    ranks = arrivals.Extremes.of(every)
+    seconds = context.mean(ranks.in_turn)
+    return Evidence(
+        says="ranks wait for each other in turn",
+        numbers=(
+            "the rank that arrives first at a collective waits"
+            f" {time(context.mean(arrivals.waiting).value)} per step; without the mean lateness of"
+            f" rank {ranks.last}, {time(seconds.value)} remain"
+        ),
+        size_s=seconds,
+    )
+
+
+def _collectives(context: CaseContext) -> list[arrivals.Collective]:
+    return [one for trial in context.trials for one in arrivals.of_trial(trial)]
 
 
 def _slow_link(phases: Sequence[Phase], *, to_host: bool) -> Callable[[CaseContext], Judgement]:
@@ -425,11 +446,21 @@ RULES = (
     ),
     FindingRule(
         key="late rank",
-        when="ranks wait for the last one in collectives of profiled steps",
+        when="one rank arrives at collectives later than another on average",
         find=_late,
         remedy=(
             "give all ranks equal work: rows, lengths of samples, loading; look at clock, cores and"
-            " other processes of the rank that is last most often"
+            " other processes of the rank that is late"
+        ),
+        alone=True,
+    ),
+    FindingRule(
+        key="late in turn",
+        when="ranks wait at collectives, but not for one that is late on average",
+        find=_late_in_turn,
+        remedy=(
+            "give all ranks equal work in each step: batches of samples of similar length; look for"
+            " other processes on the cores of the ranks"
         ),
         alone=True,
     ),
