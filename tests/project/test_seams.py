@@ -89,8 +89,14 @@ def test_only_strategies_know_a_strategy_by_its_name(path: Path) -> None:
 # ---------------------------------------------------------------- wording
 
 
+AS_DP = registry.traits("dp")
+"""For strategies in the place of dp, because a process keeps the traits of a name."""
+
+
 class Wrong(Strategy):
     """Takes a step whose gradients are wrong."""
+
+    traits = AS_DP
 
     @contextmanager
     def start(self, case: Case, model: models.Model, devices: Any, mark: Mark) -> Iterator[Any]:
@@ -104,6 +110,8 @@ class Wrong(Strategy):
 
 class Raising(Strategy):
     """Raises an error when it starts."""
+
+    traits = AS_DP
 
     def __init__(self, error: Exception) -> None:
         self._error = error
