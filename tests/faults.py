@@ -1474,6 +1474,13 @@ FAULTS = (
         ),
     ),
     Fault(
+        "slow-products",
+        "products that would take too long at the rate of smaller ones are not timed",
+        "operations / best > LONGEST_S",
+        "False",
+        ("tests/hardware/test_rates.py::test_products_that_would_take_too_long_are_left_out",),
+    ),
+    Fault(
         "longest-wait",
         "waiting costs at most the longest wait, not the mean one",
         "return _of_steps(trial, lambda one: max(one.waits_s))",

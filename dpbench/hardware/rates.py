@@ -25,8 +25,11 @@ COPIES = 3
 """The copies of a link in a pass."""
 PASSES, PRODUCTS = 3, 5
 """The repetitions that time a matrix product, and the products in each."""
-SIDES = {"cuda": (2048, 4096, 8192), "cpu": (1024,)}
+SIDES = {"cuda": (2048, 4096, 8192), "cpu": (256, 1024)}
 """The rows of the square matrices, by the type of the device; the best of them counts."""
+LONGEST_S = 1.0
+"""The longest repetition: a CPU without bf16's instructions takes ten times as long for 1024 rows.
+"""
 
 
 def times(
@@ -129,13 +132,17 @@ def product_per_s(device: Device, dtype: torch.dtype) -> float:
     """Return the best rate of products of large square matrices on a device, in FLOP/s.
 
     Their values are random, because products of equal values take less power, and thus let a GPU
-    have a higher clock. Raises RuntimeError for too little memory.
+    have a higher clock. Sizes that would take too long at the rate of the smaller ones are left
+    out. Raises RuntimeError for too little memory.
     """
     place = device.torch_device
     generator = torch.Generator(place).manual_seed(0)
     best = 0.0
     with device.guard(), torch.no_grad():
         for side in SIDES[place.type]:
+            operations = PRODUCTS * 2.0 * side**3
+            if best and operations / best > LONGEST_S:
+                break
             matrix = torch.randn(side, side, generator=generator, device=place).to(dtype)
             product = torch.empty_like(matrix)
 
@@ -143,5 +150,5 @@ def product_per_s(device: Device, dtype: torch.dtype) -> float:
                 for _ in range(PRODUCTS):
                     torch.mm(one, one, out=out)
 
-            best = max(best, fastest(PRODUCTS * 2.0 * side**3, times(device, multiply, PASSES)))
+            best = max(best, fastest(operations, times(device, multiply, PASSES)))
     return best

@@ -73,6 +73,8 @@ class Turns:
             self._loaders.observe()
         else:
             self._loaders.leave()
+            self._lines.close()
+            self._socket.close()
         prepare()
         self._began = _now()
         return steps

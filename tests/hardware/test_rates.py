@@ -102,6 +102,21 @@ def test_worker_and_probe_have_one_rate_for_products(monkeypatch: pytest.MonkeyP
     assert dict(gpu._arithmetic(Planned()))["bf16_flop_per_s"] == expected
 
 
+@pytest.mark.parametrize(("longest_s", "sides"), [(1.0, [8, 16, 64]), (0.1, [8, 16]), (0.001, [8])])
+def test_products_that_would_take_too_long_are_left_out(
+    longest_s: float, sides: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each repetition takes 10 ms at least: by its rate, 16 rows take 80 ms, and 64 take 640 ms."""
+    monkeypatch.setattr(rates, "SIDES", {"cpu": (8, 16, 64)})
+    monkeypatch.setattr(rates, "LONGEST_S", longest_s)
+    timed = []
+    real = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda one: timed.append(len(one)) or real(one))
+    found = rates.product_per_s(Planned(), torch.float32)
+    assert timed == sides
+    assert found == pytest.approx(rates.PRODUCTS * 2 * sides[-1] ** 3 / min(SECONDS))
+
+
 def test_a_slow_link_has_the_rate_of_its_fastest_copy() -> None:
     """Its copies take four times as long as those of the others; two of three are disturbed."""
     ends = [(0, 1), (1, 0), (0, 2), (2, 0)]

@@ -320,7 +320,7 @@ def watched(
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_watched_script_has_the_same_results_and_covered_steps(name: str, tmp_path: Path) -> None:
     # the hand-over to threads, and the look for new modules, take long beside a small step
-    width = 2048 if name in ("engine", "evaluated") else 1024
+    width = {"engine": 2560, "evaluated": 2048}.get(name, 1024)
     found, recorder, variables = watched(tmp_path, name, width=width)
     expected = ran(tmp_path, name, width=width)
     losses, weights, *states = variables["RESULT"]
