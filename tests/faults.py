@@ -1498,9 +1498,9 @@ FAULTS = (
     ),
     Fault(
         "first-and-last",
-        "the rank that is late on average is the one that waits least",
-        "return cls(waits_s.index(min(waits_s)), waits_s.index(max(waits_s)))",
-        "return cls(waits_s.index(max(waits_s)), waits_s.index(min(waits_s)))",
+        "the rank that is last on average is the one that waits least",
+        "return self.waits_s.index(min(self.waits_s))",
+        "return self.waits_s.index(max(self.waits_s))",
         (
             "tests/analysis/test_arrivals.py::test_what_a_late_rank_costs_at_most_is_what_its_lateness_costs",
         ),

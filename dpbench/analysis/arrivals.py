@@ -65,19 +65,36 @@ def waiting(trial: Trial) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Extremes:
-    """The ranks that arrive last and first on average, over all collectives."""
+class Order:
+    """The order in which ranks arrive on average; `waits_s` has the mean wait of each rank."""
 
-    last: int
-    first: int
+    waits_s: tuple[float, ...]
 
     @classmethod
-    def of(cls, collectives: Sequence[Collective]) -> Extremes:
-        """Return the ranks with the least and the longest wait in all; needs one collective."""
-        waits_s = [
-            math.fsum(ranks) for ranks in zip(*(one.waits_s for one in collectives), strict=True)
+    def of(cls, collectives: Sequence[Collective]) -> Order:
+        """Return the order at these collectives, of which there is at least one."""
+        every = zip(*(one.waits_s for one in collectives), strict=True)
+        return cls(tuple(math.fsum(waits) / len(collectives) for waits in every))
+
+    @property
+    def last(self) -> int:
+        """Return the rank that waits least."""
+        return self.waits_s.index(min(self.waits_s))
+
+    @property
+    def first(self) -> int:
+        """Return the rank that waits longest."""
+        return self.waits_s.index(max(self.waits_s))
+
+    @property
+    def late(self) -> list[int]:
+        """Return `last`, and all that wait less than half as long as the one that waits longest."""
+        most_s = max(self.waits_s)
+        return [
+            rank
+            for rank, wait_s in enumerate(self.waits_s)
+            if rank == self.last or wait_s < most_s / 2
         ]
-        return cls(waits_s.index(min(waits_s)), waits_s.index(max(waits_s)))
 
     def apart(self, trial: Trial) -> list[float]:
         """Return how much longer `first` waits than `last` in each timed step, in seconds.
@@ -87,16 +104,12 @@ class Extremes:
         """
         return _of_steps(trial, lambda one: one.waits_s[self.first] - one.waits_s[self.last])
 
-    def in_turn(self, trial: Trial) -> list[float]:
-        """Return the rest of `waiting`: what equal mean arrivals would leave, in seconds."""
-        return [
-            all_s - apart_s
-            for all_s, apart_s in zip(waiting(trial), self.apart(trial), strict=True)
-        ]
-
 
 def _of_steps(trial: Trial, seconds_of: Callable[[Collective], float]) -> list[float]:
     seconds = [0.0] * len(trial.timed)
     for one in of_trial(trial):
         seconds[one.step] += seconds_of(one)
-    return [min(wait_s, step_s) for wait_s, step_s in zip(seconds, trial.timed, strict=True)]
+    return [
+        max(-step_s, min(wait_s, step_s))
+        for wait_s, step_s in zip(seconds, trial.timed, strict=True)
+    ]

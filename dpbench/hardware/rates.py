@@ -28,7 +28,9 @@ PASSES, PRODUCTS = 3, 5
 SIDES = {"cuda": (2048, 4096, 8192), "cpu": (256, 1024)}
 """The rows of the square matrices, by the type of the device; the best of them counts."""
 LONGEST_S = 1.0
-"""The longest repetition: a CPU without bf16's instructions takes ten times as long for 1024 rows.
+"""The longest repetition, at the rate of the smaller matrices: larger matrices are left out.
+
+On a CPU without instructions for bf16, one of 1024 rows would take about ten seconds.
 """
 
 
@@ -132,8 +134,7 @@ def product_per_s(device: Device, dtype: torch.dtype) -> float:
     """Return the best rate of products of large square matrices on a device, in FLOP/s.
 
     Their values are random, because products of equal values take less power, and thus let a GPU
-    have a higher clock. Sizes that would take too long at the rate of the smaller ones are left
-    out. Raises RuntimeError for too little memory.
+    have a higher clock. Raises RuntimeError for too little memory.
     """
     place = device.torch_device
     generator = torch.Generator(place).manual_seed(0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -125,7 +127,7 @@ def test_a_late_rank_is_found_and_named() -> None:
     (diagnosis,) = findings.diagnose(summary.rows([merged]), [merged], Resources())
     (found,) = [one for one in diagnosis.findings if one.rule.key == "late rank"]
     assert amounts(found.evidence.says) == ["1"]
-    assert amounts(found.evidence.numbers) == ["1", "22", "22", "0", "30.0 ms"]
+    assert amounts(found.evidence.numbers) == ["1", "22", "22", "30.0 ms", "0", "30.0 ms", "1"]
     assert found.evidence.size_s is not None
     assert found.evidence.size_s.value == pytest.approx(0.03)
     together = merging.merge([rank(0, LAST, steps=12), rank(1, LAST, steps=12)])
@@ -159,17 +161,68 @@ def test_no_rank_is_called_late_if_both_are_late_in_turn() -> None:
     assert sizes["late in turn"] == pytest.approx(0.03)
 
 
-@pytest.mark.parametrize("shares", [(10, 0), (0, 10), (3, 7)])
-def test_the_two_findings_on_waits_divide_the_whole_wait(shares: tuple[int, int]) -> None:
-    collectives = [
-        arrivals.Collective(step=0, waits_s=waits)
-        for waits, times in zip(((0.0, 0.01), (0.01, 0.0)), shares, strict=True)
-        for _ in range(times)
-    ]
-    ranks = arrivals.Extremes.of(collectives)
-    apart_s = sum(one.waits_s[ranks.first] - one.waits_s[ranks.last] for one in collectives)
-    assert apart_s == pytest.approx(0.01 * abs(shares[0] - shares[1]))
-    assert (ranks.last, ranks.first) == ((0, 1) if shares[0] > shares[1] else (1, 0))
+def waiting_ranks(waits_s: Sequence[tuple[float, ...]], step_s: float = 0.1) -> Trial:
+    """Return a trial whose ranks wait this long in each step, after a warm-up step."""
+    ranks = len(waits_s[0])
+    parts = []
+    for device in range(ranks):
+        spans = []
+        for number, waits in enumerate([waits_s[0], *waits_s]):
+            end_s = step_s * number + 0.09
+            arrives_s = end_s - 0.001 - waits[device]
+            spans += [
+                Span(number, Phase.BACKWARD, device, "host", end_s - 0.08, end_s),
+                Span(number, Phase.REDUCE, device, "host", arrives_s, end_s),
+            ]
+        steps = tuple(
+            Step(step_s, number == 0, step_s * (number + 1)) for number in range(len(waits_s) + 1)
+        )
+        case = replace(RANKS, devices=ranks)
+        parts.append(Trial(case=case, steps=steps, spans=tuple(spans)))
+    return merging.merge(parts)
+
+
+@pytest.mark.parametrize(
+    ("waits_s", "key", "named"),
+    [
+        ([(0.03, 0.0)], "late rank", ["1"]),
+        ([(0.03, 0.0)] * 9 + [(0.0, 0.03)], "late rank", ["1"]),
+        ([(0.03, 0.0)] * 6 + [(0.0, 0.03)] * 4, "late in turn", []),
+        ([(0.03, 0.0, 0.0)], "late rank", ["1", "2"]),
+        ([(0.03, 0.02, 0.0), (0.02, 0.03, 0.0)], "late rank", ["2"]),
+        ([(0.03, 0.0, 0.0, 0.0, 0.0)], "late rank", ["4"]),  # how many they are
+        ([(0.03, 0.0, 0.02), (0.0, 0.02, 0.03), (0.02, 0.03, 0.0)], "late in turn", []),
+    ],
+)
+def test_the_whole_wait_is_for_late_ranks_or_in_turn(
+    waits_s: list[tuple[float, ...]], key: str, named: list[str]
+) -> None:
+    trial = waiting_ranks(waits_s * (60 // len(waits_s)))
+    (diagnosis,) = findings.diagnose(summary.rows([trial]), [trial], Resources())
+    (found,) = [one for one in diagnosis.findings if one.rule.key.startswith("late ")]
+    assert found.rule.key == key
+    assert amounts(found.evidence.says) == named
+    assert found.evidence.size_s is not None
+    assert found.evidence.size_s.value == pytest.approx(0.03)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_with_equal_work_are_not_called_late(ranks: int) -> None:
+    """Their lateness is random; the wait is found in each trial."""
+    generator = random.Random(1)
+    for _ in range(10):
+        late_s = [[generator.expovariate(100) for _ in range(ranks)] for _ in range(40)]
+        trial = waiting_ranks([tuple(max(step) - one for one in step) for step in late_s])
+        assert {"late rank", "late in turn"} & {*_sizes(trial)} == {"late in turn"}
+
+
+def test_clocks_that_disagree_make_no_wait_longer_than_its_step() -> None:
+    collectives = [(0.3, 0.0), (0.0, 0.5)] * 20
+    trial = waiting_ranks(collectives)
+    short = replace(trial, steps=tuple(replace(one, seconds=0.1) for one in trial.steps))
+    order = arrivals.Order.of(arrivals.of_trial(short))
+    assert order.apart(short)[:2] == [-0.1, 0.1]
+    assert arrivals.waiting(short)[:2] == [0.1, 0.1]
 
 
 def test_the_ranks_of_aligned_traces_wait_in_each_bucket(tmp_path) -> None:

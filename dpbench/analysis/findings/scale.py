@@ -38,6 +38,8 @@ from dpbench.records.words import (
 
 LEVEL = 1.1
 """The largest ratio of a device's memory or busy time to the others' mean in balance."""
+SHOWN_RANKS = 3
+"""The number of late ranks that a finding names; of more, it says how many they are."""
 SHOWN_LINKS = 3
 """The number of slow links that a finding names, the slowest first."""
 
@@ -123,43 +125,42 @@ def _slow_device(context: CaseContext) -> Judgement:
 
 
 def _late(context: CaseContext) -> Judgement:
-    """Return evidence on a rank that is late on average; None if the arrivals are unknown."""
-    every = _collectives(context)
-    if not every:
-        return None
-    ranks = arrivals.Extremes.of(every)
-    seconds = context.mean(ranks.apart)
-    often = sum(one.last == ranks.last for one in every)
-    return Evidence(
-        says=f"the other ranks wait for rank {ranks.last}",
-        numbers=(
-            f"rank {ranks.last} arrives last at {often} of {count(len(every), 'collective')}; rank"
-            f" {ranks.first} waits {time(seconds.value)} per step longer than it"
-        ),
-        size_s=seconds,
-    )
+    """Return evidence if most of the wait is for ranks that are late on average."""
+    return _waits(context, in_turn=False)
 
 
 def _late_in_turn(context: CaseContext) -> Judgement:
-    """Return evidence on ranks that are late, but not on average; None as `_late`."""
-    every = _collectives(context)
+    """Return evidence if ranks wait, but not most of it for ranks that are late on average."""
+    return _waits(context, in_turn=True)
+
+
+def _waits(context: CaseContext, *, in_turn: bool) -> Judgement:
+    trusted = [trial for trial in context.trials if trial.trusted]
+    every = [one for trial in trusted for one in arrivals.of_trial(trial)]
     if not every:
         return None
-    ranks = arrivals.Extremes.of(every)
-    seconds = context.mean(ranks.in_turn)
+    order = arrivals.Order.of(every)
+    wait, apart = context.mean(arrivals.waiting), context.mean(order.apart)
+    if in_turn is (apart.low > wait.value / 2):
+        return None
+    often = sum(one.last == order.last for one in every)
     return Evidence(
-        says="ranks wait for each other in turn",
+        says=f"ranks wait {'for each other in turn' if in_turn else _for_ranks(order.late)}",
         numbers=(
-            "the rank that arrives first at a collective waits"
-            f" {time(context.mean(arrivals.waiting).value)} per step; without the mean lateness of"
-            f" rank {ranks.last}, {time(seconds.value)} remain"
+            f"rank {order.last} arrives last at {often} of {count(len(every), 'collective')}; the"
+            f" rank that arrives first waits {time(wait.value)} per step; on average, rank"
+            f" {order.first} waits {time(max(0.0, apart.value))} longer than rank {order.last}"
         ),
-        size_s=seconds,
+        size_s=wait,
     )
 
 
-def _collectives(context: CaseContext) -> list[arrivals.Collective]:
-    return [one for trial in context.trials for one in arrivals.of_trial(trial)]
+def _for_ranks(late: Sequence[int]) -> str:
+    if len(late) == 1:
+        return f"for rank {late[0]}"
+    if len(late) > SHOWN_RANKS:
+        return f"for {count(len(late), 'late rank')}"
+    return f"for ranks {', '.join(map(str, late[:-1]))} and {late[-1]}"
 
 
 def _slow_link(phases: Sequence[Phase], *, to_host: bool) -> Callable[[CaseContext], Judgement]:
@@ -446,17 +447,17 @@ RULES = (
     ),
     FindingRule(
         key="late rank",
-        when="one rank arrives at collectives later than another on average",
+        when="ranks wait at collectives, most of it for ranks that are late on average",
         find=_late,
         remedy=(
             "give all ranks equal work: rows, lengths of samples, loading; look at clock, cores and"
-            " other processes of the rank that is late"
+            " other processes of the ranks that are late"
         ),
         alone=True,
     ),
     FindingRule(
         key="late in turn",
-        when="ranks wait at collectives, but not for one that is late on average",
+        when="ranks wait at collectives, but not most of it for ranks that are late on average",
         find=_late_in_turn,
         remedy=(
             "give all ranks equal work in each step: batches of samples of similar length; look for"
