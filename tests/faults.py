@@ -1481,6 +1481,38 @@ FAULTS = (
         ("tests/hardware/test_rates.py::test_products_that_would_take_too_long_are_left_out",),
     ),
     Fault(
+        "any-two-machines",
+        "a machine is slow only if chance does not make one of so many slow",
+        "stats.joint_level(len(machines) * (len(machines) - 1))",
+        "stats.joint_level(1)",
+        ("tests/measure/test_cluster.py::test_of_many_equal_machines_none_is_called_slow",),
+    ),
+    Fault(
+        "idle-is-launching",
+        "a host that runs code without operators launches nothing meanwhile",
+        "return [*map(operator.sub, idle, seconds_of(trial, [UNATTRIBUTED]))]",
+        "return idle",
+        (
+            "tests/observe/test_imported.py::test_a_host_that_runs_code_without_operators_launches_nothing_meanwhile",
+        ),
+    ),
+    Fault(
+        "skipped-at-first",
+        "the updates that a GradScaler skips before its first one are no waste",
+        "owner in recorder.seen.scaled",
+        "True",
+        (
+            "tests/observe/test_watching.py::test_a_watched_script_has_the_same_results_and_covered_steps",
+        ),
+    ),
+    Fault(
+        "imbalance-of-ranks",
+        "device 0 of ranks has no additional work",
+        "row.imbalance is None or len(row.busy) < 2 or context.case.traits.ranks",
+        "row.imbalance is None or len(row.busy) < 2",
+        ("tests/analysis/test_findings.py::test_ranks_are_not_told_to_move_work_from_device_0",),
+    ),
+    Fault(
         "longest-wait",
         "waiting costs at most the longest wait, not the mean one",
         "return _of_steps(trial, lambda one: max(one.waits_s))",

@@ -72,9 +72,11 @@ def _alone(trial: Trial) -> dict[str, list[float]]:
 def _compared(case: Case, machines: Mapping[str, stats.Rounds]) -> Iterator[Pace]:
     medians = {name: stats.median(rounds).value for name, rounds in machines.items()}
     fastest = min(medians, key=lambda name: medians[name])
+    # any of the machines could have been the fastest, and any other slow
+    level = stats.joint_level(len(machines) * (len(machines) - 1))
     for name, rounds in machines.items():
         if name != fastest:
-            yield Pace(case, name, fastest, stats.ratio(rounds, machines[fastest]))
+            yield Pace(case, name, fastest, stats.ratio(rounds, machines[fastest], level=level))
 
 
 def sentences(trials: Sequence[Trial]) -> list[str]:

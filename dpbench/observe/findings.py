@@ -6,6 +6,7 @@ lines of code or commands.
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -18,8 +19,9 @@ from dpbench.analysis.findings.rule import (
     FindingRule,
     Judgement,
     Missing,
+    seconds_of,
 )
-from dpbench.records import Case, Phase, Source, Trial, vendors
+from dpbench.records import UNATTRIBUTED, Case, Phase, Source, Trial, vendors
 from dpbench.records.activity import EXPOSED, HOST_READS, HOST_WAITS, KERNELS, RANK_WAIT
 from dpbench.records.estimate import Estimate
 from dpbench.records.observed import WITHOUT_LOADER, Held, Observed
@@ -278,15 +280,19 @@ def _working(step_s: float, exposed_s: float, kernels_s: float) -> float:
 def _launches(context: CaseContext, loop: Observed) -> Judgement:
     """Return evidence on a host that launches a step for longer than the GPUs work on it.
 
-    A host that waits, for a batch, a blocking copy or a value, does not launch. None without the
-    busy times of GPUs, which only a profiler records.
+    A host that waits, for a batch, a blocking copy or a value, does not launch, nor does one that
+    runs code outside all phases. None without the busy times of GPUs, which only a profiler
+    records.
     """
     row = context.row
     if context.case.device_kind != "cuda" or not _profiled(context) or row.step is None:
         return None
-    idle = context.mean(
-        lambda trial: _over_devices(min, trial, _idle_by_launches, KERNELS, HOST_WAITS)
-    )
+
+    def idle_s(trial: Trial) -> list[float]:
+        idle = _over_devices(min, trial, _idle_by_launches, KERNELS, HOST_WAITS)
+        return [*map(operator.sub, idle, seconds_of(trial, [UNATTRIBUTED]))]
+
+    idle = context.mean(idle_s)
     works = context.mean(lambda trial: _over_devices(max, trial, _working, KERNELS))
     rows = context.case.rows[0] // loop.batches
     batch = f"the batch of {rows}" if rows else "the batch"
@@ -594,7 +600,7 @@ RULES = (
     ),
     FindingRule(
         key="skipped updates",
-        when="a GradScaler skipped updates",
+        when="a GradScaler skipped updates after the first one",
         find=_skipped,
         remedy=(
             "begin with a lower scale, use bf16, which needs no scale, or look for the cause of"

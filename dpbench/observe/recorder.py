@@ -156,7 +156,9 @@ class Seen:
     device_ids: tuple[int, ...] = ()
     pinned: bool | None = None
     skipped: Counter[int] = field(default_factory=Counter)
-    """How often a GradScaler skipped the step of an optimizer."""
+    """How often a GradScaler skipped the step of an optimizer after the first one."""
+    scaled: set[int] = field(default_factory=set)
+    """The owners whose optimizer a GradScaler has let step."""
     unknown: dict[str, int] = field(default_factory=dict)
 
 

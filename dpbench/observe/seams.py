@@ -370,7 +370,11 @@ def _scaled_step(recorder: Recorder, was: Function) -> Function:
                 result = was(self, optimizer, *args, **kwargs)
         finally:
             hook.remove()
-        recorder.seen.skipped[recorder.owner(optimizer)] += not stepped
+        owner = recorder.owner(optimizer)
+        if stepped:
+            recorder.seen.scaled.add(owner)
+        else:  # before the first update, the scaler looks for a scale
+            recorder.seen.skipped[owner] += owner in recorder.seen.scaled
         if not recorder.inside:
             recorder.update(recorder.owner(optimizer), type(optimizer).__name__)
         return result

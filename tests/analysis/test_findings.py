@@ -140,6 +140,14 @@ def judged(name: str, *groups: list[Trial], cores: int = 8) -> bool:
     return not any(name in said for said in diagnosis.unjudged)
 
 
+def test_ranks_are_not_told_to_move_work_from_device_0() -> None:
+    busy = {0: 0.012, 1: 0.010, 2: 0.010, 3: 0.010}
+    names = {*found(one(), measured(case("ddp", devices=4), LEVEL, busy=busy))}
+    assert "slow device" in names
+    assert "imbalance" not in names
+    assert "imbalance" in found(one(), measured(case("dp", devices=4), LEVEL, busy=busy))
+
+
 def dp(devices: int = 2, batch: int = 64, **phases: float) -> list[Trial]:
     return measured(case(devices=devices, batch=batch), {**LEVEL, **phases})
 

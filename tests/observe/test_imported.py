@@ -351,6 +351,21 @@ def test_a_host_that_launches_for_longer_than_the_device_works_has_a_small_batch
     assert costs_of(trace.write(tmp_path / "a.json")) == {"launches": pytest.approx(0.06)}
 
 
+def test_a_host_that_runs_code_without_operators_launches_nothing_meanwhile(tmp_path) -> None:
+    """The GPU works until 45 ms; then the host logs, or sleeps, until 85 ms."""
+    trace = Writer()
+    for number in range(4):
+        at = 85.0 * number
+        trace.note(f"ProfilerStep#{number}", at, at + 85)
+        for place in range(10):
+            start = at + 0.5 * place
+            trace.op("aten::linear", start, start + 0.5, **{"Sequence number": 1})
+            trace.kernel("sgemm", start + 0.1, at + 1 + 4.4 * place, at + 5 + 4.4 * place)
+    found = costs_of(trace.write(tmp_path / "a.json"))
+    assert found.get("launches", 0.0) < 0.005
+    assert found["unattributed"] == pytest.approx(0.04, abs=0.001)
+
+
 def test_data_parallel_has_its_phases_on_every_device(tmp_path) -> None:
     trace = Writer()
     trace.note("ProfilerStep#1", 0, 100)

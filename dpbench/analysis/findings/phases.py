@@ -228,8 +228,8 @@ def _cause(context: CaseContext, phase: Phase, at_once: float | None) -> str:
             " replicas use"
         )
     return (
-        f"{concurrent} alone: the operations are small, and launching them needs Python's global"
-        " interpreter lock (GIL)"
+        f"{concurrent} alone: the threads share memory, caches and, to launch operations, Python's"
+        " global interpreter lock (GIL), which matters if the operations are small"
     )
 
 

@@ -197,7 +197,7 @@ class CaseContext:
         They are those of the row, which may be those of its baseline's rounds (see
         `summary.rows`).
         """
-        return self.mean(lambda trial: _timed(trial, names)).scaled(self._in_rounds_of_baseline)
+        return self.mean(lambda trial: seconds_of(trial, names)).scaled(self._in_rounds_of_baseline)
 
     def mean(self, of_trial: Callable[[Trial], Sequence[float]]) -> Estimate:
         """Return the mean of what `of_trial` gives for each timed step of a trial, in seconds."""
@@ -212,8 +212,8 @@ class CaseContext:
 
         It varies less than the seconds if a disturbance slows all phases of a step.
         """
-        mine = self._series(self.case, lambda trial: _timed(trial, names))
-        whole = self._series(self.case, lambda trial: _timed(trial, tuple(self.row.phases)))
+        mine = self._series(self.case, lambda trial: seconds_of(trial, names))
+        whole = self._series(self.case, lambda trial: seconds_of(trial, tuple(self.row.phases)))
         return stats.portion(mine, whole)
 
     def excess(self, name: str) -> Estimate | None:
@@ -222,8 +222,8 @@ class CaseContext:
         if reference is None:
             return None
         row, divisor = reference
-        diagnosed = self._series(self.case, lambda trial: _timed(trial, [name]))
-        alone = self._series(row.case, lambda trial: _timed(trial, [name]))
+        diagnosed = self._series(self.case, lambda trial: seconds_of(trial, [name]))
+        alone = self._series(row.case, lambda trial: seconds_of(trial, [name]))
         if not diagnosed or not alone:
             return None
         found = stats.mean_difference(diagnosed, alone.scaled(1 / divisor))
@@ -235,7 +235,8 @@ class CaseContext:
         return parts(case, stats.Timed(values, *disturbance.by_round(trials)))
 
 
-def _timed(trial: Trial, names: Sequence[str]) -> list[float]:
+def seconds_of(trial: Trial, names: Sequence[str]) -> list[float]:
+    """Return the seconds that these phases take together in each timed step."""
     columns = [trial.ledger.seconds[name] for name in names if name in trial.ledger.seconds]
     whole = columns[0] if len(columns) == 1 else [*map(sum, zip(*columns, strict=True))]
     return trial.by_column.timed(whole or [0.0] * len(trial.steps))

@@ -47,10 +47,11 @@ SHOWN_LINKS = 3
 def _busy(context: CaseContext) -> Judgement:
     """Return evidence on the additional busy time of device 0; None without busy times.
 
+    None also for ranks, because device 0 of these has no additional work: see `_slow_device`.
     The cost is the time that an equal split of the additional work over all devices would save.
     """
     row = context.row
-    if row.imbalance is None or len(row.busy) < 2:
+    if row.imbalance is None or len(row.busy) < 2 or context.case.traits.ranks:
         return None
     others = [seconds for device, seconds in row.busy.items() if 0 < device < context.case.working]
     others_s = sum(others) / len(others)
@@ -327,7 +328,9 @@ def _bigger(context: CaseContext) -> Judgement:
             f" speed-up over one device is {bigger_speedup} at batch"
             f" {best.case.batch_size} and {speedup} at batch {context.case.batch_size}"
         ),
-        size_s=stats.difference(context.row.series, best.series.scaled(work)),
+        size_s=stats.difference(
+            context.row.series, best.series.scaled(work), level=stats.joint_level(len(others))
+        ),
         measured=True,
     )
 
@@ -426,7 +429,7 @@ def _multiples(batch: int, devices: int) -> list[int]:
 RULES = (
     FindingRule(
         key="imbalance",
-        when="device 0 is busy longer than the others on average",
+        when="one process runs all devices, and device 0 is busy longer than the others on average",
         find=_busy,
         remedy=(
             "move work from device 0 to the others: the loss (local), the update (sharded), or"
