@@ -1474,6 +1474,15 @@ FAULTS = (
         ),
     ),
     Fault(
+        "loss-by-chance",
+        "a loss against perfect scaling is stated only if the rounds tell it",
+        "lost.low <= 0",
+        "False",
+        (
+            "tests/analysis/test_findings.py::test_a_loss_against_perfect_scaling_is_stated_if_the_rounds_tell_it",
+        ),
+    ),
+    Fault(
         "slow-products",
         "products that would take too long at the rate of smaller ones are not timed",
         "operations / best > LONGEST_S",

@@ -591,6 +591,10 @@ def _loses(row: Row, base: Row) -> str:
     lost_s = row.mean.value - base.mean.value / divisor
     if lost_s < TICK_S:
         return "loses no time against perfect scaling"
+    if row.series and base.series:
+        lost = stats.mean_difference(row.series, base.series.scaled(1 / divisor))
+        if lost.low <= 0:
+            return "loses no time against perfect scaling that its rounds can tell"
     ideal = {name: seconds / divisor for name, seconds in base.phases.items()}
     phases = summary.changes(ideal, row.phases)
     clause = (

@@ -148,6 +148,18 @@ def test_ranks_are_not_told_to_move_work_from_device_0() -> None:
     assert "imbalance" in found(one(), measured(case("dp", devices=4), LEVEL, busy=busy))
 
 
+@pytest.mark.parametrize(("wobble", "told"), [(-0.03, []), (0.03, ["500 µs", "25.5 ms"])])
+def test_a_loss_against_perfect_scaling_is_stated_if_the_rounds_tell_it(
+    wobble: float, told: list[str]
+) -> None:
+    """A step takes 2 % longer than with perfect scaling; rounds differ by more, alike or not."""
+    alone = measured(SINGLE, {name: 2 * seconds for name, seconds in LEVEL.items()}, wobble=0.03)
+    two = {name: 1.02 * seconds for name, seconds in LEVEL.items()}
+    trials = [*alone, *measured(case(), two, wobble=wobble)]
+    (answer,) = report_on(trials, {"host": {"cores": 8}}).answers
+    assert amounts(answer.reason)[:2] == told
+
+
 def dp(devices: int = 2, batch: int = 64, **phases: float) -> list[Trial]:
     return measured(case(devices=devices, batch=batch), {**LEVEL, **phases})
 
