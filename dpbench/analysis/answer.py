@@ -594,7 +594,7 @@ def _loses(row: Row, base: Row) -> str:
     if row.series and base.series:
         lost = stats.mean_difference(row.series, base.series.scaled(1 / divisor))
         if lost.low <= 0:
-            return "loses no time against perfect scaling that its rounds can tell"
+            return "shows no certain loss against perfect scaling"
     ideal = {name: seconds / divisor for name, seconds in base.phases.items()}
     phases = summary.changes(ideal, row.phases)
     clause = (
