@@ -22,7 +22,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 
 from dpbench.hardware import nvml
 
@@ -222,27 +221,6 @@ def check(chosen: Mapping[str, Stage]) -> bool:
     return all(passed)
 
 
-ENDING = (signal.SIGINT, signal.SIGTERM)
-"""The signals that end a check."""
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    """Exit once: another signal would interrupt the end of the stages."""
-    for one in ENDING:
-        signal.signal(one, signal.SIG_IGN)
-    sys.exit(1)
-
-
-@contextmanager
-def _ending() -> Iterator[None]:
-    before = {one: signal.signal(one, _end) for one in ENDING}
-    try:
-        yield
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run the stages of these names, or all; return the exit code."""
     drawn = random.SystemRandom().randrange(3, 10**6)
@@ -265,9 +243,9 @@ def main(arguments: Sequence[str]) -> int:
     if absent := {one.command[0] for one in chosen.values() if not Path(one.command[0]).exists()}:
         parser.error(f"{', '.join(absent)} is missing: `make test-gpu` installs it")
     print(f"the seed of deferred-drawn is {given.seed}", flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     began = time.perf_counter()
-    with _ending():
-        passed = check(chosen)
+    passed = check(chosen)
     print(f"{time.perf_counter() - began:6.1f} s  {'all passed' if passed else 'FAILED'}")
     return 0 if passed else 1
 

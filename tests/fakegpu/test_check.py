@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -102,7 +101,7 @@ sys.exit(check.main(["--anyway"]))
 """
 
 
-@pytest.mark.parametrize("when", ["alone", "submitting", "starting", "twice", "running"])
+@pytest.mark.parametrize("when", ["alone", "submitting", "starting", "running"])
 def test_an_interrupted_check_leaves_no_process(when: str, logs: Path) -> None:
     """Stages run one at a time, or together; the second starts half a second late."""
     command = [sys.executable, "-c", INTERRUPTED, str(logs), when]
@@ -116,8 +115,6 @@ def test_an_interrupted_check_leaves_no_process(when: str, logs: Path) -> None:
         for awaited in ("first", "second") if when == "running" else ("first",):
             assert awaited in iter(lambda: process.stdout.readline().strip(), "")
         process.terminate()
-        if when == "twice":
-            process.send_signal(signal.SIGINT)
         assert process.wait(patience(10)) != 0
         assert mark.settles() == ""
 
