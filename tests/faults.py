@@ -1507,8 +1507,8 @@ FAULTS = (
     ),
     Fault(
         "skipped-at-first",
-        "the updates that a GradScaler skips before its first one are no waste",
-        "owner in recorder.seen.scaled",
+        "updates that a GradScaler skips before its first step do not count",
+        "owner in skipped",
         "True",
         (
             "tests/observe/test_watching.py::test_a_watched_script_has_the_same_results_and_covered_steps",
@@ -1532,10 +1532,10 @@ FAULTS = (
     ),
     Fault(
         "late-in-turn",
-        "a rank is called late for what it is late on average, not for each wait",
+        "a rank is called late only if it is late on average",
         "return _of_steps(trial, lambda one: one.waits_s[self.first] - one.waits_s[self.last])",
         "return waiting(trial)",
-        ("tests/analysis/test_arrivals.py::test_no_rank_is_called_late_if_both_are_late_in_turn",),
+        ("tests/analysis/test_arrivals.py::test_the_whole_wait_is_for_late_ranks_or_in_turn",),
     ),
     Fault(
         "first-and-last",

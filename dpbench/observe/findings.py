@@ -600,7 +600,7 @@ RULES = (
     ),
     FindingRule(
         key="skipped updates",
-        when="a GradScaler skipped updates after the first one",
+        when="a GradScaler skipped updates after the optimizer's first step",
         find=_skipped,
         remedy=(
             "begin with a lower scale, use bf16, which needs no scale, or look for the cause of"

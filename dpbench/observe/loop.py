@@ -72,8 +72,8 @@ class WatchedLoop:
     `updates` is the usual number of calls of backward in a step, and `batches` that of batches.
     `rows` is the number of rows in all batches of a step, 0 if unknown. `model` has the sizes of
     the trained module, and `optimizers` the names of the optimizers' classes. `skipped` is the
-    number of updates that a GradScaler skipped after the first one. `products` is None if no call
-    was recorded. `compiled` is whether torch.compile made the module.
+    number of updates that a GradScaler skipped after the optimizer's first step. `products` is None
+    if no call was recorded. `compiled` is whether torch.compile made the module.
     """
 
     steps: tuple[Step, ...]

@@ -156,9 +156,7 @@ class Seen:
     device_ids: tuple[int, ...] = ()
     pinned: bool | None = None
     skipped: Counter[int] = field(default_factory=Counter)
-    """How often a GradScaler skipped the step of an optimizer after the first one."""
-    scaled: set[int] = field(default_factory=set)
-    """The owners whose optimizer a GradScaler has let step."""
+    """How often a GradScaler skipped the step of an optimizer; its first step begins the count."""
     unknown: dict[str, int] = field(default_factory=dict)
 
 

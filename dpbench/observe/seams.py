@@ -371,12 +371,13 @@ def _scaled_step(recorder: Recorder, was: Function) -> Function:
         finally:
             hook.remove()
         owner = recorder.owner(optimizer)
+        skipped = recorder.seen.skipped
         if stepped:
-            recorder.seen.scaled.add(owner)
-        else:  # before the first update, the scaler looks for a scale
-            recorder.seen.skipped[owner] += owner in recorder.seen.scaled
+            skipped.setdefault(owner, 0)
+        elif owner in skipped:  # before the first step, the scaler looks for a scale
+            skipped[owner] += 1
         if not recorder.inside:
-            recorder.update(recorder.owner(optimizer), type(optimizer).__name__)
+            recorder.update(owner, type(optimizer).__name__)
         return result
 
     return step

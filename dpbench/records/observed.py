@@ -60,14 +60,14 @@ class Observed:
     that makes the module data-parallel, if any. `synchronized` is the share of calls of backward in
     which DistributedDataParallel adds the ranks' gradients, None if unknown. `batches` is the
     number of batches that a process takes for a step, `updates` that of its calls of `backward`,
-    and `skipped_updates` the number of updates that a GradScaler skipped after the first one.
-    `loader_workers` is `WITHOUT_LOADER` without a DataLoader, and None if unknown. `pinned` is
-    whether the batches were in pinned memory; None if no batch was copied to a GPU. `reads` maps a
-    place in the script, such as `train.py:31 item`, to the number of timed steps in which the host
-    waited there for a value of a device. `evaluation_s` and `checkpoint_s` are the seconds, between
-    the first and the last step, in which the script evaluated and saved checkpoints; no step
-    includes them. `held` lacks ranks whose process NVML does not list. `binding` has clauses on the
-    lines of the script by which a rank takes memory on the first GPU.
+    and `skipped_updates` the number of updates that a GradScaler skipped after the optimizer's
+    first step. `loader_workers` is `WITHOUT_LOADER` without a DataLoader, and None if unknown.
+    `pinned` is whether the batches were in pinned memory; None if no batch was copied to a GPU.
+    `reads` maps a place in the script, such as `train.py:31 item`, to the number of timed steps in
+    which the host waited there for a value of a device. `evaluation_s` and `checkpoint_s` are the
+    seconds, between the first and the last step, in which the script evaluated and saved
+    checkpoints; no step includes them. `held` lacks ranks whose process NVML does not list.
+    `binding` has clauses on the lines of the script by which a rank takes memory on the first GPU.
     """
 
     command: str

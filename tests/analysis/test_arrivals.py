@@ -135,47 +135,21 @@ def test_a_late_rank_is_found_and_named() -> None:
     assert not {one.rule.key for one in diagnosis.findings} & {"late rank", "late in turn"}
 
 
-def test_no_rank_is_called_late_if_both_are_late_in_turn() -> None:
-    """Rank 1 is late by 30 ms in steps of an even number, rank 0 in the others: nobody on average.
-
-    The first step is a warm-up.
-    """
-    early, late = rank(0, FIRST, steps=41), rank(1, LAST, steps=41)
-    parts = [
-        replace(
-            early,
-            case=RANKS,
-            spans=tuple(
-                replace(span, device=device)
-                for one in (early, late)
-                for span in one.spans
-                if (one is late) == (span.step % 2 == device)
-            ),
-        )
-        for device in range(2)
-    ]
-    merged = merging.merge(parts)
-    assert arrivals.waiting(merged) == pytest.approx([0.03] * 40)
-    sizes = _sizes(merged)
-    assert "late rank" not in sizes
-    assert sizes["late in turn"] == pytest.approx(0.03)
-
-
-def waiting_ranks(waits_s: Sequence[tuple[float, ...]], step_s: float = 0.1) -> Trial:
-    """Return a trial whose ranks wait this long in each step, after a warm-up step."""
+def waiting_ranks(waits_s: Sequence[tuple[float, ...]]) -> Trial:
+    """Return a trial whose ranks wait this long in each step of 100 ms, after a warm-up step."""
     ranks = len(waits_s[0])
     parts = []
     for device in range(ranks):
         spans = []
         for number, waits in enumerate([waits_s[0], *waits_s]):
-            end_s = step_s * number + 0.09
+            end_s = 0.1 * number + 0.09
             arrives_s = end_s - 0.001 - waits[device]
             spans += [
                 Span(number, Phase.BACKWARD, device, "host", end_s - 0.08, end_s),
                 Span(number, Phase.REDUCE, device, "host", arrives_s, end_s),
             ]
         steps = tuple(
-            Step(step_s, number == 0, step_s * (number + 1)) for number in range(len(waits_s) + 1)
+            Step(0.1, number == 0, 0.1 * (number + 1)) for number in range(len(waits_s) + 1)
         )
         case = replace(RANKS, devices=ranks)
         parts.append(Trial(case=case, steps=steps, spans=tuple(spans)))
@@ -187,6 +161,7 @@ def waiting_ranks(waits_s: Sequence[tuple[float, ...]], step_s: float = 0.1) -> 
     [
         ([(0.03, 0.0)], "late rank", ["1"]),
         ([(0.03, 0.0)] * 9 + [(0.0, 0.03)], "late rank", ["1"]),
+        ([(0.03, 0.0), (0.0, 0.03)], "late in turn", []),
         ([(0.03, 0.0)] * 6 + [(0.0, 0.03)] * 4, "late in turn", []),
         ([(0.03, 0.0, 0.0)], "late rank", ["1", "2"]),
         ([(0.03, 0.02, 0.0), (0.02, 0.03, 0.0)], "late rank", ["2"]),

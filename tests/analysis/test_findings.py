@@ -140,26 +140,6 @@ def judged(name: str, *groups: list[Trial], cores: int = 8) -> bool:
     return not any(name in said for said in diagnosis.unjudged)
 
 
-def test_ranks_are_not_told_to_move_work_from_device_0() -> None:
-    busy = {0: 0.012, 1: 0.010, 2: 0.010, 3: 0.010}
-    names = {*found(one(), measured(case("ddp", devices=4), LEVEL, busy=busy))}
-    assert "slow device" in names
-    assert "imbalance" not in names
-    assert "imbalance" in found(one(), measured(case("dp", devices=4), LEVEL, busy=busy))
-
-
-@pytest.mark.parametrize(("wobble", "told"), [(-0.03, []), (0.03, ["500 µs", "25.5 ms"])])
-def test_a_loss_against_perfect_scaling_is_stated_if_the_rounds_tell_it(
-    wobble: float, told: list[str]
-) -> None:
-    """A step takes 2 % longer than with perfect scaling; rounds differ by more, alike or not."""
-    alone = measured(SINGLE, {name: 2 * seconds for name, seconds in LEVEL.items()}, wobble=0.03)
-    two = {name: 1.02 * seconds for name, seconds in LEVEL.items()}
-    trials = [*alone, *measured(case(), two, wobble=wobble)]
-    (answer,) = report_on(trials, {"host": {"cores": 8}}).answers
-    assert amounts(answer.reason)[:2] == told
-
-
 def dp(devices: int = 2, batch: int = 64, **phases: float) -> list[Trial]:
     return measured(case(devices=devices, batch=batch), {**LEVEL, **phases})
 
@@ -328,6 +308,14 @@ def test_a_device_without_rows_is_not_one_of_the_others() -> None:
     assert amounts(evidence.says) == ["0", "2.00×", "2.00", "2.00"]
     assert amounts(evidence.numbers) == ["0", "20.0 ms", "10.0 ms"]
     assert evidence.size_s.value == pytest.approx(0.010 * 2 / 3, rel=0.01)
+
+
+def test_ranks_are_not_told_to_move_work_from_device_0() -> None:
+    busy = {0: 0.012, 1: 0.010, 2: 0.010, 3: 0.010}
+    names = {*found(one(), measured(case("ddp", devices=4), LEVEL, busy=busy))}
+    assert "slow device" in names
+    assert "imbalance" not in names
+    assert "imbalance" in found(one(), measured(case("dp", devices=4), LEVEL, busy=busy))
 
 
 def test_a_device_with_fewer_rows_does_not_make_the_others_slow() -> None:
@@ -519,6 +507,18 @@ def test_in_weak_scaling_the_last_devices_are_held_against_equal_work_a_device()
 
 
 # ---------------------------------------------------------------- ranking, cures, the answer
+
+
+@pytest.mark.parametrize(("wobble", "told"), [(-0.03, []), (0.03, ["500 µs", "25.5 ms"])])
+def test_a_loss_against_perfect_scaling_is_stated_if_the_rounds_tell_it(
+    wobble: float, told: list[str]
+) -> None:
+    """A step takes 2 % longer than with perfect scaling; rounds differ by more, alike or not."""
+    alone = measured(SINGLE, {name: 2 * seconds for name, seconds in LEVEL.items()}, wobble=0.03)
+    two = {name: 1.02 * seconds for name, seconds in LEVEL.items()}
+    trials = [*alone, *measured(case(), two, wobble=wobble)]
+    (answer,) = report_on(trials, {"host": {"cores": 8}}).answers
+    assert amounts(answer.reason)[:2] == told
 
 
 def test_findings_are_ranked_by_the_seconds_at_stake() -> None:
